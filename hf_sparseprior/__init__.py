@@ -1,0 +1,45 @@
+"""Vision transformers with sparse attention and spatial priors for transformers.
+
+Importing registers SparsePriorViT with transformers' Auto classes. mmcv and its relatives, timm and torchvision are
+never imported from here.
+"""
+
+import logging as _logging
+import os as _os
+
+from transformers import AutoBackbone, AutoConfig, AutoModel, AutoModelForImageClassification
+
+from hf_sparseprior import curves, ops, sequences, supports
+from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
+from hf_sparseprior.modeling_sparseprior_vit import (
+    SparsePriorViTBackbone,
+    SparsePriorViTForImageClassification,
+    SparsePriorViTModel,
+)
+from hf_sparseprior.version import __version__
+
+__all__ = [
+    "SparsePriorViTBackbone",
+    "SparsePriorViTConfig",
+    "SparsePriorViTForImageClassification",
+    "SparsePriorViTModel",
+    "__version__",
+    "curves",
+    "ops",
+    "sequences",
+    "supports",
+]
+
+AutoConfig.register(SparsePriorViTConfig.model_type, SparsePriorViTConfig)
+AutoModel.register(SparsePriorViTConfig, SparsePriorViTModel)
+AutoModelForImageClassification.register(SparsePriorViTConfig, SparsePriorViTForImageClassification)
+AutoBackbone.register(SparsePriorViTConfig, SparsePriorViTBackbone)
+
+if _level := _os.environ.get("SPARSEPRIOR_LOG"):
+    # SPARSEPRIOR_LOG=debug says on stderr which attention backend runs and why.
+    _logger = _logging.getLogger("hf_sparseprior")
+    _handler = _logging.StreamHandler()
+    _handler.setFormatter(_logging.Formatter("%(name)s: %(message)s"))
+    _logger.addHandler(_handler)
+    _logger.setLevel(_level.upper())
+    _logger.propagate = False

@@ -1,0 +1,253 @@
+"""Configuration of SparsePriorViT: ViT, DeiT, DeiT-III and DINO backbones with a prior in their attention."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.activations import ACT2FN
+from transformers.backbone_utils import BackboneConfigMixin
+
+from .curves import CURVES  # noqa: F401  every helper is named here, older releases do not follow chains of imports
+from .decay import DECAYS  # noqa: F401
+from .prior import parse_prior, prior_name, prior_pruning_ratio, resolve_prior
+from .sequences import SEQUENCES  # noqa: F401
+from .supports import check_boolean, check_integer, support_notes
+
+logger = logging.getLogger("hf_sparseprior.config")
+
+POOLINGS = ("class_token", "mean")
+POSITION_EMBEDDINGS = ("learned", "none")
+INTERPOLATIONS = ("bicubic", "bilinear")
+
+_TINY = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}
+_SMALL = {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536}
+_BASE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
+_LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "num_hidden_layers": 24}
+_HUGE = {"hidden_size": 1280, "num_attention_heads": 16, "intermediate_size": 5120, "num_hidden_layers": 32}
+_IMAGENET = {"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)}
+_DEIT3 = {"position_embedding_for_class_token": False, "layerscale_value": 1e-4, **_IMAGENET}
+
+# Architectures of the papers; every value can be overridden.
+PRESETS: dict[str, dict[str, Any]] = {
+    "vit_tiny": _TINY,
+    "vit_small": _SMALL,
+    "vit_base": _BASE,
+    "vit_large": _LARGE,
+    "deit_tiny": {**_TINY, **_IMAGENET},
+    "deit_small": {**_SMALL, **_IMAGENET},
+    "deit_base": {**_BASE, **_IMAGENET},
+    "deit_base_distilled": {**_BASE, **_IMAGENET, "use_distillation_token": True},
+    "deit3_small": {**_SMALL, **_DEIT3},
+    "deit3_base": {**_BASE, **_DEIT3},
+    "deit3_large": {**_LARGE, **_DEIT3},
+    "deit3_huge": {**_HUGE, **_DEIT3, "patch_size": 14},
+    "dino_small": {**_SMALL, **_IMAGENET},
+    "dino_base": {**_BASE, **_IMAGENET},
+}
+
+
+class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
+    r"""
+    Configuration of a SparsePriorViT.
+
+    Args:
+        prior: name, names joined by +, or the full form with the slots support, decay, predictor, mixer and extras;
+            kept in its full form. See `hf_sparseprior.prior`.
+        image_size, patch_size: pixels, one number or (height, width); the image is a multiple of the patch.
+        num_channels: of the input image.
+        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: as in ViT.
+        hidden_act: activation of the MLP.
+        qkv_bias, proj_bias, mlp_bias: biases of the attention's and the MLP's linear layers.
+        use_class_token, use_distillation_token (DeiT), num_register_tokens: prefix tokens, in this order.
+        pooling: "class_token" or "mean" (average of the patch tokens after the last norm).
+        position_embedding: "learned" (interpolated for other grids) or "none".
+        position_embedding_for_class_token: False for DeiT-III, whose class token has no position. Registers never do.
+        interpolation: "bicubic" or "bilinear", for grids other than the configured one.
+        layerscale_value: initial value of LayerScale (DeiT-III), None for none.
+        drop_path_rate: stochastic depth of the last layer, rising linearly from 0 at the first.
+        hidden_dropout_prob, attention_probs_dropout_prob: dropout.
+        layer_norm_eps, initializer_range: as in ViT.
+        image_mean, image_std: normalisation the model was trained with, one number per channel or for all.
+        apply_layernorm, reshape_hidden_states, out_features, out_indices: of the backbone, as in Dinov2Backbone.
+    """
+
+    model_type = "sparseprior_vit"
+    keys_to_ignore_at_inference = ["hidden_states", "attentions", "class_logits", "distillation_logits"]
+
+    prior: Any = "dense"
+    image_size: int | list[int] | tuple[int, int] = 224
+    patch_size: int | list[int] | tuple[int, int] = 16
+    num_channels: int = 3
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    qkv_bias: bool = True
+    proj_bias: bool = True
+    mlp_bias: bool = True
+    use_class_token: bool = True
+    use_distillation_token: bool = False
+    num_register_tokens: int = 0
+    pooling: str = "class_token"
+    position_embedding: str = "learned"
+    position_embedding_for_class_token: bool = True
+    interpolation: str = "bicubic"
+    layerscale_value: float | int | None = None
+    drop_path_rate: float | int = 0.0
+    hidden_dropout_prob: float | int = 0.0
+    attention_probs_dropout_prob: float | int = 0.0
+    layer_norm_eps: float | int = 1e-6
+    initializer_range: float | int = 0.02
+    image_mean: Any = 0.5
+    image_std: Any = 0.5
+    apply_layernorm: bool = True
+    reshape_hidden_states: bool = True
+
+    def __post_init__(
+        self, out_features: list[str] | None = None, out_indices: list[int] | None = None, **kwargs: Any
+    ) -> None:
+        known = [field.name for field in fields(type(self))]
+        for key in kwargs:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+            if near:  # transformers keeps unknown keywords as attributes; a slip of the pen should not pass as one
+                raise ValueError(f"{key!r} is no field of {type(self).__name__}; did you mean {near[0]!r}?")
+        super().__post_init__(**kwargs)
+        self.validate()
+        self.stage_names = ["stem"] + [f"stage{n}" for n in range(1, self.num_hidden_layers + 1)]
+        self.set_output_features_output_indices(out_features=out_features, out_indices=out_indices)
+
+    @classmethod
+    def from_preset(cls, preset: str, **overrides: Any) -> SparsePriorViTConfig:
+        """Configuration of one of the papers' architectures, e.g. `from_preset("deit_base", prior="violin")`."""
+        if preset not in PRESETS:
+            raise ValueError(f"preset={preset!r} must be one of {', '.join(PRESETS)}")
+        return cls(**{**PRESETS[preset], **overrides})
+
+    @property
+    def output_attentions(self) -> bool:
+        """Whether models return attention weights; every backend can, so no attn_implementation excludes it."""
+        return bool(self._output_attentions)
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool) -> None:
+        self._output_attentions = value
+
+    # ---- derived ----------------------------------------------------------------------------------------------------
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(height, width) of the patch grid at the configured image size."""
+        image, patch = as_pair(self.image_size), as_pair(self.patch_size)
+        return image[0] // patch[0], image[1] // patch[1]
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Class, distillation and register tokens in front of the patches."""
+        return int(self.use_class_token) + int(self.use_distillation_token) + self.num_register_tokens
+
+    @property
+    def pruning_ratio(self) -> float:
+        """Percentage of query-key pairs that the support leaves out, prefix tokens included."""
+        return prior_pruning_ratio(self.prior, self.num_attention_heads, self.grid, self.num_prefix_tokens)
+
+    @property
+    def prior_name(self) -> str:
+        """Short name of the prior, e.g. "fibottention+violin"."""
+        return prior_name(self.prior)
+
+    # ---- checks -----------------------------------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Check every field and bring `prior` into its full form.
+
+        Raises:
+            ValueError: naming the field, the value and what is allowed.
+        """
+        self._validate_sizes()
+        self._validate_choices()
+        self.resolve_prior()
+        for note in support_notes(self.prior["support"], self.num_attention_heads, self.grid, self.num_prefix_tokens):
+            logger.warning(note)
+
+    def resolve_prior(self) -> None:
+        """Check `prior` and keep its full form; a model calls it again, for `from_pretrained(..., prior=...)`."""
+        self.prior = resolve_prior(parse_prior(self.prior), self.num_attention_heads, self.grid)
+
+    def _validate_sizes(self) -> None:
+        for name in ("num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+            setattr(self, name, check_integer(name, getattr(self, name), 1))
+        self.num_register_tokens = check_integer("num_register_tokens", self.num_register_tokens, 0)
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}"
+            )
+        for name in ("image_size", "patch_size"):
+            value = getattr(self, name)
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                if len(value) != 2:
+                    raise ValueError(f"{name}={value!r} must be one number or (height, width)")
+                setattr(self, name, [check_integer(name, side, 1) for side in value])
+            else:
+                setattr(self, name, check_integer(name, value, 1, ", or (height, width)"))
+        for image, patch in zip(as_pair(self.image_size), as_pair(self.patch_size), strict=True):
+            if image % patch:
+                raise ValueError(f"image_size={self.image_size} must be a multiple of patch_size={self.patch_size}")
+
+    def _validate_choices(self) -> None:
+        tokens = ("use_class_token", "use_distillation_token", "position_embedding_for_class_token")
+        for name in ("qkv_bias", "proj_bias", "mlp_bias", *tokens, "apply_layernorm", "reshape_hidden_states"):
+            setattr(self, name, check_boolean(name, getattr(self, name)))
+        choices = (("pooling", POOLINGS), ("position_embedding", POSITION_EMBEDDINGS))
+        for name, allowed in (*choices, ("interpolation", INTERPOLATIONS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act={self.hidden_act!r} must be one of {', '.join(ACT2FN)}")
+        if self.pooling == "class_token" and not self.use_class_token:
+            raise ValueError("pooling='class_token' needs use_class_token=True; without a class token use 'mean'")
+        if self.use_distillation_token and not self.use_class_token:
+            raise ValueError("use_distillation_token=True needs use_class_token=True (DeiT has both)")
+        for name in ("drop_path_rate", "hidden_dropout_prob", "attention_probs_dropout_prob"):
+            check_number(name, getattr(self, name), 0.0, 1.0)
+        check_number("layer_norm_eps", self.layer_norm_eps, 0.0, 1.0)
+        check_number("initializer_range", self.initializer_range, 0.0, math.inf)
+        if self.layerscale_value is not None:
+            check_number("layerscale_value", self.layerscale_value, -math.inf, math.inf)
+        for name in ("image_mean", "image_std"):
+            value = getattr(self, name)
+            channels = list(value) if isinstance(value, Sequence) else [value] * self.num_channels
+            if len(channels) != self.num_channels:
+                raise ValueError(f"{name}={value!r} must be one number or one for each of {self.num_channels} channels")
+            for channel in channels:
+                check_number(name, channel, -math.inf, math.inf)
+            setattr(self, name, [float(channel) for channel in channels])
+
+
+def as_pair(value: int | Sequence[int]) -> tuple[int, int]:
+    """(height, width) of one number or a pair."""
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+def check_number(name: str, value: Any, low: float, high: float) -> None:
+    """Raise unless `value` is a real number in low..high, `high` itself left out."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
+        bounds = "a number" if math.isinf(low) else f"a number in [{low:g}, {high:g})"
+        raise ValueError(f"{name}={value!r} must be {bounds}")
+
+
+# The classes that a saved folder offers to transformers' Auto classes.
+AUTO_MAP = {
+    "AutoConfig": "configuration_sparseprior_vit.SparsePriorViTConfig",
+    "AutoModel": "modeling_sparseprior_vit.SparsePriorViTModel",
+    "AutoModelForImageClassification": "modeling_sparseprior_vit.SparsePriorViTForImageClassification",
+    "AutoBackbone": "modeling_sparseprior_vit.SparsePriorViTBackbone",
+}
+
+SparsePriorViTConfig.register_for_auto_class()

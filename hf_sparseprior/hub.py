@@ -1,0 +1,123 @@
+"""What a saved model carries beside its weights: auto map, image processor, model card.
+
+Part of the saved folder itself, so a model saved again where this package is not installed stays complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+CARD = "README.md"
+PROCESSOR = "preprocessor_config.json"
+
+
+def complete_folder(folder: str | os.PathLike, config: Any) -> None:
+    """Write the image processor and the model card of a saved model where there is none yet."""
+    folder = Path(folder)
+    if not (folder / PROCESSOR).exists():
+        write_text(folder / PROCESSOR, json.dumps(image_processor_settings(config), indent=2) + "\n")
+    if not (folder / CARD).exists():
+        write_text(folder / CARD, model_card(config))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    scratch = path.with_name(path.name + ".partial")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)
+
+
+def image_processor_settings(config: Any) -> dict[str, Any]:
+    """preprocessor_config.json of a ViT image processor for this model; works with and without torchvision."""
+    size = config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_convert_rgb": config.num_channels == 3,
+        "do_resize": True,
+        "size": {"height": height, "width": width},
+        "resample": 3,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(config.image_mean),
+        "image_std": list(config.image_std),
+    }
+
+
+def model_card(config: Any, results: dict[str, Any] | None = None, license_name: str = "apache-2.0") -> str:
+    """Text of the model card.
+
+    Args:
+        config: of the model.
+        results: results.json of the run that trained it: its data, metrics and command go into the card.
+        license_name: for the card's header.
+    """
+    results = results or {}
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: image-classification",
+        f"license: {license_name}",
+        "tags: [vision-transformer, sparse-attention, spatial-prior]",
+        "---",
+        "",
+        f"# SparsePriorViT, prior: {config.prior_name}",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| architecture | {_architecture(config)} |",
+        f"| image, patch, grid | {config.image_size}, {config.patch_size}, {config.grid[0]}x{config.grid[1]} patches |",
+        f"| prior | `{json.dumps(config.prior)}` |",
+        f"| pruning ratio | {config.pruning_ratio:.2f} % of query-key pairs left out, prefix tokens included |",
+        f"| classes | {config.num_labels} |",
+        f"| data | {results.get('data', 'not recorded')} |",
+    ]
+    metrics = results.get("metrics", {})
+    lines += [f"| {name} | {value} |" for name, value in metrics.items()] or ["| metrics | not recorded |"]
+    if "command" in results:
+        lines.append(f"| trained with | `{results['command']}` |")
+    lines += [
+        "",
+        "```python",
+        "from transformers import pipeline",
+        'classify = pipeline("image-classification", model="PATH_OR_NAME_OF_THIS_MODEL", trust_remote_code=True)',
+        'classify("image.png")',
+        "```",
+        "",
+        "With `pip install hf_sparseprior` and `import hf_sparseprior`, `trust_remote_code` is not needed.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _architecture(config: Any) -> str:
+    prefix = ", ".join(name for name, used in _prefix_tokens(config) if used) or "none"
+    layers, heads, width = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
+    return f"ViT, {layers} layers, {heads} heads, width {width}, {config.pooling} pooling, prefix: {prefix}"
+
+
+def _prefix_tokens(config: Any) -> list[tuple[str, Any]]:
+    return [
+        ("class token", config.use_class_token),
+        ("distillation token", config.use_distillation_token),
+        (f"{config.num_register_tokens} register tokens", config.num_register_tokens),
+    ]
+
+
+@contextmanager
+def load_errors_in_one_line(source: Any) -> Iterator[None]:
+    """Turn a damaged safetensors file into one error that names the folder."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(
+            f"{source}: the safetensors checkpoint cannot be read, it is damaged or cut off ({error})"
+        ) from error

@@ -1,0 +1,464 @@
+"""SparsePriorViT: ViT, DeiT, DeiT-III and DINO backbones whose attention has a prior.
+
+Parameter names are those of transformers' ViT (q_proj, k_proj, v_proj, o_proj, fc1, fc2), so LoRA configs carry over.
+
+Shape letters: B batch, C hidden size, N patch tokens, P prefix tokens, T = P + N, H heads.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.backbone_utils import BackboneMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ModelOutput
+
+from .attention import SparsePriorAttention
+from .configuration_sparseprior_vit import AUTO_MAP, SparsePriorViTConfig, as_pair
+from .curves import CURVES  # noqa: F401  every helper is named here, older releases do not follow chains of imports
+from .decay import Decay
+from .hub import complete_folder, load_errors_in_one_line
+from .ops import BACKENDS  # noqa: F401
+from .prior import SLOTS  # noqa: F401
+from .sequences import SEQUENCES  # noqa: F401
+from .supports import SUPPORTS  # noqa: F401
+
+
+@dataclass
+class SparsePriorViTImageClassifierOutput(ModelOutput):
+    """Output of `SparsePriorViTForImageClassification`.
+
+    loss: scalar, when labels are given. logits: (B, num_labels), the mean of both heads with a distillation token.
+    class_logits, distillation_logits: (B, num_labels) of the two heads, with a distillation token.
+    hidden_states: L + 1 of (B, T, C). attentions: L of (B, H, T, T).
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    class_logits: Tensor | None = None
+    distillation_logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+class SparsePriorViTEmbeddings(nn.Module):
+    """Patch projection, prefix tokens and position embedding."""
+
+    def __init__(self, config: SparsePriorViTConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.hidden_size
+        self.patch_size = as_pair(config.patch_size)
+        self.grid = config.grid
+        self.projection = nn.Conv2d(config.num_channels, width, kernel_size=self.patch_size, stride=self.patch_size)
+        self.class_token = nn.Parameter(torch.empty(1, 1, width)) if config.use_class_token else None
+        self.distillation_token = nn.Parameter(torch.empty(1, 1, width)) if config.use_distillation_token else None
+        registers = config.num_register_tokens
+        self.register_tokens = nn.Parameter(torch.empty(1, registers, width)) if registers else None
+        # Positions of class and distillation token come first, then those of the patches in raster order.
+        self.num_prefix_positions = 0
+        if config.position_embedding_for_class_token:
+            self.num_prefix_positions = int(config.use_class_token) + int(config.use_distillation_token)
+        self.position_embeddings = None
+        if config.position_embedding == "learned":
+            positions = self.num_prefix_positions + self.grid[0] * self.grid[1]
+            self.position_embeddings = nn.Parameter(torch.empty(1, positions, width))
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def patch_positions(self, grid: tuple[int, int]) -> Tensor:
+        """Position embedding (1, N, C) of the patches on a grid, interpolated where it is not the configured one."""
+        assert self.position_embeddings is not None
+        positions = self.position_embeddings[:, self.num_prefix_positions :]
+        if grid == self.grid:
+            return positions
+        map_ = positions.reshape(1, *self.grid, -1).permute(0, 3, 1, 2)
+        # In float32: resampling in half precision moves the embedding visibly.
+        resized = F.interpolate(map_.float(), size=grid, mode=self.config.interpolation, align_corners=False)
+        return resized.to(positions.dtype).flatten(2).transpose(1, 2)
+
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Tokens (B, T, C) and the patch grid of images (B, channels, height, width)."""
+        channels, patch = self.config.num_channels, self.patch_size
+        if pixel_values.dim() != 4 or pixel_values.shape[1] != channels:
+            raise ValueError(
+                f"pixel_values of shape {tuple(pixel_values.shape)} must be (batch, {channels}, height, width)"
+            )
+        height, width = pixel_values.shape[2:]
+        if height % patch[0] or width % patch[1] or not height or not width:
+            raise ValueError(
+                f"image of {height}x{width} pixels must be a multiple of the {patch[0]}x{patch[1]} patch in both sides"
+            )
+        grid = (height // patch[0], width // patch[1])
+        patches = self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
+        prefix: list[Tensor] = [token for token in (self.class_token, self.distillation_token) if token is not None]
+        if self.position_embeddings is not None:
+            patches = patches + self.patch_positions(grid)
+            if self.num_prefix_positions:
+                prefix = [torch.cat(prefix, 1) + self.position_embeddings[:, : self.num_prefix_positions]]
+        if self.register_tokens is not None:
+            prefix.append(self.register_tokens)
+        tokens = torch.cat([token.expand(patches.shape[0], -1, -1) for token in prefix] + [patches], 1)
+        return self.dropout(tokens), grid
+
+
+class SparsePriorViTMLP(nn.Module):
+    """Two linear layers with an activation between them."""
+
+    def __init__(self, config: SparsePriorViTConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.activation = ACT2FN[config.hidden_act]
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
+        return self.fc2(self.activation(self.fc1(hidden_states)))
+
+
+class SparsePriorViTLayerScale(nn.Module):
+    """A learned factor per channel (DeiT-III)."""
+
+    def __init__(self, width: int, value: float) -> None:
+        super().__init__()
+        self.value = value
+        self.scale = nn.Parameter(torch.empty(width))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(..., C) to (..., C)."""
+        return hidden_states * self.scale
+
+
+class SparsePriorViTDropPath(nn.Module):
+    """Drops a residual branch for whole samples in training and scales the others up (stochastic depth)."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, branch: Tensor) -> Tensor:
+        """(B, ...) to (B, ...)."""
+        if not self.training or self.rate == 0.0:
+            return branch
+        keep = 1.0 - self.rate
+        kept = torch.empty(branch.shape[0], *(1,) * (branch.dim() - 1), device=branch.device).bernoulli_(keep)
+        return branch * (kept / keep).to(branch.dtype)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows of the layer."""
+        return f"rate={self.rate:.3f}"
+
+
+class SparsePriorViTLayer(GradientCheckpointingLayer):
+    """A pre-norm transformer block: attention with the prior, then the MLP."""
+
+    def __init__(self, config: SparsePriorViTConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        width = config.hidden_size
+        self.layernorm_before = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.attention = SparsePriorAttention(
+            width,
+            config.num_attention_heads,
+            config.prior,
+            layer_idx=layer_idx,
+            qkv_bias=config.qkv_bias,
+            proj_bias=config.proj_bias,
+            attention_dropout=config.attention_probs_dropout_prob,
+        )
+        self.layernorm_after = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.mlp = SparsePriorViTMLP(config)
+        scale = config.layerscale_value
+        self.layerscale_attention = SparsePriorViTLayerScale(width, scale) if scale is not None else nn.Identity()
+        self.layerscale_mlp = SparsePriorViTLayerScale(width, scale) if scale is not None else nn.Identity()
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.drop_path = SparsePriorViTDropPath(
+            config.drop_path_rate * layer_idx / max(1, config.num_hidden_layers - 1)
+        )
+
+    def forward(
+        self, hidden_states: Tensor, grid: tuple[int, int], num_prefix_tokens: int, output_attentions: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, T, C) to (B, T, C) and the attention weights (B, H, T, T) if they are wanted."""
+        # attn_implementation="eager" is transformers' word for the written-out form.
+        backend = "reference" if self.config._attn_implementation == "eager" else "auto"
+        out, weights = self.attention(
+            self.layernorm_before(hidden_states), grid, num_prefix_tokens, output_attentions, backend
+        )
+        hidden_states = hidden_states + self.drop_path(self.layerscale_attention(self.dropout(out)))
+        out = self.mlp(self.layernorm_after(hidden_states))
+        return hidden_states + self.drop_path(self.layerscale_mlp(self.dropout(out))), weights
+
+
+class SparsePriorViTPreTrainedModel(PreTrainedModel):
+    """Initialisation, loading and saving of every SparsePriorViT class."""
+
+    config_class = SparsePriorViTConfig
+    config: SparsePriorViTConfig
+    base_model_prefix = "vit"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["SparsePriorViTEmbeddings", "SparsePriorViTLayer"]
+    # alpha and beta lose their gradient's scale, beta even its value, in half precision.
+    _keep_in_fp32_modules_strict = ["decay_bias"]
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+
+    def __init__(self, config: SparsePriorViTConfig, *args: Any, **kwargs: Any) -> None:
+        config.resolve_prior()  # from_pretrained(..., prior=...) sets it behind the config's own check
+        super().__init__(config, *args, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.initializer_range
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            init.trunc_normal_(module.weight, mean=0.0, std=std)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, SparsePriorViTLayerScale):
+            init.constant_(module.scale, module.value)
+        elif isinstance(module, SparsePriorViTEmbeddings):
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    init.trunc_normal_(parameter, mean=0.0, std=std)
+        elif isinstance(module, Decay):
+            for name, value in module.initial_values().items():
+                init.copy_(getattr(module, name), value)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that get no weight decay, besides all with one dimension (timm's convention)."""
+        embeddings = ("class_token", "distillation_token", "register_tokens", "position_embeddings")
+        return {
+            name
+            for name, _ in self.named_parameters()
+            if "decay_bias" in name.split(".") or name.split(".")[-1] in embeddings
+        }
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', with safetensors only: a pickled checkpoint is refused, never opened.
+
+        `prior=` and other config fields may be given and are checked like those of a config.
+
+        Raises:
+            OSError: for a missing, truncated or pickled checkpoint, naming the file.
+            ValueError: for a bad config field.
+        """
+        if kwargs.setdefault("use_safetensors", True) is not True:
+            raise ValueError("use_safetensors=False is refused: pickled checkpoints can run code, use safetensors")
+        with load_errors_in_one_line(pretrained_model_name_or_path):
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As transformers', plus the full auto map, and an image processor and a model card where there is none."""
+        self.config.auto_map = dict(AUTO_MAP)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            complete_folder(save_directory, self.config)
+
+
+class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
+    """The bare transformer.
+
+    Example:
+
+    ```python
+    import hf_sparseprior as sp
+    model = sp.SparsePriorViTModel(sp.SparsePriorViTConfig(prior="fibottention+violin"))
+    ```
+    """
+
+    def __init__(self, config: SparsePriorViTConfig) -> None:
+        super().__init__(config)
+        self.embeddings = SparsePriorViTEmbeddings(config)
+        self.layers = nn.ModuleList(SparsePriorViTLayer(config, index) for index in range(config.num_hidden_layers))
+        self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.num_features = [config.hidden_size] * (config.num_hidden_layers + 1)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The patch projection."""
+        return self.embeddings.projection
+
+    def encode(
+        self, pixel_values: Tensor, output_attentions: bool, output_hidden_states: bool
+    ) -> tuple[Tensor, tuple[int, int], tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
+        """Embeddings and blocks, before the last norm: tokens (B, T, C), grid, hidden states, attentions."""
+        hidden_states, grid = self.embeddings(pixel_values)
+        states, attentions = [hidden_states], []
+        for layer in self.layers:
+            hidden_states, weights = layer(hidden_states, grid, self.config.num_prefix_tokens, output_attentions)
+            if output_hidden_states:
+                states.append(hidden_states)
+            if weights is not None:
+                attentions.append(weights)
+        return (
+            hidden_states,
+            grid,
+            tuple(states) if output_hidden_states else None,
+            tuple(attentions) if output_attentions else None,
+        )
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutputWithPooling | tuple:
+        """Encode images.
+
+        Args:
+            pixel_values: (B, channels, height, width), sides multiples of the patch size.
+            output_attentions: also return the weights (B, H, T, T) of every layer.
+            output_hidden_states: also return the L + 1 hidden states (B, T, C).
+            return_dict: False for a tuple.
+
+        Returns:
+            last_hidden_state (B, T, C) after the last norm; pooler_output (B, C), the class token or the average of
+            the patch tokens.
+        """
+        output_attentions, output_hidden_states, return_dict = output_options(
+            self.config, output_attentions, output_hidden_states, return_dict
+        )
+        hidden_states, _, states, attentions = self.encode(pixel_values, output_attentions, output_hidden_states)
+        last = self.layernorm(hidden_states)
+        pooled = last[:, self.config.num_prefix_tokens :].mean(1) if self.config.pooling == "mean" else last[:, 0]
+        output = BaseModelOutputWithPooling(
+            last_hidden_state=last, pooler_output=pooled, hidden_states=states, attentions=attentions
+        )
+        return output if return_dict else output.to_tuple()
+
+
+class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
+    """SparsePriorViT with a linear classifier, two of them with a distillation token (DeiT)."""
+
+    def __init__(self, config: SparsePriorViTConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.vit = SparsePriorViTModel(config)
+
+        def head() -> nn.Module:
+            return nn.Linear(config.hidden_size, config.num_labels) if config.num_labels else nn.Identity()
+
+        self.classifier = head()
+        self.distillation_classifier = head() if config.use_distillation_token else None
+        self.post_init()
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        teacher_labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> SparsePriorViTImageClassifierOutput | tuple:
+        """Classify images.
+
+        Args:
+            pixel_values: (B, channels, height, width).
+            labels: (B,) class indices (cross entropy), or what `config.problem_type` asks for.
+            teacher_labels: (B,) a teacher's decisions for the distillation head; `labels` where there is no teacher.
+            output_attentions, output_hidden_states, return_dict: as in `SparsePriorViTModel`.
+
+        Returns:
+            logits (B, num_labels), with the loss if labels are given. With a distillation token the loss is the mean
+            of both heads' (DeiT's hard distillation) and the logits are the mean of both heads'.
+        """
+        output_attentions, output_hidden_states, return_dict = output_options(
+            self.config, output_attentions, output_hidden_states, return_dict
+        )
+        encoded = self.vit(
+            pixel_values,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        logits = self.classifier(encoded.pooler_output)
+        class_logits = distillation_logits = None
+        if self.distillation_classifier is not None:
+            class_logits, distillation_logits = logits, self.distillation_classifier(encoded.last_hidden_state[:, 1])
+            logits = (class_logits + distillation_logits) / 2
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels, logits if class_logits is None else class_logits, self.config)
+            if distillation_logits is not None:
+                targets = labels if teacher_labels is None else teacher_labels
+                loss = (loss + self.loss_function(targets, distillation_logits, self.config)) / 2
+        output = SparsePriorViTImageClassifierOutput(
+            loss=loss,
+            logits=logits,
+            class_logits=class_logits,
+            distillation_logits=distillation_logits,
+            hidden_states=encoded.hidden_states,
+            attentions=encoded.attentions,
+        )
+        return output if return_dict else output.to_tuple()
+
+
+class SparsePriorViTBackbone(BackboneMixin, SparsePriorViTModel):
+    """SparsePriorViT as a feature extractor for dense prediction (UperNet, DETR, Mask2Former, ...).
+
+    Load weights with the class's own `from_pretrained`; `AutoBackbone.from_config` builds it from a config.
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        pixel_values: Tensor,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BackboneOutput | tuple:
+        """Feature maps (B, C, height, width) of the patches at `config.out_features`; tokens (B, T, C) without
+        `reshape_hidden_states`. "stem" is the embedding, "stage3" the output of the third layer.
+        """
+        output_attentions, output_hidden_states, return_dict = output_options(
+            self.config, output_attentions, output_hidden_states, return_dict
+        )
+        _, grid, states, attentions = self.encode(pixel_values, output_attentions, True)
+        assert states is not None
+        maps = []
+        for stage, state in zip(self.stage_names, states, strict=True):
+            if stage not in self.out_features:
+                continue
+            if self.config.apply_layernorm:
+                state = self.layernorm(state)
+            if self.config.reshape_hidden_states:
+                state = state[:, self.config.num_prefix_tokens :]
+                state = state.transpose(1, 2).reshape(state.shape[0], -1, *grid)
+            maps.append(state)
+        output = BackboneOutput(
+            feature_maps=tuple(maps), hidden_states=states if output_hidden_states else None, attentions=attentions
+        )
+        return output if return_dict else output.to_tuple()
+
+
+def output_options(
+    config: SparsePriorViTConfig,
+    output_attentions: bool | None,
+    output_hidden_states: bool | None,
+    return_dict: bool | None,
+) -> tuple[bool, bool, bool]:
+    """Arguments of a call, the config's where they are not given."""
+    return (
+        bool(config.output_attentions if output_attentions is None else output_attentions),
+        bool(config.output_hidden_states if output_hidden_states is None else output_hidden_states),
+        bool(config.return_dict if return_dict is None else return_dict),
+    )
+
+
+SparsePriorViTModel.register_for_auto_class("AutoModel")
+SparsePriorViTForImageClassification.register_for_auto_class("AutoModelForImageClassification")
+SparsePriorViTBackbone.register_for_auto_class("AutoBackbone")

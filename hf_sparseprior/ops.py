@@ -1,0 +1,511 @@
+"""Attention over a support, with a decay, and the choice of how to run it.
+
+`reference` is the specification: dense tensors, a few lines, any dtype. Every other backend agrees with it, forward and
+backward. A backend is a pair of functions, `can_run` (None, or the reason why not) and `run`.
+
+Shape letters: B batch, H heads, D head width, N patch tokens, P prefix tokens, T = P + N, C curves, A axes,
+K offsets of a head counted with both signs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .decay import DECAYS, decay_mask, decay_weights, offset_distances, prefix_weights
+from .supports import (
+    count_nonzeros,
+    layer_offsets,
+    mask_from_offsets,
+    resolve_support,
+    self_rows,
+)
+
+logger = logging.getLogger("hf_sparseprior.ops")
+
+
+class AttentionPlan:
+    """Everything about one layer's attention that follows from its settings and the grid, not from the data.
+
+    Built once per (layer, grid) and kept by the layer; the tables it makes for a device are kept in it.
+
+    Args:
+        num_heads: H.
+        grid: (height, width) of the patch tokens.
+        num_prefix_tokens: P, tokens in front of the patches.
+        support: resolved support.
+        decay: resolved settings of the decay, no tensors, or None.
+        layer: layer number from 0.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        grid: tuple[int, int],
+        num_prefix_tokens: int,
+        support: dict[str, Any],
+        decay: dict[str, Any] | None,
+        layer: int,
+    ) -> None:
+        self.num_heads = num_heads
+        self.grid = grid
+        self.num_tokens = grid[0] * grid[1]
+        self.num_prefix_tokens = num_prefix_tokens
+        self.total = num_prefix_tokens + self.num_tokens
+        self.support = support
+        self.mask_fill = support["mask_fill"]
+        self.decay = decay
+        self.layer = layer
+        # None stands for the dense support: no mask, no offsets.
+        self.offsets: list[list[int]] | None = None
+        self.density = 1.0
+        if support["name"] != "dense":
+            self.offsets = layer_offsets(support, num_heads=num_heads, num_tokens=self.num_tokens, layer=layer)
+            kept = sum(count_nonzeros(own, self.num_tokens, num_prefix_tokens) for own in self.offsets)
+            self.density = kept / (num_heads * self.total**2)
+        self.tables: dict[tuple[str, torch.device], Tensor] = {}
+        # The arguments as text: `from_key` makes the same plan again.
+        self.key = json.dumps([num_heads, grid, num_prefix_tokens, support, decay, layer], sort_keys=True)
+
+    @classmethod
+    def from_key(cls, key: str) -> AttentionPlan:
+        """The plan whose `key` this is."""
+        num_heads, grid, *rest = json.loads(key)
+        return cls(num_heads, tuple(grid), *rest)
+
+    def build_table(self, name: str) -> np.ndarray:
+        """A table as an array: "mask", bool (H, T, T), True = attended; "positions" of the decay, int64 (C, A, N)."""
+        if name == "mask":
+            assert self.offsets is not None
+            return mask_from_offsets(self.offsets, self.num_tokens, self.num_prefix_tokens)
+        assert name == "positions" and self.decay is not None
+        return DECAYS[self.decay["name"]].positions(self.decay, self.grid)
+
+
+def plan_table(plan: AttentionPlan, name: str, device: torch.device) -> Tensor:
+    """A table of a plan on a device, made once for each.
+
+    A function, not a method: dynamo cannot guard methods of an object that a constant function returned.
+    """
+    if torch.compiler.is_compiling():
+        return _table_in_graph(plan.key, name, str(device))
+    if (table := plan.tables.get((name, device))) is not None:
+        return table
+    # A table made under inference_mode could not be used in a later training step.
+    with torch.inference_mode(False):
+        table = torch.tensor(plan.build_table(name)).to(device)
+    if type(table) is Tensor:  # a table made while tracing with fake tensors must not outlive the trace
+        plan.tables[(name, device)] = table
+    return table
+
+
+# Tables come from numpy and Python integers. A compiled graph or an exported program does not trace how they are made
+# but calls this function while it is built and keeps the result as a constant.
+@torch.compiler.allow_in_graph
+def _table_in_graph(key: str, name: str, device: str) -> Tensor:
+    return torch.tensor(AttentionPlan.from_key(key).build_table(name)).to(device)
+
+
+class Call(NamedTuple):
+    """One call of attention, as backends see it. q, k, v: (B, H, T, D)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    plan: AttentionPlan
+    decay: dict[str, Any] | None
+    scale: float
+    dropout_p: float
+    need_weights: bool
+    mask: Tensor | None  # filled in by the caller for backends that need it
+    positions: Tensor | None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """float32 for half precision, else the dtype of q: logits, decay and softmax are never in half precision."""
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to run attention."""
+
+    can_run: Callable[[Call], str | None]
+    run: Callable[[Call], tuple[Tensor, Tensor | None]]
+    needs_mask: bool
+
+
+# ---- reference ------------------------------------------------------------------------------------------------------
+
+
+def _reference_can_run(call: Call) -> str | None:
+    return None
+
+
+def _reference(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Dense attention with the mask and the decay written out (Fibottention Eq. 1, VIOLIN Eq. 12)."""
+    dtype = call.compute_dtype
+    logits = (call.q.to(dtype) * call.scale) @ call.k.to(dtype).transpose(-1, -2)
+    if call.decay is not None:
+        logits = logits * _dense_weights(call, dtype)
+    if call.mask is not None:
+        logits = logits.masked_fill(~call.mask, -math.inf if call.plan.mask_fill == "neg_inf" else 0.0)
+    weights = F.dropout(torch.softmax(logits, -1), call.dropout_p)
+    out = weights @ call.v.to(dtype)
+    return out.to(call.q.dtype), weights.to(call.q.dtype) if call.need_weights else None
+
+
+def _dense_weights(call: Call, dtype: torch.dtype) -> Tensor:
+    """alpha * M with the prefix rows and columns, (H, T, T)."""
+    assert call.decay is not None and call.positions is not None
+    weights = decay_mask(call.decay, call.positions, dtype)
+    if prefix := call.plan.num_prefix_tokens:
+        gamma_H = prefix_weights(call.decay, dtype)
+        if gamma_H is None:
+            weights = F.pad(weights, (prefix, 0, prefix, 0), value=1.0)
+        else:
+            heads, tokens = weights.shape[:2]
+            columns = gamma_H.view(-1, 1, 1).expand(heads, tokens, prefix)
+            rows = gamma_H.view(-1, 1, 1).expand(heads, prefix, prefix + tokens)
+            weights = torch.cat([rows, torch.cat([columns, weights], -1)], -2)
+    if (alpha_H := call.decay.get("alpha")) is not None:
+        weights = weights * alpha_H.to(dtype).view(-1, 1, 1)
+    return weights
+
+
+# ---- sdpa -----------------------------------------------------------------------------------------------------------
+
+
+def _sdpa_can_run(call: Call) -> str | None:
+    if call.decay is not None:
+        return "a decay multiplies the logits, which scaled_dot_product_attention cannot do"
+    if call.plan.offsets is not None and call.plan.mask_fill == "zero":
+        return "mask_fill='zero' keeps exp(0) for masked pairs, which scaled_dot_product_attention cannot do"
+    if call.need_weights:
+        return "scaled_dot_product_attention does not return attention weights"
+    return None
+
+
+def _sdpa(call: Call) -> tuple[Tensor, Tensor | None]:
+    """torch's own dense attention, with a boolean mask where there is a support."""
+    out = F.scaled_dot_product_attention(
+        call.q, call.k, call.v, attn_mask=call.mask, dropout_p=call.dropout_p, scale=call.scale
+    )
+    return out, None
+
+
+# ---- diagonal -------------------------------------------------------------------------------------------------------
+
+
+def _diagonal_can_run(call: Call) -> str | None:
+    if call.plan.offsets is None:
+        return "the support is dense, it has no offsets"
+    if call.plan.mask_fill == "zero" and call.dropout_p > 0:
+        return "dropout with mask_fill='zero' would have to drop pairs that are never formed"
+    return None
+
+
+def _diagonal(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Attention along diagonals with PyTorch operations only; the largest tensor is (B, N, K + P).
+
+    For each head and signed offset o, rows j meet keys j + o as two contiguous slices. Logits of a head are gathered
+    as columns [prefix | offsets], one softmax runs over them. Prefix rows see everything and are P rows of dense
+    attention.
+    """
+    plan, dtype = call.plan, call.compute_dtype
+    assert plan.offsets is not None
+    prefix = plan.num_prefix_tokens
+    q, k, v = call.q.to(dtype) * call.scale, call.k.to(dtype), call.v.to(dtype)
+    alpha_H = call.decay.get("alpha") if call.decay is not None else None
+    if alpha_H is not None:
+        q = q * alpha_H.to(dtype).view(-1, 1, 1)
+    gamma_H = prefix_weights(call.decay, dtype) if call.decay is not None else None
+    heads, dense_weights = [], []
+    # Unbinding first keeps the backward of a slice as large as one head, not as all of them.
+    for head, (q_BTD, k_BTD, v_BTD) in enumerate(zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True)):
+        gamma = None if gamma_H is None else gamma_H[head]
+        out, weights = _diagonal_head(call, plan.offsets[head], head, q_BTD, k_BTD, v_BTD, gamma)
+        heads.append(out)
+        if weights is not None:
+            dense_weights.append(weights)
+    if prefix:
+        logits = q[:, :, :prefix] @ k.transpose(-1, -2)
+        if gamma_H is not None:
+            logits = logits * gamma_H.view(-1, 1, 1)
+        prefix_probs = F.dropout(torch.softmax(logits, -1), call.dropout_p)
+        out = torch.cat([prefix_probs @ v, torch.stack(heads, 1)], 2)
+    else:
+        out = torch.stack(heads, 1)
+    if not call.need_weights:
+        return out.to(call.q.dtype), None
+    stacked = torch.stack(dense_weights, 1)
+    full = torch.cat([prefix_probs, stacked], 2) if prefix else stacked
+    return out.to(call.q.dtype), full.to(call.q.dtype)
+
+
+def _diagonal_head(
+    call: Call, offsets: Sequence[int], head: int, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The patch rows of one head: q scaled, k, v (B, T, D) -> out (B, N, D), weights (B, N, T) if they are wanted."""
+    plan = call.plan
+    prefix, tokens = plan.num_prefix_tokens, plan.num_tokens
+    zero_fill = plan.mask_fill == "zero"
+    q, k_prefix, v_prefix, k, v = q[:, prefix:], k[:, :prefix], v[:, :prefix], k[:, prefix:], v[:, prefix:]
+    # With mask_fill "zero" a logit of 0 stands for "not in the support": its weight exp(0) - 1 vanishes below.
+    fill = 0.0 if zero_fill else -math.inf
+
+    columns: list[tuple[int, int, int]] = []  # (first row, row behind the last, signed offset)
+    logits: list[Tensor] = []
+    for offset in offsets:
+        count = tokens - offset
+        decay = _offset_weights(call, offset, head, q.dtype)
+        for signed in (offset, -offset) if offset else (0,):
+            first = max(0, -signed)
+            column = (q[:, first : first + count] * k[:, first + signed : first + signed + count]).sum(-1)
+            if decay is not None:
+                column = column * decay
+            logits.append(F.pad(column, (first, tokens - first - count), value=fill))
+            columns.append((first, first + count, signed))
+    if rows := self_rows(offsets, tokens, prefix):
+        column = (q[:, rows.start : rows.stop] * k[:, rows.start : rows.stop]).sum(-1)
+        if (decay := _offset_weights(call, 0, head, q.dtype)) is not None:
+            column = column * decay[rows.start : rows.stop]
+        logits.append(F.pad(column, (rows.start, tokens - rows.stop), value=fill))
+        columns.append((rows.start, rows.stop, 0))
+
+    parts = [torch.stack(logits, -1)] if logits else []
+    if prefix:
+        prefix_logits = q @ k_prefix.transpose(-1, -2)
+        parts.insert(0, prefix_logits if gamma is None else prefix_logits * gamma)
+    scores = torch.cat(parts, -1)  # (B, N, P + K)
+    if zero_fill:
+        # softmax over T logits of which most are 0: sum over all of exp(0), plus exp(s) - exp(0) on the support.
+        highest = scores.detach().amax(-1, keepdim=True).clamp_min(0.0)
+        floor = torch.exp(-highest)
+        probs = torch.exp(scores - highest) - floor
+        total = probs.sum(-1, keepdim=True) + plan.total * floor
+        probs, floor = probs / total, floor / total
+        out = floor * (v_prefix.sum(1, keepdim=True) + v.sum(1, keepdim=True))
+    else:
+        probs = F.dropout(torch.softmax(scores, -1), call.dropout_p)
+        floor = None
+        out = torch.zeros_like(q)
+    if prefix:
+        out = out + probs[..., :prefix] @ v_prefix
+    for (first, last, signed), p_BN in zip(columns, probs[..., prefix:].unbind(-1), strict=True):
+        part = p_BN[:, first:last, None] * v[:, first + signed : last + signed]
+        out = out + F.pad(part, (0, 0, first, tokens - last))
+    if not call.need_weights:
+        return out, None
+    return out, _scatter_weights(probs, floor, columns, prefix, tokens)
+
+
+def _offset_weights(call: Call, offset: int, head: int, dtype: torch.dtype) -> Tensor | None:
+    """M at the pairs (j, j + offset) of one head, (N - offset,)."""
+    if call.decay is None:
+        return None
+    assert call.positions is not None
+    distances = offset_distances(call.positions, offset)
+    return decay_weights(call.decay["beta"][:, head : head + 1], distances, dtype)[0]
+
+
+def _scatter_weights(
+    probs: Tensor, floor: Tensor | None, columns: Sequence[tuple[int, int, int]], prefix: int, tokens: int
+) -> Tensor:
+    """Attention weights (B, N, T) of patch rows, only made when a caller asks to see them."""
+    dense = probs.new_zeros(*probs.shape[:2], prefix + tokens)
+    dense[..., :prefix] = probs[..., :prefix]
+    patches = dense[..., prefix:]
+    for (first, last, signed), p_BN in zip(columns, probs[..., prefix:].unbind(-1), strict=True):
+        diagonal = patches.diagonal(signed, -2, -1)
+        diagonal[..., first - max(0, -signed) : last - max(0, -signed)] = p_BN[:, first:last]
+    return dense if floor is None else dense + floor
+
+
+# ---- choice ---------------------------------------------------------------------------------------------------------
+
+BACKENDS = {
+    "reference": Backend(_reference_can_run, _reference, needs_mask=True),
+    "sdpa": Backend(_sdpa_can_run, _sdpa, needs_mask=True),
+    "diagonal": Backend(_diagonal_can_run, _diagonal, needs_mask=False),
+}
+
+
+# Patch tokens from which diagonal beats dense attention with a mask, {(device type, needs gradients): N}. CPU: measured
+# on two cores in float32 with 3 and 12 heads of 64 (crossover between 100 and 256). CUDA: not measured; some hundred
+# small launches a layer cost milliseconds, so it is kept for sizes where the mask itself becomes the burden.
+DIAGONAL_FROM_TOKENS = {("cpu", False): 128, ("cpu", True): 196, ("cuda", False): 4096, ("cuda", True): 4096}
+# A pair costs the diagonal path about ten times as much as dense attention, so denser supports stay dense.
+DIAGONAL_MAX_DENSITY = 1 / 16
+
+
+def preference(plan: AttentionPlan, device_type: str, trains: bool) -> tuple[list[str], str]:
+    """Backends from the fastest on, and why."""
+    if plan.offsets is None:
+        return ["sdpa", "reference"], "the support is dense"
+    fewest = DIAGONAL_FROM_TOKENS.get((device_type, trains), DIAGONAL_FROM_TOKENS["cpu", trains])
+    facts = f"{plan.num_tokens} patch tokens, {100 * plan.density:.1f} % of the pairs kept"
+    if plan.num_tokens >= fewest and plan.density <= DIAGONAL_MAX_DENSITY:
+        return ["diagonal", "sdpa", "reference"], facts
+    limits = f"diagonal from {fewest} tokens and {100 * DIAGONAL_MAX_DENSITY:.1f} % down"
+    return ["sdpa", "reference", "diagonal"], f"{facts}, dense with a mask is faster ({limits})"
+
+
+def choose_backend(call: Call, backend: str = "auto") -> str:
+    """Name of the backend to run.
+
+    `backend` forces one, else the environment variable SPARSEPRIOR_BACKEND does, else the fastest that can run is
+    taken. A forced backend that cannot run is an error, never another backend.
+    """
+    if backend == "auto":
+        backend = os.environ.get("SPARSEPRIOR_BACKEND", "auto")
+    if backend != "auto":
+        if backend not in BACKENDS:
+            raise ValueError(f"backend={backend!r} must be one of auto, {', '.join(BACKENDS)}")
+        if reason := BACKENDS[backend].can_run(call):
+            raise ValueError(f"backend={backend!r} cannot run this attention: {reason}")
+        return backend
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in (call.q, call.k, call.v))
+    order, why = preference(call.plan, call.q.device.type, trains)
+    refused: list[tuple[str, str]] = []
+    for name in order:
+        reason = BACKENDS[name].can_run(call)
+        if reason is None:
+            if not torch.compiler.is_compiling() and logger.isEnabledFor(logging.DEBUG):
+                others = "".join(f"; not {other}: {text}" for other, text in refused)
+                logger.debug("layer %d: %s (%s%s)", call.plan.layer, name, why, others)
+            return name
+        refused.append((name, reason))
+    raise AssertionError("unreachable: reference runs everything")
+
+
+def run_plan(
+    plan: AttentionPlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: dict[str, Any] | None,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    need_weights: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Attention over a prepared plan; `decay` holds the tensors of this step.
+
+    Returns:
+        out (B, H, T, D) and the attention weights (B, H, T, T) if `need_weights`, else None.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    call = Call(q, k, v, plan, decay, scale, dropout_p, need_weights, None, None)
+    name = choose_backend(call, backend)
+    chosen = BACKENDS[name]
+    mask = positions = None
+    if chosen.needs_mask and plan.offsets is not None:
+        mask = plan_table(plan, "mask", q.device)
+    if decay is not None:
+        positions = plan_table(plan, "positions", q.device)
+    return chosen.run(call._replace(mask=mask, positions=positions))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    support: str | dict[str, Any] | None = None,
+    decay: dict[str, Any] | None = None,
+    num_prefix_tokens: int = 0,
+    layer: int = 0,
+    grid: tuple[int, int] | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    dropout_p: float = 0.0,
+    need_weights: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Multi-head attention over a support, with a decay.
+
+    Args:
+        q, k, v: (B, H, T, D), any floating dtype, same device. T = num_prefix_tokens + N.
+        support: a registered name, a dict as in `prior`, or None for dense.
+        decay: {"name": "violin", "curves": [...], "alpha": (H,) or None, "beta": (C, H)} with tensors, or None.
+        num_prefix_tokens: tokens in front of the patches; they attend to and are attended by everything.
+        layer: layer number; with the support's `shuffle_seed` it decides which head has which support.
+        grid: (height, width) of the patch tokens; may be left out where N is a square.
+        scale: factor of the logits, default D ** -0.5.
+        backend: "auto", or one of `BACKENDS` by name.
+        dropout_p: dropout probability of the attention weights.
+        need_weights: also return the weights (B, H, T, T).
+
+    Returns:
+        (B, H, T, D) in the dtype of q; with `need_weights` a pair with the weights.
+
+    Raises:
+        ValueError: for shapes, dtypes or settings that do not fit, or a forced backend that cannot run.
+    """
+    _check_inputs(q, k, v, num_prefix_tokens)
+    num_heads, num_tokens = q.shape[1], q.shape[2] - num_prefix_tokens
+    grid = _check_grid(grid, num_tokens, decay is not None)
+    if decay is not None:
+        decay = _check_decay(decay, num_heads)
+    resolved = resolve_support(support, num_heads, num_tokens)
+    settings = None if decay is None else {key: value for key, value in decay.items() if not isinstance(value, Tensor)}
+    plan = AttentionPlan(num_heads, grid, num_prefix_tokens, resolved, settings, layer)
+    out, weights = run_plan(
+        plan, q, k, v, decay, scale=scale, dropout_p=dropout_p, need_weights=need_weights, backend=backend
+    )
+    return (out, weights) if weights is not None else out
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, num_prefix_tokens: int) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)} must be (batch, heads, tokens, head width)")
+        if tensor.shape != q.shape:
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)} must have the shape of q, {tuple(q.shape)}")
+        if tensor.dtype != q.dtype or not tensor.is_floating_point():
+            raise ValueError(f"{name} of dtype {tensor.dtype} must be floating and the dtype of q, {q.dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} on {tensor.device} must be on the device of q, {q.device}")
+    if not 0 <= num_prefix_tokens < q.shape[2]:
+        raise ValueError(f"num_prefix_tokens={num_prefix_tokens} must be between 0 and {q.shape[2] - 1}, tokens - 1")
+
+
+def _check_grid(grid: tuple[int, int] | None, num_tokens: int, needed: bool) -> tuple[int, int]:
+    if grid is None:
+        side = math.isqrt(num_tokens)
+        if side * side == num_tokens:
+            return side, side
+        if needed:
+            raise ValueError(f"grid=None with a decay needs a square number of patch tokens, got {num_tokens}")
+        return 1, num_tokens
+    if len(grid) != 2 or grid[0] * grid[1] != num_tokens:
+        raise ValueError(f"grid={tuple(grid)} must be (height, width) with {num_tokens} patch tokens")
+    return int(grid[0]), int(grid[1])
+
+
+def _check_decay(decay: dict[str, Any], num_heads: int) -> dict[str, Any]:
+    """A decay given with tensors, its defaults filled in."""
+    name = decay.get("name")
+    if name not in DECAYS:
+        raise ValueError(f"decay={name!r} must be one of {', '.join(DECAYS)}")
+    filled = {**DECAYS[name].SETTINGS, **decay}
+    num_curves = DECAYS[name].positions(filled, (1, 1)).shape[0]
+    expected = {"alpha": (num_heads,), "beta": (num_curves, num_heads), "prefix_beta": (num_heads,)}
+    for key, shape in expected.items():
+        tensor = filled.get(key)
+        if tensor is None and key != "beta":
+            continue
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
+            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
+            raise ValueError(f"decay {key}={got} must be a tensor of shape {shape}")
+    return filled

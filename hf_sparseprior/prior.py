@@ -1,0 +1,92 @@
+"""The `prior` of a config: five slots, resolved and checked together.
+
+support    which pairs are computed, known before the data        dense, fibottention, window, ...
+decay      learned weights of pairs                                none, violin, manhattan, ...
+predictor  keys chosen per image                                   none
+mixer      what is computed over the pairs                         softmax
+extras     further modules, a list                                 (empty)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .decay import DECAYS, resolve_decay
+from .supports import SUPPORTS, check_keys, head_offsets, pruning_ratio, resolve_support
+
+SLOTS = ("support", "decay", "predictor", "mixer", "extras")
+# Filled by later mechanisms; named here so that a name finds its slot and an error can list what there is.
+PREDICTORS: dict[str, Any] = {}
+MIXERS: dict[str, Any] = {"softmax": None}
+EXTRAS: dict[str, Any] = {}
+
+
+def prior_names() -> list[str]:
+    """Every name that `prior` accepts on its own."""
+    return [*SUPPORTS, *DECAYS, *PREDICTORS, *MIXERS, *EXTRAS]
+
+
+def parse_prior(prior: str | dict[str, Any] | None) -> dict[str, Any]:
+    """A prior as a dict of slots, not yet checked: a name fills its slot, names joined by + fill several."""
+    slots: dict[str, Any] = dict.fromkeys(SLOTS)
+    slots["extras"] = []
+    if prior is None:
+        return slots
+    if isinstance(prior, dict):
+        check_keys(prior, SLOTS, "prior")
+        return {**slots, **prior}
+    if not isinstance(prior, str):
+        raise ValueError(f"prior={prior!r} must be a name, names joined by +, or a dict of {', '.join(SLOTS)}")
+    for name in (part.strip() for part in prior.split("+")):
+        registries: dict[str, dict] = {"support": SUPPORTS, "decay": DECAYS, "predictor": PREDICTORS, "mixer": MIXERS}
+        slot = next((slot for slot, registry in registries.items() if name in registry), None)
+        if name in EXTRAS:
+            slots["extras"].append(name)
+        elif slot is None:
+            raise ValueError(f"prior={prior!r}: {name!r} must be one of {', '.join(prior_names())}")
+        elif slots[slot] is not None:
+            raise ValueError(f"prior={prior!r} fills the {slot} twice, with {slots[slot]!r} and {name!r}")
+        else:
+            slots[slot] = name
+    return slots
+
+
+def resolve_prior(prior: str | dict[str, Any] | None, num_heads: int, grid: Sequence[int]) -> dict[str, Any]:
+    """The full form of a prior: every slot with every setting, ready to be written to config.json.
+
+    Raises:
+        ValueError: naming the field, the value and what is allowed.
+    """
+    slots = parse_prior(prior)
+    num_tokens = grid[0] * grid[1]
+    try:
+        support = resolve_support(slots["support"], num_heads, num_tokens)
+    except ValueError as error:
+        raise ValueError(f"prior: {error} ({grid[0]}x{grid[1]} grid)") from None
+    try:
+        decay = resolve_decay(slots["decay"])
+    except ValueError as error:
+        raise ValueError(f"prior: {error}") from None
+    if slots["predictor"] is not None:
+        raise ValueError(f"prior: predictor={slots['predictor']!r} must be None; this version has no predictor")
+    mixer = slots["mixer"] or "softmax"
+    if mixer not in MIXERS:
+        raise ValueError(f"prior: mixer={mixer!r} must be one of {', '.join(MIXERS)}")
+    if slots["extras"]:
+        raise ValueError(f"prior: extras={slots['extras']!r} must be empty; this version has no extras")
+    return {"support": support, "decay": decay, "predictor": None, "mixer": mixer, "extras": []}
+
+
+def prior_name(prior: dict[str, Any]) -> str:
+    """Short name of a resolved prior: "fibottention+violin"."""
+    parts = [prior["support"]["name"]] if prior["support"]["name"] != "dense" else []
+    parts += [prior["decay"]["name"]] if prior["decay"] else []
+    return "+".join(parts) or "dense"
+
+
+def prior_pruning_ratio(prior: dict[str, Any], num_heads: int, grid: Sequence[int], num_prefix_tokens: int) -> float:
+    """Percentage of all pairs, prefix included, that the prior's support leaves out."""
+    num_tokens = grid[0] * grid[1]
+    offsets = head_offsets(prior["support"], num_heads=num_heads, num_tokens=num_tokens)
+    return pruning_ratio(offsets, num_tokens, num_prefix_tokens)

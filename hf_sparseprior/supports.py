@@ -1,0 +1,322 @@
+"""Supports: which keys each head of each layer sees, known before the data.
+
+A support is a function that returns the offsets |j - k| of every head over the patch tokens in raster order.
+`register_support` makes it a value of `prior` in every config, of `explain`, and of the tests that run over the
+registry. Prefix tokens (class, distillation, registers) attend to everything and everything attends to them.
+
+N is the number of patch tokens, P of prefix tokens, T = P + N; heads and rows of the Wythoff array count from 1 in
+the papers and in messages, from 0 in arrays.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import operator
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .sequences import SEQUENCES, SETTING_MINIMUM, head_sequence, sequence_settings
+
+SUPPORTS: dict[str, Callable[..., list[list[int]]]] = {}
+MASK_FILLS = ("neg_inf", "zero")
+COMMON_SETTINGS = {"shuffle_seed": 0, "mask_fill": "neg_inf"}
+
+
+def register_support(name: str) -> Callable[[Callable], Callable]:
+    """Register `function(num_heads, num_tokens, **settings) -> offsets of each head` under `name`.
+
+    Keyword-only arguments are the support's settings with their defaults; the function checks their values. Offsets
+    lie in 0..num_tokens-1 (0 is the diagonal) and are sorted. `shuffle_seed` and `mask_fill` belong to every support.
+    """
+
+    def register(function: Callable) -> Callable:
+        if name in SUPPORTS:
+            raise ValueError(f"support {name!r} is registered already")
+        SUPPORTS[name] = function
+        return function
+
+    return register
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+def check_keys(given: Iterable[str], allowed: Sequence[str], where: str) -> None:
+    """Raise for the first key that is not allowed, with the nearest one that is."""
+    for key in given:
+        if key not in allowed:
+            near = difflib.get_close_matches(str(key), allowed, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{where} has no setting {key!r}{hint} Allowed: {', '.join(allowed)}")
+
+
+def check_integer(name: str, value: Any, minimum: int, note: str = "") -> int:
+    """`value` as a Python int of at least `minimum`; numpy integers pass, booleans and floats do not."""
+    try:
+        integer = operator.index(value)
+    except TypeError:
+        integer = None
+    if integer is None or isinstance(value, (bool, np.bool_)) or integer < minimum:
+        raise ValueError(f"{name}={value!r} must be an integer of {minimum} or more{note}")
+    return integer
+
+
+def check_boolean(name: str, value: Any) -> bool:
+    """`value` as a Python bool; nothing but True and False passes."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name}={value!r} must be True or False")
+    return bool(value)
+
+
+def support_settings(name: str) -> dict[str, Any]:
+    """Settings of a support with their defaults, the common ones included."""
+    if name not in SUPPORTS:
+        raise ValueError(f"support={name!r} must be one of {', '.join(SUPPORTS)}")
+    parameters = inspect.signature(SUPPORTS[name]).parameters.values()
+    own = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    return {**own, **COMMON_SETTINGS}
+
+
+def resolve_support(support: str | dict[str, Any] | None, num_heads: int, num_tokens: int) -> dict[str, Any]:
+    """The full form of a support: its name with every setting, checked for this number of heads and patch tokens.
+
+    Raises:
+        ValueError: naming the field, the value and what is allowed.
+    """
+    spec = {"name": "dense"} if support is None else {"name": support} if isinstance(support, str) else dict(support)
+    name = spec.pop("name", None)
+    if not isinstance(name, str):
+        raise ValueError(f"support needs a 'name', one of {', '.join(SUPPORTS)}; got {support!r}")
+    settings = support_settings(name)
+    check_keys(spec, list(settings), f"support {name!r}")
+    settings.update(spec)
+    if settings["shuffle_seed"] is not None:
+        settings["shuffle_seed"] = check_integer("shuffle_seed", settings["shuffle_seed"], 0, ", or None")
+    if settings["mask_fill"] not in MASK_FILLS:
+        raise ValueError(f"mask_fill={settings['mask_fill']!r} must be one of {', '.join(MASK_FILLS)}")
+    if "sequence" in settings:
+        settings["sequence"] = resolve_sequence(settings["sequence"])
+    resolved = {"name": name, **settings}
+    head_offsets(resolved, num_heads=num_heads, num_tokens=num_tokens)
+    return resolved
+
+
+def resolve_sequence(sequence: str | dict[str, Any]) -> dict[str, Any]:
+    """The full form of a dilation sequence: {"name": ..., every setting}. Wythoff's `modified` is the support's."""
+    spec = {"name": sequence} if isinstance(sequence, str) else dict(sequence)
+    name = spec.pop("name", None)
+    if name not in SEQUENCES:
+        raise ValueError(f"sequence={name!r} must be one of {', '.join(SEQUENCES)}")
+    settings = {} if name == "wythoff" else sequence_settings(name)
+    check_keys(spec, list(settings), f"sequence {name!r}")
+    for key, value in spec.items():
+        if isinstance(settings[key], bool):
+            settings[key] = check_boolean(f"sequence {name!r}: {key}", value)
+        else:
+            settings[key] = check_integer(f"sequence {name!r}: {key}", value, SETTING_MINIMUM.get(key, 0))
+    if name == "fibonacci" and settings["a"] == settings["b"] == 0:
+        raise ValueError("sequence 'fibonacci': a=0 and b=0 give no offset; at least one must be 1 or more")
+    return {"name": name, **settings}
+
+
+# ---- offsets --------------------------------------------------------------------------------------------------------
+
+
+def window_sizes(num_heads: int, num_tokens: int, w_min: int | None, w_max: int | None) -> list[int]:
+    """Largest offset of each head: w_i = w_min + floor((w_max - w_min)(i - 1) / (h - 1)), h = 1: w_max.
+
+    Fibottention section 3.2, in integers (floats give w_12 = 64 instead of 65). `w_max=None` means N // 3 and
+    follows the grid; `w_min=None` means w_max, one window for all heads. Values above N are clipped to N.
+
+    Raises:
+        ValueError: for values below 1 or w_min above w_max.
+    """
+    note = f" (values above the {num_tokens} patch tokens are clipped to them)"
+    low = None if w_min is None else check_integer("w_min", w_min, 1, note)
+    high = None if w_max is None else check_integer("w_max", w_max, 1, note)
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"w_min={low} must not be above w_max={high}")
+    if high is None:
+        high = max(num_tokens // 3, low or 1)
+    if low is None:
+        low = high
+    low, high = min(low, num_tokens), min(high, num_tokens)
+    if num_heads == 1:
+        return [high]
+    return [low + (high - low) * head // (num_heads - 1) for head in range(num_heads)]
+
+
+def head_offsets(support: str | dict[str, Any], *, num_heads: int, num_tokens: int, **settings: Any) -> list[list[int]]:
+    """Offsets of each head before shuffling: `num_heads` sorted lists of integers in 0..num_tokens-1.
+
+    Args:
+        support: a registered name or {"name": ..., settings}.
+        num_heads: 1 or more.
+        num_tokens: patch tokens N, 1 or more; prefix tokens are not counted.
+        settings: the support's settings; they add to those in the dict.
+    """
+    num_heads = check_integer("num_heads", num_heads, 1)
+    num_tokens = check_integer("num_tokens", num_tokens, 1)
+    spec = {"name": support} if isinstance(support, str) else dict(support)
+    spec.update(settings)
+    name = spec.pop("name")
+    allowed = support_settings(name)
+    check_keys(spec, list(allowed), f"support {name!r}")
+    own = {key: value for key, value in spec.items() if key not in COMMON_SETTINGS}
+    # An offset of N or more relates no two tokens; dropping it here keeps counts and kernels free of the case.
+    return [[o for o in offsets if o < num_tokens] for offsets in SUPPORTS[name](num_heads, num_tokens, **own)]
+
+
+def layer_order(num_heads: int, layer: int, shuffle_seed: int | None) -> list[int]:
+    """Which support number (from 0) each head of a layer uses.
+
+    A private generator per layer gives every process, platform and reload the same order and leaves the global
+    generators alone. `shuffle_seed=None`: no shuffling.
+    """
+    order = list(range(num_heads))
+    if shuffle_seed is not None:
+        random.Random(shuffle_seed + layer).shuffle(order)
+    return order
+
+
+def layer_offsets(support: dict[str, Any], *, num_heads: int, num_tokens: int, layer: int) -> list[list[int]]:
+    """Offsets of each head of one layer, shuffled as the support's `shuffle_seed` says."""
+    offsets = head_offsets(support, num_heads=num_heads, num_tokens=num_tokens)
+    seed = support.get("shuffle_seed", COMMON_SETTINGS["shuffle_seed"])
+    return [offsets[number] for number in layer_order(num_heads, layer, seed)]
+
+
+@register_support("dense")
+def dense(num_heads: int, num_tokens: int) -> list[list[int]]:
+    """Every pair of tokens."""
+    return [list(range(num_tokens)) for _ in range(num_heads)]
+
+
+@register_support("fibottention")
+def fibottention(
+    num_heads: int,
+    num_tokens: int,
+    *,
+    w_min: int | None = 5,
+    w_max: int | None = None,
+    modified: bool = False,
+    sequence: str | dict[str, Any] = "wythoff",
+) -> list[list[int]]:
+    """Head i attends at distances that are terms of row i of the Wythoff array, 0 < |j - k| <= w_i (Eq. 3).
+
+    `modified` puts two predecessors in front of each row (section 3.2). `sequence` replaces the Wythoff rows by
+    another dilation sequence (Table 8, Figure 5). `w_max=None` is N // 3, the papers' 65 at N = 196.
+    """
+    windows = window_sizes(num_heads, num_tokens, w_min, w_max)
+    spec = resolve_sequence(sequence)
+    modified = check_boolean("modified", modified)
+    if spec["name"] == "wythoff":
+        spec["modified"] = modified
+    elif modified:
+        raise ValueError(f"modified=True goes with sequence 'wythoff' only, not {spec['name']!r}")
+    return [head_sequence(spec, head, window) for head, window in enumerate(windows, start=1)]
+
+
+@register_support("window")
+def window(num_heads: int, num_tokens: int, *, w: int = 15, diagonal: bool = True) -> list[list[int]]:
+    """|j - k| <= w, with or without the diagonal, the same for all heads (Fibottention Tables 12 and 13)."""
+    diagonal = check_boolean("diagonal", diagonal)
+    w = check_integer("w", w, 0 if diagonal else 1)
+    offsets = list(range(0 if diagonal else 1, min(w, num_tokens - 1) + 1))
+    return [list(offsets) for _ in range(num_heads)]
+
+
+# ---- masks and counts -----------------------------------------------------------------------------------------------
+
+
+def self_rows(offsets: Sequence[int], num_tokens: int, num_prefix_tokens: int) -> range:
+    """Patch rows whose support is empty; they attend to themselves only, so that no softmax is over nothing.
+
+    Row j has no partner at distance o when o > max(j, N - 1 - j), so the empty rows are the middle ones. There are
+    none once a prefix token is there to attend to.
+    """
+    if num_prefix_tokens:
+        return range(0)
+    smallest = min(offsets, default=num_tokens)
+    return range(max(0, num_tokens - smallest), min(num_tokens, smallest))
+
+
+def build_mask(
+    support: str | dict[str, Any],
+    *,
+    num_heads: int,
+    num_tokens: int,
+    num_prefix_tokens: int = 0,
+    layer: int = 0,
+    **settings: Any,
+) -> np.ndarray:
+    """Boolean mask (num_heads, T, T), True where a query (row) attends to a key (column).
+
+    Args:
+        support: a registered name or {"name": ..., settings}.
+        num_heads: heads of the layer.
+        num_tokens: patch tokens N; T = num_prefix_tokens + N.
+        num_prefix_tokens: rows and columns in front that are all True.
+        layer: layer number from 0; with `shuffle_seed` it decides which head has which support.
+        settings: the support's settings, `shuffle_seed` among them (default 0; None: no shuffling).
+    """
+    spec = {"name": support} if isinstance(support, str) else dict(support)
+    spec.update(settings)
+    num_prefix_tokens = check_integer("num_prefix_tokens", num_prefix_tokens, 0)
+    layer = check_integer("layer", layer, 0)
+    offsets = layer_offsets(spec, num_heads=num_heads, num_tokens=num_tokens, layer=layer)
+    return mask_from_offsets(offsets, num_tokens, num_prefix_tokens)
+
+
+def mask_from_offsets(offsets: Sequence[Sequence[int]], num_tokens: int, num_prefix_tokens: int) -> np.ndarray:
+    """Boolean mask (heads, T, T) of given offsets per head."""
+    position = np.arange(num_tokens)
+    distance = np.abs(position[:, None] - position[None, :])
+    total = num_prefix_tokens + num_tokens
+    mask = np.ones((len(offsets), total, total), dtype=bool)
+    for head, own in enumerate(offsets):
+        attended = np.zeros(num_tokens, dtype=bool)
+        attended[list(own)] = True
+        patches = attended[distance]
+        rows = self_rows(own, num_tokens, num_prefix_tokens)
+        patches[rows, rows] = True
+        mask[head, num_prefix_tokens:, num_prefix_tokens:] = patches
+    return mask
+
+
+def count_nonzeros(offsets: Sequence[int], num_tokens: int, num_prefix_tokens: int = 0) -> int:
+    """Attended pairs of one head in closed form: sum of 2 (N - o), N for the diagonal, and the prefix."""
+    patches = sum(num_tokens if o == 0 else 2 * (num_tokens - o) for o in offsets)
+    total = num_prefix_tokens + num_tokens
+    return patches + len(self_rows(offsets, num_tokens, num_prefix_tokens)) + total**2 - num_tokens**2
+
+
+def pruning_ratio(offsets: Sequence[Sequence[int]], num_tokens: int, num_prefix_tokens: int = 0) -> float:
+    """Percentage of the heads * T^2 pairs that are not computed (Fibottention appendix E.1)."""
+    total = len(offsets) * (num_prefix_tokens + num_tokens) ** 2
+    kept = sum(count_nonzeros(own, num_tokens, num_prefix_tokens) for own in offsets)
+    return 100.0 * (total - kept) / total
+
+
+def support_notes(support: dict[str, Any], num_heads: int, grid: Sequence[int], num_prefix_tokens: int) -> list[str]:
+    """What a user should know of this support on this grid: clipped windows and heads without any offset."""
+    num_tokens = int(np.prod(grid))
+    size = "x".join(map(str, grid))
+    notes = [
+        f"{support['name']}: {key}={support[key]} is clipped to the {num_tokens} patch tokens of the {size} grid"
+        for key in ("w_min", "w_max")
+        if isinstance(support.get(key), int) and support[key] > num_tokens
+    ]
+    offsets = head_offsets(support, num_heads=num_heads, num_tokens=num_tokens)
+    empty = [str(number) for number, own in enumerate(offsets, start=1) if not own]
+    if empty and num_tokens > 1:
+        partner = "prefix tokens" if num_prefix_tokens else "themselves"
+        notes.append(
+            f"{support['name']}: supports {', '.join(empty)} of {num_heads} have no offset within their window on "
+            f"the {size} grid; patches of those heads attend to {partner} only"
+        )
+    return notes
