@@ -360,17 +360,19 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
         self,
         pixel_values: Tensor,
         labels: Tensor | None = None,
-        teacher_labels: Tensor | None = None,
+        distillation_targets: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> SparsePriorViTImageClassifierOutput | tuple:
         """Classify images.
 
+        (The Trainer takes every argument with "label" in its name for one that each batch must have.)
+
         Args:
             pixel_values: (B, channels, height, width).
             labels: (B,) class indices (cross entropy), or what `config.problem_type` asks for.
-            teacher_labels: (B,) a teacher's decisions for the distillation head; `labels` where there is no teacher.
+            distillation_targets: (B,) a teacher's decisions for the distillation head; default: `labels`.
             output_attentions, output_hidden_states, return_dict: as in `SparsePriorViTModel`.
 
         Returns:
@@ -395,7 +397,7 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
         if labels is not None:
             loss = self.loss_function(labels, logits if class_logits is None else class_logits, self.config)
             if distillation_logits is not None:
-                targets = labels if teacher_labels is None else teacher_labels
+                targets = labels if distillation_targets is None else distillation_targets
                 loss = (loss + self.loss_function(targets, distillation_logits, self.config)) / 2
         output = SparsePriorViTImageClassifierOutput(
             loss=loss,

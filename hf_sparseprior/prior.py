@@ -9,6 +9,7 @@ extras     further modules, a list                                 (empty)
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +45,9 @@ def parse_prior(prior: str | dict[str, Any] | None) -> dict[str, Any]:
         if name in EXTRAS:
             slots["extras"].append(name)
         elif slot is None:
-            raise ValueError(f"prior={prior!r}: {name!r} must be one of {', '.join(prior_names())}")
+            near = difflib.get_close_matches(name, prior_names(), n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"prior={prior!r}: {name!r} is no prior; {hint}Names: {', '.join(prior_names())}")
         elif slots[slot] is not None:
             raise ValueError(f"prior={prior!r} fills the {slot} twice, with {slots[slot]!r} and {name!r}")
         else:

@@ -50,8 +50,8 @@ def check_keys(given: Iterable[str], allowed: Sequence[str], where: str) -> None
     for key in given:
         if key not in allowed:
             near = difflib.get_close_matches(str(key), allowed, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{where} has no setting {key!r}{hint} Allowed: {', '.join(allowed)}")
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"{where} has no setting {key!r}; {hint}Settings: {', '.join(allowed)}")
 
 
 def check_integer(name: str, value: Any, minimum: int, note: str = "") -> int:

@@ -1,0 +1,40 @@
+"""Command line: python -m hf_sparseprior explain | export."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; a bad value prints one line and returns 2."""
+    parser = argparse.ArgumentParser(prog="python -m hf_sparseprior", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    # Every command imports what it needs when it is parsed: --help stays quick and torch is loaded once.
+    from hf_sparseprior.analysis import explain
+    from hf_sparseprior.export import export_folder
+
+    explain_parser = commands.add_parser(
+        "explain", help="what a prior does on a grid, numbers and pictures", epilog=explain.SEQUENCE_HELP
+    )
+    explain.add_arguments(explain_parser)
+    export_parser = commands.add_parser("export", help="make a saved model ready to upload")
+    export_parser.add_argument("source", type=Path, help="folder of a saved model or a training run")
+    export_parser.add_argument("out", type=Path, help="new folder")
+    export_parser.add_argument("--license", default="apache-2.0", help="for the model card (default apache-2.0)")
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.command == "explain":
+            explain.run(arguments)
+        else:
+            for line in export_folder(arguments.source, arguments.out, arguments.license):
+                print(line)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"{parser.prog} {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

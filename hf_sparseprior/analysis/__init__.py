@@ -1,0 +1,1 @@
+"""Numbers and pictures of supports, curves, decays and attention."""

@@ -1,0 +1,187 @@
+"""`python -m hf_sparseprior explain NAME`: what a prior does on a grid, in numbers and as pictures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_sparseprior.analysis import pictures
+from hf_sparseprior.analysis.flops import attention_flops, dense_attention_flops
+from hf_sparseprior.curves import curve_names, curve_rank
+from hf_sparseprior.decay import DECAYS, decay_mask, init_values
+from hf_sparseprior.prior import parse_prior, resolve_prior
+from hf_sparseprior.sequences import SEQUENCES
+from hf_sparseprior.supports import (
+    SUPPORTS,
+    check_keys,
+    count_nonzeros,
+    head_offsets,
+    layer_order,
+    mask_from_offsets,
+    pruning_ratio,
+    self_rows,
+    support_notes,
+    support_settings,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("prior", help=f"supports: {', '.join(SUPPORTS)}; decays: {', '.join(DECAYS)}; joined by +")
+    parser.add_argument("--heads", type=int, default=12, help="attention heads (default 12)")
+    parser.add_argument("--grid", type=parse_grid, default=(14, 14), help="patch grid, HEIGHTxWIDTH (default 14x14)")
+    parser.add_argument("--prefix", type=int, default=1, help="class, distillation and register tokens (default 1)")
+    parser.add_argument("--head-dim", type=int, default=64, help="width of a head, for the FLOPs (default 64)")
+    parser.add_argument("--layers", type=int, default=12, help="layers, for the FLOPs (default 12)")
+    parser.add_argument("--layer", type=int, help="draw this layer (from 0), with its shuffled heads")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, JSON value")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the pictures (default: this one)")
+    parser.add_argument("--no-picture", action="store_true", help="numbers only")
+
+
+def parse_grid(text: str) -> tuple[int, int]:
+    """(height, width) of "14x14"."""
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} must be HEIGHTxWIDTH, for example 14x14")
+    return int(parts[0]), int(parts[1])
+
+
+def parse_settings(pairs: list[str]) -> dict[str, Any]:
+    """{"key": value} of ["key=value"]; values are JSON, anything else is text."""
+    settings = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--set {pair!r} must be KEY=VALUE")
+        try:
+            settings[key] = json.loads(value)
+        except json.JSONDecodeError:
+            settings[key] = value
+    return settings
+
+
+def run(arguments: argparse.Namespace) -> list[Path]:
+    """Print the numbers, write the pictures, return their paths."""
+    slots = parse_prior(arguments.prior)
+    for key, value in parse_settings(arguments.set).items():
+        _place_setting(slots, key, value)
+    prior = resolve_prior(slots, arguments.heads, arguments.grid)
+    written: list[Path] = []
+    if slots["support"] is not None or prior["decay"] is None:
+        written += explain_support(prior["support"], arguments)
+    if prior["decay"] is not None:
+        written += explain_decay(prior["decay"], arguments)
+    for path in written:
+        print(f"picture: {path}")
+    return written
+
+
+def _place_setting(slots: dict[str, Any], key: str, value: Any) -> None:
+    """Put a setting into the slot that knows it."""
+    known: list[str] = []
+    for slot in ("support", "decay"):
+        if (name := slots[slot]) is None:
+            continue
+        spec = {"name": name} if isinstance(name, str) else name
+        settings = support_settings(spec["name"]) if slot == "support" else DECAYS[spec["name"]].SETTINGS
+        if key in settings:
+            slots[slot] = {**spec, key: value}
+            return
+        known += settings
+    check_keys([key], known, "this prior")
+
+
+def explain_support(support: dict[str, Any], arguments: argparse.Namespace) -> list[Path]:
+    """Offsets, nonzeros, pruning ratio, empty rows and FLOPs of a support, and its picture."""
+    heads, grid, prefix = arguments.heads, arguments.grid, arguments.prefix
+    tokens = grid[0] * grid[1]
+    offsets = head_offsets(support, num_heads=heads, num_tokens=tokens)
+    settings = ", ".join(f"{key}={json.dumps(value)}" for key, value in support.items() if key != "name")
+    print(f"{support['name']} on a {grid[0]}x{grid[1]} grid, {heads} heads, {prefix} prefix tokens\n{settings}\n")
+    print(f"{'support':>7}  {'nonzeros':>8}  {'empty rows':>10}  offsets")
+    for number, own in enumerate(offsets, start=1):
+        shown = " ".join(map(str, own)) if len(own) <= 16 else f"{own[0]} .. {own[-1]} ({len(own)})"
+        print(f"{number:>7}  {count_nonzeros(own, tokens):>8}  {len(self_rows(own, tokens, 0)):>10}  {shown or '-'}")
+    patch_nonzeros = sum(count_nonzeros(own, tokens) for own in offsets)
+    nonzeros = sum(count_nonzeros(own, tokens, prefix) for own in offsets)
+    flops = attention_flops(offsets, tokens, prefix, arguments.head_dim, arguments.layers)
+    patch_flops = attention_flops(offsets, tokens, 0, arguments.head_dim, arguments.layers)
+    dense = dense_attention_flops(heads, tokens + prefix, arguments.head_dim, arguments.layers)
+    print(
+        f"\nnonzeros       {patch_nonzeros} patch tokens only, {nonzeros} with prefix tokens\n"
+        f"pruning ratio  {pruning_ratio(offsets, tokens):.3f} % patch tokens only, "
+        f"{pruning_ratio(offsets, tokens, prefix):.3f} % with prefix tokens\n"
+        f"multiply-adds  {flops / 1e9:.4f} G with prefix tokens ({patch_flops / 1e9:.4f} G patch tokens only), "
+        f"dense {dense / 1e9:.4f} G: {100 * flops / dense:.2f} %\n"
+        f"               ({arguments.layers} layers, head width {arguments.head_dim}, Q K^T and softmax V)"
+    )
+    if support["shuffle_seed"] is not None:
+        for layer in (0, 1):
+            order = [str(number + 1) for number in layer_order(heads, layer, support["shuffle_seed"])]
+            print(f"layer {layer}: heads 1..{heads} have the supports {' '.join(order)}")
+    for note in support_notes(support, heads, grid, prefix):
+        print(f"note: {note}")
+    if arguments.no_picture:
+        return []
+    drawn, where = list(range(heads)), "supports in order"
+    if arguments.layer is not None:
+        drawn, where = layer_order(heads, arguments.layer, support["shuffle_seed"]), f"layer {arguments.layer}"
+    masks = mask_from_offsets([offsets[number] for number in drawn], tokens, prefix)
+    titles = [f"{number + 1}: {_shorten(offsets[number])}" for number in drawn]
+    heading = f"{support['name']}, {grid[0]}x{grid[1]}, {where}: {pruning_ratio(offsets, tokens, prefix):.1f} % pruned"
+    path = arguments.out / f"support_{support['name']}_{grid[0]}x{grid[1]}.png"
+    return [pictures.draw_support(masks, titles, path, heading, prefix)]
+
+
+def _shorten(offsets: list[int]) -> str:
+    return " ".join(map(str, offsets)) if len(offsets) <= 8 else f"{len(offsets)} offsets"
+
+
+def explain_decay(decay: dict[str, Any], arguments: argparse.Namespace) -> list[Path]:
+    """Curves and decay masks of a decay at the middle of its initial interval, and their pictures."""
+    grid = arguments.grid
+    tokens = grid[0] * grid[1]
+    _, _, low, high = init_values(decay["init"])
+    beta = (low + high) / 2
+    gamma = torch.sigmoid(torch.tensor(beta, dtype=torch.float64)).item()
+    positions = torch.tensor(DECAYS[decay["name"]].positions(decay, grid))
+    curves = decay.get("curves", [decay["name"]])
+    print(f"{decay['name']} on a {grid[0]}x{grid[1]} grid, init {decay['init']}: beta ~ U({low:g}, {high:g})")
+    print(f"shown for beta = {beta:g}, gamma = {gamma:.6f}\n")
+    print(f"{'curve':<10}  {'first ranks':<24}  {'mean step':>9}  {'smallest M':>10}  {'mean M':>7}")
+    masks = {}
+    for index, curve in enumerate(curves):
+        one = {"beta": torch.full((1, 1), beta, dtype=torch.float64)}
+        mask = decay_mask(one, positions[index : index + 1], torch.float64)[0].numpy()
+        masks[curve] = mask
+        first, step = "-", "-"
+        if curve in curve_names():
+            rank = curve_rank(curve, grid)
+            first = " ".join(map(str, rank[0, :6]))
+            order = np.argsort(rank.ravel())
+            steps = np.abs(np.diff(order // grid[1])) + np.abs(np.diff(order % grid[1]))
+            step = f"{steps.mean():.3f}" if len(steps) else "-"
+        print(f"{curve:<10}  {first:<24}  {step:>9}  {mask.min():>10.4f}  {mask.mean():>7.4f}")
+    every = {"beta": torch.full((positions.shape[0], 1), beta, dtype=torch.float64)}
+    masks["mean"] = decay_mask(every, positions, torch.float64)[0].numpy()
+    print(f"{'mean':<10}  {'':<24}  {'':>9}  {masks['mean'].min():>10.4f}  {masks['mean'].mean():>7.4f}")
+    scalars = arguments.heads * (positions.shape[0] * decay["learn_beta"] + decay["learn_alpha"])
+    print(f"\n{scalars} learned scalars a layer, {scalars * arguments.layers} in {arguments.layers} layers")
+    if arguments.no_picture or tokens == 1:
+        return []
+    size = f"{grid[0]}x{grid[1]}"
+    written = []
+    if "curves" in decay:
+        written.append(pictures.draw_curves(curves, grid, arguments.out / f"curves_{decay['name']}_{size}.png"))
+    heading = f"decay masks of three patches, gamma = {gamma:.5f}"
+    written.append(pictures.draw_decay(masks, grid, arguments.out / f"decay_{decay['name']}_{size}.png", heading))
+    return written
+
+
+SEQUENCE_HELP = f"sequences of fibottention (--set sequence=NAME): {', '.join(SEQUENCES)}"

@@ -1,0 +1,180 @@
+"""Pictures of supports, curves, decays and attention. Needs matplotlib."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_sparseprior.curves import curve_rank
+
+INK = "#1b3a4b"
+ACCENT = "#c8553d"
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot on a backend that needs no screen.
+
+    Raises:
+        ImportError: with the line that installs matplotlib.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'hf_sparseprior[classification]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def save(figure: Any, path: str | os.PathLike) -> Path:
+    """Write a figure and free it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot().close(figure)
+    return path
+
+
+def draw_support(
+    masks: np.ndarray, titles: Sequence[str], path: str | os.PathLike, heading: str, num_prefix_tokens: int = 0
+) -> Path:
+    """One panel a head: which keys (columns) each query (row) attends to.
+
+    Args:
+        masks: bool (heads, T, T).
+        titles: of each panel.
+        path: of the PNG.
+        heading: above all panels.
+        num_prefix_tokens: drawn in another colour.
+    """
+    plt = pyplot()
+    from matplotlib.colors import ListedColormap
+
+    columns = min(4, len(masks))
+    rows = math.ceil(len(masks) / columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(3.1 * columns, 3.3 * rows + 0.5), squeeze=False)
+    for axis in axes.flat:
+        axis.axis("off")
+    for axis, mask, title in zip(axes.flat, masks, titles, strict=False):
+        image = mask.astype(np.uint8)
+        if num_prefix_tokens:
+            image[:num_prefix_tokens] *= 2
+            image[num_prefix_tokens:, :num_prefix_tokens] *= 2
+        axis.imshow(image, cmap=ListedColormap(["#f4f1ea", INK, ACCENT]), vmin=0, vmax=2, interpolation="nearest")
+        axis.set_title(title, fontsize=9)
+        axis.axis("on")
+        axis.set_xticks([])
+        axis.set_yticks([])
+    figure.suptitle(heading, fontsize=12)
+    figure.tight_layout()
+    return save(figure, path)
+
+
+def draw_curves(curves: Sequence[str], grid: tuple[int, int], path: str | os.PathLike) -> Path:
+    """One panel a curve: its path over the patches, from dark (first) to light (last)."""
+    plt = pyplot()
+    from matplotlib.collections import LineCollection
+
+    columns = min(4, len(curves))
+    rows = math.ceil(len(curves) / columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(2.8 * columns, 3.0 * rows + 0.4), squeeze=False)
+    for axis in axes.flat:
+        axis.axis("off")
+    for axis, curve in zip(axes.flat, curves, strict=False):
+        order = np.argsort(curve_rank(curve, grid).ravel())
+        points = np.stack([order % grid[1], order // grid[1]], 1).astype(float)
+        segments = np.stack([points[:-1], points[1:]], 1)
+        lines = LineCollection(list(segments), cmap="viridis", linewidths=1.8)
+        lines.set_array(np.arange(len(segments)))
+        axis.add_collection(lines)
+        axis.plot(*points[0], "o", color=ACCENT, markersize=5)
+        axis.set_xlim(-0.7, grid[1] - 0.3)
+        axis.set_ylim(grid[0] - 0.3, -0.7)
+        axis.set_aspect("equal")
+        axis.set_title(curve, fontsize=10)
+    figure.suptitle(f"curves on a {grid[0]}x{grid[1]} grid, dot = start", fontsize=12)
+    figure.tight_layout()
+    return save(figure, path)
+
+
+def draw_decay(masks: Mapping[str, np.ndarray], grid: tuple[int, int], path: str | os.PathLike, heading: str) -> Path:
+    """Rows: three reference patches; columns: decay masks (N, N) by name (VIOLIN Figure 4)."""
+    plt = pyplot()
+    height, width = grid
+    references = {
+        "top left": (0, 0),
+        "centre": (height // 2, width // 2),
+        "bottom right": (height - 1, width - 1),
+    }
+    low = min(float(mask.min()) for mask in masks.values())
+    figure, axes = plt.subplots(
+        len(references), len(masks), figsize=(1.7 * len(masks) + 1.0, 5.8), squeeze=False, layout="constrained"
+    )
+    image = None
+    for line, (place, (row, column)) in zip(axes, references.items(), strict=True):
+        for axis, (name, mask) in zip(line, masks.items(), strict=True):
+            image = axis.imshow(mask[row * width + column].reshape(grid), vmin=low, vmax=1.0, cmap="viridis")
+            axis.plot(column, row, "o", color=ACCENT, markersize=4)
+            axis.set_xticks([])
+            axis.set_yticks([])
+            if row == 0:
+                axis.set_title(name, fontsize=9)
+        line[0].set_ylabel(place, fontsize=9)
+    figure.colorbar(image, ax=axes, shrink=0.8, label="M")
+    figure.suptitle(heading, fontsize=12)
+    return save(figure, path)
+
+
+def draw_attention(
+    image: np.ndarray,
+    attentions: Mapping[str, np.ndarray],
+    grid: tuple[int, int],
+    num_prefix_tokens: int,
+    query: tuple[int, int],
+    path: str | os.PathLike,
+    heading: str,
+) -> Path:
+    """Attention over an image: a row for each model, columns for the class token and the heads of one patch.
+
+    Args:
+        image: (height, width) or (height, width, 3), drawn as it is.
+        attentions: weights (heads, T, T) of one layer by model name.
+        grid: (height, width) in patches.
+        num_prefix_tokens: tokens in front of the patches; the first is drawn as "class token".
+        query: (row, column) of the patch whose heads are drawn.
+        path: of the PNG.
+        heading: above all panels.
+    """
+    plt = pyplot()
+    heads = min(6, next(iter(attentions.values())).shape[0])
+    columns = ["image"] + (["class token, mean"] if num_prefix_tokens else []) + [f"head {n + 1}" for n in range(heads)]
+    figure, axes = plt.subplots(
+        len(attentions),
+        len(columns),
+        figsize=(1.75 * len(columns), 1.9 * len(attentions) + 0.6),
+        squeeze=False,
+        layout="constrained",
+    )
+    position = num_prefix_tokens + query[0] * grid[1] + query[1]
+    for line, (name, weights) in zip(axes, attentions.items(), strict=True):
+        maps = [image]
+        if num_prefix_tokens:
+            maps.append(weights[:, 0, num_prefix_tokens:].mean(0).reshape(grid))
+        maps += [weights[head, position, num_prefix_tokens:].reshape(grid) for head in range(heads)]
+        for column, (axis, values) in enumerate(zip(line, maps, strict=True)):
+            axis.imshow(values, cmap="gray" if column == 0 else "viridis")
+            axis.set_xticks([])
+            axis.set_yticks([])
+            if line is axes[0]:
+                axis.set_title(columns[column], fontsize=9)
+            if column and columns[column].startswith("head"):
+                axis.plot(query[1], query[0], "o", color=ACCENT, markersize=4)
+        line[0].set_ylabel(name, fontsize=9)
+    figure.suptitle(heading, fontsize=12)
+    return save(figure, path)

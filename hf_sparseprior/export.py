@@ -1,0 +1,69 @@
+"""`python -m hf_sparseprior export SOURCE OUT`: a folder that can be uploaded as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from hf_sparseprior import modeling_sparseprior_vit as modeling
+from hf_sparseprior.hub import CARD, PROCESSOR, model_card, write_text
+
+RESULTS = "results.json"
+
+
+def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_name: str = "apache-2.0") -> list[str]:
+    """Copy a saved model into a new folder with today's code, its image processor and a fresh model card.
+
+    The card takes data, metrics and command from `results.json` in the source or the folder above it. The new folder
+    appears whole or not at all.
+
+    Returns:
+        Lines for the user: what was written and how to load it.
+
+    Raises:
+        OSError: for a source that is not a saved SparsePriorViT, or an existing `out`.
+    """
+    source, out = Path(source), Path(out)
+    if not (source / "config.json").is_file():
+        raise OSError(f"{source} is no saved model: it has no config.json")
+    if out.exists():
+        raise OSError(f"{out} exists already; choose a new folder")
+    config = AutoConfig.from_pretrained(source)
+    names = config.architectures or []
+    cls = getattr(modeling, names[0], None) if names else None
+    if cls is None:
+        raise OSError(f"{source} holds {names or 'no architecture'}; export takes the SparsePriorViT classes")
+    model = cls.from_pretrained(source)
+    results = _results_near(source)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        if (source / PROCESSOR).is_file():
+            shutil.copyfile(source / PROCESSOR, scratch / PROCESSOR)
+        model.save_pretrained(scratch)
+        write_text(scratch / CARD, model_card(model.config, results, license_name))
+        scratch.chmod(0o755)
+        os.replace(scratch, out)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    files = sorted(path.name for path in out.iterdir())
+    return [
+        f"{out}: {', '.join(files)}",
+        "metrics in the card: " + (", ".join(results.get("metrics", {})) or "none, no results.json beside the model"),
+        f"upload: huggingface-cli upload USER/NAME {out}",
+    ]
+
+
+def _results_near(source: Path) -> dict[str, Any]:
+    for folder in (source, source.parent):
+        if (folder / RESULTS).is_file():
+            with open(folder / RESULTS, encoding="utf-8") as file:
+                return json.load(file)
+    return {}

@@ -1,0 +1,155 @@
+"""Configuration of a classification run: YAML, `base:` inheritance and key=value overrides.
+
+base: digits_vit_dense.yaml      another file that this one changes, relative to it
+data: {...}                      fields of DataConfig
+model: {...}                     fields of SparsePriorViTConfig, plus `preset` and `pretrained`
+trainer: {...}                   fields of transformers.TrainingArguments
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SECTIONS = ("data", "model", "trainer")
+MODEL_EXTRAS = ("preset", "pretrained")
+
+
+@dataclass
+class DataConfig:
+    """Where images come from.
+
+    source: "digits" (scikit-learn's 1797 handwritten digits, embedded), "imagefolder" or "parquet".
+    path: folder of train/CLASS/*.png (and validation/, test/), or folder of train*.parquet (and validation*, test*).
+    image_column, label_column: of parquet files.
+    validation_fraction, test_fraction: cut, stratified, from the training images where the source has no such split.
+    split_seed: of that cut; runs of different `trainer.seed` share the split.
+    cache: keep the processed images in memory; null: do so below 1 GiB.
+    """
+
+    source: str = "digits"
+    path: str | None = None
+    image_column: str = "image"
+    label_column: str = "label"
+    validation_fraction: float = 0.2
+    test_fraction: float = 0.2
+    split_seed: int = 0
+    cache: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        if self.source not in SOURCES:
+            raise ValueError(f"data.source={self.source!r} must be one of {', '.join(SOURCES)}")
+        if self.source != "digits" and not self.path:
+            raise ValueError(f"data.source={self.source!r} needs data.path")
+        for name in ("validation_fraction", "test_fraction"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
+                raise ValueError(f"data.{name}={value!r} must be a number between 0 and 1")
+        if self.validation_fraction + self.test_fraction >= 1:
+            raise ValueError(
+                f"data.validation_fraction={self.validation_fraction} and data.test_fraction={self.test_fraction} "
+                "leave no training images"
+            )
+        if isinstance(self.split_seed, bool) or not isinstance(self.split_seed, int) or self.split_seed < 0:
+            raise ValueError(f"data.split_seed={self.split_seed!r} must be an integer of 0 or more")
+        if self.cache not in (None, True, False):
+            raise ValueError(f"data.cache={self.cache!r} must be true, false or null")
+
+
+SOURCES = ("digits", "imagefolder", "parquet")
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that also reads 1e-3 as a number (YAML 1.1 wants 1.0e-3)."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def parse_value(text: str) -> Any:
+    """A value of a key=value override, read as YAML."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """Read a configuration file, apply `section.key=value` overrides, check every key.
+
+    Returns:
+        {"data": {...}, "model": {...}, "trainer": {...}}, plain values.
+
+    Raises:
+        ValueError: for unknown keys, with the nearest known one, or text that is not YAML.
+        OSError: for a missing file.
+    """
+    config = _read(Path(path), seen=())
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        section, dot, name = key.partition(".")
+        if not equals or not dot:
+            raise ValueError(f"override {override!r} must be SECTION.KEY=VALUE, for example model.prior=violin")
+        check_known([section], SECTIONS, "the configuration")
+        config[section][name] = parse_value(text)
+    return check_config(config)
+
+
+def check_config(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Refuse unknown keys of every section and bad values of `data`; model and trainer check their own values."""
+    known = known_keys()
+    for section in SECTIONS:
+        check_known(config[section], known[section], f"section {section!r}")
+    DataConfig(**config["data"])
+    return config
+
+
+def known_keys() -> dict[str, list[str]]:
+    """Every key of every section."""
+    from transformers import TrainingArguments
+
+    from hf_sparseprior import SparsePriorViTConfig
+
+    own = SparsePriorViTConfig.__annotations__
+    return {
+        "data": [field.name for field in fields(DataConfig)],
+        "model": [*own, "out_features", "out_indices", *MODEL_EXTRAS],
+        "trainer": [field.name for field in fields(TrainingArguments) if field.init],
+    }
+
+
+def check_known(given: Iterable[str], known: Sequence[str], where: str) -> None:
+    """Raise for the first unknown key, naming the nearest known one."""
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ValueError(f"{where} has no key {key!r}; {hint}")
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, dict[str, Any]]:
+    if path.resolve() in seen:
+        raise ValueError(f"{path}: `base` leads back to this file")
+    with open(path, encoding="utf-8") as file:
+        try:
+            content = yaml.load(file, Loader=_Loader) or {}
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold the sections {', '.join(SECTIONS)}")
+    base = content.pop("base", None)
+    config = _read(path.parent / base, (*seen, path.resolve())) if base else {section: {} for section in SECTIONS}
+    check_known(content, SECTIONS, str(path))
+    for section, values in content.items():
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: section {section!r} must hold keys and values, got {values!r}")
+        config[section].update(values)
+    return config

@@ -1,0 +1,203 @@
+"""The demo: python -m tasks.classification.demo
+
+Four vision transformers on scikit-learn's digits, every pixel a token: dense, Fibottention, VIOLIN and both together,
+three seeds each. Prints one table, draws pictures, saves the best model and loads it again in a fresh process through
+transformers' AutoModel. Runs that are done already are not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.utils import logging as transformers_logging
+
+from hf_sparseprior import SparsePriorViTForImageClassification
+from hf_sparseprior.analysis import pictures
+from hf_sparseprior.decay import decay_mask
+from hf_sparseprior.hub import write_text
+from hf_sparseprior.supports import build_mask
+from tasks.classification.config import DataConfig, load_config
+from tasks.classification.data import ImageDataset, load_data
+from tasks.classification.train import MODEL, make_datasets, run
+
+PRIORS = ("dense", "fibottention", "violin", "fibottention+violin")
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "classification"
+
+# Runs in a process of its own, which does not import this package: transformers takes the code from the folder.
+RELOAD = """
+import sys
+import numpy as np, torch
+from transformers import AutoModelForImageClassification
+model = AutoModelForImageClassification.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+with np.load(sys.argv[2], allow_pickle=False) as stored, torch.no_grad():
+    same = np.array_equal(model(torch.from_numpy(stored["pixel_values"])).logits.numpy(), stored["logits"])
+assert "hf_sparseprior" not in sys.modules
+print(type(model).__name__, "from", type(model).__module__.split(".")[0] + ", logits bit-equal:", same)
+sys.exit(0 if same else 1)
+"""
+
+
+def train_all(out: Path, seeds: int) -> dict[str, list[dict[str, Any]]]:
+    """Results of every seed by prior; seeds take turns, so that an early stop leaves a fair comparison."""
+    results: dict[str, list[dict[str, Any]]] = {prior: [] for prior in PRIORS}
+    total = seeds * len(PRIORS)
+    for seed in range(seeds):
+        for prior in PRIORS:
+            number = len(PRIORS) * seed + PRIORS.index(prior) + 1
+            config = load_config(
+                CONFIGS / f"digits_vit_{prior.replace('+', '_')}.yaml",
+                [f"trainer.seed={seed}", f"trainer.output_dir={out / prior / f'seed{seed}'}"],
+            )
+            print(f"[{number}/{total}] {prior}, seed {seed}", file=sys.stderr, flush=True)
+            results[prior].append(run(config, command="make demo"))
+    return results
+
+
+def table(results: dict[str, list[dict[str, Any]]]) -> str:
+    """Accuracy, interactions kept, parameters and seconds of each prior, as a Markdown table."""
+    seeds = len(next(iter(results.values())))
+    lines = [
+        f"| prior | test accuracy, %, mean ± std of {seeds} | interactions kept, % | parameters | seconds a run |",
+        "|---|---|---|---|---|",
+    ]
+    for prior, runs in results.items():
+        accuracy = 100 * np.array([run_["metrics"]["test_accuracy"] for run_ in runs])
+        spread = accuracy.std(ddof=1) if len(accuracy) > 1 else 0.0
+        lines.append(
+            f"| {prior} | {accuracy.mean():.2f} ± {spread:.2f} | {100 - runs[0]['pruning_ratio']:.1f} "
+            f"| {runs[0]['parameters']} | {np.mean([run_['seconds'] for run_ in runs]):.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def draw_results(results: dict[str, list[dict[str, Any]]], path: Path) -> Path:
+    """Test accuracy of every seed and the mean of each prior."""
+    plt = pictures.pyplot()
+    figure, axis = plt.subplots(figsize=(6.4, 2.8), layout="constrained")
+    for row, runs in enumerate(results.values()):
+        accuracy = [100 * run_["metrics"]["test_accuracy"] for run_ in runs]
+        axis.plot(accuracy, [row] * len(accuracy), "o", color=pictures.INK, alpha=0.7)
+        axis.plot([np.mean(accuracy)], [row], "|", color=pictures.ACCENT, markersize=22, markeredgewidth=2.5)
+    axis.set_yticks(range(len(results)), list(results))
+    axis.invert_yaxis()
+    axis.set_xlabel("test accuracy, % (dots: seeds, bar: mean)")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="x", alpha=0.25)
+    return pictures.save(figure, path)
+
+
+def draw_pictures(out: Path, results: dict[str, list[dict[str, Any]]]) -> list[Path]:
+    """Support grid, curves, learned decay masks, and attention over a test digit."""
+    models = {
+        prior: SparsePriorViTForImageClassification.from_pretrained(out / prior / "seed0" / MODEL).eval()
+        for prior in PRIORS
+    }
+    config = models["fibottention+violin"].config
+    grid, heads, prefix = config.grid, config.num_attention_heads, config.num_prefix_tokens
+    masks, titles = [], []
+    for layer in range(config.num_hidden_layers):
+        spec = config.prior["support"]
+        mask = build_mask(spec, num_heads=heads, num_tokens=grid[0] * grid[1], num_prefix_tokens=prefix, layer=layer)
+        masks.append(mask)
+        titles += [f"layer {layer + 1}, head {head + 1}" for head in range(heads)]
+    heading = f"fibottention: {config.pruning_ratio:.1f} % of the pairs are never formed (orange: class token)"
+    drawn = [pictures.draw_support(np.concatenate(masks), titles, out / "support.png", heading, prefix)]
+    curves = config.prior["decay"]["curves"]
+    drawn.append(pictures.draw_curves(curves, grid, out / "curves.png"))
+    drawn.append(_draw_learned_decay(models["violin"], out / "decay.png"))
+    drawn.append(_draw_digit(models, results, out / "attention.png"))
+    drawn.append(draw_results(results, out / "results.png"))
+    return drawn
+
+
+@torch.no_grad()
+def _draw_learned_decay(model: SparsePriorViTForImageClassification, path: Path) -> Path:
+    from hf_sparseprior.ops import plan_table
+
+    config = model.config
+    masks = {}
+    for index, layer in enumerate(model.vit.layers):
+        plan = layer.attention.plan(config.grid, config.num_prefix_tokens)
+        decay = layer.attention.decay_bias()
+        mean = decay_mask(decay, plan_table(plan, "positions", torch.device("cpu")), torch.float32)
+        for head in range(min(2, config.num_attention_heads)):
+            masks[f"layer {index + 1}, head {head + 1}"] = mean[head].numpy()
+    return pictures.draw_decay(masks, config.grid, path, "decay masks M that VIOLIN learned on digits")
+
+
+@torch.no_grad()
+def _draw_digit(
+    models: dict[str, SparsePriorViTForImageClassification], results: dict[str, list[dict[str, Any]]], path: Path
+) -> Path:
+    first = next(iter(results.values()))[0]
+    test = _test_set(first["config"]["data"], models["dense"].config)
+    sample = test[5]
+    attentions = {}
+    for prior, model in models.items():
+        weights = model(sample["pixel_values"][None], output_attentions=True).attentions[1]
+        attentions[prior] = weights[0].numpy()
+    config = models["dense"].config
+    heading = f"layer 2 looking at a {sample['labels']}: from the class token and from the marked pixel"
+    image = np.asarray(test.images.read(5))
+    return pictures.draw_attention(image, attentions, config.grid, config.num_prefix_tokens, (3, 4), path, heading)
+
+
+def _test_set(data_section: dict[str, Any], model_config: Any) -> ImageDataset:
+    data_config = DataConfig(**data_section)
+    return make_datasets(load_data(data_config), data_config, model_config)[0]["test"]
+
+
+@torch.no_grad()
+def save_best(out: Path, results: dict[str, list[dict[str, Any]]]) -> tuple[Path, str]:
+    """Load the model that was best on validation in a fresh process, without this package; what it said."""
+    prior, seed = max(
+        ((prior, seed) for prior in results for seed in range(len(results[prior]))),
+        key=lambda which: results[which[0]][which[1]]["metrics"]["validation_accuracy"],
+    )
+    folder = out / prior / f"seed{seed}" / MODEL
+    model = SparsePriorViTForImageClassification.from_pretrained(folder).eval()
+    test = _test_set(results[prior][seed]["config"]["data"], model.config)
+    pixels = torch.stack([test[index]["pixel_values"] for index in range(32)])
+    probe = out / "reload_probe.npz"
+    np.savez(probe, pixel_values=pixels.numpy(), logits=model(pixels).logits.numpy())
+    process = subprocess.run(
+        [sys.executable, "-c", RELOAD, str(folder), str(probe)], capture_output=True, text=True, check=False
+    )
+    if process.returncode:
+        raise RuntimeError(f"the saved model in {folder} did not come back equal:\n{process.stdout}{process.stderr}")
+    return folder, process.stdout.strip()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m tasks.classification.demo", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
+    parser.add_argument("--seeds", type=int, default=3)
+    arguments = parser.parse_args(argv)
+    transformers_logging.disable_progress_bar()
+    start = time.perf_counter()
+    results = train_all(arguments.out, arguments.seeds)
+    lines = table(results)
+    drawn = draw_pictures(arguments.out, results)
+    folder, reloaded = save_best(arguments.out, results)
+    write_text(arguments.out / "table.md", lines + "\n")
+    summary = {prior: [run_["metrics"] for run_ in runs] for prior, runs in results.items()}
+    write_text(arguments.out / "results.json", json.dumps(summary, indent=1) + "\n")
+    print(f"\n{results['dense'][0]['data']}\n\n{lines}\n")
+    for path in drawn:
+        print(f"picture: {path}")
+    print(f"best model on validation: {folder}\nin a fresh process: {reloaded}")
+    print(f"{time.perf_counter() - start:.0f} s; results of runs are kept in {arguments.out}, delete it to train anew")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

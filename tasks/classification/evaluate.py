@@ -1,0 +1,109 @@
+"""Evaluate a saved classifier: python -m tasks.classification.evaluate MODEL [--config FILE] [data.key=value ...]"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoImageProcessor, AutoModelForImageClassification, Trainer, TrainingArguments
+from transformers.utils import logging as transformers_logging
+
+import hf_sparseprior  # noqa: F401  registers the Auto classes
+from tasks.classification.config import DataConfig, check_config, load_config, parse_value
+from tasks.classification.data import SPLITS, ImageDataset, load_data
+from tasks.classification.metrics import compute_metrics, confusion_matrix
+from tasks.classification.report import command_line, draw_confusion, environment, write_results
+from tasks.classification.train import RUN_CONFIG
+
+
+def evaluate_model(
+    model_folder: str | Path, config: dict[str, dict[str, Any]], split: str, out: Path, batch_size: int = 64
+) -> dict[str, Any]:
+    """Accuracy and confusion matrix of a saved model on a split; writes both into `out`."""
+    model = AutoModelForImageClassification.from_pretrained(model_folder, use_safetensors=True)
+    processor = AutoImageProcessor.from_pretrained(model_folder)
+    data_config = DataConfig(**config["data"])
+    data = load_data(data_config)
+    expected = [model.config.id2label[index] for index in range(model.config.num_labels)]
+    if expected != data.classes:
+        raise ValueError(f"the model's classes {expected} are not those of the data, {data.classes}")
+    dataset = ImageDataset(data.splits[split], processor, model.config.num_channels, data_config.cache)
+    arguments = TrainingArguments(
+        output_dir=str(out),
+        per_device_eval_batch_size=batch_size,
+        report_to="none",
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+    prediction = Trainer(model=model, args=arguments, compute_metrics=compute_metrics).predict(
+        dataset, metric_key_prefix=split
+    )
+    predicted = np.argmax(prediction.predictions, -1)
+    counts = confusion_matrix(prediction.label_ids, predicted, len(data.classes))
+    results = {
+        "task": "classification",
+        "model": str(model_folder),
+        "metrics": {f"{split}_accuracy": prediction.metrics[f"{split}_accuracy"]},
+        "images": len(dataset),
+        "data": data.description,
+        "command": command_line(),
+        "config": config,
+        **environment(),
+        "classes": data.classes,
+        "confusion": counts.tolist(),
+    }
+    accuracy = 100 * results["metrics"][f"{split}_accuracy"]
+    draw_confusion(counts, data.classes, out / f"confusion_{split}.png", f"{split}: {accuracy:.2f} %")
+    write_results(out / f"results_{split}.json", results)
+    return results
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.classification.evaluate", description="Evaluate a saved classifier."
+    )
+    parser.add_argument("model", type=Path, help="folder of a saved model")
+    parser.add_argument("--config", help="YAML file with a data section; default: that of the run that trained it")
+    parser.add_argument("--split", choices=SPLITS, default="test")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--out", type=Path, help="folder for results and picture; default: MODEL/../evaluation")
+    parser.add_argument("overrides", nargs="*", metavar="data.key=value")
+    arguments = parser.parse_args(argv)
+    transformers_logging.disable_progress_bar()
+    try:
+        config = _config(arguments)
+        out = arguments.out or arguments.model.resolve().parent / "evaluation"
+        results = evaluate_model(arguments.model, config, arguments.split, out, arguments.batch_size)
+    except (ValueError, OSError, TypeError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    for name, value in results["metrics"].items():
+        print(f"{name}: {100 * value:.2f} % of {results['images']} images")
+    print(f"results: {out}/results_{arguments.split}.json, picture: {out}/confusion_{arguments.split}.png")
+    return 0
+
+
+def _config(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    if arguments.config:
+        return load_config(arguments.config, arguments.overrides)
+    stored = arguments.model.resolve().parent / RUN_CONFIG
+    if not stored.exists():
+        raise OSError(f"{stored} is missing, so the data is not known; give --config")
+    config = json.loads(stored.read_text(encoding="utf-8"))
+    for override in arguments.overrides:
+        key, equals, text = override.partition("=")
+        section, dot, name = key.partition(".")
+        if not equals or not dot or section != "data":
+            raise ValueError(f"override {override!r} must be data.KEY=VALUE")
+        config["data"][name] = parse_value(text)
+    return check_config(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

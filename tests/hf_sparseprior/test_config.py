@@ -1,0 +1,443 @@
+"""SparsePriorViTConfig: presets, checks, derived values and what is written to config.json."""
+
+import copy
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
+from hf_sparseprior.configuration_sparseprior_vit import PRESETS
+from hf_sparseprior.curves import curve_names
+from hf_sparseprior.decay import DECAYS, INIT_PRESETS
+from hf_sparseprior.prior import SLOTS
+from hf_sparseprior.sequences import SEQUENCES
+from hf_sparseprior.supports import SUPPORTS
+
+PRIORS = {f"{support}+{decay}": {"support": support, "decay": decay} for support in SUPPORTS for decay in DECAYS}
+PRIORS |= {f"{name} sequence": {"support": {"name": "fibottention", "sequence": name}} for name in SEQUENCES}
+PRIORS |= {f"{name} init": {"decay": {"name": "violin", "init": name}} for name in INIT_PRESETS}
+
+
+def tiny(**settings):
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    return SparsePriorViTConfig(**{**sizes, "image_size": 32, "patch_size": 4, **settings})
+
+
+# ---- presets and parameter counts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_builds(preset):
+    config = SparsePriorViTConfig.from_preset(preset)
+    assert all(getattr(config, name) == value for name, value in PRESETS[preset].items() if name[:5] != "image")
+    assert config.prior_name == "dense" and config.pruning_ratio == 0
+    assert config.grid == ((16, 16) if preset == "deit3_huge" else (14, 14))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_take_overrides(preset):
+    config = SparsePriorViTConfig.from_preset(preset, prior="fibottention+violin", num_hidden_layers=3, num_labels=7)
+    assert (config.prior_name, config.num_hidden_layers, config.num_labels) == ("fibottention+violin", 3, 7)
+    # An override leaves the table of presets alone.
+    assert SparsePriorViTConfig.from_preset(preset).num_hidden_layers != 3
+
+
+def test_unknown_preset_lists_what_there_is():
+    with pytest.raises(ValueError, match=r"preset='deit_giant' must be one of vit_tiny, .*dino_base"):
+        SparsePriorViTConfig.from_preset("deit_giant")
+
+
+def count_parameters(preset, **overrides):
+    config = SparsePriorViTConfig.from_preset(preset, num_labels=1000, **overrides)
+    with torch.device("meta"):
+        return SparsePriorViTForImageClassification(config).num_parameters()
+
+
+def closed_form(width, layers=12, prefix=1, labels=1000, patch=16, tokens=196):
+    hidden = 4 * width
+    embedding = 3 * patch * patch * width + width + prefix * width + (tokens + prefix) * width
+    attention, mlp, norms = 4 * (width * width + width), 2 * width * hidden + hidden + width, 2 * 2 * width
+    # A distillation token brings a second classifier.
+    return embedding + layers * (attention + mlp + norms) + 2 * width + prefix * (width * labels + labels)
+
+
+# The literals are the counts that timm gives for these models.
+@pytest.mark.parametrize(
+    ("size", "width", "golden"), [("tiny", 192, 5_717_416), ("small", 384, 22_050_664), ("base", 768, 86_567_656)]
+)
+def test_parameter_counts_of_vit_and_deit(size, width, golden):
+    assert closed_form(width) == golden
+    assert count_parameters(f"vit_{size}") == golden
+    assert count_parameters(f"deit_{size}") == golden
+
+
+def test_parameter_counts_of_other_presets():
+    assert count_parameters("deit_base_distilled") == closed_form(768, prefix=2) == 87_338_192
+    # No position of the class token, two LayerScales a layer.
+    assert count_parameters("deit3_base") == 86_567_656 - 768 + 24 * 768
+    assert count_parameters("dino_small") == 22_050_664
+
+
+def test_violin_adds_nine_scalars_a_head_and_layer_to_deit_base():
+    dense = count_parameters("deit_base")
+    assert count_parameters("deit_base", prior="violin") - dense == 12 * 12 * (8 + 1) == 1296
+    assert count_parameters("deit_base", prior="fibottention") == dense
+    # One curve with its transpose (VIOLIN Tables 7 and 11) and the ablations without alpha.
+    pair = {"name": "violin", "curves": ["hilbert", "hilbert_t"]}
+    assert count_parameters("deit_base", prior={"decay": pair}) - dense == 432
+    assert count_parameters("deit_base", prior={"decay": {**pair, "learn_alpha": False}}) - dense == 288
+    fixed = {"name": "violin", "learn_alpha": False, "learn_beta": False}
+    assert count_parameters("deit_base", prior={"decay": fixed}) == dense
+
+
+# ---- derived values -------------------------------------------------------------------------------------------------
+
+
+def test_pruning_ratio_counts_prefix_tokens():
+    def ratio(**support):
+        prior = {"support": {"name": "fibottention", **support}}
+        return SparsePriorViTConfig.from_preset("deit_base", prior=prior).pruning_ratio
+
+    # Fibottention Table 1's settings at N = 196, the class token included.
+    assert ratio() == pytest.approx(97.014, abs=5e-4)
+    assert ratio(modified=True) == pytest.approx(95.241, abs=5e-4)
+    assert ratio(w_min=1, w_max=196) == pytest.approx(95.961, abs=5e-4)
+    assert ratio(w_min=1, w_max=196, modified=True) == pytest.approx(94.188, abs=5e-4)
+
+
+def test_pruning_ratio_of_patches_only():
+    config = SparsePriorViTConfig.from_preset("deit_base", prior="fibottention", use_class_token=False, pooling="mean")
+    assert config.pruning_ratio == pytest.approx(98.006, abs=5e-4)
+
+
+def test_grid_and_prefix_tokens_follow_the_fields():
+    config = tiny(image_size=(32, 48), patch_size=(4, 8), use_distillation_token=True, num_register_tokens=3)
+    assert config.grid == (8, 6) and config.num_prefix_tokens == 5
+    assert tiny(use_class_token=False, pooling="mean").num_prefix_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("prior", "name"),
+    [
+        ("dense", "dense"),
+        (None, "dense"),
+        ({}, "dense"),
+        ("violin", "violin"),
+        ("violin+fibottention", "fibottention+violin"),
+        (" fibottention + violin ", "fibottention+violin"),
+        ({"support": "window", "decay": "manhattan"}, "window+manhattan"),
+        ("fibottention+softmax", "fibottention"),
+    ],
+)
+def test_prior_name(prior, name):
+    assert tiny(prior=prior).prior_name == name
+
+
+def test_stages_of_the_backbone():
+    config = tiny(num_hidden_layers=3, out_features=["stem", "stage2"])
+    assert config.stage_names == ["stem", "stage1", "stage2", "stage3"]
+    assert config.out_indices == [0, 2]
+    assert tiny().out_features == ["stage2"]
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def fibottention(**settings):
+    return {"prior": {"support": {"name": "fibottention", **settings}}}
+
+
+def violin(**settings):
+    return {"prior": {"decay": {"name": "violin", **settings}}}
+
+
+INIT = {"alpha_mean": 1.0, "alpha_std": 0.0, "beta_low": 5.0, "beta_high": 9.0}
+
+# Fields, and what the one message has to contain: the field, the value, what is allowed.
+BAD = {
+    "image no multiple": ({"image_size": 30}, ["image_size=30", "patch_size=4", "multiple"]),
+    "image height no multiple": ({"image_size": (30, 32)}, ["image_size=[30, 32]", "patch_size=4"]),
+    "image of three sides": ({"image_size": (32, 32, 3)}, ["image_size=(32, 32, 3)", "one number or (height, width)"]),
+    "image as text": ({"image_size": "32"}, ["image_size='32'", "1 or more, or (height, width)"]),
+    "image of zero": ({"image_size": 0}, ["image_size=0", "1 or more"]),
+    "image as float": ({"image_size": 32.0}, ["image_size=32.0", "integer"]),
+    "patch of zero": ({"patch_size": [4, 0]}, ["patch_size=0", "1 or more"]),
+    "channels": ({"num_channels": 0}, ["num_channels=0", "1 or more"]),
+    "heads": ({"num_attention_heads": 0}, ["num_attention_heads=0", "1 or more"]),
+    "heads do not divide": ({"num_attention_heads": 5}, ["hidden_size=24", "num_attention_heads=5", "multiple"]),
+    "layers": ({"num_hidden_layers": True}, ["num_hidden_layers=True", "integer"]),
+    "width as float": ({"hidden_size": 24.0}, ["hidden_size=24.0", "integer"]),
+    "mlp": ({"intermediate_size": None}, ["intermediate_size=None", "integer"]),
+    "registers": ({"num_register_tokens": -1}, ["num_register_tokens=-1", "0 or more"]),
+    "activation": ({"hidden_act": "gelo"}, ["hidden_act='gelo'", "gelu"]),
+    "activation of another type": ({"hidden_act": ["gelu"]}, ["hidden_act=['gelu']", "gelu"]),
+    "bias as text": ({"qkv_bias": "yes"}, ["qkv_bias='yes'", "True or False"]),
+    "bias as number": ({"mlp_bias": 1}, ["mlp_bias=1", "True or False"]),
+    "class token as text": ({"use_class_token": "False"}, ["use_class_token='False'", "True or False"]),
+    "pooling": ({"pooling": "max"}, ["pooling='max'", "class_token, mean"]),
+    "pooling without class token": ({"use_class_token": False}, ["pooling='class_token'", "use_class_token", "'mean'"]),
+    "distillation without class token": (
+        {"use_class_token": False, "pooling": "mean", "use_distillation_token": True},
+        ["use_distillation_token=True", "use_class_token=True"],
+    ),
+    "positions": ({"position_embedding": "sincos"}, ["position_embedding='sincos'", "learned, none"]),
+    "interpolation": ({"interpolation": "cubic"}, ["interpolation='cubic'", "bicubic, bilinear"]),
+    "drop path": ({"drop_path_rate": 1.0}, ["drop_path_rate=1.0", "[0, 1)"]),
+    "dropout": ({"hidden_dropout_prob": -0.1}, ["hidden_dropout_prob=-0.1", "[0, 1)"]),
+    "attention dropout": ({"attention_probs_dropout_prob": 2}, ["attention_probs_dropout_prob=2", "[0, 1)"]),
+    "dropout not a number": ({"hidden_dropout_prob": float("nan")}, ["hidden_dropout_prob=nan", "[0, 1)"]),
+    "dropout as text": ({"hidden_dropout_prob": "0.1"}, ["hidden_dropout_prob='0.1'", "[0, 1)"]),
+    "eps": ({"layer_norm_eps": -1e-6}, ["layer_norm_eps=-1e-06", "[0, 1)"]),
+    "range": ({"initializer_range": -1}, ["initializer_range=-1", "[0, inf)"]),
+    "layerscale": ({"layerscale_value": "small"}, ["layerscale_value='small'", "number"]),
+    "mean of two channels": ({"image_mean": [0.5, 0.5]}, ["image_mean=[0.5, 0.5]", "each of 3 channels"]),
+    "std as text": ({"image_std": ["a", "b", "c"]}, ["image_std", "'a'", "number"]),
+    "std of zero": ({"image_std": [0.5, 0, 0.5]}, ["image_std", "0"]),
+    "unknown prior": ({"prior": "attention"}, ["prior='attention'", "fibottention", "violin", "dense"]),
+    "prior of another type": ({"prior": 3}, ["prior=3", "name", "dict"]),
+    "empty prior": ({"prior": ""}, ["prior=''", "fibottention"]),
+    "two supports": ({"prior": "window+fibottention"}, ["support twice", "'window'", "'fibottention'"]),
+    "two decays": ({"prior": "violin+manhattan"}, ["decay twice", "'violin'", "'manhattan'"]),
+    "misspelt slot": ({"prior": {"suport": "dense"}}, ["'suport'", "did you mean 'support'"]),
+    "unknown support": ({"prior": {"support": "violin"}}, ["support='violin'", "fibottention"]),
+    "support without name": ({"prior": {"support": {"w_min": 3}}}, ["'name'", "fibottention", "{'w_min': 3}"]),
+    "support of another type": ({"prior": {"support": 5}}, ["support", "5", "fibottention"]),
+    "unknown decay": ({"prior": {"decay": "violn"}}, ["decay='violn'", "violin"]),
+    "decay of another type": ({"prior": {"decay": 5}}, ["decay", "5", "violin"]),
+    "predictor": ({"prior": {"predictor": "sparsifiner"}}, ["predictor='sparsifiner'", "None"]),
+    "mixer": ({"prior": {"mixer": "linear"}}, ["mixer='linear'", "softmax"]),
+    "mixer of another type": ({"prior": {"mixer": ["softmax"]}}, ["mixer=['softmax']"]),
+    "extras": ({"prior": {"extras": ["lora"]}}, ["extras=['lora']", "empty"]),
+    "w_min": (fibottention(w_min=-1), ["w_min=-1", "1 or more", "64 patch tokens", "8x8 grid"]),
+    "w_min as float": (fibottention(w_min=2.0), ["w_min=2.0", "integer"]),
+    "w_max": (fibottention(w_max=0), ["w_max=0", "1 or more"]),
+    "w_min above w_max": (fibottention(w_min=9, w_max=8), ["w_min=9", "w_max=8"]),
+    "modified": (fibottention(modified="yes"), ["modified='yes'", "True or False"]),
+    "modified without wythoff": (fibottention(modified=True, sequence="powers"), ["modified=True", "'powers'"]),
+    "misspelt setting": (fibottention(w_mim=3), ["'w_mim'", "did you mean 'w_min'"]),
+    "seed": (fibottention(shuffle_seed=-1), ["shuffle_seed=-1", "0 or more, or None"]),
+    "fill": (fibottention(mask_fill="inf"), ["mask_fill='inf'", "neg_inf, zero"]),
+    "sequence": (fibottention(sequence="primes"), ["sequence='primes'", "wythoff"]),
+    "sequence of another type": (fibottention(sequence=5), ["sequence", "5", "wythoff"]),
+    "sequence base": (fibottention(sequence={"name": "powers", "base": 1}), ["base=1", "2 or more"]),
+    "sequence setting": (fibottention(sequence={"name": "powers", "bas": 3}), ["'bas'", "did you mean 'base'"]),
+    "sequence of nothing": (fibottention(sequence={"name": "fibonacci", "a": 0, "b": 0}), ["a=0", "b=0"]),
+    "window": ({"prior": {"support": {"name": "window", "w": -2}}}, ["w=-2", "0 or more"]),
+    "curve": (violin(curves=["hilbert", "moore"]), ["'moore'", *curve_names()]),
+    "no curve": (violin(curves=[]), ["curves=[]", "at least one"]),
+    "curves as text": (violin(curves="hilbert"), ["curves='hilbert'", "list"]),
+    "repeated curve": (violin(curves=["z", "snake", "z"]), ["curves=['z', 'snake', 'z']", "repeat"]),
+    "curves of manhattan": ({"prior": {"decay": {"name": "manhattan", "curves": ["z"]}}}, ["manhattan", "'curves'"]),
+    "init": (violin(init="big"), ["init='big'", *INIT_PRESETS]),
+    "init of another type": (violin(init=5), ["init", "5", "pretrain"]),
+    "init as text": (violin(init={**INIT, "beta_low": "x"}), ["init", "'x'"]),
+    "init lacks": (violin(init={"alpha_mean": 1.0}), ["alpha_std, beta_low, beta_high"]),
+    "init setting": (violin(init={**INIT, "gamma": 1.0}), ["'gamma'"]),
+    "init reversed": (violin(init={**INIT, "beta_low": 10.0}), ["'beta_low': 10.0", "beta_low not above beta_high"]),
+    "init negative": (violin(init={**INIT, "alpha_std": -1.0}), ["'alpha_std': -1.0", "0 or more"]),
+    "init infinite": (violin(init={**INIT, "beta_high": float("inf")}), ["inf", "finite"]),
+    "learn_beta": (violin(learn_beta="no"), ["learn_beta='no'", "True or False"]),
+    "stage": ({"out_features": ["stage9"]}, ["stage9", "stage2"]),
+    "misspelt field": ({"num_atention_heads": 4}, ["'num_atention_heads'", "did you mean 'num_attention_heads'"]),
+    "misspelt patch": ({"patchsize": 4}, ["'patchsize'", "did you mean 'patch_size'"]),
+    "misspelt prior": ({"priors": "violin"}, ["'priors'", "did you mean 'prior'"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_values_are_named_in_one_error(case):
+    fields, fragments = BAD[case]
+    with pytest.raises(ValueError) as caught:
+        tiny(**fields)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert not [fragment for fragment in fragments if fragment not in message], message
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("fibotention", "fibottention"), ("violn", "violin"), ("windows", "window")]
+)
+def test_unknown_prior_suggests_the_nearest_name(name, near):
+    with pytest.raises(ValueError, match=f"{name}.*did you mean '{near}'"):
+        tiny(prior=name)
+
+
+def test_every_bad_field_is_also_refused_by_validate():
+    """`validate` is what models and tools call on a config that was changed after it was made."""
+    config = tiny()
+    config.pooling = "max"
+    with pytest.raises(ValueError, match="pooling='max'"):
+        config.validate()
+
+
+def test_numpy_and_boundary_values_are_accepted_and_become_plain():
+    config = tiny(
+        hidden_size=np.int64(24),
+        num_attention_heads=np.int32(4),
+        image_size=(np.int64(32), np.int64(32)),
+        patch_size=np.uint8(4),
+        num_register_tokens=np.int64(0),
+        qkv_bias=np.bool_(False),
+        layer_norm_eps=0,
+        drop_path_rate=0,
+        hidden_dropout_prob=np.float64(0.5),
+        layerscale_value=1,
+        image_mean=0,
+        prior={"support": {"name": "fibottention", "shuffle_seed": np.int64(3)}},
+    )
+    assert type(config.hidden_size) is int and type(config.image_size[0]) is int and config.qkv_bias is False
+    assert config.layer_norm_eps == 0 and config.image_mean == [0.0, 0.0, 0.0]
+    assert json.loads(config.to_json_string())["prior"]["support"]["shuffle_seed"] == 3
+    SparsePriorViTModel(config)
+
+
+def test_numpy_integers_in_a_prior_can_be_written():
+    spec = {"name": "fibottention", "w_min": np.int64(3), "w_max": np.int64(9)}
+    text = tiny(prior={"support": spec}).to_json_string()
+    assert json.loads(text)["prior"]["support"]["w_max"] == 9
+
+
+# ---- the log --------------------------------------------------------------------------------------------------------
+
+
+def test_empty_heads_are_logged_once(caplog):
+    # Supports 2 to 4 start at 4, 6 and 9, windows are 1 to 5.
+    with caplog.at_level(logging.INFO, logger="hf_sparseprior"):
+        config = tiny(image_size=16, prior={"support": {"name": "fibottention", "w_min": 1}})
+        assert len(caplog.records) == 1
+        text = caplog.records[0].getMessage()
+        assert "supports 2, 3, 4 of 4" in text and "4x4 grid" in text and "prefix tokens only" in text
+        assert caplog.records[0].name == "hf_sparseprior.config"
+        caplog.clear()
+        SparsePriorViTModel(config)
+        assert not caplog.records
+
+
+def test_empty_heads_without_prefix_attend_to_themselves(caplog):
+    prior = {"support": {"name": "fibottention", "w_min": 1}}
+    with caplog.at_level(logging.INFO, logger="hf_sparseprior"):
+        tiny(image_size=16, prior=prior, use_class_token=False, pooling="mean")
+    assert "themselves only" in caplog.text
+
+
+def test_clipped_windows_are_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="hf_sparseprior"):
+        tiny(prior={"support": {"name": "fibottention", "w_min": 1, "w_max": 196}})
+    assert caplog.text.count("w_max=196 is clipped to the 64 patch tokens of the 8x8 grid") == 1
+
+
+def test_nothing_is_logged_for_a_sound_config(caplog):
+    with caplog.at_level(logging.DEBUG, logger="hf_sparseprior"):
+        tiny(prior="fibottention+violin")
+        SparsePriorViTConfig.from_preset("deit_base", prior="fibottention")
+    assert not caplog.records
+
+
+# ---- round trips ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRIORS)
+def test_json_keeps_the_prior_in_full(name, tmp_path):
+    config = tiny(prior=PRIORS[name])
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())["prior"]
+    assert list(config.prior) == list(SLOTS) and written == config.prior
+    reloaded = SparsePriorViTConfig.from_pretrained(tmp_path)
+    assert reloaded.prior == config.prior
+    assert reloaded.to_dict() == config.to_dict()
+
+
+def test_json_keeps_every_field(tmp_path):
+    fields = {
+        "image_size": [32, 48],
+        "patch_size": [4, 8],
+        "num_channels": 2,
+        "hidden_act": "relu",
+        "qkv_bias": False,
+        "proj_bias": False,
+        "mlp_bias": False,
+        "use_distillation_token": True,
+        "num_register_tokens": 2,
+        "pooling": "mean",
+        "position_embedding_for_class_token": False,
+        "interpolation": "bilinear",
+        "layerscale_value": 0.5,
+        "drop_path_rate": 0.25,
+        "layer_norm_eps": 0,
+        "image_mean": [0.1, 0.2],
+        "apply_layernorm": False,
+        "reshape_hidden_states": False,
+        "num_labels": 5,
+        "out_features": ["stem", "stage1"],
+    }
+    tiny(**fields).save_pretrained(tmp_path)
+    reloaded = SparsePriorViTConfig.from_pretrained(tmp_path)
+    assert {name: getattr(reloaded, name) for name in fields} == fields
+
+
+def test_default_config_writes_its_prior():
+    """A default that changed in a later version must not change a saved model."""
+    assert "prior" in json.loads(SparsePriorViTConfig().to_json_string())
+
+
+def test_two_configs_share_no_prior():
+    first, second = tiny(prior="fibottention"), tiny(prior="fibottention")
+    first.prior["support"]["w_min"] = 1
+    assert second.prior["support"]["w_min"] == 5 and tiny(prior="fibottention").prior["support"]["w_min"] == 5
+
+
+def test_a_given_dict_is_left_as_it_was():
+    given = {"support": {"name": "fibottention"}, "decay": {"name": "violin"}}
+    before = copy.deepcopy(given)
+    config = tiny(prior=given)
+    config.prior["support"]["w_min"] = 1
+    assert given == before
+
+
+def test_copies_are_equal():
+    config = tiny(prior="fibottention+violin")
+    assert copy.deepcopy(config).to_dict() == config.to_dict()
+    assert SparsePriorViTConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+
+# ---- from_pretrained(prior=...) -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved_dense(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dense")
+    SparsePriorViTModel(tiny()).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("prior", ["violin", "fibottention", {"support": {"name": "fibottention", "w_min": 2}}])
+def test_a_prior_given_on_loading_is_the_configs(saved_dense, prior):
+    expected = tiny(prior=prior)
+    model = SparsePriorViTModel.from_pretrained(saved_dense, prior=prior)
+    assert model.config.prior == expected.prior
+    assert (model.layers[0].attention.decay_bias is not None) == (prior == "violin")
+
+
+@pytest.mark.parametrize("prior", ["violn", {"support": {"name": "fibottention", "w_min": -1}}, {"suport": "dense"}, 3])
+def test_a_bad_prior_given_on_loading_is_refused(saved_dense, prior):
+    with pytest.raises(ValueError) as at_config:
+        tiny(prior=prior)
+    with pytest.raises(ValueError) as at_loading:
+        SparsePriorViTModel.from_pretrained(saved_dense, prior=prior)
+    assert str(at_loading.value) == str(at_config.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("pooling", "max"), ("drop_path_rate", 2), ("hidden_dropout_prob", "0.1"), ("image_size", 30)]
+)
+def test_other_bad_fields_given_on_loading_are_refused(saved_dense, field, value):
+    with pytest.raises(ValueError, match=f"{field}={value!r}"):
+        SparsePriorViTModel.from_pretrained(saved_dense, **{field: value})
+
+
+def test_good_fields_given_on_loading_are_taken(saved_dense):
+    model = SparsePriorViTModel.from_pretrained(saved_dense, pooling="mean", drop_path_rate=0.5)
+    assert model.config.pooling == "mean" and model.layers[1].drop_path.rate == 0.5

@@ -1,0 +1,233 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_sparseprior.curves import CURVES, TRANSPOSED_SUFFIX, curve_names, curve_rank, register_curve
+from hf_sparseprior.decay import DECAYS
+
+checked = settings(max_examples=60, deadline=None, derandomize=True)
+side = st.integers(1, 30)
+
+VIOLIN_CURVES = [curve + suffix for curve in ("snake", "zigzag", "peano", "hilbert") for suffix in ("", "_t")]
+GRIDS = [(1, 1), (1, 7), (7, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 5), (14, 14), (14, 15), (8, 3), (3, 16)]
+
+
+def visits(name, height, width):
+    # (row, column) of the patches in the order in which the curve meets them.
+    rank = curve_rank(name, (height, width))
+    return [(index // width, index % width) for index in np.argsort(rank, axis=None).tolist()]
+
+
+# ---- the curves from their equations, written for one patch at a time -----------------------------------------------
+
+
+def z_rank(row, column, height, width):  # VIOLIN Eq. 16
+    return row * width + column
+
+
+def snake_rank(row, column, height, width):  # VIOLIN Eq. 17
+    return row * width + (column if row % 2 == 0 else width - 1 - column)
+
+
+def zigzag_rank(row, column, height, width):  # VIOLIN Eq. 18
+    def cells(g):
+        return [(r, c) for r in range(height) for c in range(width) if r + c == g]
+
+    g = row + column
+    if g % 2 == 0:
+        offset = sum(c < column for _, c in cells(g))
+    else:
+        offset = sum(c > column for _, c in cells(g))
+    return sum(len(cells(k)) for k in range(g)) + offset
+
+
+def interleave(row, column):  # VIOLIN Eq. 22
+    return sum(((column >> k) & 1) * 2 ** (2 * k + 1) + ((row >> k) & 1) * 2 ** (2 * k) for k in range(16))
+
+
+def peano_rank(row, column, height, width):
+    own = interleave(row, column)
+    return sum(interleave(r, c) < own for r in range(height) for c in range(width))
+
+
+FORMULAS = {"z": z_rank, "snake": snake_rank, "zigzag": zigzag_rank, "peano": peano_rank}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_ranks_follow_the_equations(name, grid):
+    height, width = grid
+    expected = [[FORMULAS[name](r, c, height, width) for c in range(width)] for r in range(height)]
+    assert curve_rank(name, grid).tolist() == expected
+
+
+def test_peano_is_the_interleaved_index_on_powers_of_two():
+    for size in (2, 4, 8, 16):
+        assert curve_rank("peano", (size, size)).tolist() == [
+            [interleave(r, c) for c in range(size)] for r in range(size)
+        ]
+
+
+def test_hilbert_4x4():
+    assert curve_rank("hilbert", (4, 4)).tolist() == [
+        [0, 1, 14, 15],
+        [3, 2, 13, 12],
+        [4, 7, 8, 11],
+        [5, 6, 9, 10],
+    ]
+
+
+@pytest.mark.parametrize("power", [1, 2, 3, 4, 5])
+def test_hilbert_on_powers_of_two_is_the_quadrant_recursion(power):
+    # VIOLIN Eq. 19: four copies of the smaller curve, down the left half and up the right one, the first mirrored at
+    # the diagonal and the last at the other diagonal.
+    rank = np.zeros((1, 1), dtype=np.int64)
+    for _ in range(power):
+        quarter = rank.size
+        rank = np.block([[rank.T, 3 * quarter + rank[::-1, ::-1].T], [quarter + rank, 2 * quarter + rank]])
+    assert np.array_equal(curve_rank("hilbert", (2**power, 2**power)), rank)
+
+
+def gilbert(at, along, across):
+    # The published generalisation to rectangles (Cerveny 2025, cited by VIOLIN), with x + iy for positions and vectors.
+    def half(vector):
+        return complex(vector.real // 2, vector.imag // 2)
+
+    def size(vector):
+        return int(abs(vector.real + vector.imag))
+
+    step, side_step = along / abs(along), across / abs(across)
+    if size(across) == 1:
+        return [at + n * step for n in range(size(along))]
+    if size(along) == 1:
+        return [at + n * side_step for n in range(size(across))]
+    along2, across2 = half(along), half(across)
+    if 2 * size(along) > 3 * size(across):
+        if size(along2) % 2 and size(along) > 2:
+            along2 += step
+        return gilbert(at, along2, across) + gilbert(at + along2, along - along2, across)
+    if size(across2) % 2 and size(across) > 2:
+        across2 += side_step
+    return (
+        gilbert(at, across2, along2)
+        + gilbert(at + across2, along, across - across2)
+        + gilbert(at + (along - step) + (across2 - side_step), -across2, -(along - along2))
+    )
+
+
+@pytest.mark.parametrize("grid", [*GRIDS, (24, 24), (27, 48), (48, 27), (2, 9), (9, 2)])
+def test_hilbert_on_any_grid_is_gilbert_along_the_rows(grid):
+    height, width = grid
+    order = [(int(at.imag), int(at.real)) for at in gilbert(0j, complex(width, 0), complex(0, height))]
+    assert visits("hilbert", height, width) == order
+
+
+# ---- every registered curve -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", curve_names())
+@checked
+@given(height=side, width=side)
+def test_ranks_are_a_permutation(name, height, width):
+    rank = curve_rank(name, (height, width))
+    assert rank.shape == (height, width)
+    assert rank.dtype == np.int64
+    assert rank.flags.c_contiguous
+    assert np.array_equal(np.sort(rank, axis=None), np.arange(height * width))
+
+
+@pytest.mark.parametrize("name", CURVES)
+@checked
+@given(height=side, width=side)
+def test_a_transposed_curve_is_the_curve_with_rows_and_columns_swapped(name, height, width):
+    # VIOLIN Eq. 23: rank_T(r, c) on (H, W) = rank(c, r) on (W, H).
+    swapped = curve_rank(name, (width, height))
+    expected = [[swapped[c, r] for c in range(width)] for r in range(height)]
+    assert curve_rank(name + TRANSPOSED_SUFFIX, (height, width)).tolist() == expected
+    assert curve_rank(name, (height, width), transposed=True).tolist() == expected
+    # The suffix and the argument undo each other.
+    twice = curve_rank(name + TRANSPOSED_SUFFIX, (height, width), transposed=True)
+    assert np.array_equal(twice, curve_rank(name, (height, width)))
+
+
+@pytest.mark.parametrize("name", curve_names())
+def test_a_returned_array_can_be_changed_without_harm(name):
+    first = curve_rank(name, (5, 6))
+    kept = first.copy()
+    first += 1
+    assert np.array_equal(curve_rank(name, (5, 6)), kept)
+
+
+@pytest.mark.parametrize("name", ["snake", "snake_t"])
+@checked
+@given(height=side, width=side)
+def test_the_snake_moves_to_a_neighbour_at_every_step(name, height, width):
+    steps = np.abs(np.diff(np.array(visits(name, height, width)), axis=0))
+    assert (steps.sum(1) == 1).all()
+
+
+@pytest.mark.parametrize("name", ["hilbert", "hilbert_t", "zigzag", "zigzag_t"])
+@checked
+@given(height=side, width=side)
+def test_hilbert_and_zigzag_move_to_one_of_eight_neighbours(name, height, width):
+    order = np.array(visits(name, height, width))
+    assert order[0].tolist() == [0, 0]
+    assert (np.abs(np.diff(order, axis=0)).max(1, initial=0) == 1).all()
+
+
+@pytest.mark.parametrize("size", range(2, 33, 2))
+def test_hilbert_has_no_diagonal_step_on_even_squares(size):
+    steps = np.abs(np.diff(np.array(visits("hilbert", size, size)), axis=0))
+    assert (steps.sum(1) == 1).all()
+
+
+def test_violin_uses_four_curves_and_their_transposes():
+    assert sorted(DECAYS["violin"].SETTINGS["curves"]) == sorted(VIOLIN_CURVES)  # VIOLIN Eq. 13
+
+
+@pytest.mark.parametrize("grid", [(n, n) for n in (4, 5, 6, 7, 14, 16, 24)] + [(14, 15), (7, 5), (27, 48)])
+def test_the_eight_violin_masks_are_distinct(grid):
+    # Two curves give one mask exactly if all their distances agree, whatever gamma is.
+    distances = {}
+    for name in VIOLIN_CURVES:
+        rank = curve_rank(name, grid).ravel()
+        distances[name] = np.abs(rank[:, None] - rank[None, :])
+    for i, first in enumerate(VIOLIN_CURVES):
+        for second in VIOLIN_CURVES[i + 1 :]:
+            assert not np.array_equal(distances[first], distances[second]), (first, second)
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["hilbrt", "", "_t", "hilbert_t_t"])
+def test_unknown_curves_are_refused(name):
+    known = ", ".join(curve_names())
+    shown = name.removesuffix(TRANSPOSED_SUFFIX)
+    with pytest.raises(ValueError, match=rf"curve='({name}|{shown})' must be one of {known}"):
+        curve_rank(name, (4, 4))
+
+
+@pytest.mark.parametrize("grid", [(0, 4), (4, -1), (4,), (4, 4, 4), (2.5, 4)])
+def test_a_grid_is_two_positive_integers(grid):
+    with pytest.raises(ValueError, match=r"grid=\(.*must be \(height, width\) with both sides 1 or more"):
+        curve_rank("hilbert", grid)
+
+
+@pytest.mark.parametrize("name", ["hilbert", "mirror_t"])
+def test_curve_names_are_registered_once_and_keep_the_suffix_free(name):
+    before = dict(CURVES)
+    with pytest.raises(ValueError, match=rf"curve '{name}' is registered already or ends in '_t'"):
+        register_curve(name)(lambda height, width: np.zeros((height, width)))
+    assert before == CURVES
+
+
+def test_a_new_curve_is_known_everywhere():
+    try:
+        register_curve("columns_backwards")(lambda h, w: np.arange(h * w)[::-1].reshape(w, h).T.copy())
+        assert {"columns_backwards", "columns_backwards_t"} <= set(curve_names())
+        positions = DECAYS["violin"].positions({"curves": ["columns_backwards_t"]}, (2, 3))
+        assert positions.tolist() == [[[5, 4, 3, 2, 1, 0]]]
+    finally:
+        CURVES.pop("columns_backwards", None)

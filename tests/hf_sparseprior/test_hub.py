@@ -1,0 +1,478 @@
+"""What a saved folder contains, that it loads where the package is not installed, and what is refused."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification, pipeline
+from transformers.dynamic_module_utils import get_imports, get_relative_imports
+
+from hf_sparseprior import (
+    SparsePriorViTBackbone,
+    SparsePriorViTConfig,
+    SparsePriorViTForImageClassification,
+    SparsePriorViTModel,
+)
+from hf_sparseprior.hub import model_card
+
+CLASSES = {
+    "AutoConfig": SparsePriorViTConfig,
+    "AutoModel": SparsePriorViTModel,
+    "AutoModelForImageClassification": SparsePriorViTForImageClassification,
+    "AutoBackbone": SparsePriorViTBackbone,
+}
+MODELS = [SparsePriorViTModel, SparsePriorViTForImageClassification, SparsePriorViTBackbone]
+
+
+def tiny(prior="fibottention+violin", **settings):
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    return SparsePriorViTConfig(
+        prior=prior, **{**sizes, "image_size": 32, "patch_size": 4, "num_labels": 3, **settings}
+    )
+
+
+def make(cls=SparsePriorViTForImageClassification, **settings):
+    torch.manual_seed(0)
+    return cls(tiny(**settings)).eval()
+
+
+def images():
+    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+# ---- contents of a folder -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", MODELS)
+def test_auto_map_names_all_four_classes(cls, tmp_path):
+    make(cls).save_pretrained(tmp_path)
+    auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert set(auto_map) == set(CLASSES)
+    for auto_class, reference in auto_map.items():
+        module, name = reference.split(".")
+        assert name == CLASSES[auto_class].__name__
+        assert f"class {name}(" in (tmp_path / f"{module}.py").read_text()
+
+
+@pytest.mark.parametrize("cls", MODELS)
+def test_code_is_flat_and_complete(cls, tmp_path):
+    make(cls).save_pretrained(tmp_path)
+    assert all(path.is_file() for path in tmp_path.iterdir())
+    files = {path.stem: path for path in tmp_path.glob("*.py")}
+    assert {"configuration_sparseprior_vit", "modeling_sparseprior_vit"} <= set(files)
+    for path in files.values():
+        # transformers' own reading of a file: a line of a docstring counts as an import, too.
+        assert set(get_relative_imports(path)) <= set(files), path.name
+        imported = {name.split(".")[0] for name in get_imports(path)} - sys.stdlib_module_names
+        assert imported <= {"numpy", "safetensors", "torch", "transformers"}, path.name
+
+
+def test_modeling_file_names_every_helper():
+    """Releases that do not follow chains of imports copy what the modeling and the configuration file name."""
+    package = Path(sys.modules["hf_sparseprior"].__file__).parent
+
+    def chain(name):
+        named = set(get_relative_imports(package / f"{name}.py"))
+        return named.union(*(chain(other) for other in named)) if named else named
+
+    for name in ("configuration_sparseprior_vit", "modeling_sparseprior_vit"):
+        assert set(get_relative_imports(package / f"{name}.py")) == chain(name)
+
+
+def test_weights_are_safetensors_only(folder):
+    assert [path.name for path in folder.iterdir() if path.suffix not in (".py", ".json", ".md")] == [
+        "model.safetensors"
+    ]
+    assert not list(folder.glob("*.partial"))
+    assert set(load_file(folder / "model.safetensors")) == set(make().state_dict())
+
+
+def test_processor_fits_the_model(tmp_path):
+    config = {"image_size": (32, 48), "image_mean": (0.1, 0.2, 0.3), "image_std": (0.4, 0.5, 0.6)}
+    make(**config).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    assert written["size"] == {"height": 32, "width": 48}
+    assert written["image_mean"] == [0.1, 0.2, 0.3] and written["image_std"] == [0.4, 0.5, 0.6]
+    processor = AutoImageProcessor.from_pretrained(tmp_path)
+    # A plain grey image: resizing leaves it alone, so the normalisation can be done by hand.
+    pixels = processor(Image.new("RGB", (50, 40), (51, 51, 51)), return_tensors="pt")["pixel_values"]
+    expected = (0.2 - torch.tensor([0.1, 0.2, 0.3])) / torch.tensor([0.4, 0.5, 0.6])
+    assert pixels.shape == (1, 3, 32, 48)
+    torch.testing.assert_close(pixels[0].mean((1, 2)), expected)
+    # An image with an alpha channel is one with three channels for this model.
+    assert processor(Image.new("RGBA", (50, 40)), return_tensors="pt")["pixel_values"].shape == (1, 3, 32, 48)
+
+
+@pytest.mark.parametrize("cls", MODELS)
+@pytest.mark.parametrize("prior", ["dense", "fibottention", "violin", "fibottention+violin"])
+def test_card_says_what_the_model_is(cls, prior, tmp_path):
+    model = make(cls, prior=prior)
+    model.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert f"prior: {prior}" in card and json.dumps(model.config.prior) in card
+    assert f"{model.config.pruning_ratio:.2f} %" in card and "8x8 patches" in card
+    code = card.split("```python\n")[1].split("```")[0].strip().splitlines()
+    assert len(code) == 3
+    compile("\n".join(code), "card", "exec")
+    assert "trust_remote_code=True" in card
+
+
+def test_card_takes_the_results_of_a_run():
+    results = {"data": "CIFAR-10", "metrics": {"accuracy": 0.91}, "command": "python -m tasks.classification x.yaml"}
+    card = model_card(tiny(), results, license_name="mit")
+    assert "| data | CIFAR-10 |" in card and "| accuracy | 0.91 |" in card
+    assert "python -m tasks.classification x.yaml" in card and "license: mit" in card
+
+
+def test_the_cards_lines_work(folder, tmp_path, monkeypatch):
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    Image.new("RGB", (40, 40), (10, 200, 30)).save(tmp_path / "image.png")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    variables = {}
+    exec(code.replace("PATH_OR_NAME_OF_THIS_MODEL", str(folder)), variables)
+    results = variables["classify"]("image.png")
+    assert sum(result["score"] for result in results) == pytest.approx(1.0)
+
+
+def test_existing_processor_and_card_are_kept(tmp_path):
+    (tmp_path / "README.md").write_text("my card\n")
+    (tmp_path / "preprocessor_config.json").write_text('{"mine": true}\n')
+    make().save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "my card\n"
+    assert (tmp_path / "preprocessor_config.json").read_text() == '{"mine": true}\n'
+
+
+def test_other_processes_write_neither_card_nor_weights(tmp_path):
+    make().save_pretrained(tmp_path, is_main_process=False)
+    assert not {path.name for path in tmp_path.iterdir()} & {"README.md", "model.safetensors", "config.json"}
+
+
+def test_saving_twice_into_one_folder(folder):
+    model = SparsePriorViTForImageClassification.from_pretrained(folder)
+    expected = model(images()).logits
+    model.save_pretrained(folder)
+    again = SparsePriorViTForImageClassification.from_pretrained(folder)
+    assert torch.equal(again(images()).logits, expected)
+
+
+def test_shards(tmp_path):
+    model = make()
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded = SparsePriorViTForImageClassification.from_pretrained(tmp_path)
+    assert torch.equal(loaded(images()).logits, model(images()).logits)
+
+
+# ---- with the package -----------------------------------------------------------------------------------------------
+
+
+def test_with_the_package_no_remote_code_is_needed(folder):
+    expected = SparsePriorViTForImageClassification.from_pretrained(folder)(images()).logits
+    assert type(AutoConfig.from_pretrained(folder)) is SparsePriorViTConfig
+    assert type(AutoModel.from_pretrained(folder)) is SparsePriorViTModel
+    model = AutoModelForImageClassification.from_pretrained(folder)
+    assert type(model) is SparsePriorViTForImageClassification
+    assert torch.equal(model(images()).logits, expected)
+    classify = pipeline("image-classification", model=str(folder))
+    assert type(classify.model) is SparsePriorViTForImageClassification
+    assert len(classify(Image.new("RGB", (40, 40)))) == 3
+
+
+def test_labels_are_kept(tmp_path):
+    names = {0: "cat", 1: "dog", 2: "horse"}
+    make(id2label=names, label2id={name: number for number, name in names.items()}).save_pretrained(tmp_path)
+    classify = pipeline("image-classification", model=str(tmp_path))
+    assert {result["label"] for result in classify(Image.new("RGB", (32, 32)))} == set(names.values())
+
+
+# ---- without the package --------------------------------------------------------------------------------------------
+
+# Runs where `import hf_sparseprior` fails; {folders} hold one model each. Prints where the classes came from.
+REMOTE = """
+import json, sys
+
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "hf_sparseprior":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Absent())
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoBackbone, AutoConfig, AutoModel, AutoModelForImageClassification, pipeline
+
+pixels = load_file("pixels.safetensors")["pixels"]
+base = AutoModel.from_pretrained("base", trust_remote_code=True)
+classifier = AutoModelForImageClassification.from_pretrained("classifier", trust_remote_code=True)
+config = AutoConfig.from_pretrained("backbone", trust_remote_code=True)
+backbone = AutoBackbone.from_config(config, trust_remote_code=True)
+loaded_backbone = type(backbone).from_pretrained("backbone")
+other_prior = AutoModel.from_pretrained("base", trust_remote_code=True, prior="dense")
+classify = pipeline("image-classification", model="classifier", trust_remote_code=True)
+scores = classify(Image.open("image.png"), top_k=3)
+classifier.save_pretrained("classifier again")
+base.save_pretrained("base again")
+again = AutoModelForImageClassification.from_pretrained("classifier again", trust_remote_code=True)
+outputs = {
+    "base": base(pixels).last_hidden_state,
+    "classifier": classifier(pixels).logits,
+    "backbone": loaded_backbone(pixels).feature_maps[0],
+    "again": again(pixels).logits,
+}
+save_file({name: tensor.detach().contiguous() for name, tensor in outputs.items()}, "outputs.safetensors")
+with open("report.json", "w") as file:
+    json.dump(
+        {
+            "modules": [type(model).__module__ for model in (base, classifier, backbone, again, classify.model)],
+            "priors": [model.config.prior_name for model in (base, classifier, backbone, again, other_prior)],
+            "scores": {result["label"]: result["score"] for result in scores},
+            "package": [name for name in sys.modules if name.partition(".")[0] == "hf_sparseprior"],
+        },
+        file,
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def remote(tmp_path_factory):
+    """Models saved here and loaded, run and saved again by a process that has not the package."""
+    folder = tmp_path_factory.mktemp("remote")
+    models = {"base": make(SparsePriorViTModel), "classifier": make(), "backbone": make(SparsePriorViTBackbone)}
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+    save_file({"pixels": images()}, folder / "pixels.safetensors")
+    Image.new("RGB", (50, 40), (200, 10, 90)).save(folder / "image.png")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
+    environment |= {"HF_MODULES_CACHE": str(folder / "modules"), "PYTHONNOUSERSITE": "1"}
+    done = subprocess.run([sys.executable, "-c", REMOTE], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((folder / "report.json").read_text())
+    return folder, models, report, load_file(folder / "outputs.safetensors")
+
+
+def test_remote_code_runs_without_the_package(remote):
+    report = remote[2]
+    assert report["package"] == []
+    assert all(module.startswith("transformers_modules.") for module in report["modules"])
+    assert report["priors"] == ["fibottention+violin"] * 4 + ["dense"]
+
+
+def test_remote_code_gives_the_same_bits(remote):
+    _, models, _, outputs = remote
+    with torch.no_grad():
+        assert torch.equal(outputs["base"], models["base"](images()).last_hidden_state)
+        assert torch.equal(outputs["classifier"], models["classifier"](images()).logits)
+        assert torch.equal(outputs["backbone"], models["backbone"](images()).feature_maps[0])
+        assert torch.equal(outputs["again"], models["classifier"](images()).logits)
+
+
+def test_remote_pipeline_gives_the_same_scores(remote):
+    folder, _, report, _ = remote
+    classify = pipeline("image-classification", model=str(folder / "classifier"))
+    own = {result["label"]: result["score"] for result in classify(str(folder / "image.png"), top_k=3)}
+    assert report["scores"] == pytest.approx(own, abs=1e-6)
+
+
+def test_a_model_saved_by_remote_code_is_complete(remote):
+    folder, models, _, _ = remote
+    for name in ("base", "classifier"):
+        first, second = folder / name, folder / f"{name} again"
+        assert {path.name for path in first.iterdir()} == {path.name for path in second.iterdir()}
+        assert all((second / path.name).read_text() == path.read_text() for path in first.glob("*.py"))
+        written = json.loads((second / "config.json").read_text())["auto_map"]
+        assert written == json.loads((first / "config.json").read_text())["auto_map"]
+    again = SparsePriorViTForImageClassification.from_pretrained(folder / "classifier again")
+    assert torch.equal(again(images()).logits, models["classifier"](images()).logits)
+
+
+# ---- hostile and damaged folders ------------------------------------------------------------------------------------
+
+
+class Trap:
+    """Unpickling an instance creates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def set_trap(folder, name="pytorch_model.bin"):
+    """Replace the weights of a folder by a pickle that leaves a trace; gives the path of the trace."""
+    trace = folder / "trace"
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    torch.save({"classifier.bias": Trap(trace)}, folder / name)
+    return trace
+
+
+def test_the_trap_works(tmp_path):
+    trace = tmp_path / "trace"
+    pickle.loads(pickle.dumps(Trap(trace))).close()
+    assert trace.exists()
+
+
+LOADERS = {
+    "class": lambda folder, **kw: SparsePriorViTForImageClassification.from_pretrained(folder, **kw),
+    "auto class": lambda folder, **kw: AutoModelForImageClassification.from_pretrained(folder, **kw),
+    "base": lambda folder, **kw: SparsePriorViTModel.from_pretrained(str(folder), **kw),
+    "backbone": lambda folder, **kw: SparsePriorViTBackbone.from_pretrained(folder, **kw),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("settings", [{}, {"weights_only": False}, {"use_safetensors": True}], ids=str)
+def test_a_pickled_checkpoint_is_refused_and_never_opened(loader, settings, folder):
+    trace = set_trap(folder)
+    with pytest.raises(OSError, match="safetensors") as caught:
+        LOADERS[loader](folder, **settings)
+    assert str(folder) in str(caught.value)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_pickles_cannot_be_asked_for(loader, folder):
+    trace = set_trap(folder)
+    with pytest.raises(ValueError, match="use_safetensors=False is refused"):
+        LOADERS[loader](folder, use_safetensors=False, weights_only=False)
+    assert not trace.exists()
+
+
+def test_no_word_on_safetensors_is_the_default(folder):
+    """`use_safetensors=None` is what transformers' own signature says for "not given"."""
+    SparsePriorViTForImageClassification.from_pretrained(folder, use_safetensors=None)
+    trace = set_trap(folder)
+    with pytest.raises(OSError, match="safetensors"):
+        SparsePriorViTForImageClassification.from_pretrained(folder, use_safetensors=None)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("hostile", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"weights_only": False}], ids=str)
+def test_a_pickle_behind_a_safetensors_index_is_refused(folder, settings, hostile):
+    weights = load_file(folder / "model.safetensors")
+    trace = set_trap(folder)
+    if not hostile:
+        torch.save(weights, folder / "pytorch_model.bin")
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(weights, "pytorch_model.bin")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(OSError, match=r"pytorch_model\.bin"):
+        SparsePriorViTForImageClassification.from_pretrained(folder, **settings)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("settings", [{}, {"weights_only": False}], ids=str)
+def test_a_pickle_named_safetensors_is_never_opened(folder, settings):
+    trace = set_trap(folder, "model.safetensors")
+    with pytest.raises(OSError, match="damaged or cut off") as caught:
+        SparsePriorViTForImageClassification.from_pretrained(folder, **settings)
+    assert str(folder) in str(caught.value) and not trace.exists()
+
+
+def test_a_pickle_beside_safetensors_is_never_opened(folder):
+    weights = (folder / "model.safetensors").read_bytes()
+    trace = set_trap(folder)
+    (folder / "model.safetensors").write_bytes(weights)
+    SparsePriorViTForImageClassification.from_pretrained(folder)
+    assert not trace.exists()
+
+
+# Cut inside the length of the header, inside the header, right behind it, inside the data, one byte before the end.
+@pytest.mark.parametrize("keep", [0, 4, 100, "header", "half", -1])
+@pytest.mark.parametrize("loader", ["class", "auto class"])
+def test_truncated_weights_give_one_error_that_names_the_folder(loader, keep, folder):
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    keep = {"header": 8 + int.from_bytes(data[:8], "little"), "half": len(data) // 2}.get(keep, keep)
+    path.write_bytes(data[:keep])
+    with pytest.raises(OSError) as caught:
+        LOADERS[loader](folder)
+    message = str(caught.value)
+    assert str(folder) in message and "damaged or cut off" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"model_type": "sparseprior_vit"'])
+def test_a_damaged_config_gives_one_error_that_names_the_file(folder, content):
+    (folder / "config.json").write_text(content)
+    with pytest.raises((OSError, ValueError), match="config.json"):
+        SparsePriorViTForImageClassification.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("settings", [{}, {"ignore_mismatched_sizes": True}], ids=str)
+def test_a_missing_config_is_named(folder, settings):
+    """Without this a ViT-B with fresh weights would be what one gets."""
+    (folder / "config.json").unlink()
+    with pytest.raises(OSError, match=r"config\.json") as caught:
+        SparsePriorViTForImageClassification.from_pretrained(folder, **settings)
+    assert str(folder) in str(caught.value)
+
+
+def test_auto_classes_name_the_folder_without_config(folder):
+    (folder / "config.json").unlink()
+    with pytest.raises((OSError, ValueError), match=r"config\.json") as caught:
+        AutoModelForImageClassification.from_pretrained(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_a_config_given_by_the_caller_replaces_the_file(folder):
+    expected = SparsePriorViTForImageClassification.from_pretrained(folder)(images()).logits
+    (folder / "config.json").unlink()
+    model = SparsePriorViTForImageClassification.from_pretrained(folder, config=tiny())
+    assert torch.equal(model(images()).logits, expected)
+
+
+def test_weights_given_by_the_caller_need_no_folder():
+    source = make()
+    weights = {name: tensor.clone() for name, tensor in source.state_dict().items()}
+    model = SparsePriorViTForImageClassification.from_pretrained(None, config=tiny(), state_dict=weights)
+    assert torch.equal(model(images()).logits, source(images()).logits)
+
+
+def test_missing_weights_are_named(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="model.safetensors") as caught:
+        SparsePriorViTForImageClassification.from_pretrained(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_a_missing_shard_is_an_error(tmp_path):
+    make().save_pretrained(tmp_path, max_shard_size="10KB")
+    sorted(tmp_path.glob("*.safetensors"))[-1].unlink()
+    with pytest.raises(OSError, match="safetensors"):
+        SparsePriorViTForImageClassification.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("prior", ['"violn"', '{"support": {"name": "fibottention", "w_min": -1}}'])
+def test_a_bad_prior_in_a_saved_config_is_refused(folder, prior):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "prior": json.loads(prior)}))
+    with pytest.raises(ValueError, match=r"violn|w_min=-1"):
+        SparsePriorViTForImageClassification.from_pretrained(folder)
+
+
+def test_weights_of_another_size_are_refused(folder):
+    with pytest.raises(RuntimeError):
+        SparsePriorViTForImageClassification.from_pretrained(folder, hidden_size=48)
+    # A fresh head for other classes is what transformers offers for this.
+    model = SparsePriorViTForImageClassification.from_pretrained(folder, num_labels=7, ignore_mismatched_sizes=True)
+    assert model(images()).logits.shape == (2, 7) and model.classifier.weight.std() < 0.05

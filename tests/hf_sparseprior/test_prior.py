@@ -1,0 +1,153 @@
+import copy
+import json
+
+import numpy as np
+import pytest
+
+from hf_sparseprior.decay import DECAYS, resolve_decay
+from hf_sparseprior.prior import (
+    EXTRAS,
+    MIXERS,
+    PREDICTORS,
+    SLOTS,
+    parse_prior,
+    prior_name,
+    prior_names,
+    prior_pruning_ratio,
+    resolve_prior,
+)
+from hf_sparseprior.supports import SUPPORTS, build_mask, resolve_support
+
+GRID = (6, 7)
+DENSE = {"support": "dense", "decay": None, "predictor": None, "mixer": "softmax", "extras": []}
+PAIRS = [(support, decay) for support in SUPPORTS for decay in [None, *DECAYS]]
+
+
+def joined(support, decay):
+    return support if decay is None else f"{support}+{decay}"
+
+
+def full(support, decay):
+    return {
+        **DENSE,
+        "support": resolve_support(support, 4, GRID[0] * GRID[1]),
+        "decay": resolve_decay(decay),
+    }
+
+
+@pytest.mark.parametrize(
+    "slots", [None, {}, "dense", {"support": "dense"}, {"mixer": "softmax"}, "softmax", {"extras": None}]
+)
+def test_no_prior_is_dense_softmax_attention(slots):
+    assert resolve_prior(slots, 4, GRID) == full("dense", None)
+
+
+@pytest.mark.parametrize(("support", "decay"), PAIRS)
+def test_names_fill_their_slots(support, decay):
+    expected = full(support, decay)
+    assert resolve_prior(joined(support, decay), 4, GRID) == expected
+    assert resolve_prior({"support": support, "decay": decay}, 4, GRID) == expected
+    if decay is not None:
+        assert resolve_prior(f"{decay} + {support}", 4, GRID) == expected
+        assert resolve_prior(decay, 4, GRID) == full("dense", decay)
+
+
+@pytest.mark.parametrize(("support", "decay"), PAIRS)
+def test_a_resolved_prior_is_a_fixed_point_and_survives_json(support, decay):
+    prior = resolve_prior(joined(support, decay), 4, GRID)
+    assert tuple(prior) == SLOTS
+    kept = copy.deepcopy(prior)
+    assert resolve_prior(json.loads(json.dumps(prior)), 4, GRID) == prior
+    assert resolve_prior(prior, 4, GRID) == prior == kept
+    # The copy belongs to the caller: changing it changes no default.
+    prior["support"]["shuffle_seed"] = 99
+    prior["extras"].append("x")
+    assert resolve_prior(joined(support, decay), 4, GRID) == kept
+
+
+@pytest.mark.parametrize(("support", "decay"), PAIRS)
+def test_the_short_name_leads_back(support, decay):
+    prior = resolve_prior(joined(support, decay), 4, GRID)
+    assert prior_name(prior) == (joined(support, decay) if support != "dense" else decay or "dense")
+    assert resolve_prior(prior_name(prior), 4, GRID) == prior
+
+
+def test_settings_are_kept():
+    prior = resolve_prior(
+        {"support": {"name": "fibottention", "w_max": 9}, "decay": {"name": "violin", "init": "moving"}}, 4, GRID
+    )
+    assert prior["support"] == {
+        "name": "fibottention",
+        "w_min": 5,
+        "w_max": 9,
+        "modified": False,
+        "sequence": {"name": "wythoff"},
+        "shuffle_seed": 0,
+        "mask_fill": "neg_inf",
+    }
+    assert prior["decay"]["init"] == "moving"
+
+
+def test_numpy_settings_can_be_saved():
+    prior = resolve_prior({"support": {"name": "fibottention", "w_max": np.int64(9)}}, 4, GRID)
+    assert json.loads(json.dumps(prior)) == prior
+
+
+def test_a_given_prior_is_not_changed():
+    given = {"support": {"name": "fibottention", "w_max": 9}, "decay": {"name": "violin"}, "extras": []}
+    kept = copy.deepcopy(given)
+    resolve_prior(given, 4, GRID)
+    parse_prior(given)
+    assert given == kept
+
+
+def test_every_name_is_accepted_on_its_own():
+    assert prior_names() == [*SUPPORTS, *DECAYS, *PREDICTORS, *MIXERS, *EXTRAS]
+    assert len(set(prior_names())) == len(prior_names())
+    for name in [*SUPPORTS, *DECAYS, *MIXERS]:
+        resolve_prior(name, 4, GRID)
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+@pytest.mark.parametrize(("support", "decay"), PAIRS)
+def test_the_pruning_ratio_counts_what_the_mask_leaves_out(support, decay, prefix):
+    prior = resolve_prior(joined(support, decay), 4, GRID)
+    mask = build_mask(support, num_heads=4, num_tokens=42, num_prefix_tokens=prefix)
+    assert prior_pruning_ratio(prior, 4, GRID, prefix) == pytest.approx(100 * (1 - mask.mean()), abs=1e-9)
+
+
+def test_the_pruning_ratio_of_the_paper():
+    prior = resolve_prior({"support": {"name": "fibottention", "w_max": 65}}, 12, (14, 14))
+    assert f"{prior_pruning_ratio(prior, 12, (14, 14), 0):.2f}" == "98.01"  # Fibottention Table 2
+    assert prior_pruning_ratio(resolve_prior(None, 12, (14, 14)), 12, (14, 14), 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("prior", "message"),
+    [
+        ("fibotention", r"'fibotention'.*mean 'fibottention'.*dense, fibottention, .*violin"),
+        ("fibottention+violn", r"prior='fibottention\+violn'.*'violn'.*mean 'violin'.*dense, fibottention"),
+        ("", r"prior=''.*dense, fibottention, .*violin"),
+        ("fibottention+", r"prior='fibottention\+'.*dense, fibottention, .*violin"),
+        ("fibottention+dense", r"prior='fibottention\+dense' fills the support twice, with 'fibottention' and 'dense'"),
+        ("violin+manhattan", r"prior='violin\+manhattan' fills the decay twice, with 'violin' and 'manhattan'"),
+        (5, r"prior=5 must be a name, names joined by \+, or a dict of support, decay, predictor, mixer, extras"),
+        (["dense"], r"prior=\['dense'\] must be a name, names joined by \+, or a dict of support, decay"),
+        ({"suport": "dense"}, r"prior has no setting 'suport'.*mean 'support'.*support, decay, predictor, mixer"),
+        ({"name": "dense"}, r"prior has no setting 'name'.*support, decay, predictor, mixer"),
+        ({"support": "violin"}, r"prior: support='violin' must be one of dense, fibottention.*6x7 grid"),
+        ({"support": {"name": "fibottention", "w_min": -1}}, r"prior: w_min=-1 must be .*42 patch tokens.*6x7 grid"),
+        ({"support": {"name": "fibottention", "w_mx": 1}}, r"prior: .*'w_mx'.*mean 'w_max'.*6x7 grid"),
+        ({"decay": "fibottention"}, r"prior: decay='fibottention' must be one of none, violin"),
+        ({"decay": {"name": "violin", "curves": ["x"]}}, r"prior: curves: 'x' must be one of z, z_t"),
+        ({"predictor": "sparsifiner"}, r"prior: predictor='sparsifiner' must be "),
+        ({"mixer": "linformer"}, r"prior: mixer='linformer' must be one of softmax"),
+        ({"extras": ["irpe"]}, r"prior: extras=\['irpe'\] must be empty"),
+        ({"support": 5}, r"support.*5.*dense, fibottention"),
+        ({"support": ["fibottention"]}, r"support.*fibottention.*dense, fibottention"),
+        ({"decay": 5}, r"decay.*5.*violin"),
+    ],
+)
+def test_wrong_priors_are_refused(prior, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_prior(prior, 4, GRID)

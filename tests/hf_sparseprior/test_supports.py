@@ -1,0 +1,611 @@
+import gc
+import json
+import math
+import random
+import sys
+import time
+from decimal import ROUND_FLOOR, Decimal, localcontext
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_sparseprior.sequences import SEQUENCES, sequence_settings, wythoff_start
+from hf_sparseprior.supports import (
+    COMMON_SETTINGS,
+    MASK_FILLS,
+    SUPPORTS,
+    build_mask,
+    count_nonzeros,
+    head_offsets,
+    layer_offsets,
+    layer_order,
+    mask_from_offsets,
+    pruning_ratio,
+    register_support,
+    resolve_support,
+    self_rows,
+    support_notes,
+    support_settings,
+    window_sizes,
+)
+
+PHI = (1 + math.sqrt(5)) / 2
+PSI = (1 - math.sqrt(5)) / 2
+checked = settings(max_examples=60, deadline=None, derandomize=True)
+
+# Settings besides the defaults, so that every branch of a support is met; a new support is covered by its defaults.
+MORE = {
+    "fibottention": [
+        {"modified": True},
+        {"w_min": 1, "w_max": 10**6},
+        {"w_min": None, "w_max": 7, "modified": True},
+        {"w_min": 1, "w_max": 1},  # all heads but the first are empty
+        *({"sequence": name} for name in SEQUENCES if name != "wythoff"),
+    ],
+    "window": [{"w": 0}, {"w": 1, "diagonal": False}, {"w": 3}, {"diagonal": False}, {"w": 10**6}],
+}
+CASES = [
+    pytest.param({"name": name, **more}, id="-".join([name, *(f"{key}={value}" for key, value in more.items())]))
+    for name in SUPPORTS
+    for more in [{}, *MORE.get(name, [])]
+]
+
+
+def floor_phi(n):
+    with localcontext() as context:
+        context.prec = 60
+        return int((n * (1 + Decimal(5).sqrt()) / 2).to_integral_value(ROUND_FLOOR))
+
+
+def brute_windows(num_heads, num_tokens, w_min, w_max):
+    # Fibottention section 3.2 with exact fractions; h = 1 uses w_max (C.1).
+    if num_heads == 1:
+        return [min(w_max, num_tokens)]
+    low, high = min(w_min, num_tokens), min(w_max, num_tokens)
+    return [low + math.floor(Fraction(high - low, num_heads - 1) * (i - 1)) for i in range(1, num_heads + 1)]
+
+
+def brute_fibottention(num_heads, num_tokens, w_min, w_max, modified):
+    # Fibottention Eq. 3, integer by integer.
+    heads = []
+    for i, w in enumerate(brute_windows(num_heads, num_tokens, w_min, w_max), start=1):
+        m = floor_phi(i)
+        a = floor_phi(m)
+        terms = [i - 1, m] if modified else [a, a + m]
+        while len(terms) < 60:
+            terms.append(terms[-1] + terms[-2])
+        heads.append([o for o in range(1, num_tokens) if o <= w and o in terms])
+    return heads
+
+
+def brute_mask(offsets, num_tokens, num_prefix_tokens):
+    total = num_prefix_tokens + num_tokens
+    mask = [[False] * total for _ in range(total)]
+    for row in range(total):
+        for column in range(total):
+            prefix = row < num_prefix_tokens or column < num_prefix_tokens
+            mask[row][column] = prefix or abs(row - column) in offsets
+        if not any(mask[row]):
+            mask[row][row] = True
+    return np.array(mask)
+
+
+def fibottention(**changes):
+    return {"num_heads": 12, "num_tokens": 196, "w_min": 5, "w_max": 65, **changes}
+
+
+# ---- golden numbers -------------------------------------------------------------------------------------------------
+
+GOLDEN = [  # head, w, default offsets, what `modified` adds; 12 heads, 196 patches, w 5..65
+    (1, 5, [1, 2, 3, 5], []),
+    (2, 10, [4, 7], [1, 3]),
+    (3, 15, [6, 10], [2, 4]),
+    (4, 21, [9, 15], [3, 6]),
+    (5, 26, [12, 20], [4, 8]),
+    (6, 32, [14, 23], [5, 9]),
+    (7, 37, [17, 28], [6, 11]),
+    (8, 43, [19, 31], [7, 12]),
+    (9, 48, [22, 36], [8, 14]),
+    (10, 54, [25, 41], [9, 16]),
+    (11, 59, [27, 44], [10, 17]),
+    (12, 65, [30, 49], [11, 19]),
+]
+
+
+@pytest.mark.parametrize("w_max", [65, None])
+def test_golden_offsets(w_max):
+    # w_max=None is N // 3, the papers' 65 at N = 196.
+    default = head_offsets("fibottention", **fibottention(w_max=w_max))
+    modified = head_offsets("fibottention", **fibottention(w_max=w_max), modified=True)
+    assert default == [offsets for _, _, offsets, _ in GOLDEN]
+    assert modified == [sorted(offsets + added) for _, _, offsets, added in GOLDEN]
+    assert window_sizes(12, 196, 5, w_max) == [w for _, w, _, _ in GOLDEN]
+
+
+@pytest.mark.parametrize(("modified", "nonzeros"), [(False, 9192), (True, 17446)])
+def test_golden_nonzeros(modified, nonzeros):
+    offsets = head_offsets("fibottention", **fibottention(modified=modified))
+    assert sum(count_nonzeros(own, 196) for own in offsets) == nonzeros
+    mask = build_mask("fibottention", **fibottention(modified=modified))
+    assert mask.sum() == nonzeros
+    assert not mask.diagonal(axis1=1, axis2=2).any()
+
+
+@pytest.mark.parametrize(
+    ("w_min", "w_max", "modified", "patches_only", "with_prefix"),
+    [
+        (5, 65, False, "98.006", "97.014"),
+        (5, 65, True, "96.216", "95.241"),
+        (1, 196, False, "96.942", "95.961"),
+        (1, 196, True, "95.152", "94.188"),
+    ],
+)
+def test_golden_pruning_ratios(w_min, w_max, modified, patches_only, with_prefix):
+    settings = fibottention(w_min=w_min, w_max=w_max, modified=modified)
+    offsets = head_offsets("fibottention", **settings)
+    for num_prefix_tokens, expected in ((0, patches_only), (1, with_prefix)):
+        assert f"{pruning_ratio(offsets, 196, num_prefix_tokens):.3f}" == expected
+        mask = build_mask("fibottention", **settings, num_prefix_tokens=num_prefix_tokens)
+        assert f"{100 * (1 - mask.mean()):.3f}" == expected
+
+
+@pytest.mark.parametrize(
+    ("layer", "rows"),
+    [(0, [2, 10, 9, 6, 11, 3, 4, 8, 5, 1, 12, 7]), (1, [8, 12, 1, 9, 6, 7, 4, 11, 5, 2, 10, 3])],
+)
+def test_golden_shuffles(layer, rows):
+    assert [number + 1 for number in layer_order(12, layer, 0)] == rows
+    support = {"name": "fibottention", "w_min": 5, "w_max": 65, "shuffle_seed": 0}
+    expected = [GOLDEN[row - 1][2] for row in rows]
+    assert layer_offsets(support, num_heads=12, num_tokens=196, layer=layer) == expected
+    # Seed 0 is also the default.
+    del support["shuffle_seed"]
+    assert layer_offsets(support, num_heads=12, num_tokens=196, layer=layer) == expected
+
+
+@pytest.mark.parametrize(
+    ("w_min", "w_max", "windows", "ratio"),
+    [(None, 65, [65] * 12, "72.8"), (5, 60, [5 * i for i in range(1, 13)], "85.5")],
+)
+def test_multiples_ratios(w_min, w_max, windows, ratio):
+    # Fibottention section 6.6: c = 2 with one window for all heads, and with w_i = 5 i.
+    assert window_sizes(12, 196, w_min, w_max) == windows
+    sequence = {"name": "multiples", "c": 2}
+    offsets = head_offsets("fibottention", num_heads=12, num_tokens=196, w_min=w_min, w_max=w_max, sequence=sequence)
+    assert offsets == [list(range(2, w + 1, 2)) for w in windows]
+    assert f"{pruning_ratio(offsets, 196):.1f}" == ratio
+
+
+@pytest.mark.parametrize(
+    ("w", "with_diagonal", "without"),
+    [
+        (2, "97.46", "97.97"),
+        (10, "89.57", "90.08"),
+        (15, "84.81", "85.32"),
+        (20, "80.17", "80.69"),
+        (40, "62.94", "63.45"),
+    ],
+)
+def test_table_12(w, with_diagonal, without):
+    for diagonal, expected in ((True, with_diagonal), (False, without)):
+        offsets = head_offsets("window", num_heads=12, num_tokens=196, w=w, diagonal=diagonal)
+        assert f"{pruning_ratio(offsets, 196):.2f}" == expected
+
+
+@pytest.mark.parametrize(
+    ("w", "ratio"),
+    [  # the row w = 196 prints 0, which needs the diagonal that all other rows leave out
+        (2, "97.97"),
+        (3, "96.97"),
+        (4, "95.97"),
+        (5, "94.98"),
+        (6, "93.99"),
+        (7, "93.00"),
+        (8, "92.02"),
+        (9, "91.05"),
+        (10, "90.08"),
+        (15, "85.32"),
+        (20, "80.69"),
+        (40, "63.45"),
+        (80, "35.24"),
+        (120, "15.35"),
+        (160, "3.79"),
+    ],
+)
+def test_table_13(w, ratio):
+    offsets = head_offsets("window", num_heads=12, num_tokens=196, w=w, diagonal=False)
+    assert f"{pruning_ratio(offsets, 196):.2f}" == ratio
+    mask = build_mask("window", num_heads=1, num_tokens=196, w=w, diagonal=False)
+    assert f"{100 * (1 - mask.mean()):.2f}" == ratio
+
+
+# ---- windows --------------------------------------------------------------------------------------------------------
+
+
+@checked
+@given(st.integers(1, 24), st.integers(1, 5000), st.integers(1, 6000), st.integers(0, 6000))
+def test_windows_are_floored_fractions(num_heads, num_tokens, w_min, more):
+    sizes = window_sizes(num_heads, num_tokens, w_min, w_min + more)
+    assert sizes == brute_windows(num_heads, num_tokens, w_min, w_min + more)
+    assert all(type(size) is int for size in sizes)
+
+
+def test_the_last_window_is_w_max():
+    # A quotient in floats can end just below a whole number and lose one here (64 for 65).
+    assert all(window_sizes(h, 10**6, low, w)[-1] == w for h in range(1, 33) for low in (1, 5) for w in range(5, 200))
+
+
+def test_one_head_uses_the_largest_window():
+    assert window_sizes(1, 196, 5, 65) == [65]
+    assert head_offsets("fibottention", **fibottention(num_heads=1)) == [[1, 2, 3, 5, 8, 13, 21, 34, 55]]
+
+
+@pytest.mark.parametrize("num_tokens", [196, 49, 576, 1024, 4096])
+def test_w_max_none_follows_the_grid(num_tokens):
+    assert window_sizes(12, num_tokens, 5, None)[-1] == num_tokens // 3
+
+
+def test_w_max_none_is_never_below_w_min():
+    assert window_sizes(4, 9, 5, None) == [5, 5, 5, 5]
+    assert window_sizes(4, 2, None, None) == [1, 1, 1, 1]
+
+
+def test_windows_above_the_grid_are_clipped():
+    assert window_sizes(3, 49, 1, 196) == [1, 25, 49]
+    assert window_sizes(3, 49, 100, 196) == [49, 49, 49]
+
+
+# ---- properties of Fibottention -------------------------------------------------------------------------------------
+
+
+@checked
+@given(st.integers(1, 20), st.integers(1, 120), st.integers(1, 40), st.integers(0, 130), st.booleans())
+def test_fibottention_offsets_match_the_definition(num_heads, num_tokens, w_min, more, modified):
+    settings = {"w_min": w_min, "w_max": w_min + more, "modified": modified}
+    offsets = head_offsets("fibottention", num_heads=num_heads, num_tokens=num_tokens, **settings)
+    assert offsets == brute_fibottention(num_heads, num_tokens, modified=modified, w_min=w_min, w_max=w_min + more)
+
+
+@checked
+@given(st.integers(1, 64), st.integers(1, 5000), st.integers(1, 6000), st.integers(0, 6000))
+def test_default_supports_are_disjoint_and_modified_ones_nearly(num_heads, num_tokens, w_min, more):
+    settings = {"num_heads": num_heads, "num_tokens": num_tokens, "w_min": w_min, "w_max": w_min + more}
+    default = [o for own in head_offsets("fibottention", **settings) for o in own]
+    assert len(default) == len(set(default))
+    modified = [o for own in head_offsets("fibottention", **settings, modified=True) for o in own]
+    assert max((modified.count(o) for o in set(modified)), default=0) <= 3
+
+
+@checked
+@given(st.integers(2, 16), st.integers(1, 24), st.integers(1, 30), st.integers(0, 30), st.booleans())
+def test_the_diagonal_is_excluded_except_for_rows_that_see_nothing_else(num_heads, num_tokens, w_min, more, modified):
+    settings = {"w_min": w_min, "w_max": w_min + more, "modified": modified}
+    alone = build_mask("fibottention", num_heads=num_heads, num_tokens=num_tokens, **settings)
+    for mask in alone:
+        assert all(mask[row].sum() == 1 for row in range(num_tokens) if mask[row, row])
+    # With a prefix token to attend to there is no such row.
+    mask = build_mask("fibottention", num_heads=num_heads, num_tokens=num_tokens, num_prefix_tokens=1, **settings)
+    assert not mask[:, 1:, 1:].diagonal(axis1=1, axis2=2).any()
+
+
+@checked
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(2, 400), st.integers(0, 300))
+def test_lemma_2(a, more, window, tokens_beyond):
+    b, num_tokens = a + more, window + tokens_beyond
+    if b > window:
+        return
+    sequence = {"name": "fibonacci", "a": a, "b": b}
+    settings = {"num_heads": 1, "num_tokens": num_tokens, "w_min": None, "w_max": window, "sequence": sequence}
+    pairs = sum(2 * (num_tokens - o) for o in head_offsets("fibottention", **settings)[0])
+    bound = (math.log(math.sqrt(5) * window + abs(a * PHI - b)) - math.log(b - a * PSI)) / math.log(PHI) + 1
+    assert pairs <= 2 * num_tokens * bound
+
+
+@checked
+@given(st.integers(1, 24), st.integers(2, 4096), st.integers(1, 4096), st.integers(0, 4096))
+def test_theorem_3(num_heads, num_tokens, w_min, more):
+    # Dot products of width d / h; the common factor d is left out. The theorem wants w_max <= N and b_i <= w_i.
+    w_max = min(num_tokens, w_min + more)
+    w_min = min(w_min, w_max)
+    heads = range(1, num_heads + 1)
+    windows = brute_windows(num_heads, num_tokens, w_min, w_max)
+    offsets = head_offsets("fibottention", num_heads=num_heads, num_tokens=num_tokens, w_min=w_min, w_max=w_max)
+    bound = 2 * num_tokens * (2.08 * math.log((math.sqrt(5) + 1) * w_max) - 1)
+    assert bound <= 4.16 * num_tokens * math.log(3.3 * num_tokens)
+    if all(wythoff_start(i)[1] <= w for i, w in zip(heads, windows, strict=True)):
+        assert sum(2 * (num_tokens - o) for own in offsets for o in own) / num_heads <= bound
+
+
+def test_theorem_3_at_the_papers_setting():
+    offsets = head_offsets("fibottention", **fibottention())
+    pairs = sum(count_nonzeros(own, 196) for own in offsets) / 12
+    assert pairs <= 2 * 196 * (2.08 * math.log((math.sqrt(5) + 1) * 65) - 1) <= 4.16 * 196 * math.log(3.3 * 196)
+
+
+def test_only_pairs_up_to_the_window_are_kept():
+    # Algorithm 1 as printed keeps a and b whatever the window is; Eq. 3 does not.
+    assert head_offsets("fibottention", num_heads=3, num_tokens=196, w_min=3, w_max=3) == [[1, 2, 3], [], []]
+
+
+# ---- properties of every support ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("support", CASES)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(num_heads=st.integers(1, 6), num_tokens=st.integers(1, 22), prefix=st.integers(0, 3), layer=st.integers(0, 30))
+def test_masks_and_counts_match_brute_force(support, num_heads, num_tokens, prefix, layer):
+    offsets = head_offsets(support, num_heads=num_heads, num_tokens=num_tokens)
+    assert len(offsets) == num_heads
+    for own in offsets:
+        assert all(type(o) is int and 0 <= o < num_tokens for o in own)
+        assert all(low < high for low, high in pairwise(own))
+    masks = [brute_mask(own, num_tokens, prefix) for own in offsets]
+    for own, mask in zip(offsets, masks, strict=True):
+        assert count_nonzeros(own, num_tokens, prefix) == mask.sum()
+    kept = sum(mask.sum() for mask in masks) / (num_heads * (num_tokens + prefix) ** 2)
+    assert pruning_ratio(offsets, num_tokens, prefix) == pytest.approx(100 * (1 - kept), abs=1e-9)
+
+    sizes = {"num_heads": num_heads, "num_tokens": num_tokens, "num_prefix_tokens": prefix}
+    plain = build_mask(support, **sizes, layer=layer, shuffle_seed=None)
+    assert plain.dtype == bool
+    assert np.array_equal(plain, masks)
+    assert np.array_equal(mask_from_offsets(offsets, num_tokens, prefix), plain)
+    assert np.array_equal(plain, plain.transpose(0, 2, 1))
+    assert plain[:, :prefix].all() and plain[:, :, :prefix].all()
+    assert plain.any(-1).all()
+
+    # Shuffling moves whole heads: head j of the layer has support number perm[j].
+    order = list(range(num_heads))
+    random.Random(7 + layer).shuffle(order)
+    assert np.array_equal(build_mask(support, **sizes, layer=layer, shuffle_seed=7), plain[order])
+
+
+@pytest.mark.parametrize("support", CASES)
+def test_supports_resolve_to_a_full_form_that_json_keeps(support):
+    given_before = json.dumps(support)
+    full = resolve_support(support, 6, 30)
+    assert json.dumps(support) == given_before
+    assert list(full) == ["name", *support_settings(support["name"])]
+    assert {key: full[key] for key in support if key != "sequence"} == {
+        k: support[k] for k in support if k != "sequence"
+    }
+    assert resolve_support(full, 6, 30) == full
+    assert resolve_support(json.loads(json.dumps(full)), 6, 30) == full
+    assert head_offsets(full, num_heads=6, num_tokens=30) == head_offsets(support, num_heads=6, num_tokens=30)
+
+
+def test_numpy_integers_and_booleans_resolve_to_what_json_knows():
+    support = {
+        "name": "fibottention",
+        "w_min": np.int64(2),
+        "w_max": np.int32(9),
+        "modified": np.bool_(True),
+        "shuffle_seed": np.int64(3),
+        "sequence": "wythoff",
+    }
+    full = resolve_support(support, 4, 30)
+    assert json.loads(json.dumps(full)) == full
+    window = resolve_support({"name": "window", "w": np.int64(3), "diagonal": np.bool_(False)}, 4, 30)
+    assert json.loads(json.dumps(window)) == window
+
+
+@pytest.mark.parametrize("name", SUPPORTS)
+def test_common_settings_belong_to_every_support(name):
+    assert COMMON_SETTINGS.items() <= support_settings(name).items()
+    assert resolve_support(name, 2, 9) == resolve_support({"name": name}, 2, 9)
+    for mask_fill in MASK_FILLS:
+        assert (
+            resolve_support({"name": name, "mask_fill": mask_fill, "shuffle_seed": None}, 2, 9)["mask_fill"]
+            == mask_fill
+        )
+
+
+def test_no_support_is_dense():
+    assert resolve_support(None, 2, 9) == resolve_support("dense", 2, 9)
+    assert build_mask("dense", num_heads=2, num_tokens=5, num_prefix_tokens=1).all()
+
+
+@pytest.mark.parametrize("name", [name for name in SEQUENCES if name != "wythoff"])
+def test_every_sequence_is_a_setting_of_fibottention(name):
+    spec = {"name": name, **sequence_settings(name)}
+    shared = {"num_heads": 4, "num_tokens": 60, "w_min": 5, "w_max": 20}
+    expected = head_offsets("fibottention", **shared, sequence=name)
+    assert head_offsets("fibottention", **shared, sequence=spec) == expected
+    for own, window in zip(expected, (5, 10, 15, 20), strict=True):
+        assert all(1 <= o <= window for o in own)
+
+
+@checked
+@given(st.integers(1, 12), st.integers(0, 40), st.integers(0, 40))
+def test_layer_orders_are_permutations_of_a_seed_per_layer(num_heads, layer, seed):
+    order = layer_order(num_heads, layer, seed)
+    assert sorted(order) == list(range(num_heads))
+    # A private generator with seed + layer: nothing else enters.
+    assert order == layer_order(num_heads, 0, seed + layer) == layer_order(num_heads, layer, seed)
+    assert layer_order(num_heads, layer, None) == list(range(num_heads))
+
+
+def test_rows_with_an_empty_support_are_the_middle_ones():
+    assert list(self_rows([4, 7], 6, 0)) == [2, 3]
+    assert list(self_rows([], 3, 0)) == [0, 1, 2]
+    assert list(self_rows([1], 1, 0)) == [0]
+    assert not self_rows([4, 7], 6, 1)
+    assert not self_rows([0], 6, 0)
+    assert not self_rows([3], 6, 0)
+
+
+def test_global_generators_are_left_alone():
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    for name in SUPPORTS:
+        resolve_support({"name": name, "shuffle_seed": 5}, 12, 49)
+        for layer in range(3):
+            build_mask(name, num_heads=12, num_tokens=49, layer=layer, shuffle_seed=5)
+    assert random.getstate() == before[0]
+    assert all(np.array_equal(now, then) for now, then in zip(np.random.get_state(), before[1], strict=True))
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def cached_things():
+    # Entries of every container of the package's modules and classes, and of every functools cache.
+    total = 0
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] != "hf_sparseprior":
+            continue
+        owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
+        for owner in owners:
+            if isinstance(owner, type) and not owner.__module__.startswith("hf_sparseprior"):
+                continue
+            containers = [v for v in vars(owner).values() if isinstance(v, (dict, list, set))]
+            total += len(vars(owner)) + sum(len(container) for container in containers)
+    for thing in gc.get_objects():
+        if hasattr(type(thing), "cache_info") and getattr(thing, "__module__", "").startswith("hf_sparseprior"):
+            total += thing.cache_info().currsize
+    return total
+
+
+def test_nothing_global_grows():
+    def use(num_tokens):
+        for name in SUPPORTS:
+            build_mask(name, num_heads=3, num_tokens=num_tokens, layer=num_tokens)
+            resolve_support(name, 3, num_tokens)
+
+    use(10)
+    before = cached_things()
+    for num_tokens in range(11, 40):
+        use(num_tokens)
+    assert cached_things() == before
+
+
+def test_offsets_of_a_large_model_take_milliseconds():
+    # ViT-L at 1024 px: 24 layers, 16 heads, 64x64 patches. Best of several, so that a busy machine does not matter.
+    support = resolve_support("fibottention", 16, 4096)
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        for layer in range(24):
+            layer_offsets(support, num_heads=16, num_tokens=4096, layer=layer)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.05
+
+
+# ---- notes ----------------------------------------------------------------------------------------------------------
+
+
+def test_notes_name_clipped_windows():
+    support = resolve_support({"name": "fibottention", "w_min": 60, "w_max": 196}, 2, 49)
+    notes = support_notes(support, 2, (7, 7), 1)
+    assert any("w_min=60" in note and "49 patch tokens of the 7x7 grid" in note for note in notes)
+    assert any("w_max=196" in note and "49 patch tokens" in note for note in notes)
+
+
+@pytest.mark.parametrize(("prefix", "partner"), [(0, "themselves"), (1, "prefix tokens")])
+def test_notes_name_heads_without_offsets_once(prefix, partner):
+    support = resolve_support({"name": "fibottention", "w_min": 3, "w_max": 3}, 4, 49)
+    (note,) = support_notes(support, 4, (7, 7), prefix)
+    assert "2, 3, 4 of 4" in note and partner in note
+
+
+def test_no_notes_where_all_is_well():
+    assert support_notes(resolve_support("fibottention", 12, 196), 12, (14, 14), 1) == []
+    assert support_notes(resolve_support("dense", 12, 196), 12, (14, 14), 1) == []
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("support", "message"),
+    [
+        ("fibotention", r"support='fibotention' must be one of dense, fibottention"),
+        ({"w_min": 5}, r"support needs a 'name', one of dense, fibottention.*'w_min': 5"),
+        ({"name": None}, r"support needs a 'name', one of dense, fibottention.*None"),
+        (
+            {"name": "fibottention", "w_mx": 3},
+            r"'fibottention' has no setting 'w_mx'.*mean 'w_max'.*w_min, w_max, modif",
+        ),
+        ({"name": "fibottention", "zzzz": 3}, r"'fibottention' has no setting 'zzzz'.*w_min, w_max, modified"),
+        ({"name": "dense", "w_max": 3}, r"'dense' has no setting 'w_max'.*shuffle_seed, mask_fill"),
+        ({"name": "fibottention", "w_min": 0}, r"w_min=0 must be an integer of 1 or more.*30 patch tokens"),
+        ({"name": "fibottention", "w_min": -1}, r"w_min=-1 must be an integer of 1 or more"),
+        ({"name": "fibottention", "w_max": 2.5}, r"w_max=2.5 must be an integer of 1 or more"),
+        ({"name": "fibottention", "w_max": "65"}, r"w_max='65' must be an integer of 1 or more"),
+        ({"name": "fibottention", "w_max": True}, r"w_max=True must be an integer of 1 or more"),
+        ({"name": "fibottention", "w_min": 9, "w_max": 8}, r"w_min=9 must not be above w_max=8"),
+        ({"name": "fibottention", "w_min": 90, "w_max": 80}, r"w_min=90 must not be above w_max=80"),
+        ({"name": "fibottention", "modified": 1}, r"modified=1 must be True or False"),
+        ({"name": "fibottention", "modified": "yes"}, r"modified='yes' must be True or False"),
+        (
+            {"name": "fibottention", "modified": True, "sequence": "powers"},
+            r"modified=True goes with sequence 'wythoff' only, not 'powers'",
+        ),
+        ({"name": "fibottention", "sequence": "lucas"}, r"sequence='lucas' must be one of wythoff, fibonacci"),
+        ({"name": "fibottention", "sequence": None}, r"sequence=None .*wythoff, fibonacci"),
+        ({"name": "fibottention", "shuffle_seed": -1}, r"shuffle_seed=-1 must be an integer of 0 or more, or None"),
+        ({"name": "fibottention", "shuffle_seed": 0.5}, r"shuffle_seed=0.5 must be an integer of 0 or more, or None"),
+        ({"name": "fibottention", "mask_fill": "inf"}, r"mask_fill='inf' must be one of neg_inf, zero"),
+        ({"name": "window", "w": -1}, r"w=-1 must be an integer of 0 or more"),
+        ({"name": "window", "w": 0, "diagonal": False}, r"w=0 must be an integer of 1 or more"),
+        ({"name": "window", "diagonal": None}, r"diagonal=None must be True or False"),
+        (5, r"support.*5.*|support.*dense, fibottention.*5"),
+        (["fibottention"], r"support.*fibottention"),
+    ],
+)
+def test_wrong_settings_are_refused(support, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_support(support, 4, 30)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_heads": 0}, r"num_heads=0 must be an integer of 1 or more"),
+        ({"num_heads": 1.5}, r"num_heads=1.5 must be an integer of 1 or more"),
+        ({"num_tokens": 0}, r"num_tokens=0 must be an integer of 1 or more"),
+        ({"num_prefix_tokens": -1}, r"num_prefix_tokens=-1 must be an integer of 0 or more"),
+        ({"layer": -1}, r"layer=-1 must be an integer of 0 or more"),
+        ({"shuffle_seed": "a"}, r"shuffle_seed='a' must be an integer of 0 or more, or None"),
+        ({"mask_fill": "inf"}, r"mask_fill='inf' must be one of neg_inf, zero"),
+        ({"w_mx": 9}, r"no setting 'w_mx'.*mean 'w_max'"),
+    ],
+)
+def test_build_mask_checks_its_arguments(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        build_mask("fibottention", **{"num_heads": 2, "num_tokens": 9, **sizes})
+
+
+@pytest.mark.parametrize("function", [build_mask, head_offsets])
+def test_a_support_without_a_name_is_refused(function):
+    with pytest.raises(ValueError, match=r"support needs a 'name', one of dense, fibottention"):
+        function({"w_min": 5}, num_heads=2, num_tokens=9)
+
+
+# ---- registration ---------------------------------------------------------------------------------------------------
+
+
+def test_names_are_registered_once():
+    before = dict(SUPPORTS)
+    with pytest.raises(ValueError, match="support 'dense' is registered already"):
+        register_support("dense")(lambda num_heads, num_tokens: [])
+    assert before == SUPPORTS
+
+
+def test_a_new_support_needs_one_function():
+    try:
+
+        @register_support("every_fourth")
+        def every_fourth(num_heads, num_tokens, *, step=4):
+            return [list(range(step, num_tokens + 10, step))] * num_heads
+
+        full = resolve_support("every_fourth", 2, 10)
+        assert full == {"name": "every_fourth", "step": 4, **COMMON_SETTINGS}
+        # Offsets of N and more are dropped for it.
+        assert head_offsets(full, num_heads=2, num_tokens=10) == [[4, 8], [4, 8]]
+        assert np.array_equal(build_mask(full, num_heads=1, num_tokens=10)[0], brute_mask([4, 8], 10, 0))
+    finally:
+        SUPPORTS.pop("every_fourth", None)
