@@ -162,7 +162,7 @@ def draw_attention(
         layout="constrained",
     )
     position = num_prefix_tokens + query[0] * grid[1] + query[1]
-    for line, (name, weights) in zip(axes, attentions.items(), strict=True):
+    for row, (line, (name, weights)) in enumerate(zip(axes, attentions.items(), strict=True)):
         maps = [image]
         if num_prefix_tokens:
             maps.append(weights[:, 0, num_prefix_tokens:].mean(0).reshape(grid))
@@ -171,7 +171,7 @@ def draw_attention(
             axis.imshow(values, cmap="gray" if column == 0 else "viridis")
             axis.set_xticks([])
             axis.set_yticks([])
-            if line is axes[0]:
+            if row == 0:
                 axis.set_title(columns[column], fontsize=9)
             if column and columns[column].startswith("head"):
                 axis.plot(query[1], query[0], "o", color=ACCENT, markersize=4)

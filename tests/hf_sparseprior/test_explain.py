@@ -1,0 +1,78 @@
+import numpy as np
+import pytest
+from PIL import Image
+
+from hf_sparseprior.__main__ import main
+from hf_sparseprior.analysis.flops import attention_flops, dense_attention_flops
+from hf_sparseprior.curves import CURVES
+from hf_sparseprior.decay import DECAYS
+from hf_sparseprior.supports import SUPPORTS, build_mask, head_offsets
+
+
+def test_fibottention_prints_the_golden_numbers(capsys, tmp_path):
+    assert main(["explain", "fibottention", "--heads", "12", "--grid", "14x14", "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "12       626           0  30 49" in text
+    assert "9192 patch tokens only" in text and "98.006 %" in text and "97.014 %" in text
+    # Fibottention Table 2's 0.014 counts patch tokens only, its 0.72 the class token too.
+    assert "0.0214 G with prefix tokens (0.0141 G patch tokens only), dense 0.7153 G" in text
+    assert "2 10 9 6 11 3 4 8 5 1 12 7" in text
+
+
+def test_support_picture_shows_the_twelve_heads(capsys, tmp_path):
+    main(["explain", "fibottention", "--out", str(tmp_path)])
+    image = np.asarray(Image.open(tmp_path / "support_fibottention_14x14.png").convert("RGB")).astype(int)
+    assert image.shape[0] > 600 and image.shape[1] > 600
+    ink = (np.abs(image - np.array([0x1B, 0x3A, 0x4B])).sum(-1) < 30).sum()
+    # 9192 pairs, each drawn as about two pixels of its panel.
+    assert ink > 9192
+
+
+@pytest.mark.parametrize("name", [*SUPPORTS, *DECAYS, "fibottention+violin"])
+def test_every_prior_can_be_explained_and_drawn(name, capsys, tmp_path):
+    assert main(["explain", name, "--heads", "3", "--grid", "5x7", "--layer", "1", "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    pictures = list(tmp_path.glob("*.png"))
+    assert pictures and all(str(picture) in text for picture in pictures)
+
+
+def test_violin_prints_every_curve(capsys, tmp_path):
+    main(["explain", "violin", "--grid", "4x4", "--no-picture"])
+    text = capsys.readouterr().out
+    for curve in CURVES:
+        assert curve == "z" or f"\n{curve} " in text
+    assert "0 1 14 15" in text
+    assert "108 learned scalars a layer, 1296 in 12 layers" in text
+
+
+def test_settings_reach_the_support(capsys):
+    main(["explain", "fibottention", "--set", "modified=true", "--set", "w_max=65", "--no-picture"])
+    assert "17446 patch tokens only" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fibotention"], "did you mean 'fibottention'"),
+        (["fibottention", "--set", "w_mn=3"], "did you mean 'w_min'"),
+        (["fibottention", "--set", "w_min"], "KEY=VALUE"),
+        (["fibottention", "--set", "w_min=-1"], "w_min=-1 must be an integer of 1 or more"),
+        (["fibottention", "--heads", "0"], "num_heads=0"),
+    ],
+)
+def test_bad_arguments_give_one_line(arguments, message, capsys):
+    assert main(["explain", *arguments, "--no-picture"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+@pytest.mark.parametrize("prefix", [0, 1, 3])
+def test_flops_equal_a_count_of_the_mask(support, prefix):
+    offsets = head_offsets(support, num_heads=4, num_tokens=30)
+    mask = build_mask(support, num_heads=4, num_tokens=30, num_prefix_tokens=prefix)
+    assert attention_flops(offsets, 30, prefix, head_dim=8, num_layers=2) == 2 * 2 * 8 * mask.sum()
+
+
+def test_dense_flops_of_vit_b():
+    assert dense_attention_flops(12, 197, 64, 12) == 2 * 12 * 197**2 * 768

@@ -1,0 +1,180 @@
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import evaluate
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from tasks.classification import demo
+from tasks.classification import evaluate as evaluation
+from tasks.classification import train as training
+from tasks.classification.metrics import accuracy_metric, confusion_matrix
+
+CONFIG = {
+    "data": {"source": "digits"},
+    "model": {
+        "prior": "fibottention+violin", "image_size": 8, "patch_size": 2, "hidden_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "intermediate_size": 48, "drop_path_rate": 0.1,
+    },
+    "trainer": {
+        "num_train_epochs": 2, "per_device_train_batch_size": 16, "learning_rate": 5e-3, "weight_decay": 0.05,
+        "seed": 3, "disable_tqdm": True, "use_cpu": True,
+    },
+}  # fmt: skip
+
+
+def config_in(folder, **trainer):
+    config = copy.deepcopy(CONFIG)
+    config["trainer"].update(output_dir=str(folder), **trainer)
+    return config
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "whole"
+    return folder, training.run(config_in(folder))
+
+
+def test_a_run_learns_and_leaves_everything(finished):
+    folder, results = finished
+    assert results["metrics"]["test_accuracy"] > 0.3  # chance is 0.1
+    stored = json.loads((folder / "results.json").read_text())
+    assert stored["metrics"] == results["metrics"] and stored["prior"] == "fibottention+violin"
+    counts = np.array(stored["confusion"])
+    assert np.trace(counts) / counts.sum() == pytest.approx(results["metrics"]["test_accuracy"])
+    assert counts.sum() == 359
+    for name in ("curves.png", "confusion.png", "model/model.safetensors", "model/preprocessor_config.json"):
+        assert (folder / name).stat().st_size > 0
+    card = (folder / "model" / "README.md").read_text()
+    assert "scikit-learn digits" in card and str(results["metrics"]["test_accuracy"]) in card
+    for key in ("versions", "hardware", "command", "config", "seconds_per_step", "seed"):
+        assert key in stored
+
+
+def test_a_finished_run_is_not_done_again(finished, monkeypatch):
+    folder, results = finished
+    monkeypatch.setattr(training, "load_data", lambda config: pytest.fail("trained again"))
+    assert training.run(config_in(folder))["metrics"] == results["metrics"]
+
+
+def test_another_configuration_is_refused_and_named(finished):
+    folder, _ = finished
+    config = config_in(folder)
+    config["model"]["prior"] = "dense"
+    with pytest.raises(ValueError, match=r"model.prior: 'fibottention\+violin' there, 'dense' here"):
+        training.run(config)
+    assert (folder / "results.json").exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(ValueError, match="is not empty and not of this program"):
+        training.run(config_in(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_an_interrupted_run_goes_on_to_the_same_weights(finished, tmp_path, monkeypatch):
+    folder, results = finished
+
+    class Stop(training.SparsePriorTrainer):
+        def training_step(self, *args, **kwargs):
+            if self.state.global_step == 100:  # in the second epoch of 68 steps
+                raise KeyboardInterrupt
+            return super().training_step(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "SparsePriorTrainer", Stop)
+        with pytest.raises(KeyboardInterrupt):
+            training.run(config_in(tmp_path / "again"))
+    assert not (tmp_path / "again" / "results.json").exists()
+    again = training.run(config_in(tmp_path / "again"))
+    assert again["resumed_from"] == "checkpoint-68"
+    assert again["metrics"] == results["metrics"]
+    expected = load_file(folder / "model" / "model.safetensors")
+    for name, value in load_file(tmp_path / "again" / "model" / "model.safetensors").items():
+        assert value.equal(expected[name]), name
+
+
+def test_evaluate_agrees_with_the_run(finished, tmp_path, capsys):
+    folder, results = finished
+    assert evaluation.main([str(folder / "model"), "--out", str(tmp_path)]) == 0
+    stored = json.loads((tmp_path / "results_test.json").read_text())
+    assert stored["metrics"] == {"test_accuracy": results["metrics"]["test_accuracy"]}
+    assert stored["confusion"] == results["confusion"]
+    assert (tmp_path / "confusion_test.png").exists()
+    assert f"{100 * results['metrics']['test_accuracy']:.2f} % of 359 images" in capsys.readouterr().out
+    assert evaluation.main([str(folder / "model"), "--split", "validation", "--out", str(tmp_path)]) == 0
+    stored = json.loads((tmp_path / "results_validation.json").read_text())
+    assert stored["metrics"]["validation_accuracy"] == results["metrics"]["validation_accuracy"]
+
+
+def test_evaluate_refuses_other_classes_and_unknown_keys(finished, tmp_path, capsys):
+    folder, _ = finished
+    model = tmp_path / "other" / "model"
+    model.mkdir(parents=True)
+    for path in (folder / "model").iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    assert evaluation.main([str(model)]) == 2
+    assert "run_config.json is missing" in capsys.readouterr().err
+    settings = json.loads((model / "config.json").read_text())
+    settings["id2label"]["0"] = "zero"
+    (model / "config.json").write_text(json.dumps(settings))
+    (model.parent / "run_config.json").write_text((folder / "run_config.json").read_text())
+    assert evaluation.main([str(model)]) == 2
+    assert "'zero'" in capsys.readouterr().err
+    assert evaluation.main([str(folder / "model"), "data.sourse=digits"]) == 2
+    assert "did you mean 'source'" in capsys.readouterr().err
+
+
+def test_the_command_lines_report_errors_in_one_line(tmp_path):
+    config = Path(__file__).parents[3] / "configs" / "classification" / "smoke.yaml"
+    process = subprocess.run(
+        [sys.executable, "-m", "tasks.classification.train", "--config", str(config), "model.w_min=-1"],
+        capture_output=True, text=True, check=False, cwd=config.parents[2],
+    )  # fmt: skip
+    assert process.returncode == 2 and process.stdout == ""
+    assert process.stderr.count("\n") == 1 and "section 'model' has no key 'w_min'" in process.stderr
+
+
+def test_a_bad_prior_names_the_field(tmp_path):
+    config = config_in(tmp_path / "run")
+    config["model"]["prior"] = {"support": {"name": "fibottention", "w_min": -1}}
+    with pytest.raises(ValueError, match=r"w_min=-1 must be an integer of 1 or more .*4x4 grid"):
+        training.run(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_accuracy_is_an_evaluate_metric_that_needs_no_network():
+    metric = accuracy_metric()
+    assert isinstance(metric, evaluate.Metric)
+    assert metric.compute(predictions=[1, 2, 3, 3], references=[1, 2, 0, 3]) == {"accuracy": 0.75}
+    metric.add_batch(predictions=[1, 0], references=[1, 1])
+    metric.add(prediction=2, reference=2)
+    assert metric.compute() == {"accuracy": pytest.approx(2 / 3)}
+
+
+def test_confusion_matrix_counts_true_by_predicted():
+    counts = confusion_matrix(np.array([0, 0, 2]), np.array([0, 1, 2]), 4)
+    assert counts.tolist() == [[1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+
+
+@pytest.mark.slow
+def test_the_demo_end_to_end(tmp_path, monkeypatch, capsys):
+    load = demo.load_config
+    monkeypatch.setattr(
+        demo, "load_config", lambda path, overrides: load(path, [*overrides, "trainer.num_train_epochs=1"])
+    )
+    assert demo.main(["--out", str(tmp_path), "--seeds", "1"]) == 0
+    text = capsys.readouterr().out
+    for prior in demo.PRIORS:
+        assert f"| {prior} |" in text
+    for picture in ("support", "curves", "decay", "attention", "results"):
+        assert (tmp_path / f"{picture}.png").stat().st_size > 5000
+    assert "from transformers_modules, logits bit-equal: True" in text
+    # A second call trains nothing.
+    monkeypatch.setattr(training, "load_data", lambda config: pytest.fail("trained again"))
+    assert demo.main(["--out", str(tmp_path), "--seeds", "1"]) == 0
