@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import operator
 from typing import Any
@@ -56,6 +57,7 @@ class SparsePriorAttention(nn.Module):
         if (decay := prior["decay"]) is not None:
             settings = {key: value for key, value in decay.items() if key != "name"}
             self.decay_bias = DECAYS[decay["name"]](num_heads, **settings)
+        self.key = json.dumps([num_heads, prior, layer_idx], sort_keys=True)
         self._plans: dict[tuple[int, int, int], AttentionPlan] = {}
 
     def plan(self, grid: tuple[int, int], num_prefix_tokens: int) -> AttentionPlan:
@@ -73,8 +75,9 @@ class SparsePriorAttention(nn.Module):
         return self._plans[key]
 
     # Offsets come from Python integers and a private random generator, which a compiler does not trace.
+    # `key` is there to be guarded: layers share this code, and nothing else tells their compiled graphs apart.
     @torch._dynamo.assume_constant_result
-    def _constant_plan(self, height: int, width: int, num_prefix_tokens: int) -> AttentionPlan:
+    def _constant_plan(self, key: str, height: int, width: int, num_prefix_tokens: int) -> AttentionPlan:
         return self.plan((height, width), num_prefix_tokens)
 
     def forward(
@@ -105,7 +108,7 @@ class SparsePriorAttention(nn.Module):
         # A grid decides the tables, so a symbolic size becomes a number here: one compiled graph per grid.
         grid_and_prefix = (operator.index(grid[0]), operator.index(grid[1]), operator.index(num_prefix_tokens))
         out, weights = run_plan(
-            self._constant_plan(*grid_and_prefix),
+            self._constant_plan(self.key, *grid_and_prefix),
             q,
             k,
             v,
@@ -114,4 +117,4 @@ class SparsePriorAttention(nn.Module):
             need_weights=output_attentions,
             backend=backend,
         )
-        return self.o_proj(out.transpose(1, 2).reshape(batch, total, -1)), weights
+        return self.o_proj(out.transpose(1, 2).reshape(batch, total, self.num_heads * self.head_dim)), weights

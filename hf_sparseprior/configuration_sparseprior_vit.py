@@ -120,7 +120,7 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
                 raise ValueError(f"{key!r} is no field of {type(self).__name__}; did you mean {near[0]!r}?")
         super().__post_init__(**kwargs)
         self.validate()
-        self.stage_names = ["stem"] + [f"stage{n}" for n in range(1, self.num_hidden_layers + 1)]
+        self.log_notes()
         self.set_output_features_output_indices(out_features=out_features, out_indices=out_indices)
 
     @classmethod
@@ -172,13 +172,16 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
         """
         self._validate_sizes()
         self._validate_choices()
-        self.resolve_prior()
+        self.prior = resolve_prior(parse_prior(self.prior), self.num_attention_heads, self.grid)
+        stage_names = ["stem"] + [f"stage{n}" for n in range(1, self.num_hidden_layers + 1)]
+        if self.__dict__.get("stage_names") != stage_names:  # a new config, or one whose depth was changed
+            self.stage_names = stage_names
+            self.set_output_features_output_indices(out_features=None, out_indices=None)
+
+    def log_notes(self) -> None:
+        """Log clipped windows and heads that have no offset on this grid."""
         for note in support_notes(self.prior["support"], self.num_attention_heads, self.grid, self.num_prefix_tokens):
             logger.warning(note)
-
-    def resolve_prior(self) -> None:
-        """Check `prior` and keep its full form; a model calls it again, for `from_pretrained(..., prior=...)`."""
-        self.prior = resolve_prior(parse_prior(self.prior), self.num_attention_heads, self.grid)
 
     def _validate_sizes(self) -> None:
         for name in ("num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
@@ -208,7 +211,7 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
         for name, allowed in (*choices, ("interpolation", INTERPOLATIONS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
-        if self.hidden_act not in ACT2FN:
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act={self.hidden_act!r} must be one of {', '.join(ACT2FN)}")
         if self.pooling == "class_token" and not self.use_class_token:
             raise ValueError("pooling='class_token' needs use_class_token=True; without a class token use 'mean'")
@@ -227,6 +230,8 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
                 raise ValueError(f"{name}={value!r} must be one number or one for each of {self.num_channels} channels")
             for channel in channels:
                 check_number(name, channel, -math.inf, math.inf)
+                if name == "image_std" and channel <= 0:
+                    raise ValueError(f"image_std={value!r} must be above 0")
             setattr(self, name, [float(channel) for channel in channels])
 
 

@@ -9,7 +9,8 @@ Shape letters: B batch, H heads, C curves, A axes of a position, N patch tokens,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .curves import CURVES, TRANSPOSED_SUFFIX, curve_names, curve_rank
-from .supports import check_boolean, check_keys
+from .supports import check_boolean, check_keys, plain, split_spec
 
 DECAYS: dict[str, type[Decay]] = {}
 
@@ -54,10 +55,7 @@ def resolve_decay(decay: str | dict[str, Any] | None) -> dict[str, Any] | None:
     """
     if decay is None or decay == "none":
         return None
-    spec = {"name": decay} if isinstance(decay, str) else dict(decay)
-    name = spec.pop("name", None)
-    if name not in DECAYS:
-        raise ValueError(f"decay={name!r} must be one of none, {', '.join(DECAYS)}")
+    name, spec = split_spec(decay, "decay", ["none", *DECAYS])
     settings = dict(DECAYS[name].SETTINGS)
     check_keys(spec, list(settings), f"decay {name!r}")
     settings.update(spec)
@@ -87,13 +85,17 @@ def init_values(init: str | dict[str, float]) -> tuple[float, float, float, floa
         if init not in INIT_PRESETS:
             raise ValueError(f"init={init!r} must be one of {', '.join(INIT_PRESETS)}, or a dict of {INIT_KEYS}")
         return INIT_PRESETS[init]
+    if not isinstance(init, Mapping):
+        raise ValueError(f"init={init!r} must be one of {', '.join(INIT_PRESETS)}, or a dict of {INIT_KEYS}")
     check_keys(init, INIT_KEYS, "decay init")
     if missing := [key for key in INIT_KEYS if key not in init]:
         raise ValueError(f"init={init!r} lacks {', '.join(missing)}")
-    mean, std, low, high = (float(init[key]) for key in INIT_KEYS)
-    if not np.isfinite((mean, std, low, high)).all() or std < 0 or low > high:
-        raise ValueError(f"init={init!r} needs finite values, alpha_std of 0 or more, beta_low not above beta_high")
-    return mean, std, low, high
+    numbers = [plain(init[key]) for key in INIT_KEYS]
+    if all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
+        mean, std, low, high = (float(number) for number in numbers)
+        if std >= 0 and low <= high:
+            return mean, std, low, high
+    raise ValueError(f"init={init!r} needs finite numbers, alpha_std of 0 or more, beta_low not above beta_high")
 
 
 class Decay(nn.Module):
@@ -142,12 +144,12 @@ class Decay(nn.Module):
     def initial_values(self) -> dict[str, Tensor]:
         """Fresh values of every scalar, drawn from torch's generator as `init` says."""
         mean, std, low, high = init_values(self.settings["init"])
-        values = {"beta": torch.empty(self.beta.shape).uniform_(low, high)}
+        dtype = self.beta.dtype  # named, because loading in half precision makes that the default
+        values = {"beta": torch.empty(self.beta.shape, dtype=dtype).uniform_(low, high)}
         if self.alpha is not None:
-            values["alpha"] = mean + std * torch.randn(self.alpha.shape)
+            values["alpha"] = mean + std * torch.randn(self.alpha.shape, dtype=dtype)
         if self.prefix_beta is not None:
-            # One large beta: sigmoid(20) = 1 - 2e-9, so the option starts where the paper's default stays.
-            values["prefix_beta"] = torch.full(self.prefix_beta.shape, 20.0)
+            values["prefix_beta"] = torch.empty(self.prefix_beta.shape, dtype=dtype).uniform_(low, high)
         return values
 
     @torch.no_grad()
@@ -249,4 +251,7 @@ def decay_mask(decay: dict[str, Any], positions_CAN: Tensor, dtype: torch.dtype)
 def prefix_weights(decay: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
     """Learned gamma (H,) of the rows and columns of prefix tokens; None where they are 1."""
     beta_H = decay.get("prefix_beta")
-    return None if beta_H is None else torch.sigmoid(beta_H).to(dtype)
+    if beta_H is None:
+        return None
+    # exp(logsigmoid) for the gradient, as in decay_weights.
+    return torch.exp(F.logsigmoid(beta_H.to(torch.promote_types(beta_H.dtype, dtype)))).to(dtype)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from transformers.utils import CONFIG_NAME
 
 CARD = "README.md"
 PROCESSOR = "preprocessor_config.json"
@@ -110,6 +111,20 @@ def _prefix_tokens(config: Any) -> list[tuple[str, Any]]:
         ("distillation token", config.use_distillation_token),
         (f"{config.num_register_tokens} register tokens", config.num_register_tokens),
     ]
+
+
+def check_source(source: Any, options: dict[str, Any]) -> None:
+    """Refuse a folder without a config: transformers would take the default one and a model nobody asked for.
+
+    Args:
+        source: what `from_pretrained` was given, a folder, a name on the hub or None.
+        options: its keyword arguments.
+    """
+    if source is None or "config" in options:
+        return
+    folder = Path(source) / options.get("subfolder", "")
+    if folder.is_dir() and not (folder / CONFIG_NAME).is_file():
+        raise OSError(f"{folder} holds no {CONFIG_NAME}")
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from .attention import SparsePriorAttention
 from .configuration_sparseprior_vit import AUTO_MAP, SparsePriorViTConfig, as_pair
 from .curves import CURVES  # noqa: F401  every helper is named here, older releases do not follow chains of imports
 from .decay import Decay
-from .hub import complete_folder, load_errors_in_one_line
+from .hub import check_source, complete_folder, load_errors_in_one_line
 from .ops import BACKENDS  # noqa: F401
 from .prior import SLOTS  # noqa: F401
 from .sequences import SEQUENCES  # noqa: F401
@@ -80,8 +80,9 @@ class SparsePriorViTEmbeddings(nn.Module):
         if grid == self.grid:
             return positions
         map_ = positions.reshape(1, *self.grid, -1).permute(0, 3, 1, 2)
-        # In float32: resampling in half precision moves the embedding visibly.
-        resized = F.interpolate(map_.float(), size=grid, mode=self.config.interpolation, align_corners=False)
+        # Not in half precision, which would move the embedding visibly.
+        precise = map_.to(torch.promote_types(map_.dtype, torch.float32))
+        resized = F.interpolate(precise, size=grid, mode=self.config.interpolation, align_corners=False)
         return resized.to(positions.dtype).flatten(2).transpose(1, 2)
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, tuple[int, int]]:
@@ -148,7 +149,9 @@ class SparsePriorViTDropPath(nn.Module):
         if not self.training or self.rate == 0.0:
             return branch
         keep = 1.0 - self.rate
-        kept = torch.empty(branch.shape[0], *(1,) * (branch.dim() - 1), device=branch.device).bernoulli_(keep)
+        shape = (branch.shape[0], *(1,) * (branch.dim() - 1))
+        dtype = torch.promote_types(branch.dtype, torch.float32)
+        kept = torch.empty(shape, dtype=dtype, device=branch.device).bernoulli_(keep)
         return branch * (kept / keep).to(branch.dtype)
 
     def extra_repr(self) -> str:
@@ -213,7 +216,11 @@ class SparsePriorViTPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
 
     def __init__(self, config: SparsePriorViTConfig, *args: Any, **kwargs: Any) -> None:
-        config.resolve_prior()  # from_pretrained(..., prior=...) sets it behind the config's own check
+        # from_pretrained(..., prior=...) sets fields behind the config's own check.
+        given = config.prior
+        config.validate()
+        if config.prior != given:
+            config.log_notes()
         super().__init__(config, *args, **kwargs)
 
     @torch.no_grad()
@@ -255,10 +262,22 @@ class SparsePriorViTPreTrainedModel(PreTrainedModel):
             OSError: for a missing, truncated or pickled checkpoint, naming the file.
             ValueError: for a bad config field.
         """
-        if kwargs.setdefault("use_safetensors", True) is not True:
+        if kwargs.get("use_safetensors") is False:
             raise ValueError("use_safetensors=False is refused: pickled checkpoints can run code, use safetensors")
+        kwargs["use_safetensors"] = True
+        check_source(pretrained_model_name_or_path, kwargs)
         with load_errors_in_one_line(pretrained_model_name_or_path):
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    @classmethod
+    def _load_pretrained_model(
+        cls, model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        # use_safetensors chooses the index, but an index may lead to pickled shards.
+        for file in checkpoint_files or ():
+            if not str(file).endswith(".safetensors"):
+                raise OSError(f"{file} is not a safetensors file; pickled checkpoints are not read, they can run code")
+        return super()._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As transformers', plus the full auto map, and an image processor and a model card where there is none."""
@@ -284,7 +303,6 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         self.embeddings = SparsePriorViTEmbeddings(config)
         self.layers = nn.ModuleList(SparsePriorViTLayer(config, index) for index in range(config.num_hidden_layers))
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.num_features = [config.hidden_size] * (config.num_hidden_layers + 1)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -415,6 +433,10 @@ class SparsePriorViTBackbone(BackboneMixin, SparsePriorViTModel):
 
     Load weights with the class's own `from_pretrained`; `AutoBackbone.from_config` builds it from a config.
     """
+
+    def __init__(self, config: SparsePriorViTConfig) -> None:
+        super().__init__(config)
+        self.num_features = [config.hidden_size] * (config.num_hidden_layers + 1)
 
     def forward(  # type: ignore[override]
         self,

@@ -24,11 +24,14 @@ from torch.nn import functional as F
 
 from .decay import DECAYS, decay_mask, decay_weights, offset_distances, prefix_weights
 from .supports import (
+    check_integer,
+    check_keys,
     count_nonzeros,
     layer_offsets,
     mask_from_offsets,
     resolve_support,
     self_rows,
+    split_spec,
 )
 
 logger = logging.getLogger("hf_sparseprior.ops")
@@ -259,10 +262,7 @@ def _diagonal_head(
     """The patch rows of one head: q scaled, k, v (B, T, D) -> out (B, N, D), weights (B, N, T) if they are wanted."""
     plan = call.plan
     prefix, tokens = plan.num_prefix_tokens, plan.num_tokens
-    zero_fill = plan.mask_fill == "zero"
     q, k_prefix, v_prefix, k, v = q[:, prefix:], k[:, :prefix], v[:, :prefix], k[:, prefix:], v[:, prefix:]
-    # With mask_fill "zero" a logit of 0 stands for "not in the support": its weight exp(0) - 1 vanishes below.
-    fill = 0.0 if zero_fill else -math.inf
 
     columns: list[tuple[int, int, int]] = []  # (first row, row behind the last, signed offset)
     logits: list[Tensor] = []
@@ -274,13 +274,13 @@ def _diagonal_head(
             column = (q[:, first : first + count] * k[:, first + signed : first + signed + count]).sum(-1)
             if decay is not None:
                 column = column * decay
-            logits.append(F.pad(column, (first, tokens - first - count), value=fill))
+            logits.append(F.pad(column, (first, tokens - first - count), value=-math.inf))
             columns.append((first, first + count, signed))
     if rows := self_rows(offsets, tokens, prefix):
         column = (q[:, rows.start : rows.stop] * k[:, rows.start : rows.stop]).sum(-1)
         if (decay := _offset_weights(call, 0, head, q.dtype)) is not None:
             column = column * decay[rows.start : rows.stop]
-        logits.append(F.pad(column, (rows.start, tokens - rows.stop), value=fill))
+        logits.append(F.pad(column, (rows.start, tokens - rows.stop), value=-math.inf))
         columns.append((rows.start, rows.stop, 0))
 
     parts = [torch.stack(logits, -1)] if logits else []
@@ -288,13 +288,18 @@ def _diagonal_head(
         prefix_logits = q @ k_prefix.transpose(-1, -2)
         parts.insert(0, prefix_logits if gamma is None else prefix_logits * gamma)
     scores = torch.cat(parts, -1)  # (B, N, P + K)
-    if zero_fill:
-        # softmax over T logits of which most are 0: sum over all of exp(0), plus exp(s) - exp(0) on the support.
-        highest = scores.detach().amax(-1, keepdim=True).clamp_min(0.0)
-        floor = torch.exp(-highest)
-        probs = torch.exp(scores - highest) - floor
-        total = probs.sum(-1, keepdim=True) + plan.total * floor
-        probs, floor = probs / total, floor / total
+    if plan.mask_fill == "zero":
+        # softmax over T logits of which those outside the support are 0. A key in the support gets exp(s), every key
+        # outside gets exp(0): the sum of all v takes the floor, the support the rest.
+        inside = ~torch.isneginf(scores)
+        outside = plan.total - inside.sum(-1, keepdim=True)
+        highest = scores.detach().amax(-1, keepdim=True)
+        highest = torch.where(outside > 0, highest.clamp_min(0.0), highest)
+        floor = torch.where(outside > 0, torch.exp(-highest), 0.0)
+        probs = torch.exp(scores - highest)
+        total = probs.sum(-1, keepdim=True) + outside * floor
+        floor = floor / total
+        probs = probs / total - floor * inside
         out = floor * (v_prefix.sum(1, keepdim=True) + v.sum(1, keepdim=True))
     else:
         probs = F.dropout(torch.softmax(scores, -1), call.dropout_p)
@@ -349,16 +354,27 @@ DIAGONAL_FROM_TOKENS = {("cpu", False): 128, ("cpu", True): 196, ("cuda", False)
 DIAGONAL_MAX_DENSITY = 1 / 16
 
 
-def preference(plan: AttentionPlan, device_type: str, trains: bool) -> tuple[list[str], str]:
-    """Backends from the fastest on, and why."""
+def preference(plan: AttentionPlan, device_type: str, trains: bool) -> list[str]:
+    """Backends from the fastest on."""
     if plan.offsets is None:
-        return ["sdpa", "reference"], "the support is dense"
+        return ["sdpa", "reference"]
     fewest = DIAGONAL_FROM_TOKENS.get((device_type, trains), DIAGONAL_FROM_TOKENS["cpu", trains])
-    facts = f"{plan.num_tokens} patch tokens, {100 * plan.density:.1f} % of the pairs kept"
     if plan.num_tokens >= fewest and plan.density <= DIAGONAL_MAX_DENSITY:
-        return ["diagonal", "sdpa", "reference"], facts
-    limits = f"diagonal from {fewest} tokens and {100 * DIAGONAL_MAX_DENSITY:.1f} % down"
-    return ["sdpa", "reference", "diagonal"], f"{facts}, dense with a mask is faster ({limits})"
+        return ["diagonal", "sdpa", "reference"]
+    return ["sdpa", "reference", "diagonal"]
+
+
+def _log_choice(call: Call, name: str, trains: bool, refused: list[tuple[str, str]]) -> None:
+    plan = call.plan
+    why = "the support is dense"
+    if plan.offsets is not None:
+        fewest = DIAGONAL_FROM_TOKENS.get((call.q.device.type, trains), DIAGONAL_FROM_TOKENS["cpu", trains])
+        why = f"{plan.num_tokens} patch tokens, {100 * plan.density:.1f} % of the pairs kept"
+        if plan.num_tokens < fewest or plan.density > DIAGONAL_MAX_DENSITY:
+            limits = f"diagonal from {fewest} tokens on and up to {100 * DIAGONAL_MAX_DENSITY:.1f} %"
+            why += f", dense with a mask is faster ({limits})"
+    others = "".join(f"; not {other}: {reason}" for other, reason in refused)
+    logger.debug("layer %d: %s (%s%s)", plan.layer, name, why, others)
 
 
 def choose_backend(call: Call, backend: str = "auto") -> str:
@@ -374,16 +390,16 @@ def choose_backend(call: Call, backend: str = "auto") -> str:
             raise ValueError(f"backend={backend!r} must be one of auto, {', '.join(BACKENDS)}")
         if reason := BACKENDS[backend].can_run(call):
             raise ValueError(f"backend={backend!r} cannot run this attention: {reason}")
+        if not torch.compiler.is_compiling():
+            logger.debug("layer %d: %s (forced)", call.plan.layer, backend)
         return backend
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (call.q, call.k, call.v))
-    order, why = preference(call.plan, call.q.device.type, trains)
     refused: list[tuple[str, str]] = []
-    for name in order:
+    for name in preference(call.plan, call.q.device.type, trains):
         reason = BACKENDS[name].can_run(call)
         if reason is None:
             if not torch.compiler.is_compiling() and logger.isEnabledFor(logging.DEBUG):
-                others = "".join(f"; not {other}: {text}" for other, text in refused)
-                logger.debug("layer %d: %s (%s%s)", call.plan.layer, name, why, others)
+                _log_choice(call, name, trains, refused)
             return name
         refused.append((name, reason))
     raise AssertionError("unreachable: reference runs everything")
@@ -415,7 +431,12 @@ def run_plan(
         mask = plan_table(plan, "mask", q.device)
     if decay is not None:
         positions = plan_table(plan, "positions", q.device)
-    return chosen.run(call._replace(mask=mask, positions=positions))
+    call = call._replace(mask=mask, positions=positions)
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
+        # Autocast has done its work on the projections; it would round the float32 logits of a decay again.
+        with torch.autocast(q.device.type, enabled=False):
+            return chosen.run(call)
+    return chosen.run(call)
 
 
 def attention(
@@ -452,6 +473,7 @@ def attention(
     Raises:
         ValueError: for shapes, dtypes or settings that do not fit, or a forced backend that cannot run.
     """
+    layer = check_integer("layer", layer, 0)
     _check_inputs(q, k, v, num_prefix_tokens)
     num_heads, num_tokens = q.shape[1], q.shape[2] - num_prefix_tokens
     grid = _check_grid(grid, num_tokens, decay is not None)
@@ -476,7 +498,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, num_prefix_tokens: int) -> No
             raise ValueError(f"{name} of dtype {tensor.dtype} must be floating and the dtype of q, {q.dtype}")
         if tensor.device != q.device:
             raise ValueError(f"{name} on {tensor.device} must be on the device of q, {q.device}")
-    if not 0 <= num_prefix_tokens < q.shape[2]:
+    if not isinstance(num_prefix_tokens, int) or not 0 <= num_prefix_tokens < q.shape[2]:
         raise ValueError(f"num_prefix_tokens={num_prefix_tokens} must be between 0 and {q.shape[2] - 1}, tokens - 1")
 
 
@@ -488,16 +510,19 @@ def _check_grid(grid: tuple[int, int] | None, num_tokens: int, needed: bool) -> 
         if needed:
             raise ValueError(f"grid=None with a decay needs a square number of patch tokens, got {num_tokens}")
         return 1, num_tokens
-    if len(grid) != 2 or grid[0] * grid[1] != num_tokens:
+    sides_are_counts = all(isinstance(side, (int, np.integer)) and side > 0 for side in grid)
+    if len(grid) != 2 or not sides_are_counts or grid[0] * grid[1] != num_tokens:
         raise ValueError(f"grid={tuple(grid)} must be (height, width) with {num_tokens} patch tokens")
     return int(grid[0]), int(grid[1])
 
 
+DECAY_TENSORS = ("alpha", "beta", "prefix_beta")
+
+
 def _check_decay(decay: dict[str, Any], num_heads: int) -> dict[str, Any]:
     """A decay given with tensors, its defaults filled in."""
-    name = decay.get("name")
-    if name not in DECAYS:
-        raise ValueError(f"decay={name!r} must be one of {', '.join(DECAYS)}")
+    name, given = split_spec(decay, "decay", DECAYS)
+    check_keys(given, [*DECAYS[name].SETTINGS, *DECAY_TENSORS], f"decay {name!r}")
     filled = {**DECAYS[name].SETTINGS, **decay}
     num_curves = DECAYS[name].positions(filled, (1, 1)).shape[0]
     expected = {"alpha": (num_heads,), "beta": (num_curves, num_heads), "prefix_beta": (num_heads,)}

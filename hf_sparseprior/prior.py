@@ -73,10 +73,10 @@ def resolve_prior(prior: str | dict[str, Any] | None, num_heads: int, grid: Sequ
         raise ValueError(f"prior: {error}") from None
     if slots["predictor"] is not None:
         raise ValueError(f"prior: predictor={slots['predictor']!r} must be None; this version has no predictor")
-    mixer = slots["mixer"] or "softmax"
-    if mixer not in MIXERS:
+    mixer = "softmax" if slots["mixer"] is None else slots["mixer"]
+    if not isinstance(mixer, str) or mixer not in MIXERS:
         raise ValueError(f"prior: mixer={mixer!r} must be one of {', '.join(MIXERS)}")
-    if slots["extras"]:
+    if slots["extras"] is not None and list(slots["extras"]):
         raise ValueError(f"prior: extras={slots['extras']!r} must be empty; this version has no extras")
     return {"support": support, "decay": decay, "predictor": None, "mixer": mixer, "extras": []}
 

@@ -14,7 +14,7 @@ import difflib
 import inspect
 import operator
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,25 @@ def check_keys(given: Iterable[str], allowed: Sequence[str], where: str) -> None
             raise ValueError(f"{where} has no setting {key!r}; {hint}Settings: {', '.join(allowed)}")
 
 
+def split_spec(spec: Any, slot: str, registry: Collection[str]) -> tuple[str, dict[str, Any]]:
+    """Name and settings of "name" or {"name": ..., settings}; the name must be registered."""
+    settings = {"name": spec} if isinstance(spec, str) else dict(spec) if isinstance(spec, Mapping) else {}
+    name = settings.pop("name", None)
+    if isinstance(spec, Mapping) and "name" not in spec:
+        raise ValueError(f"{slot} needs a 'name', one of {', '.join(registry)}; got {spec!r}")
+    if not isinstance(name, str) or name not in registry:
+        shown = name if isinstance(spec, Mapping) else spec
+        near = difflib.get_close_matches(name, list(registry), n=1) if isinstance(name, str) else []
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{slot}={shown!r} must be one of {', '.join(registry)}{hint}")
+    return name, settings
+
+
+def plain(value: Any) -> Any:
+    """A numpy scalar as the Python value that json can write; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def check_integer(name: str, value: Any, minimum: int, note: str = "") -> int:
     """`value` as a Python int of at least `minimum`; numpy integers pass, booleans and floats do not."""
     try:
@@ -87,13 +106,10 @@ def resolve_support(support: str | dict[str, Any] | None, num_heads: int, num_to
     Raises:
         ValueError: naming the field, the value and what is allowed.
     """
-    spec = {"name": "dense"} if support is None else {"name": support} if isinstance(support, str) else dict(support)
-    name = spec.pop("name", None)
-    if not isinstance(name, str):
-        raise ValueError(f"support needs a 'name', one of {', '.join(SUPPORTS)}; got {support!r}")
+    name, spec = split_spec("dense" if support is None else support, "support", SUPPORTS)
     settings = support_settings(name)
     check_keys(spec, list(settings), f"support {name!r}")
-    settings.update(spec)
+    settings.update((key, plain(value)) for key, value in spec.items())
     if settings["shuffle_seed"] is not None:
         settings["shuffle_seed"] = check_integer("shuffle_seed", settings["shuffle_seed"], 0, ", or None")
     if settings["mask_fill"] not in MASK_FILLS:
@@ -107,10 +123,7 @@ def resolve_support(support: str | dict[str, Any] | None, num_heads: int, num_to
 
 def resolve_sequence(sequence: str | dict[str, Any]) -> dict[str, Any]:
     """The full form of a dilation sequence: {"name": ..., every setting}. Wythoff's `modified` is the support's."""
-    spec = {"name": sequence} if isinstance(sequence, str) else dict(sequence)
-    name = spec.pop("name", None)
-    if name not in SEQUENCES:
-        raise ValueError(f"sequence={name!r} must be one of {', '.join(SEQUENCES)}")
+    name, spec = split_spec(sequence, "sequence", SEQUENCES)
     settings = {} if name == "wythoff" else sequence_settings(name)
     check_keys(spec, list(settings), f"sequence {name!r}")
     for key, value in spec.items():
@@ -161,9 +174,8 @@ def head_offsets(support: str | dict[str, Any], *, num_heads: int, num_tokens: i
     """
     num_heads = check_integer("num_heads", num_heads, 1)
     num_tokens = check_integer("num_tokens", num_tokens, 1)
-    spec = {"name": support} if isinstance(support, str) else dict(support)
+    name, spec = split_spec(support, "support", SUPPORTS)
     spec.update(settings)
-    name = spec.pop("name")
     allowed = support_settings(name)
     check_keys(spec, list(allowed), f"support {name!r}")
     own = {key: value for key, value in spec.items() if key not in COMMON_SETTINGS}
@@ -264,11 +276,11 @@ def build_mask(
         layer: layer number from 0; with `shuffle_seed` it decides which head has which support.
         settings: the support's settings, `shuffle_seed` among them (default 0; None: no shuffling).
     """
-    spec = {"name": support} if isinstance(support, str) else dict(support)
-    spec.update(settings)
+    name, spec = split_spec(support, "support", SUPPORTS)
+    resolved = resolve_support({"name": name, **spec, **settings}, num_heads, num_tokens)
     num_prefix_tokens = check_integer("num_prefix_tokens", num_prefix_tokens, 0)
     layer = check_integer("layer", layer, 0)
-    offsets = layer_offsets(spec, num_heads=num_heads, num_tokens=num_tokens, layer=layer)
+    offsets = layer_offsets(resolved, num_heads=num_heads, num_tokens=num_tokens, layer=layer)
     return mask_from_offsets(offsets, num_tokens, num_prefix_tokens)
 
 

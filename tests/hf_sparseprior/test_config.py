@@ -203,7 +203,7 @@ BAD = {
     "two decays": ({"prior": "violin+manhattan"}, ["decay twice", "'violin'", "'manhattan'"]),
     "misspelt slot": ({"prior": {"suport": "dense"}}, ["'suport'", "did you mean 'support'"]),
     "unknown support": ({"prior": {"support": "violin"}}, ["support='violin'", "fibottention"]),
-    "support without name": ({"prior": {"support": {"w_min": 3}}}, ["'name'", "fibottention", "{'w_min': 3}"]),
+    "support without name": ({"prior": {"support": {"w_min": 3}}}, ["support", "fibottention", "{'w_min': 3}"]),
     "support of another type": ({"prior": {"support": 5}}, ["support", "5", "fibottention"]),
     "unknown decay": ({"prior": {"decay": "violn"}}, ["decay='violn'", "violin"]),
     "decay of another type": ({"prior": {"decay": 5}}, ["decay", "5", "violin"]),

@@ -35,11 +35,8 @@ def zigzag_rank(row, column, height, width):  # VIOLIN Eq. 18
         return [(r, c) for r in range(height) for c in range(width) if r + c == g]
 
     g = row + column
-    if g % 2 == 0:
-        offset = sum(c < column for _, c in cells(g))
-    else:
-        offset = sum(c > column for _, c in cells(g))
-    return sum(len(cells(k)) for k in range(g)) + offset
+    before = [c for _, c in cells(g) if (c < column if g % 2 == 0 else c > column)]
+    return sum(len(cells(k)) for k in range(g)) + len(before)
 
 
 def interleave(row, column):  # VIOLIN Eq. 22

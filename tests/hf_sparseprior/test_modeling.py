@@ -42,6 +42,9 @@ from hf_sparseprior.decay import DECAYS, INIT_PRESETS
 from hf_sparseprior.sequences import SEQUENCES
 from hf_sparseprior.supports import SUPPORTS, build_mask
 
+# transformers 5.23 renames gradient_checkpointing_enable, which peft and older releases call.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+
 # Every support with every decay and without one, and the settings that take other code.
 PRIORS = {f"{support}+{decay}": {"support": support, "decay": decay} for support in SUPPORTS for decay in DECAYS}
 PRIORS |= {support: {"support": support} for support in SUPPORTS}
@@ -446,6 +449,27 @@ def test_half_precision_is_close_to_float32():
     torch.testing.assert_close(model.bfloat16()(images()).logits.float(), expected, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize("prior", FOUR)
+@pytest.mark.parametrize("backend", ["auto", "reference", "diagonal"])
+def test_autocast_is_close_to_float32_and_trains_the_scalars_in_float32(prior, backend, monkeypatch):
+    if backend == "diagonal" and prior.startswith("dense"):
+        pytest.skip("diagonal is for supports with offsets")
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", backend)
+    model = make(prior, amount=0.2, pooling="mean")
+    expected = model(images()).logits
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(images(), labels=torch.tensor([0, 2]), output_attentions=True)
+    output.loss.backward()
+    assert output.logits.dtype == torch.bfloat16
+    torch.testing.assert_close(output.logits.float(), expected, rtol=0.05, atol=0.05)
+    support = PRIORS[prior]["support"]
+    mask = torch.tensor(build_mask(support, num_heads=4, num_tokens=64, num_prefix_tokens=1, layer=1))
+    assert torch.equal(output.attentions[1] != 0, mask.expand(2, -1, -1, -1))
+    for decay in decays(model):
+        for parameter in decay.parameters() if decay is not None else ():
+            assert parameter.grad.dtype == torch.float32 and parameter.grad.isfinite().all() and parameter.grad.any()
+
+
 def test_float64_models_keep_float64_scalars(tmp_path):
     model = make("dense+violin").double()
     assert decays(model)[0].beta.dtype == torch.float64
@@ -820,7 +844,6 @@ def gradients(model, pixels):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("prior", PRIORS)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_changes_no_gradient(prior, reentrant):
@@ -833,7 +856,20 @@ def test_gradient_checkpointing_changes_no_gradient(prior, reentrant):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-6, atol=1e-7, msg=name)
 
 
-def test_supports_stop_gradients_between_images_patches():
+@pytest.mark.parametrize("backend", ["auto", "reference", "diagonal"])
+@pytest.mark.parametrize("prior", ["fibottention", "fibottention+violin", "zero fill+violin"])
+def test_training_after_a_first_call_in_inference_mode(prior, backend, monkeypatch):
+    """Tables made in inference mode cannot be saved for a backward pass."""
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", backend)
+    expected = gradients(make(prior), images())
+    model = make(prior)
+    with torch.inference_mode():
+        model(images())
+    found = gradients(model, images())
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_supports_stop_gradients_between_patches():
     """No gradient from a patch to a patch outside the union of its heads' supports, one layer, no prefix token."""
     prior = {"support": {"name": "fibottention", "shuffle_seed": None}}
     model = make(prior, cls=SparsePriorViTModel, num_hidden_layers=1, use_class_token=False, pooling="mean")
@@ -862,7 +898,7 @@ def test_alpha_and_beta_are_in_no_weight_decay_group():
 INITIALISED = {
     "alpha": lambda tensor: tensor.sub(1).abs().max() < 0.2 and tensor.std() > 0,
     "beta": lambda tensor: tensor.min() >= 15 and tensor.max() <= 20 and tensor.std() > 0,
-    "prefix_beta": lambda tensor: (tensor == 20).all(),
+    "prefix_beta": lambda tensor: tensor.min() >= 15 and tensor.max() <= 20 and tensor.std() > 0,
     "class_token": lambda tensor: 0.005 < tensor.std() < 0.05,
     "distillation_token": lambda tensor: 0.005 < tensor.std() < 0.05,
     "register_tokens": lambda tensor: 0.005 < tensor.std() < 0.05,
@@ -1064,7 +1100,6 @@ def test_lora_with_the_scalars_trains_saves_and_reloads(use_dora, tmp_path):
     torch.testing.assert_close(merged(images()).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_lora_trains_with_gradient_checkpointing(reentrant):
     peft = pytest.importorskip("peft")

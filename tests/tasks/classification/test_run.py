@@ -18,7 +18,7 @@ CONFIG = {
     "data": {"source": "digits"},
     "model": {
         "prior": "fibottention+violin", "image_size": 8, "patch_size": 2, "hidden_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "intermediate_size": 48, "drop_path_rate": 0.1,
+        "num_attention_heads": 2, "intermediate_size": 48, "drop_path_rate": 0.1, "initializer_range": 0.1,
     },
     "trainer": {
         "num_train_epochs": 2, "per_device_train_batch_size": 16, "learning_rate": 5e-3, "weight_decay": 0.05,
@@ -41,7 +41,7 @@ def finished(tmp_path_factory):
 
 def test_a_run_learns_and_leaves_everything(finished):
     folder, results = finished
-    assert results["metrics"]["test_accuracy"] > 0.3  # chance is 0.1
+    assert results["metrics"]["test_accuracy"] > 0.5  # chance is 0.1
     stored = json.loads((folder / "results.json").read_text())
     assert stored["metrics"] == results["metrics"] and stored["prior"] == "fibottention+violin"
     counts = np.array(stored["confusion"])

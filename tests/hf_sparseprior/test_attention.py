@@ -1,0 +1,260 @@
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hf_sparseprior.attention import SparsePriorAttention
+from hf_sparseprior.decay import DECAYS
+from hf_sparseprior.ops import BACKENDS, attention
+from hf_sparseprior.prior import resolve_prior
+from hf_sparseprior.supports import SUPPORTS, build_mask
+
+HIDDEN, HEADS = 12, 3
+PRIORS = [name if decay is None else f"{name}+{decay}" for name in SUPPORTS for decay in [None, *DECAYS]]
+
+
+@pytest.fixture(autouse=True)
+def no_forced_backend(monkeypatch):
+    monkeypatch.delenv("SPARSEPRIOR_BACKEND", raising=False)
+
+
+def make_layer(prior="fibottention+violin", *, grid=(4, 4), heads=HEADS, seed=0, **options):
+    torch.manual_seed(seed)
+    return SparsePriorAttention(HIDDEN, heads, resolve_prior(prior, heads, grid), **options)
+
+
+def tokens(grid=(4, 4), prefix=1, *, batch=2, seed=1, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, prefix + grid[0] * grid[1], HIDDEN, generator=generator).to(dtype)
+
+
+def violin(**settings):
+    # Modified rows: on 4x4 patches each of the three heads has offsets, so every scalar has something to act on.
+    return {"support": {"name": "fibottention", "modified": True}, "decay": {"name": "violin", **settings}}
+
+
+def constant(alpha, beta):
+    return {"alpha_mean": alpha, "alpha_std": 0, "beta_low": beta, "beta_high": beta}
+
+
+# ---- what the layer computes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+@pytest.mark.parametrize("prior", PRIORS)
+def test_the_layer_projects_attends_and_projects(prior, prefix):
+    grid = (4, 5)
+    layer = make_layer(prior, grid=grid, layer_idx=3).double()
+    x = tokens(grid, prefix, dtype=torch.float64)
+    out, weights = layer(x, grid, prefix, output_attentions=True, backend="reference")
+    q, k, v = (
+        F.linear(x, p.weight, p.bias).unflatten(-1, (HEADS, HIDDEN // HEADS)).transpose(1, 2)
+        for p in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    resolved, decay = layer.prior, None
+    if resolved["decay"] is not None:
+        scalars = {"alpha": layer.decay_bias.alpha, "beta": layer.decay_bias.beta}
+        decay = {"name": resolved["decay"]["name"], **scalars}
+    options = {"num_prefix_tokens": prefix, "layer": 3, "grid": grid, "backend": "reference", "need_weights": True}
+    heads, expected_weights = attention(q, k, v, resolved["support"], decay, **options)
+    expected = layer.o_proj(torch.cat(heads.unbind(1), -1))
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-12, atol=1e-12)
+    mask = build_mask(resolved["support"], num_heads=HEADS, num_tokens=20, num_prefix_tokens=prefix, layer=3)
+    assert torch.equal(weights[0] > 0, torch.tensor(mask))
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
+@pytest.mark.parametrize("prior", PRIORS)
+def test_backends_agree_forward_and_backward(prior, backend):
+    layer = make_layer(prior).double()
+    x = tokens(dtype=torch.float64).requires_grad_()
+    try:
+        out, _ = layer(x, (4, 4), 1, backend=backend)
+    except ValueError as error:
+        assert "cannot run this attention" in str(error)
+        return
+    expected, _ = layer(x, (4, 4), 1, backend="reference")
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+    inputs = [x, *layer.parameters()]
+    for own, reference in zip(
+        torch.autograd.grad(out.square().sum(), inputs),
+        torch.autograd.grad(expected.square().sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(own, reference, rtol=1e-9, atol=1e-11)
+
+
+def test_dense_attention_is_torchs_own():
+    layer = make_layer("dense")
+    torch_layer = torch.nn.MultiheadAttention(HIDDEN, HEADS, batch_first=True)
+    with torch.no_grad():
+        torch_layer.in_proj_weight.copy_(torch.cat([p.weight for p in (layer.q_proj, layer.k_proj, layer.v_proj)]))
+        torch_layer.in_proj_bias.copy_(torch.cat([p.bias for p in (layer.q_proj, layer.k_proj, layer.v_proj)]))
+        torch_layer.out_proj.load_state_dict(layer.o_proj.state_dict())
+    x = tokens()
+    out, weights = layer(x, (4, 4), 1, output_attentions=True)
+    expected, expected_weights = torch_layer(x, x, x, average_attn_weights=False)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+    assert layer(x, (4, 4), 1)[1] is None
+
+
+def test_layers_shuffle_the_supports():
+    first, second = (make_layer("fibottention", layer_idx=index) for index in (0, 1))
+    offsets = [layer.plan((4, 4), 1).offsets for layer in (first, second)]
+    assert sorted(offsets[0]) == sorted(offsets[1]) and offsets[0] != offsets[1]
+    assert not torch.equal(first(tokens(), (4, 4), 1)[0], second(tokens(), (4, 4), 1)[0])
+
+
+@pytest.mark.parametrize("name", DECAYS)
+@pytest.mark.parametrize("support", SUPPORTS)
+def test_a_decay_without_effect_reproduces_the_base_model(support, name):
+    # The same projections in both, since the seed is; alpha = 1 and beta -> infinity is exact, beta = 20 nearly.
+    base = make_layer(support)(tokens(), (4, 4), 1, backend="reference")[0]
+    for init, exact in ((constant(1, 200), True), ("identity", False)):
+        layer = make_layer({"support": support, "decay": {"name": name, "init": init}})
+        out = layer(tokens(), (4, 4), 1, backend="reference")[0]
+        assert torch.equal(out, base) if exact else (out - base).abs().max() < 1e-5
+
+
+def test_dropout_is_for_training_only():
+    layer = make_layer(attention_dropout=0.5)
+    first, second = (layer.train()(tokens(), (4, 4), 1)[0] for _ in range(2))
+    assert not torch.equal(first, second)
+    first, second = (layer.eval()(tokens(), (4, 4), 1)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(first, make_layer().train()(tokens(), (4, 4), 1)[0])
+
+
+# ---- parameters -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_parameters_and_state(prior):
+    layer = make_layer(prior)
+    expected = {f"{p}_proj.{kind}" for p in "qkvo" for kind in ("weight", "bias")}
+    if layer.prior["decay"] is not None:
+        # transformers' Trainer keeps names with "bias" out of weight decay.
+        expected |= {"decay_bias.alpha", "decay_bias.beta"}
+    layer(tokens(), (4, 4), 1)
+    assert set(layer.state_dict()) == set(dict(layer.named_parameters())) == expected
+
+
+def test_biases_are_optional():
+    layer = make_layer("dense", qkv_bias=False, proj_bias=False)
+    assert all(name.endswith("weight") for name in layer.state_dict())
+
+
+@pytest.mark.parametrize("backend", ["reference", "diagonal"])
+def test_every_scalar_learns_at_the_papers_fine_tuning_start(backend):
+    # beta ~ U(15, 20) in float32, where sigmoid(beta) ** d has no gradient for most of the range.
+    layer = make_layer(violin(init="finetune", learn_prefix=True))
+    layer(tokens(), (4, 4), 1, backend=backend)[0].square().sum().backward()
+    for name, parameter in layer.decay_bias.named_parameters():
+        assert (parameter.grad != 0).all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["reference", "diagonal"])
+def test_a_half_precision_layer_keeps_its_scalars_in_float32(backend, dtype):
+    exact = make_layer(violin(init="finetune"))
+    layer = copy.deepcopy(exact).to(dtype)
+    out, _ = layer(tokens(dtype=dtype), (4, 4), 1, backend=backend)
+    assert out.dtype == dtype
+    assert layer.q_proj.weight.dtype == dtype
+    assert {p.dtype for p in layer.decay_bias.parameters()} == {torch.float32}
+    assert torch.equal(layer.decay_bias.beta, exact.decay_bias.beta)
+    expected, _ = exact(tokens(), (4, 4), 1, backend="reference")
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+    out.float().square().sum().backward()
+    assert (layer.decay_bias.beta.grad != 0).all()
+
+
+# ---- grids and plans ------------------------------------------------------------------------------------------------
+
+
+def test_one_layer_takes_any_grid():
+    layer = make_layer()
+    for grid, prefix in (((1, 1), 0), ((1, 1), 1), ((2, 7), 0), ((7, 2), 3), ((16, 16), 1)):
+        out, _ = layer(tokens(grid, prefix), grid, prefix)
+        assert out.shape == (2, prefix + grid[0] * grid[1], HIDDEN) and out.isfinite().all()
+    # Same number of tokens, other distances.
+    x = tokens((2, 7), 0)
+    assert not torch.equal(layer(x, (2, 7))[0], layer(x, (7, 2))[0])
+
+
+def test_plans_are_kept_and_bounded():
+    layer = make_layer()
+    assert layer.plan((4, 4), 1) is layer.plan((4, 4), 1)
+    assert layer.plan((4, 4), 1) is not layer.plan((4, 4), 0)
+    before = layer(tokens(), (4, 4), 1)[0]
+    for width in range(1, 3 * layer.MAX_PLANS):
+        layer(tokens((1, width), 0), (1, width), 0)
+        assert len(layer._plans) <= layer.MAX_PLANS
+    assert torch.equal(layer(tokens(), (4, 4), 1)[0], before)
+
+
+def test_layers_share_no_plans():
+    first, second = make_layer(), make_layer()
+    first(tokens(), (4, 4), 1)
+    assert not second._plans
+    assert SparsePriorAttention(HIDDEN, HEADS, first.prior)._plans is not second._plans
+
+
+@pytest.mark.parametrize("backend", ["reference", "diagonal", "auto"])
+@pytest.mark.parametrize("prior", [p for p in PRIORS if not p.startswith("dense")])
+def test_training_after_inference_mode(prior, backend):
+    layer = make_layer(prior)
+    with torch.inference_mode():
+        before = layer(tokens(), (4, 4), 1, backend=backend)[0]
+    out, _ = layer(tokens(), (4, 4), 1, backend=backend)
+    torch.testing.assert_close(out, before.clone(), rtol=1e-5, atol=1e-6)
+    out.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_a_used_layer_can_be_copied_and_pickled(prior):
+    layer = make_layer(prior).eval()
+    before = layer(tokens(), (4, 4), 1, backend="reference")[0]
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(twin(tokens(), (4, 4), 1, backend="reference")[0], before)
+
+
+def test_plans_leave_torchs_generator_alone():
+    layer = make_layer()
+    before = torch.get_rng_state()
+    layer(tokens(), (4, 4), 1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_notes_are_logged_once_for_a_model_and_grid(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("hf_sparseprior"), "propagate", True)
+    prior = {"support": {"name": "fibottention", "w_min": 3, "w_max": 20}}
+    with caplog.at_level(logging.INFO, logger="hf_sparseprior.attention"):
+        for index in range(3):
+            layer = make_layer(prior, layer_idx=index)
+            layer(tokens(), (4, 4), 1)
+            layer(tokens(), (4, 4), 1)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len([m for m in messages if "w_max=20" in m and "16 patch tokens of the 4x4 grid" in m]) == 1
+
+
+@pytest.mark.parametrize("prior", ["dense", "fibottention", "fibottention+violin", "window+manhattan"])
+def test_the_layer_compiles_into_one_graph(prior):
+    # Tables become constants of the graph; "eager" runs what dynamo traced.
+    torch._dynamo.reset()
+    layer = make_layer(prior)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for grid in ((4, 4), (3, 5)):
+        x = tokens(grid)
+        out, expected = compiled(x, grid, 1)[0], layer(x, grid, 1)[0]
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+        gradients = [torch.autograd.grad(y.square().sum(), list(layer.parameters())) for y in (out, expected)]
+        for own, reference in zip(*gradients, strict=True):
+            torch.testing.assert_close(own, reference, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()

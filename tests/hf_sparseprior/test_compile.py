@@ -1,0 +1,287 @@
+"""torch.compile and torch.export give the eager model's results and leave the eager model alone."""
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
+
+from hf_sparseprior import SparsePriorViTBackbone, SparsePriorViTConfig, SparsePriorViTForImageClassification
+
+PRIORS = ["dense", "fibottention", "violin", "fibottention+violin"]
+# The configured grid and one that is neither square nor the configured one.
+SIZES = [(32, 32), (16, 24)]
+
+
+def tiny(prior, **settings):
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    return SparsePriorViTConfig(
+        prior=prior, **{**sizes, "image_size": 32, "patch_size": 4, "num_labels": 3, **settings}
+    )
+
+
+@torch.no_grad()
+def make(prior, cls=SparsePriorViTForImageClassification, **settings):
+    """A model whose masks matter: weights far from their small initial values, beta in 0..4."""
+    torch.manual_seed(0)
+    model = cls(tiny(prior, **settings)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("beta"):
+            nn.init.uniform_(parameter, 0.0, 4.0)
+        else:
+            parameter.add_(torch.rand_like(parameter) - 0.5)
+    return model
+
+
+def images(size=(32, 32), batch=2):
+    return torch.randn(batch, 3, *size, generator=torch.Generator().manual_seed(7))
+
+
+def gradients(model, source, pixels):
+    """Logits and the gradients of the parameters of `source`, which `model` is or wraps."""
+    source.zero_grad()
+    logits = model(pixels).logits
+    F.cross_entropy(logits, torch.tensor([0, 2])).backward()
+    return logits.detach(), {name: parameter.grad.clone() for name, parameter in source.named_parameters()}
+
+
+def assert_same_step(compiled, model, pixels):
+    logits, found = gradients(compiled, model, pixels)
+    expected_logits, expected = gradients(model, model, pixels)
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-5)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Compiled code of one test must not count against the recompilation limit of the next."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+# ---- torch.compile --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_compiled_training_on_two_grids_in_one_model(prior):
+    model = make(prior, num_hidden_layers=1, pooling="mean", interpolation="bilinear").train()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for size in SIZES:
+        assert_same_step(compiled, model, images(size))
+    # The first grid again takes the code that is there.
+    assert_same_step(compiled, model, images())
+
+
+@pytest.mark.parametrize("mask_fill", ["neg_inf", "zero"])
+@pytest.mark.parametrize("backend", ["reference", "diagonal"])
+def test_compiled_training_with_a_forced_backend(backend, mask_fill, monkeypatch):
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", backend)
+    # The diagonal path is unrolled over heads, offsets and curves; few of each keep the test fast.
+    decay = {"name": "violin", "curves": ["hilbert"]}
+    prior = {"support": {"name": "fibottention", "mask_fill": mask_fill}, "decay": decay}
+    model = make(prior, num_attention_heads=2, num_hidden_layers=1, pooling="mean").train()
+    assert_same_step(torch.compile(model, fullgraph=True, backend="aot_eager"), model, images((16, 24)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prior", ["fibottention", "fibottention+violin"])
+def test_compiled_training_where_diagonal_is_chosen(prior):
+    model = make(prior, image_size=64).train()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for size in [(64, 64), (32, 32), (64, 48)]:
+        assert_same_step(compiled, model, images(size))
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_compiled_inference(prior):
+    model = make(prior)
+    expected = model(images()).logits
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(images()).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_training_goes_on_after_compiled_inference():
+    """A table made under inference_mode could not be saved for a backward pass."""
+    model = make("fibottention+violin", num_hidden_layers=1, pooling="mean")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.inference_mode():
+        compiled(images())
+    assert_same_step(compiled, model, images())
+
+
+def test_batch_sizes_share_one_graph():
+    model = make("fibottention+violin")
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, fullgraph=True, backend=count, dynamic=True)
+    with torch.no_grad():
+        for batch in (2, 3, 5, 7):
+            torch.testing.assert_close(compiled(images(batch=batch)).logits, model(images(batch=batch)).logits)
+    assert len(graphs) == 1
+
+
+@torch.no_grad()
+def test_layers_compiled_one_by_one_keep_their_own_supports():
+    """Regional compilation: all layers run the same code object, so the compiler must tell them apart."""
+    model = make("fibottention", num_hidden_layers=3)
+    expected = model(images()).logits
+    for layer in model.vit.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(model(images()).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_models_compiled_in_one_process_keep_their_own_supports_and_curves():
+    def fibottention(**settings):
+        return {"support": {"name": "fibottention", **settings}}
+
+    def violin(*curves):
+        return {"decay": {"name": "violin", "curves": curves}}
+
+    priors = [fibottention(), fibottention(shuffle_seed=5), fibottention(w_max=8), "window", "dense"]
+    priors += [violin("z", "snake"), violin("hilbert", "peano"), "manhattan"]
+    # Mean pooling: the class token of a single layer sees everything. All models stay alive, so that the code compiled
+    # for one is a candidate for the others.
+    models = [make(prior, num_hidden_layers=1, pooling="mean") for prior in priors]
+    wrong = []
+    for prior, model in zip(priors, models, strict=True):
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        difference = (compiled(images()).logits - model(images()).logits).abs().max().item()
+        if difference > 1e-4:
+            wrong.append((prior, difference))
+    assert not wrong
+
+
+@torch.no_grad()
+def test_compiled_outputs():
+    model = make("fibottention+violin")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    output = compiled(images(), output_attentions=True, output_hidden_states=True)
+    expected = model(images(), output_attentions=True, output_hidden_states=True)
+    for found, wanted in zip(output.attentions, expected.attentions, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert len(output.hidden_states) == 3
+
+
+@torch.no_grad()
+def test_compiled_backbone():
+    model = make("fibottention+violin", cls=SparsePriorViTBackbone)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for size in SIZES:
+        found, expected = compiled(images(size)).feature_maps[0], model(images(size)).feature_maps[0]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_scalars_are_inputs_of_the_graph_not_constants():
+    model = make("violin")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    before = compiled(images()).logits
+    for layer in model.vit.layers:
+        layer.attention.decay_bias.alpha.mul_(2.0)
+        layer.attention.decay_bias.beta.add_(1.0)
+    after = compiled(images()).logits
+    assert (after - before).abs().max() > 1e-3
+    torch.testing.assert_close(after, model(images()).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
+def test_inductor(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = make("fibottention+violin").train()
+    compiled = torch.compile(model, fullgraph=True)
+    for size in SIZES[:2]:
+        assert_same_step(compiled, model, images(size))
+
+
+# ---- torch.export ---------------------------------------------------------------------------------------------------
+
+
+class Logits(nn.Module):
+    """An exported program returns tensors."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values):
+        return self.model(pixel_values).logits
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("prior", PRIORS)
+def test_export_save_and_load_reproduce_the_logits(prior, strict, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", "reference")
+    model = make(prior)
+    expected = model(images()).logits
+    program = torch.export.export(Logits(model), (images(),), strict=strict)
+    torch.testing.assert_close(program.module()(images()), expected)
+    torch.export.save(program, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    torch.testing.assert_close(loaded(images()), expected)
+    torch.testing.assert_close(loaded(images().flip(0)), expected.flip(0))
+    # The eager model goes on as before, its weights are still its own.
+    assert torch.equal(model(images()).logits, expected)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_before_any_eager_call(strict, monkeypatch):
+    """Tables that are first needed while tracing must not stay behind as fake tensors."""
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", "reference")
+    expected = make("fibottention+violin")(images()).logits
+    model = make("fibottention+violin")
+    program = torch.export.export(Logits(model), (images(),), strict=strict)
+    torch.testing.assert_close(program.module()(images()), expected)
+    torch.testing.assert_close(model(images()).logits, expected)
+    assert_same_step(model, model, images())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_any_batch_size(strict, monkeypatch):
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", "reference")
+    model = make("fibottention+violin")
+    shapes = {"pixel_values": {0: torch.export.Dim("batch", min=1, max=64)}}
+    program = torch.export.export(Logits(model), (images(),), dynamic_shapes=shapes, strict=strict)
+    torch.testing.assert_close(program.module()(images(batch=5)), model(images(batch=5)).logits)
+
+
+@pytest.mark.parametrize("prior", ["fibottention", "fibottention+violin"])
+def test_export_with_the_default_backend(prior):
+    model = make(prior)
+    expected = model(images()).logits
+    program = torch.export.export(Logits(model), (images(),))
+    torch.testing.assert_close(program.module()(images()), expected, rtol=1e-5, atol=1e-5)
+
+
+# ---- fake tensors ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "diagonal"])
+def test_a_fake_forward_leaves_nothing_behind(backend, monkeypatch):
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", backend)
+    expected = make("fibottention+violin")(images()).logits
+    model = make("fibottention+violin")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = model(mode.from_tensor(images())).logits
+    assert fake.shape == (2, 3)
+    assert torch.equal(model(images()).logits, expected)
+    assert_same_step(model, model, images())
+
+
+def test_eager_calls_after_compiling_first():
+    expected = make("fibottention+violin")(images()).logits
+    model = make("fibottention+violin")
+    with torch.no_grad():
+        torch.compile(model, fullgraph=True, backend="aot_eager")(images())
+    assert torch.equal(model(images()).logits, expected)
+    assert_same_step(model, model, images())
