@@ -201,8 +201,10 @@ def _sdpa_can_run(call: Call) -> str | None:
 
 def _sdpa(call: Call) -> tuple[Tensor, Tensor | None]:
     """torch's own dense attention, with a boolean mask where there is a support."""
+    # Four dimensions: with a mask of three, torch leaves its fused CPU kernel for one two to five times slower.
+    mask = None if call.mask is None else call.mask.unsqueeze(0)
     out = F.scaled_dot_product_attention(
-        call.q, call.k, call.v, attn_mask=call.mask, dropout_p=call.dropout_p, scale=call.scale
+        call.q, call.k, call.v, attn_mask=mask, dropout_p=call.dropout_p, scale=call.scale
     )
     return out, None
 
@@ -278,8 +280,7 @@ def _diagonal_head(
             columns.append((first, first + count, signed))
     if rows := self_rows(offsets, tokens, prefix):
         column = (q[:, rows.start : rows.stop] * k[:, rows.start : rows.stop]).sum(-1)
-        if (decay := _offset_weights(call, 0, head, q.dtype)) is not None:
-            column = column * decay[rows.start : rows.stop]
+        # No decay: a patch is at distance 0 from itself, where M is 1.
         logits.append(F.pad(column, (rows.start, tokens - rows.stop), value=-math.inf))
         columns.append((rows.start, rows.stop, 0))
 
@@ -346,33 +347,49 @@ BACKENDS = {
 }
 
 
-# Patch tokens from which diagonal beats dense attention with a mask, {(device type, needs gradients): N}. CPU: measured
-# on two cores in float32 with 3 and 12 heads of 64 (crossover between 100 and 256). CUDA: not measured; some hundred
-# small launches a layer cost milliseconds, so it is kept for sizes where the mask itself becomes the burden.
-DIAGONAL_FROM_TOKENS = {("cpu", False): 128, ("cpu", True): 196, ("cuda", False): 4096, ("cuda", True): 4096}
+# Patch tokens from which diagonal beats the dense path that it replaces, by (device type, needs gradients, dense path).
+# CPU: measured on two cores in float32, Fibottention, 3 to 12 heads of 16 to 64, batches of 2 to 64, in one interleaved
+# run (medians of 9). CUDA: not measured; some hundred small launches a layer cost milliseconds, so diagonal is kept for
+# sizes where the mask itself becomes the burden.
+DIAGONAL_FROM_TOKENS = {
+    ("cpu", False, "sdpa"): 320,
+    ("cpu", True, "sdpa"): 400,
+    ("cpu", False, "reference"): 144,
+    ("cpu", True, "reference"): 196,
+    ("cuda", False, "sdpa"): 4096,
+    ("cuda", True, "sdpa"): 4096,
+    ("cuda", False, "reference"): 2048,
+    ("cuda", True, "reference"): 2048,
+}
 # A pair costs the diagonal path about ten times as much as dense attention, so denser supports stay dense.
 DIAGONAL_MAX_DENSITY = 1 / 16
 
 
-def preference(plan: AttentionPlan, device_type: str, trains: bool) -> list[str]:
-    """Backends from the fastest on."""
+def diagonal_from(device_type: str, trains: bool, dense_path: str) -> int:
+    """Patch tokens from which the diagonal path is preferred to a dense one."""
+    device_type = device_type if device_type in ("cpu", "cuda") else "cuda"
+    return DIAGONAL_FROM_TOKENS[device_type, trains, dense_path]
+
+
+def preference(plan: AttentionPlan, fewest: int) -> list[str]:
+    """Backends from the fastest on; `fewest` as `diagonal_from` says."""
     if plan.offsets is None:
         return ["sdpa", "reference"]
-    fewest = DIAGONAL_FROM_TOKENS.get((device_type, trains), DIAGONAL_FROM_TOKENS["cpu", trains])
     if plan.num_tokens >= fewest and plan.density <= DIAGONAL_MAX_DENSITY:
         return ["diagonal", "sdpa", "reference"]
     return ["sdpa", "reference", "diagonal"]
 
 
-def _log_choice(call: Call, name: str, trains: bool, refused: list[tuple[str, str]]) -> None:
+def _log_choice(call: Call, name: str, fewest: int, refused: list[tuple[str, str]]) -> None:
     plan = call.plan
     why = "the support is dense"
     if plan.offsets is not None:
-        fewest = DIAGONAL_FROM_TOKENS.get((call.q.device.type, trains), DIAGONAL_FROM_TOKENS["cpu", trains])
         why = f"{plan.num_tokens} patch tokens, {100 * plan.density:.1f} % of the pairs kept"
         if plan.num_tokens < fewest or plan.density > DIAGONAL_MAX_DENSITY:
             limits = f"diagonal from {fewest} tokens on and up to {100 * DIAGONAL_MAX_DENSITY:.1f} %"
             why += f", dense with a mask is faster ({limits})"
+        else:
+            why += f", dense with a mask is slower from {fewest} tokens on"
     others = "".join(f"; not {other}: {reason}" for other, reason in refused)
     logger.debug("layer %d: %s (%s%s)", plan.layer, name, why, others)
 
@@ -383,23 +400,26 @@ def choose_backend(call: Call, backend: str = "auto") -> str:
     `backend` forces one, else the environment variable SPARSEPRIOR_BACKEND does, else the fastest that can run is
     taken. A forced backend that cannot run is an error, never another backend.
     """
-    if backend == "auto":
-        backend = os.environ.get("SPARSEPRIOR_BACKEND", "auto")
+    source = "backend"
+    if backend == "auto" and os.environ.get("SPARSEPRIOR_BACKEND"):
+        source, backend = "SPARSEPRIOR_BACKEND", os.environ["SPARSEPRIOR_BACKEND"]
     if backend != "auto":
         if backend not in BACKENDS:
-            raise ValueError(f"backend={backend!r} must be one of auto, {', '.join(BACKENDS)}")
+            raise ValueError(f"{source}={backend!r} must be one of auto, {', '.join(BACKENDS)}")
         if reason := BACKENDS[backend].can_run(call):
-            raise ValueError(f"backend={backend!r} cannot run this attention: {reason}")
+            raise ValueError(f"{source}={backend!r} cannot run this attention: {reason}")
         if not torch.compiler.is_compiling():
             logger.debug("layer %d: %s (forced)", call.plan.layer, backend)
         return backend
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (call.q, call.k, call.v))
     refused: list[tuple[str, str]] = []
-    for name in preference(call.plan, call.q.device.type, trains):
+    dense_path = "reference" if _sdpa_can_run(call) else "sdpa"
+    fewest = diagonal_from(call.q.device.type, trains, dense_path)
+    for name in preference(call.plan, fewest):
         reason = BACKENDS[name].can_run(call)
         if reason is None:
             if not torch.compiler.is_compiling() and logger.isEnabledFor(logging.DEBUG):
-                _log_choice(call, name, trains, refused)
+                _log_choice(call, name, fewest, refused)
             return name
         refused.append((name, reason))
     raise AssertionError("unreachable: reference runs everything")
@@ -422,6 +442,11 @@ def run_plan(
     Returns:
         out (B, H, T, D) and the attention weights (B, H, T, T) if `need_weights`, else None.
     """
+    if q.shape[2] != plan.total:
+        raise ValueError(
+            f"{q.shape[2]} tokens must be {plan.num_prefix_tokens} prefix tokens and a patch grid of {plan.grid}, "
+            f"{plan.total} in all"
+        )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     call = Call(q, k, v, plan, decay, scale, dropout_p, need_weights, None, None)
     name = choose_backend(call, backend)
@@ -474,7 +499,13 @@ def attention(
         ValueError: for shapes, dtypes or settings that do not fit, or a forced backend that cannot run.
     """
     layer = check_integer("layer", layer, 0)
-    _check_inputs(q, k, v, num_prefix_tokens)
+    _check_inputs(q, k, v)
+    limits = f" and at most {q.shape[2] - 1}, tokens - 1"
+    num_prefix_tokens = check_integer("num_prefix_tokens", num_prefix_tokens, 0, limits)
+    if num_prefix_tokens >= q.shape[2]:
+        raise ValueError(f"num_prefix_tokens={num_prefix_tokens} must be 0 or more{limits}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p={dropout_p} must be between 0 and 1")
     num_heads, num_tokens = q.shape[1], q.shape[2] - num_prefix_tokens
     grid = _check_grid(grid, num_tokens, decay is not None)
     if decay is not None:
@@ -488,7 +519,7 @@ def attention(
     return (out, weights) if weights is not None else out
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, num_prefix_tokens: int) -> None:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} of shape {tuple(tensor.shape)} must be (batch, heads, tokens, head width)")
@@ -498,8 +529,6 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, num_prefix_tokens: int) -> No
             raise ValueError(f"{name} of dtype {tensor.dtype} must be floating and the dtype of q, {q.dtype}")
         if tensor.device != q.device:
             raise ValueError(f"{name} on {tensor.device} must be on the device of q, {q.device}")
-    if not isinstance(num_prefix_tokens, int) or not 0 <= num_prefix_tokens < q.shape[2]:
-        raise ValueError(f"num_prefix_tokens={num_prefix_tokens} must be between 0 and {q.shape[2] - 1}, tokens - 1")
 
 
 def _check_grid(grid: tuple[int, int] | None, num_tokens: int, needed: bool) -> tuple[int, int]:

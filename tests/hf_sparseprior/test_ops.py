@@ -750,8 +750,8 @@ def test_the_log_names_the_path_and_why_not_others(chosen):
     assert "layer 2: reference" in message and "not sdpa: " in message and "weights" in message
     message = chosen({"name": "fibottention", "mask_fill": "zero"}, None, 4)
     assert "layer 2: reference" in message and "not sdpa: mask_fill='zero'" in message
-    message = chosen("fibottention", None, 14)
-    assert "layer 2: diagonal" in message and "196 patch tokens, 3.0 % of the pairs kept" in message
+    message = chosen("fibottention", None, 20)
+    assert "layer 2: diagonal" in message and "400 patch tokens, 2." in message
     message = chosen("fibottention", None, 6)
     assert "layer 2: sdpa" in message and "dense with a mask is faster" in message and "36 patch tokens" in message
     message = chosen({"name": "window", "w": 60}, None, 14)
@@ -815,7 +815,8 @@ def test_a_forced_backend_that_cannot_run_is_an_error(monkeypatch, how, backend,
         monkeypatch.setenv("SPARSEPRIOR_BACKEND", backend)
     else:
         options = {**options, "backend": backend}
-    with pytest.raises(ValueError, match=rf"backend='{backend}' cannot run this attention: .*{reason}"):
+    source = "SPARSEPRIOR_BACKEND" if how == "environment" else "backend"
+    with pytest.raises(ValueError, match=rf"^{source}='{backend}' cannot run this attention: .*{reason}"):
         call(leaves, support, variant, (3, 3), 0, **options)
 
 
@@ -823,7 +824,8 @@ def test_a_forced_backend_that_cannot_run_is_an_error(monkeypatch, how, backend,
 def test_an_unknown_backend_is_an_error(monkeypatch, how):
     monkeypatch.setenv("SPARSEPRIOR_BACKEND", "flash" if how == "environment" else "auto")
     options = {} if how == "environment" else {"backend": "flash"}
-    with pytest.raises(ValueError, match=rf"backend='flash' must be one of auto, {', '.join(BACKENDS)}"):
+    source = "SPARSEPRIOR_BACKEND" if how == "environment" else "backend"
+    with pytest.raises(ValueError, match=rf"^{source}='flash' must be one of auto, {', '.join(BACKENDS)}"):
         call(make_leaves((2, 2), 0), "dense", None, (2, 2), 0, **options)
 
 
@@ -851,8 +853,8 @@ BETA = torch.zeros(1, 2)
         ({"v": Q.double()}, r"v of dtype torch.float64 must be floating and the dtype of q, torch.float32"),
         ({"q": Q.long()}, r"q of dtype torch.int64 must be floating"),
         ({"k": Q.to("meta")}, r"k on meta must be on the device of q, cpu"),
-        ({"num_prefix_tokens": -1}, r"num_prefix_tokens=-1 must be between 0 and 6"),
-        ({"num_prefix_tokens": 7}, r"num_prefix_tokens=7 must be between 0 and 6"),
+        ({"num_prefix_tokens": -1}, r"num_prefix_tokens=-1 must be an integer of 0 or more and at most 6"),
+        ({"num_prefix_tokens": 7}, r"num_prefix_tokens=7 must be 0 or more and at most 6"),
         ({"num_prefix_tokens": 1.0}, r"num_prefix_tokens=1.0 must be "),
         ({"grid": (2, 3)}, r"grid=\(2, 3\) must be \(height, width\) with 7 patch tokens"),
         ({"grid": (7,)}, r"grid=\(7,\) must be \(height, width\) with 7 patch tokens"),
@@ -891,3 +893,14 @@ BETA = torch.zeros(1, 2)
 def test_wrong_arguments_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         attention(**{"q": Q, "k": Q, "v": Q, **changes})
+
+
+def test_an_empty_environment_variable_forces_nothing(monkeypatch):
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", "")
+    call(make_leaves((2, 2), 0), "dense", None, (2, 2), 0)
+
+
+@pytest.mark.parametrize("dropout_p", [-0.1, 1.1])
+def test_dropout_outside_its_range_is_refused(dropout_p):
+    with pytest.raises(ValueError, match=rf"dropout_p={dropout_p} must be between 0 and 1"):
+        attention(Q, Q, Q, dropout_p=dropout_p)
