@@ -87,7 +87,7 @@ def draw_results(results: dict[str, list[dict[str, Any]]], path: Path) -> Path:
         axis.plot(accuracy, [row] * len(accuracy), "o", color=pictures.INK, alpha=0.7)
         axis.plot([np.mean(accuracy)], [row], "|", color=pictures.ACCENT, markersize=22, markeredgewidth=2.5)
     axis.set_yticks(range(len(results)), list(results))
-    axis.invert_yaxis()
+    axis.set_ylim(len(results) - 0.5, -0.5)
     axis.set_xlabel("test accuracy, % (dots: seeds, bar: mean)")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="x", alpha=0.25)

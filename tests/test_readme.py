@@ -1,0 +1,37 @@
+"""The README stays true: names, files and commands that it mentions exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hf_sparseprior import ops
+from hf_sparseprior.configuration_sparseprior_vit import PRESETS
+from hf_sparseprior.curves import CURVES
+from hf_sparseprior.decay import DECAYS, INIT_PRESETS
+from hf_sparseprior.sequences import SEQUENCES
+from hf_sparseprior.supports import MASK_FILLS, SUPPORTS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", [*SUPPORTS, *SEQUENCES, *DECAYS, *CURVES, *INIT_PRESETS, *MASK_FILLS, *ops.BACKENDS])
+def test_every_registered_name_is_in_the_table_of_what_exists(name):
+    assert f"`{name}`" in README
+
+
+@pytest.mark.parametrize("page", [path.relative_to(ROOT) for path in (ROOT / "README.md", *ROOT.glob("tasks/*/*.md"))])
+def test_links_lead_to_files(page):
+    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
+    assert all((ROOT / page).parent.joinpath(link).exists() for link in links if "://" not in link), links
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"make ([a-z]+)", README)) <= targets
+    assert "make test" in (ROOT / ".ci" / "run").read_text() and "make test" in README
+
+
+def test_the_preset_of_the_example_exists():
+    assert re.search(r'from_preset\(\s*"(\w+)"', README).group(1) in PRESETS
