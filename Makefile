@@ -25,7 +25,7 @@ install: $(VENV)/installed
 
 # torch first: asked for by another package it could come in another build. Everything in the versions tested.
 $(VENV)/installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is %d.%d; give another with PYTHON=" % sys.version_info[:2])'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is %d.%d; give another with PYTHON=" % sys.version_info[:2])'
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --constraint constraints.txt torch
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[classification,dev]'

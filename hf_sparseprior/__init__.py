@@ -37,6 +37,8 @@ AutoBackbone.register(SparsePriorViTConfig, SparsePriorViTBackbone)
 
 if _level := _os.environ.get("SPARSEPRIOR_LOG"):
     # SPARSEPRIOR_LOG=debug says on stderr which attention backend runs and why.
+    if _level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise ValueError(f"SPARSEPRIOR_LOG={_level!r} must be one of debug, info, warning, error")
     _logger = _logging.getLogger("hf_sparseprior")
     _handler = _logging.StreamHandler()
     _handler.setFormatter(_logging.Formatter("%(name)s: %(message)s"))

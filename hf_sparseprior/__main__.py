@@ -12,6 +12,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hf_sparseprior", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     # Every command imports what it needs when it is parsed: --help stays quick and torch is loaded once.
+    from transformers.utils import logging as transformers_logging
+
     from hf_sparseprior.analysis import explain
     from hf_sparseprior.export import export_folder
 
@@ -24,14 +26,15 @@ def main(argv: list[str] | None = None) -> int:
     export_parser.add_argument("out", type=Path, help="new folder")
     export_parser.add_argument("--license", default="apache-2.0", help="for the model card (default apache-2.0)")
     arguments = parser.parse_args(argv)
+    transformers_logging.disable_progress_bar()
     try:
         if arguments.command == "explain":
             explain.run(arguments)
         else:
             for line in export_folder(arguments.source, arguments.out, arguments.license):
                 print(line)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"{parser.prog} {arguments.command}: {error}", file=sys.stderr)
+    except (ValueError, TypeError, OSError, ImportError, MemoryError) as error:
+        print(f"{parser.prog} {arguments.command}: {error or type(error).__name__}", file=sys.stderr)
         return 2
     return 0
 

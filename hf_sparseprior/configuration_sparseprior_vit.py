@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneConfigMixin
@@ -49,6 +50,22 @@ PRESETS: dict[str, dict[str, Any]] = {
     "deit3_huge": {**_HUGE, **_DEIT3, "patch_size": 14},
     "dino_small": {**_SMALL, **_IMAGENET},
     "dino_base": {**_BASE, **_IMAGENET},
+}
+
+
+# What other libraries call some fields; transformers would keep them as attributes without effect.
+OTHER_NAMES = {
+    "depth": "num_hidden_layers",
+    "num_layers": "num_hidden_layers",
+    "embed_dim": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "img_size": "image_size",
+    "patch": "patch_size",
+    "in_chans": "num_channels",
+    "drop_path": "drop_path_rate",
+    "init_values": "layerscale_value",
+    "support": "prior",
+    "decay": "prior",
 }
 
 
@@ -115,7 +132,7 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
     ) -> None:
         known = [field.name for field in fields(type(self))]
         for key in kwargs:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+            near = [OTHER_NAMES[key]] if key in OTHER_NAMES else difflib.get_close_matches(key, known, n=1, cutoff=0.85)
             if near:  # transformers keeps unknown keywords as attributes; a slip of the pen should not pass as one
                 raise ValueError(f"{key!r} is no field of {type(self).__name__}; did you mean {near[0]!r}?")
         super().__post_init__(**kwargs)
@@ -225,6 +242,7 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
             check_number("layerscale_value", self.layerscale_value, -math.inf, math.inf)
         for name in ("image_mean", "image_std"):
             value = getattr(self, name)
+            value = value.tolist() if isinstance(value, np.ndarray) else value
             channels = list(value) if isinstance(value, Sequence) else [value] * self.num_channels
             if len(channels) != self.num_channels:
                 raise ValueError(f"{name}={value!r} must be one number or one for each of {self.num_channels} channels")

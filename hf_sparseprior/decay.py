@@ -232,8 +232,10 @@ def decay_weights(beta_CH: Tensor, distance_C: Tensor, dtype: torch.dtype) -> Te
     return (total / distance_C.shape[0]).to(dtype)
 
 
-def pair_distances(positions_CAN: Tensor) -> Tensor:
-    """Distances (C, N, N) of all pairs of patches."""
+def pair_distances(positions_CAN: Tensor, dtype: torch.dtype) -> Tensor:
+    """Distances (C, N, N) of all pairs of patches, whole numbers in a floating dtype of at least float32."""
+    # Several times faster in floating point than in int64, and exact below 2^24.
+    positions_CAN = positions_CAN.to(dtype)
     return (positions_CAN.unsqueeze(-1) - positions_CAN.unsqueeze(-2)).abs().sum(1)
 
 
@@ -245,7 +247,7 @@ def offset_distances(positions_CAN: Tensor, offset: int) -> Tensor:
 
 def decay_mask(decay: dict[str, Any], positions_CAN: Tensor, dtype: torch.dtype) -> Tensor:
     """M (H, N, N) over the patch tokens."""
-    return decay_weights(decay["beta"], pair_distances(positions_CAN), dtype)
+    return decay_weights(decay["beta"], pair_distances(positions_CAN, torch.promote_types(dtype, torch.float32)), dtype)
 
 
 def prefix_weights(decay: dict[str, Any], dtype: torch.dtype) -> Tensor | None:

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from hf_sparseprior import modeling_sparseprior_vit as modeling
-from hf_sparseprior.hub import CARD, PROCESSOR, model_card, write_text
+from hf_sparseprior.hub import CARD, PROCESSOR, file_sha256, model_card, write_text
 
 RESULTS = "results.json"
 
@@ -20,8 +20,8 @@ RESULTS = "results.json"
 def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_name: str = "apache-2.0") -> list[str]:
     """Copy a saved model into a new folder with today's code, its image processor and a fresh model card.
 
-    The card takes data, metrics and command from `results.json` in the source or the folder above it. The new folder
-    appears whole or not at all.
+    The card takes data, metrics and command from `results.json` in the source or the folder above it, if that names
+    these weights by their hash. The new folder appears whole or not at all.
 
     Returns:
         Lines for the user: what was written and how to load it.
@@ -36,11 +36,15 @@ def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_nam
         raise OSError(f"{out} exists already; choose a new folder")
     config = AutoConfig.from_pretrained(source)
     names = config.architectures or []
-    cls = getattr(modeling, names[0], None) if names else None
-    if cls is None:
+    cls: Any = getattr(modeling, str(names[0]), None) if names else None
+    if config.model_type != modeling.SparsePriorViTConfig.model_type or not hasattr(cls, "from_pretrained"):
         raise OSError(f"{source} holds {names or 'no architecture'}; export takes the SparsePriorViT classes")
-    model = cls.from_pretrained(source)
-    results = _results_near(source)
+    # Mismatches are allowed here only to be named in one line below.
+    model, info = cls.from_pretrained(source, ignore_mismatched_sizes=True, output_loading_info=True)
+    fresh = sorted({*info["missing_keys"], *(mismatch[0] for mismatch in info["mismatched_keys"])})
+    if fresh:
+        raise OSError(f"{source} lacks weights that fit its config: {', '.join(fresh[:3])} ({len(fresh)} in all)")
+    results = _results_of(source)
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
@@ -56,14 +60,22 @@ def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_nam
     files = sorted(path.name for path in out.iterdir())
     return [
         f"{out}: {', '.join(files)}",
-        "metrics in the card: " + (", ".join(results.get("metrics", {})) or "none, no results.json beside the model"),
-        f"upload: huggingface-cli upload USER/NAME {out}",
+        "metrics in the card: " + (", ".join(results.get("metrics", {})) or "none, no results.json of these weights"),
+        f"upload: hf upload USER/NAME {out}",
     ]
 
 
-def _results_near(source: Path) -> dict[str, Any]:
+def _results_of(source: Path) -> dict[str, Any]:
+    """results.json in the source or above it, if it is of these very weights."""
+    weights = source / "model.safetensors"
     for folder in (source, source.parent):
-        if (folder / RESULTS).is_file():
-            with open(folder / RESULTS, encoding="utf-8") as file:
-                return json.load(file)
+        if not (folder / RESULTS).is_file() or not weights.is_file():
+            continue
+        try:
+            results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+            same = results["model_sha256"] == file_sha256(weights)
+        except (ValueError, KeyError, TypeError):
+            continue
+        if same and isinstance(results.get("metrics"), dict):
+            return results
     return {}

@@ -5,6 +5,7 @@ Part of the saved folder itself, so a model saved again where this package is no
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from transformers.utils import CONFIG_NAME
 
 CARD = "README.md"
 PROCESSOR = "preprocessor_config.json"
+AUTOMATIC = "<!-- written on saving, and again on every saving until this line is removed -->"
 
 
 def complete_folder(folder: str | os.PathLike, config: Any) -> None:
@@ -24,8 +26,16 @@ def complete_folder(folder: str | os.PathLike, config: Any) -> None:
     folder = Path(folder)
     if not (folder / PROCESSOR).exists():
         write_text(folder / PROCESSOR, json.dumps(image_processor_settings(config), indent=2) + "\n")
-    if not (folder / CARD).exists():
-        write_text(folder / CARD, model_card(config))
+    card = folder / CARD
+    # A card that nobody has added to goes with the model it describes; any other is its owner's.
+    if not card.exists() or AUTOMATIC in card.read_text(encoding="utf-8"):
+        write_text(card, model_card(config) + AUTOMATIC + "\n")
+
+
+def file_sha256(path: str | os.PathLike) -> str:
+    """SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -62,10 +72,11 @@ def model_card(config: Any, results: dict[str, Any] | None = None, license_name:
         license_name: for the card's header.
     """
     results = results or {}
+    classifies = any("ImageClassification" in name for name in config.architectures or [])
     lines = [
         "---",
         "library_name: transformers",
-        "pipeline_tag: image-classification",
+        f"pipeline_tag: {'image-classification' if classifies else 'image-feature-extraction'}",
         f"license: {license_name}",
         "tags: [vision-transformer, sparse-attention, spatial-prior]",
         "---",
@@ -78,7 +89,7 @@ def model_card(config: Any, results: dict[str, Any] | None = None, license_name:
         f"| image, patch, grid | {config.image_size}, {config.patch_size}, {config.grid[0]}x{config.grid[1]} patches |",
         f"| prior | `{json.dumps(config.prior)}` |",
         f"| pruning ratio | {config.pruning_ratio:.2f} % of query-key pairs left out, prefix tokens included |",
-        f"| classes | {config.num_labels} |",
+        *([f"| classes | {config.num_labels} |"] if classifies else []),
         f"| data | {results.get('data', 'not recorded')} |",
     ]
     metrics = results.get("metrics", {})
@@ -88,15 +99,25 @@ def model_card(config: Any, results: dict[str, Any] | None = None, license_name:
     lines += [
         "",
         "```python",
-        "from transformers import pipeline",
-        'classify = pipeline("image-classification", model="PATH_OR_NAME_OF_THIS_MODEL", trust_remote_code=True)',
-        'classify("image.png")',
+        *(_CLASSIFY if classifies else _FEATURES),
         "```",
         "",
-        "With `pip install hf_sparseprior` and `import hf_sparseprior`, `trust_remote_code` is not needed.",
+        "Where hf_sparseprior is installed and imported, `trust_remote_code` is not needed.",
         "",
     ]
     return "\n".join(lines)
+
+
+_CLASSIFY = (
+    "from transformers import pipeline",
+    'classify = pipeline("image-classification", model="PATH_OR_NAME_OF_THIS_MODEL", trust_remote_code=True)',
+    'classify("image.png")',
+)
+_FEATURES = (
+    "from transformers import AutoModel",
+    'model = AutoModel.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL", trust_remote_code=True)',
+    "features = model(pixel_values).last_hidden_state",
+)
 
 
 def _architecture(config: Any) -> str:

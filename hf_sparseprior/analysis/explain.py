@@ -18,6 +18,7 @@ from hf_sparseprior.prior import parse_prior, resolve_prior
 from hf_sparseprior.sequences import SEQUENCES
 from hf_sparseprior.supports import (
     SUPPORTS,
+    check_integer,
     check_keys,
     count_nonzeros,
     head_offsets,
@@ -28,6 +29,9 @@ from hf_sparseprior.supports import (
     support_notes,
     support_settings,
 )
+
+# Patches of a 64x64 grid: beyond it the N x N pictures take minutes and gigabytes.
+LARGEST_PICTURE = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +72,12 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> list[Path]:
     """Print the numbers, write the pictures, return their paths."""
+    for name, minimum in (("heads", 1), ("prefix", 0), ("head_dim", 1), ("layers", 1)):
+        check_integer(f"--{name.replace('_', '-')}", getattr(arguments, name), minimum)
+    if arguments.layer is not None:
+        check_integer("--layer", arguments.layer, 0)
+    if not arguments.no_picture and arguments.grid[0] * arguments.grid[1] > LARGEST_PICTURE:
+        raise ValueError(f"a picture needs {LARGEST_PICTURE} patches or fewer; give --no-picture for numbers alone")
     slots = parse_prior(arguments.prior)
     for key, value in parse_settings(arguments.set).items():
         _place_setting(slots, key, value)
@@ -171,7 +181,9 @@ def explain_decay(decay: dict[str, Any], arguments: argparse.Namespace) -> list[
     every = {"beta": torch.full((positions.shape[0], 1), beta, dtype=torch.float64)}
     masks["mean"] = decay_mask(every, positions, torch.float64)[0].numpy()
     print(f"{'mean':<10}  {'':<24}  {'':>9}  {masks['mean'].min():>10.4f}  {masks['mean'].mean():>7.4f}")
-    scalars = arguments.heads * (positions.shape[0] * decay["learn_beta"] + decay["learn_alpha"])
+    scalars = arguments.heads * (
+        positions.shape[0] * decay["learn_beta"] + decay["learn_alpha"] + decay["learn_prefix"]
+    )
     print(f"\n{scalars} learned scalars a layer, {scalars * arguments.layers} in {arguments.layers} layers")
     if arguments.no_picture or tokens == 1:
         return []

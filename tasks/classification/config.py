@@ -79,7 +79,10 @@ _Loader.add_implicit_resolver(
 
 def parse_value(text: str) -> Any:
     """A value of a key=value override, read as YAML."""
-    return yaml.load(text, Loader=_Loader)
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text!r} is not a YAML value: {str(error).splitlines()[0]}") from None
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
@@ -109,7 +112,24 @@ def check_config(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
     for section in SECTIONS:
         check_known(config[section], known[section], f"section {section!r}")
     DataConfig(**config["data"])
+    for key, value in config["trainer"].items():
+        if key.endswith("_strategy") and value is False:
+            config["trainer"][key] = "no"  # YAML reads a bare no as False
+    _check_numbers(config["trainer"])
     return config
+
+
+def _check_numbers(trainer: dict[str, Any]) -> None:
+    """transformers takes text for a number and fails over it much later."""
+    from transformers import TrainingArguments
+
+    for field in fields(TrainingArguments):
+        value = trainer.get(field.name)
+        number = isinstance(field.default, (int, float)) and not isinstance(field.default, bool)
+        if number and value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise ValueError(f"trainer.{field.name}={value!r} must be a number")
+        if field.name.startswith("per_device_") and isinstance(value, int) and value < 1:
+            raise ValueError(f"trainer.{field.name}={value} must be 1 or more")
 
 
 def known_keys() -> dict[str, list[str]]:
@@ -146,6 +166,8 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, dict[str, Any]]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold the sections {', '.join(SECTIONS)}")
     base = content.pop("base", None)
+    if base is not None and not isinstance(base, str):
+        raise ValueError(f"{path}: base={base!r} must be the name of a file")
     config = _read(path.parent / base, (*seen, path.resolve())) if base else {section: {} for section in SECTIONS}
     check_known(content, SECTIONS, str(path))
     for section, values in content.items():

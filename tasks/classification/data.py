@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
+from tqdm.auto import tqdm
 
 from tasks.classification.config import DataConfig
 
@@ -106,7 +107,7 @@ def _image_folder(config: DataConfig) -> ImageData:
         folders["train"] = root
     if folders["train"] is None:
         raise ValueError(f"{root} has no folder train")
-    classes = sorted(entry.name for entry in os.scandir(folders["train"]) if entry.is_dir())
+    classes = sorted(entry.name for entry in os.scandir(folders["train"]) if _is_class(entry))
     if len(classes) < 2:
         raise ValueError(f"{folders['train']} must hold one folder for each of two or more classes, found {classes}")
     splits = {}
@@ -119,11 +120,17 @@ def _image_folder(config: DataConfig) -> ImageData:
     return ImageData(splits, classes, f"images in {root.name} ({counts})")
 
 
+def _is_class(entry: os.DirEntry) -> bool:
+    return entry.is_dir() and not entry.name.startswith(".")
+
+
 def _list_images(folder: Path, classes: Sequence[str]) -> tuple[list[Path], list[int]]:
     files: list[Path] = []
     labels: list[int] = []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if not entry.is_dir():
+        if entry.is_file() and Path(entry.name).suffix.lower() in IMAGE_ENDINGS:
+            raise ValueError(f"{entry.path} lies outside the class folders, so it has no label")
+        if not _is_class(entry):
             continue
         if entry.name not in classes:
             raise ValueError(f"{entry.path}: class {entry.name!r} is not among the training classes {list(classes)}")
@@ -141,11 +148,23 @@ def _file_reader(image_module: Any, files: Sequence[Path]) -> Callable[[int], An
     def read(index: int) -> Any:
         try:
             with image_module.open(files[index]) as image:
-                return image.convert("RGB")
+                return to_rgb(image)
         except (OSError, ValueError, SyntaxError) as error:
             raise OSError(f"{files[index]} is not a readable image ({error})") from None
 
     return read
+
+
+def to_rgb(image: Any) -> Any:
+    """A PIL image as 8-bit RGB. Pillow's own conversion clips 16-bit grey to 255; here it is scaled."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        values = np.asarray(image).astype(np.int64)
+        image = Image.fromarray((np.clip(values, 0, 65535) >> 8).astype(np.uint8))
+    elif image.mode == "F":
+        raise ValueError("floating-point pixels have no known range; save 8-bit or 16-bit images")
+    return image.convert("RGB")
 
 
 def _parquet(config: DataConfig) -> ImageData:
@@ -176,11 +195,19 @@ def _parquet(config: DataConfig) -> ImageData:
         classes = list(feature.names)
         encode = {index: index for index in range(len(classes))}
     else:
-        values = sorted(set(tables["train"][config.label_column]))
+        values = set(tables["train"][config.label_column])
+        if None in values:
+            raise ValueError(f"{root}, train: {config.label_column} is missing for some images")
+        values = sorted(values)
         classes = [str(value) for value in values]
         encode = {value: index for index, value in enumerate(values)}
+    if len(classes) < 2:
+        raise ValueError(f"{root} must hold two or more classes, found {classes}")
     for split in files:
-        table = tables[split].cast_column(config.image_column, Image())
+        try:
+            table = tables[split].cast_column(config.image_column, Image())
+        except Exception as error:  # pyarrow's own types
+            raise ValueError(f"{root}: column {config.image_column!r} holds no images ({error})") from None
         raw = tables[split][config.label_column]
         unknown = Counter(value for value in raw if value not in encode)
         if unknown:
@@ -195,7 +222,7 @@ def _parquet(config: DataConfig) -> ImageData:
 def _table_reader(table: Any, column: str, where: str) -> Callable[[int], Any]:
     def read(index: int) -> Any:
         try:
-            return table[index][column].convert("RGB")
+            return to_rgb(table[index][column])
         except (OSError, ValueError, SyntaxError, AttributeError) as error:
             raise OSError(f"{where}: row {index} is not a readable image ({error})") from None
 
@@ -225,9 +252,16 @@ class ImageDataset(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def fill_cache(self, show_progress: bool = False) -> None:
+        """Process every image now; worker processes that start later share the memory."""
         if self.cache and self.pixels is None:
-            self.pixels = torch.stack([self._process(position) for position in range(len(self))])
+            indices = tqdm(range(len(self)), desc="reading images", disable=not show_progress or len(self) < 2000)
+            self.pixels = torch.stack([self._process(index) for index in indices])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        # A worker would fill a cache of its own, and again in every epoch.
+        if get_worker_info() is None:
+            self.fill_cache()
         pixels = self._process(index) if self.pixels is None else self.pixels[index]
         return {"pixel_values": pixels, "labels": int(self.images.labels[index])}
 

@@ -108,7 +108,7 @@ def draw_pictures(out: Path, results: dict[str, list[dict[str, Any]]]) -> list[P
         mask = build_mask(spec, num_heads=heads, num_tokens=grid[0] * grid[1], num_prefix_tokens=prefix, layer=layer)
         masks.append(mask)
         titles += [f"layer {layer + 1}, head {head + 1}" for head in range(heads)]
-    heading = f"fibottention: {config.pruning_ratio:.1f} % of the pairs are never formed (orange: class token)"
+    heading = f"fibottention: {config.pruning_ratio:.1f} % of the pairs are left out (orange: class token)"
     drawn = [pictures.draw_support(np.concatenate(masks), titles, out / "support.png", heading, prefix)]
     curves = config.prior["decay"]["curves"]
     drawn.append(pictures.draw_curves(curves, grid, out / "curves.png"))
@@ -182,6 +182,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args(argv)
+    if arguments.seeds < 1:
+        parser.error(f"--seeds {arguments.seeds} must be 1 or more")
     transformers_logging.disable_progress_bar()
     start = time.perf_counter()
     results = train_all(arguments.out, arguments.seeds)

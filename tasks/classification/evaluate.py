@@ -18,14 +18,25 @@ from tasks.classification.config import DataConfig, check_config, load_config, p
 from tasks.classification.data import SPLITS, ImageDataset, load_data
 from tasks.classification.metrics import compute_metrics, confusion_matrix
 from tasks.classification.report import command_line, draw_confusion, environment, write_results
-from tasks.classification.train import RUN_CONFIG
+from tasks.classification.run_folder import RUN_CONFIG
+
+
+def load_whole_model(folder: str | Path) -> Any:
+    """A saved classifier of which every weight is in the folder."""
+    model, info = AutoModelForImageClassification.from_pretrained(
+        folder, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    fresh = sorted({*info["missing_keys"], *(mismatch[0] for mismatch in info["mismatched_keys"])})
+    if fresh:
+        raise OSError(f"{folder} lacks weights that fit its config: {', '.join(fresh[:3])} ({len(fresh)} in all)")
+    return model
 
 
 def evaluate_model(
     model_folder: str | Path, config: dict[str, dict[str, Any]], split: str, out: Path, batch_size: int = 64
 ) -> dict[str, Any]:
     """Accuracy and confusion matrix of a saved model on a split; writes both into `out`."""
-    model = AutoModelForImageClassification.from_pretrained(model_folder, use_safetensors=True)
+    model = load_whole_model(model_folder)
     processor = AutoImageProcessor.from_pretrained(model_folder)
     data_config = DataConfig(**config["data"])
     data = load_data(data_config)
@@ -72,13 +83,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", help="YAML file with a data section; default: that of the run that trained it")
     parser.add_argument("--split", choices=SPLITS, default="test")
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--out", type=Path, help="folder for results and picture; default: MODEL/../evaluation")
+    parser.add_argument("--out", type=Path, help="folder for results and picture; default: MODEL/../evaluation/MODEL")
     parser.add_argument("overrides", nargs="*", metavar="data.key=value")
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
     try:
         config = _config(arguments)
-        out = arguments.out or arguments.model.resolve().parent / "evaluation"
+        out = arguments.out or arguments.model.resolve().parent / "evaluation" / arguments.model.resolve().name
         results = evaluate_model(arguments.model, config, arguments.split, out, arguments.batch_size)
     except (ValueError, OSError, TypeError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)

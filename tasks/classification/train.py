@@ -6,8 +6,6 @@ A run that was interrupted goes on from its last checkpoint; a finished run is n
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -16,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import ProgressCallback, TrainingArguments, ViTImageProcessorPil, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.hub import CARD, image_processor_settings, model_card, write_text
+from hf_sparseprior.decay import decay_mask
+from hf_sparseprior.hub import CARD, file_sha256, image_processor_settings, model_card, write_text
+from hf_sparseprior.ops import plan_table
 from hf_sparseprior.training import OneLineProgress, SparsePriorTrainer
 from tasks.classification.config import DataConfig, check_config, load_config
 from tasks.classification.data import ImageData, ImageDataset, load_data
@@ -30,13 +29,9 @@ from tasks.classification.report import (
     draw_confusion,
     draw_history,
     environment,
-    read_results,
     write_results,
 )
-
-RUN_CONFIG = "run_config.json"
-RESULTS = "results.json"
-MODEL = "model"
+from tasks.classification.run_folder import MODEL, RESULTS, claim, finished_results, last_whole_checkpoint
 
 # What a run does unless its configuration says otherwise.
 TRAINER_DEFAULTS: dict[str, Any] = {
@@ -60,17 +55,55 @@ def build_model(model: dict[str, Any], classes: list[str]) -> SparsePriorViTForI
     options["id2label"] = dict(enumerate(classes))
     options["label2id"] = {name: index for index, name in enumerate(classes)}
     if pretrained:
-        # Another number of classes gives a fresh classifier; transformers prints what it made anew.
-        return SparsePriorViTForImageClassification.from_pretrained(pretrained, ignore_mismatched_sizes=True, **options)
+        return _load_pretrained(pretrained, options)
     if preset:
         return SparsePriorViTForImageClassification(SparsePriorViTConfig.from_preset(preset, **options))
     return SparsePriorViTForImageClassification(SparsePriorViTConfig(**options))
+
+
+def _load_pretrained(folder: str, options: dict[str, Any]) -> SparsePriorViTForImageClassification:
+    """A saved model with changed options: only classifier and decay may start anew, positions are interpolated."""
+    if not Path(folder).is_dir():
+        raise OSError(f"model.pretrained={folder} is not a folder of a saved model")
+    model, info = SparsePriorViTForImageClassification.from_pretrained(
+        folder, ignore_mismatched_sizes=True, output_loading_info=True, **options
+    )
+    mismatched = {mismatch[0] for mismatch in info["mismatched_keys"]}
+    positions = "vit.embeddings.position_embeddings"
+    if positions in mismatched and _copy_positions(folder, model):
+        mismatched.discard(positions)
+    fresh = sorted(key for key in {*info["missing_keys"], *mismatched} if not _may_start_anew(key))
+    if fresh:
+        more = f" and {len(fresh) - 3} more" if len(fresh) > 3 else ""
+        raise ValueError(
+            f"model.pretrained={folder} does not fit this model: {', '.join(fresh[:3])}{more} would start at random"
+        )
+    return model
+
+
+def _may_start_anew(key: str) -> bool:
+    return "classifier" in key or "decay_bias" in key.split(".")
+
+
+@torch.no_grad()
+def _copy_positions(folder: str, model: SparsePriorViTForImageClassification) -> bool:
+    """Interpolate a saved model's position embedding to the model's grid; False if it does not fit otherwise."""
+    source = SparsePriorViTForImageClassification.from_pretrained(folder).vit.embeddings
+    prefix = source.position_embeddings[:, : source.num_prefix_positions]
+    resized = torch.cat([prefix, source.patch_positions(model.config.grid)], 1)
+    target = model.vit.embeddings.position_embeddings
+    if resized.shape != target.shape:
+        return False
+    target.copy_(resized)
+    return True
 
 
 def make_datasets(
     data: ImageData, config: DataConfig, model_config: SparsePriorViTConfig
 ) -> tuple[dict[str, ImageDataset], Any]:
     """The three splits as torch datasets, and the image processor they use."""
+    if model_config.num_channels not in (1, 3):
+        raise ValueError(f"model.num_channels={model_config.num_channels} must be 3 (colour) or 1 (grey) for images")
     processor = ViTImageProcessorPil(**image_processor_settings(model_config))
     datasets = {
         split: ImageDataset(images, processor, model_config.num_channels, config.cache)
@@ -94,18 +127,18 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     out = Path(config["trainer"].get("output_dir") or "")
     if out == Path(""):
         raise ValueError("trainer.output_dir is missing; give a folder for this run")
-    if finished := _claim_folder(out, config, overwrite):
+    if finished := finished_results(out, config, overwrite):
         return finished
     # Pinned memory only means something beside an accelerator.
     defaults = {**TRAINER_DEFAULTS, "dataloader_pin_memory": torch.cuda.is_available()}
-    arguments = TrainingArguments(**{**defaults, **config["trainer"]})
+    arguments = _trainer_errors(TrainingArguments, **{**defaults, **config["trainer"]})
     data_config = DataConfig(**config["data"])
     data = load_data(data_config)
     set_seed(arguments.seed)
     model = build_model(config["model"], data.classes)
     datasets, processor = make_datasets(data, data_config, model.config)
-    _write_run_config(out, config)
-    trainer = SparsePriorTrainer(
+    trainer = _trainer_errors(
+        SparsePriorTrainer,
         model=model,
         args=arguments,
         train_dataset=datasets["train"],
@@ -113,10 +146,15 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         processing_class=processor,
         compute_metrics=compute_metrics,
     )
+    for dataset in datasets.values():
+        dataset.fill_cache(show_progress=not arguments.disable_tqdm)
+    datasets["train"][0]
+    # Until here nothing was written or thrown away: a bad value leaves the folder as it was.
+    claim(out, config)
     if not arguments.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(OneLineProgress())
-    checkpoint = get_last_checkpoint(str(out))
+    checkpoint = last_whole_checkpoint(out)
     if checkpoint:
         print(f"going on from {checkpoint}", file=sys.stderr)
     start = time.perf_counter()
@@ -134,6 +172,8 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         },
         "data": data.description + _sizes(datasets),
         "prior": model.config.prior_name,
+        "prior_settings": model.config.prior,
+        "max_decay_change": max_decay_change(model),
         "pruning_ratio": model.config.pruning_ratio,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "seed": arguments.seed,
@@ -157,38 +197,31 @@ def _sizes(datasets: dict[str, ImageDataset]) -> str:
     return " (" + ", ".join(f"{len(dataset)} {split}" for split, dataset in datasets.items()) + ")"
 
 
-def _claim_folder(out: Path, config: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
-    """The results of this very run if it is done already; an error if another run has the folder."""
-    stored = out / RUN_CONFIG
-    if not stored.exists():
-        if out.exists() and any(out.iterdir()) and not overwrite:
-            raise ValueError(f"trainer.output_dir={out} is not empty and not of this program; choose another folder")
-        return None
-    earlier = json.loads(stored.read_text(encoding="utf-8"))
-    differences = [
-        f"{section}.{key}: {earlier.get(section, {}).get(key)!r} there, {config[section].get(key)!r} here"
-        for section in config
-        for key in sorted({*config[section], *earlier.get(section, {})})
-        if config[section].get(key) != earlier.get(section, {}).get(key)
-    ]
-    if differences and not overwrite:
-        raise ValueError(
-            f"trainer.output_dir={out} belongs to another run ({'; '.join(differences)}); "
-            "choose another folder or give --overwrite"
-        )
-    if differences:
-        shutil.rmtree(out)
-        return None
-    return read_results(out / RESULTS) if (out / RESULTS).exists() else None
+def _trainer_errors(make: Any, **options: Any) -> Any:
+    """Call transformers with the `trainer` section; its complaints name the section."""
+    try:
+        return make(**options)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"trainer: {error}") from None
 
 
-def _write_run_config(out: Path, config: dict[str, Any]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    write_text(out / RUN_CONFIG, json.dumps(config, indent=1) + "\n")
+@torch.no_grad()
+def max_decay_change(model: SparsePriorViTForImageClassification) -> float | None:
+    """max |M - 1| over layers, heads and pairs: how far the learned decay is from none; None without a decay."""
+    changes = []
+    for layer in model.vit.layers:
+        if layer.attention.decay_bias is not None:
+            plan = layer.attention.plan(model.config.grid, model.config.num_prefix_tokens)
+            decay = layer.attention.decay_bias()
+            mask = decay_mask(decay, plan_table(plan, "positions", decay["beta"].device), torch.float32)
+            changes.append((mask - 1).abs().max().item())
+    return max(changes, default=None)
 
 
 def _write_outputs(out: Path, results: dict[str, Any], trainer: Any, processor: Any) -> None:
     trainer.model.save_pretrained(out / MODEL)
+    # Says which weights the metrics are of.
+    results["model_sha256"] = file_sha256(out / MODEL / "model.safetensors")
     processor.save_pretrained(out / MODEL)
     write_text(out / MODEL / CARD, model_card(trainer.model.config, results))
     heading = f"{results['prior']}, seed {results['seed']}"
@@ -222,9 +255,14 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, TypeError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"\n{parser.prog}: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
     out = config["trainer"]["output_dir"]
     for name, value in results["metrics"].items():
         print(f"{name}: {100 * value:.2f} %")
+    if results["max_decay_change"] is not None:
+        print(f"max |M - 1| of the learned decay: {results['max_decay_change']:.4f}")
     print(f"results: {out}/{RESULTS}, pictures: {out}/curves.png {out}/confusion.png, model: {out}/{MODEL}")
     return 0
 

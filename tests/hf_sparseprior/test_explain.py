@@ -57,7 +57,11 @@ def test_settings_reach_the_support(capsys):
         (["fibottention", "--set", "w_mn=3"], "did you mean 'w_min'"),
         (["fibottention", "--set", "w_min"], "KEY=VALUE"),
         (["fibottention", "--set", "w_min=-1"], "w_min=-1 must be an integer of 1 or more"),
-        (["fibottention", "--heads", "0"], "num_heads=0"),
+        (["fibottention", "--prefix", "-1"], "--prefix=-1 must be an integer of 0 or more"),
+        (["fibottention", "--layers", "0"], "--layers=0 must be an integer of 1 or more"),
+        (["fibottention", "--layer", "-1"], "--layer=-1 must be an integer of 0 or more"),
+        (["fibottention", "--head-dim", "0"], "--head-dim=0 must be an integer of 1 or more"),
+        (["fibottention", "--heads", "0"], "--heads=0 must be an integer of 1 or more"),
     ],
 )
 def test_bad_arguments_give_one_line(arguments, message, capsys):
@@ -76,3 +80,14 @@ def test_flops_equal_a_count_of_the_mask(support, prefix):
 
 def test_dense_flops_of_vit_b():
     assert dense_attention_flops(12, 197, 64, 12) == 2 * 12 * 197**2 * 768
+
+
+def test_learned_prefix_scalars_are_counted(capsys):
+    main(["explain", "violin", "--grid", "4x4", "--no-picture", "--set", "learn_prefix=true"])
+    assert "1440 in 12 layers" in capsys.readouterr().out
+
+
+def test_pictures_too_large_to_draw_are_refused(capsys):
+    assert main(["explain", "fibottention", "--grid", "100x100"]) == 2
+    assert "--no-picture" in capsys.readouterr().err
+    assert main(["explain", "fibottention", "--grid", "100x100", "--no-picture"]) == 0

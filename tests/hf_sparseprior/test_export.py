@@ -1,7 +1,10 @@
+import hashlib
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 import hf_sparseprior as sp
@@ -22,6 +25,7 @@ def test_export_makes_a_whole_folder_with_the_metrics_of_the_run(model, tmp_path
     run = tmp_path / "run"
     model.save_pretrained(run / "model")
     results = {"metrics": {"test_accuracy": 0.875}, "data": "seven pictures", "command": "python -m somewhere"}
+    results["model_sha256"] = hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
     (run / "results.json").write_text(json.dumps(results))
     assert main(["export", str(run / "model"), str(tmp_path / "up")]) == 0
     card = (tmp_path / "up" / "README.md").read_text()
@@ -46,3 +50,43 @@ def test_export_refuses_what_it_cannot_do_and_leaves_nothing(model, tmp_path, ca
     (tmp_path / "up").mkdir()
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "up")]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_metrics_of_other_weights_stay_out_of_the_card(model, tmp_path):
+    model.save_pretrained(tmp_path / "run" / "checkpoint-3")
+    results = {"metrics": {"test_accuracy": 0.875}, "model_sha256": "0" * 64}
+    for content in (json.dumps(results), "[1]", "{", json.dumps({"metrics": 3})):
+        (tmp_path / "run" / "results.json").write_text(content)
+        assert main(["export", str(tmp_path / "run" / "checkpoint-3"), str(tmp_path / "up")]) == 0
+        assert "0.875" not in (tmp_path / "up" / "README.md").read_text()
+        shutil.rmtree(tmp_path / "up")
+
+
+def test_a_folder_that_lacks_weights_is_not_exported(model, tmp_path, capsys):
+    model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    weights = {name: value for name, value in load_file(path).items() if "layers.1" not in name}
+    save_file(weights, path, metadata={"format": "pt"})
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "up")]) == 2
+    assert "lacks weights that fit its config: vit.layers.1" in capsys.readouterr().err
+    assert not (tmp_path / "up").exists()
+
+
+@pytest.mark.parametrize("change", [{"model_type": "vit"}, {"architectures": ["os"]}, {"architectures": None}])
+def test_other_models_are_not_exported(model, tmp_path, capsys, change):
+    model.save_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, **change}))
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "up")]) == 2
+    assert "export takes the SparsePriorViT classes" in capsys.readouterr().err
+
+
+def test_cards_say_what_the_model_is_and_follow_it_until_somebody_edits_them(model, tmp_path):
+    card = tmp_path / "README.md"
+    sp.SparsePriorViTModel(model.config).save_pretrained(tmp_path)
+    assert "image-feature-extraction" in card.read_text() and "| classes |" not in card.read_text()
+    model.save_pretrained(tmp_path)
+    assert "pipeline_tag: image-classification" in card.read_text() and "| classes | 3 |" in card.read_text()
+    card.write_text("mine")
+    model.save_pretrained(tmp_path)
+    assert card.read_text() == "mine"

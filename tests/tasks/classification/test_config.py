@@ -53,6 +53,8 @@ def test_override_values_are_yaml(text, value):
         ("model: 3", [], "section 'model' must hold keys and values"),
         ("model: [", [], "is not YAML"),
         ("- 1", [], "must hold the sections"),
+        ("base: 5", [], "base=5 must be the name of a file"),
+        ("", ["model.prior=["], "is not a YAML value"),
         ("base: run.yaml", [], "leads back to this file"),
     ],
 )
@@ -74,3 +76,7 @@ def test_preset_and_pretrained_exclude_each_other():
 
 def test_defaults_are_valid():
     assert DataConfig().source == "digits"
+
+
+def test_a_bare_no_is_a_strategy(tmp_path):
+    assert load_config(write(tmp_path, ""), ["trainer.eval_strategy=no"])["trainer"]["eval_strategy"] == "no"

@@ -154,3 +154,45 @@ def test_cached_images_equal_fresh_ones(channels):
         raw = np.asarray(images.read(index).convert("L" if channels == 1 else "RGB")).reshape(8, 8, channels)
         expected = torch.tensor((raw / 255.0 - 0.5) / 0.5).permute(2, 0, 1)
         assert torch.allclose(cached[index]["pixel_values"].double(), expected, atol=1e-6)
+
+
+def test_sixteen_bit_images_keep_their_greys(tmp_path):
+    root = write_folder(tmp_path / "images")
+    ramp = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    Image.fromarray(ramp).save(root / "train" / "3" / "ramp.png")
+    data = load_data(DataConfig(source="imagefolder", path=str(root / "train")))
+    seen = [np.asarray(images.read(n)) for images in data.splits.values() for n in range(len(images))]
+    assert any(np.array_equal(image[..., 0], ramp >> 8) for image in seen)
+
+
+def test_images_without_a_class_and_hidden_folders(tmp_path):
+    root = write_folder(tmp_path / "images")
+    (root / "train" / ".ipynb_checkpoints").mkdir()
+    assert load_data(DataConfig(source="imagefolder", path=str(root))).classes == ["3", "7"]
+    digit(0).save(root / "train" / "stray.png")
+    with pytest.raises(ValueError, match=r"stray\.png lies outside the class folders"):
+        load_data(DataConfig(source="imagefolder", path=str(root)))
+
+
+def test_parquet_with_missing_labels_one_class_or_no_images_is_refused(tmp_path):
+    (tmp_path / "p").mkdir()
+    table = pyarrow.table({"image": [png(digit(0))] * 3, "label": ["a", None, "b"]})
+    pyarrow.parquet.write_table(table, tmp_path / "p" / "train.parquet")
+    with pytest.raises(ValueError, match="label is missing for some images"):
+        load_data(DataConfig(source="parquet", path=str(tmp_path / "p")))
+    with pytest.raises(ValueError, match="two or more classes"):
+        load_data(DataConfig(source="parquet", path=str(write_parquet(tmp_path / "q", ["3"] * 4))))
+    (tmp_path / "r").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"image": [1, 2], "label": ["a", "b"]}), tmp_path / "r" / "train.parquet")
+    with pytest.raises(ValueError, match="column 'image' holds no images"):
+        load_data(DataConfig(source="parquet", path=str(tmp_path / "r")))
+
+
+def test_workers_share_the_cache_and_never_fill_their_own():
+    processor = ViTImageProcessorPil(size={"height": 8, "width": 8})
+    images = load_data(DataConfig()).splits["test"].subset(np.arange(12))
+    dataset = ImageDataset(images, processor)
+    dataset.fill_cache()
+    images.read = lambda index: pytest.fail("an image was read again")
+    batches = list(torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=1))
+    assert torch.equal(torch.cat([batch["pixel_values"] for batch in batches]), dataset.pixels)

@@ -1,5 +1,6 @@
 import copy
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import evaluate
 import numpy as np
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tasks.classification import demo
 from tasks.classification import evaluate as evaluation
@@ -178,3 +179,132 @@ def test_the_demo_end_to_end(tmp_path, monkeypatch, capsys):
     # A second call trains nothing.
     monkeypatch.setattr(training, "load_data", lambda config: pytest.fail("trained again"))
     assert demo.main(["--out", str(tmp_path), "--seeds", "1"]) == 0
+
+
+# ---- what a run does to its folder ----------------------------------------------------------------------------------
+
+
+def copy_run(finished, tmp_path):
+    shutil.copytree(finished[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_overwrite_with_a_bad_value_keeps_the_old_run(finished, tmp_path):
+    folder = copy_run(finished, tmp_path)
+    config = config_in(folder)
+    config["model"]["prior"] = "violn"
+    with pytest.raises(ValueError, match="violn"):
+        training.run(config, overwrite=True)
+    assert training.run(config_in(folder))["metrics"] == finished[1]["metrics"]
+
+
+def test_overwrite_replaces_another_run(finished, tmp_path):
+    folder = copy_run(finished, tmp_path)
+    (folder / "leftover").touch()
+    config = config_in(folder, num_train_epochs=1)
+    assert training.run(config, overwrite=True)["config"]["trainer"]["num_train_epochs"] == 1
+    assert not (folder / "leftover").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"trainer": {"learning_rate": "abc"}},
+        {"trainer": {"per_device_train_batch_size": 0}},
+        {"model": {"num_channels": 2}},
+        {"model": {"patch_size": 3}},
+    ],
+)
+def test_a_failed_start_leaves_nothing_and_does_not_block_its_correction(tmp_path, change):
+    config = config_in(tmp_path / "run")
+    for section, values in change.items():
+        config[section].update(values)
+    with pytest.raises(ValueError, match=r"learning_rate|abc|batch|num_channels=2|patch_size=3"):
+        training.run(config)
+    assert not (tmp_path / "run" / "run_config.json").exists()
+
+
+def test_a_run_may_move_and_hide_its_bar(finished, tmp_path):
+    folder = copy_run(finished, tmp_path)
+    assert training.run(config_in(folder, disable_tqdm=False))["metrics"] == finished[1]["metrics"]
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut weights", "cut optimizer", "no state"])
+def test_a_checkpoint_that_was_killed_half_way_is_skipped(finished, tmp_path, capsys, damage):
+    folder = copy_run(finished, tmp_path)
+    (folder / "results.json").unlink()
+    last = folder / "checkpoint-136"
+    if damage == "empty":
+        shutil.rmtree(last)
+        last.mkdir()
+    elif damage == "no state":
+        (last / "trainer_state.json").unlink()
+    else:
+        name = "model.safetensors" if damage == "cut weights" else "optimizer.pt"
+        with open(last / name, "r+b") as file:
+            file.truncate(100)
+    results = training.run(config_in(folder))
+    assert results["resumed_from"] == "checkpoint-68"
+    assert results["metrics"] == finished[1]["metrics"]
+    assert f"{last} is skipped" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_one_line(tmp_path, monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "run", interrupt)
+    config = Path(__file__).parents[3] / "configs" / "classification" / "smoke.yaml"
+    assert training.main(["--config", str(config)]) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_results_name_the_prior_and_how_far_the_decay_moved(finished):
+    _, results = finished
+    assert results["prior_settings"]["support"]["mask_fill"] == "neg_inf"
+    # beta ~ U(5, 9) on 16 patches: at least 1 - sigmoid(9) ** 1, at most 1 - sigmoid(4.5) ** 15.
+    assert 1e-4 < results["max_decay_change"] < 0.16
+
+
+# ---- starting from a saved model ------------------------------------------------------------------------------------
+
+
+def build(finished, **options):
+    model = {**CONFIG["model"], **options, "pretrained": str(finished[0] / "model")}
+    return training.build_model(model, [str(digit) for digit in range(options.pop("classes", 10))])
+
+
+def test_pretrained_weights_are_taken_over(finished):
+    expected = load_file(finished[0] / "model" / "model.safetensors")
+    for name, value in build(finished).state_dict().items():
+        assert value.equal(expected[name]), name
+
+
+def test_another_prior_and_other_classes_start_those_parts_anew(finished):
+    model = {**CONFIG["model"], "prior": "dense", "pretrained": str(finished[0] / "model")}
+    built = training.build_model(model, ["a", "b"])
+    assert built.classifier.weight.shape == (2, 24) and built.config.prior_name == "dense"
+
+
+def test_positions_are_interpolated_for_another_size(finished):
+    source = build(finished).vit.embeddings
+    larger = build(finished, image_size=16).vit.embeddings
+    assert larger.position_embeddings.shape == (1, 1 + 64, 24)
+    assert larger.position_embeddings[:, 1:].equal(source.patch_positions((8, 8)))
+    assert larger.position_embeddings[:, :1].equal(source.position_embeddings[:, :1])
+
+
+def test_a_model_of_another_shape_is_refused(finished):
+    with pytest.raises(ValueError, match=r"does not fit this model: vit.* would start at random"):
+        build(finished, hidden_size=48)
+    with pytest.raises(OSError, match="nowhere is not a folder of a saved model"):
+        training.build_model({"pretrained": "nowhere"}, ["a", "b"])
+
+
+def test_evaluate_refuses_a_model_with_missing_weights(finished, tmp_path, capsys):
+    folder = copy_run(finished, tmp_path)
+    path = folder / "model" / "model.safetensors"
+    weights = {name: value for name, value in load_file(path).items() if "layers.1" not in name}
+    save_file(weights, path, metadata={"format": "pt"})
+    assert evaluation.main([str(folder / "model")]) == 2
+    assert "lacks weights that fit its config: vit.layers.1" in capsys.readouterr().err

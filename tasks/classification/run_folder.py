@@ -1,0 +1,96 @@
+"""The folder of a run: whose it is, whether it is finished, which checkpoint it goes on from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers.trainer import TRAINER_STATE_NAME
+
+from hf_sparseprior.hub import write_text
+from tasks.classification.report import read_results
+
+RUN_CONFIG = "run_config.json"
+RESULTS = "results.json"
+MODEL = "model"
+# Where a run lies and how it shows itself does not make it another run.
+COSMETIC = ("output_dir", "disable_tqdm", "dataloader_num_workers", "save_total_limit", "report_to")
+
+
+def finished_results(out: Path, config: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+    """The results of this very run if it is done already.
+
+    Raises:
+        ValueError: if the folder belongs to another run or to something else, unless `overwrite`.
+    """
+    if not (out / RUN_CONFIG).exists():
+        if out.exists() and any(out.iterdir()):
+            raise ValueError(f"trainer.output_dir={out} is not empty and not of this program; choose another folder")
+        return None
+    differences = config_differences(out, config)
+    if differences and not overwrite:
+        raise ValueError(
+            f"trainer.output_dir={out} belongs to another run ({'; '.join(differences)}); "
+            "choose another folder or give --overwrite"
+        )
+    return read_results(out / RESULTS) if not differences and (out / RESULTS).exists() else None
+
+
+def claim(out: Path, config: dict[str, Any]) -> None:
+    """Make the folder this run's; an earlier run with another configuration is thrown away."""
+    if (out / RUN_CONFIG).exists() and config_differences(out, config):
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / RUN_CONFIG, json.dumps(config, indent=1) + "\n")
+
+
+def config_differences(out: Path, config: dict[str, Any]) -> list[str]:
+    """Keys in which the run that has the folder differs from this one."""
+    try:
+        earlier = json.loads((out / RUN_CONFIG).read_text(encoding="utf-8"))
+        sections = {section: dict(earlier[section]) for section in config}
+    except (ValueError, KeyError, TypeError):
+        return [f"{RUN_CONFIG} is damaged"]
+    return [
+        f"{section}.{key}: {sections[section].get(key)!r} there, {config[section].get(key)!r} here"
+        for section in config
+        for key in sorted({*config[section], *sections[section]})
+        if key not in COSMETIC and config[section].get(key) != sections[section].get(key)
+    ]
+
+
+def last_whole_checkpoint(out: Path) -> str | None:
+    """The newest checkpoint that was written to its end.
+
+    A run that is killed while it saves leaves a folder that lacks files or holds cut ones; such a folder is skipped
+    with one line.
+    """
+    numbered = [path for path in out.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdigit()]
+    for path in sorted(numbered, key=lambda path: int(path.name.rsplit("-", 1)[1]), reverse=True):
+        damage = checkpoint_damage(path)
+        if damage is None:
+            return str(path)
+        print(f"{path} is skipped: {damage}", file=sys.stderr)
+    return None
+
+
+def checkpoint_damage(checkpoint: Path) -> str | None:
+    """What a Trainer's checkpoint lacks, or None for a whole one. trainer_state.json is written last."""
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", TRAINER_STATE_NAME):
+        if not (checkpoint / name).is_file():
+            return f"{name} is missing"
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        with safe_open(checkpoint / "model.safetensors", "pt") as file:
+            file.keys()
+    except (ValueError, SafetensorError) as error:
+        return f"it is cut off ({str(error).splitlines()[0]})"
+    for path in (*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")):
+        if not zipfile.is_zipfile(path):
+            return f"{path.name} is cut off"
+    return None
