@@ -1,4 +1,4 @@
-"""Command line: python -m hf_sparseprior explain | export."""
+"""Command line: python -m hf_sparseprior explain | export | convert."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def main(argv: list[str] | None = None) -> int:
     from transformers.utils import logging as transformers_logging
 
     from hf_sparseprior.analysis import explain
+    from hf_sparseprior.convert import convert_checkpoint
     from hf_sparseprior.export import export_folder
 
     explain_parser = commands.add_parser(
@@ -25,11 +26,28 @@ def main(argv: list[str] | None = None) -> int:
     export_parser.add_argument("source", type=Path, help="folder of a saved model or a training run")
     export_parser.add_argument("out", type=Path, help="new folder")
     export_parser.add_argument("--license", default="apache-2.0", help="for the model card (default apache-2.0)")
+    convert_parser = commands.add_parser("convert", help="a checkpoint of transformers, timm, DeiT or DINO as ours")
+    convert_parser.add_argument("source", type=Path, help="folder, .safetensors, .pth or .bin file")
+    convert_parser.add_argument("out", type=Path, help="new folder")
+    convert_parser.add_argument("--prior", default="dense", help="prior of the new model (default dense)")
+    convert_parser.add_argument("--image-size", type=int, help="interpolate the positions to this image size")
+    convert_parser.add_argument("--heads", type=int, help="attention heads of a timm file of an unpublished width")
+    convert_parser.add_argument("--drop-classifier", action="store_true", help="write the base model alone")
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
     try:
         if arguments.command == "explain":
             explain.run(arguments)
+        elif arguments.command == "convert":
+            lines = convert_checkpoint(
+                arguments.source,
+                arguments.out,
+                arguments.prior,
+                arguments.image_size,
+                arguments.heads,
+                arguments.drop_classifier,
+            )
+            print("\n".join(lines))
         else:
             for line in export_folder(arguments.source, arguments.out, arguments.license):
                 print(line)

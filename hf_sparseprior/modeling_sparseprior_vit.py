@@ -85,6 +85,12 @@ class SparsePriorViTEmbeddings(nn.Module):
         resized = F.interpolate(precise, size=grid, mode=self.config.interpolation, align_corners=False)
         return resized.to(positions.dtype).flatten(2).transpose(1, 2)
 
+    def resized_positions(self, grid: tuple[int, int]) -> Tensor:
+        """The whole position embedding (1, prefix positions + N, C) for another grid."""
+        assert self.position_embeddings is not None
+        prefix = self.position_embeddings[:, : self.num_prefix_positions]
+        return torch.cat([prefix, self.patch_positions(grid)], 1)
+
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, tuple[int, int]]:
         """Tokens (B, T, C) and the patch grid of images (B, channels, height, width)."""
         channels, patch = self.config.num_channels, self.patch_size

@@ -89,8 +89,7 @@ def _may_start_anew(key: str) -> bool:
 def _copy_positions(folder: str, model: SparsePriorViTForImageClassification) -> bool:
     """Interpolate a saved model's position embedding to the model's grid; False if it does not fit otherwise."""
     source = SparsePriorViTForImageClassification.from_pretrained(folder).vit.embeddings
-    prefix = source.position_embeddings[:, : source.num_prefix_positions]
-    resized = torch.cat([prefix, source.patch_positions(model.config.grid)], 1)
+    resized = source.resized_positions(model.config.grid)
     target = model.vit.embeddings.position_embeddings
     if resized.shape != target.shape:
         return False
