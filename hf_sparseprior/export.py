@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
 from hf_sparseprior import modeling_sparseprior_vit as modeling
-from hf_sparseprior.hub import CARD, PROCESSOR, file_sha256, model_card, write_text
+from hf_sparseprior.hub import CARD, PROCESSOR, check_whole, file_sha256, model_card, whole_folder, write_text
 
 RESULTS = "results.json"
 
@@ -32,31 +31,22 @@ def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_nam
     source, out = Path(source), Path(out)
     if not (source / "config.json").is_file():
         raise OSError(f"{source} is no saved model: it has no config.json")
-    if out.exists():
+    if out.exists():  # said before the model is read, not after
         raise OSError(f"{out} exists already; choose a new folder")
     config = AutoConfig.from_pretrained(source)
     names = config.architectures or []
     cls: Any = getattr(modeling, str(names[0]), None) if names else None
     if config.model_type != modeling.SparsePriorViTConfig.model_type or not hasattr(cls, "from_pretrained"):
         raise OSError(f"{source} holds {names or 'no architecture'}; export takes the SparsePriorViT classes")
-    # Mismatches are allowed here only to be named in one line below.
+    # Mismatches are allowed only to be named in one line.
     model, info = cls.from_pretrained(source, ignore_mismatched_sizes=True, output_loading_info=True)
-    fresh = sorted({*info["missing_keys"], *(mismatch[0] for mismatch in info["mismatched_keys"])})
-    if fresh:
-        raise OSError(f"{source} lacks weights that fit its config: {', '.join(fresh[:3])} ({len(fresh)} in all)")
+    check_whole(source, info)
     results = _results_of(source)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
+    with whole_folder(out) as scratch:
         if (source / PROCESSOR).is_file():
             shutil.copyfile(source / PROCESSOR, scratch / PROCESSOR)
         model.save_pretrained(scratch)
         write_text(scratch / CARD, model_card(model.config, results, license_name))
-        scratch.chmod(0o755)
-        os.replace(scratch, out)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
     files = sorted(path.name for path in out.iterdir())
     return [
         f"{out}: {', '.join(files)}",

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +45,33 @@ def write_text(path: Path, text: str) -> None:
     scratch = path.with_name(path.name + ".partial")
     scratch.write_text(text, encoding="utf-8")
     os.replace(scratch, path)
+
+
+@contextmanager
+def whole_folder(out: str | os.PathLike) -> Iterator[Path]:
+    """A scratch folder that becomes `out` when the block ends well, and vanishes when it does not.
+
+    Raises:
+        OSError: if `out` exists.
+    """
+    out = Path(out)
+    if out.exists():
+        raise OSError(f"{out} exists already; choose a new folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield scratch
+        scratch.chmod(0o755)
+        os.replace(scratch, out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def check_whole(folder: Any, loading_info: dict[str, Any]) -> None:
+    """Raise OSError if `from_pretrained` made up a weight, as its loading info says."""
+    fresh = sorted({*loading_info["missing_keys"], *(mismatch[0] for mismatch in loading_info["mismatched_keys"])})
+    if fresh:
+        raise OSError(f"{folder} lacks weights that fit its config: {', '.join(fresh[:3])} ({len(fresh)} in all)")
 
 
 def image_processor_settings(config: Any) -> dict[str, Any]:

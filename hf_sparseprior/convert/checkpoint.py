@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
 from hf_sparseprior.convert import timm_vit, transformers_vit
+from hf_sparseprior.hub import whole_folder
 from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTForImageClassification, SparsePriorViTModel
 
 SOURCES: tuple[ModuleType, ...] = (transformers_vit, timm_vit)
@@ -116,15 +115,8 @@ def convert_checkpoint(
     model = _fill(module.rename(state), fields, prior, drop_classifier, source)
     if image_size is not None and image_size != model.config.image_size:
         model = _resize(model, image_size)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
+    with whole_folder(out) as scratch:
         model.save_pretrained(scratch)
-        scratch.chmod(0o755)
-        os.replace(scratch, out)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
     return [f"{out}: {type(model).__name__}, prior {model.config.prior_name}, from {Path(str(source)).name}", *notes]
 
 

@@ -14,6 +14,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Tr
 from transformers.utils import logging as transformers_logging
 
 import hf_sparseprior  # noqa: F401  registers the Auto classes
+from hf_sparseprior.hub import check_whole
 from tasks.classification.config import DataConfig, check_config, load_config, parse_value
 from tasks.classification.data import SPLITS, ImageDataset, load_data
 from tasks.classification.metrics import compute_metrics, confusion_matrix
@@ -26,9 +27,7 @@ def load_whole_model(folder: str | Path) -> Any:
     model, info = AutoModelForImageClassification.from_pretrained(
         folder, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True
     )
-    fresh = sorted({*info["missing_keys"], *(mismatch[0] for mismatch in info["mismatched_keys"])})
-    if fresh:
-        raise OSError(f"{folder} lacks weights that fit its config: {', '.join(fresh[:3])} ({len(fresh)} in all)")
+    check_whole(folder, info)
     return model
 
 
