@@ -16,7 +16,7 @@ from transformers.backbone_utils import BackboneConfigMixin
 
 from .curves import CURVES  # noqa: F401  every helper is named here, older releases do not follow chains of imports
 from .decay import DECAYS  # noqa: F401
-from .prior import parse_prior, prior_name, prior_pruning_ratio, resolve_prior
+from .prior import prior_name, prior_pruning_ratio, resolve_prior
 from .sequences import SEQUENCES  # noqa: F401
 from .supports import check_boolean, check_integer, support_notes
 
@@ -189,7 +189,7 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
         """
         self._validate_sizes()
         self._validate_choices()
-        self.prior = resolve_prior(parse_prior(self.prior), self.num_attention_heads, self.grid)
+        self.prior = resolve_prior(self.prior, self.num_attention_heads, self.grid)
         stage_names = ["stem"] + [f"stage{n}" for n in range(1, self.num_hidden_layers + 1)]
         if self.__dict__.get("stage_names") != stage_names:  # a new config, or one whose depth was changed
             self.stage_names = stage_names

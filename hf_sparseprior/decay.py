@@ -53,15 +53,20 @@ def resolve_decay(decay: str | dict[str, Any] | None) -> dict[str, Any] | None:
     Raises:
         ValueError: naming the field, the value and what is allowed.
     """
-    if decay is None or decay == "none":
+    if decay is None:
         return None
     name, spec = split_spec(decay, "decay", ["none", *DECAYS])
+    if name == "none":
+        check_keys(spec, [], "decay 'none'")
+        return None
     settings = dict(DECAYS[name].SETTINGS)
     check_keys(spec, list(settings), f"decay {name!r}")
     settings.update(spec)
     for key in ("learn_alpha", "learn_beta", "learn_prefix"):
         settings[key] = check_boolean(f"decay {name!r}: {key}", settings[key])
     init_values(settings["init"])
+    if isinstance(settings["init"], Mapping):
+        settings["init"] = {key: plain(value) for key, value in settings["init"].items()}
     if "curves" in settings:
         settings["curves"] = check_curves(settings["curves"])
     return {"name": name, **settings}

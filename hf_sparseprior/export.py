@@ -11,7 +11,16 @@ from typing import Any
 from transformers import AutoConfig
 
 from hf_sparseprior import modeling_sparseprior_vit as modeling
-from hf_sparseprior.hub import CARD, PROCESSOR, check_whole, file_sha256, model_card, whole_folder, write_text
+from hf_sparseprior.hub import (
+    CARD,
+    PROCESSOR,
+    check_new,
+    check_whole,
+    file_sha256,
+    model_card,
+    whole_folder,
+    write_text,
+)
 
 RESULTS = "results.json"
 
@@ -31,8 +40,7 @@ def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_nam
     source, out = Path(source), Path(out)
     if not (source / "config.json").is_file():
         raise OSError(f"{source} is no saved model: it has no config.json")
-    if out.exists():  # said before the model is read, not after
-        raise OSError(f"{out} exists already; choose a new folder")
+    check_new(out)
     config = AutoConfig.from_pretrained(source)
     names = config.architectures or []
     cls: Any = getattr(modeling, str(names[0]), None) if names else None

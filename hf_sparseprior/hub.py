@@ -24,7 +24,7 @@ AUTOMATIC = "<!-- written on saving, and again on every saving until this line i
 
 
 def complete_folder(folder: str | os.PathLike, config: Any) -> None:
-    """Write the image processor and the model card of a saved model where there is none yet."""
+    """Write the image processor of a saved model where there is none, and the model card unless somebody edited it."""
     folder = Path(folder)
     if not (folder / PROCESSOR).exists():
         write_text(folder / PROCESSOR, json.dumps(image_processor_settings(config), indent=2) + "\n")
@@ -47,6 +47,12 @@ def write_text(path: Path, text: str) -> None:
     os.replace(scratch, path)
 
 
+def check_new(out: Path) -> None:
+    """Raise OSError if a folder to be written exists; long work asks before it begins."""
+    if out.exists():
+        raise OSError(f"{out} exists already; choose a new folder")
+
+
 @contextmanager
 def whole_folder(out: str | os.PathLike) -> Iterator[Path]:
     """A scratch folder that becomes `out` when the block ends well, and vanishes when it does not.
@@ -55,8 +61,7 @@ def whole_folder(out: str | os.PathLike) -> Iterator[Path]:
         OSError: if `out` exists.
     """
     out = Path(out)
-    if out.exists():
-        raise OSError(f"{out} exists already; choose a new folder")
+    check_new(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
@@ -67,10 +72,14 @@ def whole_folder(out: str | os.PathLike) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def made_up_keys(loading_info: dict[str, Any]) -> list[str]:
+    """Weights that `from_pretrained` initialised because the checkpoint had none, or none of that shape."""
+    return sorted({*loading_info["missing_keys"], *(mismatch[0] for mismatch in loading_info["mismatched_keys"])})
+
+
 def check_whole(folder: Any, loading_info: dict[str, Any]) -> None:
     """Raise OSError if `from_pretrained` made up a weight, as its loading info says."""
-    fresh = sorted({*loading_info["missing_keys"], *(mismatch[0] for mismatch in loading_info["mismatched_keys"])})
-    if fresh:
+    if fresh := made_up_keys(loading_info):
         raise OSError(f"{folder} lacks weights that fit its config: {', '.join(fresh[:3])} ({len(fresh)} in all)")
 
 

@@ -286,7 +286,7 @@ class SparsePriorViTPreTrainedModel(PreTrainedModel):
         return super()._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """As transformers', plus the full auto map, and an image processor and a model card where there is none."""
+        """As transformers', plus the full auto map, an image processor and a model card (see `complete_folder`)."""
         self.config.auto_map = dict(AUTO_MAP)
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):

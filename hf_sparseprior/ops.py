@@ -221,7 +221,7 @@ def _diagonal_can_run(call: Call) -> str | None:
 
 
 def _diagonal(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Attention along diagonals with PyTorch operations only; the largest tensor is (B, N, K + P).
+    """Attention along diagonals with PyTorch operations only; nothing grows with N x N.
 
     For each head and signed offset o, rows j meet keys j + o as two contiguous slices. Logits of a head are gathered
     as columns [prefix | offsets], one softmax runs over them. Prefix rows see everything and are P rows of dense

@@ -41,6 +41,16 @@ def save(figure: Any, path: str | os.PathLike) -> Path:
     return path
 
 
+def _panels(count: int, width: float, height: float, heading: float) -> tuple[Any, Any]:
+    """A figure of up to four panels a row, sizes in inches, every axis hidden until it is drawn on."""
+    columns = min(4, count)
+    rows = math.ceil(count / columns)
+    figure, axes = pyplot().subplots(rows, columns, figsize=(width * columns, height * rows + heading), squeeze=False)
+    for axis in axes.flat:
+        axis.axis("off")
+    return figure, axes
+
+
 def draw_support(
     masks: np.ndarray, titles: Sequence[str], path: str | os.PathLike, heading: str, num_prefix_tokens: int = 0
 ) -> Path:
@@ -53,14 +63,9 @@ def draw_support(
         heading: above all panels.
         num_prefix_tokens: drawn in another colour.
     """
-    plt = pyplot()
+    figure, axes = _panels(len(masks), 3.1, 3.3, 0.5)
     from matplotlib.colors import ListedColormap
 
-    columns = min(4, len(masks))
-    rows = math.ceil(len(masks) / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(3.1 * columns, 3.3 * rows + 0.5), squeeze=False)
-    for axis in axes.flat:
-        axis.axis("off")
     for axis, mask, title in zip(axes.flat, masks, titles, strict=False):
         image = mask.astype(np.uint8)
         if num_prefix_tokens:
@@ -78,14 +83,9 @@ def draw_support(
 
 def draw_curves(curves: Sequence[str], grid: tuple[int, int], path: str | os.PathLike) -> Path:
     """One panel a curve: its path over the patches, from dark (first) to light (last)."""
-    plt = pyplot()
+    figure, axes = _panels(len(curves), 2.8, 3.0, 0.4)
     from matplotlib.collections import LineCollection
 
-    columns = min(4, len(curves))
-    rows = math.ceil(len(curves) / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(2.8 * columns, 3.0 * rows + 0.4), squeeze=False)
-    for axis in axes.flat:
-        axis.axis("off")
     for axis, curve in zip(axes.flat, curves, strict=False):
         order = np.argsort(curve_rank(curve, grid).ravel())
         points = np.stack([order % grid[1], order // grid[1]], 1).astype(float)

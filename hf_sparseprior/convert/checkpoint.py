@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
 from hf_sparseprior.convert import timm_vit, transformers_vit
-from hf_sparseprior.hub import whole_folder
+from hf_sparseprior.hub import check_new, whole_folder
 from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTForImageClassification, SparsePriorViTModel
 
 SOURCES: tuple[ModuleType, ...] = (transformers_vit, timm_vit)
@@ -98,8 +98,7 @@ def convert_checkpoint(
         ValueError: for names that are not known, missing or left-over weights; nothing is written.
     """
     out = Path(out)
-    if out.exists():
-        raise OSError(f"{out} exists already; choose a new folder")
+    check_new(out)
     state, config = read_checkpoint(source)
     module = next((module for module in SOURCES if module.matches(state)), None)
     if module is None:

@@ -96,14 +96,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, di
         OSError: for a missing file.
     """
     config = _read(Path(path), seen=())
+    apply_overrides(config, overrides)
+    return check_config(config)
+
+
+def apply_overrides(
+    config: dict[str, dict[str, Any]], overrides: Sequence[str], sections: Sequence[str] = SECTIONS
+) -> None:
+    """Write `section.key=value` overrides into a configuration; only these sections may be changed."""
     for override in overrides:
         key, equals, text = override.partition("=")
         section, dot, name = key.partition(".")
         if not equals or not dot:
             raise ValueError(f"override {override!r} must be SECTION.KEY=VALUE, for example model.prior=violin")
-        check_known([section], SECTIONS, "the configuration")
+        check_known([section], sections, "the configuration")
         config[section][name] = parse_value(text)
-    return check_config(config)
 
 
 def check_config(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.analysis import pictures
-from hf_sparseprior.decay import decay_mask
+from hf_sparseprior.analysis.decays import learned_decay_masks
 from hf_sparseprior.hub import write_text
 from hf_sparseprior.supports import build_mask
 from tasks.classification.config import DataConfig, load_config
@@ -118,19 +118,13 @@ def draw_pictures(out: Path, results: dict[str, list[dict[str, Any]]]) -> list[P
     return drawn
 
 
-@torch.no_grad()
 def _draw_learned_decay(model: SparsePriorViTForImageClassification, path: Path) -> Path:
-    from hf_sparseprior.ops import plan_table
-
-    config = model.config
-    masks = {}
-    for index, layer in enumerate(model.vit.layers):
-        plan = layer.attention.plan(config.grid, config.num_prefix_tokens)
-        decay = layer.attention.decay_bias()
-        mean = decay_mask(decay, plan_table(plan, "positions", torch.device("cpu")), torch.float32)
-        for head in range(min(2, config.num_attention_heads)):
-            masks[f"layer {index + 1}, head {head + 1}"] = mean[head].numpy()
-    return pictures.draw_decay(masks, config.grid, path, "decay masks M that VIOLIN learned on digits")
+    masks = {
+        f"layer {layer}, head {head + 1}": mask[head].numpy()
+        for layer, mask in enumerate(learned_decay_masks(model.vit.layers, model.config), start=1)
+        for head in range(min(2, len(mask)))
+    }
+    return pictures.draw_decay(masks, model.config.grid, path, "decay masks M that VIOLIN learned on digits")
 
 
 @torch.no_grad()

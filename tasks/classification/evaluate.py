@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 import hf_sparseprior  # noqa: F401  registers the Auto classes
 from hf_sparseprior.hub import check_whole
-from tasks.classification.config import DataConfig, check_config, load_config, parse_value
+from tasks.classification.config import DataConfig, apply_overrides, check_config, load_config
 from tasks.classification.data import SPLITS, ImageDataset, load_data
 from tasks.classification.metrics import compute_metrics, confusion_matrix
 from tasks.classification.report import command_line, draw_confusion, environment, write_results
@@ -106,12 +106,7 @@ def _config(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     if not stored.exists():
         raise OSError(f"{stored} is missing, so the data is not known; give --config")
     config = json.loads(stored.read_text(encoding="utf-8"))
-    for override in arguments.overrides:
-        key, equals, text = override.partition("=")
-        section, dot, name = key.partition(".")
-        if not equals or not dot or section != "data":
-            raise ValueError(f"override {override!r} must be data.KEY=VALUE")
-        config["data"][name] = parse_value(text)
+    apply_overrides(config, arguments.overrides, sections=("data",))
     return check_config(config)
 
 

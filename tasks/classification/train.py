@@ -17,9 +17,8 @@ from transformers import ProgressCallback, TrainingArguments, ViTImageProcessorP
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.decay import decay_mask
-from hf_sparseprior.hub import CARD, file_sha256, image_processor_settings, model_card, write_text
-from hf_sparseprior.ops import plan_table
+from hf_sparseprior.analysis.decays import learned_decay_masks
+from hf_sparseprior.hub import CARD, file_sha256, image_processor_settings, made_up_keys, model_card, write_text
 from hf_sparseprior.training import OneLineProgress, SparsePriorTrainer
 from tasks.classification.config import DataConfig, check_config, load_config
 from tasks.classification.data import ImageData, ImageDataset, load_data
@@ -68,11 +67,10 @@ def _load_pretrained(folder: str, options: dict[str, Any]) -> SparsePriorViTForI
     model, info = SparsePriorViTForImageClassification.from_pretrained(
         folder, ignore_mismatched_sizes=True, output_loading_info=True, **options
     )
-    mismatched = {mismatch[0] for mismatch in info["mismatched_keys"]}
+    fresh = [key for key in made_up_keys(info) if not _may_start_anew(key)]
     positions = "vit.embeddings.position_embeddings"
-    if positions in mismatched and _copy_positions(folder, model):
-        mismatched.discard(positions)
-    fresh = sorted(key for key in {*info["missing_keys"], *mismatched} if not _may_start_anew(key))
+    if positions in fresh and positions not in info["missing_keys"] and _copy_positions(folder, model):
+        fresh.remove(positions)
     if fresh:
         more = f" and {len(fresh) - 3} more" if len(fresh) > 3 else ""
         raise ValueError(
@@ -204,17 +202,10 @@ def _trainer_errors(make: Any, **options: Any) -> Any:
         raise ValueError(f"trainer: {error}") from None
 
 
-@torch.no_grad()
 def max_decay_change(model: SparsePriorViTForImageClassification) -> float | None:
     """max |M - 1| over layers, heads and pairs: how far the learned decay is from none; None without a decay."""
-    changes = []
-    for layer in model.vit.layers:
-        if layer.attention.decay_bias is not None:
-            plan = layer.attention.plan(model.config.grid, model.config.num_prefix_tokens)
-            decay = layer.attention.decay_bias()
-            mask = decay_mask(decay, plan_table(plan, "positions", decay["beta"].device), torch.float32)
-            changes.append((mask - 1).abs().max().item())
-    return max(changes, default=None)
+    masks = learned_decay_masks(model.vit.layers, model.config)
+    return max(((mask - 1).abs().max().item() for mask in masks), default=None)
 
 
 def _write_outputs(out: Path, results: dict[str, Any], trainer: Any, processor: Any) -> None:

@@ -151,3 +151,15 @@ def test_the_pruning_ratio_of_the_paper():
 def test_wrong_priors_are_refused(prior, message):
     with pytest.raises(ValueError, match=message):
         resolve_prior(prior, 4, GRID)
+
+
+def test_no_decay_has_three_spellings_and_no_settings():
+    for decay in (None, "none", {"name": "none"}):
+        assert resolve_prior({"decay": decay}, 4, (4, 4))["decay"] is None
+    with pytest.raises(ValueError, match="decay 'none' has no setting 'init'"):
+        resolve_prior({"decay": {"name": "none", "init": "moving"}}, 4, (4, 4))
+
+
+def test_numpy_numbers_in_an_init_can_be_written():
+    init = {"alpha_mean": np.float32(1), "alpha_std": 0, "beta_low": np.int64(5), "beta_high": np.float64(9)}
+    json.dumps(resolve_prior({"decay": {"name": "violin", "init": init}}, 4, (4, 4)))
