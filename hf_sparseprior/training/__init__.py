@@ -1,6 +1,23 @@
-"""Additions to transformers' Trainer."""
+"""Additions to transformers' Trainer: what the recipes of vision transformers need and it lacks."""
 
+from hf_sparseprior.training.arguments import SparsePriorTrainingArguments
+from hf_sparseprior.training.ema import WeightAverage
+from hf_sparseprior.training.layer_decay import layer_of_parameter, parameter_groups
+from hf_sparseprior.training.mixing import Mixing, SoftTargetCollator
 from hf_sparseprior.training.progress import OneLineProgress
-from hf_sparseprior.training.trainer import SparsePriorTrainer
+from hf_sparseprior.training.sampling import Draw, DrawSampler
+from hf_sparseprior.training.trainer import SparsePriorTrainer, soft_target_loss
 
-__all__ = ["OneLineProgress", "SparsePriorTrainer"]
+__all__ = [
+    "Draw",
+    "DrawSampler",
+    "Mixing",
+    "OneLineProgress",
+    "SoftTargetCollator",
+    "SparsePriorTrainer",
+    "SparsePriorTrainingArguments",
+    "WeightAverage",
+    "layer_of_parameter",
+    "parameter_groups",
+    "soft_target_loss",
+]

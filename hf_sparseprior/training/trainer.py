@@ -1,19 +1,58 @@
-"""A Trainer that keeps the right parameters out of weight decay."""
+"""transformers' Trainer with what ViT recipes need."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
-from torch import nn
-from transformers import Trainer
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Trainer, TrainerCallback
+
+from hf_sparseprior.training.ema import WeightAverage
+from hf_sparseprior.training.layer_decay import parameter_groups
+from hf_sparseprior.training.sampling import DrawSampler
 
 
 class SparsePriorTrainer(Trainer):
-    """transformers' Trainer with the weight-decay groups of ViT recipes.
+    """transformers' Trainer with the parts of ViT recipes that it lacks.
 
-    No decay for parameters with one dimension (biases, norms, LayerScale, alpha) and for those that the model names in
-    `no_weight_decay()` (beta, position embedding, prefix tokens), also below peft's wrappers.
+    Weight decay: none for parameters with one dimension (biases, norms, LayerScale, alpha) and for those that the model
+    names in `no_weight_decay()` (beta, position embedding, prefix tokens), also below peft's wrappers.
+
+    With `SparsePriorTrainingArguments`: layer decay; a moving average of the weights, saved and resumed with the
+    checkpoints and evaluated beside the raw weights (`eval_ema_accuracy` beside `eval_accuracy`).
+
+    Labels (B, classes) of floating type are class probabilities (mixup, smoothing): cross entropy against them, not the
+    binary cross entropy that transformers infers. A step's gradient is that of the mean over its samples, however they
+    are spread over micro-batches and processes.
+
+    Args:
+        train_sampler: order of the training samples; the Trainer tells it the epoch.
+        train_collator: makes batches of training samples; `data_collator` does so elsewhere, and here without this.
+
+    `data_wait` in the log is the share of the time since the last entry in which training waited for data.
     """
+
+    data_collator: Any
+    optimizer: Any
+
+    def __init__(
+        self, *args: Any, train_sampler: DrawSampler | None = None, train_collator: Any = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.train_sampler = train_sampler
+        self.train_collator = train_collator or self.data_collator
+        self.weight_average: WeightAverage | None = None
+        self.data_seconds = self.train_seconds = 0.0
+        self._logged_at = self._logged_data = 0.0
+        self._samples_in_step: Tensor | int | None = None
+        if getattr(self.args, "ema_decay", None) is not None and self.is_fsdp_enabled:
+            raise ValueError(f"ema_decay={self.args.ema_decay} cannot be used with FSDP; leave it out")
+        self.add_callback(_StepCallback(self))
+
+    # ---- optimizer --------------------------------------------------------------------------------------------------
 
     def get_decay_parameter_names(self, model: nn.Module, *args: Any) -> list[str]:
         """Names of the parameters that weight decay applies to."""
@@ -26,3 +65,154 @@ class SparsePriorTrainer(Trainer):
         return [
             name for name, parameter in model.named_parameters() if parameter.dim() > 1 and id(parameter) not in exempt
         ]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The optimizer, with one learning rate a layer where `layer_decay` is below 1."""
+        layer_decay = getattr(self.args, "layer_decay", 1.0)
+        if self.optimizer is not None or layer_decay == 1.0:
+            return super().create_optimizer(model)
+        model = self.model if model is None else model
+        optimizer, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+        if {"params", "model", "optimizer_dict"} & set(options):
+            raise ValueError(
+                f"layer_decay={layer_decay} cannot be used with optim={self.args.optim}, which groups itself"
+            )
+        decayed = self.get_decay_parameter_names(model)
+        groups = parameter_groups(model, decayed, self.args.learning_rate, self.args.weight_decay, layer_decay)
+        for group in groups:
+            del group["names"]  # with them torch asks every later group for names
+        self.optimizer = optimizer(groups, **options)
+        return self.optimizer
+
+    # ---- data -------------------------------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return self.train_sampler if self.train_sampler is not None else super()._get_train_sampler(train_dataset)
+
+    def get_train_dataloader(self) -> Any:
+        """The training data, in batches of `train_collator`."""
+        kept, self.data_collator = self.data_collator, self.train_collator
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.data_collator = kept
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """The micro-batches of a step; the time that passes here is time without work for the model."""
+        start = time.perf_counter()
+        batches = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.data_seconds += time.perf_counter() - start
+        return batches
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with the share of time spent waiting for data beside the training loss."""
+        now = time.perf_counter()
+        if "loss" in logs and now > self._logged_at:
+            logs["data_wait"] = round((self.data_seconds - self._logged_data) / (now - self._logged_at), 4)
+        self._logged_at, self._logged_data = now, self.data_seconds
+        super().log(logs, start_time)
+
+    # ---- loss -------------------------------------------------------------------------------------------------------
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | int | None:
+        """Samples of a step, over micro-batches and processes."""
+        if not batch_samples or "labels" not in batch_samples[0]:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        count: Any = torch.tensor(sum(len(batch["labels"]) for batch in batch_samples))
+        if self.args.world_size > 1:
+            count = self.accelerator.gather(count.to(device)).sum()
+        return count
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The loss of a micro-batch, weighted so that a step's gradient is that of the mean over its samples."""
+        labels = inputs.get("labels")
+        size = None if labels is None else len(labels)
+        if labels is not None and labels.is_floating_point() and not self._multi_label():
+            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+            loss = soft_target_loss(outputs, labels)
+        else:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        # transformers would divide by the number of micro-batches, right only where they are equally large.
+        self.loss_is_scaled_for_ga = num_items_in_batch is not None and size is not None
+        if self.loss_is_scaled_for_ga:
+            loss = loss * (size * self.accelerator.num_processes / num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def _multi_label(self) -> bool:
+        return getattr(getattr(self.model, "config", None), "problem_type", None) == "multi_label_classification"
+
+    # ---- moving average ---------------------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> Any:
+        """Evaluate; with a moving average, also that: its metrics stand beside the others, the predictions do not."""
+        output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self.weight_average is not None:
+            with self.weight_average.swapped_in():
+                averaged = super().evaluation_loop(
+                    dataloader, f"{description}, average", *args, metric_key_prefix=f"{metric_key_prefix}_ema", **kwargs
+                )
+            output.metrics.update(averaged.metrics)
+        return output
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.weight_average is not None and self.args.should_save:
+            self.weight_average.save(output_dir)
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and (average := self._start_average()) is not None:
+            average.load(checkpoint)
+
+    def _start_average(self) -> WeightAverage | None:
+        """Begin the moving average at the current weights, if one is wanted."""
+        decay = getattr(self.args, "ema_decay", None)
+        self.weight_average = None if decay is None else WeightAverage(self.model, decay)
+        return self.weight_average
+
+
+class _StepCallback(TrainerCallback):
+    """Tells sampler, average and clock what the Trainer is doing."""
+
+    def __init__(self, trainer: SparsePriorTrainer) -> None:
+        self.trainer = trainer
+        self.start = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.start = time.perf_counter()
+        self.trainer._logged_at = self.start
+        if self.trainer.weight_average is None:
+            self.trainer._start_average()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Resuming wraps the sampler so deep that accelerate no longer finds it.
+        if self.trainer.train_sampler is not None:
+            self.trainer.train_sampler.set_epoch(int(state.epoch or 0))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer.weight_average is not None:
+            self.trainer.weight_average.update()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.train_seconds += time.perf_counter() - self.start
+
+
+def soft_target_loss(outputs: Any, targets: Tensor) -> Tensor:
+    """Mean over the batch of the cross entropy against class probabilities (B, classes).
+
+    With a distillation head both heads learn from the targets, as with class indices.
+    """
+    if (class_logits := outputs.get("class_logits")) is not None:
+        heads = [class_logits, outputs["distillation_logits"]]
+    else:
+        heads = [outputs["logits"]]
+    losses = [F.cross_entropy(logits.float(), targets) for logits in heads]
+    return torch.stack(losses).mean()

@@ -2,8 +2,9 @@
 
 base: digits_vit_dense.yaml      another file that this one changes, relative to it
 data: {...}                      fields of DataConfig
+augmentation: {...}              fields of AugmentationConfig, what happens to training images
 model: {...}                     fields of SparsePriorViTConfig, plus `preset` and `pretrained`
-trainer: {...}                   fields of transformers.TrainingArguments
+trainer: {...}                   fields of SparsePriorTrainingArguments, transformers.TrainingArguments among them
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Any
 
 import yaml
 
-SECTIONS = ("data", "model", "trainer")
+from tasks.classification.augmentation import AugmentationConfig
+
+SECTIONS = ("data", "augmentation", "model", "trainer")
 MODEL_EXTRAS = ("preset", "pretrained")
 
 
@@ -89,7 +92,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, di
     """Read a configuration file, apply `section.key=value` overrides, check every key.
 
     Returns:
-        {"data": {...}, "model": {...}, "trainer": {...}}, plain values.
+        One dict for each of SECTIONS, plain values.
 
     Raises:
         ValueError: for unknown keys, with the nearest known one, or text that is not YAML.
@@ -114,11 +117,14 @@ def apply_overrides(
 
 
 def check_config(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Refuse unknown keys of every section and bad values of `data`; model and trainer check their own values."""
+    """Refuse unknown keys of every section and bad values; the model checks its own. A missing section is empty."""
     known = known_keys()
     for section in SECTIONS:
-        check_known(config[section], known[section], f"section {section!r}")
+        check_known(config.setdefault(section, {}), known[section], f"section {section!r}")
     DataConfig(**config["data"])
+    AugmentationConfig(**config["augmentation"])
+    if "label_smoothing_factor" in config["trainer"]:
+        raise ValueError("trainer.label_smoothing_factor does not go with mixup; use augmentation.label_smoothing")
     for key, value in config["trainer"].items():
         if key.endswith("_strategy") and value is False:
             config["trainer"][key] = "no"  # YAML reads a bare no as False
@@ -128,9 +134,9 @@ def check_config(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
 
 def _check_numbers(trainer: dict[str, Any]) -> None:
     """transformers takes text for a number and fails over it much later."""
-    from transformers import TrainingArguments
+    from hf_sparseprior.training import SparsePriorTrainingArguments
 
-    for field in fields(TrainingArguments):
+    for field in fields(SparsePriorTrainingArguments):
         value = trainer.get(field.name)
         number = isinstance(field.default, (int, float)) and not isinstance(field.default, bool)
         if number and value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
@@ -141,15 +147,15 @@ def _check_numbers(trainer: dict[str, Any]) -> None:
 
 def known_keys() -> dict[str, list[str]]:
     """Every key of every section."""
-    from transformers import TrainingArguments
-
     from hf_sparseprior import SparsePriorViTConfig
+    from hf_sparseprior.training import SparsePriorTrainingArguments
 
     own = SparsePriorViTConfig.__annotations__
     return {
         "data": [field.name for field in fields(DataConfig)],
+        "augmentation": [field.name for field in fields(AugmentationConfig)],
         "model": [*own, "out_features", "out_indices", *MODEL_EXTRAS],
-        "trainer": [field.name for field in fields(TrainingArguments) if field.init],
+        "trainer": [field.name for field in fields(SparsePriorTrainingArguments) if field.init],
     }
 
 
@@ -162,16 +168,22 @@ def check_known(given: Iterable[str], known: Sequence[str], where: str) -> None:
             raise ValueError(f"{where} has no key {key!r}; {hint}")
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, dict[str, Any]]:
-    if path.resolve() in seen:
-        raise ValueError(f"{path}: `base` leads back to this file")
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file of keys and values."""
     with open(path, encoding="utf-8") as file:
         try:
             content = yaml.load(file, Loader=_Loader) or {}
         except yaml.YAMLError as error:
             raise ValueError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold the sections {', '.join(SECTIONS)}")
+        raise ValueError(f"{path} must hold keys and values, got {content!r}")
+    return content
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, dict[str, Any]]:
+    if path.resolve() in seen:
+        raise ValueError(f"{path}: `base` leads back to this file")
+    content = read_yaml(path)
     base = content.pop("base", None)
     if base is not None and not isinstance(base, str):
         raise ValueError(f"{path}: base={base!r} must be the name of a file")

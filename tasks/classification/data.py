@@ -6,9 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.utils.data import Dataset, get_worker_info
 from tqdm.auto import tqdm
 
+from hf_sparseprior.training import Draw
+from tasks.classification.augmentation import Augmentation
 from tasks.classification.config import DataConfig
 from tasks.classification.sources import READERS, SPLIT_NAMES, SPLITS, ImageData, Images
 
@@ -53,38 +56,71 @@ def stratified_cut(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.n
 class ImageDataset(Dataset):
     """A split as a torch dataset of {"pixel_values": (channels, height, width) float32, "labels": int}.
 
+    Without augmentation images go through the processor, once if the results fit in memory. With it the decoded images
+    are kept instead, if they fit; the dataset is then indexed by a `Draw`, and a sample carries its draw.
+
     Args:
         images: the split.
         processor: image processor of the model.
         num_channels: 3, or 1 for grey images.
-        cache: keep processed images in memory; None: if they stay below 1 GiB. Processing is deterministic, so doing
-            it once is enough.
+        cache: keep images in memory; None: if they stay below 1 GiB.
+        augmentation: of training images.
+        seed: of the augmentation.
     """
 
-    def __init__(self, images: Images, processor: Any, num_channels: int = 3, cache: bool | None = None) -> None:
+    def __init__(
+        self,
+        images: Images,
+        processor: Any,
+        num_channels: int = 3,
+        cache: bool | None = None,
+        augmentation: Augmentation | None = None,
+        seed: int = 0,
+    ) -> None:
         self.images = images
         self.processor = processor
         self.num_channels = num_channels
-        size = processor.size
-        count = len(images) * num_channels * size["height"] * size["width"] * 4
-        self.cache = cache if cache is not None else count < CACHE_LIMIT
+        self.augmentation = augmentation
+        self.seed = seed
+        self.cache = cache
         self.pixels: torch.Tensor | None = None
+        self.decoded: list[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.images)
 
     def fill_cache(self, show_progress: bool = False) -> None:
-        """Process every image now; worker processes that start later share the memory."""
-        if self.cache and self.pixels is None:
-            indices = tqdm(range(len(self)), desc="reading images", disable=not show_progress or len(self) < 2000)
+        """Read every image now, if they fit; worker processes that start later share the memory."""
+        if self.pixels is not None or self.decoded is not None or not len(self) or not self._fits():
+            return
+        indices = tqdm(range(len(self)), desc="reading images", disable=not show_progress or len(self) < 2000)
+        if self.augmentation is None:
             self.pixels = torch.stack([self._process(index) for index in indices])
+        else:
+            self.decoded = [np.asarray(self.images.read(index)) for index in indices]
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def _fits(self) -> bool:
+        if self.cache is not None:
+            return self.cache
+        first = self._process(0).nbytes if self.augmentation is None else np.asarray(self.images.read(0)).nbytes
+        return first * len(self) < CACHE_LIMIT
+
+    def __getitem__(self, item: int | Draw) -> dict[str, Any]:
         # A worker would fill a cache of its own, and again in every epoch.
         if get_worker_info() is None:
             self.fill_cache()
-        pixels = self._process(index) if self.pixels is None else self.pixels[index]
-        return {"pixel_values": pixels, "labels": int(self.images.labels[index])}
+        draw = item if isinstance(item, Draw) else None
+        index = draw.index if draw is not None else int(item)
+        sample = {"pixel_values": self._pixel_values(index, draw), "labels": int(self.images.labels[index])}
+        return sample if draw is None else {**sample, "draw": draw}
+
+    def _pixel_values(self, index: int, draw: Draw | None) -> torch.Tensor:
+        if self.augmentation is not None:
+            if draw is None:
+                raise TypeError("a dataset with augmentation is indexed by Draw, as DrawSampler gives them")
+            image = Image.fromarray(self.decoded[index]) if self.decoded is not None else self.images.read(index)
+            return self.augmentation(image, draw.random(self.seed))
+        return self._process(index) if self.pixels is None else self.pixels[index]
 
     def _process(self, index: int) -> torch.Tensor:
         image = self.images.read(index)

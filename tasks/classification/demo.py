@@ -24,9 +24,10 @@ from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.decays import learned_decay_masks
 from hf_sparseprior.hub import write_text
 from hf_sparseprior.supports import build_mask
+from tasks.classification.compare import Comparison, draw_results, run_comparison, table
 from tasks.classification.config import DataConfig, load_config
 from tasks.classification.data import ImageDataset, load_data
-from tasks.classification.train import MODEL, make_datasets, run
+from tasks.classification.train import MODEL, make_datasets
 
 PRIORS = ("dense", "fibottention", "violin", "fibottention+violin")
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "classification"
@@ -46,52 +47,9 @@ sys.exit(0 if same else 1)
 
 
 def train_all(out: Path, seeds: int) -> dict[str, list[dict[str, Any]]]:
-    """Results of every seed by prior; seeds take turns, so that an early stop leaves a fair comparison."""
-    results: dict[str, list[dict[str, Any]]] = {prior: [] for prior in PRIORS}
-    total = seeds * len(PRIORS)
-    for seed in range(seeds):
-        for prior in PRIORS:
-            number = len(PRIORS) * seed + PRIORS.index(prior) + 1
-            config = load_config(
-                CONFIGS / f"digits_vit_{prior.replace('+', '_')}.yaml",
-                [f"trainer.seed={seed}", f"trainer.output_dir={out / prior / f'seed{seed}'}"],
-            )
-            print(f"[{number}/{total}] {prior}, seed {seed}", file=sys.stderr, flush=True)
-            results[prior].append(run(config, command="make demo"))
-    return results
-
-
-def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Accuracy, interactions kept, parameters and seconds of each prior, as a Markdown table."""
-    seeds = len(next(iter(results.values())))
-    lines = [
-        f"| prior | test accuracy, %, mean ± std of {seeds} | interactions kept, % | parameters | seconds a run |",
-        "|---|---|---|---|---|",
-    ]
-    for prior, runs in results.items():
-        accuracy = 100 * np.array([run_["metrics"]["test_accuracy"] for run_ in runs])
-        spread = accuracy.std(ddof=1) if len(accuracy) > 1 else 0.0
-        lines.append(
-            f"| {prior} | {accuracy.mean():.2f} ± {spread:.2f} | {100 - runs[0]['pruning_ratio']:.1f} "
-            f"| {runs[0]['parameters']} | {np.mean([run_['seconds'] for run_ in runs]):.1f} |"
-        )
-    return "\n".join(lines)
-
-
-def draw_results(results: dict[str, list[dict[str, Any]]], path: Path) -> Path:
-    """Test accuracy of every seed and the mean of each prior."""
-    plt = pictures.pyplot()
-    figure, axis = plt.subplots(figsize=(6.4, 2.8), layout="constrained")
-    for row, runs in enumerate(results.values()):
-        accuracy = [100 * run_["metrics"]["test_accuracy"] for run_ in runs]
-        axis.plot(accuracy, [row] * len(accuracy), "o", color=pictures.INK, alpha=0.7)
-        axis.plot([np.mean(accuracy)], [row], "|", color=pictures.ACCENT, markersize=22, markeredgewidth=2.5)
-    axis.set_yticks(range(len(results)), list(results))
-    axis.set_ylim(len(results) - 0.5, -0.5)
-    axis.set_xlabel("test accuracy, % (dots: seeds, bar: mean)")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(axis="x", alpha=0.25)
-    return pictures.save(figure, path)
+    """Results of every seed by prior."""
+    configs = {prior: load_config(CONFIGS / f"digits_vit_{prior.replace('+', '_')}.yaml") for prior in PRIORS}
+    return run_comparison(Comparison("demo", configs, list(range(seeds))), out, out, command="make demo")
 
 
 def draw_pictures(out: Path, results: dict[str, list[dict[str, Any]]]) -> list[Path]:

@@ -53,8 +53,8 @@ def config_differences(out: Path, config: dict[str, Any]) -> list[str]:
     """Keys in which the run that has the folder differs from this one."""
     try:
         earlier = json.loads((out / RUN_CONFIG).read_text(encoding="utf-8"))
-        sections = {section: dict(earlier[section]) for section in config}
-    except (ValueError, KeyError, TypeError):
+        sections = {section: dict(earlier.get(section) or {}) for section in config}
+    except (ValueError, AttributeError, TypeError):
         return [f"{RUN_CONFIG} is damaged"]
     return [
         f"{section}.{key}: {sections[section].get(key)!r} there, {config[section].get(key)!r} here"

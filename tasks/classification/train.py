@@ -13,13 +13,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import ProgressCallback, TrainingArguments, ViTImageProcessorPil, set_seed
+from transformers import BitImageProcessorPil, ProgressCallback, ViTImageProcessorPil, set_seed
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.analysis.decays import learned_decay_masks
 from hf_sparseprior.hub import CARD, file_sha256, image_processor_settings, made_up_keys, model_card, write_text
-from hf_sparseprior.training import OneLineProgress, SparsePriorTrainer
+from hf_sparseprior.training import (
+    DrawSampler,
+    OneLineProgress,
+    SoftTargetCollator,
+    SparsePriorTrainer,
+    SparsePriorTrainingArguments,
+)
+from tasks.classification.augmentation import Augmentation, AugmentationConfig
 from tasks.classification.config import DataConfig, check_config, load_config
 from tasks.classification.data import ImageData, ImageDataset, load_data
 from tasks.classification.metrics import compute_metrics, confusion_matrix
@@ -95,18 +102,58 @@ def _copy_positions(folder: str, model: SparsePriorViTForImageClassification) ->
     return True
 
 
+def make_processor(model_config: SparsePriorViTConfig, eval_crop_ratio: float | None) -> Any:
+    """The image processor of evaluation, saved with the model: resize, or resize and cut out the centre."""
+    settings = image_processor_settings(model_config)
+    if eval_crop_ratio is None:
+        return ViTImageProcessorPil(**settings)
+    height, width = settings["size"]["height"], settings["size"]["width"]
+    if height != width:
+        raise ValueError(
+            f"augmentation.eval_crop_ratio={eval_crop_ratio} needs a square model.image_size, not {height}x{width}"
+        )
+    settings.update(image_processor_type="BitImageProcessor", crop_size=settings["size"], do_center_crop=True)
+    settings["size"] = {"shortest_edge": round(height / eval_crop_ratio)}
+    return BitImageProcessorPil(**settings)
+
+
 def make_datasets(
-    data: ImageData, config: DataConfig, model_config: SparsePriorViTConfig
+    data: ImageData,
+    config: DataConfig,
+    model_config: SparsePriorViTConfig,
+    augmentation: AugmentationConfig | None = None,
+    seed: int = 0,
 ) -> tuple[dict[str, ImageDataset], Any]:
-    """The three splits as torch datasets, and the image processor they use."""
+    """The three splits as torch datasets, and the image processor they use; training images augmented by `seed`."""
     if model_config.num_channels not in (1, 3):
         raise ValueError(f"model.num_channels={model_config.num_channels} must be 3 (colour) or 1 (grey) for images")
-    processor = ViTImageProcessorPil(**image_processor_settings(model_config))
+    augmentation = augmentation or AugmentationConfig()
+    processor = make_processor(model_config, augmentation.eval_crop_ratio)
+    size = processor.crop_size if augmentation.eval_crop_ratio is not None else processor.size
+    augment = None
+    if augmentation.changes_images:
+        augment = Augmentation(
+            augmentation,
+            (size["height"], size["width"]),
+            model_config.image_mean,
+            model_config.image_std,
+            model_config.num_channels,
+        )
     datasets = {
-        split: ImageDataset(images, processor, model_config.num_channels, config.cache)
+        split: ImageDataset(
+            images, processor, model_config.num_channels, config.cache, augment if split == "train" else None, seed
+        )
         for split, images in data.splits.items()
     }
     return datasets, processor
+
+
+def make_collator(augmentation: AugmentationConfig, num_classes: int, arguments: Any) -> SoftTargetCollator:
+    """Makes training batches, with mixing and label smoothing."""
+    global_batch = arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
+    return SoftTargetCollator(
+        num_classes, augmentation.mixing, augmentation.label_smoothing, arguments.seed, global_batch
+    )
 
 
 def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite: bool = False) -> dict[str, Any]:
@@ -128,12 +175,13 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         return finished
     # Pinned memory only means something beside an accelerator.
     defaults = {**TRAINER_DEFAULTS, "dataloader_pin_memory": torch.cuda.is_available()}
-    arguments = _trainer_errors(TrainingArguments, **{**defaults, **config["trainer"]})
-    data_config = DataConfig(**config["data"])
+    arguments = _trainer_errors(SparsePriorTrainingArguments, **{**defaults, **config["trainer"]})
+    data_config, augmentation = DataConfig(**config["data"]), AugmentationConfig(**config["augmentation"])
     data = load_data(data_config)
     set_seed(arguments.seed)
     model = build_model(config["model"], data.classes)
-    datasets, processor = make_datasets(data, data_config, model.config)
+    datasets, processor = make_datasets(data, data_config, model.config, augmentation, arguments.seed)
+    sampler = DrawSampler(len(datasets["train"]), arguments.seed, augmentation.repeats)
     trainer = _trainer_errors(
         SparsePriorTrainer,
         model=model,
@@ -142,10 +190,12 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         eval_dataset=datasets["validation"],
         processing_class=processor,
         compute_metrics=compute_metrics,
+        train_sampler=sampler,
+        train_collator=make_collator(augmentation, len(data.classes), arguments),
     )
     for dataset in datasets.values():
         dataset.fill_cache(show_progress=not arguments.disable_tqdm)
-    datasets["train"][0]
+    datasets["train"][next(iter(sampler))]
     # Until here nothing was written or thrown away: a bad value leaves the folder as it was.
     claim(out, config)
     if not arguments.disable_tqdm:
@@ -166,6 +216,8 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         "metrics": {
             "test_accuracy": prediction.metrics["test_accuracy"],
             "validation_accuracy": trainer.state.best_metric,
+            # The weights' moving average at the end of training.
+            **{key: value for key, value in prediction.metrics.items() if key == "test_ema_accuracy"},
         },
         "data": data.description + _sizes(datasets),
         "prior": model.config.prior_name,
@@ -177,6 +229,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         "steps": trainer.state.global_step,
         "seconds": round(seconds, 2),
         "seconds_per_step": seconds / max(1, steps_here),
+        "data_wait": trainer.data_seconds / max(trainer.train_seconds, 1e-9),
         "resumed_from": checkpoint and Path(checkpoint).name,
         "command": command or command_line(),
         "config": config,

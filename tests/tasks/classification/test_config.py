@@ -52,7 +52,7 @@ def test_override_values_are_yaml(text, value):
         ("", ["data.test_fraction=0.6", "data.validation_fraction=0.4"], "leave no training images"),
         ("model: 3", [], "section 'model' must hold keys and values"),
         ("model: [", [], "is not YAML"),
-        ("- 1", [], "must hold the sections"),
+        ("- 1", [], "must hold keys and values"),
         ("base: 5", [], "base=5 must be the name of a file"),
         ("", ["model.prior=["], "is not a YAML value"),
         ("base: run.yaml", [], "leads back to this file"),

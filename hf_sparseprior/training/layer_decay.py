@@ -1,0 +1,58 @@
+"""Parameter groups with one learning rate a layer (BEiT, MAE; Clark et al. 2020) and the weight-decay rule of ViTs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks)\.(\d+)\.")
+EMBEDDINGS = re.compile(r"(?:^|\.)(?:embeddings|patch_embed|cls_token|pos_embed|dist_token|reg_token)(?:\.|$)")
+
+
+def layer_of_parameter(name: str, num_layers: int) -> int:
+    """0 for embeddings, l for the l-th of `num_layers` transformer layers, num_layers + 1 for norm and classifier."""
+    if match := LAYER.search(name):
+        return int(match[1]) + 1
+    return 0 if EMBEDDINGS.search(name) else num_layers + 1
+
+
+def parameter_groups(
+    model: nn.Module, decayed: Collection[str], learning_rate: float, weight_decay: float, layer_decay: float
+) -> list[dict[str, Any]]:
+    """Groups for an optimizer, by layer and by whether weight decay applies.
+
+    Args:
+        model: parameters that need no gradient are left out.
+        decayed: names of the parameters that weight decay applies to.
+        learning_rate: of norm and classifier; layer l of L gets learning_rate * layer_decay ** (L + 1 - l).
+        weight_decay: of the parameters in `decayed`; the others get 0.
+        layer_decay: 1 gives every layer the same rate.
+
+    Returns:
+        Dicts with params, names, lr, weight_decay and layer.
+    """
+    parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    # Frozen layers count: the rate of a layer must not depend on what else is trained.
+    num_layers = max(
+        (int(match[1]) + 1 for name, _ in model.named_parameters() if (match := LAYER.search(name))), default=0
+    )
+    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    for name, parameter in parameters:
+        layer = layer_of_parameter(name, num_layers)
+        key = (layer, name in decayed)
+        group = groups.setdefault(
+            key,
+            {
+                "params": [],
+                "names": [],
+                "lr": learning_rate * layer_decay ** (num_layers + 1 - layer),
+                "weight_decay": weight_decay if key[1] else 0.0,
+                "layer": layer,
+            },
+        )
+        group["params"].append(parameter)
+        group["names"].append(name)
+    return [groups[key] for key in sorted(groups)]

@@ -1,0 +1,70 @@
+"""The order of an epoch, in which every sample knows where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One sample of one epoch. What is random about it follows from these numbers and the run's seed alone, whatever
+    process or worker prepares it.
+
+    index: of the image. epoch: from 0. position: in the epoch's order. repeat: of the image within the epoch.
+    """
+
+    index: int
+    epoch: int
+    position: int
+    repeat: int = 0
+
+    def random(self, seed: int) -> np.random.Generator:
+        """The generator of this sample's augmentation."""
+        return np.random.default_rng([seed, self.epoch, self.index, self.repeat])
+
+
+class DrawSampler(Sampler):
+    """Yields a `Draw` for each sample of an epoch, in an order that seed and epoch alone decide.
+
+    Args:
+        num_samples: of the data set.
+        seed: of the run.
+        repeats: repeated augmentation (Hoffer et al. 2020, DeiT): each image of the epoch comes this often, augmented
+            differently, and an epoch keeps its length, so it holds 1 / repeats of the images. Repeats of an image stand
+            close together, in one batch, but never side by side, where mixup takes its pairs.
+    """
+
+    def __init__(self, num_samples: int, seed: int = 0, repeats: int = 1) -> None:
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            raise ValueError(f"repeats={repeats!r} must be an integer of 1 or more")
+        self.num_samples = num_samples
+        self.seed = seed
+        self.repeats = repeats
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next iteration is of."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self.epoch
+        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
+        if self.repeats == 1:
+            yield from (Draw(int(index), epoch, position) for position, index in enumerate(order))
+            return
+        position = 0
+        for start in range(0, self.num_samples, 2):
+            for repeat in range(self.repeats):
+                for index in order[start : start + 2]:
+                    if position == self.num_samples:
+                        return
+                    yield Draw(int(index), epoch, position, repeat)
+                    position += 1

@@ -1,0 +1,211 @@
+"""Augmentation of training images: what a `Draw` says, and nothing else, decides what becomes of an image.
+
+kornia draws boxes and jitters colours; Pillow cuts and resizes, because it averages where an image shrinks, which
+kornia's crop does not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from hf_sparseprior.training import Mixing
+from tasks.classification.randaugment import parse_policy, randaugment
+
+logger = logging.getLogger("hf_sparseprior.augmentation")
+
+CROPS = ("none", "resized", "random")
+INTERPOLATIONS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+ERASING_MODES = ("pixel", "constant")
+
+
+@dataclass
+class AugmentationConfig:
+    """What happens to training images. Everything is off by default.
+
+    crop: "resized" (a box of random area and ratio, resized), "random" (a box of the model's size, after `padding`) or
+        "none" (the whole image, as in evaluation).
+    scale, ratio: of "resized": share of the area, width / height.
+    padding: pixels of black around the image before a "random" crop.
+    interpolation: of the resizing.
+    flip: probability of a horizontal flip.
+    randaugment: timm's notation, for example rand-m15-n2-mstd1.0-inc1 (Fibottention Table 9); null for none.
+    color_jitter: strength of brightness, contrast and saturation. Beside randaugment it has no effect unless
+        force_color_jitter is true: so it is in timm, with which DeiT and Fibottention trained.
+    erasing, erasing_mode: probability of random erasing; with noise ("pixel") or the mean colour ("constant").
+    mixup, cutmix: alpha of each, 0 for off; mix_probability: that a batch is mixed; switch_probability: by CutMix.
+    label_smoothing: share of the label that goes to all classes alike.
+    repeats: repeated augmentation (DeiT: 3).
+    eval_crop_ratio: images are resized to 1 / ratio of the model's size by their shorter side and cut in the centre;
+        null: resized to the model's size whatever their shape.
+    """
+
+    crop: str = "none"
+    scale: Sequence[float] = (0.08, 1.0)
+    ratio: Sequence[float] = (3 / 4, 4 / 3)
+    padding: int = 0
+    interpolation: str = "bicubic"
+    flip: float = 0.0
+    randaugment: str | None = None
+    color_jitter: float = 0.0
+    force_color_jitter: bool = False
+    erasing: float = 0.0
+    erasing_mode: str = "pixel"
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mix_probability: float = 1.0
+    switch_probability: float = 0.5
+    label_smoothing: float = 0.0
+    repeats: int = 1
+    eval_crop_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        choices = (("crop", CROPS), ("interpolation", tuple(INTERPOLATIONS)), ("erasing_mode", ERASING_MODES))
+        for name, allowed in choices:
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"augmentation.{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
+        for name in ("flip", "erasing", "mix_probability", "switch_probability"):
+            _check_range(name, getattr(self, name), 0.0, 1.0)
+        for name in ("color_jitter", "mixup", "cutmix"):
+            _check_range(name, getattr(self, name), 0.0, float("inf"))
+        _check_range("label_smoothing", self.label_smoothing, 0.0, 0.999)
+        for name, high in (("scale", 1.0), ("ratio", float("inf"))):
+            value = getattr(self, name)
+            if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2 or value[0] > value[1]:
+                raise ValueError(f"augmentation.{name}={value!r} must be two numbers, the smaller one first")
+            for end in value:
+                _check_range(name, end, 1e-6, high)
+        for name, low in (("padding", 0), ("repeats", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ValueError(f"augmentation.{name}={value!r} must be an integer of {low} or more")
+        if self.eval_crop_ratio is not None:
+            _check_range("eval_crop_ratio", self.eval_crop_ratio, 1e-6, 1.0)
+        if self.force_color_jitter not in (True, False):
+            raise ValueError(f"augmentation.force_color_jitter={self.force_color_jitter!r} must be true or false")
+        if self.randaugment is not None:
+            parse_policy(self.randaugment)
+
+    @property
+    def mixing(self) -> Mixing:
+        """Settings of mixup and CutMix."""
+        return Mixing(self.mixup, self.cutmix, self.mix_probability, self.switch_probability)
+
+    @property
+    def changes_images(self) -> bool:
+        """Whether training images differ from evaluation's."""
+        return self.crop != "none" or bool(self.flip or self.randaugment or self.color_jitter or self.erasing)
+
+
+def _check_range(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ValueError(f"augmentation.{name}={value!r} must be a number in {low:g}..{high:g}")
+
+
+class Augmentation:
+    """A PIL RGB image and a generator to pixel values (channels, height, width) float32, normalised.
+
+    Order as in timm: crop, flip, RandAugment or colour jitter, normalisation, erasing.
+
+    Args:
+        config: what happens.
+        size: (height, width) of the model's images.
+        mean, std: of the normalisation, one number a channel.
+        num_channels: 3, or 1 for grey.
+    """
+
+    def __init__(
+        self,
+        config: AugmentationConfig,
+        size: tuple[int, int],
+        mean: Sequence[float],
+        std: Sequence[float],
+        num_channels: int = 3,
+    ) -> None:
+        from kornia.augmentation import ColorJitter, RandomCrop, RandomErasing, RandomResizedCrop
+
+        self.config = config
+        self.size = tuple(size)
+        self.num_channels = num_channels
+        self.mean, self.std = torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
+        grey = [round(255 * value) for value in mean]
+        self.fill = tuple(grey * 3 if len(grey) == 1 else grey)
+        self.resample = INTERPOLATIONS[config.interpolation]
+        self.policy = parse_policy(config.randaugment) if config.randaugment else None
+        self.box = None
+        if config.crop == "resized":
+            self.box = RandomResizedCrop(self.size, tuple(config.scale), tuple(config.ratio))
+        elif config.crop == "random":
+            self.box = RandomCrop(self.size)
+        jitter = config.color_jitter if self.policy is None or config.force_color_jitter else 0.0
+        if config.color_jitter and not jitter:
+            logger.info("color_jitter=%s has no effect beside randaugment; see force_color_jitter", config.color_jitter)
+        self.jitter = ColorJitter(jitter, jitter, jitter, p=1.0) if jitter else None
+        # Area 2 % to a third, ratio 0.3 to 3.3: Zhong et al. 2020, with timm's upper bounds.
+        self.erasing = RandomErasing((0.02, 1 / 3), (0.3, 1 / 0.3), p=1.0) if config.erasing else None
+
+    def __call__(self, image: Image.Image, random: np.random.Generator) -> Tensor:
+        """Augment one image with the numbers that `random` gives."""
+        with torch.random.fork_rng(devices=[]):  # kornia draws from torch's global generator
+            torch.manual_seed(int(random.integers(2**63)))
+            image = self._crop(image)
+            if random.random() < self.config.flip:
+                image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            if self.policy is not None:
+                image = randaugment(image, self.policy, random, self.fill, self.resample)
+            pixels = to_tensor(image)
+            if self.jitter is not None:
+                pixels = self.jitter(pixels[None])[0]
+            if self.num_channels == 1:
+                pixels = (pixels * torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(0, keepdim=True)
+            pixels = (pixels - self.mean) / self.std
+            if self.erasing is not None and random.random() < self.config.erasing:
+                pixels = self._erase(pixels)
+        return pixels
+
+    def _crop(self, image: Image.Image) -> Image.Image:
+        height, width = self.size
+        if self.config.crop == "random":
+            image = _pad(image, self.config.padding, self.size)
+        if self.box is None:
+            return image.resize((width, height), self.resample)
+        corners = self.box.forward_parameters(torch.Size((1, 3, image.height, image.width)))["src"][0]
+        left, top = corners[0].tolist()
+        right, bottom = (corners[2] + 1).tolist()  # kornia names the last pixel, Pillow the first behind it
+        box = (left, top, min(right, image.width), min(bottom, image.height))
+        return image.resize((width, height), self.resample, box=box)
+
+    def _erase(self, pixels: Tensor) -> Tensor:
+        assert self.erasing is not None
+        drawn = self.erasing.forward_parameters(torch.Size((1, *pixels.shape)))
+        left, top = int(drawn["xs"]), int(drawn["ys"])
+        bottom, right = top + int(drawn["heights"]), left + int(drawn["widths"])
+        region = pixels[:, top:bottom, left:right]
+        # Pixels are normalised here, so the mean colour is 0 and the noise has the images' spread.
+        noise = torch.randn(region.shape) if self.config.erasing_mode == "pixel" else torch.zeros(region.shape)
+        pixels[:, top:bottom, left:right] = noise
+        return pixels
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """Pixels (3, height, width) in 0..1."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+
+
+def _pad(image: Image.Image, padding: int, size: tuple[int, int]) -> Image.Image:
+    """Black around the image, and more of it where the image is smaller than the crop."""
+    columns = max(padding, -(-(size[1] - image.width) // 2))
+    rows = max(padding, -(-(size[0] - image.height) // 2))
+    if not columns and not rows:
+        return image
+    padded = Image.new(image.mode, (image.width + 2 * columns, image.height + 2 * rows))
+    padded.paste(image, (columns, rows))
+    return padded

@@ -1,0 +1,228 @@
+"""Compare priors over seeds: python -m tasks.classification.compare --config FILE [section.key=value ...]
+
+base: cifar10_small_dense.yaml         configuration that every run shares, relative to this file
+seeds: [0, 1, 2]
+variants:                              name of a row: what it changes
+  dense: {}
+  fibottention: {model: {prior: fibottention}}
+
+Runs of one seed see the same images in the same order, augmented alike. Seeds take turns, so that an early stop leaves
+a fair comparison. Every finished run leaves a record; killed at any moment, the same command goes on where it stopped,
+and does no finished run again. Prints one table and draws one picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from transformers.utils import logging as transformers_logging
+
+from hf_sparseprior.analysis import pictures
+from hf_sparseprior.hub import write_text
+from tasks.classification.config import (
+    SECTIONS,
+    apply_overrides,
+    check_config,
+    check_known,
+    load_config,
+    read_yaml,
+)
+from tasks.classification.report import read_results, write_results
+from tasks.classification.run_folder import COSMETIC
+from tasks.classification.train import run
+
+# What a record keeps of a run's results.json; the rest stays in the run's folder.
+RECORDED = (
+    *("metrics", "prior", "prior_settings", "pruning_ratio", "max_decay_change", "parameters", "seed", "steps"),
+    *("seconds", "seconds_per_step", "data_wait", "data", "versions", "hardware", "config"),
+)
+
+
+@dataclass
+class Comparison:
+    """name: of the file; configs: by variant, without seed and output folder; seeds: of every variant."""
+
+    name: str
+    configs: dict[str, dict[str, dict[str, Any]]]
+    seeds: list[int]
+
+
+def load_comparison(path: str | Path, overrides: Sequence[str] = ()) -> Comparison:
+    """Read a comparison and check every configuration in it before anything runs.
+
+    Raises:
+        ValueError: for unknown keys and bad values, naming the variant.
+        OSError: for a missing file.
+    """
+    path = Path(path)
+    content = read_yaml(path)
+    check_known(content, ("base", "seeds", "variants"), str(path))
+    base, seeds, variants = (content.get(key) for key in ("base", "seeds", "variants"))
+    if not isinstance(base, str):
+        raise ValueError(f"{path}: base={base!r} must be the name of a configuration file")
+    if not isinstance(variants, dict) or not variants:
+        raise ValueError(f"{path}: variants={variants!r} must hold a name and changes for each row")
+    if not isinstance(seeds, list) or not seeds or any(not isinstance(s, int) or isinstance(s, bool) for s in seeds):
+        raise ValueError(f"{path}: seeds={seeds!r} must be a list of integers")
+    shared = load_config(path.parent / base, overrides)
+    configs = {}
+    for name, changes in variants.items():
+        if not re.fullmatch(r"[\w+.,=-]+", str(name)):
+            raise ValueError(f"{path}: variant {name!r} must be a name of letters, digits and + - _ . , = only")
+        config = copy.deepcopy(shared)
+        check_known(changes or {}, SECTIONS, f"{path}, variant {name!r}")
+        for section, values in (changes or {}).items():
+            if not isinstance(values, dict):
+                raise ValueError(f"{path}, variant {name!r}: {section} must hold keys and values, got {values!r}")
+            config[section].update(values)
+        try:
+            apply_overrides(config, overrides)
+            configs[str(name)] = check_config(config)
+        except ValueError as error:
+            raise ValueError(f"{path}, variant {name!r}: {error}") from None
+    return Comparison(path.stem, configs, seeds)
+
+
+def run_comparison(
+    comparison: Comparison, out: Path, records: Path, variants: Sequence[str] | None = None, command: str | None = None
+) -> dict[str, list[dict[str, Any]]]:
+    """Do every run that has no record yet; records by variant, seeds in order.
+
+    Args:
+        comparison: what to run.
+        out: folder of the runs, with their checkpoints and models.
+        records: folder of VARIANT/seedN.json, all that is needed to know that a run is done.
+        variants: only these.
+        command: for results.json.
+    """
+    names = list(variants or comparison.configs)
+    done: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    todo = [(seed, name) for seed in comparison.seeds for name in names]
+    for number, (seed, name) in enumerate(todo, start=1):
+        config = copy.deepcopy(comparison.configs[name])
+        config["trainer"].update(seed=seed, output_dir=str(out / name / f"seed{seed}"))
+        path = records / name / f"seed{seed}.json"
+        record = _read_record(path, config)
+        if record is None:
+            print(f"[{number}/{len(todo)}] {name}, seed {seed}", file=sys.stderr, flush=True)
+            results = run(config, command=command)
+            record = {key: results[key] for key in RECORDED}
+            write_results(path, record)
+        done[name].append(record)
+    return done
+
+
+def _read_record(path: Path, config: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """A finished run's record; an error if it is of another configuration."""
+    if not path.exists():
+        return None
+    record = read_results(path)
+    for section, values in config.items():
+        stored = record["config"].get(section, {})
+        for key in {*values, *stored} - {*COSMETIC}:
+            if values.get(key) != stored.get(key):
+                raise ValueError(
+                    f"{path} is of another configuration ({section}.{key}: {stored.get(key)!r} there, "
+                    f"{values.get(key)!r} here); remove it or choose another --records"
+                )
+    return record
+
+
+def table(results: dict[str, list[dict[str, Any]]]) -> str:
+    """Accuracy, interactions kept, parameters and time of each variant, as a Markdown table."""
+    seeds = max(len(runs) for runs in results.values())
+    averaged = any("test_ema_accuracy" in record["metrics"] for runs in results.values() for record in runs)
+    columns = [f"test accuracy, %, mean ± std of {seeds}"]
+    columns += ["of the moving average, %"] if averaged else []
+    columns += ["interactions kept, %", "parameters", "ms a step", "seconds a run"]
+    lines = ["| prior | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, runs in results.items():
+        if not runs:
+            continue
+        cells = [spread([record["metrics"]["test_accuracy"] for record in runs])]
+        if averaged:
+            values = [record["metrics"].get("test_ema_accuracy") for record in runs]
+            cells.append(spread([value for value in values if value is not None]))
+        cells += [
+            f"{100 - runs[0]['pruning_ratio']:.1f}",
+            str(runs[0]["parameters"]),
+            f"{1000 * np.median([record['seconds_per_step'] for record in runs]):.0f}",
+            f"{np.mean([record['seconds'] for record in runs]):.1f}",
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def spread(shares: Sequence[float]) -> str:
+    """Mean and sample standard deviation of shares, in percent."""
+    if not shares:
+        return "-"
+    percent = 100 * np.array(shares)
+    return f"{percent.mean():.2f}" + (f" ± {percent.std(ddof=1):.2f}" if len(percent) > 1 else "")
+
+
+def draw_results(results: dict[str, list[dict[str, Any]]], path: Path) -> Path:
+    """Test accuracy of every seed and the mean of each variant."""
+    plt = pictures.pyplot()
+    figure, axis = plt.subplots(figsize=(6.4, 1.2 + 0.4 * len(results)), layout="constrained")
+    for row, runs in enumerate(results.values()):
+        accuracy = [100 * record["metrics"]["test_accuracy"] for record in runs]
+        axis.plot(accuracy, [row] * len(accuracy), "o", color=pictures.INK, alpha=0.7)
+        axis.plot([np.mean(accuracy)], [row], "|", color=pictures.ACCENT, markersize=22, markeredgewidth=2.5)
+    axis.set_yticks(range(len(results)), list(results))
+    axis.set_ylim(len(results) - 0.5, -0.5)
+    axis.set_xlabel("test accuracy, % (dots: seeds, bar: mean)")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="x", alpha=0.25)
+    return pictures.save(figure, path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.classification.compare",
+        description="Train a list of priors over seeds. Goes on where it was stopped, and does no run twice.",
+    )
+    parser.add_argument("--config", required=True, help="YAML file with base, seeds and variants")
+    parser.add_argument("--out", type=Path, help="folder of the runs; default: outputs/NAME")
+    parser.add_argument("--records", type=Path, help="folder of one record a run, table and picture; default: --out")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these rows")
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="only these seeds, or others than the file's")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every run")
+    arguments = parser.parse_args(argv)
+    transformers_logging.disable_progress_bar()
+    try:
+        comparison = load_comparison(arguments.config, arguments.overrides)
+        if arguments.variants:
+            check_known(arguments.variants, list(comparison.configs), arguments.config)
+        comparison.seeds = arguments.seeds or comparison.seeds
+        out = arguments.out or Path("outputs") / comparison.name
+        records = arguments.records or out
+        results = run_comparison(comparison, out, records, arguments.variants)
+    except (ValueError, OSError, TypeError, yaml.YAMLError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\n{parser.prog}: interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return 130
+    lines = table(results)
+    write_text(records / "table.md", lines + "\n")
+    summary = {name: [record["metrics"] for record in runs] for name, runs in results.items()}
+    write_text(records / "summary.json", json.dumps(summary, indent=1) + "\n")
+    picture = draw_results(results, records / "results.png")
+    print(f"\n{next(iter(results.values()))[0]['data']}\n\n{lines}\n\npicture: {picture}, table: {records}/table.md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
