@@ -6,6 +6,7 @@ from hf_sparseprior.training.layer_decay import layer_of_parameter, parameter_gr
 from hf_sparseprior.training.mixing import Mixing, SoftTargetCollator
 from hf_sparseprior.training.progress import OneLineProgress
 from hf_sparseprior.training.sampling import Draw, DrawSampler
+from hf_sparseprior.training.stopping import StopOnSignal
 from hf_sparseprior.training.trainer import SparsePriorTrainer, soft_target_loss
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "SoftTargetCollator",
     "SparsePriorTrainer",
     "SparsePriorTrainingArguments",
+    "StopOnSignal",
     "WeightAverage",
     "layer_of_parameter",
     "parameter_groups",

@@ -6,11 +6,14 @@ import time
 from typing import Any
 
 import torch
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME
 
-from hf_sparseprior.training.ema import WeightAverage
+from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.layer_decay import parameter_groups
 from hf_sparseprior.training.sampling import DrawSampler
 
@@ -171,6 +174,16 @@ class SparsePriorTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and (average := self._start_average()) is not None:
             average.load(checkpoint)
+
+    def checkpoint_files(self) -> list[str]:
+        """Names of the files and folders without which a checkpoint of this Trainer is not whole."""
+        files = [SCHEDULER_NAME, TRAINER_STATE_NAME]
+        if self.is_fsdp_enabled:
+            sharded = "SHARDED" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
+            files += [f"{FSDP_MODEL_NAME}_0", "optimizer_0"] if sharded else ["optimizer.bin"]
+        else:
+            files += [SAFE_WEIGHTS_NAME, OPTIMIZER_NAME]
+        return files + ([EMA_FILE] if getattr(self.args, "ema_decay", None) is not None else [])
 
     def _start_average(self) -> WeightAverage | None:
         """Begin the moving average at the current weights, if one is wanted."""

@@ -17,6 +17,7 @@ import argparse
 import copy
 import json
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from tasks.classification.config import (
 )
 from tasks.classification.report import read_results, write_results
 from tasks.classification.run_folder import COSMETIC
-from tasks.classification.train import run
+from tasks.classification.train import RunStopped, run
 
 # What a record keeps of a run's results.json; the rest stays in the run's folder.
 RECORDED = (
@@ -212,6 +213,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, TypeError, yaml.YAMLError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
+    except RunStopped as stopped:
+        print(f"{parser.prog}: {stopped}", file=sys.stderr)
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
         print(f"\n{parser.prog}: interrupted; the same command goes on where it stopped", file=sys.stderr)
         return 130

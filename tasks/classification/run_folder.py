@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,33 +65,39 @@ def config_differences(out: Path, config: dict[str, Any]) -> list[str]:
     ]
 
 
-def last_whole_checkpoint(out: Path) -> str | None:
+def last_whole_checkpoint(out: Path, files: Sequence[str]) -> str | None:
     """The newest checkpoint that was written to its end.
 
     A run that is killed while it saves leaves a folder that lacks files or holds cut ones; such a folder is skipped
     with one line.
+
+    Args:
+        out: folder of the run.
+        files: names that a checkpoint of it holds, files or folders.
     """
     numbered = [path for path in out.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdigit()]
     for path in sorted(numbered, key=lambda path: int(path.name.rsplit("-", 1)[1]), reverse=True):
-        damage = checkpoint_damage(path)
+        damage = checkpoint_damage(path, files)
         if damage is None:
             return str(path)
         print(f"{path} is skipped: {damage}", file=sys.stderr)
     return None
 
 
-def checkpoint_damage(checkpoint: Path) -> str | None:
+def checkpoint_damage(checkpoint: Path, files: Sequence[str]) -> str | None:
     """What a Trainer's checkpoint lacks, or None for a whole one. trainer_state.json is written last."""
-    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", TRAINER_STATE_NAME):
-        if not (checkpoint / name).is_file():
+    for name in files:
+        if not (checkpoint / name).exists():
             return f"{name} is missing"
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-        with safe_open(checkpoint / "model.safetensors", "pt") as file:
-            file.keys()
+        for path in checkpoint.glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                file.keys()
     except (ValueError, SafetensorError) as error:
         return f"it is cut off ({str(error).splitlines()[0]})"
-    for path in (*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")):
-        if not zipfile.is_zipfile(path):
+    for path in (*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")):
+        # training_args.bin is of no use for going on.
+        if path.name != "training_args.bin" and not zipfile.is_zipfile(path):
             return f"{path.name} is cut off"
     return None

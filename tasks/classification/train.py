@@ -6,6 +6,7 @@ A run that was interrupted goes on from its last checkpoint; a finished run is n
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import BitImageProcessorPil, ProgressCallback, ViTImageProcessorPil, set_seed
 from transformers.utils import logging as transformers_logging
 
@@ -25,6 +27,7 @@ from hf_sparseprior.training import (
     SoftTargetCollator,
     SparsePriorTrainer,
     SparsePriorTrainingArguments,
+    StopOnSignal,
 )
 from tasks.classification.augmentation import Augmentation, AugmentationConfig
 from tasks.classification.config import DataConfig, check_config, load_config
@@ -50,6 +53,10 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "report_to": "none",
     "remove_unused_columns": False,
 }
+
+
+class RunStopped(Exception):
+    """The run was told to end (SIGTERM) and saved a checkpoint from which it goes on."""
 
 
 def build_model(model: dict[str, Any], classes: list[str]) -> SparsePriorViTForImageClassification:
@@ -166,6 +173,10 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
 
     Returns:
         The content of results.json.
+
+    Raises:
+        ValueError, OSError: for bad values and missing files, before anything is written.
+        RunStopped: on SIGTERM, after a checkpoint was saved.
     """
     check_config(config)
     out = Path(config["trainer"].get("output_dir") or "")
@@ -177,7 +188,9 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     defaults = {**TRAINER_DEFAULTS, "dataloader_pin_memory": torch.cuda.is_available()}
     arguments = _trainer_errors(SparsePriorTrainingArguments, **{**defaults, **config["trainer"]})
     data_config, augmentation = DataConfig(**config["data"]), AugmentationConfig(**config["augmentation"])
-    data = load_data(data_config)
+    # One process prepares what libraries keep on disk, the others read it.
+    with arguments.main_process_first(desc="reading the data"):
+        data = load_data(data_config)
     set_seed(arguments.seed)
     model = build_model(config["model"], data.classes)
     datasets, processor = make_datasets(data, data_config, model.config, augmentation, arguments.seed)
@@ -197,16 +210,17 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         dataset.fill_cache(show_progress=not arguments.disable_tqdm)
     datasets["train"][next(iter(sampler))]
     # Until here nothing was written or thrown away: a bad value leaves the folder as it was.
-    claim(out, config)
+    checkpoint = _claim_folder(out, config, trainer)
     if not arguments.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(OneLineProgress())
-    checkpoint = last_whole_checkpoint(out)
-    if checkpoint:
-        print(f"going on from {checkpoint}", file=sys.stderr)
+    stop = StopOnSignal()
+    trainer.add_callback(stop)
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - start
+    if stop.stopped:
+        raise RunStopped(f"stopped behind step {trainer.state.global_step}; the same command goes on from there")
     prediction = trainer.predict(datasets["test"], metric_key_prefix="test")
     steps_here = trainer.state.global_step - (int(checkpoint.rsplit("-", 1)[1]) if checkpoint else 0)
     predicted = np.argmax(prediction.predictions, -1)
@@ -240,7 +254,20 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     }
     if trainer.is_world_process_zero():
         _write_outputs(out, results, trainer, processor)
+    trainer.accelerator.wait_for_everyone()
     return results
+
+
+def _claim_folder(out: Path, config: dict[str, dict[str, Any]], trainer: Any) -> str | None:
+    """Make the folder this run's, by one process for all; the checkpoint that all go on from."""
+    checkpoint = None
+    trainer.accelerator.wait_for_everyone()  # until every process has looked at what is there
+    if trainer.is_world_process_zero():
+        claim(out, config)
+        checkpoint = last_whole_checkpoint(out, trainer.checkpoint_files())
+        if checkpoint:
+            print(f"going on from {checkpoint}", file=sys.stderr)
+    return broadcast_object_list([checkpoint])[0]
 
 
 def _sizes(datasets: dict[str, ImageDataset]) -> str:
@@ -298,6 +325,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, TypeError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
+    except RunStopped as stopped:
+        print(f"{parser.prog}: {stopped}", file=sys.stderr)
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
         print(f"\n{parser.prog}: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
