@@ -13,13 +13,13 @@ from tqdm.auto import tqdm
 from hf_sparseprior.training import Draw
 from tasks.classification.augmentation import Augmentation
 from tasks.classification.config import DataConfig
-from tasks.classification.sources import READERS, SPLIT_NAMES, SPLITS, ImageData, Images
+from tasks.classification.sources import READERS, SPLIT_NAMES, SPLITS, ImageData, Images, balanced_subset
 
 CACHE_LIMIT = 1 << 30
 
 
 def load_data(config: DataConfig) -> ImageData:
-    """Read a source and cut the splits it does not have.
+    """Read a source, cut the splits it does not have, keep as many images of each as `limit_*` says.
 
     Raises:
         ValueError, OSError: naming the folder, file or column that is missing, empty or mislabelled.
@@ -35,8 +35,13 @@ def load_data(config: DataConfig) -> ImageData:
             data.splits["train"], data.splits[split] = train.subset(kept), train.subset(cut)
             left -= fraction
     for split in SPLITS:
-        if not len(data.splits[split]):
+        images, limit = data.splits[split], getattr(config, f"limit_{split}")
+        if not len(images):
             raise ValueError(f"{data.description}: the {split} split is empty")
+        if limit is not None:
+            if limit > len(images):
+                raise ValueError(f"data.limit_{split}={limit} must be at most the {len(images)} images of the split")
+            data.splits[split] = images.subset(balanced_subset(images.labels, limit, config.split_seed))
     return data
 
 

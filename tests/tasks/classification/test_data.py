@@ -119,7 +119,7 @@ def test_missing_paths_and_columns_are_named(tmp_path):
         load_data(DataConfig(source="parquet", path=str(tmp_path / "empty")))
     root = write_parquet(tmp_path / "p", ["3", "7"], column="digit")
     with pytest.raises(ValueError, match=r"label_column='label' is not among the columns \['image', 'digit'\]"):
-        load_data(DataConfig(source="parquet", path=str(root)))
+        load_data(DataConfig(source="parquet", path=str(root), label_column="label"))
     write_parquet(tmp_path / "q", ["3", "7"] * 3)
     write_parquet(tmp_path / "q", ["3", "8"], "test.parquet")
     with pytest.raises(ValueError, match="label '8'"):

@@ -11,6 +11,7 @@ from datasets import load_dataset
 from PIL import Image
 
 from tasks.classification import fetch_cifar10 as fetch
+from tasks.classification.sources import cifar
 
 PER_BATCH = 20
 
@@ -20,20 +21,20 @@ def splits(monkeypatch):
     """A small stand-in with its own counts and checksums; everything else is the real thing."""
     generator = np.random.default_rng(0)
     made = {}
-    for split, names in fetch.BATCHES.items():
+    for split, names in cifar.LAYOUTS["cifar10"].batches.items():
         count = PER_BATCH * len(names)
         images = generator.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
         made[split] = images, generator.permutation(np.arange(count, dtype=np.uint8) % 10)
-    monkeypatch.setattr(fetch, "COUNTS", {split: len(labels) for split, (_, labels) in made.items()})
-    monkeypatch.setattr(fetch, "CHECKSUMS", {split: fetch.checksum(*arrays) for split, arrays in made.items()})
+    monkeypatch.setattr(cifar, "COUNTS", {split: len(labels) for split, (_, labels) in made.items()})
+    monkeypatch.setattr(cifar, "CHECKSUMS", {split: cifar.checksum(*arrays) for split, arrays in made.items()})
     return made
 
 
 def batches(splits):
     """(name, planes (20, 3072), labels) of every original batch."""
-    for split, names in fetch.BATCHES.items():
+    for split, names in cifar.LAYOUTS["cifar10"].batches.items():
         images, labels = splits[split]
-        planes = images.transpose(0, 3, 1, 2).reshape(-1, fetch.PIXELS)
+        planes = images.transpose(0, 3, 1, 2).reshape(-1, cifar.PIXELS)
         for number, name in enumerate(names):
             part = slice(PER_BATCH * number, PER_BATCH * (number + 1))
             yield name, planes[part], labels[part]
@@ -47,7 +48,7 @@ def python2_batch(planes, labels, hostile=b""):
 
     array = b"T" + struct.pack("<i", planes.nbytes) + planes.tobytes()
     numbers = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
-    shape = b"K" + bytes([len(labels)]) + b"M" + struct.pack("<H", fetch.PIXELS) + b"\x86"
+    shape = b"K" + bytes([len(labels)]) + b"M" + struct.pack("<H", cifar.PIXELS) + b"\x86"
     return (
         b"\x80\x02}(" + text(b"data") + array + shape + hostile + b"\x86" + text(b"labels") + numbers
         + text(b"batch_label") + text(b"training batch 1 of 5") + text(b"filenames") + b"](" + text(b"frog.png") + b"e"
@@ -56,7 +57,7 @@ def python2_batch(planes, labels, hostile=b""):
 
 
 def write_npm(splits, folder):
-    for split, names in fetch.BATCHES.items():
+    for split, names in cifar.LAYOUTS["cifar10"].batches.items():
         images, labels = splits[split]
         (folder / f"{split}_lables.json").write_text(json.dumps(labels.tolist()))
         for number, name in enumerate(names):
@@ -89,7 +90,7 @@ def test_every_source_gives_the_same_parquet(splits, kind, tmp_path, capsys):
     files = {split: str(out / f"{split}.parquet") for split in splits}
     tables = load_dataset("parquet", data_files=files, cache_dir=str(tmp_path / "cache"))
     for split, (images, labels) in splits.items():
-        assert tables[split].features["label"].names == list(fetch.CLASSES)
+        assert tables[split].features["label"].names == list(cifar.CLASSES)
         assert np.array_equal(tables[split]["label"], labels)
         assert np.array_equal(np.stack([np.asarray(image) for image in tables[split]["img"]]), images)
     assert fetch.main([str(out), "--source", source, "--path", "gone"]) == 0  # nothing is done twice
@@ -101,7 +102,7 @@ def test_python_batches_are_never_executed(splits, tmp_path):
     call = f"cos\nsystem\n(S'touch {flag}'\ntR".encode()
     _, planes, labels = next(batches(splits))
     content = python2_batch(planes, labels, hostile=call + b"\x85")
-    pixels, found = fetch.read_python_batch(content, "data_batch_1")
+    pixels, found = cifar.read_python_batch(content, "data_batch_1")
     assert np.array_equal(pixels, planes) and np.array_equal(found, labels)
     assert not flag.exists()
 
@@ -109,14 +110,14 @@ def test_python_batches_are_never_executed(splits, tmp_path):
 def test_a_batch_that_python_3_wrote_is_read_too(splits):
     _, planes, labels = next(batches(splits))
     content = OrderedDict(labels=[int(label) for label in labels], data=planes.tobytes())
-    pixels, found = fetch.read_python_batch(pickle.dumps(dict(content), protocol=4), "batch")
+    pixels, found = cifar.read_python_batch(pickle.dumps(dict(content), protocol=4), "batch")
     assert np.array_equal(pixels, planes) and np.array_equal(found, labels)
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", pickle.dumps({"labels": [1, 2]}, 2)])
 def test_files_that_are_no_batch_are_named(content):
-    with pytest.raises(OSError, match="data_batch_3 is not a CIFAR-10 batch"):
-        fetch.read_python_batch(content, "data_batch_3")
+    with pytest.raises(OSError, match="data_batch_3 is not a CIFAR batch"):
+        cifar.read_python_batch(content, "data_batch_3")
 
 
 def test_changed_images_missing_files_and_odd_counts_are_refused(splits, tmp_path, capsys):
@@ -127,11 +128,11 @@ def test_changed_images_missing_files_and_odd_counts_are_refused(splits, tmp_pat
     changed = images.copy()
     changed[3, 0, 0, 0] ^= 1
     with pytest.raises(ValueError, match="checksum"):
-        fetch.check("test", changed, labels)
+        cifar.check("test", changed, labels)
     with pytest.raises(ValueError, match="images per class"):
-        fetch.check("test", images, np.zeros_like(labels))
+        cifar.check("test", images, np.zeros_like(labels))
     with pytest.raises(ValueError, match="expected 20 of each"):
-        fetch.check("test", images[:5], labels)
+        cifar.check("test", images[:5], labels)
     (folder / "data_batch_3.png").unlink()
     assert fetch.main([str(tmp_path / "out"), "--path", str(folder)]) == 2
     assert "data_batch_3.png" in capsys.readouterr().err
@@ -143,10 +144,10 @@ def test_changed_images_missing_files_and_odd_counts_are_refused(splits, tmp_pat
 
 
 def test_a_hub_without_network_gives_one_line(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert fetch.main([str(tmp_path / "out"), "--source", "hub", "--path", str(tmp_path / "nothing")]) == 2
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert fetch.main([str(tmp_path / "out"), "--source", "hub", "--path", "nobody/nothing"]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "cannot be loaded" in error
+    assert error.count("\n") == 1 and "the hub cannot be reached (HF_HUB_OFFLINE is set)" in error
 
 
 def test_a_picture_survives_png(splits):

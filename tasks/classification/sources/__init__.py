@@ -1,0 +1,58 @@
+"""Where images and labels come from: one reader a source, registered by its name in a configuration's `data.source`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tasks.classification.config import SPLITS, DataConfig
+from tasks.classification.sources.arrays import (
+    read_cifar10,
+    read_cifar100,
+    read_digits,
+    read_fashion_mnist,
+    read_mnist,
+)
+from tasks.classification.sources.folders import read_csv, read_image_folder, read_imagenet, read_tiny_imagenet
+from tasks.classification.sources.images import SPLIT_NAMES, ImageData, Images, balanced_subset, decode, to_rgb
+from tasks.classification.sources.scan import drop_corrupt, find_corrupt
+from tasks.classification.sources.tables import (
+    StreamData,
+    decode_row,
+    read_arrow,
+    read_hub,
+    read_parquet,
+    row_name,
+    stream_data,
+)
+
+READERS: dict[str, Callable[[DataConfig], ImageData]] = {
+    "digits": read_digits,
+    "imagefolder": read_image_folder,
+    "parquet": read_parquet,
+    "arrow": read_arrow,
+    "hub": read_hub,
+    "csv": read_csv,
+    "cifar10": read_cifar10,
+    "cifar100": read_cifar100,
+    "tiny_imagenet": read_tiny_imagenet,
+    "imagenet": read_imagenet,
+    "fashion_mnist": read_fashion_mnist,
+    "mnist": read_mnist,
+}
+
+__all__ = [
+    "READERS",
+    "SPLITS",
+    "SPLIT_NAMES",
+    "ImageData",
+    "Images",
+    "StreamData",
+    "balanced_subset",
+    "decode",
+    "decode_row",
+    "drop_corrupt",
+    "find_corrupt",
+    "row_name",
+    "stream_data",
+    "to_rgb",
+]

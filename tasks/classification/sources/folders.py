@@ -1,0 +1,273 @@
+"""Images in files: class folders, CSV files of paths, Tiny-ImageNet and ImageNet-1K in their published layouts."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tasks.classification.config import SPLITS, DataConfig
+from tasks.classification.sources.images import (
+    SPLIT_NAMES,
+    ImageData,
+    Images,
+    counts,
+    data_folder,
+    encode_labels,
+    file_images,
+    pick_splits,
+    read_classes,
+    short,
+)
+
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+IMAGE_COLUMNS = ("image", "path", "file", "file_name", "filename", "filepath", "image_path")
+LABEL_COLUMNS = ("label", "labels", "class", "class_name", "category", "target")
+
+
+# ---- class folders --------------------------------------------------------------------------------------------------
+
+
+def read_image_folder(config: DataConfig) -> ImageData:
+    """path/train/CLASS/*.png and validation/, test/ beside it; without any split folder all images are training."""
+    root = data_folder(config)
+    available = [entry.name for entry in os.scandir(root) if _is_class(entry)]
+    names = [name for names in SPLIT_NAMES.values() for name in names]
+    if not config.splits and not any(name in available for name in names):
+        folders = {"train": root}
+    elif not config.splits and not any(name in available for name in SPLIT_NAMES["train"]):
+        raise ValueError(f"{root} has no folder train")
+    else:
+        folders = {split: root / name for split, name in pick_splits(available, config, str(root)).items()}
+    classes = class_folders(folders["train"])
+    splits = {split: file_images(*list_images(folder, classes)) for split, folder in folders.items()}
+    return ImageData(splits, classes, f"images in {root.name} ({counts(splits)})")
+
+
+def class_folders(folder: Path) -> list[str]:
+    """The sorted names of the folders in a folder."""
+    classes = sorted(entry.name for entry in os.scandir(folder) if _is_class(entry))
+    if len(classes) < 2:
+        raise ValueError(f"{folder} must hold one folder for each of two or more classes, found {classes}")
+    return classes
+
+
+def _is_class(entry: os.DirEntry) -> bool:
+    return entry.is_dir() and not entry.name.startswith(".")
+
+
+def list_images(folder: Path, classes: Sequence[str]) -> tuple[list[str], list[int]]:
+    """Files and labels of the images in a folder of class folders."""
+    index_of = {name: index for index, name in enumerate(classes)}
+    files: list[str] = []
+    labels: list[int] = []
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.is_file() and _is_image(entry.name):
+            raise ValueError(f"{entry.path} lies outside the class folders, so it has no label")
+        if not _is_class(entry):
+            continue
+        if entry.name not in index_of:
+            raise ValueError(f"{entry.path}: class {entry.name!r} is not among the training classes {short(classes)}")
+        own = sorted(
+            os.path.join(place, name) for place, _, names in os.walk(entry.path) for name in names if _is_image(name)
+        )
+        if not own:
+            raise ValueError(f"{entry.path} holds no image ({', '.join(IMAGE_ENDINGS)})")
+        files += own
+        labels += [index_of[entry.name]] * len(own)
+    if not files:
+        raise ValueError(f"{folder} holds no class folder with images")
+    return files, labels
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(IMAGE_ENDINGS)
+
+
+# ---- CSV ------------------------------------------------------------------------------------------------------------
+
+
+def read_csv(config: DataConfig) -> ImageData:
+    """A CSV file of image paths and labels, or a folder of train.csv and where there are any validation.csv, test.csv.
+
+    Paths are relative to the file's folder. Labels that are all whole numbers are ordered as such.
+
+    Raises:
+        ValueError, OSError: with file and line, for columns, labels or images that are missing.
+    """
+    root = Path(config.path or "")
+    if root.is_file():
+        tables = {"train": root}
+    elif root.is_dir():
+        available = [path.stem for path in root.glob("*.csv")]
+        tables = {split: root / f"{name}.csv" for split, name in pick_splits(available, config, f"{root}").items()}
+    else:
+        raise OSError(f"data.path={config.path} is neither a CSV file nor a folder of train.csv")
+    read = {split: _read_table(table, config) for split, table in tables.items()}
+    values: dict[str, Sequence[object]] = {split: labels for split, (_, labels) in read.items()}
+    if all(_is_integer(label) for _, labels in read.values() for label in labels):
+        values = {split: [int(label) for label in labels] for split, (_, labels) in read.items()}
+    classes, labels = encode_labels(values, read_classes(config.classes) if config.classes else None, str(root))
+    splits = {split: file_images(read[split][0], labels[split]) for split in read}
+    return ImageData(splits, classes, f"images of {root.name} ({counts(splits)})")
+
+
+def _is_integer(text: str) -> bool:
+    return text.lstrip("-").isdecimal()
+
+
+def _read_table(table: Path, config: DataConfig) -> tuple[list[str], list[str]]:
+    """Image files and labels of one CSV file."""
+    files, labels, problems = [], [], []
+    try:
+        with open(table, encoding="utf-8-sig", newline="") as file:
+            rows = csv.DictReader(file, strict=True)
+            columns = list(rows.fieldnames or [])
+            image = _column(columns, config.image_column, "image_column", IMAGE_COLUMNS, table)
+            label = _column(columns, config.label_column, "label_column", LABEL_COLUMNS, table)
+            for row in rows:
+                path, value = (row[image] or "").strip(), (row[label] or "").strip()
+                files.append(str(table.parent / path))
+                labels.append(value)
+                if not path:
+                    problems.append(f"line {rows.line_num}: no {image}")
+                elif not value:
+                    problems.append(f"line {rows.line_num}: no {label}")
+                elif not os.path.isfile(files[-1]):
+                    problems.append(f"line {rows.line_num}: {files[-1]} does not exist")
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{table} is not a CSV file in UTF-8 ({error})") from None
+    if problems:
+        raise ValueError(f"{table}, {problems[0]} ({len(problems)} of {len(files)} rows are bad)")
+    if not files:
+        raise ValueError(f"{table} has no rows")
+    return files, labels
+
+
+def _column(columns: Sequence[str], name: str | None, field: str, usual: Sequence[str], table: Path) -> str:
+    if name is not None:
+        if name not in columns:
+            raise ValueError(f"data.{field}={name!r} is not among the columns {columns} of {table}")
+        return name
+    found = [column for column in columns if column.strip().lower() in usual]
+    if len(found) != 1:
+        raise ValueError(
+            f"{table}: data.{field} is needed, {'none' if not found else 'several'} of the columns {columns} "
+            f"has a usual name ({', '.join(usual)})"
+        )
+    return found[0]
+
+
+# ---- published layouts ----------------------------------------------------------------------------------------------
+
+
+def read_tiny_imagenet(config: DataConfig) -> ImageData:
+    """Tiny-ImageNet as published: the folder tiny-imagenet-200, or the one that holds it.
+
+        wnids.txt  words.txt  train/WNID/images/*.JPEG  val/images/*.JPEG  val/val_annotations.txt
+
+    Classes are in the order of the sorted WNIDs, as published checkpoints have them, not in the order of wnids.txt. The
+    published test images have no labels and are not read. The published val is our split `published_validation`.
+    """
+    root = data_folder(config)
+    root = root / "tiny-imagenet-200" if (root / "tiny-imagenet-200").is_dir() else root
+    for name in ("wnids.txt", "train", "val"):
+        if not (root / name).exists():
+            raise OSError(
+                f"{root} has no {name}; data.path must be the extracted tiny-imagenet-200 or the folder that holds it"
+            )
+    classes = sorted(_lines(root / "wnids.txt"))
+    found = class_folders(root / "train")
+    if found != classes:
+        different = sorted(set(classes) ^ set(found))
+        raise ValueError(f"{root}: the folders of train are not the classes of wnids.txt, see {short(different, 3)}")
+    annotations = root / "val" / "val_annotations.txt"
+    if annotations.exists():
+        pairs = [(fields[0], fields[1]) for fields in _fields(annotations, "\t", 2)]
+        published = _annotated(root / "val" / "images", pairs, classes, annotations)
+    else:  # sorted into class folders by one of the scripts that go around
+        published = list_images(root / "val", classes)
+    words = dict(_fields(root / "words.txt", "\t", 2)) if (root / "words.txt").exists() else {}
+    return _published(root, list_images(root / "train", classes), published, classes, words, config)
+
+
+def read_imagenet(config: DataConfig) -> ImageData:
+    """ImageNet-1K in one of two layouts; its classes are sorted by WNID, as published checkpoints have them.
+
+        train/WNID/*.JPEG  val/WNID/*.JPEG
+        ILSVRC/Data/CLS-LOC/{train/WNID,val}/*.JPEG  LOC_val_solution.csv  LOC_synset_mapping.txt   (Kaggle's)
+
+    The published val is our split `published_validation`.
+    """
+    root = data_folder(config)
+    images = root / "ILSVRC" / "Data" / "CLS-LOC"
+    images = images if images.is_dir() else root
+    for name in ("train", "val"):
+        if not (images / name).is_dir():
+            raise OSError(
+                f"{images} has no folder {name}; data.path must hold train/WNID/*.JPEG and val/WNID/*.JPEG, or "
+                "ILSVRC/Data/CLS-LOC and LOC_val_solution.csv"
+            )
+    classes = class_folders(images / "train")
+    solution = root / "LOC_val_solution.csv"
+    if any(_is_class(entry) for entry in os.scandir(images / "val")):
+        published = list_images(images / "val", classes)
+    elif solution.exists():
+        rows = _fields(solution, ",", 2)[1:]  # ImageId,PredictionString
+        pairs = [(f"{name}.JPEG", (prediction.split() or [""])[0]) for name, prediction in rows]
+        published = _annotated(images / "val", pairs, classes, solution)
+    else:
+        raise OSError(f"{images / 'val'} has no class folders and {solution} does not exist, so val has no labels")
+    mapping = root / "LOC_synset_mapping.txt"
+    words = dict(_fields(mapping, " ", 2)) if mapping.exists() else {}
+    return _published(root, list_images(images / "train", classes), published, classes, words, config)
+
+
+def _published(
+    root: Path,
+    train: tuple[list[str], list[int]],
+    validation: tuple[list[str], list[int]],
+    wnids: Sequence[str],
+    words: dict[str, str],
+    config: DataConfig,
+) -> ImageData:
+    splits: dict[str, Images] = {"train": file_images(*train), config.published_validation: file_images(*validation)}
+    splits = {split: splits[split] for split in SPLITS if split in splits}
+    # Words alone are not unique: two classes of ImageNet are called "crane".
+    classes = [f"{wnid} {words[wnid]}" if wnid in words else wnid for wnid in wnids]
+    return ImageData(splits, classes, f"{config.source} in {root.name} ({counts(splits)})")
+
+
+def _annotated(
+    folder: Path, pairs: Sequence[tuple[str, str]], classes: Sequence[str], table: Path
+) -> tuple[list[str], list[int]]:
+    """Files and labels of a flat folder whose labels stand in a table of (file name, class)."""
+    index_of = {name: index for index, name in enumerate(classes)}
+    present = {entry.name for entry in os.scandir(folder)} if folder.is_dir() else set()
+    for name, label in pairs:
+        if name not in present:
+            raise ValueError(f"{table} names {name}, which {folder} does not hold")
+        if label not in index_of:
+            raise ValueError(f"{table}: class {label!r} of {name} is not among the training classes {short(classes)}")
+    if not pairs:
+        raise ValueError(f"{table} is empty")
+    return [str(folder / name) for name, _ in pairs], [index_of[label] for _, label in pairs]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8 ({error})") from None
+
+
+def _fields(path: Path, separator: str, count: int) -> list[tuple[str, ...]]:
+    """The first `count` fields of every line; the last of them keeps further blanks, as names of classes have."""
+    rows = []
+    for number, line in enumerate(_lines(path), 1):
+        fields = line.split(separator) if separator == "\t" else line.split(separator, count - 1)
+        if len(fields) < count:
+            raise ValueError(f"{path}, line {number}: {line[:80]!r} has fewer than {count} fields")
+        rows.append(tuple(field.strip() for field in fields[:count]))
+    return rows

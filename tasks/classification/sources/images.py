@@ -1,0 +1,281 @@
+"""Images and labels as every reader gives them, and what the readers share."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tasks.classification.config import SPLITS, DataConfig
+
+# Names that data sets in the wild give to each split's folder or file.
+SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+
+
+@dataclass
+class Images:
+    """One split, its images read one at a time. Everything in it can be sent to another process.
+
+    read: index -> PIL image, 8-bit RGB; raises OSError with the image's name if it cannot be read.
+    labels: (count,) int64, each image's class.
+    name: index -> how errors call the image: its file, or "train row 12" of a table.
+    stamp: index -> text that changes when the stored image does; None: unknown, a scan for damage is not remembered.
+    checked: True if no image can be damaged, because all were made from arrays that were checked when read.
+    """
+
+    read: Callable[[int], Any]
+    labels: np.ndarray
+    name: Callable[[int], str] = "image {}".format
+    stamp: Callable[[int], str] | None = None
+    checked: bool = False
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def subset(self, indices: np.ndarray) -> Images:
+        """The images at these indices."""
+        return Images(
+            partial(_at, self.read, indices),
+            self.labels[indices],
+            partial(_at, self.name, indices),
+            self.stamp and partial(_at, self.stamp, indices),
+            self.checked,
+        )
+
+
+def _at(call: Callable[[int], Any], indices: np.ndarray, index: int) -> Any:
+    return call(int(indices[index]))
+
+
+@dataclass
+class ImageData:
+    """Every split of a source and the names of its classes."""
+
+    splits: dict[str, Images]
+    classes: list[str]
+    description: str
+
+
+def counts(sizes: Mapping[str, Any]) -> str:
+    """ "50000 train, 10000 test" for descriptions; sizes are anything with a length."""
+    return ", ".join(f"{len(images)} {split}" for split, images in sizes.items())
+
+
+# ---- reading one image ----------------------------------------------------------------------------------------------
+
+
+def decode(source: bytes | str, name: str) -> Any:
+    """An encoded image, or the file of one, as 8-bit RGB, read to its last pixel.
+
+    EXIF orientation is left alone, as torchvision does and as published accuracies were measured.
+
+    Raises:
+        OSError: `name` and why it is not readable, in one line.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            return to_rgb(image)
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's decoders raise many kinds for damaged files, struct.error among them
+        raise OSError(f"{name} is not a readable image ({_reason(error)})") from None
+
+
+def _reason(error: Exception) -> str:
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):  # its own text holds a memory address
+        return "no image format that Pillow knows"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def to_rgb(image: Any) -> Any:
+    """A PIL image as 8-bit RGB. Pillow's own conversion clips 16-bit grey to 255; here it is scaled."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        values = np.asarray(image).astype(np.int64)
+        image = Image.fromarray((np.clip(values, 0, 65535) >> 8).astype(np.uint8))
+    elif image.mode == "F":
+        raise ValueError("floating-point pixels have no known range; save 8-bit or 16-bit images")
+    return image.convert("RGB")
+
+
+def file_images(files: Sequence[str], labels: Sequence[int]) -> Images:
+    """Images in files of their own."""
+    files = list(files)
+    return Images(
+        partial(_read_file, files), np.array(labels, dtype=np.int64), files.__getitem__, partial(_stamp_of, files)
+    )
+
+
+def _read_file(files: Sequence[str], index: int) -> Any:
+    return decode(files[index], files[index])
+
+
+def _stamp_of(files: Sequence[str], index: int) -> str:
+    return file_stamp(files[index])
+
+
+def file_stamp(path: str | os.PathLike) -> str:
+    """A file's path, size in bytes and time of change in nanoseconds."""
+    status = os.stat(path)
+    return f"{os.path.abspath(path)}|{status.st_size}|{status.st_mtime_ns}"
+
+
+def array_images(pixels: np.ndarray, labels: np.ndarray, where: str) -> Images:
+    """Images held in memory: pixels (count, height, width) or (count, height, width, 3), uint8."""
+    return Images(partial(_read_array, pixels), labels.astype(np.int64), f"{where} image {{}}".format, checked=True)
+
+
+def _read_array(pixels: np.ndarray, index: int) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(np.ascontiguousarray(pixels[index])).convert("RGB")
+
+
+# ---- folders, splits, classes ---------------------------------------------------------------------------------------
+
+
+def data_folder(config: DataConfig) -> Path:
+    """`data.path`, which must be a folder."""
+    root = Path(config.path or "")
+    if not root.is_dir():
+        raise OSError(f"data.path={config.path} is not a folder")
+    return root
+
+
+def pick_splits(available: Collection[str], config: DataConfig, where: str) -> dict[str, str]:
+    """Which of a source's own splits is our train, validation and test.
+
+    Args:
+        available: the source's names.
+        config: its `splits` replaces the usual names.
+        where: the source, for errors.
+
+    Returns:
+        {our split: the source's name}, in our order; only "train" is always there.
+    """
+    wanted = {split: (name,) for split, name in config.splits.items()} if config.splits else SPLIT_NAMES
+    found = {}
+    for split in SPLITS:
+        match = next((name for name in wanted.get(split, ()) if name in available), None)
+        if match is not None:
+            found[split] = match
+        elif config.splits and split in wanted:
+            raise ValueError(
+                f"data.splits={config.splits}: {where} has no {wanted[split][0]!r}, only {_list(available)}"
+            )
+    if "train" not in found:
+        raise ValueError(f"{where} has no training split named {' or '.join(wanted['train'])}, only {_list(available)}")
+    return found
+
+
+def _list(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def split_files(root: Path, ending: str, config: DataConfig) -> dict[str, list[str]]:
+    """The files of each split in a folder: NAME.ending, NAME-00000-of-00005.ending, NAME_1.ending, ..."""
+    files = sorted(root.glob(f"*{ending}"))
+    named: dict[str, list[str]] = {}
+    for name in config.splits.values() if config.splits else sum(SPLIT_NAMES.values(), ()):
+        # "val*" would take validation.parquet once more.
+        pattern = re.compile(rf"{re.escape(name)}([^A-Za-z].*)?{re.escape(ending)}")
+        if own := [str(path) for path in files if pattern.fullmatch(path.name)]:
+            named[name] = own
+    if not named:
+        raise ValueError(f"{root} has no {config.splits['train'] if config.splits else 'train'}*{ending}")
+    return {split: named[name] for split, name in pick_splits(named, config, str(root)).items()}
+
+
+def read_classes(path: str) -> list[str]:
+    """The class names of a file, one a line."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OSError(f"data.classes={path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    classes = [line.strip() for line in lines if line.strip()]
+    twice = [name for name, count in Counter(classes).items() if count > 1]
+    if len(classes) < 2 or twice:
+        problem = f"{twice[0]!r} more than once" if twice else f"{len(classes)}"
+        raise ValueError(
+            f"data.classes={path} must hold two or more different class names, one a line, found {problem}"
+        )
+    return classes
+
+
+def encode_labels(
+    values: Mapping[str, Sequence[Any]], classes: Sequence[str] | None, where: str
+) -> tuple[list[str], dict[str, np.ndarray]]:
+    """Labels as class indices.
+
+    Args:
+        values: each split's labels as stored, class names or, with `classes`, also class indices.
+        classes: class names in order; None: the sorted labels of the training images.
+        where: the source, for errors.
+
+    Returns:
+        class names; each split's labels, (count,) int64.
+    """
+    if classes is None:
+        own = set(values["train"])
+        if None in own:
+            raise ValueError(f"{where}, train: the label is missing for some images")
+        ordered = sorted(own)
+        classes = [str(value) for value in ordered]
+        index_of: dict[Any, int] = {value: index for index, value in enumerate(ordered)}
+    else:
+        index_of = class_indices(classes)
+    if len(classes) < 2:
+        raise ValueError(f"{where} must hold two or more classes, found {list(classes)}")
+    labels = {}
+    for split, own in values.items():
+        unknown = Counter(value for value in own if value not in index_of)
+        if unknown:
+            value, count = unknown.most_common(1)[0]
+            advice = "; -1 marks images without labels, leave the split out with data.splits" if value == -1 else ""
+            raise ValueError(
+                f"{where}, {split}: label {value!r} ({count} images) is not among the classes {short(classes)}{advice}"
+            )
+        labels[split] = np.array([index_of[value] for value in own], dtype=np.int64)
+    return list(classes), labels
+
+
+def class_indices(classes: Sequence[str]) -> dict[Any, int]:
+    """What a stored label may be, its class's name or index -> index."""
+    return {index: index for index in range(len(classes))} | {name: index for index, name in enumerate(classes)}
+
+
+def short(names: Sequence[str], count: int = 10) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return f"{list(names[:count])}{more}"
+
+
+def balanced_subset(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """Indices of `count` images, sorted, as many of every class as of any other (give or take one).
+
+    With one seed a smaller count gives a subset of a larger one. A class that runs out is made up for by the others.
+    """
+    generator = np.random.default_rng(seed)
+    names = generator.permutation(np.unique(labels))  # which classes get the odd image
+    rank, order = np.empty(len(labels), dtype=np.int64), np.empty(len(labels), dtype=np.int64)
+    for place, label in enumerate(names):
+        members = generator.permutation(np.flatnonzero(labels == label))
+        rank[members] = np.arange(len(members))
+        order[members] = place
+    # Every class's first image, then every class's second, ...
+    return np.sort(np.lexsort((order, rank))[:count])

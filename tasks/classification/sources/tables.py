@@ -1,0 +1,409 @@
+"""Images in tables: local parquet and arrow files, data sets of the Hugging Face hub; whole or as a stream."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tasks.classification.config import SPLITS, DataConfig
+from tasks.classification.sources.images import (
+    ImageData,
+    Images,
+    class_indices,
+    counts,
+    data_folder,
+    decode,
+    encode_labels,
+    file_stamp,
+    pick_splits,
+    read_classes,
+    short,
+    split_files,
+)
+
+IMAGE_COLUMNS = ("image", "img", "images", "picture", "pixels")
+LABEL_COLUMNS = ("label", "labels", "class", "target")
+# Seconds to wait for the hub's first answer; `datasets` alone would try for more than twenty.
+HUB_TIMEOUT = 5
+# Shards that a memory-mapped table is streamed in, so that as many loader processes or machines can share it.
+ARROW_SHARDS = 64
+# Rows that a stream reads at a time.
+STREAM_BATCH = 32
+# A streamed image's index is its shard's number, then so many bits for its row in the shard.
+ROW_BITS = 32
+
+
+# ---- whole tables ---------------------------------------------------------------------------------------------------
+
+
+def read_parquet(config: DataConfig) -> ImageData:
+    """A folder of train*.parquet, and validation*.parquet and test*.parquet where there are any."""
+    root = data_folder(config)
+    tables = _load(f"{root}: the parquet files", "parquet", data_files=split_files(root, ".parquet", config))
+    return _tables_data(tables, config, str(root), f"parquet in {root.name}")
+
+
+def read_arrow(config: DataConfig) -> ImageData:
+    """A folder of `Dataset.save_to_disk` or `DatasetDict.save_to_disk`, or of train*.arrow, validation*.arrow, ..."""
+    root = data_folder(config)
+    return _tables_data(_arrow_tables(root, config), config, str(root), f"arrow in {root.name}")
+
+
+def read_hub(config: DataConfig) -> ImageData:
+    """A data set of the hub, or its copy in the cache of `datasets` where the hub cannot be reached."""
+    tables, where = _load_hub(config, streaming=False)
+    tables = _pick_tables(tables, config, where)
+    return _tables_data(tables, config, where, where)
+
+
+def _load(what: str, *arguments: Any, **options: Any) -> Any:
+    """datasets.load_dataset with its many errors as one line."""
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(*arguments, **options)
+    except Exception as error:  # datasets raises its own types, pyarrow's among their causes
+        raise OSError(f"{what} cannot be read ({_first_line(error.__cause__ or error)})") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _arrow_tables(root: Path, config: DataConfig) -> dict[str, Any]:
+    from datasets import Dataset, concatenate_datasets, load_from_disk
+
+    try:
+        if (root / "dataset_dict.json").exists():
+            return _pick_tables(load_from_disk(str(root)), config, str(root))
+        if (root / "state.json").exists():
+            return {"train": load_from_disk(str(root))}
+        return {
+            split: concatenate_datasets([Dataset.from_file(file) for file in files])
+            for split, files in split_files(root, ".arrow", config).items()
+        }
+    except (ValueError, OSError) as error:
+        if str(root) in str(error) and len(str(error).splitlines()) == 1:
+            raise
+        raise OSError(f"{root}: the arrow files cannot be read ({_first_line(error)})") from None
+
+
+def _pick_tables(tables: Mapping[str, Any], config: DataConfig, where: str) -> dict[str, Any]:
+    return {split: tables[name] for split, name in pick_splits(list(tables), config, where).items()}
+
+
+def _tables_data(tables: Mapping[str, Any], config: DataConfig, where: str, title: str) -> ImageData:
+    from datasets import Image
+
+    image, label = find_columns(tables["train"].features, config, where)
+    stored = _class_names(tables["train"].features, label, config)
+    for split, table in tables.items():
+        if missing := {image, label} - set(table.column_names):
+            raise ValueError(f"{where}, {split}: no column {missing.pop()!r}, only {table.column_names}")
+    classes, labels = encode_labels({split: list(table[label]) for split, table in tables.items()}, stored, where)
+    splits = {}
+    for split, table in tables.items():
+        try:
+            # Undecoded: images of every source are decoded by the same code.
+            rows = table.select_columns([image]).cast_column(image, Image(decode=False))
+        except Exception as error:  # pyarrow's own types
+            raise ValueError(f"{where}: column {image!r} holds no images ({_first_line(error)})") from None
+        place = f"{where}, {split}"
+        splits[split] = Images(
+            partial(_read_row, rows, image, place), labels[split], f"{place} row {{}}".format, _stamper(rows, image)
+        )
+    return ImageData(splits, classes, f"{title} ({counts(splits)})")
+
+
+def _read_row(rows: Any, column: str, where: str, index: int) -> Any:
+    return decode_row(rows[index][column], f"{where} row {index}")
+
+
+def decode_row(value: dict[str, Any] | None, name: str) -> Any:
+    """A stored image, {"bytes": its encoding or None, "path": its file}, as 8-bit RGB.
+
+    Raises:
+        OSError: `name` and why it is not readable, in one line.
+    """
+    value = value or {}
+    source = value.get("bytes") if value.get("bytes") is not None else value.get("path")
+    if source is None:
+        raise OSError(f"{name} is not a readable image (it is empty)")
+    return decode(source, name)
+
+
+def _stamper(rows: Any, column: str) -> Callable[[int], str] | None:
+    """`Images.stamp` of a table in files; None for one in memory."""
+    files = [entry["filename"] for entry in rows.cache_files]
+    if not files or not len(rows):
+        return None
+    if (rows[0][column] or {}).get("bytes") is None:
+        return partial(_path_stamp, rows, column)
+    digest = hashlib.sha256("\n".join(file_stamp(file) for file in files).encode()).hexdigest()
+    return f"{digest[:16]} {{}}".format
+
+
+def _path_stamp(rows: Any, column: str, index: int) -> str:
+    path = (rows[index][column] or {}).get("path")
+    return file_stamp(path) if path and Path(path).exists() else f"missing {path}"
+
+
+# ---- columns --------------------------------------------------------------------------------------------------------
+
+
+def find_columns(features: Any, config: DataConfig, where: str) -> tuple[str, str]:
+    """The columns of images and of labels: those that the configuration names, else the only ones that can be meant.
+
+    Raises:
+        ValueError: listing the columns, if a named one is missing or none or several could be meant.
+    """
+    from datasets import ClassLabel, Image, Value
+
+    for name, field in ((config.image_column, "image_column"), (config.label_column, "label_column")):
+        if name is not None and name not in features:
+            raise ValueError(f"data.{field}={name!r} is not among the columns {list(features)} of {where}")
+    typed = [name for name, feature in features.items() if isinstance(feature, Image)]
+    # Files that `datasets` did not write say nothing of images; there they are bytes, alone or beside a path.
+    encoded = [
+        name
+        for name, feature in features.items()
+        if (isinstance(feature, Value) and "binary" in feature.dtype)
+        or (isinstance(feature, dict) and "bytes" in feature)
+    ]
+    labels = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
+    image = config.image_column or _only_column(
+        [typed, encoded], IMAGE_COLUMNS, "image_column", "images", features, where
+    )
+    label = config.label_column or _only_column([labels], LABEL_COLUMNS, "label_column", "labels", features, where)
+    return image, label
+
+
+def _only_column(
+    candidates: Sequence[Sequence[str]], usual: Sequence[str], field: str, what: str, features: Any, where: str
+) -> str:
+    """The only column of the first kind that there is; a usual name decides between several or where there is none."""
+    found = next((names for names in candidates if names), list(features))
+    named = [name for name in found if name.lower() in usual]
+    if len(found) == 1 and any(candidates):
+        return found[0]
+    if len(named) == 1:
+        return named[0]
+    raise ValueError(f"{where}: which of the columns {list(features)} holds the {what} is not clear; give data.{field}")
+
+
+def _class_names(features: Any, label: str, config: DataConfig) -> list[str] | None:
+    from datasets import ClassLabel
+
+    if config.classes:
+        return read_classes(config.classes)
+    return list(features[label].names) if isinstance(features[label], ClassLabel) else None
+
+
+# ---- hub ------------------------------------------------------------------------------------------------------------
+
+
+def _load_hub(config: DataConfig, streaming: bool) -> tuple[Any, str]:
+    """The splits of a hub data set by their names there, and what errors call it."""
+    name = config.path or ""
+    if Path(name).exists():
+        raise ValueError(f"data.path={name} is a folder or file here; data.source=hub takes a name on the hub")
+    problem, commit = _ask_hub(name, config.revision)
+    where = f"hub {name}" + (f" {config.config_name}" if config.config_name else "")
+    options = {"name": config.config_name, "streaming": streaming}
+    if problem is None:
+        tables = _load(where, name, revision=config.revision, **options)
+        return tables, f"{where} at {commit}" if commit else where
+    # load_dataset would come to the cache too, after half a minute of asking the hub again.
+    builder = _cached(name, config.config_name, problem)
+    if config.revision is not None and config.revision != builder.hash:
+        raise OSError(
+            f"data.revision={config.revision}: the hub cannot be reached ({problem}) and the cached copy of {name} is "
+            f"of revision {builder.hash}"
+        )
+    tables = builder.as_streaming_dataset() if streaming else builder.as_dataset()
+    return tables, f"{where} at {builder.hash} (cached)"
+
+
+def _cached(name: str, config_name: str | None, problem: str) -> Any:
+    """The builder of a hub data set's copy in the cache of `datasets`."""
+    from datasets import config
+    from datasets.packaged_modules.cache.cache import Cache
+
+    try:
+        return Cache(
+            repo_id=name, dataset_name=name.split("/")[-1], config_name=config_name, hash="auto", version="auto"
+        )
+    except ValueError as error:  # it is not there, or in several configurations, or not in this one
+        raise OSError(
+            f"data.path={name}: the hub cannot be reached ({problem}), nor read from the cache "
+            f"{config.HF_DATASETS_CACHE} ({' '.join(str(error).split())}); connect, or give local files with "
+            "data.source=parquet, arrow or imagefolder"
+        ) from None
+
+
+def _ask_hub(name: str, revision: str | None) -> tuple[str | None, str | None]:
+    """Why the hub cannot be reached, None if it can, and the commit of the data set there."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return None, HfApi().dataset_info(name, revision=revision, timeout=HUB_TIMEOUT).sha
+    except HFValidationError as error:
+        raise ValueError(f"data.path={name!r} must be a data set's name on the hub ({_first_line(error)})") from None
+    except HfHubHTTPError as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status is not None and status < 500 and status not in (407, 408, 429):
+            wanted = f" in revision {revision}" if revision else ""
+            raise OSError(
+                f"data.path={name}: the hub has no such data set{wanted}, or it needs a login with access to it "
+                f"(HTTP status {status})"
+            ) from None
+        return f"HTTP status {status}", None
+    except Exception as error:  # the HTTP library's own types, for names, connections, certificates, timeouts
+        offline = type(error).__name__ == "OfflineModeIsEnabled"
+        return "HF_HUB_OFFLINE is set" if offline else _first_line(error), None
+
+
+# ---- streams --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class StreamData:
+    """Every split of a source as a stream, in the stored order.
+
+    splits: `datasets.IterableDataset`s of {"image": {"bytes", "path"}, "label": int, "index": int}. The image is still
+        encoded, `decode_row` reads it; the index stands for the same image in every epoch, order and process, and
+        `row_name` turns it into text for errors. They can be shuffled and split over machines and loader processes
+        (`shuffle`, `datasets.distributed.split_dataset_by_node`); their `num_shards` is how far without reading twice.
+    classes: names of the classes.
+    sizes: images of each split, None where the source does not say.
+    """
+
+    splits: dict[str, Any]
+    classes: list[str]
+    sizes: dict[str, int | None]
+    description: str
+
+
+def stream_data(config: DataConfig) -> StreamData:
+    """The three splits of a hub, parquet or arrow source without reading, decoding or downloading them as a whole.
+
+    Raises:
+        ValueError, OSError: for a split that the source does not have (a stream cannot be cut), for labels without
+            names (they would have to be collected from all images), and as the readers of whole tables.
+    """
+    tables, sizes, where = STREAMS[config.source](config)
+    missing = [split for split in SPLITS if split not in tables]
+    if missing:
+        raise ValueError(
+            f"{where} has no {' and no '.join(missing)} split, and none can be cut from a stream; give the source's "
+            "own names with data.splits={train: NAME, validation: NAME, test: NAME}, or set data.streaming=false"
+        )
+    splits = {}
+    classes: list[str] | None = None
+    for split, table in tables.items():
+        features = table.features
+        if features is None:
+            raise ValueError(f"{where} does not say its columns before it is read; set data.streaming=false")
+        image, label = find_columns(features, config, f"{where}, {split}")
+        classes = classes or _class_names(features, label, config)
+        if classes is None:
+            raise ValueError(
+                f"{where}: column {label!r} does not say the names of its classes; give a file of them, one a line, as "
+                "data.classes"
+            )
+        splits[split] = _stream(table, image, label, classes, f"{where}, {split}")
+    known = ", ".join(f"{sizes.get(split) or 'unknown'} {split}" for split in SPLITS)
+    return StreamData(splits, list(classes or ()), {split: sizes.get(split) for split in SPLITS}, f"{where} ({known})")
+
+
+def row_name(where: str, index: int) -> str:
+    """A streamed image's name for errors, from its "index"."""
+    return f"{where} shard {index >> ROW_BITS} row {index & ((1 << ROW_BITS) - 1)}"
+
+
+def _stream(table: Any, image: str, label: str, classes: Sequence[str], where: str) -> Any:
+    from datasets import Features, Image, IterableDataset, Value
+
+    try:
+        rows = table.select_columns([image, label]).cast_column(image, Image(decode=False))
+    except Exception as error:  # pyarrow's own types
+        raise ValueError(f"{where}: column {image!r} holds no images ({_first_line(error)})") from None
+    return IterableDataset.from_generator(
+        _stream_rows,
+        features=Features({"image": Image(decode=False), "label": Value("int64"), "index": Value("int64")}),
+        gen_kwargs={
+            "shards": list(range(rows.num_shards)),  # a list is what `datasets` shuffles and shares out
+            "rows": rows,
+            "count": rows.num_shards,
+            "columns": (image, label),
+            "classes": tuple(classes),
+            "where": where,
+        },
+    )
+
+
+def _stream_rows(
+    shards: list[int], rows: Any, count: int, columns: tuple[str, str], classes: Sequence[str], where: str
+) -> Iterator[dict[str, Any]]:
+    image, label = columns
+    index_of = class_indices(classes)
+    for shard in shards:
+        # Not by iterating over the shard itself: in a loader process that would share it out among the processes again.
+        batches = rows.shard(count, shard).iter(batch_size=STREAM_BATCH)
+        pairs = (pair for batch in batches for pair in zip(batch[image], batch[label], strict=True))
+        for number, (stored, name) in enumerate(pairs):
+            index = (shard << ROW_BITS) + number
+            if name not in index_of:
+                raise ValueError(f"{row_name(where, index)}: label {name!r} is not among the classes {short(classes)}")
+            yield {"image": _fetched(stored), "label": index_of[name], "index": index}
+
+
+def _fetched(value: dict[str, Any] | None) -> dict[str, Any]:
+    """An encoded image; one that is stored as an address (hf://...) is fetched."""
+    value = value or {"bytes": None, "path": None}
+    if value["bytes"] is None and value["path"] and "://" in value["path"]:
+        import fsspec
+
+        with fsspec.open(value["path"], "rb") as file:
+            return {"bytes": file.read(), "path": value["path"]}
+    return value
+
+
+def _stream_parquet(config: DataConfig) -> tuple[dict[str, Any], dict[str, int | None], str]:
+    import pyarrow.parquet
+
+    root = data_folder(config)
+    files = split_files(root, ".parquet", config)
+    tables = _load(f"{root}: the parquet files", "parquet", data_files=files, streaming=True)
+    try:
+        sizes = {split: sum(pyarrow.parquet.read_metadata(path).num_rows for path in files[split]) for split in files}
+    except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise OSError(f"{root}: the parquet files cannot be read ({_first_line(error)})") from None
+    return dict(tables), sizes, str(root)
+
+
+def _stream_arrow(config: DataConfig) -> tuple[dict[str, Any], dict[str, int | None], str]:
+    root = data_folder(config)
+    tables = _arrow_tables(root, config)
+    streams = {
+        split: table.to_iterable_dataset(num_shards=max(1, min(ARROW_SHARDS, len(table))))
+        for split, table in tables.items()
+    }
+    return streams, {split: len(table) for split, table in tables.items()}, str(root)
+
+
+def _stream_hub(config: DataConfig) -> tuple[dict[str, Any], dict[str, int | None], str]:
+    tables, where = _load_hub(config, streaming=True)
+    picked = _pick_tables(tables, config, where)
+    known = next(iter(tables.values())).info.splits or {}
+    names = pick_splits(list(tables), config, where)
+    sizes = {split: known[name].num_examples if name in known else None for split, name in names.items()}
+    return picked, sizes, where
+
+
+STREAMS = {"parquet": _stream_parquet, "arrow": _stream_arrow, "hub": _stream_hub}

@@ -1,0 +1,892 @@
+"""Every reader against the arrays that its files were written from, in the published layouts."""
+
+import csv
+import gzip
+import io
+import pickle
+import struct
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from datasets.distributed import split_dataset_by_node
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from tasks.classification.config import SOURCES, SOURCES_OF, DataConfig
+from tasks.classification.data import load_data
+from tasks.classification.sources import (
+    READERS,
+    SPLITS,
+    arrays,
+    balanced_subset,
+    cifar,
+    decode_row,
+    drop_corrupt,
+    find_corrupt,
+    row_name,
+    scan,
+    stream_data,
+)
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def own_caches(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+# ---- data sets of random images, written as published ---------------------------------------------------------------
+
+
+def pictures(count, size=6, channels=3, seed=0):
+    shape = (count, size, size, channels) if channels == 3 else (count, size, size)
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def png(pixels):
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def make(classes, sizes, **options):
+    """{split: (pixels, class names)} with as many images of every class."""
+    return {
+        split: (pictures(count * len(classes), seed=seed, **options), list(classes) * count)
+        for seed, (split, count) in enumerate(sizes.items())
+    }
+
+
+def write_png(path, pixels):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(png(pixels))
+
+
+def as_tables(made, classes, image="image", label="label"):
+    features = datasets.Features({image: datasets.Image(), label: datasets.ClassLabel(names=list(classes))})
+    return datasets.DatasetDict(
+        {
+            split: datasets.Dataset.from_dict(
+                {
+                    image: [{"bytes": png(one), "path": None} for one in pixels],
+                    label: [classes.index(n) for n in names],
+                },
+                features=features,
+            )
+            for split, (pixels, names) in made.items()
+        }
+    )
+
+
+def write_digits(root, monkeypatch):
+    digits = load_digits()
+    pixels = (digits.images * 255 / 16).round().astype(np.uint8)
+    return {}, {"train": (pixels, [str(label) for label in digits.target])}
+
+
+def write_image_folder(root, monkeypatch):
+    made = make(["cat", "dog"], {"train": 6, "valid": 2, "test": 3})
+    for split, (pixels, names) in made.items():
+        for number, (one, name) in enumerate(zip(pixels, names, strict=True)):
+            write_png(root / split / name / f"{number}.png", one)
+    return {"path": root}, made
+
+
+def write_parquet(root, monkeypatch):
+    made = make(["cat", "dog"], {"train": 12, "validation": 4, "test": 6})
+    for split, table in as_tables(made, ["cat", "dog"], "img").items():
+        root.mkdir(exist_ok=True)
+        half = len(table) // 2
+        table.select(range(half)).to_parquet(root / f"{split}-00000-of-00002.parquet")
+        table.select(range(half, len(table))).to_parquet(root / f"{split}-00001-of-00002.parquet")
+    return {"path": root}, made
+
+
+def write_arrow(root, monkeypatch):
+    made = make(["cat", "dog"], {"train": 12, "validation": 4, "test": 6})
+    as_tables(made, ["cat", "dog"]).save_to_disk(root)
+    return {"path": root}, made
+
+
+def write_hub(root, monkeypatch):
+    """What load_dataset leaves in its cache."""
+    from datasets.packaged_modules.parquet.parquet import Parquet
+
+    _, made = write_parquet(root, monkeypatch)
+    files = {split: sorted(map(str, root.glob(f"{split}*"))) for split in made}
+    builder = Parquet(dataset_name="shapes", hash=COMMIT, data_files=files)
+    builder.download_and_prepare()
+    configuration = Path(builder.cache_dir).parents[1]
+    configuration.rename(configuration.parent / "default")
+    configuration.parent.rename(configuration.parents[1] / "someone___shapes")
+    return {"path": "someone/shapes"}, made
+
+
+def write_csv(root, monkeypatch):
+    made = make(["2", "10"], {"train": 6, "test": 2})
+    for split, (pixels, names) in made.items():
+        rows = []
+        for number, (one, name) in enumerate(zip(pixels, names, strict=True)):
+            write_png(root / "images" / f"{split}, {number}.png", one)
+            rows.append({"file_name": f"images/{split}, {number}.png", "Label": name, "other": "x"})
+        with open(root / f"{split}.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    return {"path": root}, made
+
+
+def shrink(monkeypatch, made, labels):
+    """Small counts instead of CIFAR's own."""
+    monkeypatch.setattr(cifar, "COUNTS", {split: len(pixels) for split, (pixels, _) in made.items()})
+    sums = {split: cifar.checksum(pixels, labels[split]) for split, (pixels, _) in made.items()}
+    monkeypatch.setattr(cifar, "CHECKSUMS", sums)
+
+
+def planes(pixels):
+    return pixels.transpose(0, 3, 1, 2).reshape(len(pixels), -1)
+
+
+def write_cifar10(root, monkeypatch):
+    """The binary archive: five batches of training images, label byte and planes."""
+    made = make(cifar.CLASSES, {"train": 2, "test": 1}, size=32)
+    labels = {split: np.array([cifar.CLASSES.index(n) for n in names], np.uint8) for split, (_, names) in made.items()}
+    shrink(monkeypatch, made, labels)
+    root.mkdir()
+    with tarfile.open(root / "cifar-10-binary.tar.gz", "w:gz") as archive:
+        for split, batches in cifar.LAYOUTS["cifar10"].batches.items():
+            rows = np.concatenate([labels[split][:, None], planes(made[split][0])], 1)
+            for name, part in zip(batches, np.split(rows, len(batches)), strict=True):
+                member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
+                member.size = part.nbytes
+                archive.addfile(member, io.BytesIO(part.tobytes()))
+    return {"path": root}, made
+
+
+FINE = [f"fine{n}" for n in range(100)]
+COARSE = [f"coarse{n}" for n in range(20)]
+
+
+def write_cifar100(root, monkeypatch):
+    """The extracted Python version."""
+    made = make(FINE, {"train": 2, "test": 1}, size=32)
+    shrink(monkeypatch, made, {split: np.zeros(0, np.uint8) for split in made})
+    folder = root / "cifar-100-python"
+    folder.mkdir(parents=True)
+    for split, (pixels, names) in made.items():
+        fine = [FINE.index(name) for name in names]
+        content = {
+            "filenames": [f"{name}_s_000001.png" for name in names],
+            "batch_label": f"{split} batch 1 of 1",
+            "fine_labels": fine,
+            "coarse_labels": [label // 5 for label in fine],
+            "data": planes(pixels),
+        }
+        (folder / split).write_bytes(pickle.dumps(content, protocol=2))
+    (folder / "meta").write_bytes(pickle.dumps({"fine_label_names": FINE, "coarse_label_names": COARSE}, protocol=2))
+    return {"path": root}, made
+
+
+WNIDS = ["n02", "n01", "n10"]  # wnids.txt is not sorted, nor is the published one
+
+
+def write_tiny_imagenet(root, monkeypatch):
+    folder = root / "tiny-imagenet-200"
+    made = make(["n01 crane", "n02 crane", "n10 dish, bowl"], {"train": 4, "test": 2})
+    for number, (one, name) in enumerate(zip(*made["train"], strict=True)):
+        wnid = name.split()[0]
+        write_png(folder / "train" / wnid / "images" / f"{wnid}_{number}.JPEG", one)
+        (folder / "train" / wnid / f"{wnid}_boxes.txt").write_text("x\t0\t0\t1\t1\n")
+    lines = []
+    for number, (one, name) in enumerate(zip(*made["test"], strict=True)):
+        write_png(folder / "val" / "images" / f"val_{number}.JPEG", one)
+        lines.append(f"val_{number}.JPEG\t{name.split()[0]}\t0\t32\t44\t62\n")
+    (folder / "val" / "val_annotations.txt").write_text("".join(lines))
+    (folder / "wnids.txt").write_text("\n".join(WNIDS) + "\n")
+    (folder / "words.txt").write_text("n00\tentity\nn01\tcrane\nn02\tcrane\nn10\tdish, bowl\n")
+    write_png(folder / "test" / "images" / "test_0.JPEG", pictures(1)[0])
+    return {"path": root}, made
+
+
+def write_imagenet(root, monkeypatch):
+    """Kaggle's layout."""
+    made = make(["n01 crane", "n02 crane", "n10 dish, bowl"], {"train": 4, "test": 2})
+    images = root / "ILSVRC" / "Data" / "CLS-LOC"
+    for number, (one, name) in enumerate(zip(*made["train"], strict=True)):
+        wnid = name.split()[0]
+        write_png(images / "train" / wnid / f"{wnid}_{number}.JPEG", one)
+    lines = ["ImageId,PredictionString"]
+    for number, (one, name) in enumerate(zip(*made["test"], strict=True)):
+        write_png(images / "val" / f"ILSVRC2012_val_{number:08d}.JPEG", one)
+        lines.append(f"ILSVRC2012_val_{number:08d},{name.split()[0]} 85 1 499 272 {name.split()[0]} 1 2 3 4 ")
+    (root / "LOC_val_solution.csv").write_text("\n".join(lines) + "\n")
+    (root / "LOC_synset_mapping.txt").write_text("n01 crane\nn02 crane\nn10 dish, bowl\n")
+    return {"path": root}, made
+
+
+def write_idx(root, classes):
+    made = make(classes, {"train": 4, "test": 2}, channels=1, size=28)
+    root.mkdir()
+    for split, prefix in arrays.IDX_FILES.items():
+        pixels, names = made[split]
+        labels = bytes(classes.index(name) for name in names)
+        header = struct.pack(">4i", 2051, *pixels.shape)
+        (root / f"{prefix}-images-idx3-ubyte.gz").write_bytes(gzip.compress(header + pixels.tobytes()))
+        header = struct.pack(">2i", 2049, len(labels))
+        (root / f"{prefix}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(header + labels))
+    return {"path": root}, made
+
+
+def write_fashion_mnist(root, monkeypatch):
+    _, made = write_idx(root, list(arrays.FASHION_CLASSES))
+    monkeypatch.setattr(arrays, "FASHION_MNIST", str(root))  # as if Debian's package were installed
+    return {}, made
+
+
+def write_mnist(root, monkeypatch):
+    return write_idx(root, [str(digit) for digit in range(10)])
+
+
+WRITERS = {
+    "digits": write_digits,
+    "imagefolder": write_image_folder,
+    "parquet": write_parquet,
+    "arrow": write_arrow,
+    "hub": write_hub,
+    "csv": write_csv,
+    "cifar10": write_cifar10,
+    "cifar100": write_cifar100,
+    "tiny_imagenet": write_tiny_imagenet,
+    "imagenet": write_imagenet,
+    "fashion_mnist": write_fashion_mnist,
+    "mnist": write_mnist,
+}
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """source -> its configuration, with fields changed, and what was written."""
+
+    def write_source(source, **changes):
+        options, made = WRITERS[source](tmp_path / source, monkeypatch)
+        options = {name: str(value) for name, value in options.items()} | changes
+        return DataConfig(source=source, **options), {
+            {"valid": "validation"}.get(split, split): pairs for split, pairs in made.items()
+        }
+
+    return write_source
+
+
+def rgb(pixels):
+    return pixels if pixels.ndim == 3 else np.repeat(pixels[..., None], 3, -1)
+
+
+def contents(images, classes):
+    """How often each (pixels, class name) is in a split."""
+    found = [(np.asarray(images.read(n)).tobytes(), classes[images.labels[n]]) for n in range(len(images))]
+    return Counter(found)
+
+
+def written(pairs):
+    pixels, names = pairs
+    return Counter((rgb(one).tobytes(), name) for one, name in zip(pixels, names, strict=True))
+
+
+# ---- every reader ---------------------------------------------------------------------------------------------------
+
+
+def test_every_source_has_a_reader_and_a_test():
+    assert list(READERS) == list(SOURCES) == list(WRITERS)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_reader_gives_the_images_and_classes_that_were_written(write, source):
+    config, made = write(source)
+    data = READERS[source](config)
+    assert list(data.splits) == list(made)
+    assert len(set(data.classes)) == len(data.classes) >= 2
+    for split, images in data.splits.items():
+        assert contents(images, data.classes) == written(made[split])
+        assert images.labels.dtype == np.int64 and set(images.labels) == set(range(len(data.classes)))
+        assert images.read(0).mode == "RGB"
+        assert images.name(1) != images.name(0)
+        assert pickle.loads(pickle.dumps(images)).read(0) == images.read(0)  # loader processes get a copy
+    assert "\n" not in data.description
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_loaded_splits_share_no_image_and_lose_none(write, source):
+    config, made = write(source)
+    data = load_data(config)
+    assert list(sorted(data.splits)) == sorted(SPLITS)
+    everything = sum((contents(images, data.classes) for images in data.splits.values()), Counter())
+    assert everything == sum(map(written, made.values()), Counter())
+    names = [images.name(n) for images in data.splits.values() for n in range(len(images))]
+    assert len(set(names)) == len(names)
+    assert drop_corrupt(data, config) == {}
+
+
+def test_limits_are_balanced_nested_and_leave_the_cut_alone(write):
+    config, _ = write("digits")
+    whole = load_data(config)
+    names = {}
+    for limit in (50, 200):
+        data = load_data(DataConfig(limit_train=limit, limit_test=limit, limit_validation=30))
+        assert np.ptp(np.bincount(data.splits["train"].labels)) == 0 and len(data.splits["train"]) == limit
+        assert len(data.splits["validation"]) == 30
+        names[limit] = {split: {i.name(n) for n in range(len(i))} for split, i in data.splits.items()}
+    for split in SPLITS:
+        images = whole.splits[split]
+        assert names[50][split] <= names[200][split] <= {images.name(n) for n in range(len(images))}
+    with pytest.raises(ValueError, match=r"data\.limit_train=5000 must be at most the 10.. images"):
+        load_data(DataConfig(limit_train=5000))
+
+
+def test_a_balanced_subset_makes_up_for_small_classes():
+    labels = np.array([0] * 50 + [1] * 3 + [2] * 50)
+    assert np.bincount(labels[balanced_subset(labels, 23, 0)]).tolist() == [10, 3, 10]
+    assert sorted(np.bincount(labels[balanced_subset(labels, 8, 0)])) == [2, 3, 3]
+    assert balanced_subset(labels, 103, 0).tolist() == list(range(103))
+    assert not np.array_equal(balanced_subset(labels, 20, 0), balanced_subset(labels, 20, 1))
+    for small, large in ((1, 2), (7, 20), (20, 90)):
+        assert set(balanced_subset(labels, small, 5)) <= set(balanced_subset(labels, large, 5))
+
+
+# ---- single sources -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["tiny_imagenet", "imagenet"])
+def test_the_published_val_is_our_test_or_our_validation(write, source):
+    config, made = write(source, published_validation="validation")
+    data = READERS[source](config)
+    assert contents(data.splits["validation"], data.classes) == written(made["test"])
+    assert data.classes == ["n01 crane", "n02 crane", "n10 dish, bowl"]
+
+
+def test_imagenet_in_class_folders(write, tmp_path):
+    _, made = write("imagenet")
+    for number, (one, name) in enumerate(zip(*made["test"], strict=True)):
+        write_png(tmp_path / "b" / "val" / name.split()[0] / f"{number}.JPEG", one)
+    (tmp_path / "imagenet" / "ILSVRC" / "Data" / "CLS-LOC" / "train").rename(tmp_path / "b" / "train")
+    data = READERS["imagenet"](DataConfig(source="imagenet", path=str(tmp_path / "b")))
+    assert data.classes == ["n01", "n02", "n10"]
+    short = (made["test"][0], [name.split()[0] for name in made["test"][1]])
+    assert contents(data.splits["test"], data.classes) == written(short)
+
+
+def test_cifar100_has_coarse_labels_and_a_binary_version(write, tmp_path):
+    config, made = write("cifar100", label_column="coarse")
+    coarse = {split: (pixels, [COARSE[FINE.index(n) // 5] for n in names]) for split, (pixels, names) in made.items()}
+    binary = tmp_path / "binary" / "cifar-100-binary"
+    binary.mkdir(parents=True)
+    for split, (pixels, names) in made.items():
+        fine = np.array([FINE.index(name) for name in names], np.uint8)
+        rows = np.concatenate([fine[:, None] // 5, fine[:, None], planes(pixels)], 1)
+        (binary / f"{split}.bin").write_bytes(rows.tobytes())
+    (binary / "coarse_label_names.txt").write_text("\n".join(COARSE) + "\n\n")
+    (binary / "fine_label_names.txt").write_text("\n".join(FINE) + "\n\n")
+    for path, label, expected in (
+        (config.path, "coarse", coarse),
+        (str(binary), "coarse", coarse),
+        (str(tmp_path / "binary"), "fine", made),
+    ):
+        data = READERS["cifar100"](DataConfig(source="cifar100", path=path, label_column=label))
+        for split, images in data.splits.items():
+            assert contents(images, data.classes) == written(expected[split])
+    with pytest.raises(ValueError, match="label_column='super' of cifar100 must be fine or coarse"):
+        READERS["cifar100"](DataConfig(source="cifar100", path=config.path, label_column="super"))
+
+
+def test_cifar_as_parquet_with_the_hubs_columns(tmp_path):
+    made = make(FINE, {"train": 2, "test": 1}, size=32)
+    (tmp_path / "p").mkdir()
+    for split, table in as_tables(made, FINE, "img", "fine_label").items():
+        names = datasets.ClassLabel(names=COARSE)
+        coarse = [label // 5 for label in table["fine_label"]]
+        table.add_column("coarse_label", coarse).cast_column("coarse_label", names).to_parquet(
+            tmp_path / "p" / f"{split}.parquet"
+        )
+    data = READERS["cifar100"](DataConfig(source="cifar100", path=str(tmp_path / "p")))
+    assert contents(data.splits["train"], data.classes) == written(made["train"])
+    data = READERS["cifar100"](DataConfig(source="cifar100", path=str(tmp_path / "p"), label_column="coarse"))
+    assert data.classes == COARSE
+    with pytest.raises(ValueError, match=r"the columns \['img', 'fine_label', 'coarse_label'\] holds the labels"):
+        READERS["parquet"](DataConfig(source="parquet", path=str(tmp_path / "p")))
+
+
+def test_validation_parquet_is_read_once(tmp_path):
+    made = make(["cat", "dog"], {"training": 3, "validation": 2})
+    for split, table in as_tables(made, ["cat", "dog"]).items():
+        table.to_parquet(tmp_path / f"{split}.parquet")
+    data = READERS["parquet"](DataConfig(source="parquet", path=str(tmp_path)))
+    assert {split: len(images) for split, images in data.splits.items()} == {"train": 6, "validation": 4}
+
+
+def test_arrow_files_and_a_single_saved_table(tmp_path):
+    made = make(["cat", "dog"], {"train": 3, "test": 2})
+    tables = as_tables(made, ["cat", "dog"])
+    tables["train"].save_to_disk(tmp_path / "single")
+    data = READERS["arrow"](DataConfig(source="arrow", path=str(tmp_path / "single")))
+    assert list(data.splits) == ["train"] and contents(data.splits["train"], data.classes) == written(made["train"])
+    (tmp_path / "files").mkdir()
+    tables.save_to_disk(tmp_path / "dict")
+    for split in made:
+        next((tmp_path / "dict" / split).glob("*.arrow")).rename(tmp_path / "files" / f"{split}-00000.arrow")
+    data = READERS["arrow"](DataConfig(source="arrow", path=str(tmp_path / "files")))
+    assert contents(data.splits["test"], data.classes) == written(made["test"])
+    (tmp_path / "files" / "train-00000.arrow").write_bytes(b"ARROW1 nonsense")
+    with pytest.raises(OSError, match="the arrow files cannot be read") as error:
+        READERS["arrow"](DataConfig(source="arrow", path=str(tmp_path / "files")))
+    assert "\n" not in str(error.value)
+
+
+def test_own_split_and_class_names(write, tmp_path):
+    config, made = write("parquet", splits={"train": "train", "test": "validation"})
+    data = READERS["parquet"](config)
+    assert list(data.splits) == ["train", "test"]
+    assert contents(data.splits["test"], data.classes) == written(made["validation"])
+    (tmp_path / "names.txt").write_text("Katze\nHund\n")
+    data = READERS["parquet"](DataConfig(source="parquet", path=config.path, classes=str(tmp_path / "names.txt")))
+    assert data.classes == ["Katze", "Hund"]
+    with pytest.raises(ValueError, match="has no 'dev', only train"):
+        READERS["parquet"](DataConfig(source="parquet", path=config.path, splits={"train": "train", "test": "dev"}))
+    (tmp_path / "names.txt").write_text("Katze\nKatze\n")
+    with pytest.raises(ValueError, match="'Katze' more than once"):
+        READERS["parquet"](DataConfig(source="parquet", path=config.path, classes=str(tmp_path / "names.txt")))
+
+
+def test_exif_orientation_is_the_same_for_files_and_tables(tmp_path):
+    """An image turned by EXIF keeps its stored orientation in both, as in torchvision."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    Image.fromarray(pictures(1)[0][:, :4]).save(buffer, "PNG", exif=exif)
+    for name in ("cat", "dog"):
+        (tmp_path / "f" / name).mkdir(parents=True)
+        (tmp_path / "f" / name / "a.png").write_bytes(buffer.getvalue())
+    (tmp_path / "p").mkdir()
+    table = datasets.Dataset.from_dict({"image": [{"bytes": buffer.getvalue(), "path": None}] * 2, "label": ["a", "b"]})
+    table.to_parquet(tmp_path / "p" / "train.parquet")
+    for source, folder in (("imagefolder", "f"), ("parquet", "p")):
+        data = READERS[source](DataConfig(source=source, path=str(tmp_path / folder)))
+        assert data.splits["train"].read(0).size == (4, 6)
+
+
+# ---- bad values -----------------------------------------------------------------------------------------------------
+
+
+def edit(path, old, new):
+    path.write_text(path.read_text().replace(old, new))
+
+
+def unlink(root, pattern):
+    sorted(root.glob(pattern))[0].unlink()
+
+
+def recompress(root, pattern, change):
+    path = sorted(root.glob(pattern))[0]
+    path.write_bytes(gzip.compress(change(gzip.decompress(path.read_bytes()))))
+
+
+@pytest.mark.parametrize(
+    ("source", "break_it", "message"),
+    [
+        ("csv", lambda root: unlink(root, "images/train, 3.png"), r"train.csv, line 5: .*train, 3.png does not exist"),
+        (
+            "csv",
+            lambda root: edit(root / "test.csv", '.png",10', '.png",'),
+            r"test.csv, line 3: no Label \(2 of 4",
+        ),
+        (
+            "csv",
+            lambda root: edit(root / "train.csv", "Label", "kind"),
+            r"data.label_column is needed, none",
+        ),
+        (
+            "csv",
+            lambda root: edit(root / "train.csv", "other", "path"),
+            r"data.image_column is needed, several",
+        ),
+        ("csv", lambda root: (root / "train.csv").write_bytes(b"\xff\xfe\x00,"), "is not a CSV file in UTF-8"),
+        (
+            "csv",
+            lambda root: edit(root / "test.csv", ",10,", ",11,"),
+            r"test: label 11 \(2 images\) is not am",
+        ),
+        ("csv", lambda root: (root / "train.csv").unlink(), "has no training split named train or training, only test"),
+        (
+            "tiny_imagenet",
+            lambda root: unlink(root, "*/wnids.txt"),
+            "has no wnids.txt; data.path must be",
+        ),
+        (
+            "tiny_imagenet",
+            lambda root: edit(root / "tiny-imagenet-200/wnids.txt", "n10", "n11"),
+            "see .'n10', 'n11'",
+        ),
+        (
+            "tiny_imagenet",
+            lambda root: unlink(root, "*/val/images/*2.JPEG"),
+            "names val_2.JPEG, which .* does not",
+        ),
+        (
+            "tiny_imagenet",
+            lambda root: edit(root / "tiny-imagenet-200/val/val_annotations.txt", "\t", " "),
+            "val_annotations.txt, line 1: .* has fewer than 2 fields",
+        ),
+        ("imagenet", lambda root: unlink(root, "LOC_val_solution.csv"), "so val has no labels"),
+        ("imagenet", lambda root: (root / "ILSVRC").rename(root / "other"), "has no folder train; data.path must hold"),
+        (
+            "imagenet",
+            lambda root: edit(root / "LOC_val_solution.csv", ",n02", ",n03"),
+            "class 'n03' of ILSVRC2012_",
+        ),
+        ("mnist", lambda root: unlink(root, "t10k-labels*"), "has no t10k-labels-idx1-ubyte.gz"),
+        ("mnist", lambda root: recompress(root, "train-i*", lambda old: old[:-1]), "its header says 40x28x28"),
+        (
+            "mnist",
+            lambda root: recompress(root, "train-l*", lambda old: b"\0" * 8 + old),
+            "magic number 0 must be",
+        ),
+        ("mnist", lambda root: recompress(root, "train-l*", lambda old: old[:2]), "magic number 0 must be"),
+        (
+            "mnist",
+            lambda root: recompress(root, "train-l*", lambda old: old[:-1] + b"\x0b"),
+            "label 11 must be below",
+        ),
+        (
+            "mnist",
+            lambda root: recompress(root, "train-l*", lambda old: struct.pack(">2i", 2049, 39) + old[9:]),
+            "holds 40 images, .* 39 labels",
+        ),
+        (
+            "mnist",
+            lambda root: (root / "train-labels-idx1-ubyte.gz").write_bytes(b"noise"),
+            "train-labels-idx1-ubyte.gz is not a whole gzip file",
+        ),
+        (
+            "cifar10",
+            lambda root: unlink(root, "*.gz"),
+            "must be cifar-10-python.tar.gz or cifar-10-bin",
+        ),
+        ("cifar10", lambda root: (root / "cifar-10-binary.tar.gz").write_bytes(b"x"), "is not a readable archive"),
+        ("cifar100", lambda root: unlink(root, "*/meta"), "holds neither meta nor fine_label_names.txt"),
+        (
+            "cifar100",
+            lambda root: (root / "cifar-100-python" / "train").write_bytes(b"no"),
+            "is not a CIFAR batch",
+        ),
+        ("cifar100", lambda root: unlink(root, "*/test"), "holds neither test nor test.bin"),
+        ("arrow", lambda root: unlink(root, "train/*.arrow"), "the arrow files cannot be read|arrow"),
+    ],
+)
+def test_bad_files_are_named_in_one_line(write, tmp_path, source, break_it, message):
+    config, _ = write(source)
+    break_it(tmp_path / source)
+    with pytest.raises((ValueError, OSError), match=message) as error:
+        load_data(config)
+    assert "\n" not in str(error.value) and str(tmp_path / source) in str(error.value)
+
+
+def test_fewer_cifar_images_than_published_are_refused(write, monkeypatch):
+    config, _ = write("cifar100")
+    monkeypatch.setattr(cifar, "COUNTS", {"train": 50_000, "test": 10_000})
+    with pytest.raises(ValueError, match=r"CIFAR-100 train: images \(200, .* expected 50000"):
+        load_data(config)
+
+
+def test_fashion_mnist_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(arrays, "FASHION_MNIST", "/nowhere")
+    with pytest.raises(OSError, match="apt-get install dataset-fashion-mnist"):
+        load_data(DataConfig(source="fashion_mnist"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": "mnist"}, "needs data.path"),
+        ({"corrupt": "ignore"}, "data.corrupt='ignore' must be one of fatal, skip, unchecked"),
+        ({"published_validation": "val"}, "data.published_validation='val' must be one of test, validation"),
+        ({"limit_train": 0}, "data.limit_train=0 must be an integer of 1 or more"),
+        ({"streaming": "yes"}, "data.streaming='yes' is for data.source parquet"),
+        ({"source": "hub", "path": "a/b", "streaming": 1}, "data.streaming=1 must be true or false"),
+        ({"source": "hub", "path": "a/b", "streaming": True, "limit_test": 5}, "data.limit_test=5 cannot be balanced"),
+        ({"source": "hub", "path": "a/b", "splits": {"test": "val"}}, r"must be like \{train: NAME"),
+        ({"source": "hub", "path": "a/b", "splits": {"train": "a", "val": "b"}}, r"must be like \{train: NAME"),
+        ({"source": "hub", "path": 5}, "data.path=5 must be text"),
+        *(({name: "x"}, f"data.{name}='x' is for data.source ") for name in SOURCES_OF if name != "splits"),
+    ],
+)
+def test_bad_settings_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**options)
+
+
+# ---- hub ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_hub_out_of_reach_gives_one_line_within_seconds(tmp_path):
+    """In a process of its own, with the real HTTP client and a port on which nobody listens."""
+    code = (
+        "from tasks.classification.train import main\n"
+        "import sys; sys.exit(main(['--config', sys.argv[1], 'data.source=hub', 'data.path=uoft-cs/cifar10']))"
+    )
+    (tmp_path / "run.yaml").write_text("trainer: {output_dir: %s}\n" % (tmp_path / "out"))
+    root = Path(__file__).parents[3]
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PYTHONPATH": str(root)}
+    start = time.perf_counter()
+    process = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run.yaml")],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **environment},
+        check=False,
+    )
+    seconds = time.perf_counter() - start
+    assert process.returncode == 2
+    assert process.stderr.count("\n") == 1 and "the hub cannot be reached" in process.stderr
+    assert "uoft-cs/cifar10" in process.stderr and "data.source=parquet" in process.stderr
+    assert seconds < 60  # most of it is importing torch; datasets alone would ask again for more than 20 s
+
+
+def test_asking_the_hub_in_vain_takes_no_retries(write):
+    start = time.perf_counter()
+    with pytest.raises(OSError, match=r"the hub cannot be reached \(HF_HUB_OFFLINE is set\)") as error:
+        load_data(DataConfig(source="hub", path="uoft-cs/cifar10"))
+    assert "\n" not in str(error.value) and time.perf_counter() - start < 5
+
+
+def test_a_cached_hub_copy_is_used_if_it_is_the_revision_that_was_asked_for(write):
+    config, _ = write("hub")
+    assert f"at {COMMIT} (cached)" in load_data(config).description
+    load_data(DataConfig(source="hub", path=config.path, revision=COMMIT, config_name="default"))
+    with pytest.raises(OSError, match=f"data.revision=main: .* is of revision {COMMIT}"):
+        load_data(DataConfig(source="hub", path=config.path, revision="main"))
+    with pytest.raises(OSError, match="config 'other' Available configs in the cache"):
+        load_data(DataConfig(source="hub", path=config.path, config_name="other"))
+
+
+def test_hub_answers(write, monkeypatch, tmp_path):
+    """The hub's answers made up, what is made of them is real."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    made = make(["cat", "dog"], {"train": 3, "validation": 2, "test": 2})
+    tables = as_tables(made, ["cat", "dog"])
+    tables["test"] = tables["test"].map(lambda row: {"label": -1})
+
+    class Info:
+        sha = COMMIT
+
+    asked = []
+    monkeypatch.setattr(HfApi, "dataset_info", lambda self, name, **options: Info)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: asked.append((names, options)) or tables)
+    with pytest.raises(ValueError, match=r"test: label -1 .* leave the split out with data\.splits"):
+        load_data(DataConfig(source="hub", path="someone/animals", revision="v1"))
+    assert asked == [(("someone/animals",), {"name": None, "streaming": False, "revision": "v1"})]
+    splits = {"train": "train", "test": "validation"}
+    data = load_data(DataConfig(source="hub", path="someone/animals", splits=splits))
+    assert len(data.splits["test"]) == 4 and COMMIT in data.description
+
+    def refuse(self, name, **options):
+        response = SimpleNamespace(status_code=404, headers={}, request=None)
+        raise RepositoryNotFoundError("404 Client Error\n\nfar too long", response=response)
+
+    monkeypatch.setattr(HfApi, "dataset_info", refuse)
+    with pytest.raises(OSError, match=r"data.path=a/b: the hub has no such data set, .*\(HTTP status 404\)"):
+        load_data(DataConfig(source="hub", path="a/b"))
+    with pytest.raises(ValueError, match="is a folder or file here"):
+        load_data(DataConfig(source="hub", path=str(tmp_path)))
+
+
+def test_a_name_that_cannot_be_on_the_hub():
+    with pytest.raises(ValueError, match=r"data\.path='a/b/c' must be a data set's name on the hub"):
+        load_data(DataConfig(source="hub", path="a/b/c"))
+
+
+# ---- streams --------------------------------------------------------------------------------------------------------
+
+STREAMED = SOURCES_OF["streaming"]
+
+
+def stream_contents(rows, classes):
+    found = ((decode_row(row["image"], "row"), classes[row["label"]]) for row in rows)
+    return Counter((np.asarray(image).tobytes(), name) for image, name in found)
+
+
+@pytest.mark.parametrize("source", STREAMED)
+def test_a_stream_gives_what_was_written(write, source):
+    config, made = write(source, streaming=True)
+    data = stream_data(config)
+    assert data.classes == ["cat", "dog"]
+    assert data.sizes == {split: len(names) for split, (_, names) in made.items()}
+    for split in SPLITS:
+        assert stream_contents(data.splits[split], data.classes) == written(made[split])
+        indices = [row["index"] for row in data.splits[split]]
+        assert len(set(indices)) == len(indices)
+
+
+@pytest.mark.parametrize("source", STREAMED)
+def test_an_index_stays_with_its_image_in_any_order_and_process(write, source):
+    config, _ = write(source, streaming=True)
+    stream = stream_data(config).splits["train"]
+
+    def by_index(rows):
+        return {int(row["index"]): row["image"]["bytes"] for row in rows}
+
+    expected = by_index(stream)
+    shuffled = stream.shuffle(seed=3, buffer_size=5)
+    assert by_index(shuffled) == expected
+    assert [row["index"] for row in shuffled] != list(expected)
+    shuffled.set_epoch(1)
+    nodes = [by_index(split_dataset_by_node(shuffled, rank, 2)) for rank in range(2)]
+    assert not set(nodes[0]) & set(nodes[1]) and nodes[0] | nodes[1] == expected
+    loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=2)
+    assert by_index(loader) == expected
+
+
+def test_row_names():
+    assert row_name("hub a/b, train", (3 << 32) + 12) == "hub a/b, train shard 3 row 12"
+
+
+def test_a_stream_needs_all_splits_and_the_names_of_its_classes(tmp_path):
+    made = make(["cat", "dog"], {"train": 3, "val": 2})
+    for split, table in as_tables(made, ["cat", "dog"]).items():
+        table.cast_column("label", datasets.Value("int64")).to_parquet(tmp_path / f"{split}.parquet")
+    config = DataConfig(source="parquet", path=str(tmp_path), streaming=True)
+    with pytest.raises(ValueError, match="has no test split, and none can be cut from a stream"):
+        stream_data(config)
+    options = {"splits": {"train": "train", "validation": "val", "test": "val"}}
+    with pytest.raises(ValueError, match="does not say the names of its classes; give a file of them"):
+        stream_data(DataConfig(source="parquet", path=str(tmp_path), streaming=True, **options))
+    (tmp_path / "names").write_text("cat\ndog\n")
+    options["classes"] = str(tmp_path / "names")
+    data = stream_data(DataConfig(source="parquet", path=str(tmp_path), streaming=True, **options))
+    assert stream_contents(data.splits["test"], data.classes) == written(made["val"])
+    table = as_tables(make(["cat", "dog", "eel"], {"train": 1}), ["cat", "dog", "eel"])["train"]
+    table.cast_column("label", datasets.Value("int64")).to_parquet(tmp_path / "train.parquet")
+    data = stream_data(DataConfig(source="parquet", path=str(tmp_path), streaming=True, **options))
+    with pytest.raises(ValueError, match="train shard 0 row 2: label 2 is not among the classes"):
+        list(data.splits["train"])
+
+
+def test_a_stream_without_network_gives_one_line():
+    with pytest.raises(OSError, match="the hub cannot be reached") as error:
+        stream_data(DataConfig(source="hub", path="uoft-cs/cifar10", streaming=True))
+    assert "\n" not in str(error.value)
+
+
+# ---- damaged images -------------------------------------------------------------------------------------------------
+
+
+def damage_file(pattern):
+    def damage(root):
+        path = sorted(root.glob(pattern))[1]
+        path.write_bytes(path.read_bytes()[:60])  # cut off within the pixels
+        return path.name
+
+    return damage
+
+
+def damage_parquet(root):
+    path = root / "train-00001-of-00002.parquet"
+    table = datasets.Dataset.from_parquet(str(path), cache_dir=str(root / "own"))
+    rows = list(table.cast_column("img", datasets.Image(decode=False)))
+    rows[2]["img"]["bytes"] = rows[2]["img"]["bytes"][:60]
+    datasets.Dataset.from_list(rows, features=table.features).to_parquet(path)
+    return "train row 14"
+
+
+DAMAGE = {
+    "imagefolder": damage_file("train/cat/*.png"),
+    "csv": damage_file("images/train*.png"),
+    "tiny_imagenet": damage_file("*/train/n01/images/*"),
+    "imagenet": damage_file("**/val/*.JPEG"),
+    "parquet": damage_parquet,
+}
+
+
+@pytest.mark.parametrize("source", DAMAGE)
+def test_damaged_images_are_fatal_skipped_or_unchecked(write, tmp_path, source, capsys):
+    config, _ = write(source)
+    name = DAMAGE[source](tmp_path / source)
+    data = load_data(config)
+    before = {split: len(images) for split, images in data.splits.items()}
+    with pytest.raises(ValueError, match=rf"1 of \d+, .*{name} is not a readable image \(.*data.corrupt=skip") as error:
+        drop_corrupt(data, config)
+    assert "\n" not in str(error.value)
+    config.corrupt = "unchecked"
+    assert drop_corrupt(data, config) == {}
+    with pytest.raises(OSError, match=f"{name} is not a readable image"):
+        [images.read(index) for images in data.splits.values() for index in range(len(images))]
+    config.corrupt = "skip"
+    removed = drop_corrupt(data, config)
+    ((split, (removed_name,)),) = removed.items()
+    assert removed_name.endswith(name)
+    assert len(data.splits[split]) == before[split] - 1
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and f"1 of {before[split]} images are damaged and left out" in printed
+    for images in data.splits.values():
+        assert find_corrupt(images) == {}
+
+
+def test_processes_find_what_one_finds(write, tmp_path):
+    config, _ = write("imagefolder")
+    DAMAGE["imagefolder"](tmp_path / "imagefolder")
+    images = READERS["imagefolder"](config).splits["train"]
+    found = find_corrupt(images, workers=0)
+    assert len(found) == 1 and find_corrupt(images, workers=2) == found
+
+
+@pytest.mark.parametrize("source", ["imagefolder", "parquet", "arrow", "hub"])
+def test_a_scan_is_remembered_until_a_file_changes(write, tmp_path, source, monkeypatch):
+    config, _ = write(source, corrupt="skip")
+    scans = []
+    original = scan.find_corrupt
+    monkeypatch.setattr(scan, "find_corrupt", lambda *arguments: scans.append(1) or original(*arguments))
+    drop_corrupt(load_data(config), config)
+    assert len(scans) == 3
+    drop_corrupt(load_data(config), config)
+    assert len(scans) == 3
+    if source in DAMAGE:
+        DAMAGE[source](tmp_path / source)
+        for _ in range(2):
+            assert len(drop_corrupt(load_data(config), config)) == 1
+        assert 3 < len(scans) <= 6
+
+
+def test_arrays_in_memory_are_not_scanned(write, monkeypatch):
+    monkeypatch.setattr(scan, "find_corrupt", lambda *arguments: pytest.fail("scanned"))
+    for source in ("digits", "cifar10", "mnist"):
+        config, _ = write(source)
+        assert drop_corrupt(load_data(config), config) == {}
+
+
+def test_a_split_without_any_readable_image_is_refused(write, tmp_path):
+    config, _ = write("imagefolder", corrupt="skip")
+    for path in (tmp_path / "imagefolder" / "test").rglob("*.png"):
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match="test: none of the 6 images is readable"):
+        drop_corrupt(load_data(config), config)
+
+
+def test_a_bomb_is_named(write, tmp_path, monkeypatch):
+    config, _ = write("imagefolder")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5)
+    with pytest.raises(OSError, match=r"0.png is not a readable image \(Image size \(36 pixels\) exceeds limit"):
+        READERS["imagefolder"](config).splits["train"].read(0)
