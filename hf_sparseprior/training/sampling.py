@@ -37,14 +37,18 @@ class DrawSampler(Sampler):
         repeats: repeated augmentation (Hoffer et al. 2020, DeiT): each image of the epoch comes this often, augmented
             differently, and an epoch keeps its length, so it holds 1 / repeats of the images. Repeats of an image stand
             close together, in one batch, but never side by side, where mixup takes its pairs.
+        multiple_of: an epoch ends at the last multiple of this many samples, so that every batch is a whole one.
     """
 
-    def __init__(self, num_samples: int, seed: int = 0, repeats: int = 1) -> None:
+    def __init__(self, num_samples: int, seed: int = 0, repeats: int = 1, multiple_of: int = 1) -> None:
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
             raise ValueError(f"repeats={repeats!r} must be an integer of 1 or more")
+        if num_samples < multiple_of:
+            raise ValueError(f"{num_samples} training images are less than one batch of {multiple_of}")
         self.num_samples = num_samples
         self.seed = seed
         self.repeats = repeats
+        self.length = num_samples - num_samples % multiple_of
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -52,19 +56,19 @@ class DrawSampler(Sampler):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.num_samples
+        return self.length
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self.epoch
         order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
         if self.repeats == 1:
-            yield from (Draw(int(index), epoch, position) for position, index in enumerate(order))
+            yield from (Draw(int(index), epoch, position) for position, index in enumerate(order[: self.length]))
             return
         position = 0
         for start in range(0, self.num_samples, 2):
             for repeat in range(self.repeats):
                 for index in order[start : start + 2]:
-                    if position == self.num_samples:
+                    if position == self.length:
                         return
                     yield Draw(int(index), epoch, position, repeat)
                     position += 1

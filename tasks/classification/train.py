@@ -52,6 +52,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "metric_for_best_model": "accuracy",
     "report_to": "none",
     "remove_unused_columns": False,
+    "ddp_find_unused_parameters": False,
 }
 
 
@@ -157,10 +158,14 @@ def make_datasets(
 
 def make_collator(augmentation: AugmentationConfig, num_classes: int, arguments: Any) -> SoftTargetCollator:
     """Makes training batches, with mixing and label smoothing."""
-    global_batch = arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
     return SoftTargetCollator(
-        num_classes, augmentation.mixing, augmentation.label_smoothing, arguments.seed, global_batch
+        num_classes, augmentation.mixing, augmentation.label_smoothing, arguments.seed, global_batch(arguments)
     )
+
+
+def global_batch(arguments: Any) -> int:
+    """Images of a step, over processes and accumulation."""
+    return arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
 
 
 def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite: bool = False) -> dict[str, Any]:
@@ -194,7 +199,10 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     set_seed(arguments.seed)
     model = build_model(config["model"], data.classes)
     datasets, processor = make_datasets(data, data_config, model.config, augmentation, arguments.seed)
-    sampler = DrawSampler(len(datasets["train"]), arguments.seed, augmentation.repeats)
+    # transformers would leave out the last, smaller batch of evaluation too, and with it images from the metrics.
+    whole_batches = global_batch(arguments) if arguments.dataloader_drop_last else 1
+    arguments.dataloader_drop_last = False
+    sampler = DrawSampler(len(datasets["train"]), arguments.seed, augmentation.repeats, whole_batches)
     trainer = _trainer_errors(
         SparsePriorTrainer,
         model=model,
