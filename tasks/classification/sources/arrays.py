@@ -54,7 +54,7 @@ def _read_cifar(config: DataConfig, label: str, column: str) -> ImageData:
     version, path = config.source, Path(config.path or "")
     archive = cifar.find_archive(path, version)
     if archive is None and path.is_dir() and any(path.glob("train*.parquet")):
-        return read_parquet(replace(config, image_column=None, label_column=column))
+        return read_parquet(replace(config, source="parquet", label_column=column))
     if archive is None:
         layout = cifar.LAYOUTS[version]
         raise OSError(

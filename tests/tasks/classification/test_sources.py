@@ -21,6 +21,7 @@ from datasets.distributed import split_dataset_by_node
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from tasks.classification import fetch_cifar10
 from tasks.classification.config import SOURCES, SOURCES_OF, DataConfig
 from tasks.classification.data import load_data
 from tasks.classification.sources import (
@@ -427,6 +428,16 @@ def test_cifar_as_parquet_with_the_hubs_columns(tmp_path):
     assert data.classes == COARSE
     with pytest.raises(ValueError, match=r"the columns \['img', 'fine_label', 'coarse_label'\] holds the labels"):
         READERS["parquet"](DataConfig(source="parquet", path=str(tmp_path / "p")))
+
+
+def test_cifar10_as_fetch_cifar10_writes_it(tmp_path):
+    made = make(cifar.CLASSES, {"train": 2, "test": 1}, size=32)
+    for split, (pixels, names) in made.items():
+        labels = np.array([cifar.CLASSES.index(name) for name in names], np.uint8)
+        fetch_cifar10.write_parquet(split, pixels, labels, tmp_path / f"{split}.parquet")
+    data = READERS["cifar10"](DataConfig(source="cifar10", path=str(tmp_path)))
+    for split, images in data.splits.items():
+        assert contents(images, data.classes) == written(made[split])
 
 
 def test_validation_parquet_is_read_once(tmp_path):
