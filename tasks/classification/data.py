@@ -58,38 +58,52 @@ def stratified_cut(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.n
     return np.sort(np.concatenate(kept)), np.sort(np.concatenate(cut))
 
 
-class ImageDataset(Dataset):
-    """A split as a torch dataset of {"pixel_values": (channels, height, width) float32, "labels": int}.
-
-    Without augmentation images go through the processor, once if the results fit in memory. With it the decoded images
-    are kept instead, if they fit; the dataset is then indexed by a `Draw`, and a sample carries its draw.
+class Preparation:
+    """A decoded image to pixel values (channels, height, width) float32, as the model's processor does it or augmented.
 
     Args:
-        images: the split.
         processor: image processor of the model.
         num_channels: 3, or 1 for grey images.
-        cache: keep images in memory; None: if they stay below 1 GiB.
-        augmentation: of training images.
+        augmentation: of training images; it then needs the image's `Draw`.
         seed: of the augmentation.
     """
 
     def __init__(
-        self,
-        images: Images,
-        processor: Any,
-        num_channels: int = 3,
-        cache: bool | None = None,
-        augmentation: Augmentation | None = None,
-        seed: int = 0,
+        self, processor: Any, num_channels: int = 3, augmentation: Augmentation | None = None, seed: int = 0
     ) -> None:
-        self.images = images
         self.processor = processor
         self.num_channels = num_channels
         self.augmentation = augmentation
         self.seed = seed
+
+    def __call__(self, image: Image.Image, draw: Draw | None = None) -> torch.Tensor:
+        """Prepare one RGB image."""
+        if self.augmentation is not None:
+            if draw is None:
+                raise TypeError("a dataset with augmentation is indexed by Draw, as DrawSampler gives them")
+            return self.augmentation(image, draw.random(self.seed))
+        pixels: Any = image if self.num_channels == 3 else np.asarray(image.convert("L"))[..., None]
+        return self.processor(pixels, return_tensors="pt")["pixel_values"][0]
+
+
+class ImageDataset(Dataset):
+    """A split as a torch dataset of {"pixel_values": (channels, height, width) float32, "labels": int}.
+
+    Images that are not augmented are prepared once, if the results fit in memory. Of those that are, the decoded images
+    are kept, if they fit; the dataset is then indexed by a `Draw`, and a sample carries its draw.
+
+    Args:
+        images: the split.
+        prepare: what becomes of an image.
+        cache: keep images in memory; None: if they stay below 1 GiB.
+    """
+
+    def __init__(self, images: Images, prepare: Preparation, cache: bool | None = None) -> None:
+        self.images = images
+        self.prepare = prepare
         self.cache = cache
         self.pixels: torch.Tensor | None = None
-        self.decoded: list[Any] | None = None
+        self.decoded: list[np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.images)
@@ -99,16 +113,17 @@ class ImageDataset(Dataset):
         if self.pixels is not None or self.decoded is not None or not len(self) or not self._fits():
             return
         indices = tqdm(range(len(self)), desc="reading images", disable=not show_progress or len(self) < 2000)
-        if self.augmentation is None:
-            self.pixels = torch.stack([self._process(index) for index in indices])
+        if self.prepare.augmentation is None:
+            self.pixels = torch.stack([self.prepare(self.images.read(index)) for index in indices])
         else:
             self.decoded = [np.asarray(self.images.read(index)) for index in indices]
 
     def _fits(self) -> bool:
         if self.cache is not None:
             return self.cache
-        first = self._process(0).nbytes if self.augmentation is None else np.asarray(self.images.read(0)).nbytes
-        return first * len(self) < CACHE_LIMIT
+        first = self.images.read(0)
+        size = np.asarray(first).nbytes if self.prepare.augmentation is not None else self.prepare(first).nbytes
+        return size * len(self) < CACHE_LIMIT
 
     def __getitem__(self, item: int | Draw) -> dict[str, Any]:
         # A worker would fill a cache of its own, and again in every epoch.
@@ -120,15 +135,7 @@ class ImageDataset(Dataset):
         return sample if draw is None else {**sample, "draw": draw}
 
     def _pixel_values(self, index: int, draw: Draw | None) -> torch.Tensor:
-        if self.augmentation is not None:
-            if draw is None:
-                raise TypeError("a dataset with augmentation is indexed by Draw, as DrawSampler gives them")
-            image = Image.fromarray(self.decoded[index]) if self.decoded is not None else self.images.read(index)
-            return self.augmentation(image, draw.random(self.seed))
-        return self._process(index) if self.pixels is None else self.pixels[index]
-
-    def _process(self, index: int) -> torch.Tensor:
-        image = self.images.read(index)
-        if self.num_channels == 1:
-            image = np.asarray(image.convert("L"))[..., None]
-        return self.processor(image, return_tensors="pt")["pixel_values"][0]
+        if self.pixels is not None:
+            return self.pixels[index]
+        image = self.images.read(index) if self.decoded is None else Image.fromarray(self.decoded[index])
+        return self.prepare(image, draw)

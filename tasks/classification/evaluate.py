@@ -16,10 +16,11 @@ from transformers.utils import logging as transformers_logging
 import hf_sparseprior  # noqa: F401  registers the Auto classes
 from hf_sparseprior.hub import check_whole
 from tasks.classification.config import DataConfig, apply_overrides, check_config, load_config
-from tasks.classification.data import SPLITS, ImageDataset, load_data
+from tasks.classification.data import ImageDataset, Preparation, load_data
 from tasks.classification.metrics import compute_metrics, confusion_matrix
 from tasks.classification.report import command_line, draw_confusion, environment, write_results
 from tasks.classification.run_folder import RUN_CONFIG
+from tasks.classification.sources import SPLITS, drop_corrupt
 
 
 def load_whole_model(folder: str | Path) -> Any:
@@ -42,7 +43,9 @@ def evaluate_model(
     expected = [model.config.id2label[index] for index in range(model.config.num_labels)]
     if expected != data.classes:
         raise ValueError(f"the model's classes {expected} are not those of the data, {data.classes}")
-    dataset = ImageDataset(data.splits[split], processor, model.config.num_channels, data_config.cache)
+    data.splits = {split: data.splits[split]}
+    drop_corrupt(data, data_config)
+    dataset = ImageDataset(data.splits[split], Preparation(processor, model.config.num_channels), data_config.cache)
     arguments = TrainingArguments(
         output_dir=str(out),
         per_device_eval_batch_size=batch_size,

@@ -14,30 +14,30 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from transformers import BitImageProcessorPil, ProgressCallback, ViTImageProcessorPil, set_seed
+from transformers import ProgressCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.analysis.decays import learned_decay_masks
-from hf_sparseprior.hub import CARD, file_sha256, image_processor_settings, made_up_keys, model_card, write_text
+from hf_sparseprior.hub import CARD, file_sha256, made_up_keys, model_card, write_text
 from hf_sparseprior.training import (
-    DrawSampler,
     OneLineProgress,
-    SoftTargetCollator,
     SparsePriorTrainer,
     SparsePriorTrainingArguments,
     StopOnSignal,
 )
-from tasks.classification.augmentation import Augmentation, AugmentationConfig
+from tasks.classification.augmentation import AugmentationConfig
 from tasks.classification.config import DataConfig, check_config, load_config
-from tasks.classification.data import ImageData, ImageDataset, load_data
+from tasks.classification.inputs import make_inputs, read_data
 from tasks.classification.metrics import compute_metrics, confusion_matrix
 from tasks.classification.report import (
     command_line,
     draw_confusion,
     draw_history,
     environment,
+    read_results,
     write_results,
 )
 from tasks.classification.run_folder import MODEL, RESULTS, claim, finished_results, last_whole_checkpoint
@@ -110,64 +110,6 @@ def _copy_positions(folder: str, model: SparsePriorViTForImageClassification) ->
     return True
 
 
-def make_processor(model_config: SparsePriorViTConfig, eval_crop_ratio: float | None) -> Any:
-    """The image processor of evaluation, saved with the model: resize, or resize and cut out the centre."""
-    settings = image_processor_settings(model_config)
-    if eval_crop_ratio is None:
-        return ViTImageProcessorPil(**settings)
-    height, width = settings["size"]["height"], settings["size"]["width"]
-    if height != width:
-        raise ValueError(
-            f"augmentation.eval_crop_ratio={eval_crop_ratio} needs a square model.image_size, not {height}x{width}"
-        )
-    settings.update(image_processor_type="BitImageProcessor", crop_size=settings["size"], do_center_crop=True)
-    settings["size"] = {"shortest_edge": round(height / eval_crop_ratio)}
-    return BitImageProcessorPil(**settings)
-
-
-def make_datasets(
-    data: ImageData,
-    config: DataConfig,
-    model_config: SparsePriorViTConfig,
-    augmentation: AugmentationConfig | None = None,
-    seed: int = 0,
-) -> tuple[dict[str, ImageDataset], Any]:
-    """The three splits as torch datasets, and the image processor they use; training images augmented by `seed`."""
-    if model_config.num_channels not in (1, 3):
-        raise ValueError(f"model.num_channels={model_config.num_channels} must be 3 (colour) or 1 (grey) for images")
-    augmentation = augmentation or AugmentationConfig()
-    processor = make_processor(model_config, augmentation.eval_crop_ratio)
-    size = processor.crop_size if augmentation.eval_crop_ratio is not None else processor.size
-    augment = None
-    if augmentation.changes_images:
-        augment = Augmentation(
-            augmentation,
-            (size["height"], size["width"]),
-            model_config.image_mean,
-            model_config.image_std,
-            model_config.num_channels,
-        )
-    datasets = {
-        split: ImageDataset(
-            images, processor, model_config.num_channels, config.cache, augment if split == "train" else None, seed
-        )
-        for split, images in data.splits.items()
-    }
-    return datasets, processor
-
-
-def make_collator(augmentation: AugmentationConfig, num_classes: int, arguments: Any) -> SoftTargetCollator:
-    """Makes training batches, with mixing and label smoothing."""
-    return SoftTargetCollator(
-        num_classes, augmentation.mixing, augmentation.label_smoothing, arguments.seed, global_batch(arguments)
-    )
-
-
-def global_batch(arguments: Any) -> int:
-    """Images of a step, over processes and accumulation."""
-    return arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
-
-
 def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite: bool = False) -> dict[str, Any]:
     """Train, choose the best epoch on validation, test once, write results, model and pictures.
 
@@ -193,30 +135,26 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     defaults = {**TRAINER_DEFAULTS, "dataloader_pin_memory": torch.cuda.is_available()}
     arguments = _trainer_errors(SparsePriorTrainingArguments, **{**defaults, **config["trainer"]})
     data_config, augmentation = DataConfig(**config["data"]), AugmentationConfig(**config["augmentation"])
-    # One process prepares what libraries keep on disk, the others read it.
-    with arguments.main_process_first(desc="reading the data"):
-        data = load_data(data_config)
+    data, corrupt = read_data(data_config, arguments)
     set_seed(arguments.seed)
     model = build_model(config["model"], data.classes)
-    datasets, processor = make_datasets(data, data_config, model.config, augmentation, arguments.seed)
-    # transformers would leave out the last, smaller batch of evaluation too, and with it images from the metrics.
-    whole_batches = global_batch(arguments) if arguments.dataloader_drop_last else 1
-    arguments.dataloader_drop_last = False
-    sampler = DrawSampler(len(datasets["train"]), arguments.seed, augmentation.repeats, whole_batches)
+    inputs = make_inputs(data, corrupt, data_config, augmentation, model.config, arguments)
     trainer = _trainer_errors(
         SparsePriorTrainer,
         model=model,
         args=arguments,
-        train_dataset=datasets["train"],
-        eval_dataset=datasets["validation"],
-        processing_class=processor,
+        train_dataset=inputs.datasets["train"],
+        eval_dataset=inputs.datasets["validation"],
+        processing_class=inputs.processor,
         compute_metrics=compute_metrics,
-        train_sampler=sampler,
-        train_collator=make_collator(augmentation, len(data.classes), arguments),
+        train_sampler=inputs.train_sampler,
+        train_collator=inputs.train_collator,
+        data_collator=inputs.eval_collator,
     )
-    for dataset in datasets.values():
-        dataset.fill_cache(show_progress=not arguments.disable_tqdm)
-    datasets["train"][next(iter(sampler))]
+    if inputs.train_sampler is not None:
+        for dataset in inputs.datasets.values():
+            dataset.fill_cache(show_progress=not arguments.disable_tqdm)
+        inputs.datasets["train"][next(iter(inputs.train_sampler))]
     # Until here nothing was written or thrown away: a bad value leaves the folder as it was.
     checkpoint = _claim_folder(out, config, trainer)
     if not arguments.disable_tqdm:
@@ -229,7 +167,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     seconds = time.perf_counter() - start
     if stop.stopped:
         raise RunStopped(f"stopped behind step {trainer.state.global_step}; the same command goes on from there")
-    prediction = trainer.predict(datasets["test"], metric_key_prefix="test")
+    prediction = trainer.predict(inputs.datasets["test"], metric_key_prefix="test")
     steps_here = trainer.state.global_step - (int(checkpoint.rsplit("-", 1)[1]) if checkpoint else 0)
     predicted = np.argmax(prediction.predictions, -1)
     counts = confusion_matrix(prediction.label_ids, predicted, len(data.classes))
@@ -241,17 +179,14 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
             # The weights' moving average at the end of training.
             **{key: value for key, value in prediction.metrics.items() if key == "test_ema_accuracy"},
         },
-        "data": data.description + _sizes(datasets),
-        "prior": model.config.prior_name,
-        "prior_settings": model.config.prior,
-        "max_decay_change": max_decay_change(model),
-        "pruning_ratio": model.config.pruning_ratio,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "data": inputs.description,
+        "corrupt_images": inputs.corrupt_images(),
         "seed": arguments.seed,
         "steps": trainer.state.global_step,
         "seconds": round(seconds, 2),
         "seconds_per_step": seconds / max(1, steps_here),
         "data_wait": trainer.data_seconds / max(trainer.train_seconds, 1e-9),
+        "processes": arguments.world_size,
         "resumed_from": checkpoint and Path(checkpoint).name,
         "command": command or command_line(),
         "config": config,
@@ -260,10 +195,11 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         "confusion": counts.tolist(),
         "history": trainer.state.log_history,
     }
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # by all processes: each may hold a part
     if trainer.is_world_process_zero():
-        _write_outputs(out, results, trainer, processor)
+        _write_outputs(out, results, trainer.accelerator.unwrap_model(trainer.model), weights, inputs.processor)
     trainer.accelerator.wait_for_everyone()
-    return results
+    return results if trainer.is_world_process_zero() else read_results(out / RESULTS)
 
 
 def _claim_folder(out: Path, config: dict[str, dict[str, Any]], trainer: Any) -> str | None:
@@ -276,10 +212,6 @@ def _claim_folder(out: Path, config: dict[str, dict[str, Any]], trainer: Any) ->
         if checkpoint:
             print(f"going on from {checkpoint}", file=sys.stderr)
     return broadcast_object_list([checkpoint])[0]
-
-
-def _sizes(datasets: dict[str, ImageDataset]) -> str:
-    return " (" + ", ".join(f"{len(dataset)} {split}" for split, dataset in datasets.items()) + ")"
 
 
 def _trainer_errors(make: Any, **options: Any) -> Any:
@@ -296,12 +228,23 @@ def max_decay_change(model: SparsePriorViTForImageClassification) -> float | Non
     return max(((mask - 1).abs().max().item() for mask in masks), default=None)
 
 
-def _write_outputs(out: Path, results: dict[str, Any], trainer: Any, processor: Any) -> None:
-    trainer.model.save_pretrained(out / MODEL)
+def _about_model(model: SparsePriorViTForImageClassification) -> dict[str, Any]:
+    return {
+        "prior": model.config.prior_name,
+        "prior_settings": model.config.prior,
+        "max_decay_change": max_decay_change(model),
+        "pruning_ratio": model.config.pruning_ratio,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+def _write_outputs(out: Path, results: dict[str, Any], model: Any, weights: dict[str, Any], processor: Any) -> None:
+    model.save_pretrained(out / MODEL, state_dict=weights)
     # Says which weights the metrics are of.
     results["model_sha256"] = file_sha256(out / MODEL / "model.safetensors")
+    results.update(_about_model(SparsePriorViTForImageClassification.from_pretrained(out / MODEL)))
     processor.save_pretrained(out / MODEL)
-    write_text(out / MODEL / CARD, model_card(trainer.model.config, results))
+    write_text(out / MODEL / CARD, model_card(model.config, results))
     heading = f"{results['prior']}, seed {results['seed']}"
     draw_history(results["history"], out / "curves.png", heading)
     accuracy = 100 * results["metrics"]["test_accuracy"]
@@ -339,9 +282,12 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\n{parser.prog}: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
+    if not PartialState().is_main_process:
+        return 0
     out = config["trainer"]["output_dir"]
     for name, value in results["metrics"].items():
         print(f"{name}: {100 * value:.2f} %")
+    print(f"waiting for data: {100 * results['data_wait']:.1f} % of the training time")
     if results["max_decay_change"] is not None:
         print(f"max |M - 1| of the learned decay: {results['max_decay_change']:.4f}")
     print(f"results: {out}/{RESULTS}, pictures: {out}/curves.png {out}/confusion.png, model: {out}/{MODEL}")

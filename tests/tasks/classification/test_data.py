@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from transformers import ViTImageProcessorPil
 
 from tasks.classification.config import DataConfig
-from tasks.classification.data import ImageDataset, load_data, stratified_cut
+from tasks.classification.data import ImageDataset, Preparation, load_data, stratified_cut
 
 # Real images for every format: a few of scikit-learn's digits.
 DIGITS = load_digits()
@@ -147,7 +147,7 @@ def test_cached_images_equal_fresh_ones(channels):
         size={"height": 8, "width": 8}, image_mean=[0.5] * channels, image_std=[0.5] * channels
     )
     images = load_data(DataConfig()).splits["test"].subset(np.arange(5))
-    cached, fresh = (ImageDataset(images, processor, channels, cache) for cache in (True, False))
+    cached, fresh = (ImageDataset(images, Preparation(processor, channels), cache) for cache in (True, False))
     for index in range(5):
         assert torch.equal(cached[index]["pixel_values"], fresh[index]["pixel_values"])
         assert cached[index]["pixel_values"].shape == (channels, 8, 8)
@@ -191,7 +191,7 @@ def test_parquet_with_missing_labels_one_class_or_no_images_is_refused(tmp_path)
 def test_workers_share_the_cache_and_never_fill_their_own():
     processor = ViTImageProcessorPil(size={"height": 8, "width": 8})
     images = load_data(DataConfig()).splits["test"].subset(np.arange(12))
-    dataset = ImageDataset(images, processor)
+    dataset = ImageDataset(images, Preparation(processor))
     dataset.fill_cache()
     images.read = lambda index: pytest.fail("an image was read again")
     batches = list(torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=1))

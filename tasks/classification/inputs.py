@@ -1,0 +1,167 @@
+"""What the Trainer takes its batches from: datasets, order, collators and image processor of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import BitImageProcessorPil, ViTImageProcessorPil, default_data_collator
+
+from hf_sparseprior import SparsePriorViTConfig
+from hf_sparseprior.hub import image_processor_settings
+from hf_sparseprior.training import DrawSampler, Mixing, SoftTargetCollator
+from tasks.classification.augmentation import Augmentation, AugmentationConfig
+from tasks.classification.config import DataConfig
+from tasks.classification.data import ImageDataset, Preparation, load_data
+from tasks.classification.sources import ImageData, StreamData, drop_corrupt, row_name, stream_data
+from tasks.classification.streaming import StreamCollator, StreamedImages, noted_damage
+
+DAMAGED = "damaged_images.txt"
+
+
+@dataclass
+class Inputs:
+    """datasets: by split; processor: of evaluation, saved with the model; train_sampler: None for streams;
+    train_collator, eval_collator: make batches; description: of the data, with the size of each split;
+    corrupt: {split: names of the images left out}; damaged: file to which a stream adds them as it meets them.
+    """
+
+    datasets: Mapping[str, Any]
+    processor: Any
+    train_sampler: DrawSampler | None
+    train_collator: Any
+    eval_collator: Any
+    description: str
+    corrupt: dict[str, list[str]] = field(default_factory=dict)
+    damaged: Path | None = None
+
+    def corrupt_images(self) -> dict[str, list[str]]:
+        """{split, or "stream": names of the images that were left out}."""
+        met = noted_damage(self.damaged) if self.damaged else []
+        return {**self.corrupt, "stream": met} if met else self.corrupt
+
+
+def read_data(config: DataConfig, arguments: Any) -> tuple[ImageData | StreamData, dict[str, list[str]]]:
+    """The data of a run, and the names of damaged images left out of it."""
+    # One process prepares what libraries and scans keep on disk, the others read it.
+    with arguments.main_process_first(desc="reading the data"):
+        if config.streaming:
+            return stream_data(config), {}
+        data = load_data(config)
+        return data, drop_corrupt(data, config, arguments.dataloader_num_workers, not arguments.disable_tqdm)
+
+
+def make_inputs(
+    data: ImageData | StreamData,
+    corrupt: dict[str, list[str]],
+    config: DataConfig,
+    augmentation: AugmentationConfig,
+    model_config: SparsePriorViTConfig,
+    arguments: Any,
+) -> Inputs:
+    """Datasets, order and collators for the Trainer."""
+    collate = SoftTargetCollator(
+        len(data.classes), augmentation.mixing, augmentation.label_smoothing, arguments.seed, global_batch(arguments)
+    )
+    if isinstance(data, StreamData):
+        return _stream_inputs(data, config, augmentation, model_config, arguments, collate)
+    datasets, processor = make_datasets(data, config, model_config, augmentation, arguments.seed)
+    # transformers would leave out the last, smaller batch of evaluation too, and with it images from the metrics.
+    whole_batches = global_batch(arguments) if arguments.dataloader_drop_last else 1
+    arguments.dataloader_drop_last = False
+    sampler = DrawSampler(len(datasets["train"]), arguments.seed, augmentation.repeats, whole_batches)
+    sizes = ", ".join(f"{len(dataset)} {split}" for split, dataset in datasets.items())
+    description = f"{data.description} ({sizes})"
+    return Inputs(datasets, processor, sampler, collate, default_data_collator, description, corrupt)
+
+
+def _stream_inputs(
+    data: StreamData,
+    config: DataConfig,
+    augmentation: AugmentationConfig,
+    model_config: SparsePriorViTConfig,
+    arguments: Any,
+    collate: SoftTargetCollator,
+) -> Inputs:
+    if augmentation.repeats > 1:
+        raise ValueError(f"augmentation.repeats={augmentation.repeats} needs images in any order, not a stream")
+    if arguments.max_steps <= 0 and data.sizes["train"] is None:
+        raise ValueError("trainer.max_steps is missing; the stream does not say how many images it has")
+    # Every process reads the stream and decodes its share of it.
+    arguments.accelerator_config.dispatch_batches = False
+    arguments.dataloader_drop_last = False
+    processor = make_processor(model_config, augmentation.eval_crop_ratio)
+    damaged = Path(arguments.output_dir) / DAMAGED if config.corrupt == "skip" else None
+    plain = Preparation(processor, model_config.num_channels)
+    augment = _make_augmentation(augmentation, model_config)
+    train = Preparation(processor, model_config.num_channels, augment, arguments.seed)
+    name = partial(row_name, data.description)
+    return Inputs(
+        {
+            split: StreamedImages(rows, data.sizes[split], arguments.seed if split == "train" else None)
+            for split, rows in data.splits.items()
+        },
+        processor,
+        None,
+        StreamCollator(train, collate, name, damaged),
+        StreamCollator(plain, SoftTargetCollator(len(data.classes), Mixing()), name, damaged),
+        data.description,
+        damaged=damaged,
+    )
+
+
+def make_datasets(
+    data: ImageData,
+    config: DataConfig,
+    model_config: SparsePriorViTConfig,
+    augmentation: AugmentationConfig | None = None,
+    seed: int = 0,
+) -> tuple[dict[str, ImageDataset], Any]:
+    """The splits as torch datasets, training images augmented by `seed`, and the image processor they use."""
+    augmentation = augmentation or AugmentationConfig()
+    processor = make_processor(model_config, augmentation.eval_crop_ratio)
+    plain = Preparation(processor, model_config.num_channels)
+    train = Preparation(processor, model_config.num_channels, _make_augmentation(augmentation, model_config), seed)
+    datasets = {
+        split: ImageDataset(images, train if split == "train" else plain, config.cache)
+        for split, images in data.splits.items()
+    }
+    return datasets, processor
+
+
+def make_processor(model_config: SparsePriorViTConfig, eval_crop_ratio: float | None = None) -> Any:
+    """The image processor of evaluation: resize, or resize and cut out the centre."""
+    if model_config.num_channels not in (1, 3):
+        raise ValueError(f"model.num_channels={model_config.num_channels} must be 3 (colour) or 1 (grey) for images")
+    settings = image_processor_settings(model_config)
+    if eval_crop_ratio is None:
+        return ViTImageProcessorPil(**settings)
+    height, width = settings["size"]["height"], settings["size"]["width"]
+    if height != width:
+        raise ValueError(
+            f"augmentation.eval_crop_ratio={eval_crop_ratio} needs a square model.image_size, not {height}x{width}"
+        )
+    settings.update(image_processor_type="BitImageProcessor", crop_size=settings["size"], do_center_crop=True)
+    settings["size"] = {"shortest_edge": round(height / eval_crop_ratio)}
+    return BitImageProcessorPil(**settings)
+
+
+def _make_augmentation(config: AugmentationConfig, model_config: SparsePriorViTConfig) -> Augmentation | None:
+    if not config.changes_images:
+        return None
+    size = image_processor_settings(model_config)["size"]
+    return Augmentation(
+        config,
+        (size["height"], size["width"]),
+        model_config.image_mean,
+        model_config.image_std,
+        model_config.num_channels,
+    )
+
+
+def global_batch(arguments: Any) -> int:
+    """Images of a step, over processes and accumulation."""
+    return arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps

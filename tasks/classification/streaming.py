@@ -1,0 +1,104 @@
+"""Training on images that are read as they come, for sets too large to be held or scanned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from hf_sparseprior.training import Draw
+from tasks.classification.data import Preparation
+from tasks.classification.sources import decode_row
+
+# Positions of different loader processes must not meet: mixup takes partners, and one draw a batch, by position.
+POSITIONS_OF_A_WORKER = 1 << 32
+
+
+class StreamedImages(IterableDataset):
+    """A split of `stream_data` as {"row": the encoded image, "draw": Draw}; `StreamCollator` decodes.
+
+    Images are decoded late so that several processes can each read the whole stream and keep their share of it.
+
+    Args:
+        rows: datasets' IterableDataset of image, label and index.
+        size: number of images if it is known: the length in epochs follows from it.
+        seed: of the order; None: the stored order.
+        buffer_size: images among which the next one is drawn; shards are shuffled as a whole.
+    """
+
+    def __init__(self, rows: Any, size: int | None, seed: int | None = None, buffer_size: int = 10_000) -> None:
+        self.rows = rows if seed is None else rows.shuffle(seed=seed, buffer_size=buffer_size)
+        self.size = size
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next iteration is of."""
+        self.epoch = epoch
+        self.rows.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        if self.size is None:
+            raise TypeError("the stream does not say how many images it has; set trainer.max_steps")
+        return self.size
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        worker = get_worker_info()
+        first = 0 if worker is None else worker.id * POSITIONS_OF_A_WORKER
+        for position, row in enumerate(self.rows, start=first):
+            yield {"row": row, "draw": Draw(int(row["index"]), self.epoch, position)}
+
+
+class StreamCollator:
+    """Decodes and prepares the rows of a batch, then hands the samples to another collator.
+
+    Args:
+        prepare: what becomes of an image.
+        collate: makes a batch of {"pixel_values", "labels", "draw"}.
+        name: index of a row to what errors call it.
+        skip_into: file to which damaged images are added, one a line, instead of ending the run.
+    """
+
+    def __init__(
+        self,
+        prepare: Preparation,
+        collate: Callable[[Sequence[dict[str, Any]]], dict[str, Any]],
+        name: Callable[[int], str],
+        skip_into: Path | None = None,
+    ) -> None:
+        self.prepare = prepare
+        self.collate = collate
+        self.name = name
+        self.skip_into = skip_into
+
+    def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """A batch of what could be read."""
+        ready = []
+        for sample in samples:
+            row, draw = sample["row"], sample["draw"]
+            try:
+                image = decode_row(row, self.name(draw.index))
+            except OSError as error:
+                if self.skip_into is None:
+                    raise
+                note_damage(self.skip_into, str(error))
+                continue
+            ready.append({"pixel_values": self.prepare(image, draw), "labels": int(row["label"]), "draw": draw})
+        if not ready:
+            raise OSError(
+                f"none of the {len(samples)} images of a batch is readable, the last: {self.name(draw.index)}"
+            )
+        return self.collate(ready)
+
+
+def note_damage(path: Path, line: str) -> None:
+    """Add a line; short appends of several processes do not mix."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(line + os.linesep)
+
+
+def noted_damage(path: Path) -> list[str]:
+    """Every damaged image once."""
+    return sorted(set(path.read_text(encoding="utf-8").splitlines())) if path.exists() else []
