@@ -230,9 +230,9 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
                 raise ValueError(f"image_size={self.image_size} must be a multiple of patch_size={self.patch_size}")
 
     def _validate_choices(self) -> None:
-        tokens = ("use_class_token", "use_distillation_token", "use_distillation_classifier")
-        tokens += ("position_embedding_for_class_token",)
-        for name in ("qkv_bias", "proj_bias", "mlp_bias", *tokens, "apply_layernorm", "reshape_hidden_states"):
+        tokens = ("use_class_token", "use_distillation_token", "position_embedding_for_class_token")
+        biases = ("qkv_bias", "proj_bias", "mlp_bias")
+        for name in (*biases, *tokens, "use_distillation_classifier", "apply_layernorm", "reshape_hidden_states"):
             setattr(self, name, check_boolean(name, getattr(self, name)))
         choices = (("pooling", POOLINGS), ("position_embedding", POSITION_EMBEDDINGS))
         for name, allowed in (*choices, ("interpolation", INTERPOLATIONS)):

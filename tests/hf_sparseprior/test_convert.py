@@ -172,12 +172,12 @@ def test_missing_and_left_over_weights_are_listed_and_nothing_is_written(tmp_pat
     state = timm_state("vit")
     broken = copy.copy(state)
     del broken["norm.bias"]
-    broken["fc_norm.weight"] = torch.ones(3)
+    broken["norm_pre.weight"] = torch.ones(3)
     broken["head.weight"] = torch.ones(5, 7)
     save_file(broken, tmp_path / "w.safetensors")
     assert main(["convert", str(tmp_path / "w.safetensors"), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert "missing: vit.layernorm.bias" in error and "left over: fc_norm.weight" in error
+    assert "missing: vit.layernorm.bias" in error and "left over: norm_pre.weight" in error
     assert "classifier.weight (5, 7) instead of (5, 192)" in error
     assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
 
