@@ -23,8 +23,6 @@ from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTForImageClassi
 
 FORMATS: tuple[ModuleType, ...] = (sparseprior_vit, transformers_vit, timm_vit)
 TARGETS: dict[str, ModuleType] = {name: module for module in FORMATS for name in module.TARGETS}
-OURS = sparseprior_vit.TARGETS
-DENSE = SparsePriorViTConfig().prior
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".bin")
 
 
@@ -122,6 +120,33 @@ def convert_checkpoint(
     target = TARGETS[to]
     if out.suffix in WEIGHT_FILES and out.suffix not in getattr(target, "FILES", ()):
         raise ValueError(f"{out}: {to} is written as a folder{' or a .safetensors or .pth file' * (to == 'timm')}")
+    weights, fields, notes = _read_as_ours(source, num_attention_heads)
+    own = SparsePriorViTConfig.from_dict(fields)
+    config = own if prior is None else SparsePriorViTConfig.from_dict({**fields, "prior": prior})
+    if target is not sparseprior_vit and config.prior_name != "dense":
+        raise ValueError(f"prior {config.prior_name!r} has no place in {to}; --prior dense drops it")
+    if own.prior_name != "dense" and own.prior != config.prior:
+        notes.append(f"note: the source's prior {own.prior_name!r} is dropped; the new model computes something else")
+    same_decay = own.prior["decay"] == config.prior["decay"]
+    if not same_decay:
+        weights = {key: value for key, value in weights.items() if not _of_decay(key)}
+    model = _fill(weights, config, same_decay, drop_classifier, source)
+    resized = image_size is not None and as_pair(image_size) != as_pair(config.image_size)
+    if image_size is not None and resized:
+        model = _resize(model, image_size)
+    target.check(model, to, out)
+    with whole_file(out) if out.suffix in WEIGHT_FILES else whole_folder(out) as scratch:
+        processor = Path(source) / PROCESSOR
+        if to != "timm" and processor.is_file() and not resized:
+            shutil.copyfile(processor, scratch / PROCESSOR)
+        what, *remarks = target.write(model, to, scratch)
+    return [f"{out}: {what}, from {Path(source).name}", *notes, *remarks]
+
+
+def _read_as_ours(
+    source: str | os.PathLike, num_attention_heads: int | None
+) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
+    """Weights under our names ("vit.layers.0..."), fields of the config, notes for the user."""
     state, settings = read_checkpoint(source)
     module = next((module for module in FORMATS if module.matches(state)), None)
     if module is None:
@@ -137,26 +162,7 @@ def convert_checkpoint(
         if name not in fields:
             fields[name] = list(imagenet)
             notes.append(f"note: {name} is not in the source; ImageNet's {imagenet} is assumed")
-
-    own = SparsePriorViTConfig.from_dict(fields)
-    config = own if prior is None else SparsePriorViTConfig.from_dict({**fields, "prior": prior})
-    if to not in OURS and config.prior != DENSE:
-        raise ValueError(f"prior {config.prior_name!r} has no place in {to}; --prior dense drops it")
-    if config.prior["decay"] != own.prior["decay"]:
-        weights = {key: value for key, value in weights.items() if not _of_decay(key)}
-    if own.prior not in (DENSE, config.prior):
-        notes.append(f"note: the source's prior {own.prior_name!r} is dropped; the new model computes something else")
-    model = _fill(weights, config, own.prior["decay"] == config.prior["decay"], drop_classifier, source)
-    resized = image_size is not None and as_pair(image_size) != as_pair(config.image_size)
-    if image_size is not None and resized:
-        model = _resize(model, image_size)
-    target.check(model, to, out)
-    with whole_file(out) if out.suffix in WEIGHT_FILES else whole_folder(out) as scratch:
-        processor = Path(source) / PROCESSOR
-        if to != "timm" and processor.is_file() and not resized:
-            shutil.copyfile(processor, scratch / PROCESSOR)
-        what, *remarks = target.write(model, to, scratch)
-    return [f"{out}: {what}, from {Path(str(source)).name}", *notes, *remarks]
+    return weights, fields, notes
 
 
 def _of_decay(key: str) -> bool:

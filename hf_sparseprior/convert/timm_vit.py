@@ -96,7 +96,7 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
         "use_class_token": "cls_token" in state,
         "pooling": "mean" if averages else "class_token",
         "use_distillation_token": "dist_token" in state,
-        "use_distillation_classifier": "head_dist.weight" in state or "head.weight" not in state,
+        "use_distillation_classifier": not {"dist_token", "head.weight"} <= set(state) or "head_dist.weight" in state,
         "num_register_tokens": 0 if registers is None else registers.shape[1],
         "position_embedding_for_class_token": prefix_positions > 0,
         "layerscale_value": None if scale is None else float(scale.float().mean()),

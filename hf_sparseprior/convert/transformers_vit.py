@@ -108,7 +108,8 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
     else:
         taken["intermediate_size"] = config.intermediate_size
         taken["use_distillation_token"] = kind == "deit"
-        taken["use_distillation_classifier"] = not classifies or "distillation_classifier.weight" in state
+        if kind == "deit" and classifies:
+            taken["use_distillation_classifier"] = "distillation_classifier.weight" in state
     for name in ("id2label", "label2id", "problem_type", "image_mean", "image_std"):
         if settings.get(name):
             taken[name] = settings[name]

@@ -1,33 +1,49 @@
 import copy
+import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import (
+    AutoImageProcessor,
     AutoModel,
     AutoModelForImageClassification,
     DeiTConfig,
+    DeiTForImageClassification,
     DeiTForImageClassificationWithTeacher,
+    DeiTModel,
     Dinov2Config,
+    Dinov2ForImageClassification,
     Dinov2Model,
     Dinov2WithRegistersConfig,
+    Dinov2WithRegistersForImageClassification,
     Dinov2WithRegistersModel,
     ViTConfig,
     ViTForImageClassification,
     ViTModel,
 )
 
+from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
 from hf_sparseprior.__main__ import main
-from hf_sparseprior.convert import convert_checkpoint, read_checkpoint
+from hf_sparseprior.convert import TARGETS, convert_checkpoint, read_checkpoint
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 32, "patch_size": 8}
 SOURCES = {
     "vit": (ViTConfig, ViTForImageClassification, {"intermediate_size": 40, "num_labels": 5}),
     "vit base": (ViTConfig, ViTModel, {"intermediate_size": 40, "qkv_bias": False}),
     "deit": (DeiTConfig, DeiTForImageClassificationWithTeacher, {"intermediate_size": 40, "num_labels": 5}),
+    "deit one head": (DeiTConfig, DeiTForImageClassification, {"intermediate_size": 40, "num_labels": 5}),
+    "deit base": (DeiTConfig, DeiTModel, {"intermediate_size": 40, "layer_norm_eps": 1e-3}),
     "dinov2": (Dinov2Config, Dinov2Model, {"mlp_ratio": 2}),
+    "dinov2 classifier": (Dinov2Config, Dinov2ForImageClassification, {"mlp_ratio": 3, "num_labels": 5}),
     "dinov2 registers": (Dinov2WithRegistersConfig, Dinov2WithRegistersModel, {"mlp_ratio": 2}),
+    "dinov2 registers classifier": (
+        Dinov2WithRegistersConfig,
+        Dinov2WithRegistersForImageClassification,
+        {"mlp_ratio": 2, "num_labels": 5, "num_register_tokens": 2},
+    ),
 }
 
 
@@ -62,6 +78,197 @@ def test_models_of_transformers_compute_the_same(kind, names, tmp_path):
     model = loader.from_pretrained(tmp_path / "out").eval()
     pixels = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(outputs(model, pixels), outputs(source, pixels), rtol=1e-4, atol=1e-5)
+
+
+def exact(source, folder):
+    """The class of a source, loaded from a folder that must have exactly its weights."""
+    model, info = type(source).from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_round_trips_through_ours_give_the_very_same_weights(kind, tmp_path):
+    source = make_source(kind)
+    source.save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "ours")
+    convert_checkpoint(tmp_path / "ours", tmp_path / "back", to=source.config.model_type)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "back"))
+    unused = ("mask_token", "pooler.dense.weight", "pooler.dense.bias")  # pretraining's, in none of our outputs
+    before, after = ({k: v for k, v in weights.items() if not k.endswith(unused)} for weights in (before, after))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    model = exact(source, tmp_path / "back")
+    pixels = torch.randn(2, 3, 32, 32)
+    assert torch.equal(outputs(model, pixels), outputs(source, pixels))
+    differing = {key for key, value in source.config.to_dict().items() if getattr(model.config, key) != value}
+    assert differing <= {"_name_or_path", "dtype", "architectures", "pooler_act", "use_mask_token", "transformers_version"}
+    assert AutoImageProcessor.from_pretrained(tmp_path / "back").size == {"height": 32, "width": 32}
+
+
+def small(**fields):
+    """A config of ours."""
+    return SparsePriorViTConfig(**{**SIZES, "intermediate_size": 48, "num_labels": 5, **fields})
+
+
+def ours(config, folder, cls=SparsePriorViTForImageClassification):
+    """A saved model of ours with no weight at 0 or 1."""
+    torch.manual_seed(2)
+    model = cls(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+DINOV2 = {"layerscale_value": 1, "pooling": "class_token_and_mean"}
+OURS = {
+    "vit": ("vit", {"image_size": (32, 48), "patch_size": (8, 4), "qkv_bias": False, "hidden_act": "relu"}),
+    "vit trained": ("vit", {"drop_path_rate": 0.1, "id2label": {0: "cat", 1: "dog"}, "label2id": {"cat": 0, "dog": 1}}),
+    "deit": ("deit", {"use_distillation_token": True}),
+    "deit one head": ("deit", {"use_distillation_token": True, "use_distillation_classifier": False}),
+    "dinov2": ("dinov2", {**DINOV2, "drop_path_rate": 0.1, "num_channels": 1}),
+    "dinov2 registers": ("dinov2_with_registers", {**DINOV2, "num_register_tokens": 3}),
+}
+
+
+@pytest.mark.parametrize("cls", [SparsePriorViTForImageClassification, SparsePriorViTModel])
+@pytest.mark.parametrize("kind", OURS)
+def test_ours_as_models_of_transformers_and_back(kind, cls, tmp_path):
+    target, fields = OURS[kind]
+    model = ours(small(**fields), tmp_path / "ours", cls)
+    command = ["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", target]
+    assert main(command) == 0
+    name = json.loads((tmp_path / "theirs" / "config.json").read_text())["architectures"][0]
+    stock, info = getattr(transformers, name).from_pretrained(tmp_path / "theirs", output_loading_info=True)
+    assert not any(info.values()), info
+    size = model.config.image_size
+    pixels = torch.randn(2, model.config.num_channels, *((size, size) if isinstance(size, int) else size))
+    torch.testing.assert_close(outputs(stock.eval(), pixels), outputs(model, pixels), rtol=1e-4, atol=1e-5)
+    if cls is SparsePriorViTModel:
+        with torch.no_grad():
+            pooled = stock(pixels).pooler_output
+            torch.testing.assert_close(pooled, model(pixels).pooler_output[:, :24], rtol=1e-4, atol=1e-5)
+    convert_checkpoint(tmp_path / "theirs", tmp_path / "back")
+    back = cls.from_pretrained(tmp_path / "back")
+    assert all(torch.equal(value, back.state_dict()[key]) for key, value in model.state_dict().items())
+    assert back.state_dict().keys() == model.state_dict().keys()
+    kept = {"_name_or_path"} | ({"drop_path_rate"} if "dinov2" not in kind else set())
+    # A base model of theirs does not say what a classifier would pool.
+    kept |= {"pooling", "use_distillation_classifier"} if cls is SparsePriorViTModel else set()
+    before, after = model.config.to_dict(), back.config.to_dict()
+    sizes = ("image_size", "patch_size")
+    assert {key for key in before if before[key] != after[key] and key not in sizes} <= kept
+    assert back.config.grid == model.config.grid
+
+
+REFUSED = {
+    "mean pooling": ("vit", {"pooling": "mean"}, "pooling='mean' must be 'class_token'"),
+    "joint pooling": ("vit", {"pooling": "class_token_and_mean"}, "pooling='class_token_and_mean' must be"),
+    "registers": ("vit", {"num_register_tokens": 2}, "num_register_tokens=2 must be 0"),
+    "LayerScale": ("vit", {"layerscale_value": 0.1}, "layerscale_value=0.1 must be None"),
+    "distillation": ("vit", {"use_distillation_token": True}, "use_distillation_token=True must be False"),
+    "no distillation": ("deit", {}, "use_distillation_token=False must be True"),
+    "no bias": ("deit", {"proj_bias": False}, "proj_bias=False must be True"),
+    "no mlp bias": ("vit", {"mlp_bias": False}, "mlp_bias=False must be True"),
+    "no class token": ("vit", {"use_class_token": False, "pooling": "mean"}, "use_class_token=False must be True"),
+    "no class position": (
+        "vit",
+        {"position_embedding_for_class_token": False},
+        "position_embedding_for_class_token=False must be True",
+    ),
+    "no position": ("vit", {"position_embedding": "none"}, "position_embedding='none' must be 'learned'"),
+    "interpolation": ("vit", {"interpolation": "bilinear"}, "interpolation='bilinear' must be 'bicubic'"),
+    "dinov2 pooling": ("dinov2", {"layerscale_value": 1}, "pooling='class_token' must be 'class_token_and_mean'"),
+    "dinov2 LayerScale": ("dinov2", {"pooling": "class_token_and_mean"}, "layerscale_value=None must be a number"),
+    "dinov2 registers": ("dinov2", {**DINOV2, "num_register_tokens": 1}, "num_register_tokens=1 must be 0"),
+    "dinov2 no registers": ("dinov2_with_registers", DINOV2, "num_register_tokens=0 must be at least 1"),
+    "dinov2 mlp": ("dinov2", {**DINOV2, "intermediate_size": 40}, "intermediate_size=40 must be a multiple"),
+    "dinov2 image": ("dinov2", {**DINOV2, "image_size": (32, 48)}, r"image_size=\[32, 48\] must be square"),
+    "timm activation": ("timm", {"hidden_act": "relu"}, "hidden_act='relu' must be 'gelu'"),
+    "timm biases": ("timm", {"proj_bias": False}, "mlp_bias=True must be False"),
+    "timm pooling": ("timm", {"pooling": "class_token_and_mean"}, "must be 'class_token' or 'mean'"),
+    "timm eps": ("timm", {"layer_norm_eps": 1e-3}, "layer_norm_eps=0.001 must be about 1e-06"),
+    "timm distilled": (
+        "timm",
+        {"use_distillation_token": True, "use_distillation_classifier": False, "num_register_tokens": 1},
+        "num_register_tokens=1 must be 0; .*use_distillation_classifier=False must be True",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_target_cannot_express_is_refused(case, tmp_path, capsys):
+    target, fields, message = REFUSED[case]
+    ours(small(**fields), tmp_path / "ours")
+    with pytest.raises(ValueError, match=f"^{target} cannot express this model: .*{message}"):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "new" / "out", to=target)
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "out"), "--to", target]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("target", [name for name in TARGETS if name != "sparseprior_vit"])
+def test_a_prior_is_dropped_only_when_asked(target, tmp_path, capsys):
+    fields = {
+        "deit": {"use_distillation_token": True},
+        "dinov2": DINOV2,
+        "dinov2_with_registers": {**DINOV2, "num_register_tokens": 1},
+    }.get(target, {})
+    model = ours(small(prior="fibottention+violin", **fields), tmp_path / "ours")
+    command = ["convert", str(tmp_path / "ours"), str(tmp_path / "out"), "--to", target]
+    for options in ([], ["--prior", "window"]):
+        assert main([*command, *options]) == 2
+        name = "window" if options else "fibottention+violin"
+        assert f"prior '{name}' has no place in {target}; --prior dense drops it" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+    assert main([*command, "--prior", "dense"]) == 0
+    assert "note: the source's prior 'fibottention+violin' is dropped" in capsys.readouterr().out
+    heads = ["--heads", "3"] if target == "timm" else []
+    assert main(["convert", str(tmp_path / "out"), str(tmp_path / "back"), *heads]) == 0
+    back = SparsePriorViTForImageClassification.from_pretrained(tmp_path / "back")
+    if target != "timm":  # timm's registers take over the class token's position
+        assert all(torch.equal(value, model.state_dict()[key]) for key, value in back.state_dict().items())
+    assert back.config.prior_name == "dense"
+
+
+def test_ours_to_ours_keeps_a_decay_that_stays_and_starts_another_anew(tmp_path):
+    model = ours(small(prior="fibottention+violin"), tmp_path / "ours")
+    convert_checkpoint(tmp_path / "ours", tmp_path / "same")
+    convert_checkpoint(tmp_path / "ours", tmp_path / "violin", prior="violin", image_size=48)
+    lines = convert_checkpoint(tmp_path / "ours", tmp_path / "manhattan", prior="manhattan", drop_classifier=True)
+    assert any("'fibottention+violin' is dropped" in line for line in lines)
+    same, violin, manhattan = (AutoModel.from_pretrained(tmp_path / name) for name in ("same", "violin", "manhattan"))
+    weights = model.vit.state_dict()
+    assert all(torch.equal(value, weights[key]) for key, value in same.state_dict().items())
+    assert violin.config.grid == (6, 6) and violin.config.prior_name == "violin"
+    for key, value in violin.state_dict().items():
+        assert "position" in key or torch.equal(value, weights[key])
+    fresh = SparsePriorViTModel(small(prior="manhattan")).state_dict()
+    assert manhattan.state_dict().keys() == fresh.keys()
+    for key, value in manhattan.state_dict().items():
+        assert "beta" in key or torch.equal(value, (fresh if "alpha" in key else weights)[key])
+
+
+def test_precision_and_processor_of_the_source_are_kept(tmp_path):
+    source = make_source("vit").to(torch.bfloat16)
+    source.save_pretrained(tmp_path / "source")
+    settings = {"image_processor_type": "ViTImageProcessor", "size": {"height": 40, "width": 40}, "resample": 2}
+    settings |= {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    (tmp_path / "source" / "preprocessor_config.json").write_text(json.dumps(settings))
+    convert_checkpoint(tmp_path / "source", tmp_path / "ours", prior="violin")
+    weights = load_file(tmp_path / "ours" / "model.safetensors")
+    assert {value.dtype for key, value in weights.items() if "decay_bias" not in key} == {torch.bfloat16}
+    assert {value.dtype for key, value in weights.items() if "decay_bias" in key} == {torch.float32}
+    convert_checkpoint(tmp_path / "ours", tmp_path / "back", prior="dense", to="vit")
+    model = exact(source, tmp_path / "back")
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in source.state_dict().items())
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "back")
+    assert processor.size == {"height": 40, "width": 40} and tuple(processor.image_mean) == (0.1, 0.2, 0.3)
+    convert_checkpoint(tmp_path / "back", tmp_path / "larger", image_size=64)
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "larger")
+    assert processor.size == {"height": 64, "width": 64} and tuple(processor.image_mean) == (0.1, 0.2, 0.3)
 
 
 # ---- timm's names ---------------------------------------------------------------------------------------------------
