@@ -98,7 +98,7 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
         "use_distillation_token": "dist_token" in state,
         "use_distillation_classifier": not {"dist_token", "head.weight"} <= set(state) or "head_dist.weight" in state,
         "num_register_tokens": 0 if registers is None else registers.shape[1],
-        "position_embedding_for_class_token": prefix_positions > 0,
+        "position_embedding_for_class_token": prefix_positions > 0 or "cls_token" not in state,
         "layerscale_value": None if scale is None else float(scale.float().mean()),
         "layer_norm_eps": NORM_EPS,
         "num_labels": state["head.weight"].shape[0] if "head.weight" in state else 2,

@@ -102,7 +102,14 @@ def test_round_trips_through_ours_give_the_very_same_weights(kind, tmp_path):
     pixels = torch.randn(2, 3, 32, 32)
     assert torch.equal(outputs(model, pixels), outputs(source, pixels))
     differing = {key for key, value in source.config.to_dict().items() if getattr(model.config, key) != value}
-    assert differing <= {"_name_or_path", "dtype", "architectures", "pooler_act", "use_mask_token", "transformers_version"}
+    assert differing <= {
+        "_name_or_path",
+        "dtype",
+        "architectures",
+        "pooler_act",
+        "use_mask_token",
+        "transformers_version",
+    }
     assert AutoImageProcessor.from_pretrained(tmp_path / "back").size == {"height": 32, "width": 32}
 
 
@@ -273,20 +280,38 @@ def test_precision_and_processor_of_the_source_are_kept(tmp_path):
 
 # ---- timm's names ---------------------------------------------------------------------------------------------------
 
+# Prefix tokens, those of them that have a position, whether there is a head, LayerScale's name.
+TIMM = {
+    "vit": (["cls_token"], 1, True, None),
+    "deit distilled": (["cls_token", "dist_token"], 2, True, None),
+    "deit distilled base": (["cls_token", "dist_token"], 2, False, None),
+    "deit3": (["cls_token"], 0, True, "gamma_{}"),  # as DeiT-III's own files have it
+    "deit3 of timm": (["cls_token"], 0, True, "ls{}.gamma"),
+    "dino": (["cls_token"], 1, False, None),
+    "dinov2": (["cls_token"], 1, False, "ls{}.gamma"),
+    "dinov2 registers": (["cls_token", "register_tokens"], 1, False, "ls{}.gamma"),
+    "registers of timm": (["cls_token", "reg_token"], 0, True, "ls{}.gamma"),
+    "no class token": ([], 0, True, None),
+}
+
 
 def timm_state(kind, depth=2, width=192, tokens=16, labels=5):
-    """Random weights under the published names: timm's for vit, deit, dino; gamma_1 as in DeiT-III's own files."""
+    """Random weights under the published names."""
     torch.manual_seed(1)
+    prefix, positions, head, scale = TIMM[kind]
     shapes = {
-        "cls_token": (1, 1, width), "patch_embed.proj.weight": (width, 3, 8, 8), "patch_embed.proj.bias": (width,),
+        "pos_embed": (1, tokens + positions, width),
+        "patch_embed.proj.weight": (width, 3, 8, 8), "patch_embed.proj.bias": (width,),
         "norm.weight": (width,), "norm.bias": (width,),
     }  # fmt: skip
-    prefix = {"vit": 1, "deit distilled": 2, "deit3": 0, "dino": 1}[kind]
-    shapes["pos_embed"] = (1, tokens + prefix, width)
-    if kind != "dino":
+    for token in prefix:
+        shapes[token] = (1, 4 if token in ("register_tokens", "reg_token") else 1, width)
+    if kind.startswith("dinov2"):
+        shapes["mask_token"] = (1, width)
+    if head:
         shapes |= {"head.weight": (labels, width), "head.bias": (labels,)}
-    if kind == "deit distilled":
-        shapes |= {"dist_token": (1, 1, width), "head_dist.weight": (labels, width), "head_dist.bias": (labels,)}
+        if "dist_token" in prefix:
+            shapes |= {"head_dist.weight": (labels, width), "head_dist.bias": (labels,)}
     for n in range(depth):
         for name, shape in (
             ("norm1", (width,)), ("norm2", (width,)), ("attn.qkv", (3 * width, width)), ("attn.proj", (width, width)),
@@ -294,28 +319,33 @@ def timm_state(kind, depth=2, width=192, tokens=16, labels=5):
         ):  # fmt: skip
             shapes[f"blocks.{n}.{name}.weight"] = shape
             shapes[f"blocks.{n}.{name}.bias"] = shape[:1]
-        if kind == "deit3":
-            shapes |= {f"blocks.{n}.gamma_1": (width,), f"blocks.{n}.gamma_2": (width,)}
+        if scale:
+            shapes |= {f"blocks.{n}.{scale.format(1)}": (width,), f"blocks.{n}.{scale.format(2)}": (width,)}
     return {name: 0.1 * torch.randn(shape) for name, shape in shapes.items()}
 
 
-def timm_forward(state, kind, pixels, heads=3):
-    """A ViT written out from timm's names."""
-    width = state["cls_token"].shape[-1]
-    patches = F.conv2d(pixels, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"], stride=8)
-    patches = patches.flatten(2).mT
-    batch = len(pixels)
+def timm_forward(state, pixels, heads=3, average=False):
+    """A ViT written out from timm's names and those of the original files; tokens if there is no head."""
+    weight = state["patch_embed.proj.weight"]
+    width, patch = weight.shape[0], weight.shape[2:]
+    patches = F.conv2d(pixels, weight, state["patch_embed.proj.bias"], stride=patch).flatten(2).mT
+    batch, count = patches.shape[:2]
     prefix = [state[name].expand(batch, -1, -1) for name in ("cls_token", "dist_token") if name in state]
-    if kind == "deit3":
-        x = torch.cat([*prefix, patches + state["pos_embed"]], 1)
+    registers = [state[name].expand(batch, -1, -1) for name in ("reg_token", "register_tokens") if name in state]
+    if state["pos_embed"].shape[1] == count:
+        x = torch.cat([*prefix, *registers, patches + state["pos_embed"]], 1)
     else:
         x = torch.cat([*prefix, patches], 1) + state["pos_embed"]
+        x = torch.cat([x[:, : len(prefix)], *registers, x[:, len(prefix) :]], 1)
 
     def norm(x, name):
         return F.layer_norm(x, (width,), state[name + ".weight"], state[name + ".bias"], 1e-6)
 
     def linear(x, name):
-        return F.linear(x, state[name + ".weight"], state[name + ".bias"])
+        return F.linear(x, state[name + ".weight"], state.get(name + ".bias"))
+
+    def scale(n):
+        return state.get(f"{block}gamma_{n}", state.get(f"{block}ls{n}.gamma", 1.0))
 
     n = 0
     while f"blocks.{n}.norm1.weight" in state:
@@ -324,37 +354,183 @@ def timm_forward(state, kind, pixels, heads=3):
             linear(norm(x, block + "norm1"), block + "attn.qkv").view(batch, -1, 3, heads, width // heads).unbind(2)
         )
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        y = linear(y.transpose(1, 2).flatten(2), block + "attn.proj")
-        x = x + y * state.get(block + "gamma_1", 1.0)
+        x = x + scale(1) * linear(y.transpose(1, 2).flatten(2), block + "attn.proj")
         y = linear(F.gelu(linear(norm(x, block + "norm2"), block + "mlp.fc1")), block + "mlp.fc2")
-        x = x + y * state.get(block + "gamma_2", 1.0)
+        x = x + scale(2) * y
         n += 1
     x = norm(x, "norm")
-    if kind == "dino":
+    if "head.weight" not in state:
         return x
+    if average or not prefix:
+        return linear(x[:, -count:].mean(1), "head")
     logits = linear(x[:, 0], "head")
-    return (logits + linear(x[:, 1], "head_dist")) / 2 if kind == "deit distilled" else logits
+    return (logits + linear(x[:, 1], "head_dist")) / 2 if "head_dist.weight" in state else logits
 
 
-@pytest.mark.parametrize("kind", ["vit", "deit distilled", "deit3", "dino"])
-@pytest.mark.parametrize("container", ["safetensors", "pth", "nested"])
-def test_timm_and_original_files_compute_the_same(kind, container, tmp_path):
-    state = timm_state(kind)
-    path = tmp_path / ("weights.safetensors" if container == "safetensors" else "weights.pth")
+def save_timm(state, kind, container, folder):
+    """A source as it is published; its path."""
+    path = folder / ("weights.safetensors" if container == "safetensors" else "weights.pth")
     if container == "safetensors":
         save_file(state, path)
     elif container == "pth":
         torch.save(state, path)
-    elif kind == "dino":  # as DINO saves its teacher, projection head and all
+    elif kind == "dino":  # as DINO saves its teacher, projection head, command line and all
         teacher = {f"module.backbone.{name}": value for name, value in state.items()}
-        torch.save({"teacher": {**teacher, "module.head.mlp.0.weight": torch.zeros(2, 2)}, "epoch": 3}, path)
+        arguments = argparse.Namespace(arch="vit_small", lr=1e-3)
+        torch.save({"teacher": {**teacher, "module.head.mlp.0.weight": torch.zeros(2, 2)}, "args": arguments}, path)
     else:  # as DeiT saves its models
-        torch.save({"model": state}, path)
-    convert_checkpoint(path, tmp_path / "out")
-    loader = AutoModel if kind == "dino" else AutoModelForImageClassification
+        torch.save({"model": state, "epoch": 3, "args": argparse.Namespace(lr=1e-3)}, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", TIMM)
+@pytest.mark.parametrize("container", ["safetensors", "pth", "nested"])
+def test_timm_and_original_files_compute_the_same(kind, container, tmp_path):
+    state = timm_state(kind)
+    convert_checkpoint(save_timm(state, kind, container, tmp_path), tmp_path / "out")
+    loader = AutoModelForImageClassification if "head.weight" in state else AutoModel
     model = loader.from_pretrained(tmp_path / "out").eval()
     pixels = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(outputs(model, pixels), timm_forward(state, kind, pixels), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs(model, pixels), timm_forward(state, pixels), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("out", ["out", "out.safetensors", "out.pth"])
+@pytest.mark.parametrize("kind", TIMM)
+def test_round_trips_through_ours_give_the_very_same_timm_weights(kind, out, tmp_path):
+    state = timm_state(kind)
+    convert_checkpoint(save_timm(state, kind, "safetensors", tmp_path), tmp_path / "ours")
+    convert_checkpoint(tmp_path / "ours", tmp_path / out, to="timm")
+    if out == "out.pth":
+        after = torch.load(tmp_path / out, weights_only=True)["model"]
+    else:
+        after = load_file(tmp_path / "out" / "model.safetensors" if out == "out" else tmp_path / out)
+    pixels = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(timm_forward(after, pixels), timm_forward(state, pixels), rtol=1e-5, atol=1e-6)
+    written = "gamma_{}" if out == "out.pth" else "ls{}.gamma"
+    expected = {}
+    for name, value in state.items():
+        for n in "12":
+            name = name.replace(f"gamma_{n}", f"ls{n}.gamma").replace(f"ls{n}.gamma", written.format(n))
+        expected[name] = value
+    expected.pop("mask_token", None)
+    if kind == "dinov2 registers":  # timm's own files have the class token's position in the class token
+        expected["reg_token"] = expected.pop("register_tokens")
+        expected["cls_token"] = expected["cls_token"] + expected["pos_embed"][:, :1]
+        expected["pos_embed"] = expected["pos_embed"][:, 1:]
+    assert after.keys() == expected.keys()
+    assert all(torch.equal(after[name], value) for name, value in expected.items())
+    convert_checkpoint(tmp_path / out, tmp_path / "again")
+    assert read_checkpoint(tmp_path / "again")[0].keys() == read_checkpoint(tmp_path / "ours")[0].keys()
+
+
+OURS_FOR_TIMM = {
+    "plain": {"id2label": {0: "cat", 1: "dog"}, "label2id": {"cat": 0, "dog": 1}, "image_mean": 0.25},
+    "not square": {"image_size": (32, 48), "patch_size": (8, 4), "num_channels": 1, "qkv_bias": False},
+    "mean": {"pooling": "mean", "intermediate_size": 41},
+    "mean, no class token": {"pooling": "mean", "use_class_token": False, "num_register_tokens": 2},
+    "distilled": {"use_distillation_token": True},
+    "DeiT-III with registers": {
+        "layerscale_value": 0.1,
+        "position_embedding_for_class_token": False,
+        "num_register_tokens": 2,
+    },
+    "no output biases": {"proj_bias": False, "mlp_bias": False},
+}
+
+
+@pytest.mark.parametrize("cls", [SparsePriorViTForImageClassification, SparsePriorViTModel])
+@pytest.mark.parametrize("kind", OURS_FOR_TIMM)
+def test_ours_as_a_folder_of_timm_and_back(kind, cls, tmp_path):
+    model = ours(small(**OURS_FOR_TIMM[kind]), tmp_path / "ours", cls)
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "timm"), "--to", "timm"]) == 0
+    size = model.config.image_size
+    pixels = torch.randn(2, model.config.num_channels, *((size, size) if isinstance(size, int) else size))
+    state = load_file(tmp_path / "timm" / "model.safetensors")
+    logits = timm_forward(state, pixels, average=model.config.pooling == "mean")
+    torch.testing.assert_close(outputs(model, pixels), logits, rtol=1e-4, atol=1e-5)
+    convert_checkpoint(tmp_path / "timm", tmp_path / "back")
+    back = cls.from_pretrained(tmp_path / "back")
+    assert back.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(value, back.state_dict()[key]) for key, value in model.state_dict().items())
+    before, after = model.config.to_dict(), back.config.to_dict()
+    differing = {key for key in before if before[key] != after[key]}
+    # LayerScale's first value is read off the weights; labels belong to a head.
+    assert differing <= {"_name_or_path", "image_size", "patch_size", "layerscale_value"} | (
+        {"id2label", "label2id"} if cls is SparsePriorViTModel else set()
+    )
+    assert back.config.grid == model.config.grid
+
+
+@pytest.mark.parametrize("cls", [SparsePriorViTForImageClassification, SparsePriorViTModel])
+@pytest.mark.parametrize("kind", OURS_FOR_TIMM)
+def test_timm_itself_loads_the_folder(kind, cls, tmp_path):
+    timm = pytest.importorskip("timm", exc_type=ImportError, reason="timm needs torchvision")
+    model = ours(small(**OURS_FOR_TIMM[kind]), tmp_path / "ours", cls)
+    convert_checkpoint(tmp_path / "ours", tmp_path / "timm", to="timm")
+    stock = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
+    size = model.config.image_size
+    pixels = torch.randn(2, model.config.num_channels, *((size, size) if isinstance(size, int) else size))
+    with torch.no_grad():
+        output = stock(pixels) if cls is SparsePriorViTForImageClassification else stock.forward_features(pixels)
+    torch.testing.assert_close(output, outputs(model, pixels), rtol=1e-4, atol=1e-5)
+
+
+def test_a_file_cannot_say_that_a_model_averages(tmp_path):
+    ours(small(pooling="mean"), tmp_path / "ours")
+    for name in ("w.safetensors", "w.pth"):
+        with pytest.raises(ValueError, match="pooling='mean' must be 'class_token' in a file"):
+            convert_checkpoint(tmp_path / "ours", tmp_path / name, to="timm")
+    with pytest.raises(ValueError, match=r"w\.bin: timm is written as a folder or a \.safetensors or \.pth file"):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "w.bin", to="timm")
+    with pytest.raises(ValueError, match=r"w\.pth: vit is written as a folder$"):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "w.pth", to="vit")
+    with pytest.raises(ValueError, match="to='jax' must be one of sparseprior_vit, vit, .*, timm"):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "w", to="jax")
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_original_files_as_models_of_transformers(tmp_path):
+    state = timm_state("deit distilled")
+    path = save_timm(state, "deit distilled", "nested", tmp_path)
+    convert_checkpoint(path, tmp_path / "deit", to="deit")
+    model = DeiTForImageClassificationWithTeacher.from_pretrained(tmp_path / "deit").eval()
+    pixels = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(outputs(model, pixels), timm_forward(state, pixels), rtol=1e-4, atol=1e-5)
+
+
+TIMM_REFUSED = {
+    "fc_norm": ({"fc_norm.weight": (192,), "norm.weight": None}, {}, "fc_norm.weight: this model averages"),
+    "pre_logits": ({"pre_logits.fc.weight": (192, 192)}, {}, "classifier.pre_logits.fc.weight.*--drop-classifier"),
+    "gated": ({"blocks.0.mlp.fc1.weight": (768, 192)}, {}, "a gated MLP .SwiGLU. has no counterpart"),
+    "gated dinov2": ({"blocks.0.mlp.fc1.weight": None, "blocks.0.mlp.w12.weight": (768, 192)}, {}, "a gated MLP"),
+    "positions": ({"pos_embed": (1, 21, 192)}, {}, "21 positions are no square grid, with or without 1 prefix"),
+    "image": ({}, {"img_size": [32, 48]}, r"17 positions are no grid of \[32, 48\] pixels"),
+    "pool": ({}, {"global_pool": "avgmax"}, "global_pool='avgmax' must be 'token' or 'avg'"),
+    "pool prefix": ({}, {"global_pool": "avg", "pool_include_prefix": True}, "pool_include_prefix=True must be False"),
+    "activation": ({}, {"act_layer": "silu"}, "act_layer='silu' must be timm's default"),
+    "query norm": ({"blocks.0.attn.q_norm.weight": (64,)}, {}, "left over: vit.layers.0.attn.q_norm.weight"),
+}
+
+
+@pytest.mark.parametrize("case", TIMM_REFUSED)
+def test_other_architectures_of_timm_are_refused(case, tmp_path):
+    changes, arguments, message = TIMM_REFUSED[case]
+    state = timm_state("vit")
+    for name, shape in changes.items():
+        if shape is None:
+            del state[name]
+        else:
+            state[name] = torch.zeros(shape)
+    (tmp_path / "source").mkdir()
+    save_file(state, tmp_path / "source" / "model.safetensors")
+    config = {"architecture": "vit_tiny_patch16_224", "model_args": arguments}
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(tmp_path / "source", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    if case == "pre_logits":
+        convert_checkpoint(tmp_path / "source", tmp_path / "out", drop_classifier=True)
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["SparsePriorViTModel"]
 
 
 # ---- options and errors ---------------------------------------------------------------------------------------------
@@ -401,6 +577,9 @@ def test_hostile_and_unknown_files_are_refused(tmp_path):
     (tmp_path / "cut.safetensors").write_bytes(b"12345678abc")
     with pytest.raises(OSError, match=r"cut.safetensors cannot be read"):
         read_checkpoint(tmp_path / "cut.safetensors")
+    torch.save([torch.zeros(1)], tmp_path / "list.pth")
+    with pytest.raises(OSError, match=r"list.pth holds a list instead of weights by name"):
+        read_checkpoint(tmp_path / "list.pth")
     with pytest.raises(OSError, match=r"nowhere\.pth does not exist"):
         read_checkpoint(tmp_path / "nowhere.pth")
     save_file({"conv1.weight": torch.zeros(1)}, tmp_path / "resnet.safetensors")
