@@ -1,3 +1,4 @@
+import argparse
 import copy
 import json
 
@@ -484,7 +485,7 @@ def test_a_file_cannot_say_that_a_model_averages(tmp_path):
         convert_checkpoint(tmp_path / "ours", tmp_path / "w.bin", to="timm")
     with pytest.raises(ValueError, match=r"w\.pth: vit is written as a folder$"):
         convert_checkpoint(tmp_path / "ours", tmp_path / "w.pth", to="vit")
-    with pytest.raises(ValueError, match="to='jax' must be one of sparseprior_vit, vit, .*, timm"):
+    with pytest.raises(ValueError, match=r"to='jax' must be one of sparseprior_vit, vit, .*, timm"):
         convert_checkpoint(tmp_path / "ours", tmp_path / "w", to="jax")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
