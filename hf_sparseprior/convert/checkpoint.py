@@ -42,11 +42,10 @@ def read_checkpoint(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[
     config = None
     if source.is_dir():
         if (source / "config.json").is_file():
-            config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-            preprocessor = source / "preprocessor_config.json"
-            if preprocessor.is_file():
-                settings = json.loads(preprocessor.read_text(encoding="utf-8"))
-                config.update({key: settings[key] for key in ("image_mean", "image_std") if key in settings})
+            config = _read_json(source / "config.json")
+            if (source / PROCESSOR).is_file():
+                processor = _read_json(source / PROCESSOR)
+                config.update({key: processor[key] for key in ("image_mean", "image_std") if key in processor})
         files = sorted(source.glob("*.safetensors")) or sorted(source.glob("pytorch_model*.bin"))
         if not files:
             raise OSError(f"{source} holds no .safetensors file and no pytorch_model.bin")
@@ -56,6 +55,16 @@ def read_checkpoint(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[
     for file in files:
         state.update(_read_file(file))
     return state, config
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OSError(f"{file} cannot be read ({error})") from None
+    if not isinstance(content, dict):
+        raise OSError(f"{file} holds {type(content).__name__} instead of names and values")
+    return content
 
 
 def _read_file(file: Path) -> dict[str, Tensor]:
@@ -102,7 +111,7 @@ def convert_checkpoint(
             does not have starts as its `init` says.
         image_size: another one than the source's; the position embedding is interpolated.
         num_attention_heads: for timm files of other widths than the published ones.
-        drop_classifier: write the base model alone.
+        drop_classifier: write the base model alone; its pooling stays.
         to: one of `TARGETS`. Foreign formats have no prior: prior="dense" drops the source's.
 
     Returns:
@@ -126,7 +135,10 @@ def convert_checkpoint(
     if target is not sparseprior_vit and config.prior_name != "dense":
         raise ValueError(f"prior {config.prior_name!r} has no place in {to}; --prior dense drops it")
     if own.prior_name != "dense" and own.prior != config.prior:
-        notes.append(f"note: the source's prior {own.prior_name!r} is dropped; the new model computes something else")
+        notes.append(
+            f"note: the source's prior {own.prior_name!r} is replaced by {config.prior_name!r}; "
+            "the new model computes something else"
+        )
     same_decay = own.prior["decay"] == config.prior["decay"]
     if not same_decay:
         weights = {key: value for key, value in weights.items() if not _of_decay(key)}

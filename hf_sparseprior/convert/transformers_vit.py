@@ -97,16 +97,16 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
     kind = settings.get("model_type")
     if kind not in TARGETS:
         raise ValueError(f"model_type={kind!r} must be one of {', '.join(TARGETS)}")
-    config = getattr(transformers, CLASSES[kind][0]).config_class.from_dict(settings)
-    if getattr(config, "use_swiglu_ffn", False):
+    config = {**getattr(transformers, CLASSES[kind][0]).config_class().to_dict(), **settings}
+    if config.get("use_swiglu_ffn"):
         raise ValueError("use_swiglu_ffn=True: a gated MLP has no counterpart in SparsePriorViT")
-    taken = {name: getattr(config, name) for name in SHARED if hasattr(config, name)}
+    taken = {name: config[name] for name in SHARED if name in config}
     classifies = any(key.startswith(("classifier.", "cls_classifier.")) for key in state)
     if kind.startswith("dinov2"):
-        taken["intermediate_size"] = int(config.hidden_size * config.mlp_ratio)
+        taken["intermediate_size"] = int(config["hidden_size"] * config["mlp_ratio"])
         taken["pooling"] = "class_token_and_mean" if classifies else "class_token"
     else:
-        taken["intermediate_size"] = config.intermediate_size
+        taken["intermediate_size"] = config["intermediate_size"]
         taken["use_distillation_token"] = kind == "deit"
         if kind == "deit" and classifies:
             taken["use_distillation_classifier"] = "distillation_classifier.weight" in state
@@ -166,18 +166,47 @@ def write(model: Any, target: str, folder: Path) -> list[str]:
     Raises:
         OSError: if transformers' own class does not find exactly its weights in the folder.
     """
-    ours, notes = model.config, []
+    cls, weights = _their_weights(model, target)
+    dtype = next(value.dtype for key, value in weights.items() if key.endswith("embeddings.cls_token"))
+    config = _their_config(cls, model.config, target, dtype)
+    notes = []
+    if model.config.drop_path_rate and not hasattr(config, "drop_path_rate"):
+        notes.append(f"note: drop_path_rate={model.config.drop_path_rate:g} is left out, {target} has none")
+    width = model.config.hidden_size
+    if target == "dinov2_with_registers":  # it always has a mask token, dinov2 only if its config says so
+        key = next(key for key in weights if key.endswith("embeddings.cls_token"))
+        weights[key.replace("cls_token", "mask_token")] = torch.zeros(1, width, dtype=dtype)
+        notes.append("note: mask_token, which only pretraining uses, is 0")
+    if cls.__name__ in ("ViTModel", "DeiTModel"):
+        # They pool through a layer; this one hands the class token on, as ours does.
+        config.pooler_act = "linear"
+        weights["pooler.dense.weight"] = torch.eye(width, dtype=dtype)
+        weights["pooler.dense.bias"] = torch.zeros(width, dtype=dtype)
+        notes.append("note: the pooler is the identity, pooler_output the class token")
+    config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    if not (folder / PROCESSOR).exists():
+        write_text(folder / PROCESSOR, json.dumps(image_processor_settings(model.config), indent=2) + "\n")
+    _, info = cls.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True)
+    check_whole(folder, info)
+    if info["unexpected_keys"]:
+        raise OSError(f"{cls.__name__} has no place for {', '.join(sorted(info['unexpected_keys']))}")
+    return [f"{type(model).__name__} as {cls.__name__}", *notes]
+
+
+def _their_weights(model: Any, target: str) -> tuple[Any, dict[str, Tensor]]:
+    """The class that has a place for the model's weights, and those under version 4's names."""
     weights = {_their_name(key, target): value for key, value in plain_weights(model).items()}
     base, *heads = CLASSES[target]
-    name = base
     if not hasattr(model, "classifier"):
-        weights = {PREFIX.sub("", key): value for key, value in weights.items()}
-    elif "distillation_classifier.weight" in weights:
-        name = heads[1]
+        return getattr(transformers, base), {PREFIX.sub("", key): value for key, value in weights.items()}
+    if "distillation_classifier.weight" in weights:
         weights = {re.sub("^classifier", "cls_classifier", key): value for key, value in weights.items()}
-    else:
-        name = heads[0]
-    cls = getattr(transformers, name)
+        return getattr(transformers, heads[1]), weights
+    return getattr(transformers, heads[0]), weights
+
+
+def _their_config(cls: Any, ours: Any, target: str, dtype: torch.dtype) -> Any:
     known = {field.name for field in dataclasses.fields(cls.config_class)}
     taken = {name: getattr(ours, name) for name in SHARED if name in known}
     for name in ("image_size", "patch_size"):
@@ -189,35 +218,10 @@ def write(model: Any, target: str, folder: Path) -> list[str]:
         taken["mlp_ratio"] = ours.intermediate_size // ours.hidden_size
     else:
         taken["intermediate_size"] = ours.intermediate_size
-        if ours.drop_path_rate:
-            notes.append(f"note: drop_path_rate={ours.drop_path_rate:g} is left out, {target} has none")
-
-    tokens = next(value for key, value in weights.items() if key.endswith("embeddings.cls_token"))
     if target == "dinov2":
         taken["use_mask_token"] = False
-    elif target == "dinov2_with_registers":
-        prefix = "" if cls.__name__ == base else f"{target}."
-        weights[f"{prefix}embeddings.mask_token"] = tokens.new_zeros(1, ours.hidden_size)
-        notes.append("note: mask_token, which only pretraining uses, is 0")
-    elif cls.__name__ == base:
-        # Their base models pool through a layer; this one hands the class token on, as ours does.
-        taken["pooler_act"] = "linear"
-        weights["pooler.dense.weight"] = torch.eye(ours.hidden_size, dtype=tokens.dtype)
-        weights["pooler.dense.bias"] = tokens.new_zeros(ours.hidden_size)
-        notes.append("note: the pooler is the identity, pooler_output the class token")
-    config = cls.config_class(
-        **taken, id2label=ours.id2label, label2id=ours.label2id, problem_type=ours.problem_type, dtype=tokens.dtype
-    )
-    config.architectures = [cls.__name__]
-    config.save_pretrained(folder)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    if not (folder / PROCESSOR).exists():
-        write_text(folder / PROCESSOR, json.dumps(image_processor_settings(ours), indent=2) + "\n")
-    _, info = cls.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True)
-    check_whole(folder, info)
-    if info["unexpected_keys"]:
-        raise OSError(f"{cls.__name__} has no place for {', '.join(sorted(info['unexpected_keys']))}")
-    return [f"{type(model).__name__} as {cls.__name__}", *notes]
+    labels = {name: getattr(ours, name) for name in ("id2label", "label2id", "problem_type")}
+    return cls.config_class(**taken, **labels, dtype=dtype, architectures=[cls.__name__])
 
 
 def _their_name(key: str, target: str) -> str:

@@ -1,6 +1,7 @@
 import argparse
 import copy
 import json
+import shutil
 
 import pytest
 import torch
@@ -232,7 +233,7 @@ def test_a_prior_is_dropped_only_when_asked(target, tmp_path, capsys):
         assert f"prior '{name}' has no place in {target}; --prior dense drops it" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
     assert main([*command, "--prior", "dense"]) == 0
-    assert "note: the source's prior 'fibottention+violin' is dropped" in capsys.readouterr().out
+    assert "note: the source's prior 'fibottention+violin' is replaced by 'dense'" in capsys.readouterr().out
     heads = ["--heads", "3"] if target == "timm" else []
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "back"), *heads]) == 0
     back = SparsePriorViTForImageClassification.from_pretrained(tmp_path / "back")
@@ -246,7 +247,7 @@ def test_ours_to_ours_keeps_a_decay_that_stays_and_starts_another_anew(tmp_path)
     convert_checkpoint(tmp_path / "ours", tmp_path / "same")
     convert_checkpoint(tmp_path / "ours", tmp_path / "violin", prior="violin", image_size=48)
     lines = convert_checkpoint(tmp_path / "ours", tmp_path / "manhattan", prior="manhattan", drop_classifier=True)
-    assert any("'fibottention+violin' is dropped" in line for line in lines)
+    assert any("'fibottention+violin' is replaced by 'manhattan'" in line for line in lines)
     same, violin, manhattan = (AutoModel.from_pretrained(tmp_path / name) for name in ("same", "violin", "manhattan"))
     weights = model.vit.state_dict()
     assert all(torch.equal(value, weights[key]) for key, value in same.state_dict().items())
@@ -566,7 +567,7 @@ def test_missing_and_left_over_weights_are_listed_and_nothing_is_written(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
 
 
-def test_hostile_and_unknown_files_are_refused(tmp_path):
+def test_hostile_and_unknown_files_are_refused(tmp_path, capsys):
     class Hostile:
         def __reduce__(self):
             return open, (str(tmp_path / "executed"), "w")
@@ -574,13 +575,24 @@ def test_hostile_and_unknown_files_are_refused(tmp_path):
     torch.save({"model": Hostile()}, tmp_path / "hostile.pth")
     with pytest.raises(OSError, match=r"hostile.pth holds more than tensors"):
         read_checkpoint(tmp_path / "hostile.pth")
-    assert not (tmp_path / "executed").exists()
+    (tmp_path / "folder").mkdir()
+    shutil.copyfile(tmp_path / "hostile.pth", tmp_path / "folder" / "pytorch_model.bin")
+    for source in ("hostile.pth", "folder"):
+        assert main(["convert", str(tmp_path / source), str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err.splitlines()
+        assert len(error) == 1 and "holds more than tensors and is not read" in error[0]
+    assert not (tmp_path / "executed").exists() and not (tmp_path / "out").exists()
     (tmp_path / "cut.safetensors").write_bytes(b"12345678abc")
     with pytest.raises(OSError, match=r"cut.safetensors cannot be read"):
         read_checkpoint(tmp_path / "cut.safetensors")
     torch.save([torch.zeros(1)], tmp_path / "list.pth")
     with pytest.raises(OSError, match=r"list.pth holds a list instead of weights by name"):
         read_checkpoint(tmp_path / "list.pth")
+    for name, text in (("config.json", "[]"), ("config.json", "{"), ("preprocessor_config.json", "5")):
+        make_source("vit").save_pretrained(tmp_path / "vit")
+        (tmp_path / "vit" / name).write_text(text)
+        with pytest.raises(OSError, match=rf"vit/{name} (cannot be read|holds (list|int) instead)"):
+            read_checkpoint(tmp_path / "vit")
     with pytest.raises(OSError, match=r"nowhere\.pth does not exist"):
         read_checkpoint(tmp_path / "nowhere.pth")
     save_file({"conv1.weight": torch.zeros(1)}, tmp_path / "resnet.safetensors")
