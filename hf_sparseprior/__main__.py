@@ -30,8 +30,15 @@ def main(argv: list[str] | None = None) -> int:
         "convert", help="checkpoints of transformers, timm, DeiT, DINO and DINOv2 as ours, and ours as theirs"
     )
     convert_parser.add_argument("source", type=Path, help="folder, .safetensors, .pth or .bin file")
-    convert_parser.add_argument("out", type=Path, help="new folder; with --to timm also a .safetensors or .pth file")
-    convert_parser.add_argument("--to", choices=TARGETS, default="sparseprior_vit", help="format (default ours)")
+    convert_parser.add_argument(
+        "out", type=Path, help="new folder; or .safetensors file (--to timm), .pth file (--to original)"
+    )
+    convert_parser.add_argument(
+        "--to",
+        choices=TARGETS,
+        default="sparseprior_vit",
+        help="format: ours (default), a model of transformers, timm, or the .pth file of DeiT, DeiT-III, DINO, DINOv2",
+    )
     convert_parser.add_argument(
         "--prior",
         help="prior of the new model (default the source's, dense if it is foreign); --prior dense drops "

@@ -24,6 +24,8 @@ from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTForImageClassi
 FORMATS: tuple[ModuleType, ...] = (sparseprior_vit, transformers_vit, timm_vit)
 TARGETS: dict[str, ModuleType] = {name: module for module in FORMATS for name in module.TARGETS}
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".bin")
+# What a target is written as; a folder where nothing is said.
+WRITTEN_AS = {"timm": ("folder", ".safetensors file"), "original": (".pth file",)}
 
 
 def read_checkpoint(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
@@ -106,7 +108,7 @@ def convert_checkpoint(
 
     Args:
         source: see `read_checkpoint`; foreign or ours.
-        out: new folder; to="timm" also takes a new .safetensors file or, as the original repositories have, .pth file.
+        out: new folder; to="timm" also takes a new .safetensors file, to="original" a new .pth file.
         prior: of the new model, by default the source's, which in foreign formats is "dense". A decay that the source
             does not have starts as its `init` says.
         image_size: another one than the source's; the position embedding is interpolated.
@@ -127,8 +129,10 @@ def convert_checkpoint(
     if to not in TARGETS:
         raise ValueError(f"to={to!r} must be one of {', '.join(TARGETS)}")
     target = TARGETS[to]
-    if out.suffix in WEIGHT_FILES and out.suffix not in getattr(target, "FILES", ()):
-        raise ValueError(f"{out}: {to} is written as a folder{' or a .safetensors or .pth file' * (to == 'timm')}")
+    written_as = WRITTEN_AS.get(to, ("folder",))
+    is_file = out.suffix in WEIGHT_FILES
+    if (f"{out.suffix} file" if is_file else "folder") not in written_as:
+        raise ValueError(f"{out}: {to} is written as a {' or a '.join(written_as)}")
     weights, fields, notes = _read_as_ours(source, num_attention_heads)
     own = SparsePriorViTConfig.from_dict(fields)
     config = own if prior is None else SparsePriorViTConfig.from_dict({**fields, "prior": prior})
@@ -147,9 +151,9 @@ def convert_checkpoint(
     if image_size is not None and resized:
         model = _resize(model, image_size)
     target.check(model, to, out)
-    with whole_file(out) if out.suffix in WEIGHT_FILES else whole_folder(out) as scratch:
+    with whole_file(out) if is_file else whole_folder(out) as scratch:
         processor = Path(source) / PROCESSOR
-        if to != "timm" and processor.is_file() and not resized:
+        if target is not timm_vit and processor.is_file() and not resized:
             shutil.copyfile(processor, scratch / PROCESSOR)
         what, *remarks = target.write(model, to, scratch)
     return [f"{out}: {what}, from {Path(source).name}", *notes, *remarks]

@@ -21,8 +21,7 @@ from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.convert.common import field_problems, one_if_square, plain_weights, refuse
 from hf_sparseprior.hub import write_text
 
-TARGETS = ("timm",)
-FILES = (".safetensors", ".pth")
+TARGETS = ("timm", "original")
 # Width to heads of the published models: tiny, small, base, large, huge.
 HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1280: 16}
 NORM_EPS = 1e-6  # of every model here; files do not say it
@@ -190,8 +189,8 @@ def _replace_stem(name: str, stems: dict[str, str]) -> str:
 
 
 def check(model: Any, target: str, out: Path) -> None:
-    """Raise ValueError naming every field of the model that timm's ViT, or a file without a config, cannot express."""
-    config, classifies = model.config, hasattr(model, "classifier")
+    """Raise ValueError naming every field of the model that the target's ViT, or a bare file of it, cannot express."""
+    config = model.config
     allowed: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("gelu",),
         "position_embedding": ("learned",),
@@ -199,21 +198,25 @@ def check(model: Any, target: str, out: Path) -> None:
         "mlp_bias": (config.proj_bias,),  # timm has one switch for both
         "pooling": ("class_token", "mean"),
     }
+    if target == "original":
+        allowed |= {"use_class_token": (True,), "pooling": ("class_token",), "proj_bias": (True,), "mlp_bias": (True,)}
+        if not _is_dinov2(config):
+            allowed["num_register_tokens"] = (0,)
     if config.use_distillation_token:
         allowed |= {"pooling": ("class_token",), "num_register_tokens": (0,)}
         allowed |= {"position_embedding_for_class_token": (True,)}
-        if classifies:
+        if hasattr(model, "classifier"):
             allowed["use_distillation_classifier"] = (True,)
     problems = field_problems(config, allowed)
     if config.layer_norm_eps > 10 * NORM_EPS:
-        problems.append(f"layer_norm_eps={config.layer_norm_eps:g} must be about {NORM_EPS:g}, which timm's ViT has")
-    if out.suffix in FILES and config.pooling == "mean" and config.use_class_token:
+        problems.append(f"layer_norm_eps={config.layer_norm_eps:g} must be about {NORM_EPS:g}, as in every such model")
+    if out.suffix == ".safetensors" and config.pooling == "mean" and config.use_class_token:
         problems.append("pooling='mean' must be 'class_token' in a file, which cannot say it; a folder can")
     refuse(target, problems)
 
 
 def write(model: Any, target: str, out: Path) -> list[str]:
-    """Write a .safetensors file, a .pth file as the original repositories do, or a folder that timm loads.
+    """Write a .safetensors file or folder that timm loads, or a .pth file as in the original repositories.
 
     Returns:
         What was written, then notes for the user.
@@ -221,19 +224,17 @@ def write(model: Any, target: str, out: Path) -> list[str]:
     config, notes = model.config, []
     weights = timm_weights(model)
     if config.layer_norm_eps != NORM_EPS:
-        notes.append(f"note: timm's ViT has layer_norm_eps={NORM_EPS:g}, this model {config.layer_norm_eps:g}")
-    if config.num_register_tokens and "cls_token" in weights:
-        positions = weights["pos_embed"]
-        if positions.shape[1] > config.grid[0] * config.grid[1]:
-            # timm gives either all prefix tokens a position or none, and reads DINOv2's registers like this.
-            weights["cls_token"] = weights["cls_token"] + positions[:, :1]
-            weights["pos_embed"] = positions[:, 1:].contiguous()
-            notes.append("note: the class token's position is added to the class token, as timm has it with registers")
-    if out.suffix == ".pth":
-        # LayerScale as in DeiT-III's own files.
-        original = {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", key): value for key, value in weights.items()}
-        torch.save({"model": original}, out)
-        return ["weights under the original names", *notes]
+        notes.append(f"note: such models have layer_norm_eps={NORM_EPS:g}, this one {config.layer_norm_eps:g}")
+    if target == "original":
+        family, content = original_content(config, weights)
+        torch.save(content, out)
+        return [f"weights as {family} names them", *notes]
+    positions = weights["pos_embed"]
+    if config.num_register_tokens and positions.shape[1] > config.grid[0] * config.grid[1]:
+        # timm gives either all prefix tokens a position or none, and reads DINOv2's registers like this.
+        weights["cls_token"] = weights["cls_token"] + positions[:, :1]
+        weights["pos_embed"] = positions[:, 1:].contiguous()
+        notes.append("note: the class token's position is added to the class token, as timm has it with registers")
     if out.suffix == ".safetensors":
         save_file(weights, out, metadata={"format": "pt"})
         return ["weights under timm's names", *notes]
@@ -241,6 +242,26 @@ def write(model: Any, target: str, out: Path) -> list[str]:
     settings = timm_config(config, weights)
     write_text(out / "config.json", json.dumps(settings, indent=2) + "\n")
     return [f"timm's {settings['architecture']} with arguments of its own", *notes]
+
+
+def _is_dinov2(config: Any) -> bool:
+    """Among the original models with LayerScale, DINOv2's class token has a position and DeiT-III's has not."""
+    return config.layerscale_value is not None and config.position_embedding_for_class_token
+
+
+def original_content(config: Any, weights: dict[str, Tensor]) -> tuple[str, dict[str, Any]]:
+    """Family and content of a .pth file: a classifier's lies under "model", as in DeiT, a base model's is bare."""
+    if _is_dinov2(config):
+        family = "DINOv2"
+        weights = {"register_tokens" if key == "reg_token" else key: value for key, value in weights.items()}
+        # Only pretraining uses it, but its code wants it.
+        weights["mask_token"] = torch.zeros(1, config.hidden_size, dtype=weights["pos_embed"].dtype)
+    elif config.layerscale_value is not None:
+        family = "DeiT-III"
+        weights = {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", key): value for key, value in weights.items()}
+    else:
+        family = "DeiT" if "head.weight" in weights else "DINO"
+    return family, {"model": weights} if "head.weight" in weights else weights
 
 
 def timm_weights(model: Any) -> dict[str, Tensor]:

@@ -199,6 +199,11 @@ REFUSED = {
     "timm biases": ("timm", {"proj_bias": False}, "mlp_bias=True must be False"),
     "timm pooling": ("timm", {"pooling": "class_token_and_mean"}, "must be 'class_token' or 'mean'"),
     "timm eps": ("timm", {"layer_norm_eps": 1e-3}, "layer_norm_eps=0.001 must be about 1e-06"),
+    "original": (
+        "original",
+        {"num_register_tokens": 1, "pooling": "mean", "proj_bias": False},
+        "pooling='mean' must be 'class_token'; proj_bias=False must be True; num_register_to",
+    ),
     "timm distilled": (
         "timm",
         {"use_distillation_token": True, "use_distillation_classifier": False, "num_register_tokens": 1},
@@ -211,10 +216,11 @@ REFUSED = {
 def test_what_a_target_cannot_express_is_refused(case, tmp_path, capsys):
     target, fields, message = REFUSED[case]
     ours(small(**fields), tmp_path / "ours")
+    out = "out.pth" if target == "original" else "out"
     with pytest.raises(ValueError, match=f"^{target} cannot express this model: .*{message}"):
-        convert_checkpoint(tmp_path / "ours", tmp_path / "new" / "out", to=target)
+        convert_checkpoint(tmp_path / "ours", tmp_path / "new" / out, to=target)
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "out"), "--to", target]) == 2
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / out), "--to", target]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
@@ -227,18 +233,18 @@ def test_a_prior_is_dropped_only_when_asked(target, tmp_path, capsys):
     }.get(target, {})
     model = ours(small(prior="fibottention+violin", **fields), tmp_path / "ours")
     command = ["convert", str(tmp_path / "ours"), str(tmp_path / "out"), "--to", target]
+    command[2] += ".pth" * (target == "original")
     for options in ([], ["--prior", "window"]):
         assert main([*command, *options]) == 2
         name = "window" if options else "fibottention+violin"
         assert f"prior '{name}' has no place in {target}; --prior dense drops it" in capsys.readouterr().err
-        assert not (tmp_path / "out").exists()
+        assert [path.name for path in tmp_path.iterdir()] == ["ours"]
     assert main([*command, "--prior", "dense"]) == 0
     assert "note: the source's prior 'fibottention+violin' is replaced by 'dense'" in capsys.readouterr().out
-    heads = ["--heads", "3"] if target == "timm" else []
-    assert main(["convert", str(tmp_path / "out"), str(tmp_path / "back"), *heads]) == 0
+    heads = ["--heads", "3"] if target in ("timm", "original") else []
+    assert main(["convert", command[2], str(tmp_path / "back"), *heads]) == 0
     back = SparsePriorViTForImageClassification.from_pretrained(tmp_path / "back")
-    if target != "timm":  # timm's registers take over the class token's position
-        assert all(torch.equal(value, model.state_dict()[key]) for key, value in back.state_dict().items())
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in back.state_dict().items())
     assert back.config.prior_name == "dense"
 
 
@@ -401,28 +407,39 @@ def test_timm_and_original_files_compute_the_same(kind, container, tmp_path):
 def test_round_trips_through_ours_give_the_very_same_timm_weights(kind, out, tmp_path):
     state = timm_state(kind)
     convert_checkpoint(save_timm(state, kind, "safetensors", tmp_path), tmp_path / "ours")
-    convert_checkpoint(tmp_path / "ours", tmp_path / out, to="timm")
-    if out == "out.pth":
-        after = torch.load(tmp_path / out, weights_only=True)["model"]
+    target = "original" if out == "out.pth" else "timm"
+    if target == "original" and kind in ("registers of timm", "no class token"):
+        with pytest.raises(ValueError, match=r"^original cannot express this model"):
+            convert_checkpoint(tmp_path / "ours", tmp_path / out, to=target)
+        return
+    convert_checkpoint(tmp_path / "ours", tmp_path / out, to=target)
+    if target == "original":
+        after = torch.load(tmp_path / out, weights_only=True)
+        after = after["model"] if "head.weight" in state else after
     else:
         after = load_file(tmp_path / "out" / "model.safetensors" if out == "out" else tmp_path / out)
     pixels = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(timm_forward(after, pixels), timm_forward(state, pixels), rtol=1e-5, atol=1e-6)
-    written = "gamma_{}" if out == "out.pth" else "ls{}.gamma"
+    written = "gamma_{}" if target == "original" and "deit3" in kind else "ls{}.gamma"
     expected = {}
     for name, value in state.items():
         for n in "12":
             name = name.replace(f"gamma_{n}", f"ls{n}.gamma").replace(f"ls{n}.gamma", written.format(n))
         expected[name] = value
-    expected.pop("mask_token", None)
-    if kind == "dinov2 registers":  # timm's own files have the class token's position in the class token
+    if "mask_token" in expected:  # pretraining's: lost on the way
+        value = expected.pop("mask_token")
+        if target == "original":
+            expected["mask_token"] = torch.zeros_like(value)
+    if target == "timm" and kind == "dinov2 registers":  # in timm's own files the class token holds its position
         expected["reg_token"] = expected.pop("register_tokens")
         expected["cls_token"] = expected["cls_token"] + expected["pos_embed"][:, :1]
         expected["pos_embed"] = expected["pos_embed"][:, 1:]
     assert after.keys() == expected.keys()
     assert all(torch.equal(after[name], value) for name, value in expected.items())
     convert_checkpoint(tmp_path / out, tmp_path / "again")
-    assert read_checkpoint(tmp_path / "again")[0].keys() == read_checkpoint(tmp_path / "ours")[0].keys()
+    before, again = (read_checkpoint(tmp_path / name)[0] for name in ("ours", "again"))
+    if target == "original" or kind != "dinov2 registers":
+        assert before.keys() == again.keys() and all(torch.equal(value, again[name]) for name, value in before.items())
 
 
 OURS_FOR_TIMM = {
@@ -477,15 +494,51 @@ def test_timm_itself_loads_the_folder(kind, cls, tmp_path):
     torch.testing.assert_close(output, outputs(model, pixels), rtol=1e-4, atol=1e-5)
 
 
-def test_a_file_cannot_say_that_a_model_averages(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("vit_tiny_patch16_224", 64),
+        ("deit_tiny_distilled_patch16_224", 64),
+        ("deit3_small_patch16_224", 64),
+        ("vit_small_patch14_dinov2", 56),
+        ("vit_small_patch14_reg4_dinov2", 56),
+    ],
+)
+@pytest.mark.parametrize("out", ["back.safetensors", "back"])
+def test_models_of_timm_itself_go_both_ways(name, size, out, tmp_path):
+    timm = pytest.importorskip("timm", exc_type=ImportError, reason="timm needs torchvision")
+    options = {"img_size": size, "depth": 2}
+    source = timm.create_model(name, **options).eval()
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    save_file(source.state_dict(), tmp_path / "source.safetensors")
+    convert_checkpoint(tmp_path / "source.safetensors", tmp_path / "ours")
+    convert_checkpoint(tmp_path / "ours", tmp_path / out, to="timm")
+    back = timm.create_model(name, **options)
+    timm.models.load_checkpoint(back, tmp_path / out / "model.safetensors" if out == "back" else tmp_path / out)
+    assert all(torch.equal(value, back.state_dict()[key]) for key, value in source.state_dict().items())
+    pixels = torch.randn(2, 3, size, size)
+    with torch.no_grad():
+        expected = source(pixels) if source.num_classes else source.forward_features(pixels)
+    loader = AutoModelForImageClassification if source.num_classes else AutoModel
+    model = loader.from_pretrained(tmp_path / "ours").eval()
+    torch.testing.assert_close(outputs(model, pixels), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_files_cannot_say_and_what_is_no_file(tmp_path):
     ours(small(pooling="mean"), tmp_path / "ours")
-    for name in ("w.safetensors", "w.pth"):
-        with pytest.raises(ValueError, match="pooling='mean' must be 'class_token' in a file"):
-            convert_checkpoint(tmp_path / "ours", tmp_path / name, to="timm")
-    with pytest.raises(ValueError, match=r"w\.bin: timm is written as a folder or a \.safetensors or \.pth file"):
-        convert_checkpoint(tmp_path / "ours", tmp_path / "w.bin", to="timm")
-    with pytest.raises(ValueError, match=r"w\.pth: vit is written as a folder$"):
-        convert_checkpoint(tmp_path / "ours", tmp_path / "w.pth", to="vit")
+    with pytest.raises(ValueError, match="pooling='mean' must be 'class_token' in a file"):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "w.safetensors", to="timm")
+    for name, target, written_as in (
+        ("w.pth", "timm", "folder or a .safetensors file"),
+        ("w.pth", "vit", "folder"),
+        ("w.bin", "sparseprior_vit", "folder"),
+        ("w", "original", ".pth file"),
+        ("w.safetensors", "original", ".pth file"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: {target} is written as a {written_as}$"):
+            convert_checkpoint(tmp_path / "ours", tmp_path / name, to=target)
     with pytest.raises(ValueError, match=r"to='jax' must be one of sparseprior_vit, vit, .*, timm"):
         convert_checkpoint(tmp_path / "ours", tmp_path / "w", to="jax")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
