@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> int:
     from transformers.utils import logging as transformers_logging
 
     from hf_sparseprior.analysis import explain
-    from hf_sparseprior.convert import convert_checkpoint
+    from hf_sparseprior.convert import TARGETS, convert_checkpoint
     from hf_sparseprior.export import export_folder
 
     explain_parser = commands.add_parser(
@@ -26,10 +26,24 @@ def main(argv: list[str] | None = None) -> int:
     export_parser.add_argument("source", type=Path, help="folder of a saved model or a training run")
     export_parser.add_argument("out", type=Path, help="new folder")
     export_parser.add_argument("--license", default="apache-2.0", help="for the model card (default apache-2.0)")
-    convert_parser = commands.add_parser("convert", help="a checkpoint of transformers, timm, DeiT or DINO as ours")
+    convert_parser = commands.add_parser(
+        "convert", help="checkpoints of transformers, timm, DeiT, DINO and DINOv2 as ours, and ours as theirs"
+    )
     convert_parser.add_argument("source", type=Path, help="folder, .safetensors, .pth or .bin file")
-    convert_parser.add_argument("out", type=Path, help="new folder")
-    convert_parser.add_argument("--prior", default="dense", help="prior of the new model (default dense)")
+    convert_parser.add_argument(
+        "out", type=Path, help="new folder; or .safetensors file (--to timm), .pth file (--to original)"
+    )
+    convert_parser.add_argument(
+        "--to",
+        choices=TARGETS,
+        default="sparseprior_vit",
+        help="format: ours (default), a model of transformers, timm, or the .pth file of DeiT, DeiT-III, DINO, DINOv2",
+    )
+    convert_parser.add_argument(
+        "--prior",
+        help="prior of the new model (default the source's, dense if it is foreign); --prior dense drops "
+        "the prior that --to a foreign format cannot carry",
+    )
     convert_parser.add_argument("--image-size", type=int, help="interpolate the positions to this image size")
     convert_parser.add_argument("--heads", type=int, help="attention heads of a timm file of an unpublished width")
     convert_parser.add_argument("--drop-classifier", action="store_true", help="write the base model alone")
@@ -46,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
                 arguments.image_size,
                 arguments.heads,
                 arguments.drop_classifier,
+                arguments.to,
             )
             print("\n".join(lines))
         else:

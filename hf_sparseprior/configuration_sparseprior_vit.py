@@ -22,7 +22,7 @@ from .supports import check_boolean, check_integer, support_notes
 
 logger = logging.getLogger("hf_sparseprior.config")
 
-POOLINGS = ("class_token", "mean")
+POOLINGS = ("class_token", "mean", "class_token_and_mean")
 POSITION_EMBEDDINGS = ("learned", "none")
 INTERPOLATIONS = ("bicubic", "bilinear")
 
@@ -82,7 +82,10 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
         hidden_act: activation of the MLP.
         qkv_bias, proj_bias, mlp_bias: biases of the attention's and the MLP's linear layers.
         use_class_token, use_distillation_token (DeiT), num_register_tokens: prefix tokens, in this order.
-        pooling: "class_token" or "mean" (average of the patch tokens after the last norm).
+        use_distillation_classifier: False where the distillation token has no classifier of its own, as in
+            transformers' DeiTForImageClassification.
+        pooling: "class_token", "mean" (average of the patch tokens after the last norm) or "class_token_and_mean"
+            (one after the other, twice as wide; transformers' Dinov2ForImageClassification).
         position_embedding: "learned" (interpolated for other grids) or "none".
         position_embedding_for_class_token: False for DeiT-III, whose class token has no position. Registers never do.
         interpolation: "bicubic" or "bilinear", for grids other than the configured one.
@@ -111,6 +114,7 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
     mlp_bias: bool = True
     use_class_token: bool = True
     use_distillation_token: bool = False
+    use_distillation_classifier: bool = True
     num_register_tokens: int = 0
     pooling: str = "class_token"
     position_embedding: str = "learned"
@@ -170,6 +174,11 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
         return int(self.use_class_token) + int(self.use_distillation_token) + self.num_register_tokens
 
     @property
+    def pooled_size(self) -> int:
+        """Width of `pooler_output`, which the classifier takes."""
+        return self.hidden_size * (2 if self.pooling == "class_token_and_mean" else 1)
+
+    @property
     def pruning_ratio(self) -> float:
         """Percentage of query-key pairs that the support leaves out, prefix tokens included."""
         return prior_pruning_ratio(self.prior, self.num_attention_heads, self.grid, self.num_prefix_tokens)
@@ -222,7 +231,8 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
 
     def _validate_choices(self) -> None:
         tokens = ("use_class_token", "use_distillation_token", "position_embedding_for_class_token")
-        for name in ("qkv_bias", "proj_bias", "mlp_bias", *tokens, "apply_layernorm", "reshape_hidden_states"):
+        biases = ("qkv_bias", "proj_bias", "mlp_bias")
+        for name in (*biases, *tokens, "use_distillation_classifier", "apply_layernorm", "reshape_hidden_states"):
             setattr(self, name, check_boolean(name, getattr(self, name)))
         choices = (("pooling", POOLINGS), ("position_embedding", POSITION_EMBEDDINGS))
         for name, allowed in (*choices, ("interpolation", INTERPOLATIONS)):
@@ -230,8 +240,8 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
         if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act={self.hidden_act!r} must be one of {', '.join(ACT2FN)}")
-        if self.pooling == "class_token" and not self.use_class_token:
-            raise ValueError("pooling='class_token' needs use_class_token=True; without a class token use 'mean'")
+        if self.pooling != "mean" and not self.use_class_token:
+            raise ValueError(f"pooling={self.pooling!r} needs use_class_token=True; without a class token use 'mean'")
         if self.use_distillation_token and not self.use_class_token:
             raise ValueError("use_distillation_token=True needs use_class_token=True (DeiT has both)")
         for name in ("drop_path_rate", "hidden_dropout_prob", "attention_probs_dropout_prob"):

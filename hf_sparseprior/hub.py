@@ -50,7 +50,7 @@ def write_text(path: Path, text: str) -> None:
 def check_new(out: Path) -> None:
     """Raise OSError if a folder to be written exists; long work asks before it begins."""
     if out.exists():
-        raise OSError(f"{out} exists already; choose a new folder")
+        raise OSError(f"{out} exists already; choose a new name")
 
 
 @contextmanager
@@ -70,6 +70,24 @@ def whole_folder(out: str | os.PathLike) -> Iterator[Path]:
         os.replace(scratch, out)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def whole_file(out: str | os.PathLike) -> Iterator[Path]:
+    """The same for a file: a scratch path of the same suffix for the block to write.
+
+    Raises:
+        OSError: if `out` exists.
+    """
+    out = Path(out)
+    check_new(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = out.with_name(f".partial.{out.name}")
+    try:
+        yield scratch
+        os.replace(scratch, out)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def made_up_keys(loading_info: dict[str, Any]) -> list[str]:

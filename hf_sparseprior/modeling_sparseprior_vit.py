@@ -36,8 +36,8 @@ from .supports import SUPPORTS  # noqa: F401
 class SparsePriorViTImageClassifierOutput(ModelOutput):
     """Output of `SparsePriorViTForImageClassification`.
 
-    loss: scalar, when labels are given. logits: (B, num_labels), the mean of both heads with a distillation token.
-    class_logits, distillation_logits: (B, num_labels) of the two heads, with a distillation token.
+    loss: scalar, when labels are given. logits: (B, num_labels), the mean of both heads with a distillation classifier.
+    class_logits, distillation_logits: (B, num_labels) of the two heads, with a distillation classifier.
     hidden_states: L + 1 of (B, T, C). attentions: L of (B, H, T, T).
     """
 
@@ -351,33 +351,41 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
 
         Returns:
             last_hidden_state (B, T, C) after the last norm; pooler_output (B, C), the class token or the average of
-            the patch tokens.
+            the patch tokens, or (B, 2C), both of them.
         """
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
         hidden_states, _, states, attentions = self.encode(pixel_values, output_attentions, output_hidden_states)
         last = self.layernorm(hidden_states)
-        pooled = last[:, self.config.num_prefix_tokens :].mean(1) if self.config.pooling == "mean" else last[:, 0]
         output = BaseModelOutputWithPooling(
-            last_hidden_state=last, pooler_output=pooled, hidden_states=states, attentions=attentions
+            last_hidden_state=last, pooler_output=self.pool(last), hidden_states=states, attentions=attentions
         )
         return output if return_dict else output.to_tuple()
 
+    def pool(self, last_hidden_state: Tensor) -> Tensor:
+        """(B, T, C) to (B, C) or, with "class_token_and_mean", (B, 2C)."""
+        class_token, patches = last_hidden_state[:, 0], last_hidden_state[:, self.config.num_prefix_tokens :]
+        if self.config.pooling == "class_token":
+            return class_token
+        mean = patches.mean(1)
+        return mean if self.config.pooling == "mean" else torch.cat([class_token, mean], 1)
+
 
 class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
-    """SparsePriorViT with a linear classifier, two of them with a distillation token (DeiT)."""
+    """SparsePriorViT with a linear classifier, two of them with a distillation token (DeiT) that has its own."""
 
     def __init__(self, config: SparsePriorViTConfig) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels
         self.vit = SparsePriorViTModel(config)
 
-        def head() -> nn.Module:
-            return nn.Linear(config.hidden_size, config.num_labels) if config.num_labels else nn.Identity()
+        def head(width: int) -> nn.Module:
+            return nn.Linear(width, config.num_labels) if config.num_labels else nn.Identity()
 
-        self.classifier = head()
-        self.distillation_classifier = head() if config.use_distillation_token else None
+        self.classifier = head(config.pooled_size)
+        distills = config.use_distillation_token and config.use_distillation_classifier
+        self.distillation_classifier = head(config.hidden_size) if distills else None
         self.post_init()
 
     def forward(
@@ -400,8 +408,8 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
             output_attentions, output_hidden_states, return_dict: as in `SparsePriorViTModel`.
 
         Returns:
-            logits (B, num_labels), with the loss if labels are given. With a distillation token the loss is the mean
-            of both heads' (DeiT's hard distillation) and the logits are the mean of both heads'.
+            logits (B, num_labels), with the loss if labels are given. With a distillation classifier the loss is the
+            mean of both heads' (DeiT's hard distillation) and the logits are the mean of both heads'.
         """
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict

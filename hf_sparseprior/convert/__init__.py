@@ -1,9 +1,11 @@
-"""Foreign checkpoints as SparsePriorViT models: `python -m hf_sparseprior convert SOURCE OUT --prior NAME`.
+"""Checkpoints in other formats: `python -m hf_sparseprior convert SOURCE OUT --prior NAME --to FORMAT`.
 
-One file a source: `matches(keys)` recognises its parameter names, `fields(state, config)` reads the architecture,
-`rename(state)` gives the weights under our names. What is missing or left over is an error and nothing is written.
+One file a format. Reading: `matches(keys)` recognises its parameter names, `fields(state, settings)` reads the
+architecture, `rename(state)` gives the weights under our names. Writing: `check(model, target, out)` refuses what the
+format cannot express, `write(model, target, out)` writes. What is missing or left over is an error, and nothing is
+written.
 """
 
-from hf_sparseprior.convert.checkpoint import convert_checkpoint, read_checkpoint
+from hf_sparseprior.convert.checkpoint import TARGETS, convert_checkpoint, read_checkpoint
 
-__all__ = ["convert_checkpoint", "read_checkpoint"]
+__all__ = ["TARGETS", "convert_checkpoint", "read_checkpoint"]

@@ -1,9 +1,12 @@
-"""Reading a foreign checkpoint and writing it as a SparsePriorViT."""
+"""Reading a checkpoint in one format and writing it in another; in between it is a SparsePriorViT."""
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 import os
+import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,12 +16,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
-from hf_sparseprior.convert import timm_vit, transformers_vit
-from hf_sparseprior.hub import check_new, whole_folder
+from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
+from hf_sparseprior.convert import sparseprior_vit, timm_vit, transformers_vit
+from hf_sparseprior.hub import PROCESSOR, check_new, whole_file, whole_folder
 from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTForImageClassification, SparsePriorViTModel
 
-SOURCES: tuple[ModuleType, ...] = (transformers_vit, timm_vit)
+FORMATS: tuple[ModuleType, ...] = (sparseprior_vit, transformers_vit, timm_vit)
+TARGETS: dict[str, ModuleType] = {name: module for module in FORMATS for name in module.TARGETS}
+WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".bin")
+# What a target is written as; a folder where nothing is said.
+WRITTEN_AS = {"timm": ("folder", ".safetensors file"), "original": (".pth file",)}
 
 
 def read_checkpoint(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
@@ -27,6 +34,9 @@ def read_checkpoint(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[
     PyTorch files are read with `weights_only=True`: tensors come out, nothing in them is executed. Weights may lie
     below "model", "teacher" or "state_dict" and behind "module." or "backbone.", as DeiT and DINO save them.
 
+    Returns:
+        The weights by name, and config.json with `image_mean` and `image_std` of preprocessor_config.json.
+
     Raises:
         OSError: for a missing or unreadable file.
     """
@@ -34,14 +44,13 @@ def read_checkpoint(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[
     config = None
     if source.is_dir():
         if (source / "config.json").is_file():
-            config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-            preprocessor = source / "preprocessor_config.json"
-            if preprocessor.is_file():
-                settings = json.loads(preprocessor.read_text(encoding="utf-8"))
-                config.update({key: settings[key] for key in ("image_mean", "image_std") if key in settings})
-        files = sorted(source.glob("*.safetensors"))
+            config = _read_json(source / "config.json")
+            if (source / PROCESSOR).is_file():
+                processor = _read_json(source / PROCESSOR)
+                config.update({key: processor[key] for key in ("image_mean", "image_std") if key in processor})
+        files = sorted(source.glob("*.safetensors")) or sorted(source.glob("pytorch_model*.bin"))
         if not files:
-            raise OSError(f"{source} holds no .safetensors file")
+            raise OSError(f"{source} holds no .safetensors file and no pytorch_model.bin")
     else:
         files = [source]
     state: dict[str, Tensor] = {}
@@ -50,17 +59,31 @@ def read_checkpoint(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[
     return state, config
 
 
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OSError(f"{file} cannot be read ({error})") from None
+    if not isinstance(content, dict):
+        raise OSError(f"{file} holds {type(content).__name__} instead of names and values")
+    return content
+
+
 def _read_file(file: Path) -> dict[str, Tensor]:
     if not file.is_file():
         raise OSError(f"{file} does not exist")
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        # DeiT and DINO save their command line among the weights; a Namespace only holds values.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, EOFError, ValueError) as error:
         raise OSError(f"{file} cannot be read ({str(error).splitlines()[0]})") from None
     except Exception as error:  # pickle's own errors, for files that hold more than tensors
         raise OSError(f"{file} holds more than tensors and is not read ({type(error).__name__})") from None
+    if not isinstance(content, dict):
+        raise OSError(f"{file} holds a {type(content).__name__} instead of weights by name")
     nested = next((key for key in ("model", "teacher", "state_dict") if isinstance(content.get(key), dict)), None)
     state = content[nested] if nested else content
     cleaned = {}
@@ -75,60 +98,110 @@ def _read_file(file: Path) -> dict[str, Tensor]:
 def convert_checkpoint(
     source: str | os.PathLike,
     out: str | os.PathLike,
-    prior: str | dict[str, Any] = "dense",
+    prior: str | dict[str, Any] | None = None,
     image_size: int | None = None,
     num_attention_heads: int | None = None,
     drop_classifier: bool = False,
+    to: str = "sparseprior_vit",
 ) -> list[str]:
-    """Write a foreign checkpoint as a SparsePriorViT folder; with `prior="dense"` it computes what the source does.
+    """Write a checkpoint in another format; where the prior stays the same, it computes what the source does.
 
     Args:
-        source: see `read_checkpoint`.
-        out: new folder.
-        prior: of the new model; a decay is new and starts as its `init` says.
+        source: see `read_checkpoint`; foreign or ours.
+        out: new folder; to="timm" also takes a new .safetensors file, to="original" a new .pth file.
+        prior: of the new model, by default the source's, which in foreign formats is "dense". A decay that the source
+            does not have starts as its `init` says.
         image_size: another one than the source's; the position embedding is interpolated.
         num_attention_heads: for timm files of other widths than the published ones.
-        drop_classifier: write the base model alone.
+        drop_classifier: write the base model alone; its pooling stays.
+        to: one of `TARGETS`. Foreign formats have no prior: prior="dense" drops the source's.
 
     Returns:
         Lines for the user.
 
     Raises:
         OSError: for files that cannot be read or an existing `out`.
-        ValueError: for names that are not known, missing or left-over weights; nothing is written.
+        ValueError: for names that are not known, missing or left-over weights, or what the target cannot express;
+            nothing is written.
     """
     out = Path(out)
     check_new(out)
-    state, config = read_checkpoint(source)
-    module = next((module for module in SOURCES if module.matches(state)), None)
+    if to not in TARGETS:
+        raise ValueError(f"to={to!r} must be one of {', '.join(TARGETS)}")
+    target = TARGETS[to]
+    written_as = WRITTEN_AS.get(to, ("folder",))
+    is_file = out.suffix in WEIGHT_FILES
+    if (f"{out.suffix} file" if is_file else "folder") not in written_as:
+        raise ValueError(f"{out}: {to} is written as a {' or a '.join(written_as)}")
+    weights, fields, notes = _read_as_ours(source, num_attention_heads)
+    own = SparsePriorViTConfig.from_dict(fields)
+    config = own if prior is None else SparsePriorViTConfig.from_dict({**fields, "prior": prior})
+    if target is not sparseprior_vit and config.prior_name != "dense":
+        raise ValueError(f"prior {config.prior_name!r} has no place in {to}; --prior dense drops it")
+    if own.prior_name != "dense" and own.prior != config.prior:
+        notes.append(
+            f"note: the source's prior {own.prior_name!r} is replaced by {config.prior_name!r}; "
+            "the new model computes something else"
+        )
+    same_decay = own.prior["decay"] == config.prior["decay"]
+    if not same_decay:
+        weights = {key: value for key, value in weights.items() if not _of_decay(key)}
+    model = _fill(weights, config, same_decay, drop_classifier, source)
+    resized = image_size is not None and as_pair(image_size) != as_pair(config.image_size)
+    if image_size is not None and resized:
+        model = _resize(model, image_size)
+    target.check(model, to, out)
+    with whole_file(out) if is_file else whole_folder(out) as scratch:
+        processor = Path(source) / PROCESSOR
+        if target is not timm_vit and processor.is_file() and not resized:
+            shutil.copyfile(processor, scratch / PROCESSOR)
+        what, *remarks = target.write(model, to, scratch)
+    return [f"{out}: {what}, from {Path(source).name}", *notes, *remarks]
+
+
+def _read_as_ours(
+    source: str | os.PathLike, num_attention_heads: int | None
+) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
+    """Weights under our names ("vit.layers.0..."), fields of the config, notes for the user."""
+    state, settings = read_checkpoint(source)
+    module = next((module for module in FORMATS if module.matches(state)), None)
     if module is None:
         raise ValueError(f"{source}: names like {', '.join(sorted(state)[:3])} are of no known source")
     if num_attention_heads is not None:
-        config = {**(config or {}), "num_attention_heads": num_attention_heads}
-    fields = module.fields(state, config)
-    notes = []
+        if module is not timm_vit:
+            raise ValueError(f"--heads {num_attention_heads} is for timm files; this source's config.json has a number")
+        settings = {**(settings or {}), "num_attention_heads": num_attention_heads}
+    fields = {"prior": "dense", **module.fields(state, settings)}
+    weights, unused = module.rename(state)
+    notes = [f"note: left out, no output depends on it: {', '.join(unused)}"] if unused else []
     for name, imagenet in (("image_mean", (0.485, 0.456, 0.406)), ("image_std", (0.229, 0.224, 0.225))):
-        fields[name] = list((config or {}).get(name, imagenet))
-        if name not in (config or {}):
+        if name not in fields:
+            fields[name] = list(imagenet)
             notes.append(f"note: {name} is not in the source; ImageNet's {imagenet} is assumed")
-    model = _fill(module.rename(state), fields, prior, drop_classifier, source)
-    if image_size is not None and image_size != model.config.image_size:
-        model = _resize(model, image_size)
-    with whole_folder(out) as scratch:
-        model.save_pretrained(scratch)
-    return [f"{out}: {type(model).__name__}, prior {model.config.prior_name}, from {Path(str(source)).name}", *notes]
+    return weights, fields, notes
 
 
-def _fill(state: dict[str, Tensor], fields: dict[str, Any], prior: Any, drop_classifier: bool, source: Any) -> Any:
-    """A model with exactly these weights, or an error that lists what is missing and what is left over."""
-    config = SparsePriorViTConfig(**fields, prior=prior)
+def _of_decay(key: str) -> bool:
+    return "decay_bias" in key.split(".")
+
+
+def _fill(
+    state: dict[str, Tensor], config: SparsePriorViTConfig, with_decay: bool, drop_classifier: bool, source: Any
+) -> Any:
+    """A model with exactly these weights, or an error that lists what is missing and what is left over.
+
+    A decay's weights are among them if `with_decay`, else they start as its `init` says.
+    """
     heads = {key for key in state if key.split(".")[0] in ("classifier", "distillation_classifier")}
     if drop_classifier or not heads:
         model: Any = SparsePriorViTModel(config)
         state = {key.removeprefix("vit."): value for key, value in state.items() if key not in heads}
     else:
         model = SparsePriorViTForImageClassification(config)
-    expected = {key: value.shape for key, value in model.state_dict().items() if "decay_bias" not in key.split(".")}
+    # In the precision of the source, as far as all of it has one; a decay stays in float32.
+    dtypes = {value.dtype for key, value in state.items() if value.is_floating_point() and not _of_decay(key)}
+    model.to(functools.reduce(torch.promote_types, dtypes or {torch.float32}))
+    expected = {key: value.shape for key, value in model.state_dict().items() if with_decay or not _of_decay(key)}
     missing = sorted(set(expected) - set(state))
     left_over = sorted(set(state) - set(expected))
     shapes = [
@@ -152,10 +225,11 @@ def _fill(state: dict[str, Tensor], fields: dict[str, Any], prior: Any, drop_cla
 def _resize(model: Any, image_size: int) -> Any:
     """The same model for another image size."""
     config = SparsePriorViTConfig.from_dict({**model.config.to_dict(), "image_size": image_size})
-    resized = type(model)(config)
+    resized = type(model)(config).to(model.dtype)
     state = model.state_dict()
     prefix = "vit." if isinstance(model, SparsePriorViTForImageClassification) else ""
     embeddings = model.vit.embeddings if prefix else model.embeddings
-    state[prefix + "embeddings.position_embeddings"] = embeddings.resized_positions(config.grid)
+    if embeddings.position_embeddings is not None:
+        state[prefix + "embeddings.position_embeddings"] = embeddings.resized_positions(config.grid)
     resized.load_state_dict(state)
     return resized.eval()

@@ -1,35 +1,56 @@
-"""ViT, DeiT, DeiT-III and DINO under timm's names, which the original DeiT and DINO files share.
+"""ViT, DeiT, DeiT-III, DINO and DINOv2 under timm's names, both ways; their original files share most of those names.
 
-timm files carry no config: the architecture is read off the shapes, the number of heads off the width.
+Such files carry no config: the architecture is read off the shapes, the number of heads off the width. Folders in
+timm's layout (model.safetensors, config.json) carry one.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from hf_sparseprior.configuration_sparseprior_vit import as_pair
+from hf_sparseprior.convert.common import field_problems, one_if_square, plain_weights, refuse
+from hf_sparseprior.hub import write_text
+
+TARGETS = ("timm", "original")
 # Width to heads of the published models: tiny, small, base, large, huge.
 HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1280: 16}
-RENAMES = [
-    (r"^cls_token$", "vit.embeddings.class_token"),
-    (r"^dist_token$", "vit.embeddings.distillation_token"),
-    (r"^reg_token$", "vit.embeddings.register_tokens"),
-    (r"^pos_embed$", "vit.embeddings.position_embeddings"),
-    (r"^patch_embed\.proj\.", "vit.embeddings.projection."),
-    (r"^blocks\.(\d+)\.", r"vit.layers.\1."),
-    (r"\.norm1\.", ".layernorm_before."),
-    (r"\.norm2\.", ".layernorm_after."),
-    (r"\.attn\.proj\.", ".attention.o_proj."),
-    (r"\.(ls1\.gamma|gamma_1)$", ".layerscale_attention.scale"),
-    (r"\.(ls2\.gamma|gamma_2)$", ".layerscale_mlp.scale"),
-    (r"^norm\.", "vit.layernorm."),
-    (r"^head_dist\.", "distillation_classifier."),
-    (r"^head\.", "classifier."),
-]
+NORM_EPS = 1e-6  # of every model here; files do not say it
+
+# timm's stem of a name, ours.
+STEMS = {
+    "cls_token": "vit.embeddings.class_token",
+    "dist_token": "vit.embeddings.distillation_token",
+    "reg_token": "vit.embeddings.register_tokens",
+    "pos_embed": "vit.embeddings.position_embeddings",
+    "patch_embed.proj": "vit.embeddings.projection",
+    "norm": "vit.layernorm",
+    "head_dist": "distillation_classifier",
+    "head": "classifier",
+}
+BLOCK_STEMS = {
+    "norm1": "layernorm_before",
+    "norm2": "layernorm_after",
+    "attn.proj": "attention.o_proj",
+    "ls1.gamma": "layerscale_attention.scale",
+    "ls2.gamma": "layerscale_mlp.scale",
+}
+# What the original files call some of these: DINOv2's registers, DeiT-III's LayerScale. The layer that old ViT files
+# have before the classifier is dropped with it.
+ALIASES = {"register_tokens": "reg_token", "pre_logits": "head.pre_logits"}
+BLOCK_ALIASES = {"gamma_1": "ls1.gamma", "gamma_2": "ls2.gamma"}
+# Parts for pretraining that no output of ours depends on.
+UNUSED = ("mask_token",)
+QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def matches(keys: Iterable[str]) -> bool:
@@ -37,50 +58,270 @@ def matches(keys: Iterable[str]) -> bool:
     return {"patch_embed.proj.weight", "pos_embed", "blocks.0.attn.qkv.weight"} <= set(keys)
 
 
-def fields(state: dict[str, Tensor], config: dict[str, Any] | None) -> dict[str, Any]:
-    """Fields of SparsePriorViTConfig from the shapes; `config` may give num_attention_heads."""
+# ---- theirs to ours -------------------------------------------------------------------------------------------------
+
+
+def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[str, Any]:
+    """Fields of SparsePriorViTConfig from the shapes and, in timm's folders, config.json.
+
+    `settings` may also give num_attention_heads.
+
+    Raises:
+        ValueError: for what SparsePriorViT has no counterpart of, and where the number of heads or the grid is open.
+    """
+    settings = settings or {}
+    arguments = settings.get("model_args") or {}
+    data = settings.get("pretrained_cfg") or settings
+    _refuse_other_architectures(state, settings, arguments)
     width, channels, *patch = state["patch_embed.proj.weight"].shape
-    heads = (config or {}).get("num_attention_heads") or HEADS.get(width)
+    heads = settings.get("num_attention_heads") or arguments.get("num_heads") or HEADS.get(width)
     if heads is None:
         raise ValueError(f"width {width} is of no published model ({', '.join(map(str, HEADS))}): give --heads")
-    prefix = int("cls_token" in state) + int("dist_token" in state)
-    positions = state["pos_embed"].shape[1]
-    # DeiT-III gives the class token no position.
-    counts = [count for count in (prefix, 0) if math.isqrt(positions - count) ** 2 == positions - count]
-    if not counts:
-        raise ValueError(f"pos_embed: {positions} positions are no square grid, with or without {prefix} prefix tokens")
-    side = math.isqrt(positions - counts[0])
+    grid, prefix_positions = _grid(state, patch, arguments.get("img_size"))
     scale = next((state[key] for key in ("blocks.0.ls1.gamma", "blocks.0.gamma_1") if key in state), None)
-    return {
+    registers = next((state[key] for key in ("reg_token", "register_tokens") if key in state), None)
+    averages = "cls_token" not in state or (settings.get("global_pool") or arguments.get("global_pool")) == "avg"
+    taken = {
         "hidden_size": width,
         "num_channels": channels,
-        "patch_size": list(patch),
-        "image_size": [side * patch[0], side * patch[1]],
+        "patch_size": one_if_square(patch),
+        "image_size": one_if_square([grid[0] * patch[0], grid[1] * patch[1]]),
         "num_hidden_layers": 1 + max(int(key.split(".")[1]) for key in state if key.startswith("blocks.")),
         "num_attention_heads": heads,
         "intermediate_size": state["blocks.0.mlp.fc1.weight"].shape[0],
         "qkv_bias": "blocks.0.attn.qkv.bias" in state,
+        "proj_bias": "blocks.0.attn.proj.bias" in state,
+        "mlp_bias": "blocks.0.mlp.fc1.bias" in state,
         "use_class_token": "cls_token" in state,
-        "pooling": "class_token" if "cls_token" in state else "mean",
+        "pooling": "mean" if averages else "class_token",
         "use_distillation_token": "dist_token" in state,
-        "num_register_tokens": state["reg_token"].shape[1] if "reg_token" in state else 0,
-        "position_embedding_for_class_token": counts[0] > 0,
+        "use_distillation_classifier": not {"dist_token", "head.weight"} <= set(state) or "head_dist.weight" in state,
+        "num_register_tokens": 0 if registers is None else registers.shape[1],
+        "position_embedding_for_class_token": prefix_positions > 0 or "cls_token" not in state,
         "layerscale_value": None if scale is None else float(scale.float().mean()),
-        "layer_norm_eps": 1e-6,
+        "layer_norm_eps": NORM_EPS,
         "num_labels": state["head.weight"].shape[0] if "head.weight" in state else 2,
     }
+    for ours, theirs in (("image_mean", "mean"), ("image_std", "std")):
+        if theirs in data:
+            taken[ours] = list(data[theirs])
+    names = settings.get("label_names") or data.get("label_names")
+    if isinstance(names, list) and len(names) == taken["num_labels"]:
+        taken["id2label"] = dict(enumerate(names))
+        taken["label2id"] = {name: index for index, name in enumerate(names)}
+    return taken
 
 
-def rename(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under our names, the joint query, key and value projection in three."""
+def _refuse_other_architectures(state: dict[str, Tensor], settings: dict[str, Any], arguments: dict[str, Any]) -> None:
+    if "fc_norm.weight" in state:
+        raise ValueError(
+            "fc_norm.weight: this model averages its tokens before the last norm, SparsePriorViT after it; "
+            "of timm's averaging models only those with norm.weight can be converted"
+        )
+    inner, outer = state.get("blocks.0.mlp.fc1.weight"), state.get("blocks.0.mlp.fc2.weight")
+    if inner is None or outer is None or inner.shape[0] != outer.shape[1]:
+        raise ValueError("blocks.0.mlp: a gated MLP (SwiGLU) has no counterpart in SparsePriorViT")
+    pool = settings.get("global_pool") or arguments.get("global_pool") or "token"
+    if pool not in ("token", "avg"):
+        raise ValueError(f"global_pool={pool!r} must be 'token' or 'avg'")
+    if pool == "avg" and arguments.get("pool_include_prefix"):
+        raise ValueError("pool_include_prefix=True must be False: 'mean' pooling averages the patch tokens alone")
+    for name in ("act_layer", "norm_layer"):
+        if arguments.get(name) not in (None, "gelu", "layernorm"):
+            raise ValueError(f"{name}={arguments[name]!r} must be timm's default (gelu, layernorm)")
+
+
+def _grid(state: dict[str, Tensor], patch: list[int], image_size: Any) -> tuple[tuple[int, int], int]:
+    """Patch grid (height, width) and the number of prefix tokens that have a position."""
+    positions = state["pos_embed"].shape[1]
+    prefix = int("cls_token" in state) + int("dist_token" in state)
+    for count in (prefix, 0):  # DeiT-III gives the class token no position
+        patches = positions - count
+        if image_size is not None:
+            height, width = (side // size for side, size in zip(as_pair(image_size), patch, strict=True))
+        else:
+            height = width = math.isqrt(max(patches, 0))
+        if patches > 0 and height * width == patches:
+            return (height, width), count
+    wanted = "square grid" if image_size is None else f"grid of {image_size} pixels"
+    raise ValueError(f"pos_embed: {positions} positions are no {wanted}, with or without {prefix} prefix tokens")
+
+
+def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """The weights under our names, the joint query, key and value projection in three, and the names left out."""
     renamed = {}
     for key, value in state.items():
-        name = key
-        for pattern, replacement in RENAMES:
-            name = re.sub(pattern, replacement, name)
+        if key in UNUSED:
+            continue
+        name = _our_name(key)
         if ".attn.qkv." in name:
-            for part, third in zip(("q_proj", "k_proj", "v_proj"), value.chunk(3), strict=True):
+            for part, third in zip(QKV, value.chunk(3), strict=True):
                 renamed[name.replace(".attn.qkv.", f".attention.{part}.")] = third.contiguous()
         else:
             renamed[name] = value
+    return renamed, [key for key in UNUSED if key in state]
+
+
+def _our_name(name: str) -> str:
+    if block := re.fullmatch(r"blocks\.(\d+)\.(.+)", name):
+        return f"vit.layers.{block[1]}.{_replace_stem(_replace_stem(block[2], BLOCK_ALIASES), BLOCK_STEMS)}"
+    return _replace_stem(_replace_stem(name, ALIASES), STEMS)
+
+
+def _their_name(name: str) -> str:
+    if block := re.fullmatch(r"vit\.layers\.(\d+)\.(.+)", name):
+        return f"blocks.{block[1]}.{_replace_stem(block[2], _swapped(BLOCK_STEMS))}"
+    return _replace_stem(name, _swapped(STEMS))
+
+
+def _swapped(stems: dict[str, str]) -> dict[str, str]:
+    return {ours: theirs for theirs, ours in stems.items()}
+
+
+def _replace_stem(name: str, stems: dict[str, str]) -> str:
+    for stem, other in stems.items():
+        if name == stem or name.startswith(stem + "."):
+            return other + name.removeprefix(stem)
+    return name
+
+
+# ---- ours to theirs -------------------------------------------------------------------------------------------------
+
+
+def check(model: Any, target: str, out: Path) -> None:
+    """Raise ValueError naming every field of the model that the target's ViT, or a bare file of it, cannot express."""
+    config = model.config
+    allowed: dict[str, tuple[Any, ...]] = {
+        "hidden_act": ("gelu",),
+        "position_embedding": ("learned",),
+        "interpolation": ("bicubic",),
+        "mlp_bias": (config.proj_bias,),  # timm has one switch for both
+        "pooling": ("class_token", "mean"),
+    }
+    if target == "original":
+        allowed |= {"use_class_token": (True,), "pooling": ("class_token",), "proj_bias": (True,), "mlp_bias": (True,)}
+        if not _is_dinov2(config):
+            allowed["num_register_tokens"] = (0,)
+    if config.use_distillation_token:
+        allowed |= {"pooling": ("class_token",), "num_register_tokens": (0,)}
+        allowed |= {"position_embedding_for_class_token": (True,)}
+        if hasattr(model, "classifier"):
+            allowed["use_distillation_classifier"] = (True,)
+    problems = field_problems(config, allowed)
+    if config.layer_norm_eps > 10 * NORM_EPS:
+        problems.append(f"layer_norm_eps={config.layer_norm_eps:g} must be about {NORM_EPS:g}, as in every such model")
+    if out.suffix == ".safetensors" and config.pooling == "mean" and config.use_class_token:
+        problems.append("pooling='mean' must be 'class_token' in a file, which cannot say it; a folder can")
+    refuse(target, problems)
+
+
+def write(model: Any, target: str, out: Path) -> list[str]:
+    """Write a .safetensors file or folder that timm loads, or a .pth file as in the original repositories.
+
+    Returns:
+        What was written, then notes for the user.
+    """
+    config, notes = model.config, []
+    weights = timm_weights(model)
+    if config.layer_norm_eps != NORM_EPS:
+        notes.append(f"note: such models have layer_norm_eps={NORM_EPS:g}, this one {config.layer_norm_eps:g}")
+    if target == "original":
+        family, content = original_content(config, weights)
+        torch.save(content, out)
+        return [f"weights as {family} names them", *notes]
+    positions = weights["pos_embed"]
+    if config.num_register_tokens and positions.shape[1] > config.grid[0] * config.grid[1]:
+        # timm gives either all prefix tokens a position or none, and reads DINOv2's registers like this.
+        weights["cls_token"] = weights["cls_token"] + positions[:, :1]
+        weights["pos_embed"] = positions[:, 1:].contiguous()
+        notes.append("note: the class token's position is added to the class token, as timm has it with registers")
+    if out.suffix == ".safetensors":
+        save_file(weights, out, metadata={"format": "pt"})
+        return ["weights under timm's names", *notes]
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    settings = timm_config(config, weights)
+    write_text(out / "config.json", json.dumps(settings, indent=2) + "\n")
+    return [f"timm's {settings['architecture']} with arguments of its own", *notes]
+
+
+def _is_dinov2(config: Any) -> bool:
+    """Among the original models with LayerScale, DINOv2's class token has a position and DeiT-III's has not."""
+    return config.layerscale_value is not None and config.position_embedding_for_class_token
+
+
+def original_content(config: Any, weights: dict[str, Tensor]) -> tuple[str, dict[str, Any]]:
+    """Family and content of a .pth file: a classifier's lies under "model", as in DeiT, a base model's is bare."""
+    if _is_dinov2(config):
+        family = "DINOv2"
+        weights = {"register_tokens" if key == "reg_token" else key: value for key, value in weights.items()}
+        # Only pretraining uses it, but its code wants it.
+        weights["mask_token"] = torch.zeros(1, config.hidden_size, dtype=weights["pos_embed"].dtype)
+    elif config.layerscale_value is not None:
+        family = "DeiT-III"
+        weights = {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", key): value for key, value in weights.items()}
+    else:
+        family = "DeiT" if "head.weight" in weights else "DINO"
+    return family, {"model": weights} if "head.weight" in weights else weights
+
+
+def timm_weights(model: Any) -> dict[str, Tensor]:
+    """The weights under timm's names, query, key and value projection joined."""
+    weights = plain_weights(model)
+    renamed = {}
+    for key, value in weights.items():
+        if ".attention.q_proj." in key:
+            parts = [weights[key.replace(".q_proj.", f".{part}.")] for part in QKV]
+            renamed[_their_name(key).replace("attention.q_proj", "attn.qkv")] = torch.cat(parts)
+        elif not any(f".attention.{part}." in key for part in QKV):
+            renamed[_their_name(key)] = value
     return renamed
+
+
+def timm_config(config: Any, weights: dict[str, Tensor]) -> dict[str, Any]:
+    """config.json of a folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads."""
+    distilled = config.use_distillation_token
+    # timm wants a registered name; the arguments below say what the model is.
+    names = {192: "tiny", 384: "small", 768: "base"}
+    size = names.get(config.hidden_size, "base")
+    num_classes = weights["head.weight"].shape[0] if "head.weight" in weights else 0
+    height, width = as_pair(config.image_size)
+    ratio = config.intermediate_size / config.hidden_size
+    if not ratio.is_integer():  # timm cuts hidden_size * ratio off: stay clear of the edge
+        ratio = (config.intermediate_size + 0.5) / config.hidden_size
+    pool = "avg" if config.pooling == "mean" else "token"
+    return {
+        "architecture": f"deit_{size}_distilled_patch16_224" if distilled else f"vit_{size}_patch16_224",
+        "num_classes": num_classes,
+        "num_features": config.hidden_size,
+        "global_pool": pool,
+        "label_names": [config.id2label[index] for index in range(num_classes)],
+        "model_args": {
+            "img_size": [height, width],
+            "patch_size": one_if_square(as_pair(config.patch_size)),
+            "in_chans": config.num_channels,
+            "embed_dim": config.hidden_size,
+            "depth": config.num_hidden_layers,
+            "num_heads": config.num_attention_heads,
+            "mlp_ratio": ratio,
+            "qkv_bias": config.qkv_bias,
+            "proj_bias": config.proj_bias,
+            "init_values": config.layerscale_value,
+            "class_token": config.use_class_token,
+            "no_embed_class": config.num_register_tokens > 0 or not config.position_embedding_for_class_token,
+            "reg_tokens": config.num_register_tokens,
+            "global_pool": pool,
+            "fc_norm": False,  # the last norm comes before the average
+        },
+        "pretrained_cfg": {
+            "input_size": [config.num_channels, height, width],
+            "fixed_input_size": True,
+            "interpolation": "bicubic",
+            "crop_pct": 1.0,
+            "crop_mode": "squash",
+            "mean": config.image_mean,
+            "std": config.image_std,
+            "num_classes": num_classes,
+            "first_conv": "patch_embed.proj",
+            "classifier": ["head", "head_dist"] if distilled else "head",
+        },
+    }

@@ -1,36 +1,84 @@
-"""ViT, DeiT and DINOv2 (with and without registers) of transformers, under the names of version 4 and of version 5."""
+"""ViT, DeiT and DINOv2 (with and without registers) of transformers, both ways.
+
+Version 5 names its parameters anew in memory and keeps version 4's names in files, so those are what is written;
+both are read.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 
+from hf_sparseprior.configuration_sparseprior_vit import as_pair
+from hf_sparseprior.convert.common import field_problems, one_if_square, plain_weights, refuse
+from hf_sparseprior.hub import PROCESSOR, check_whole, image_processor_settings, write_text
+
+TARGETS = ("vit", "deit", "dinov2", "dinov2_with_registers")
+# Base model, classifier, classifier with a second head on the distillation token.
+CLASSES = {
+    "vit": ("ViTModel", "ViTForImageClassification"),
+    "deit": ("DeiTModel", "DeiTForImageClassification", "DeiTForImageClassificationWithTeacher"),
+    "dinov2": ("Dinov2Model", "Dinov2ForImageClassification"),
+    "dinov2_with_registers": ("Dinov2WithRegistersModel", "Dinov2WithRegistersForImageClassification"),
+}
+
 PREFIX = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers)\.")
-RENAMES = [
-    (r"^embeddings\.cls_token$", "embeddings.class_token"),
-    (r"^embeddings\.patch_embeddings\.projection\.", "embeddings.projection."),
-    (r"^encoder\.layer\.(\d+)\.", r"layers.\1."),
-    (r"\.attention\.attention\.query\.", ".attention.q_proj."),
-    (r"\.attention\.attention\.key\.", ".attention.k_proj."),
-    (r"\.attention\.attention\.value\.", ".attention.v_proj."),
-    (r"\.attention\.output\.dense\.", ".attention.o_proj."),
-    (r"\.intermediate\.dense\.", ".mlp.fc1."),
-    (r"^(layers\.\d+)\.output\.dense\.", r"\1.mlp.fc2."),
-    (r"\.norm1\.", ".layernorm_before."),
-    (r"\.norm2\.", ".layernorm_after."),
-    (r"\.layer_scale1\.lambda1$", ".layerscale_attention.scale"),
-    (r"\.layer_scale2\.lambda1$", ".layerscale_mlp.scale"),
-]
+# Our part of a name, version 4's. Read from the first to the last: what stands first contains what stands later.
+NAMES = (
+    ("embeddings.class_token", "embeddings.cls_token"),
+    ("embeddings.projection.", "embeddings.patch_embeddings.projection."),
+    ("layers.", "encoder.layer."),
+    (".attention.q_proj.", ".attention.attention.query."),
+    (".attention.k_proj.", ".attention.attention.key."),
+    (".attention.v_proj.", ".attention.attention.value."),
+    (".attention.o_proj.", ".attention.output.dense."),
+)
+VIT_NAMES = (
+    (".mlp.fc1.", ".intermediate.dense."),
+    (".mlp.fc2.", ".output.dense."),
+)
+DINOV2_NAMES = (
+    (".layernorm_before.", ".norm1."),
+    (".layernorm_after.", ".norm2."),
+    (".layerscale_attention.scale", ".layer_scale1.lambda1"),
+    (".layerscale_mlp.scale", ".layer_scale2.lambda1"),
+)
 # Parts that image models carry for pretraining and that no output of ours depends on.
 UNUSED = ("embeddings.mask_token", "pooler.dense.weight", "pooler.dense.bias")
 SHARED = [
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "hidden_act", "layer_norm_eps", "image_size"),
     *("patch_size", "num_channels", "qkv_bias", "initializer_range", "hidden_dropout_prob"),
-    *("attention_probs_dropout_prob", "drop_path_rate", "num_register_tokens"),
+    *("attention_probs_dropout_prob", "drop_path_rate", "num_register_tokens", "layerscale_value"),
+    *("apply_layernorm", "reshape_hidden_states"),
 ]
+# What the classes compute and their configs have no field for.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "use_class_token": (True,),
+    "position_embedding": ("learned",),
+    "position_embedding_for_class_token": (True,),
+    "interpolation": ("bicubic",),
+    "proj_bias": (True,),
+    "mlp_bias": (True,),
+}
+_VIT = {**_FIXED, "pooling": ("class_token",), "num_register_tokens": (0,), "layerscale_value": (None,)}
+ALLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "vit": {**_VIT, "use_distillation_token": (False,)},
+    "deit": {**_VIT, "use_distillation_token": (True,)},
+    "dinov2": {**_FIXED, "use_distillation_token": (False,), "num_register_tokens": (0,)},
+    "dinov2_with_registers": {**_FIXED, "use_distillation_token": (False,)},
+}
+
+
+# ---- theirs to ours -------------------------------------------------------------------------------------------------
 
 
 def matches(keys: Iterable[str]) -> bool:
@@ -38,39 +86,148 @@ def matches(keys: Iterable[str]) -> bool:
     return any(PREFIX.sub("", key) == "embeddings.patch_embeddings.projection.weight" for key in keys)
 
 
-def fields(state: dict[str, Tensor], config: dict[str, Any] | None) -> dict[str, Any]:
-    """Fields of SparsePriorViTConfig from the source's config.json."""
-    if config is None:
+def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[str, Any]:
+    """Fields of SparsePriorViTConfig from the source's config.json; what is not in there has its class's default.
+
+    Raises:
+        ValueError: without a config.json, for other models, and for a gated MLP.
+    """
+    if settings is None:
         raise ValueError("a checkpoint of transformers needs its config.json beside the weights")
-    kind = config.get("model_type")
-    if kind not in ("vit", "deit", "dinov2", "dinov2_with_registers"):
-        raise ValueError(f"model_type={kind!r} must be one of vit, deit, dinov2, dinov2_with_registers")
+    kind = settings.get("model_type")
+    if kind not in TARGETS:
+        raise ValueError(f"model_type={kind!r} must be one of {', '.join(TARGETS)}")
+    config = {**getattr(transformers, CLASSES[kind][0]).config_class().to_dict(), **settings}
     if config.get("use_swiglu_ffn"):
         raise ValueError("use_swiglu_ffn=True: a gated MLP has no counterpart in SparsePriorViT")
     taken = {name: config[name] for name in SHARED if name in config}
-    taken["use_distillation_token"] = kind == "deit"
+    classifies = any(key.startswith(("classifier.", "cls_classifier.")) for key in state)
     if kind.startswith("dinov2"):
-        taken["intermediate_size"] = int(config["hidden_size"] * config.get("mlp_ratio", 4))
-        taken["layerscale_value"] = config.get("layerscale_value", 1.0)
+        taken["intermediate_size"] = int(config["hidden_size"] * config["mlp_ratio"])
+        taken["pooling"] = "class_token_and_mean" if classifies else "class_token"
     else:
         taken["intermediate_size"] = config["intermediate_size"]
-    for name in ("id2label", "label2id"):
-        if config.get(name):
-            taken[name] = config[name]
+        taken["use_distillation_token"] = kind == "deit"
+        if kind == "deit" and classifies:
+            taken["use_distillation_classifier"] = "distillation_classifier.weight" in state
+    for name in ("id2label", "label2id", "problem_type", "image_mean", "image_std"):
+        if settings.get(name):
+            taken[name] = settings[name]
     return taken
 
 
-def rename(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under our names; names that are not known stay as they are, for the list of what is left over."""
-    renamed = {}
+def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """The weights under our names and the names of those left out; names that are not known stay as they are."""
+    renamed, unused = {}, []
     for key, value in state.items():
         name = PREFIX.sub("", key)
         if name in UNUSED:
-            continue
-        if name.startswith(("classifier.", "cls_classifier.", "distillation_classifier.")):
+            unused.append(key)
+        elif name.startswith(("classifier.", "cls_classifier.", "distillation_classifier.")):
             renamed[name.replace("cls_classifier.", "classifier.")] = value
-            continue
-        for pattern, replacement in RENAMES:
-            name = re.sub(pattern, replacement, name)
-        renamed["vit." + name] = value
-    return renamed
+        else:
+            for ours, theirs in (*NAMES, *VIT_NAMES, *DINOV2_NAMES):
+                name = name.replace(theirs, ours)
+            renamed["vit." + name] = value
+    return renamed, unused
+
+
+# ---- ours to theirs -------------------------------------------------------------------------------------------------
+
+
+def check(model: Any, target: str, out: Path) -> None:
+    """Raise ValueError naming every field of the model that the target's classes cannot express."""
+    config, classifies = model.config, hasattr(model, "classifier")
+    allowed = dict(ALLOWED[target])
+    problems = []
+    if target.startswith("dinov2"):
+        # Dinov2Model itself pools from the class token, its classifier takes both.
+        allowed["pooling"] = ("class_token_and_mean",) if classifies else ("class_token", "class_token_and_mean")
+        if config.layerscale_value is None:
+            problems.append("layerscale_value=None must be a number")
+        if target == "dinov2_with_registers" and not config.num_register_tokens:
+            problems.append("num_register_tokens=0 must be at least 1")
+        if config.intermediate_size % config.hidden_size:
+            problems.append(
+                f"intermediate_size={config.intermediate_size} must be a multiple of hidden_size={config.hidden_size}"
+            )
+        height, width = as_pair(config.image_size)
+        if height != width:  # their interpolation takes every grid for a square
+            problems.append(f"image_size={config.image_size} must be square")
+    refuse(target, [*field_problems(config, allowed), *problems])
+
+
+def write(model: Any, target: str, folder: Path) -> list[str]:
+    """Write config.json, model.safetensors and preprocessor_config.json that the target's classes load.
+
+    Returns:
+        The class that was written, then notes for the user.
+
+    Raises:
+        OSError: if transformers' own class does not find exactly its weights in the folder.
+    """
+    cls, weights = _their_weights(model, target)
+    dtype = next(value.dtype for key, value in weights.items() if key.endswith("embeddings.cls_token"))
+    config = _their_config(cls, model.config, target, dtype)
+    notes = []
+    if model.config.drop_path_rate and not hasattr(config, "drop_path_rate"):
+        notes.append(f"note: drop_path_rate={model.config.drop_path_rate:g} is left out, {target} has none")
+    width = model.config.hidden_size
+    if target == "dinov2_with_registers":  # it always has a mask token, dinov2 only if its config says so
+        key = next(key for key in weights if key.endswith("embeddings.cls_token"))
+        weights[key.replace("cls_token", "mask_token")] = torch.zeros(1, width, dtype=dtype)
+        notes.append("note: mask_token, which only pretraining uses, is 0")
+    if cls.__name__ in ("ViTModel", "DeiTModel"):
+        # They pool through a layer; this one hands the class token on, as ours does.
+        config.pooler_act = "linear"
+        weights["pooler.dense.weight"] = torch.eye(width, dtype=dtype)
+        weights["pooler.dense.bias"] = torch.zeros(width, dtype=dtype)
+        notes.append("note: the pooler is the identity, pooler_output the class token")
+    config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    if not (folder / PROCESSOR).exists():
+        write_text(folder / PROCESSOR, json.dumps(image_processor_settings(model.config), indent=2) + "\n")
+    _, info = cls.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True)
+    check_whole(folder, info)
+    if info["unexpected_keys"]:
+        raise OSError(f"{cls.__name__} has no place for {', '.join(sorted(info['unexpected_keys']))}")
+    return [f"{type(model).__name__} as {cls.__name__}", *notes]
+
+
+def _their_weights(model: Any, target: str) -> tuple[Any, dict[str, Tensor]]:
+    """The class that has a place for the model's weights, and those under version 4's names."""
+    weights = {_their_name(key, target): value for key, value in plain_weights(model).items()}
+    base, *heads = CLASSES[target]
+    if not hasattr(model, "classifier"):
+        return getattr(transformers, base), {PREFIX.sub("", key): value for key, value in weights.items()}
+    if "distillation_classifier.weight" in weights:
+        weights = {re.sub("^classifier", "cls_classifier", key): value for key, value in weights.items()}
+        return getattr(transformers, heads[1]), weights
+    return getattr(transformers, heads[0]), weights
+
+
+def _their_config(cls: Any, ours: Any, target: str, dtype: torch.dtype) -> Any:
+    known = {field.name for field in dataclasses.fields(cls.config_class)}
+    taken = {name: getattr(ours, name) for name in SHARED if name in known}
+    for name in ("image_size", "patch_size"):
+        taken[name] = one_if_square(as_pair(taken[name]))
+    for name in ("layer_norm_eps", "initializer_range", "layerscale_value"):
+        if name in taken:  # their configs are typed: a whole number is no float to them
+            taken[name] = float(taken[name])
+    if target.startswith("dinov2"):
+        taken["mlp_ratio"] = ours.intermediate_size // ours.hidden_size
+    else:
+        taken["intermediate_size"] = ours.intermediate_size
+    if target == "dinov2":
+        taken["use_mask_token"] = False
+    labels = {name: getattr(ours, name) for name in ("id2label", "label2id", "problem_type")}
+    return cls.config_class(**taken, **labels, dtype=dtype, architectures=[cls.__name__])
+
+
+def _their_name(key: str, target: str) -> str:
+    if not key.startswith("vit."):
+        return key  # a classifier
+    name = key.removeprefix("vit.")
+    for ours, theirs in (*NAMES, *(DINOV2_NAMES if target.startswith("dinov2") else VIT_NAMES)):
+        name = name.replace(ours, theirs)
+    return f"{target}.{name}"

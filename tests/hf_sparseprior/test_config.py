@@ -177,8 +177,16 @@ BAD = {
     "bias as text": ({"qkv_bias": "yes"}, ["qkv_bias='yes'", "True or False"]),
     "bias as number": ({"mlp_bias": 1}, ["mlp_bias=1", "True or False"]),
     "class token as text": ({"use_class_token": "False"}, ["use_class_token='False'", "True or False"]),
-    "pooling": ({"pooling": "max"}, ["pooling='max'", "class_token, mean"]),
+    "pooling": ({"pooling": "max"}, ["pooling='max'", "class_token, mean, class_token_and_mean"]),
     "pooling without class token": ({"use_class_token": False}, ["pooling='class_token'", "use_class_token", "'mean'"]),
+    "joint pooling without class token": (
+        {"use_class_token": False, "pooling": "class_token_and_mean"},
+        ["pooling='class_token_and_mean'", "use_class_token=True", "'mean'"],
+    ),
+    "distillation classifier": (
+        {"use_distillation_classifier": None},
+        ["use_distillation_classifier=None", "True or False"],
+    ),
     "distillation without class token": (
         {"use_class_token": False, "pooling": "mean", "use_distillation_token": True},
         ["use_distillation_token=True", "use_class_token=True"],
@@ -360,8 +368,9 @@ def test_json_keeps_every_field(tmp_path):
         "proj_bias": False,
         "mlp_bias": False,
         "use_distillation_token": True,
+        "use_distillation_classifier": False,
         "num_register_tokens": 2,
-        "pooling": "mean",
+        "pooling": "class_token_and_mean",
         "position_embedding_for_class_token": False,
         "interpolation": "bilinear",
         "layerscale_value": 0.5,

@@ -201,6 +201,9 @@ ARCHITECTURES = {
     "no proj bias": {"proj_bias": False},
     "no mlp bias": {"mlp_bias": False},
     "mean pooling": {"pooling": "mean"},
+    "class token and mean": {"pooling": "class_token_and_mean", "num_register_tokens": 2},
+    "distillation token without classifier": {"use_distillation_token": True, "use_distillation_classifier": False},
+    "distillation, class token and mean": {"pooling": "class_token_and_mean", "use_distillation_token": True},
     "image not square": {"image_size": (20, 32)},
     "patch not square": {"patch_size": (8, 4)},
     "neither square": {"image_size": (24, 16), "patch_size": (4, 2), "num_channels": 1},
@@ -224,10 +227,16 @@ def test_architectures_equal_a_vit_by_hand(architecture, prior):
     assert output.last_hidden_state.dtype == logits.dtype == torch.float64
     torch.testing.assert_close(output.last_hidden_state, expected, rtol=1e-10, atol=1e-10)
     patches = expected[:, model.config.num_prefix_tokens :]
-    pooled = patches.mean(1) if model.config.pooling == "mean" else expected[:, 0]
+    kinds = {"class_token": [expected[:, 0]], "mean": [patches.mean(1)]}
+    pooled = torch.cat(kinds.get(model.config.pooling) or [*kinds["class_token"], *kinds["mean"]], 1)
     torch.testing.assert_close(output.pooler_output, pooled, rtol=1e-10, atol=1e-10)
-    if not model.config.use_distillation_token:
-        torch.testing.assert_close(logits, F.linear(pooled, model.classifier.weight, model.classifier.bias))
+    class_logits = F.linear(pooled, model.classifier.weight, model.classifier.bias)
+    if model.config.use_distillation_token and model.config.use_distillation_classifier:
+        head = model.distillation_classifier
+        class_logits = (class_logits + F.linear(expected[:, 1], head.weight, head.bias)) / 2
+    else:
+        assert model.distillation_classifier is None
+    torch.testing.assert_close(logits, class_logits)
 
 
 @pytest.mark.parametrize("prior", PRIORS)
