@@ -27,7 +27,8 @@ from hf_sparseprior.supports import build_mask
 from tasks.classification.compare import Comparison, draw_results, run_comparison, table
 from tasks.classification.config import DataConfig, load_config
 from tasks.classification.data import ImageDataset, load_data
-from tasks.classification.train import MODEL, make_datasets
+from tasks.classification.inputs import make_datasets
+from tasks.classification.train import MODEL
 
 PRIORS = ("dense", "fibottention", "violin", "fibottention+violin")
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "classification"
