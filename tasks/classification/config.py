@@ -1,6 +1,6 @@
 """Configuration of a classification run: YAML, `base:` inheritance and key=value overrides.
 
-base: digits_vit_dense.yaml      another file that this one changes, relative to it
+base: digits_vit_dense.yaml      another file that this one changes, relative to it; or a list of files, later ones win
 data: {...}                      fields of DataConfig
 augmentation: {...}              fields of AugmentationConfig, what happens to training images
 model: {...}                     fields of SparsePriorViTConfig, plus `preset` and `pretrained`
@@ -266,10 +266,14 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, dict[str, Any]]:
     if path.resolve() in seen:
         raise ValueError(f"{path}: `base` leads back to this file")
     content = read_yaml(path)
-    base = content.pop("base", None)
-    if base is not None and not isinstance(base, str):
-        raise ValueError(f"{path}: base={base!r} must be the name of a file")
-    config = _read(path.parent / base, (*seen, path.resolve())) if base else {section: {} for section in SECTIONS}
+    bases = content.pop("base", None) or []
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ValueError(f"{path}: base={bases!r} must be the name of a file, or a list of names")
+    config: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for base in bases:
+        for section, values in _read(path.parent / base, (*seen, path.resolve())).items():
+            config[section].update(values)
     check_known(content, SECTIONS, str(path))
     for section, values in content.items():
         if not isinstance(values, dict):

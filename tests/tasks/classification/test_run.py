@@ -58,7 +58,7 @@ def test_a_run_learns_and_leaves_everything(finished):
 
 def test_a_finished_run_is_not_done_again(finished, monkeypatch):
     folder, results = finished
-    monkeypatch.setattr(training, "load_data", lambda config: pytest.fail("trained again"))
+    monkeypatch.setattr(training, "read_data", lambda *a: pytest.fail("trained again"))
     assert training.run(config_in(folder))["metrics"] == results["metrics"]
 
 
@@ -167,7 +167,7 @@ def test_confusion_matrix_counts_true_by_predicted():
 def test_the_demo_end_to_end(tmp_path, monkeypatch, capsys):
     load = demo.load_config
     monkeypatch.setattr(
-        demo, "load_config", lambda path, overrides: load(path, [*overrides, "trainer.num_train_epochs=1"])
+        demo, "load_config", lambda path: load(path, ["trainer.num_train_epochs=1"])
     )
     assert demo.main(["--out", str(tmp_path), "--seeds", "1"]) == 0
     text = capsys.readouterr().out
@@ -177,7 +177,7 @@ def test_the_demo_end_to_end(tmp_path, monkeypatch, capsys):
         assert (tmp_path / f"{picture}.png").stat().st_size > 5000
     assert "from transformers_modules, logits bit-equal: True" in text
     # A second call trains nothing.
-    monkeypatch.setattr(training, "load_data", lambda config: pytest.fail("trained again"))
+    monkeypatch.setattr(training, "read_data", lambda *a: pytest.fail("trained again"))
     assert demo.main(["--out", str(tmp_path), "--seeds", "1"]) == 0
 
 
