@@ -43,7 +43,9 @@ ROW_BITS = 32
 def read_parquet(config: DataConfig) -> ImageData:
     """A folder of train*.parquet, and validation*.parquet and test*.parquet where there are any."""
     root = data_folder(config)
-    tables = _load(f"{root}: the parquet files", "parquet", data_files=split_files(root, ".parquet", config))
+    files = split_files(root, ".parquet", config)
+    tables = _load(f"{root}: the parquet files", "parquet", data_files=files)
+    _check_parquet(files, root)
     return _tables_data(tables, config, str(root), f"parquet in {root.name}")
 
 
@@ -58,6 +60,28 @@ def read_hub(config: DataConfig) -> ImageData:
     tables, where = _load_hub(config, streaming=False)
     tables = _pick_tables(tables, config, where)
     return _tables_data(tables, config, where, where)
+
+
+def _check_parquet(files: Mapping[str, Sequence[str]], root: Path) -> None:
+    """`load_dataset` takes the first file's class names for all of them; here others are refused."""
+    from datasets import Features
+    from pyarrow.parquet import read_schema
+
+    check_classes({split: Features.from_arrow_schema(read_schema(own[0])) for split, own in files.items()}, str(root))
+
+
+def check_classes(features: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError if a column's classes have other names, or another order, than in the training split."""
+    from datasets import ClassLabel
+
+    for split, own in features.items():
+        for name, feature in own.items():
+            train = features["train"].get(name)
+            if isinstance(feature, ClassLabel) and isinstance(train, ClassLabel) and feature.names != train.names:
+                raise ValueError(
+                    f"{where}: the classes of {name!r} are {short(feature.names)} in {split}, but {short(train.names)} "
+                    "in train"
+                )
 
 
 def _load(what: str, *arguments: Any, **options: Any) -> Any:
@@ -99,6 +123,7 @@ def _pick_tables(tables: Mapping[str, Any], config: DataConfig, where: str) -> d
 def _tables_data(tables: Mapping[str, Any], config: DataConfig, where: str, title: str) -> ImageData:
     from datasets import Image
 
+    check_classes({split: table.features for split, table in tables.items()}, where)
     image, label = find_columns(tables["train"].features, config, where)
     stored = _class_names(tables["train"].features, label, config)
     for split, table in tables.items():
@@ -248,21 +273,20 @@ def _cached(name: str, config_name: str | None, problem: str) -> Any:
 def _ask_hub(name: str, revision: str | None) -> tuple[str | None, str | None]:
     """Why the hub cannot be reached, None if it can, and the commit of the data set there."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         return None, HfApi().dataset_info(name, revision=revision, timeout=HUB_TIMEOUT).sha
     except HFValidationError as error:
         raise ValueError(f"data.path={name!r} must be a data set's name on the hub ({_first_line(error)})") from None
-    except HfHubHTTPError as error:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if status is not None and status < 500 and status not in (407, 408, 429):
-            wanted = f" in revision {revision}" if revision else ""
-            raise OSError(
-                f"data.path={name}: the hub has no such data set{wanted}, or it needs a login with access to it "
-                f"(HTTP status {status})"
-            ) from None
-        return f"HTTP status {status}", None
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:  # GatedRepoError is one of the first
+        wanted = f" in revision {revision}" if revision else ""
+        raise OSError(
+            f"data.path={name}: the hub has no such data set{wanted}, or it needs a login with access to it "
+            f"({type(error).__name__})"
+        ) from None
+    except HfHubHTTPError as error:  # of a proxy, or a hub that is busy
+        return f"HTTP status {getattr(error.response, 'status_code', 'unknown')}", None
     except Exception as error:  # the HTTP library's own types, for names, connections, certificates, timeouts
         offline = type(error).__name__ == "OfflineModeIsEnabled"
         return "HF_HUB_OFFLINE is set" if offline else _first_line(error), None
@@ -303,22 +327,20 @@ def stream_data(config: DataConfig) -> StreamData:
             f"{where} has no {' and no '.join(missing)} split, and none can be cut from a stream; give the source's "
             "own names with data.splits={train: NAME, validation: NAME, test: NAME}, or set data.streaming=false"
         )
-    splits = {}
-    classes: list[str] | None = None
-    for split, table in tables.items():
-        features = table.features
-        if features is None:
-            raise ValueError(f"{where} does not say its columns before it is read; set data.streaming=false")
-        image, label = find_columns(features, config, f"{where}, {split}")
-        classes = classes or _class_names(features, label, config)
-        if classes is None:
-            raise ValueError(
-                f"{where}: column {label!r} does not say the names of its classes; give a file of them, one a line, as "
-                "data.classes"
-            )
-        splits[split] = _stream(table, image, label, classes, f"{where}, {split}")
-    known = ", ".join(f"{sizes.get(split) or 'unknown'} {split}" for split in SPLITS)
-    return StreamData(splits, list(classes or ()), {split: sizes.get(split) for split in SPLITS}, f"{where} ({known})")
+    features = {split: table.features for split, table in tables.items()}
+    if None in features.values():
+        raise ValueError(f"{where} does not say its columns before it is read; set data.streaming=false")
+    check_classes(features, where)
+    image, label = find_columns(features["train"], config, where)
+    classes = _class_names(features["train"], label, config)
+    if classes is None:
+        raise ValueError(
+            f"{where}: column {label!r} does not say the names of its classes; give a file of them, one a line, as "
+            "data.classes"
+        )
+    splits = {split: _stream(table, image, label, classes, f"{where}, {split}") for split, table in tables.items()}
+    known = ", ".join(f"{sizes[split] if sizes[split] is not None else 'unknown'} {split}" for split in SPLITS)
+    return StreamData(splits, classes, sizes, f"{where} ({known})")
 
 
 def row_name(where: str, index: int) -> str:
@@ -329,6 +351,8 @@ def row_name(where: str, index: int) -> str:
 def _stream(table: Any, image: str, label: str, classes: Sequence[str], where: str) -> Any:
     from datasets import Features, Image, IterableDataset, Value
 
+    if missing := {image, label} - set(table.features):
+        raise ValueError(f"{where}: no column {missing.pop()!r}, only {list(table.features)}")
     try:
         rows = table.select_columns([image, label]).cast_column(image, Image(decode=False))
     except Exception as error:  # pyarrow's own types
@@ -384,6 +408,7 @@ def _stream_parquet(config: DataConfig) -> tuple[dict[str, Any], dict[str, int |
         sizes = {split: sum(pyarrow.parquet.read_metadata(path).num_rows for path in files[split]) for split in files}
     except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise OSError(f"{root}: the parquet files cannot be read ({_first_line(error)})") from None
+    _check_parquet(files, root)
     return dict(tables), sizes, str(root)
 
 

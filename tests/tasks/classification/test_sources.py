@@ -448,6 +448,20 @@ def test_validation_parquet_is_read_once(tmp_path):
     assert {split: len(images) for split, images in data.splits.items()} == {"train": 6, "validation": 4}
 
 
+@pytest.mark.parametrize("source", ["parquet", "arrow"])
+def test_classes_in_another_order_in_another_split_are_refused(tmp_path, source):
+    tables = as_tables(make(["cat", "dog"], {"train": 3, "validation": 2}), ["cat", "dog"])
+    tables["test"] = as_tables(make(["cat", "dog"], {"test": 2}), ["dog", "cat"])["test"]
+    if source == "arrow":
+        tables.save_to_disk(tmp_path)
+    else:
+        for split, table in tables.items():
+            table.to_parquet(tmp_path / f"{split}.parquet")
+    for read, streaming in ((load_data, False), (stream_data, True)):
+        with pytest.raises(ValueError, match=r"classes of 'label' are \['dog', 'cat'\] in test, but \['cat', 'dog'\]"):
+            read(DataConfig(source=source, path=str(tmp_path), streaming=streaming))
+
+
 def test_arrow_files_and_a_single_saved_table(tmp_path):
     made = make(["cat", "dog"], {"train": 3, "test": 2})
     tables = as_tables(made, ["cat", "dog"])
@@ -719,7 +733,7 @@ def test_hub_answers(write, monkeypatch, tmp_path):
         raise RepositoryNotFoundError("404 Client Error\n\nfar too long", response=response)
 
     monkeypatch.setattr(HfApi, "dataset_info", refuse)
-    with pytest.raises(OSError, match=r"data.path=a/b: the hub has no such data set, .*\(HTTP status 404\)"):
+    with pytest.raises(OSError, match=r"data.path=a/b: the hub has no such data set, .*\(RepositoryNotFoundError\)"):
         load_data(DataConfig(source="hub", path="a/b"))
     with pytest.raises(ValueError, match="is a folder or file here"):
         load_data(DataConfig(source="hub", path=str(tmp_path)))
@@ -764,6 +778,12 @@ def test_an_index_stays_with_its_image_in_any_order_and_process(write, source):
     shuffled = stream.shuffle(seed=3, buffer_size=5)
     assert by_index(shuffled) == expected
     assert [row["index"] for row in shuffled] != list(expected)
+    stop = 7
+    rows = iter(shuffled)
+    first = [next(rows)["index"] for _ in range(stop)]
+    resumed = stream_data(config).splits["train"].shuffle(seed=3, buffer_size=5)
+    resumed = resumed.skip(stop)
+    assert first + [row["index"] for row in resumed] == [row["index"] for row in shuffled]
     shuffled.set_epoch(1)
     nodes = [by_index(split_dataset_by_node(shuffled, rank, 2)) for rank in range(2)]
     assert not set(nodes[0]) & set(nodes[1]) and nodes[0] | nodes[1] == expected
