@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -371,6 +373,16 @@ def _stream(table: Any, image: str, label: str, classes: Sequence[str], where: s
     )
 
 
+_open_batches: weakref.WeakSet[Iterator[Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_batches() -> None:
+    """A parquet scan that Python's end finds half read aborts the process (datasets 5.2 with pyarrow 26)."""
+    for batches in list(_open_batches):
+        batches.close()
+
+
 def _stream_rows(
     shards: list[int], rows: Any, count: int, columns: tuple[str, str], classes: Sequence[str], where: str
 ) -> Iterator[dict[str, Any]]:
@@ -379,6 +391,7 @@ def _stream_rows(
     for shard in shards:
         # Not by iterating over the shard itself: in a loader process that would share it out among the processes again.
         batches = rows.shard(count, shard).iter(batch_size=STREAM_BATCH)
+        _open_batches.add(batches)
         pairs = (pair for batch in batches for pair in zip(batch[image], batch[label], strict=True))
         for number, (stored, name) in enumerate(pairs):
             index = (shard << ROW_BITS) + number

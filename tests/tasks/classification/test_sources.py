@@ -379,6 +379,32 @@ def test_the_published_val_is_our_test_or_our_validation(write, source):
     assert data.classes == ["n01 crane", "n02 crane", "n10 dish, bowl"]
 
 
+def test_tiny_imagenet_with_val_sorted_into_class_folders(write, tmp_path):
+    config, made = write("tiny_imagenet")
+    val = tmp_path / "tiny_imagenet" / "tiny-imagenet-200" / "val"
+    for line in (val / "val_annotations.txt").read_text().splitlines():
+        name, wnid = line.split("\t")[:2]
+        (val / wnid).mkdir(exist_ok=True)
+        (val / "images" / name).rename(val / wnid / name)
+    (val / "images").rmdir()
+    (val / "val_annotations.txt").unlink()
+    data = READERS["tiny_imagenet"](config)
+    assert contents(data.splits["test"], data.classes) == written(made["test"])
+
+
+def test_csv_labels_as_names_or_places_of_a_file_of_classes(write, tmp_path):
+    config, made = write("csv")
+    (tmp_path / "names").write_text("2\n10\n")
+    data = READERS["csv"](DataConfig(source="csv", path=config.path, classes=str(tmp_path / "names")))
+    assert contents(data.splits["train"], data.classes) == written(made["train"])
+    (tmp_path / "names").write_text("\n".join("abcdefghijk"))
+    data = READERS["csv"](DataConfig(source="csv", path=config.path + "/train.csv", classes=str(tmp_path / "names")))
+    assert list(data.splits) == ["train"] and {data.classes[label] for label in data.splits["train"].labels} == {
+        "c",
+        "k",
+    }
+
+
 def test_imagenet_in_class_folders(write, tmp_path):
     _, made = write("imagenet")
     for number, (one, name) in enumerate(zip(*made["test"], strict=True)):
@@ -789,6 +815,19 @@ def test_an_index_stays_with_its_image_in_any_order_and_process(write, source):
     assert not set(nodes[0]) & set(nodes[1]) and nodes[0] | nodes[1] == expected
     loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=2)
     assert by_index(loader) == expected
+
+
+def test_a_process_that_leaves_a_stream_half_read_ends_well(write):
+    config, _ = write("parquet", streaming=True)
+    code = (
+        "import sys\nfrom tasks.classification.config import DataConfig\n"
+        "from tasks.classification.sources import stream_data\n"
+        "data = stream_data(DataConfig(source='parquet', path=sys.argv[1], streaming=True))\n"
+        "rows = [iter(data.splits['train']) for _ in range(2)]\nprint([next(one)['index'] for one in rows])\n"
+    )
+    command = [sys.executable, "-c", code, config.path]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3], check=False)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "[0, 0]\n", "")
 
 
 def test_row_names():
