@@ -15,14 +15,12 @@ from tasks.classification.sources.arrays import (
 from tasks.classification.sources.folders import read_csv, read_image_folder, read_imagenet, read_tiny_imagenet
 from tasks.classification.sources.images import SPLIT_NAMES, ImageData, Images, balanced_subset, decode, to_rgb
 from tasks.classification.sources.scan import drop_corrupt, find_corrupt
+from tasks.classification.sources.streams import StreamData, row_name, stream_data
 from tasks.classification.sources.tables import (
-    StreamData,
     decode_row,
     read_arrow,
     read_hub,
     read_parquet,
-    row_name,
-    stream_data,
 )
 
 READERS: dict[str, Callable[[DataConfig], ImageData]] = {

@@ -106,9 +106,11 @@ def read_csv(config: DataConfig) -> ImageData:
         raise OSError(f"data.path={config.path} is neither a CSV file nor a folder of train.csv")
     read = {split: _read_table(table, config) for split, table in tables.items()}
     values: dict[str, Sequence[object]] = {split: labels for split, (_, labels) in read.items()}
-    if all(_is_integer(label) for _, labels in read.values() for label in labels):
+    names = read_classes(config.classes) if config.classes else None
+    different = {label for _, labels in read.values() for label in labels}
+    if all(map(_is_integer, different)) and not different <= set(names or ()):
         values = {split: [int(label) for label in labels] for split, (_, labels) in read.items()}
-    classes, labels = encode_labels(values, read_classes(config.classes) if config.classes else None, str(root))
+    classes, labels = encode_labels(values, names, str(root))
     splits = {split: file_images(read[split][0], labels[split]) for split in read}
     return ImageData(splits, classes, f"images of {root.name} ({counts(splits)})")
 

@@ -1,19 +1,17 @@
-"""Images in tables: local parquet and arrow files, data sets of the Hugging Face hub; whole or as a stream."""
+"""Images in tables: local parquet and arrow files, data sets of the Hugging Face hub."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tasks.classification.config import SPLITS, DataConfig
+from tasks.classification.config import DataConfig
 from tasks.classification.sources.images import (
     ImageData,
     Images,
-    class_indices,
     counts,
     data_folder,
     decode,
@@ -29,12 +27,6 @@ IMAGE_COLUMNS = ("image", "img", "images", "picture", "pixels")
 LABEL_COLUMNS = ("label", "labels", "class", "target")
 # Seconds to wait for the hub's first answer; `datasets` alone would try for more than twenty.
 HUB_TIMEOUT = 5
-# Shards that a memory-mapped table is streamed in, so that as many loader processes or machines can share it.
-ARROW_SHARDS = 64
-# Rows that a stream reads at a time.
-STREAM_BATCH = 32
-# A streamed image's index is its shard's number, then so many bits for its row in the shard.
-ROW_BITS = 32
 
 
 # ---- whole tables ---------------------------------------------------------------------------------------------------
@@ -43,21 +35,45 @@ ROW_BITS = 32
 def read_parquet(config: DataConfig) -> ImageData:
     """A folder of train*.parquet, and validation*.parquet and test*.parquet where there are any."""
     root = data_folder(config)
-    tables = _load(f"{root}: the parquet files", "parquet", data_files=split_files(root, ".parquet", config))
+    files = split_files(root, ".parquet", config)
+    tables = _load(f"{root}: the parquet files", "parquet", data_files=files)
+    _check_parquet(files, root)
     return _tables_data(tables, config, str(root), f"parquet in {root.name}")
 
 
 def read_arrow(config: DataConfig) -> ImageData:
     """A folder of `Dataset.save_to_disk` or `DatasetDict.save_to_disk`, or of train*.arrow, validation*.arrow, ..."""
     root = data_folder(config)
-    return _tables_data(_arrow_tables(root, config), config, str(root), f"arrow in {root.name}")
+    return _tables_data(arrow_tables(root, config), config, str(root), f"arrow in {root.name}")
 
 
 def read_hub(config: DataConfig) -> ImageData:
     """A data set of the hub, or its copy in the cache of `datasets` where the hub cannot be reached."""
-    tables, where = _load_hub(config, streaming=False)
+    tables, where = load_hub(config, streaming=False)
     tables = _pick_tables(tables, config, where)
     return _tables_data(tables, config, where, where)
+
+
+def _check_parquet(files: Mapping[str, Sequence[str]], root: Path) -> None:
+    """`load_dataset` takes the first file's class names for all of them; here others are refused."""
+    from datasets import Features
+    from pyarrow.parquet import read_schema
+
+    check_classes({split: Features.from_arrow_schema(read_schema(own[0])) for split, own in files.items()}, str(root))
+
+
+def check_classes(features: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError if a column's classes have other names, or another order, than in the training split."""
+    from datasets import ClassLabel
+
+    for split, own in features.items():
+        for name, feature in own.items():
+            train = features["train"].get(name)
+            if isinstance(feature, ClassLabel) and isinstance(train, ClassLabel) and feature.names != train.names:
+                raise ValueError(
+                    f"{where}: the classes of {name!r} are {short(feature.names)} in {split}, but {short(train.names)} "
+                    "in train"
+                )
 
 
 def _load(what: str, *arguments: Any, **options: Any) -> Any:
@@ -67,14 +83,16 @@ def _load(what: str, *arguments: Any, **options: Any) -> Any:
     try:
         return load_dataset(*arguments, **options)
     except Exception as error:  # datasets raises its own types, pyarrow's among their causes
-        raise OSError(f"{what} cannot be read ({_first_line(error.__cause__ or error)})") from None
+        raise OSError(f"{what} cannot be read ({first_line(error.__cause__ or error)})") from None
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, its type where it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _arrow_tables(root: Path, config: DataConfig) -> dict[str, Any]:
+def arrow_tables(root: Path, config: DataConfig) -> dict[str, Any]:
+    """The memory-mapped table of each split of a folder of arrow files."""
     from datasets import Dataset, concatenate_datasets, load_from_disk
 
     try:
@@ -89,7 +107,7 @@ def _arrow_tables(root: Path, config: DataConfig) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         if str(root) in str(error) and len(str(error).splitlines()) == 1:
             raise
-        raise OSError(f"{root}: the arrow files cannot be read ({_first_line(error)})") from None
+        raise OSError(f"{root}: the arrow files cannot be read ({first_line(error)})") from None
 
 
 def _pick_tables(tables: Mapping[str, Any], config: DataConfig, where: str) -> dict[str, Any]:
@@ -99,8 +117,9 @@ def _pick_tables(tables: Mapping[str, Any], config: DataConfig, where: str) -> d
 def _tables_data(tables: Mapping[str, Any], config: DataConfig, where: str, title: str) -> ImageData:
     from datasets import Image
 
+    check_classes({split: table.features for split, table in tables.items()}, where)
     image, label = find_columns(tables["train"].features, config, where)
-    stored = _class_names(tables["train"].features, label, config)
+    stored = class_names(tables["train"].features, label, config)
     for split, table in tables.items():
         if missing := {image, label} - set(table.column_names):
             raise ValueError(f"{where}, {split}: no column {missing.pop()!r}, only {table.column_names}")
@@ -111,7 +130,7 @@ def _tables_data(tables: Mapping[str, Any], config: DataConfig, where: str, titl
             # Undecoded: images of every source are decoded by the same code.
             rows = table.select_columns([image]).cast_column(image, Image(decode=False))
         except Exception as error:  # pyarrow's own types
-            raise ValueError(f"{where}: column {image!r} holds no images ({_first_line(error)})") from None
+            raise ValueError(f"{where}: column {image!r} holds no images ({first_line(error)})") from None
         place = f"{where}, {split}"
         splits[split] = Images(
             partial(_read_row, rows, image, place), labels[split], f"{place} row {{}}".format, _stamper(rows, image)
@@ -195,7 +214,8 @@ def _only_column(
     raise ValueError(f"{where}: which of the columns {list(features)} holds the {what} is not clear; give data.{field}")
 
 
-def _class_names(features: Any, label: str, config: DataConfig) -> list[str] | None:
+def class_names(features: Any, label: str, config: DataConfig) -> list[str] | None:
+    """The class names of `data.classes` or of the label column's type; None if neither says them."""
     from datasets import ClassLabel
 
     if config.classes:
@@ -206,7 +226,7 @@ def _class_names(features: Any, label: str, config: DataConfig) -> list[str] | N
 # ---- hub ------------------------------------------------------------------------------------------------------------
 
 
-def _load_hub(config: DataConfig, streaming: bool) -> tuple[Any, str]:
+def load_hub(config: DataConfig, streaming: bool) -> tuple[Any, str]:
     """The splits of a hub data set by their names there, and what errors call it."""
     name = config.path or ""
     if Path(name).exists():
@@ -248,162 +268,20 @@ def _cached(name: str, config_name: str | None, problem: str) -> Any:
 def _ask_hub(name: str, revision: str | None) -> tuple[str | None, str | None]:
     """Why the hub cannot be reached, None if it can, and the commit of the data set there."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         return None, HfApi().dataset_info(name, revision=revision, timeout=HUB_TIMEOUT).sha
     except HFValidationError as error:
-        raise ValueError(f"data.path={name!r} must be a data set's name on the hub ({_first_line(error)})") from None
-    except HfHubHTTPError as error:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if status is not None and status < 500 and status not in (407, 408, 429):
-            wanted = f" in revision {revision}" if revision else ""
-            raise OSError(
-                f"data.path={name}: the hub has no such data set{wanted}, or it needs a login with access to it "
-                f"(HTTP status {status})"
-            ) from None
-        return f"HTTP status {status}", None
+        raise ValueError(f"data.path={name!r} must be a data set's name on the hub ({first_line(error)})") from None
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:  # GatedRepoError is one of the first
+        wanted = f" in revision {revision}" if revision else ""
+        raise OSError(
+            f"data.path={name}: the hub has no such data set{wanted}, or it needs a login with access to it "
+            f"({type(error).__name__})"
+        ) from None
+    except HfHubHTTPError as error:  # of a proxy, or a hub that is busy
+        return f"HTTP status {getattr(error.response, 'status_code', 'unknown')}", None
     except Exception as error:  # the HTTP library's own types, for names, connections, certificates, timeouts
         offline = type(error).__name__ == "OfflineModeIsEnabled"
-        return "HF_HUB_OFFLINE is set" if offline else _first_line(error), None
-
-
-# ---- streams --------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class StreamData:
-    """Every split of a source as a stream, in the stored order.
-
-    splits: `datasets.IterableDataset`s of {"image": {"bytes", "path"}, "label": int, "index": int}. The image is still
-        encoded, `decode_row` reads it; the index stands for the same image in every epoch, order and process, and
-        `row_name` turns it into text for errors. They can be shuffled and split over machines and loader processes
-        (`shuffle`, `datasets.distributed.split_dataset_by_node`); their `num_shards` is how far without reading twice.
-    classes: names of the classes.
-    sizes: images of each split, None where the source does not say.
-    """
-
-    splits: dict[str, Any]
-    classes: list[str]
-    sizes: dict[str, int | None]
-    description: str
-
-
-def stream_data(config: DataConfig) -> StreamData:
-    """The three splits of a hub, parquet or arrow source without reading, decoding or downloading them as a whole.
-
-    Raises:
-        ValueError, OSError: for a split that the source does not have (a stream cannot be cut), for labels without
-            names (they would have to be collected from all images), and as the readers of whole tables.
-    """
-    tables, sizes, where = STREAMS[config.source](config)
-    missing = [split for split in SPLITS if split not in tables]
-    if missing:
-        raise ValueError(
-            f"{where} has no {' and no '.join(missing)} split, and none can be cut from a stream; give the source's "
-            "own names with data.splits={train: NAME, validation: NAME, test: NAME}, or set data.streaming=false"
-        )
-    splits = {}
-    classes: list[str] | None = None
-    for split, table in tables.items():
-        features = table.features
-        if features is None:
-            raise ValueError(f"{where} does not say its columns before it is read; set data.streaming=false")
-        image, label = find_columns(features, config, f"{where}, {split}")
-        classes = classes or _class_names(features, label, config)
-        if classes is None:
-            raise ValueError(
-                f"{where}: column {label!r} does not say the names of its classes; give a file of them, one a line, as "
-                "data.classes"
-            )
-        splits[split] = _stream(table, image, label, classes, f"{where}, {split}")
-    known = ", ".join(f"{sizes.get(split) or 'unknown'} {split}" for split in SPLITS)
-    return StreamData(splits, list(classes or ()), {split: sizes.get(split) for split in SPLITS}, f"{where} ({known})")
-
-
-def row_name(where: str, index: int) -> str:
-    """A streamed image's name for errors, from its "index"."""
-    return f"{where} shard {index >> ROW_BITS} row {index & ((1 << ROW_BITS) - 1)}"
-
-
-def _stream(table: Any, image: str, label: str, classes: Sequence[str], where: str) -> Any:
-    from datasets import Features, Image, IterableDataset, Value
-
-    try:
-        rows = table.select_columns([image, label]).cast_column(image, Image(decode=False))
-    except Exception as error:  # pyarrow's own types
-        raise ValueError(f"{where}: column {image!r} holds no images ({_first_line(error)})") from None
-    return IterableDataset.from_generator(
-        _stream_rows,
-        features=Features({"image": Image(decode=False), "label": Value("int64"), "index": Value("int64")}),
-        gen_kwargs={
-            "shards": list(range(rows.num_shards)),  # a list is what `datasets` shuffles and shares out
-            "rows": rows,
-            "count": rows.num_shards,
-            "columns": (image, label),
-            "classes": tuple(classes),
-            "where": where,
-        },
-    )
-
-
-def _stream_rows(
-    shards: list[int], rows: Any, count: int, columns: tuple[str, str], classes: Sequence[str], where: str
-) -> Iterator[dict[str, Any]]:
-    image, label = columns
-    index_of = class_indices(classes)
-    for shard in shards:
-        # Not by iterating over the shard itself: in a loader process that would share it out among the processes again.
-        batches = rows.shard(count, shard).iter(batch_size=STREAM_BATCH)
-        pairs = (pair for batch in batches for pair in zip(batch[image], batch[label], strict=True))
-        for number, (stored, name) in enumerate(pairs):
-            index = (shard << ROW_BITS) + number
-            if name not in index_of:
-                raise ValueError(f"{row_name(where, index)}: label {name!r} is not among the classes {short(classes)}")
-            yield {"image": _fetched(stored), "label": index_of[name], "index": index}
-
-
-def _fetched(value: dict[str, Any] | None) -> dict[str, Any]:
-    """An encoded image; one that is stored as an address (hf://...) is fetched."""
-    value = value or {"bytes": None, "path": None}
-    if value["bytes"] is None and value["path"] and "://" in value["path"]:
-        import fsspec
-
-        with fsspec.open(value["path"], "rb") as file:
-            return {"bytes": file.read(), "path": value["path"]}
-    return value
-
-
-def _stream_parquet(config: DataConfig) -> tuple[dict[str, Any], dict[str, int | None], str]:
-    import pyarrow.parquet
-
-    root = data_folder(config)
-    files = split_files(root, ".parquet", config)
-    tables = _load(f"{root}: the parquet files", "parquet", data_files=files, streaming=True)
-    try:
-        sizes = {split: sum(pyarrow.parquet.read_metadata(path).num_rows for path in files[split]) for split in files}
-    except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is a ValueError
-        raise OSError(f"{root}: the parquet files cannot be read ({_first_line(error)})") from None
-    return dict(tables), sizes, str(root)
-
-
-def _stream_arrow(config: DataConfig) -> tuple[dict[str, Any], dict[str, int | None], str]:
-    root = data_folder(config)
-    tables = _arrow_tables(root, config)
-    streams = {
-        split: table.to_iterable_dataset(num_shards=max(1, min(ARROW_SHARDS, len(table))))
-        for split, table in tables.items()
-    }
-    return streams, {split: len(table) for split, table in tables.items()}, str(root)
-
-
-def _stream_hub(config: DataConfig) -> tuple[dict[str, Any], dict[str, int | None], str]:
-    tables, where = _load_hub(config, streaming=True)
-    picked = _pick_tables(tables, config, where)
-    known = next(iter(tables.values())).info.splits or {}
-    names = pick_splits(list(tables), config, where)
-    sizes = {split: known[name].num_examples if name in known else None for split, name in names.items()}
-    return picked, sizes, where
-
-
-STREAMS = {"parquet": _stream_parquet, "arrow": _stream_arrow, "hub": _stream_hub}
+        return "HF_HUB_OFFLINE is set" if offline else first_line(error), None

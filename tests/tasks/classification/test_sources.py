@@ -379,6 +379,32 @@ def test_the_published_val_is_our_test_or_our_validation(write, source):
     assert data.classes == ["n01 crane", "n02 crane", "n10 dish, bowl"]
 
 
+def test_tiny_imagenet_with_val_sorted_into_class_folders(write, tmp_path):
+    config, made = write("tiny_imagenet")
+    val = tmp_path / "tiny_imagenet" / "tiny-imagenet-200" / "val"
+    for line in (val / "val_annotations.txt").read_text().splitlines():
+        name, wnid = line.split("\t")[:2]
+        (val / wnid).mkdir(exist_ok=True)
+        (val / "images" / name).rename(val / wnid / name)
+    (val / "images").rmdir()
+    (val / "val_annotations.txt").unlink()
+    data = READERS["tiny_imagenet"](config)
+    assert contents(data.splits["test"], data.classes) == written(made["test"])
+
+
+def test_csv_labels_as_names_or_places_of_a_file_of_classes(write, tmp_path):
+    config, made = write("csv")
+    (tmp_path / "names").write_text("2\n10\n")
+    data = READERS["csv"](DataConfig(source="csv", path=config.path, classes=str(tmp_path / "names")))
+    assert contents(data.splits["train"], data.classes) == written(made["train"])
+    (tmp_path / "names").write_text("\n".join("abcdefghijk"))
+    data = READERS["csv"](DataConfig(source="csv", path=config.path + "/train.csv", classes=str(tmp_path / "names")))
+    assert list(data.splits) == ["train"] and {data.classes[label] for label in data.splits["train"].labels} == {
+        "c",
+        "k",
+    }
+
+
 def test_imagenet_in_class_folders(write, tmp_path):
     _, made = write("imagenet")
     for number, (one, name) in enumerate(zip(*made["test"], strict=True)):
@@ -446,6 +472,20 @@ def test_validation_parquet_is_read_once(tmp_path):
         table.to_parquet(tmp_path / f"{split}.parquet")
     data = READERS["parquet"](DataConfig(source="parquet", path=str(tmp_path)))
     assert {split: len(images) for split, images in data.splits.items()} == {"train": 6, "validation": 4}
+
+
+@pytest.mark.parametrize("source", ["parquet", "arrow"])
+def test_classes_in_another_order_in_another_split_are_refused(tmp_path, source):
+    tables = as_tables(make(["cat", "dog"], {"train": 3, "validation": 2}), ["cat", "dog"])
+    tables["test"] = as_tables(make(["cat", "dog"], {"test": 2}), ["dog", "cat"])["test"]
+    if source == "arrow":
+        tables.save_to_disk(tmp_path)
+    else:
+        for split, table in tables.items():
+            table.to_parquet(tmp_path / f"{split}.parquet")
+    for read, streaming in ((load_data, False), (stream_data, True)):
+        with pytest.raises(ValueError, match=r"classes of 'label' are \['dog', 'cat'\] in test, but \['cat', 'dog'\]"):
+            read(DataConfig(source=source, path=str(tmp_path), streaming=streaming))
 
 
 def test_arrow_files_and_a_single_saved_table(tmp_path):
@@ -719,7 +759,7 @@ def test_hub_answers(write, monkeypatch, tmp_path):
         raise RepositoryNotFoundError("404 Client Error\n\nfar too long", response=response)
 
     monkeypatch.setattr(HfApi, "dataset_info", refuse)
-    with pytest.raises(OSError, match=r"data.path=a/b: the hub has no such data set, .*\(HTTP status 404\)"):
+    with pytest.raises(OSError, match=r"data.path=a/b: the hub has no such data set, .*\(RepositoryNotFoundError\)"):
         load_data(DataConfig(source="hub", path="a/b"))
     with pytest.raises(ValueError, match="is a folder or file here"):
         load_data(DataConfig(source="hub", path=str(tmp_path)))
@@ -764,11 +804,30 @@ def test_an_index_stays_with_its_image_in_any_order_and_process(write, source):
     shuffled = stream.shuffle(seed=3, buffer_size=5)
     assert by_index(shuffled) == expected
     assert [row["index"] for row in shuffled] != list(expected)
+    stop = 7
+    rows = iter(shuffled)
+    first = [next(rows)["index"] for _ in range(stop)]
+    resumed = stream_data(config).splits["train"].shuffle(seed=3, buffer_size=5)
+    resumed = resumed.skip(stop)
+    assert first + [row["index"] for row in resumed] == [row["index"] for row in shuffled]
     shuffled.set_epoch(1)
     nodes = [by_index(split_dataset_by_node(shuffled, rank, 2)) for rank in range(2)]
     assert not set(nodes[0]) & set(nodes[1]) and nodes[0] | nodes[1] == expected
     loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=2)
     assert by_index(loader) == expected
+
+
+def test_a_process_that_leaves_a_stream_half_read_ends_well(write):
+    config, _ = write("parquet", streaming=True)
+    code = (
+        "import sys\nfrom tasks.classification.config import DataConfig\n"
+        "from tasks.classification.sources import stream_data\n"
+        "data = stream_data(DataConfig(source='parquet', path=sys.argv[1], streaming=True))\n"
+        "rows = [iter(data.splits['train']) for _ in range(2)]\nprint([next(one)['index'] for one in rows])\n"
+    )
+    command = [sys.executable, "-c", code, config.path]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3], check=False)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "[0, 0]\n", "")
 
 
 def test_row_names():
