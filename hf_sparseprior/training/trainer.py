@@ -141,6 +141,8 @@ class SparsePriorTrainer(Trainer):
             loss = soft_target_loss(outputs, labels)
         else:
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+            if not model.training and labels is not None and labels.eq(-100).all():
+                loss = torch.zeros_like(loss)  # nothing to judge in this batch; the mean of no losses is NaN
         # transformers would divide by the number of micro-batches, right only where they are equally large.
         self.loss_is_scaled_for_ga = num_items_in_batch is not None and size is not None
         if self.loss_is_scaled_for_ga:

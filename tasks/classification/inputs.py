@@ -99,11 +99,13 @@ def _stream_inputs(
     augment = _make_augmentation(augmentation, model_config)
     train = Preparation(processor, model_config.num_channels, augment, arguments.seed)
     name = partial(row_name, data.description)
+    whole = {"processes": arguments.world_size, "batch_size": arguments.eval_batch_size}
+    datasets = {
+        split: StreamedImages(rows, data.sizes[split], **({"seed": arguments.seed} if split == "train" else whole))
+        for split, rows in data.splits.items()
+    }
     return Inputs(
-        {
-            split: StreamedImages(rows, data.sizes[split], arguments.seed if split == "train" else None)
-            for split, rows in data.splits.items()
-        },
+        datasets,
         processor,
         None,
         StreamCollator(train, collate, name, damaged),

@@ -10,6 +10,8 @@ import numpy as np
 from sklearn.metrics import accuracy_score
 from sklearn.metrics import confusion_matrix as sklearn_confusion_matrix
 
+IGNORED = -100  # label of what is no image: torch's cross entropy leaves it out
+
 
 class Accuracy(evaluate.Metric):
     """Share of right predictions, as `evaluate.load("accuracy")` computes it, which needs the hub."""
@@ -35,9 +37,11 @@ def accuracy_metric() -> Accuracy:
 def compute_metrics(prediction: Any) -> dict[str, float]:
     """Metrics of a transformers EvalPrediction whose predictions are logits (images, classes)."""
     predicted = np.argmax(prediction.predictions, -1)
-    return accuracy_metric().compute(predictions=predicted, references=prediction.label_ids)
+    counted = prediction.label_ids != IGNORED
+    return accuracy_metric().compute(predictions=predicted[counted], references=prediction.label_ids[counted])
 
 
 def confusion_matrix(labels: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarray:
     """Counts (true class, predicted class)."""
+    labels, predicted = labels[labels != IGNORED], predicted[labels != IGNORED]
     return sklearn_confusion_matrix(labels, predicted, labels=range(num_classes))

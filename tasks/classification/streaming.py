@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hf_sparseprior.training import Draw
 from tasks.classification.data import Preparation
+from tasks.classification.metrics import IGNORED
 from tasks.classification.sources import decode_row
 
 # Positions of different loader processes must not meet: mixup takes partners, and one draw a batch, by position.
 POSITIONS_OF_A_WORKER = 1 << 32
+BLANK = Image.new("RGB", (1, 1))
+
+
+# A sample that stands for none: its label is ignored by the loss and the metrics.
+FILLER: dict[str, Any] = {"row": None, "draw": Draw(0, 0, 0)}
 
 
 class StreamedImages(IterableDataset):
@@ -27,11 +35,23 @@ class StreamedImages(IterableDataset):
         size: number of images if it is known: the length in epochs follows from it.
         seed: of the order; None: the stored order.
         buffer_size: images among which the next one is drawn; shards are shuffled as a whole.
+        processes, batch_size: of an evaluation by several processes: accelerate would fill the last batch up with images
+            from the start, which would be counted twice. It is filled up with `FILLER` instead.
     """
 
-    def __init__(self, rows: Any, size: int | None, seed: int | None = None, buffer_size: int = 10_000) -> None:
+    def __init__(
+        self,
+        rows: Any,
+        size: int | None,
+        seed: int | None = None,
+        buffer_size: int = 10_000,
+        processes: int = 1,
+        batch_size: int = 1,
+    ) -> None:
         self.rows = rows if seed is None else rows.shuffle(seed=seed, buffer_size=buffer_size)
         self.size = size
+        self.processes = processes
+        self.batch_size = batch_size
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -47,8 +67,22 @@ class StreamedImages(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = get_worker_info()
         first = 0 if worker is None else worker.id * POSITIONS_OF_A_WORKER
-        for position, row in enumerate(self.rows, start=first):
-            yield {"row": row, "draw": Draw(int(row["index"]), self.epoch, position)}
+        samples = (
+            {"row": row, "draw": Draw(int(row["index"]), self.epoch, position)}
+            for position, row in enumerate(self.rows, start=first)
+        )
+        return samples if self.processes == 1 else self._filled(samples)
+
+    def _filled(self, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The samples, and behind them what makes the last batch of every process a whole one."""
+        while batch := list(islice(samples, self.processes * self.batch_size)):
+            if len(batch) < self.processes * self.batch_size:
+                for process in range(self.processes):  # each process its share of what is left
+                    share = batch[process :: self.processes]
+                    yield from share
+                    yield from [FILLER] * (self.batch_size - len(share))
+            else:
+                yield from batch
 
 
 class StreamCollator:
@@ -78,8 +112,11 @@ class StreamCollator:
         ready = []
         for sample in samples:
             row, draw = sample["row"], sample["draw"]
+            if row is None:
+                ready.append({"pixel_values": self.prepare(BLANK, draw), "labels": IGNORED, "draw": draw})
+                continue
             try:
-                image = decode_row(row, self.name(draw.index))
+                image = decode_row(row["image"], self.name(draw.index))
             except OSError as error:
                 if self.skip_into is None:
                     raise

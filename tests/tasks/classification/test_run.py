@@ -166,9 +166,7 @@ def test_confusion_matrix_counts_true_by_predicted():
 @pytest.mark.slow
 def test_the_demo_end_to_end(tmp_path, monkeypatch, capsys):
     load = demo.load_config
-    monkeypatch.setattr(
-        demo, "load_config", lambda path: load(path, ["trainer.num_train_epochs=1"])
-    )
+    monkeypatch.setattr(demo, "load_config", lambda path: load(path, ["trainer.num_train_epochs=1"]))
     assert demo.main(["--out", str(tmp_path), "--seeds", "1"]) == 0
     text = capsys.readouterr().out
     for prior in demo.PRIORS:
