@@ -131,9 +131,9 @@ class SparsePriorTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The loss of a micro-batch, weighted so that a step's gradient is that of the mean over its samples."""
-        labels = inputs.get("labels")
+        labels: Any = inputs.get("labels")
         size = None if labels is None else len(labels)
-        if labels is not None and labels.is_floating_point() and not self._multi_label():
+        if self._are_probabilities(labels):
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
             loss = soft_target_loss(outputs, labels)
         else:
@@ -144,8 +144,10 @@ class SparsePriorTrainer(Trainer):
             loss = loss * (size * self.accelerator.num_processes / num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
-    def _multi_label(self) -> bool:
-        return getattr(getattr(self.model, "config", None), "problem_type", None) == "multi_label_classification"
+    def _are_probabilities(self, labels: Any) -> bool:
+        problem = getattr(getattr(self.model, "config", None), "problem_type", None)
+        floating = torch.is_tensor(labels) and labels.is_floating_point() and labels.dim() == 2
+        return floating and problem not in ("multi_label_classification", "regression")
 
     # ---- moving average ---------------------------------------------------------------------------------------------
 

@@ -150,6 +150,11 @@ def make_datasets(
 
 def make_collator(augmentation: AugmentationConfig, num_classes: int, arguments: Any) -> SoftTargetCollator:
     """Makes training batches, with mixing and label smoothing."""
+    if augmentation.mixing.enabled and arguments.train_batch_size % 2:
+        raise ValueError(
+            f"trainer.per_device_train_batch_size={arguments.per_device_train_batch_size} must be even with "
+            "augmentation.mixup or cutmix, which mix images in pairs"
+        )
     global_batch = arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
     return SoftTargetCollator(
         num_classes, augmentation.mixing, augmentation.label_smoothing, arguments.seed, global_batch
