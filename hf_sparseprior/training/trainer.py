@@ -157,7 +157,8 @@ class SparsePriorTrainer(Trainer):
         """Evaluate; with a moving average, also that: its metrics stand beside the others, the predictions do not."""
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self.weight_average is not None:
-            with self.weight_average.swapped_in():
+            # Every pass over a DataLoader draws a number; training must not depend on this second pass.
+            with self.weight_average.swapped_in(), torch.random.fork_rng(devices=[]):
                 averaged = super().evaluation_loop(
                     dataloader, f"{description}, average", *args, metric_key_prefix=f"{metric_key_prefix}_ema", **kwargs
                 )

@@ -1,3 +1,4 @@
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -46,7 +47,7 @@ def test_repeated_augmentation(num_samples, repeats):
     assert len(draws) == len(sampler) == num_samples
     assert [draw.position for draw in draws] == list(range(num_samples))
     assert len({(draw.index, draw.repeat) for draw in draws}) == num_samples  # each time augmented differently
-    assert all(a.index != b.index for a, b in zip(draws, draws[1:], strict=False))
+    assert all(a.index != b.index for a, b in itertools.pairwise(draws))
     counts = Counter(draw.index for draw in draws)
     assert max(counts.values()) <= repeats
     # Only the last pair of images is cut off by the end of the epoch.
