@@ -112,8 +112,8 @@ def test_the_trainer_averages_once_per_optimizer_step(tmp_path, accumulation, st
 
 def test_averaging_and_its_evaluation_leave_training_alone_bit_for_bit(tmp_path):
     with_average = make_trainer(tmp_path, eval_strategy="steps", eval_steps=3)
-    without = make_trainer(tmp_path, eval_strategy="steps", eval_steps=3, ema_decay=None)
     with_average.train()
+    without = make_trainer(tmp_path, eval_strategy="steps", eval_steps=3, ema_decay=None)
     without.train()
     for (name, value), other in zip(
         with_average.model.state_dict().items(), without.model.state_dict().values(), strict=True
