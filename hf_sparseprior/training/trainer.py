@@ -112,6 +112,13 @@ class SparsePriorTrainer(Trainer):
         self._logged_at, self._logged_data = now, self.data_seconds
         super().log(logs, start_time)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """One epoch. With `max_steps`, transformers takes a step too many when it resumes from the last checkpoint."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
     # ---- loss -------------------------------------------------------------------------------------------------------
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | int | None:

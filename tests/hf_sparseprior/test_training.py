@@ -82,7 +82,8 @@ def test_the_schedule_of_fibottention_table_9(tmp_path):
     """Warm-up from 1e-6 to 1e-3 in 5 of 100 epochs, then a cosine to 1e-5 at the last step."""
     steps_per_epoch, rates = 2, []
     trainer = make_trainer(
-        tmp_path, data=Images(2), per_device_train_batch_size=1, num_train_epochs=100, learning_rate=1e-3, warmup_steps=0.05,
+        tmp_path, data=Images(2), per_device_train_batch_size=1, num_train_epochs=100,
+        learning_rate=1e-3, warmup_steps=0.05,
         lr_scheduler_type="cosine_warmup_with_min_lr", lr_scheduler_kwargs={"warmup_lr_rate": 1e-3, "min_lr": 1e-5},
     )  # fmt: skip
     trainer.add_callback(
@@ -301,6 +302,20 @@ def test_a_whole_recipe_resumed_in_the_middle_of_an_epoch_is_bit_equal(tmp_path,
         for p, q in zip(one["params"], other["params"], strict=True):
             for key in ("exp_avg", "exp_avg_sq", "step"):
                 assert torch.equal(whole.optimizer.state[p][key], resumed.optimizer.state[q][key])
+
+
+def test_resumed_behind_its_last_step_a_run_is_over(tmp_path):
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3, "per_device_train_batch_size": 2}
+    whole = make_trainer(tmp_path, ema_decay=0.9, **options)
+    whole.train()
+    resumed = make_trainer(tmp_path, ema_decay=0.9, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
+    for (name, expected), value in zip(
+        whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(expected, value), name
+        assert torch.equal(whole.weight_average.averages[name], resumed.weight_average.averages[name]), name
 
 
 def test_the_checkpoint_of_a_run_holds_its_average(tmp_path):
