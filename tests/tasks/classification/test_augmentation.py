@@ -43,6 +43,7 @@ def boxes(augment, image, number):
     for seed in range(number):
         augment(image, np.random.default_rng(seed))
     del image.crop
+    assert len(found) == number  # the cut is made by crop, not by resize
     return np.array(found)
 
 
