@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import TrainingArguments
 
@@ -25,8 +26,12 @@ class SparsePriorTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.layer_decay, bool) or not 0 < self.layer_decay <= 1:
+        if not _is_number(self.layer_decay) or not 0 < self.layer_decay <= 1:
             raise ValueError(f"layer_decay={self.layer_decay!r} must be above 0 and at most 1")
-        if self.ema_decay is not None and (isinstance(self.ema_decay, bool) or not 0 <= self.ema_decay < 1):
+        if self.ema_decay is not None and not (_is_number(self.ema_decay) and 0 <= self.ema_decay < 1):
             raise ValueError(f"ema_decay={self.ema_decay!r} must be in [0, 1), or null for none")
         super().__post_init__()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -35,8 +35,8 @@ class Mixing:
 
     def __post_init__(self) -> None:
         for name in ("mixup", "cutmix"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be 0 (off) or more")
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be 0 (off) or more, and finite")
         for name in ("probability", "switch_probability"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be in 0..1")
@@ -79,21 +79,24 @@ class SoftTargetCollator:
 
     A sample is {"pixel_values": (channels, height, width), "labels": int} with or without "draw", the `Draw` it came
     from. Images at positions 2i and 2i + 1 of an epoch are each other's partners; one whose partner is in another batch
-    stays as it is. Without draws the batch's own order counts.
+    stays as it is. To mix, samples need their draws.
 
     Args:
         num_classes: number of classes.
         mixing: what is mixed.
         label_smoothing: each target is (1 - s) one-hot + s / num_classes.
         seed: of the run.
-        batch_size: images that share one draw of mixing: the global batch, over processes and accumulation.
+        batch_size: images that share one draw of mixing, an even number: the global batch, over processes and
+            accumulation.
     """
 
     def __init__(
-        self, num_classes: int, mixing: Mixing, label_smoothing: float = 0.0, seed: int = 0, batch_size: int = 1
+        self, num_classes: int, mixing: Mixing, label_smoothing: float = 0.0, seed: int = 0, batch_size: int = 2
     ) -> None:
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing={label_smoothing!r} must be in [0, 1)")
+        if mixing.enabled and (batch_size < 2 or batch_size % 2):
+            raise ValueError(f"batch_size={batch_size!r} must be even, because images are mixed in pairs")
         self.num_classes = num_classes
         self.mixing = mixing
         self.label_smoothing = label_smoothing
@@ -108,8 +111,9 @@ class SoftTargetCollator:
             return {"pixel_values": pixels, "labels": labels}
         targets = self.targets(labels)
         if self.mixing.enabled:
-            draws = [sample.get("draw") or Draw(sample.get("index", 0), 0, row) for row, sample in enumerate(samples)]
-            pixels, targets = self._mix(pixels, targets, draws)
+            if any("draw" not in sample for sample in samples):
+                raise ValueError("mixing needs samples that carry their draw; index the data set by DrawSampler's")
+            pixels, targets = self._mix(pixels, targets, [sample["draw"] for sample in samples])
         return {"pixel_values": pixels, "labels": targets}
 
     def targets(self, labels: Tensor) -> Tensor:

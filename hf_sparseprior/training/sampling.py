@@ -60,7 +60,8 @@ class DrawSampler(Sampler):
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self.epoch
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
+        # "order": padded with zeros, [seed, epoch] alone would be the generator of image 0's augmentation.
+        order = np.random.default_rng([self.seed, epoch, *b"order"]).permutation(self.num_samples)
         if self.repeats == 1:
             yield from (Draw(int(index), epoch, position) for position, index in enumerate(order[: self.length]))
             return

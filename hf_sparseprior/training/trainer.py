@@ -115,6 +115,13 @@ class SparsePriorTrainer(Trainer):
         self._logged_at, self._logged_data = now, self.data_seconds
         super().log(logs, start_time)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """One epoch. With `max_steps`, transformers takes a step too many when it resumes from the last checkpoint."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
     # ---- loss -------------------------------------------------------------------------------------------------------
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | int | None:
@@ -134,9 +141,9 @@ class SparsePriorTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The loss of a micro-batch, weighted so that a step's gradient is that of the mean over its samples."""
-        labels = inputs.get("labels")
+        labels: Any = inputs.get("labels")
         size = None if labels is None else len(labels)
-        if labels is not None and labels.is_floating_point() and not self._multi_label():
+        if self._are_probabilities(labels):
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
             loss = soft_target_loss(outputs, labels)
         else:
@@ -149,8 +156,10 @@ class SparsePriorTrainer(Trainer):
             loss = loss * (size * self.accelerator.num_processes / num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
-    def _multi_label(self) -> bool:
-        return getattr(getattr(self.model, "config", None), "problem_type", None) == "multi_label_classification"
+    def _are_probabilities(self, labels: Any) -> bool:
+        problem = getattr(getattr(self.model, "config", None), "problem_type", None)
+        floating = torch.is_tensor(labels) and labels.is_floating_point() and labels.dim() == 2
+        return floating and problem not in ("multi_label_classification", "regression")
 
     # ---- moving average ---------------------------------------------------------------------------------------------
 
@@ -160,7 +169,8 @@ class SparsePriorTrainer(Trainer):
         """Evaluate; with a moving average, also that: its metrics stand beside the others, the predictions do not."""
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self.weight_average is not None:
-            with self.weight_average.swapped_in():
+            # Every pass over a DataLoader draws a number; training must not depend on this second pass.
+            with self.weight_average.swapped_in(), torch.random.fork_rng(devices=[]):
                 averaged = super().evaluation_loop(
                     dataloader, f"{description}, average", *args, metric_key_prefix=f"{metric_key_prefix}_ema", **kwargs
                 )

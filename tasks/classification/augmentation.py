@@ -7,6 +7,7 @@ kornia's crop does not.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,20 +80,25 @@ class AugmentationConfig:
         _check_range("label_smoothing", self.label_smoothing, 0.0, 0.999)
         for name, high in (("scale", 1.0), ("ratio", float("inf"))):
             value = getattr(self, name)
-            if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2 or value[0] > value[1]:
+            if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
                 raise ValueError(f"augmentation.{name}={value!r} must be two numbers, the smaller one first")
             for end in value:
                 _check_range(name, end, 1e-6, high)
+            if value[0] > value[1]:
+                raise ValueError(f"augmentation.{name}={value!r} must be two numbers, the smaller one first")
         for name, low in (("padding", 0), ("repeats", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"augmentation.{name}={value!r} must be an integer of {low} or more")
         if self.eval_crop_ratio is not None:
             _check_range("eval_crop_ratio", self.eval_crop_ratio, 1e-6, 1.0)
-        if self.force_color_jitter not in (True, False):
+        if not isinstance(self.force_color_jitter, bool):
             raise ValueError(f"augmentation.force_color_jitter={self.force_color_jitter!r} must be true or false")
         if self.randaugment is not None:
-            parse_policy(self.randaugment)
+            try:
+                parse_policy(self.randaugment)
+            except ValueError as error:
+                raise ValueError(f"augmentation.{error}") from None
 
     @property
     def mixing(self) -> Mixing:
@@ -106,8 +112,10 @@ class AugmentationConfig:
 
 
 def _check_range(name: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ValueError(f"augmentation.{name}={value!r} must be a number in {low:g}..{high:g}")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not low <= value <= high:
+        allowed = f"of {low:g} or more" if math.isinf(high) else f"in {low:g}..{high:g}"
+        raise ValueError(f"augmentation.{name}={value!r} must be a number {allowed}")
 
 
 class Augmentation:
@@ -155,7 +163,8 @@ class Augmentation:
     def __call__(self, image: Image.Image, random: np.random.Generator) -> Tensor:
         """Augment one image with the numbers that `random` gives."""
         with torch.random.fork_rng(devices=[]):  # kornia draws from torch's global generator
-            torch.manual_seed(int(random.integers(2**63)))
+            # Not torch.manual_seed, which seeds accelerators too, and with them dropout in training.
+            torch.default_generator.manual_seed(int(random.integers(2**63)))
             image = self._crop(image)
             if random.random() < self.config.flip:
                 image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -180,8 +189,8 @@ class Augmentation:
         corners = self.box.forward_parameters(torch.Size((1, 3, image.height, image.width)))["src"][0]
         left, top = corners[0].tolist()
         right, bottom = (corners[2] + 1).tolist()  # kornia names the last pixel, Pillow the first behind it
-        box = (left, top, min(right, image.width), min(bottom, image.height))
-        return image.resize((width, height), self.resample, box=box)
+        # Cut first: resize(box=...) would look at pixels outside the box.
+        return image.crop((int(left), int(top), int(right), int(bottom))).resize((width, height), self.resample)
 
     def _erase(self, pixels: Tensor) -> Tensor:
         assert self.erasing is not None

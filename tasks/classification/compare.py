@@ -28,9 +28,11 @@ import numpy as np
 import yaml
 from transformers.utils import logging as transformers_logging
 
+from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.hub import write_text
 from tasks.classification.config import (
+    MODEL_EXTRAS,
     SECTIONS,
     apply_overrides,
     check_config,
@@ -73,25 +75,54 @@ def load_comparison(path: str | Path, overrides: Sequence[str] = ()) -> Comparis
         raise ValueError(f"{path}: base={base!r} must be the name of a configuration file")
     if not isinstance(variants, dict) or not variants:
         raise ValueError(f"{path}: variants={variants!r} must hold a name and changes for each row")
-    if not isinstance(seeds, list) or not seeds or any(not isinstance(s, int) or isinstance(s, bool) for s in seeds):
-        raise ValueError(f"{path}: seeds={seeds!r} must be a list of integers")
+    check_seeds(seeds, str(path))
+    _refuse_own([override.partition("=")[0] for override in overrides], "the command line")
     shared = load_config(path.parent / base, overrides)
     configs = {}
     for name, changes in variants.items():
-        if not re.fullmatch(r"[\w+.,=-]+", str(name)):
-            raise ValueError(f"{path}: variant {name!r} must be a name of letters, digits and + - _ . , = only")
-        config = copy.deepcopy(shared)
-        check_known(changes or {}, SECTIONS, f"{path}, variant {name!r}")
-        for section, values in (changes or {}).items():
+        if not re.fullmatch(r"[\w+,=][\w+.,=-]*", str(name)):
+            raise ValueError(
+                f"{path}: variant {name!r} must be a name of letters, digits and + - _ . , = only, not starting with "
+                "- or ."
+            )
+        config, where, changes = copy.deepcopy(shared), f"{path}, variant {name!r}", changes or {}
+        if not isinstance(changes, dict):
+            raise ValueError(f"{where} must hold sections, got {changes!r}")
+        check_known(changes, SECTIONS, where)
+        for section, values in changes.items():
             if not isinstance(values, dict):
-                raise ValueError(f"{path}, variant {name!r}: {section} must hold keys and values, got {values!r}")
+                raise ValueError(f"{where}: {section} must hold keys and values, got {values!r}")
+            _refuse_own([f"{section}.{key}" for key in values], where)
             config[section].update(values)
         try:
             apply_overrides(config, overrides)
             configs[str(name)] = check_config(config)
+            _check_model(config["model"])
         except ValueError as error:
-            raise ValueError(f"{path}, variant {name!r}: {error}") from None
+            raise ValueError(f"{where}: {error}") from None
     return Comparison(path.stem, configs, seeds)
+
+
+def check_seeds(seeds: Any, where: str) -> None:
+    """Raise ValueError unless these are different seeds."""
+    whole = isinstance(seeds, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in seeds)
+    if not whole or not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"{where}: seeds={seeds!r} must be a list of different integers of 0 or more")
+
+
+def _refuse_own(keys: Sequence[str], where: str) -> None:
+    for key in ("trainer.seed", "trainer.output_dir"):
+        if key in keys:
+            raise ValueError(f"{where}: {key} is the comparison's to choose; use `seeds`, --seeds and --out")
+
+
+def _check_model(model: dict[str, Any]) -> None:
+    """Let the model's configuration check itself, before other variants train for hours."""
+    options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
+    if model.get("preset"):
+        SparsePriorViTConfig.from_preset(model["preset"], **options)
+    elif not model.get("pretrained"):
+        SparsePriorViTConfig(**options)
 
 
 def run_comparison(
@@ -106,19 +137,21 @@ def run_comparison(
         variants: only these.
         command: for results.json.
     """
-    names = list(variants or comparison.configs)
+    names = list(dict.fromkeys(variants or comparison.configs))
     done: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     todo = [(seed, name) for seed in comparison.seeds for name in names]
-    for number, (seed, name) in enumerate(todo, start=1):
+    configs, found = [], []
+    for seed, name in todo:
         config = copy.deepcopy(comparison.configs[name])
         config["trainer"].update(seed=seed, output_dir=str(out / name / f"seed{seed}"))
-        path = records / name / f"seed{seed}.json"
-        record = _read_record(path, config)
+        configs.append(config)
+        found.append(_read_record(records / name / f"seed{seed}.json", config))  # all of them before anything runs
+    for number, ((seed, name), config, record) in enumerate(zip(todo, configs, found, strict=True), start=1):
         if record is None:
             print(f"[{number}/{len(todo)}] {name}, seed {seed}", file=sys.stderr, flush=True)
             results = run(config, command=command)
             record = {key: results[key] for key in RECORDED}
-            write_results(path, record)
+            write_results(records / name / f"seed{seed}.json", record)
         done[name].append(record)
     return done
 
@@ -127,7 +160,13 @@ def _read_record(path: Path, config: dict[str, dict[str, Any]]) -> dict[str, Any
     """A finished run's record; an error if it is of another configuration."""
     if not path.exists():
         return None
-    record = read_results(path)
+    try:
+        record = read_results(path)
+        missing = [key for key in RECORDED if key not in record]
+    except (ValueError, TypeError):
+        missing = ["its end"]
+    if missing:
+        raise ValueError(f"{path} is not a whole record, it lacks {', '.join(missing)}; remove it")
     for section, values in config.items():
         stored = record["config"].get(section, {})
         for key in {*values, *stored} - {*COSMETIC}:
@@ -206,7 +245,9 @@ def main(argv: list[str] | None = None) -> int:
         comparison = load_comparison(arguments.config, arguments.overrides)
         if arguments.variants:
             check_known(arguments.variants, list(comparison.configs), arguments.config)
-        comparison.seeds = arguments.seeds or comparison.seeds
+        if arguments.seeds:
+            check_seeds(arguments.seeds, "--seeds")
+            comparison.seeds = arguments.seeds
         out = arguments.out or Path("outputs") / comparison.name
         records = arguments.records or out
         results = run_comparison(comparison, out, records, arguments.variants)

@@ -63,9 +63,7 @@ def make_inputs(
     arguments: Any,
 ) -> Inputs:
     """Datasets, order and collators for the Trainer."""
-    collate = SoftTargetCollator(
-        len(data.classes), augmentation.mixing, augmentation.label_smoothing, arguments.seed, global_batch(arguments)
-    )
+    collate = make_collator(augmentation, len(data.classes), arguments)
     if isinstance(data, StreamData):
         return _stream_inputs(data, config, augmentation, model_config, arguments, collate)
     datasets, processor = make_datasets(data, config, model_config, augmentation, arguments.seed)
@@ -161,6 +159,18 @@ def _make_augmentation(config: AugmentationConfig, model_config: SparsePriorViTC
         model_config.image_mean,
         model_config.image_std,
         model_config.num_channels,
+    )
+
+
+def make_collator(augmentation: AugmentationConfig, num_classes: int, arguments: Any) -> SoftTargetCollator:
+    """Makes training batches, with mixing and label smoothing."""
+    if augmentation.mixing.enabled and arguments.train_batch_size % 2:
+        raise ValueError(
+            f"trainer.per_device_train_batch_size={arguments.per_device_train_batch_size} must be even with "
+            "augmentation.mixup or cutmix, which mix images in pairs"
+        )
+    return SoftTargetCollator(
+        num_classes, augmentation.mixing, augmentation.label_smoothing, arguments.seed, global_batch(arguments)
     )
 
 

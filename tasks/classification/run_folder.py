@@ -30,7 +30,8 @@ def finished_results(out: Path, config: dict[str, Any], overwrite: bool) -> dict
         ValueError: if the folder belongs to another run or to something else, unless `overwrite`.
     """
     if not (out / RUN_CONFIG).exists():
-        if out.exists() and any(out.iterdir()):
+        # A run that was killed while it claimed the folder left at most the scratch file.
+        if out.exists() and any(path.name != f"{RUN_CONFIG}.partial" for path in out.iterdir()):
             raise ValueError(f"trainer.output_dir={out} is not empty and not of this program; choose another folder")
         return None
     differences = config_differences(out, config)

@@ -35,7 +35,7 @@ class StreamedImages(IterableDataset):
         size: number of images if it is known: the length in epochs follows from it.
         seed: of the order; None: the stored order.
         buffer_size: images among which the next one is drawn; shards are shuffled as a whole.
-        processes, batch_size: of an evaluation by several processes: accelerate would fill the last batch up with images
+        processes, batch_size: of an evaluation by several processes: accelerate fills the last batch up with images
             from the start, which would be counted twice. It is filled up with `FILLER` instead.
     """
 

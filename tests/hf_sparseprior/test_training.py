@@ -1,0 +1,383 @@
+"""What the Trainer makes of schedule, soft targets, accumulation, order and resumption."""
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+from transformers import TrainerCallback
+
+import hf_sparseprior as sp
+from hf_sparseprior.training import (
+    Draw,
+    DrawSampler,
+    Mixing,
+    SoftTargetCollator,
+    SparsePriorTrainer,
+    SparsePriorTrainingArguments,
+    soft_target_loss,
+)
+
+CLASSES = 3
+
+
+class Images(Dataset):
+    """Indexed by number or Draw; `augment` adds noise that only the draw decides."""
+
+    def __init__(self, number=16, augment=False):
+        self.number, self.augment = number, augment
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, item):
+        index = item.index if isinstance(item, Draw) else item
+        pixels = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(index)) + index % CLASSES
+        if self.augment and isinstance(item, Draw):
+            pixels = pixels + torch.from_numpy(item.random(0).normal(size=(3, 8, 8))).float()
+        sample = {"pixel_values": pixels, "labels": index % CLASSES}
+        return {**sample, "draw": item} if isinstance(item, Draw) else sample
+
+
+class Each(TrainerCallback):
+    """Calls a function behind (or in front of) every optimizer step."""
+
+    def __init__(self, function, event="on_step_end"):
+        setattr(self, event, lambda args, state, control, **kwargs: function(state, **kwargs))
+
+
+def make_model(**settings):
+    torch.manual_seed(0)
+    config = sp.SparsePriorViTConfig(**{
+        "image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 16, "prior": "fibottention+violin", "initializer_range": 0.2, "num_labels": CLASSES,
+        **settings,
+    })  # fmt: skip
+    return sp.SparsePriorViTForImageClassification(config)
+
+
+def make_trainer(folder, model=None, data=None, **options):
+    given = {key: options.pop(key) for key in ("train_sampler", "train_collator") if key in options}
+    arguments = SparsePriorTrainingArguments(
+        output_dir=str(folder), report_to="none", disable_tqdm=True, use_cpu=True, remove_unused_columns=False,
+        **{"per_device_train_batch_size": 8, "num_train_epochs": 1, "learning_rate": 1e-2, "save_strategy": "no",
+           "logging_strategy": "no", **options},
+    )  # fmt: skip
+    return SparsePriorTrainer(model=model or make_model(), args=arguments, train_dataset=data or Images(), **given)
+
+
+def recipe(number=16, seed=0, batch_size=8, repeats=1, mixing=None, smoothing=0.1):
+    """Sampler and collator of a run with soft targets."""
+    collator = SoftTargetCollator(CLASSES, mixing or Mixing(0.8, 1.0), smoothing, seed, batch_size)
+    return {"train_sampler": DrawSampler(number, seed, repeats), "train_collator": collator}
+
+
+# ---- schedule -------------------------------------------------------------------------------------------------------
+
+
+def test_the_schedule_of_fibottention_table_9(tmp_path):
+    """Warm-up from 1e-6 to 1e-3 in 5 of 100 epochs, then a cosine to 1e-5 at the last step."""
+    steps_per_epoch, rates = 2, []
+    trainer = make_trainer(
+        tmp_path, data=Images(2), per_device_train_batch_size=1, num_train_epochs=100,
+        learning_rate=1e-3, warmup_steps=0.05,
+        lr_scheduler_type="cosine_warmup_with_min_lr", lr_scheduler_kwargs={"warmup_lr_rate": 1e-3, "min_lr": 1e-5},
+    )  # fmt: skip
+    trainer.add_callback(
+        Each(lambda state, optimizer, **_: rates.append(optimizer.param_groups[0]["lr"]), "on_pre_optimizer_step")
+    )
+    trainer.train()
+    warm, total = 5 * steps_per_epoch, 100 * steps_per_epoch
+    expected = [1e-6 + (1e-3 - 1e-6) * step / (warm - 1) for step in range(warm)]
+    for step in range(1, total - warm + 1):
+        expected.append(1e-5 + (1e-3 - 1e-5) * (1 + math.cos(math.pi * step / (total - warm))) / 2)
+    assert rates == pytest.approx(expected, rel=1e-9)
+    assert (rates[0], max(rates), rates[-1]) == pytest.approx((1e-6, 1e-3, 1e-5))
+
+
+# ---- loss -----------------------------------------------------------------------------------------------------------
+
+
+def soft(labels):
+    return F.one_hot(labels, CLASSES).float()
+
+
+@pytest.mark.parametrize("distillation", [False, True])
+def test_soft_targets_of_hard_labels_give_the_models_own_loss(distillation):
+    model = make_model(use_distillation_token=distillation).eval()
+    pixels, labels = torch.randn(5, 3, 8, 8), torch.tensor([0, 1, 2, 2, 0])
+    outputs = model(pixels, labels=labels)
+    loss = soft_target_loss(outputs, soft(labels))
+    torch.testing.assert_close(loss, outputs.loss)
+    if distillation:
+        heads = [outputs.class_logits, outputs.distillation_logits]
+        torch.testing.assert_close(loss, sum(F.cross_entropy(head, labels) for head in heads) / 2)
+    else:
+        torch.testing.assert_close(loss, F.cross_entropy(outputs.logits, labels))
+
+
+def test_soft_target_loss_is_cross_entropy_in_float64():
+    logits, targets = torch.randn(7, CLASSES), torch.rand(7, CLASSES)
+    targets = targets / targets.sum(1, keepdim=True)
+    probabilities = logits.double().exp() / logits.double().exp().sum(1, keepdim=True)
+    expected = -(targets.double() * probabilities.log()).sum(1).mean()
+    torch.testing.assert_close(soft_target_loss({"logits": logits}, targets).double(), expected, atol=1e-6, rtol=1e-6)
+    half = soft_target_loss({"logits": logits.bfloat16()}, targets)
+    assert half.dtype == torch.float32 and half.item() == pytest.approx(expected.item(), rel=1e-2)
+
+
+def gradients_of_one_step(folder, batch, accumulation, collator, number=8, **options):
+    """Gradients that the optimizer sees in the only step of an epoch, by name, and the logged loss."""
+    found = {}
+    trainer = make_trainer(
+        folder, make_model(**options), Images(number), train_sampler=DrawSampler(number), train_collator=collator,
+        per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, max_grad_norm=0.0,
+    )  # fmt: skip
+    keep = lambda state, model, **_: found.update({n: p.grad.double().clone() for n, p in model.named_parameters()})  # noqa: E731
+    trainer.add_callback(Each(keep, "on_pre_optimizer_step"))
+    loss = trainer.train().training_loss
+    assert trainer.state.global_step == 1
+    return found, loss
+
+
+@pytest.mark.parametrize("distillation", [False, True])
+@pytest.mark.parametrize("kind", ["hard", "smoothed", "mixed"])
+def test_a_step_is_that_of_the_mean_over_its_samples_however_they_are_split(tmp_path, kind, distillation):
+    mixing = Mixing(0.8, 1.0) if kind == "mixed" else Mixing()
+    collator = SoftTargetCollator(CLASSES, mixing, 0.0 if kind == "hard" else 0.1, batch_size=8)
+    options = {"use_distillation_token": distillation}
+    expected, loss = gradients_of_one_step(tmp_path, 8, 1, collator, **options)
+
+    # By hand, in float64: no Trainer.
+    model = make_model(**options).double().train()
+    batch = collator([Images()[draw] for draw in DrawSampler(8)])
+    targets = batch["labels"] if batch["labels"].dim() == 2 else soft(batch["labels"])
+    outputs = model(batch["pixel_values"].double())
+    heads = [outputs.class_logits, outputs.distillation_logits] if distillation else [outputs.logits]
+    by_hand = sum(-(targets.double() * head.log_softmax(1)).sum(1).mean() for head in heads) / len(heads)
+    by_hand.backward()
+    assert loss == pytest.approx(by_hand.item(), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(expected[name], parameter.grad, atol=1e-6, rtol=1e-3, msg=name)
+
+    splits = [(4, 2), (2, 4)] if kind == "mixed" else [(4, 2), (2, 4), (1, 8), (3, 3)]  # 3 + 3 + 2
+    for size, accumulation in splits:
+        found, split_loss = gradients_of_one_step(tmp_path, size, accumulation, collator, **options)
+        assert split_loss == pytest.approx(loss, rel=1e-5)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, atol=2e-7, rtol=1e-4, msg=f"{name}, {size}")
+
+
+def test_a_shorter_last_step_weighs_its_samples_alike(tmp_path):
+    """10 samples in micro-batches of 4, two to a step: the second step has 2 samples, the mean is over 2."""
+    steps, collator = [], SoftTargetCollator(CLASSES, Mixing(), 0.1)
+    trainer = make_trainer(
+        tmp_path, data=Images(10), train_sampler=DrawSampler(10), train_collator=collator, learning_rate=0.0,
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, max_grad_norm=0.0, weight_decay=0.0,
+    )  # fmt: skip
+    keep = lambda state, model, **_: steps.append(model.classifier.weight.grad.clone())  # noqa: E731
+    trainer.add_callback(Each(keep, "on_pre_optimizer_step"))
+    trainer.train()
+    draws = list(DrawSampler(10))
+    for found, part in zip(steps, (draws[:8], draws[8:]), strict=True):
+        model, batch = make_model().train(), collator([Images()[draw] for draw in part])
+        F.cross_entropy(model(batch["pixel_values"]).logits, batch["labels"]).backward()
+        torch.testing.assert_close(found, model.classifier.weight.grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("problem", "labels", "loss"),
+    [
+        ("multi_label_classification", torch.tensor([[1.0, 0, 1]] * 4), F.binary_cross_entropy_with_logits),
+        ("regression", torch.tensor([[0.5, 0.1, -1]] * 4), F.mse_loss),
+        (None, torch.tensor([[0.5, 0.3, 0.2]] * 4), F.cross_entropy),
+        (None, torch.tensor([0, 1, 2, 0]), F.cross_entropy),
+    ],
+)
+def test_floating_labels_are_probabilities_unless_the_model_says_otherwise(tmp_path, problem, labels, loss):
+    model = make_model(problem_type=problem).eval()
+    pixels = torch.randn(4, 3, 8, 8)
+    found = make_trainer(tmp_path, model).compute_loss(model, {"pixel_values": pixels, "labels": labels})
+    torch.testing.assert_close(found, loss(model(pixels).logits, labels))
+    assert model.config.problem_type == problem or labels.dim() == 1  # soft targets leave the config alone
+
+
+def test_regression_of_one_number(tmp_path):
+    model, labels = make_model(num_labels=1).eval(), torch.tensor([0.5, 1.5])
+    pixels = torch.randn(2, 3, 8, 8)
+    found = make_trainer(tmp_path, model).compute_loss(model, {"pixel_values": pixels, "labels": labels})
+    torch.testing.assert_close(found, F.mse_loss(model(pixels).logits.squeeze(), labels))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bf16": True}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}], ids=str
+)
+def test_soft_targets_train_in_bfloat16_and_compiled(tmp_path, options):
+    losses = []
+    for settings in ({}, options):
+        trainer = make_trainer(tmp_path, per_device_train_batch_size=4, **recipe(batch_size=4), **settings)
+        losses.append(trainer.train().training_loss)
+    assert losses[1] == pytest.approx(losses[0], rel=3e-2 if "bf16" in options else 1e-5)
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+PROCESSES = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from test_training import CLASSES, Mixing, SoftTargetCollator, gradients_of_one_step
+import torch.distributed as dist
+
+collator = SoftTargetCollator(CLASSES, Mixing(0.8, 1.0), 0.1, batch_size=8)
+found, loss = gradients_of_one_step(sys.argv[2], 2, 2, collator)
+if not dist.is_initialized() or dist.get_rank() == 0:
+    torch.save(found, sys.argv[2] + "/gradients.pt")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_step_of_one(tmp_path):
+    """2 processes with 2 micro-batches of 2: the gradient of one batch of 8, mixed alike."""
+    collator = SoftTargetCollator(CLASSES, Mixing(0.8, 1.0), 0.1, batch_size=8)
+    expected, _ = gradients_of_one_step(tmp_path, 8, 1, collator)
+    (tmp_path / "script.py").write_text(PROCESSES)
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d",
+         "--rdzv-endpoint=localhost:0", str(tmp_path / "script.py"), str(Path(__file__).parent), str(tmp_path)],
+        check=True, cwd=Path(__file__).parents[2], capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    for name, value in torch.load(tmp_path / "gradients.pt").items():
+        torch.testing.assert_close(value, expected[name], atol=2e-7, rtol=1e-4, msg=name)
+
+
+# ---- order and resumption -------------------------------------------------------------------------------------------
+
+
+def record_indices(trainer):
+    """Draws of every micro-batch that reaches the collator."""
+    seen, collate = [], trainer.train_collator
+
+    def collator(samples):
+        seen.append([sample["draw"] for sample in samples])
+        return collate(samples)
+
+    trainer.train_collator = collator
+    return seen
+
+
+def test_each_epoch_has_its_own_order(tmp_path):
+    trainer = make_trainer(tmp_path, num_train_epochs=3, per_device_train_batch_size=4, **recipe(14))
+    seen = record_indices(trainer)
+    trainer.train()
+    draws = list(itertools.chain(*seen))
+    sampler = DrawSampler(14)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        assert draws[14 * epoch : 14 * epoch + 14] == list(sampler)
+
+
+class Killed(Exception):
+    pass
+
+
+def kill_at(step):
+    def check(state, **_):
+        if state.global_step == step:
+            raise Killed
+
+    return Each(check)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stop", [7, 11])  # of 4 or 8 steps an epoch, a checkpoint every 3
+def test_a_whole_recipe_resumed_in_the_middle_of_an_epoch_is_bit_equal(tmp_path, stop, accumulation):
+    """Weights, moving average, optimizer and schedule; mixing, repeats, dropout and layer decay."""
+
+    def trainer_in(folder):
+        settings = {"drop_path_rate": 0.2, "hidden_dropout_prob": 0.1, "pooling": "mean"}
+        return make_trainer(
+            tmp_path / folder, make_model(**settings), Images(30, augment=True), num_train_epochs=4,
+            per_device_train_batch_size=4, gradient_accumulation_steps=accumulation, save_strategy="steps",
+            save_steps=3, layer_decay=0.7, ema_decay=0.9, weight_decay=0.05, eval_strategy="no",
+            lr_scheduler_type="cosine_warmup_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-4}, warmup_steps=4,
+            **recipe(30, batch_size=4 * accumulation, repeats=3),
+        )  # fmt: skip
+
+    whole = trainer_in("whole")
+    whole.train()
+    broken = trainer_in("broken")
+    broken.add_callback(kill_at(stop))
+    with pytest.raises(Killed):
+        broken.train()
+    torch.manual_seed(99)  # whatever the new process starts with must not matter
+    resumed = trainer_in("broken")
+    torch.nn.init.normal_(resumed.model.classifier.weight)
+    seen = record_indices(resumed)
+    resumed.train(resume_from_checkpoint=True)
+    first = stop // 3 * 3 % (8 // accumulation) * accumulation * 4
+    assert seen[0][0].position in (0, first)  # accelerate may collate what it skips
+    assert resumed.state.global_step == whole.state.global_step == 4 * (8 // accumulation)
+    for (name, expected), value in zip(
+        whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(expected, value), name
+    for name, expected in whole.weight_average.averages.items():
+        assert torch.equal(expected, resumed.weight_average.averages[name]), name
+    for one, other in zip(whole.optimizer.param_groups, resumed.optimizer.param_groups, strict=True):
+        assert one["lr"] == other["lr"] and one["weight_decay"] == other["weight_decay"]
+        for p, q in zip(one["params"], other["params"], strict=True):
+            for key in ("exp_avg", "exp_avg_sq", "step"):
+                assert torch.equal(whole.optimizer.state[p][key], resumed.optimizer.state[q][key])
+
+
+def test_resumed_behind_its_last_step_a_run_is_over(tmp_path):
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3, "per_device_train_batch_size": 2}
+    whole = make_trainer(tmp_path, ema_decay=0.9, **options)
+    whole.train()
+    resumed = make_trainer(tmp_path, ema_decay=0.9, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
+    for (name, expected), value in zip(
+        whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(expected, value), name
+        assert torch.equal(whole.weight_average.averages[name], resumed.weight_average.averages[name]), name
+
+
+def test_the_checkpoint_of_a_run_holds_its_average(tmp_path):
+    trainer = make_trainer(tmp_path, save_strategy="epoch", ema_decay=0.9, **recipe())
+    trainer.train()
+    stored = load_file(tmp_path / "checkpoint-2" / "ema.safetensors")
+    assert all(torch.equal(stored[name], value) for name, value in trainer.weight_average.averages.items())
+
+
+def test_a_checkpoint_without_average_is_refused_when_one_is_wanted(tmp_path):
+    make_trainer(tmp_path, save_strategy="epoch").train()
+    with pytest.raises(ValueError, match="kept no moving average"):
+        make_trainer(tmp_path, ema_decay=0.9, num_train_epochs=2).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_change_nothing(tmp_path, workers):
+    def batches(number):
+        trainer = make_trainer(
+            tmp_path, data=Images(20, augment=True), per_device_train_batch_size=4,
+            dataloader_num_workers=number, **recipe(20, batch_size=4, repeats=2),
+        )  # fmt: skip
+        return list(trainer.get_train_dataloader())
+
+    for one, other in zip(batches(0), batches(workers), strict=True):
+        assert torch.equal(one["pixel_values"], other["pixel_values"]) and torch.equal(one["labels"], other["labels"])
+
+
+def test_evaluation_keeps_hard_labels(tmp_path):
+    trainer = make_trainer(tmp_path, **recipe())
+    trainer.get_train_dataloader()
+    assert next(iter(trainer.get_eval_dataloader(Images())))["labels"].dtype == torch.int64

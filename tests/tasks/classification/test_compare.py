@@ -1,0 +1,360 @@
+import copy
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from hf_sparseprior.training import SoftTargetCollator
+from tasks.classification import compare
+from tasks.classification import train as training
+from tasks.classification.compare import load_comparison, run_comparison, spread, table
+
+BASE = {
+    "data": {"source": "digits"},
+    "augmentation": {"crop": "random", "padding": 1, "mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1},
+    "model": {
+        "prior": "dense", "image_size": 8, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "intermediate_size": 16, "drop_path_rate": 0.1,
+    },
+    "trainer": {
+        "max_steps": 6, "per_device_train_batch_size": 16, "per_device_eval_batch_size": 512, "learning_rate": 5e-2,
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "ema_decay": 0.5,
+        "layer_decay": 0.8, "disable_tqdm": True, "use_cpu": True, "seed": 77,
+    },
+}  # fmt: skip
+VARIANTS = {"dense": {}, "violin": {"model": {"prior": "violin"}}}
+# What two runs of one configuration may differ in.
+TIMES = ("seconds", "seconds_per_step", "data_wait", "config")
+
+
+def write(folder, variants=VARIANTS, seeds=(0, 1), **content):
+    folder.mkdir(exist_ok=True)
+    (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump({"base": "base.yaml", "seeds": list(seeds), "variants": variants, **content}))
+    return path
+
+
+def same(results):
+    """Records by variant, without what may differ."""
+    return {
+        name: [{key: value for key, value in record.items() if key not in TIMES} for record in runs]
+        for name, runs in results.items()
+    }
+
+
+def weights(folder):
+    """The checksum of each run's model."""
+    found = {path.parent: json.loads(path.read_text())["model_sha256"] for path in folder.rglob("results.json")}
+    return {str(path.relative_to(folder)): checksum for path, checksum in found.items()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A whole comparison: its file, folder of records, results, and the draws of each run's batches."""
+    folder = tmp_path_factory.mktemp("comparison")
+    path, draws = write(folder), []
+    with pytest.MonkeyPatch.context() as patch:
+        train, collate = compare.run, SoftTargetCollator.__call__
+        patch.setattr(compare, "run", lambda *args, **options: (draws.append([]), train(*args, **options))[1])
+        patch.setattr(
+            SoftTargetCollator,
+            "__call__",
+            lambda self, samples: (draws[-1].extend(s["draw"] for s in samples), collate(self, samples))[1],
+        )
+        results = run_comparison(load_comparison(path), folder / "out", folder / "records")
+    return path, folder / "records", results, draws
+
+
+def test_seeds_take_turns_and_each_run_leaves_a_record(finished):
+    _, records, results, _ = finished
+    assert list(results) == ["dense", "violin"]
+    for name, runs in results.items():
+        assert [record["seed"] for record in runs] == [0, 1]
+        assert all(record["prior"] == name and record["steps"] == 6 for record in runs)
+        assert all("test_ema_accuracy" in record["metrics"] for record in runs)
+        assert [json.loads((records / name / f"seed{seed}.json").read_text()) for seed in (0, 1)] == runs
+
+
+def test_variants_of_one_seed_see_the_same_images_in_the_same_order(finished):
+    draws = finished[3]
+    assert len(draws) == 4  # dense 0, violin 0, dense 1, violin 1
+    assert draws[0] == draws[1] and draws[2] == draws[3] and draws[0] != draws[2]
+    assert len(draws[0]) >= 6 * 16
+
+
+def forbid(patch):
+    patch.setattr(compare, "run", lambda *args, **options: pytest.fail("trained again"))
+
+
+def test_nothing_is_done_twice(finished, monkeypatch, tmp_path):
+    path, records, results, _ = finished
+    forbid(monkeypatch)
+    assert run_comparison(load_comparison(path), tmp_path / "elsewhere", records) == results
+    assert run_comparison(load_comparison(path), tmp_path, records, ["violin", "violin"]) == {
+        "violin": results["violin"]
+    }
+
+
+def test_one_more_seed_runs_only_that(finished, tmp_path, monkeypatch):
+    _, records, results, _ = finished
+    started = []
+    monkeypatch.setattr(compare, "run", lambda config, **_: started.append(config["trainer"]) or results["dense"][0])
+    path = write(tmp_path, seeds=(0, 1, 2))
+    copied = tmp_path / "records"
+    for name, seed in itertools.product(results, (0, 1)):
+        (copied / name).mkdir(parents=True, exist_ok=True)
+        (copied / name / f"seed{seed}.json").write_bytes((records / name / f"seed{seed}.json").read_bytes())
+    run_comparison(load_comparison(path), tmp_path / "out", copied)
+    assert [(t["seed"], Path(t["output_dir"]).parts[-2:]) for t in started] == [
+        (2, ("dense", "seed2")),
+        (2, ("violin", "seed2")),
+    ]
+
+
+def test_a_record_of_another_configuration_is_refused_before_anything_runs(finished, monkeypatch, tmp_path):
+    path, records, _, _ = finished
+    forbid(monkeypatch)
+    comparison = load_comparison(path, ["trainer.learning_rate=1e-3"])
+    comparison.configs = {"new": copy.deepcopy(comparison.configs["dense"]), **comparison.configs}
+    with pytest.raises(ValueError, match=r"seed0.json is of another configuration \(trainer.learning_rate: 0.05 there"):
+        run_comparison(comparison, tmp_path, records)
+
+
+@pytest.mark.parametrize("content", ["", '{"metrics": {}', "{}", "[]", '"text"', "null"])
+def test_a_damaged_record_is_named(finished, content, tmp_path):
+    path = finished[0]
+    (tmp_path / "dense").mkdir()
+    (tmp_path / "dense" / "seed0.json").write_text(content)
+    with pytest.raises(ValueError, match=r"seed0.json is not a whole record, .*; remove it"):
+        run_comparison(load_comparison(path), tmp_path / "out", tmp_path)
+
+
+# ---- kills ----------------------------------------------------------------------------------------------------------
+
+KILLS = """
+import os, signal, sys, torch
+from pathlib import Path
+from transformers import Trainer
+from tasks.classification.compare import load_comparison, run_comparison
+
+path, folder = Path(sys.argv[1]), Path(sys.argv[2])
+step, replace, save = Trainer.training_step, os.replace, torch.save
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def in_step(trainer, *args, **kwargs):
+    return die() if trainer.state.global_step == 3 else step(trainer, *args, **kwargs)
+
+def before(name):  # the file is about to appear
+    return lambda source, target: die() if Path(target).name == name else replace(source, target)
+
+def behind(name):
+    return lambda source, target: (replace(source, target), Path(target).name == name and die())
+
+def half(name):
+    def write(value, target, *args, **kwargs):
+        if Path(str(target)).name == name:
+            Path(target).write_bytes(b"PK half")
+            die()
+        return save(value, target, *args, **kwargs)
+    return write
+
+# Each process goes on where the one before was killed.
+POINTS = [
+    (os, "replace", before("run_config.json")),  # dense, seed 0: claiming its folder
+    (os, "replace", behind("run_config.json")),
+    (torch, "save", half("scheduler.pt")),  # saving the first checkpoint
+    (Trainer, "training_step", in_step),
+    (os, "replace", before("results.json")),
+    (os, "replace", behind("results.json")),  # done, but without a record
+    (os, "replace", before("seed0.json")),
+    (os, "replace", behind("seed0.json")),  # between two runs
+    (Trainer, "training_step", in_step),  # violin, seed 0
+]
+for number, point in enumerate(POINTS):
+    child = os.fork()
+    if not child:
+        setattr(*point)
+        run_comparison(load_comparison(path), folder / "out", folder / "records")
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (number, status)
+    done = sorted(str(p.relative_to(folder / "records")) for p in (folder / "records").rglob("seed*.json"))
+    assert done == (["dense/seed0.json"] if number >= 7 else []), (number, done)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_same_command_goes_on(finished, tmp_path):
+    path, records, results, _ = finished
+    process = subprocess.run(
+        [sys.executable, "-c", KILLS, str(path), str(tmp_path)], capture_output=True, text=True, check=False,
+        cwd=Path(__file__).parents[3], env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr[-3000:]
+    again = run_comparison(load_comparison(path), tmp_path / "out", tmp_path / "records")
+    assert same(again) == same(results)
+    assert weights(tmp_path / "out") == weights(records.parent / "out")
+    configurations = [record["config"] for record in itertools.chain(*again.values())]
+    assert all(config["trainer"]["output_dir"].startswith(str(tmp_path)) for config in configurations)
+    # The run that was killed in a step went on from its checkpoint.
+    assert (
+        json.loads((tmp_path / "out" / "violin" / "seed0" / "results.json").read_text())["resumed_from"]
+        == "checkpoint-2"
+    )
+
+
+def test_interrupted_between_and_in_runs_it_goes_on_to_the_same_records(finished, tmp_path, monkeypatch, capsys):
+    path, _, results, _ = finished
+    whole, steps, started = training.SparsePriorTrainer.training_step, [], []
+
+    def stop(trainer, *args, **kwargs):
+        steps.append(trainer.state.global_step)
+        if len(steps) == 6 + 4:  # in the second run, behind its checkpoint at step 2
+            raise KeyboardInterrupt
+        return whole(trainer, *args, **kwargs)
+
+    arguments = ["--config", str(path), "--out", str(tmp_path / "out"), "--records", str(tmp_path / "records")]
+    with monkeypatch.context() as patch:
+        patch.setattr(training.SparsePriorTrainer, "training_step", stop)
+        assert compare.main(arguments) == 130
+    assert "the same command goes on where it stopped" in capsys.readouterr().err
+    train = compare.run
+    monkeypatch.setattr(compare, "run", lambda c, **o: (started.append(c["trainer"]["output_dir"]), train(c, **o))[1])
+    assert compare.main(arguments) == 0
+    assert [str(Path(out).relative_to(tmp_path / "out")) for out in started] == [
+        "violin/seed0", "dense/seed1", "violin/seed1",
+    ]  # fmt: skip
+    found = {
+        name: [json.loads((tmp_path / "records" / name / f"seed{seed}.json").read_text()) for seed in (0, 1)]
+        for name in VARIANTS
+    }
+    assert same(found) == same(results)
+    # One table, one picture, and all the numbers.
+    assert (tmp_path / "records" / "table.md").read_text().strip() in capsys.readouterr().out
+    assert (tmp_path / "records" / "results.png").stat().st_size > 5000
+    summary = json.loads((tmp_path / "records" / "summary.json").read_text())
+    assert summary == {name: [record["metrics"] for record in runs] for name, runs in results.items()}
+
+
+# ---- configurations -------------------------------------------------------------------------------------------------
+
+
+def test_variants_do_not_leak_into_each_other(tmp_path):
+    shared = {"name": "violin", "decay": {"name": "violin"}}
+    variants = {
+        "first": {"model": {"hidden_size": 16, "num_attention_heads": 4}, "trainer": {"weight_decay": 0.3}},
+        "second": {"augmentation": {"mixup": 0.0, "cutmix": 0.0}},
+        "third": None,
+        "fourth": {"model": {"prior": "violin"}},
+    }
+    configs = load_comparison(write(tmp_path, variants)).configs
+    expected = {name: copy.deepcopy(BASE) for name in variants}
+    expected["first"]["model"].update(hidden_size=16, num_attention_heads=4)
+    expected["first"]["trainer"]["weight_decay"] = 0.3
+    expected["second"]["augmentation"].update(mixup=0.0, cutmix=0.0)
+    expected["fourth"]["model"]["prior"] = "violin"
+    assert configs == expected
+    configs["first"]["model"]["hidden_size"] = 0
+    configs["first"]["data"]["source"] = shared
+    assert {name: configs[name] for name in ("second", "third")} == {
+        name: expected[name] for name in ("second", "third")
+    }
+
+
+def test_overrides_reach_every_variant_and_win(tmp_path):
+    configs = load_comparison(write(tmp_path), ["model.prior=fibottention", "trainer.max_steps=2"]).configs
+    assert all(c["model"]["prior"] == "fibottention" and c["trainer"]["max_steps"] == 2 for c in configs.values())
+
+
+@pytest.mark.parametrize("name", ["..", ".", ".hidden", "a/b", "../up", "", "a b", "-x", "a\\b", "ü/"])
+def test_a_variant_cannot_leave_its_folder(tmp_path, name):
+    with pytest.raises(ValueError, match="must be a name of letters"):
+        load_comparison(write(tmp_path, {name: {}}))
+
+
+@pytest.mark.parametrize(
+    ("variants", "message"),
+    [
+        ({"a": {"modle": {}}}, "has no key 'modle'; did you mean 'model'"),
+        ({"a": {"model": {"piror": "dense"}}}, "did you mean 'prior'"),
+        ({"a": {"model": "dense"}}, "model must hold keys and values, got 'dense'"),
+        ({"a": "dense"}, "must hold sections, got 'dense'"),
+        ({"a": 5}, "must hold sections, got 5"),
+        ({"a": {"augmentation": {"mixup": -1}}}, "augmentation.mixup=-1 must be"),
+        ({"ok": {}, "a": {"model": {"prior": "violn"}}}, "violn"),
+        ({"ok": {}, "a": {"model": {"patch_size": 3}}}, "patch_size=3"),
+        ({"ok": {}, "a": {"model": {"preset": "deti"}}}, "deti"),
+        ({"a": {"trainer": {"seed": 4}}}, "trainer.seed is the comparison's to choose"),
+        ({"a": {"trainer": {"output_dir": "x"}}}, "trainer.output_dir is the comparison's to choose"),
+    ],
+)
+def test_a_bad_variant_is_named_before_anything_runs(tmp_path, variants, message):
+    with pytest.raises(ValueError) as error:
+        load_comparison(write(tmp_path, variants))
+    assert message in str(error.value) and "variant 'a'" in str(error.value)
+
+
+@pytest.mark.parametrize("variants", [{}, None, ["dense"], "dense"])
+def test_without_variants_there_is_nothing_to_compare(tmp_path, variants):
+    with pytest.raises(ValueError, match=r"variants=.* must hold a name and changes for each row"):
+        load_comparison(write(tmp_path, variants))
+
+
+@pytest.mark.parametrize("seeds", [[], [0, 0], [-1], [1.5], [True], ["0"], 3, None])
+def test_bad_seeds_are_named(tmp_path, seeds, capsys):
+    path = write(tmp_path)
+    path.write_text(yaml.safe_dump({"base": "base.yaml", "seeds": seeds, "variants": VARIANTS}))
+    with pytest.raises(ValueError, match=r"seeds=.* must be a list of different integers of 0 or more"):
+        load_comparison(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seeds", "1", "1"], "must be a list of different integers"),
+        (["--variants", "vilin"], "did you mean 'violin'"),
+        (["trainer.seed=3"], "trainer.seed is the comparison's to choose"),
+        (["trainer.learning_rate=abc"], "trainer.learning_rate='abc' must be a number"),
+    ],
+)
+def test_the_command_line_reports_errors_in_one_line(tmp_path, capsys, arguments, message):
+    assert compare.main(["--config", str(write(tmp_path)), "--out", str(tmp_path / "out"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+    assert not (tmp_path / "out").exists()
+
+
+# ---- table ----------------------------------------------------------------------------------------------------------
+
+
+def record(accuracy, ema=None, seconds=2.0):
+    metrics = {"test_accuracy": accuracy, **({} if ema is None else {"test_ema_accuracy": ema})}
+    return {"metrics": metrics, "pruning_ratio": 60.0, "parameters": 123, "seconds_per_step": 0.01, "seconds": seconds}
+
+
+def test_the_table_has_mean_and_sample_standard_deviation():
+    lines = table({"a": [record(0.5), record(0.7), record(0.9, seconds=5.0)], "b": [record(0.25)]}).split("\n")
+    assert lines[0].startswith("| prior | test accuracy, %, mean ± std of 3 |") and "average" not in lines[0]
+    assert lines[2] == "| a | 70.00 ± 20.00 | 40.0 | 123 | 10 | 3.0 |"
+    assert lines[3] == "| b | 25.00 | 40.0 | 123 | 10 | 2.0 |"  # a single seed has no deviation
+
+
+def test_the_table_shows_the_moving_average_where_there_is_one():
+    lines = table({"a": [record(0.5, 0.6), record(0.5, 0.8)], "b": [record(0.5)]}).split("\n")
+    assert lines[2].split(" | ")[2] == "70.00 ± 14.14" and lines[3].split(" | ")[2] == "-"
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_spread_is_statistics_of_percent():
+    values = np.random.default_rng(0).random(5)
+    mean, deviation = 100 * values.mean(), 100 * np.sqrt(((values - values.mean()) ** 2).sum() / 4)
+    assert spread(values.tolist()) == f"{mean:.2f} ± {deviation:.2f}"
