@@ -6,6 +6,7 @@ A run that was interrupted goes on from its last checkpoint; a finished run is n
 from __future__ import annotations
 
 import argparse
+import copy
 import signal
 import sys
 import time
@@ -133,7 +134,9 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         return finished
     # Pinned memory only means something beside an accelerator.
     defaults = {**TRAINER_DEFAULTS, "dataloader_pin_memory": torch.cuda.is_available()}
-    arguments = _trainer_errors(SparsePriorTrainingArguments, **{**defaults, **config["trainer"]})
+    # A copy: transformers writes its own defaults into the dictionaries it is given.
+    trainer_section = copy.deepcopy(config["trainer"])
+    arguments = _trainer_errors(SparsePriorTrainingArguments, **{**defaults, **trainer_section})
     data_config, augmentation = DataConfig(**config["data"]), AugmentationConfig(**config["augmentation"])
     data, corrupt = read_data(data_config, arguments)
     set_seed(arguments.seed)
