@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tasks.benchmark import training_loop
+from tasks.classification.config import load_config
+from tasks.classification.train import build_model
+
+CONFIG = Path(__file__).parents[3] / "configs" / "classification" / "cifar10_small_dense.yaml"
+SMALL = ["model.num_hidden_layers=2", "trainer.per_device_train_batch_size=8"]
+
+
+def test_both_loops_train_the_model_alike(monkeypatch):
+    """The comparison is fair only if both do the same: from the same weights, over the same batches."""
+    config = load_config(CONFIG, SMALL)
+    options = {
+        **{"learning_rate": 1e-3, "weight_decay": 0.0, "per_device_train_batch_size": 8, "max_grad_norm": 1.0},
+        **{"lr_scheduler_type": "cosine", "disable_tqdm": True, "report_to": "none", "remove_unused_columns": False},
+        **{"use_cpu": True, "logging_strategy": "no", "eval_strategy": "no", "save_strategy": "no"},
+    }
+    model = build_model(config["model"], training_loop.CLASSES)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    data = training_loop.TensorImages(24, 3, (28, 28))
+    trained = {}
+    monkeypatch.setattr(training_loop.DrawSampler, "__iter__", lambda self: iter(draws()))
+    for name, loop in (("bare", training_loop.bare_steps), ("trainer", training_loop.trainer_steps)):
+        model.load_state_dict(start)
+        assert len(loop(model, data, options, 2)) == 2
+        trained[name] = {key: value.clone() for key, value in model.state_dict().items()}
+    for key, value in trained["bare"].items():
+        torch.testing.assert_close(trained["trainer"][key], value, rtol=0, atol=1e-5)
+        assert not value.equal(start[key]) or "token" in key
+
+
+def draws():
+    from hf_sparseprior.training import Draw
+
+    return [Draw(index, 0, index) for index in range(24)]
+
+
+@pytest.mark.slow
+def test_training_is_at_least_nine_tenths_as_fast_as_a_bare_loop():
+    results = training_loop.measure(load_config(CONFIG, SMALL), steps=20, rounds=5)
+    assert results["share_of_bare_speed"] >= 0.9, results["share_of_each_round"]
+    assert np.isfinite(list(results["seconds_per_step"].values())).all()
+
+
+def test_bad_values_are_one_line(capsys, tmp_path):
+    out = tmp_path / "x.json"
+    assert training_loop.main(["--config", str(CONFIG), "--out", str(out), "model.patch_size=3"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and not out.exists()
