@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.layer_decay import parameter_groups
 from hf_sparseprior.training.sampling import DrawSampler
+
+CLOCK_FILE = "clock.json"
 
 
 class SparsePriorTrainer(Trainer):
@@ -48,7 +52,7 @@ class SparsePriorTrainer(Trainer):
         self.train_sampler = train_sampler
         self.train_collator = train_collator or self.data_collator
         self.weight_average: WeightAverage | None = None
-        self.data_seconds = self.train_seconds = 0.0
+        self.clock = TrainingClock()
         self._logged_at = self._logged_data = 0.0
         self._samples_in_step: Tensor | int | None = None
         if getattr(self.args, "ema_decay", None) is not None and self.is_fsdp_enabled:
@@ -104,15 +108,15 @@ class SparsePriorTrainer(Trainer):
         """The micro-batches of a step; the time that passes here is time without work for the model."""
         start = time.perf_counter()
         batches = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.data_seconds += time.perf_counter() - start
+        self.clock.data_seconds += time.perf_counter() - start
         return batches
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the share of time spent waiting for data beside the training loss."""
         now = time.perf_counter()
         if "loss" in logs and now > self._logged_at:
-            logs["data_wait"] = round((self.data_seconds - self._logged_data) / (now - self._logged_at), 4)
-        self._logged_at, self._logged_data = now, self.data_seconds
+            logs["data_wait"] = round((self.clock.data_seconds - self._logged_data) / (now - self._logged_at), 4)
+        self._logged_at, self._logged_data = now, self.clock.data_seconds
         super().log(logs, start_time)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -180,10 +184,14 @@ class SparsePriorTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.weight_average is not None and self.args.should_save:
             self.weight_average.save(output_dir)
+        if self.args.should_save:
+            self.clock.save(output_dir)
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.clock.load(checkpoint)
         if checkpoint is not None and (average := self._start_average()) is not None:
             average.load(checkpoint)
 
@@ -204,16 +212,49 @@ class SparsePriorTrainer(Trainer):
         return self.weight_average
 
 
+class TrainingClock:
+    """Seconds of training, evaluation between its steps included, and of waiting for data in it; interruptions do not
+    count, and what was done before them does.
+    """
+
+    def __init__(self) -> None:
+        self.train_seconds = self.data_seconds = 0.0
+        self._started: float | None = None
+
+    def start(self) -> None:
+        """Begin or go on."""
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """End, until the next start."""
+        self.train_seconds, self._started = self.seconds(), None
+
+    def seconds(self) -> float:
+        """Of training until now."""
+        return self.train_seconds + (0.0 if self._started is None else time.perf_counter() - self._started)
+
+    def save(self, folder: str) -> None:
+        """Write both numbers into a checkpoint."""
+        numbers = {"train_seconds": self.seconds(), "data_seconds": self.data_seconds}
+        (Path(folder) / CLOCK_FILE).write_text(json.dumps(numbers), encoding="utf-8")
+
+    def load(self, folder: str) -> None:
+        """Read what `save` wrote; an older checkpoint without it leaves the clock at 0."""
+        path = Path(folder) / CLOCK_FILE
+        if path.is_file():
+            numbers = json.loads(path.read_text(encoding="utf-8"))
+            self.train_seconds, self.data_seconds = numbers["train_seconds"], numbers["data_seconds"]
+
+
 class _StepCallback(TrainerCallback):
     """Tells sampler, average and clock what the Trainer is doing."""
 
     def __init__(self, trainer: SparsePriorTrainer) -> None:
         self.trainer = trainer
-        self.start = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.start = time.perf_counter()
-        self.trainer._logged_at = self.start
+        self.trainer.clock.start()
+        self.trainer._logged_at, self.trainer._logged_data = time.perf_counter(), self.trainer.clock.data_seconds
         if self.trainer.weight_average is None:
             self.trainer._start_average()
 
@@ -227,7 +268,7 @@ class _StepCallback(TrainerCallback):
             self.trainer.weight_average.update()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.train_seconds += time.perf_counter() - self.start
+        self.trainer.clock.stop()
 
 
 def soft_target_loss(outputs: Any, targets: Tensor) -> Tensor:

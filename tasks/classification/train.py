@@ -9,7 +9,6 @@ import argparse
 import copy
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -165,13 +164,11 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         trainer.add_callback(OneLineProgress())
     stop = StopOnSignal()
     trainer.add_callback(stop)
-    start = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
-    seconds = time.perf_counter() - start
     if stop.stopped:
         raise RunStopped(f"stopped behind step {trainer.state.global_step}; the same command goes on from there")
     prediction = trainer.predict(inputs.datasets["test"], metric_key_prefix="test")
-    steps_here = trainer.state.global_step - (int(checkpoint.rsplit("-", 1)[1]) if checkpoint else 0)
+    seconds = trainer.clock.seconds()
     predicted = np.argmax(prediction.predictions, -1)
     counts = confusion_matrix(prediction.label_ids, predicted, len(data.classes))
     results = {
@@ -187,8 +184,8 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         "seed": arguments.seed,
         "steps": trainer.state.global_step,
         "seconds": round(seconds, 2),
-        "seconds_per_step": seconds / max(1, steps_here),
-        "data_wait": trainer.data_seconds / max(trainer.train_seconds, 1e-9),
+        "seconds_per_step": seconds / max(1, trainer.state.global_step),
+        "data_wait": trainer.clock.data_seconds / max(seconds, 1e-9),
         "processes": arguments.world_size,
         "resumed_from": checkpoint and Path(checkpoint).name,
         "command": command or command_line(),

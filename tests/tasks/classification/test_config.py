@@ -1,11 +1,16 @@
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from tasks.classification.compare import load_comparison
 from tasks.classification.config import DataConfig, load_config, parse_value
 from tasks.classification.train import build_model
 
-CONFIGS = sorted((Path(__file__).parents[3] / "configs" / "classification").glob("*.yaml"))
+FOLDER = Path(__file__).parents[3] / "configs" / "classification"
+CONFIGS = sorted(FOLDER.glob("*.yaml"))
+COMPARISONS = sorted(FOLDER.glob("compare/*.yaml"))
 
 
 def write(tmp_path, text, name="run.yaml"):
@@ -17,10 +22,51 @@ def write(tmp_path, text, name="run.yaml"):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_configuration_builds_its_model(path):
     config = load_config(path)
-    model = build_model(config["model"], ["a", "b", "c"])
+    with torch.device("meta"):
+        model = build_model(config["model"], ["a", "b", "c"])
     assert model.config.id2label == {0: "a", 1: "b", 2: "c"}
-    expected = config["model"]["prior"]
-    assert model.config.prior_name == expected
+    expected = re.search(r"(dense|fibottention_violin|fibottention|violin|smoke)", path.stem)[1].replace("_", "+")
+    assert model.config.prior_name == ("fibottention+violin" if expected == "smoke" else expected)
+    assert model.config.prior["support"].get("modified", False) == ("modified" in path.stem)
+
+
+@pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
+def test_every_shipped_comparison_builds_its_models(path):
+    comparison = load_comparison(path)
+    ratios = {}
+    for name, config in comparison.configs.items():
+        with torch.device("meta"):
+            ratios[name] = build_model(config["model"], ["a", "b", "c"]).config.pruning_ratio
+    assert len(comparison.seeds) >= 1 and len(ratios) >= 3
+
+
+@pytest.mark.parametrize("data", ["cifar10", "cifar100", "tiny_imagenet", "imagenet"])
+@pytest.mark.parametrize(("model", "width", "heads"), [("vit_base", 768, 12), ("vit_tiny", 192, 3)])
+@pytest.mark.parametrize("prior", ["dense", "fibottention", "fibottention_modified"])
+def test_the_rows_of_fibottention_table_2_are_full_size(data, model, width, heads, prior):
+    config = load_config(FOLDER / f"{data}_{model}_{prior}.yaml")
+    with torch.device("meta"):
+        built = build_model(config["model"], ["a", "b"]).config
+    assert (built.hidden_size, built.num_attention_heads, built.num_hidden_layers) == (width, heads, 12)
+    assert (built.grid, built.num_prefix_tokens) == ((14, 14), 1)
+    if model == "vit_base":  # spec.md, prefix token included
+        golden = {"dense": 0.0, "fibottention": 97.014, "fibottention_modified": 95.241}
+        assert built.pruning_ratio == pytest.approx(golden[prior], abs=5e-4)
+
+
+def test_the_recipe_is_fibottention_table_9():
+    config = load_config(FOLDER / "cifar10_vit_base_fibottention.yaml")
+    augmentation, trainer = config["augmentation"], config["trainer"]
+    assert augmentation["randaugment"] == "rand-m15-n2-mstd1.0-inc1"
+    assert (augmentation["scale"], augmentation["ratio"]) == ([0.08, 1.0], [0.67, 1.5])
+    named = ("flip", "color_jitter", "label_smoothing", "eval_crop_ratio")
+    assert [augmentation[name] for name in named] == [0.5, 0.4, 0.1, 0.9]
+    assert augmentation["mixup"] > 0 and augmentation["cutmix"] > 0 and augmentation["switch_probability"] == 0.5
+    named = ("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "num_train_epochs", "ema_decay")
+    assert [trainer[name] for name in named] == [1e-3, 0.05, 1.0, 1e-6, 100, 0.99992]
+    assert trainer["warmup_steps"] * trainer["num_train_epochs"] == 5
+    rates = trainer["lr_scheduler_kwargs"]
+    assert rates["min_lr"] == 1e-5 and rates["warmup_lr_rate"] * trainer["learning_rate"] == pytest.approx(1e-6)
 
 
 def test_base_is_inherited_and_overridden(tmp_path):
