@@ -30,6 +30,7 @@ from hf_sparseprior.training import (
 )
 from tasks.classification.augmentation import AugmentationConfig
 from tasks.classification.config import DataConfig, check_config, load_config
+from tasks.classification.evaluate import load_whole_model
 from tasks.classification.inputs import make_inputs, read_data
 from tasks.classification.metrics import compute_metrics, confusion_matrix
 from tasks.classification.report import (
@@ -196,6 +197,8 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         "history": trainer.state.log_history,
     }
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # by all processes: each may hold a part
+    # A compiled model puts this in front of its names.
+    weights = {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
     if trainer.is_world_process_zero():
         _write_outputs(out, results, trainer.accelerator.unwrap_model(trainer.model), weights, inputs.processor)
     trainer.accelerator.wait_for_everyone()
@@ -242,7 +245,7 @@ def _write_outputs(out: Path, results: dict[str, Any], model: Any, weights: dict
     model.save_pretrained(out / MODEL, state_dict=weights)
     # Says which weights the metrics are of.
     results["model_sha256"] = file_sha256(out / MODEL / "model.safetensors")
-    results.update(_about_model(SparsePriorViTForImageClassification.from_pretrained(out / MODEL)))
+    results.update(_about_model(load_whole_model(out / MODEL)))
     processor.save_pretrained(out / MODEL)
     write_text(out / MODEL / CARD, model_card(model.config, results))
     heading = f"{results['prior']}, seed {results['seed']}"

@@ -113,6 +113,14 @@ def test_evaluate_agrees_with_the_run(finished, tmp_path, capsys):
     assert stored["metrics"]["validation_accuracy"] == results["metrics"]["validation_accuracy"]
 
 
+def test_the_saved_model_of_a_compiled_run_is_the_trained_one(tmp_path):
+    config = config_in(tmp_path / "run", num_train_epochs=1, torch_compile=True, torch_compile_backend="aot_eager")
+    results = training.run(config)
+    assert evaluation.main([str(tmp_path / "run" / "model"), "--out", str(tmp_path)]) == 0
+    stored = json.loads((tmp_path / "results_test.json").read_text())
+    assert stored["metrics"] == {"test_accuracy": results["metrics"]["test_accuracy"]}
+
+
 def test_evaluate_refuses_other_classes_and_unknown_keys(finished, tmp_path, capsys):
     folder, _ = finished
     model = tmp_path / "other" / "model"
