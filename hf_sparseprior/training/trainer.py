@@ -104,6 +104,14 @@ class SparsePriorTrainer(Trainer):
         finally:
             self.data_collator = kept
 
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        loader = super()._get_dataloader(*args, **kwargs)
+        torch_loader = getattr(loader, "base_dataloader", loader)  # accelerate wraps it
+        # Every pass draws a number, with persistent workers only the first. From torch's own generator, dropout would
+        # depend on how often a run was resumed or evaluated.
+        torch_loader.generator = torch.Generator()
+        return loader
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The micro-batches of a step; the time that passes here is time without work for the model."""
         start = time.perf_counter()
@@ -173,8 +181,7 @@ class SparsePriorTrainer(Trainer):
         """Evaluate; with a moving average, also that: its metrics stand beside the others, the predictions do not."""
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self.weight_average is not None:
-            # Every pass over a DataLoader draws a number; training must not depend on this second pass.
-            with self.weight_average.swapped_in(), torch.random.fork_rng(devices=[]):
+            with self.weight_average.swapped_in():
                 averaged = super().evaluation_loop(
                     dataloader, f"{description}, average", *args, metric_key_prefix=f"{metric_key_prefix}_ema", **kwargs
                 )

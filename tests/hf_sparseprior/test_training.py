@@ -64,7 +64,7 @@ def make_model(**settings):
 
 
 def make_trainer(folder, model=None, data=None, **options):
-    given = {key: options.pop(key) for key in ("train_sampler", "train_collator") if key in options}
+    given = {key: options.pop(key) for key in ("train_sampler", "train_collator", "eval_dataset") if key in options}
     arguments = SparsePriorTrainingArguments(
         output_dir=str(folder), report_to="none", disable_tqdm=True, use_cpu=True, remove_unused_columns=False,
         **{"per_device_train_batch_size": 8, "num_train_epochs": 1, "learning_rate": 1e-2, "save_strategy": "no",
@@ -335,6 +335,30 @@ def test_a_whole_recipe_resumed_in_the_middle_of_an_epoch_is_bit_equal(tmp_path,
         for p, q in zip(one["params"], other["params"], strict=True):
             for key in ("exp_avg", "exp_avg_sq", "step"):
                 assert torch.equal(whole.optimizer.state[p][key], resumed.optimizer.state[q][key])
+
+
+def test_resumed_with_persistent_workers_a_run_is_bit_equal(tmp_path):
+    """The passes of one loader over the data draw fewer random numbers than those of several loaders."""
+
+    def trainer_in(folder):
+        return make_trainer(
+            tmp_path / folder, make_model(drop_path_rate=0.5), Images(16, augment=True), eval_dataset=Images(),
+            num_train_epochs=4, save_strategy="epoch", eval_strategy="epoch", dataloader_num_workers=1,
+            dataloader_persistent_workers=True, ema_decay=0.9, **recipe(),
+        )  # fmt: skip
+
+    whole = trainer_in("whole")
+    whole.train()
+    broken = trainer_in("broken")
+    broken.add_callback(kill_at(5))  # of 2 steps an epoch
+    with pytest.raises(Killed):
+        broken.train()
+    resumed = trainer_in("broken")
+    resumed.train(resume_from_checkpoint=True)
+    for (name, expected), value in zip(
+        whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(expected, value), name
 
 
 def test_resumed_behind_its_last_step_a_run_is_over(tmp_path):
