@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,3 +63,30 @@ class StopOnSignal(TrainerCallback):
         if self._earlier is not None:
             signal.signal(signal.SIGTERM, self._earlier)
             self._earlier = None
+
+
+@dataclass
+class WorkerStart:
+    """`worker_init_fn` of a DataLoader whose workers outlive a SIGTERM that is not their parent's.
+
+    Slurm, torchrun, `timeout` and `kill -- -GROUP` send it to every process of a job. A worker that dies of it would end
+    training before its step is done and saved. The parent's own SIGTERM, by which a DataLoader ends a worker, counts.
+
+    initialize: what else happens at a worker's start.
+    """
+
+    initialize: Callable[[int], None] | None = None
+
+    def __call__(self, worker: int) -> None:
+        """Start worker number `worker`."""
+        if hasattr(signal, "sigwaitinfo"):  # not on macOS and Windows
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            threading.Thread(target=_wait_for_parent, args=(os.getppid(),), daemon=True).start()
+        if self.initialize is not None:
+            self.initialize(worker)
+
+
+def _wait_for_parent(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)  # as torch's own handler does

@@ -18,6 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.layer_decay import parameter_groups
 from hf_sparseprior.training.sampling import DrawSampler
+from hf_sparseprior.training.stopping import WorkerStart
 
 CLOCK_FILE = "clock.json"
 
@@ -110,6 +111,7 @@ class SparsePriorTrainer(Trainer):
         # Every pass draws a number, with persistent workers only the first. From torch's own generator, dropout would
         # depend on how often a run was resumed or evaluated.
         torch_loader.generator = torch.Generator()
+        torch_loader.worker_init_fn = WorkerStart(torch_loader.worker_init_fn)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
