@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from hf_sparseprior.training import (
     SoftTargetCollator,
     SparsePriorTrainer,
     SparsePriorTrainingArguments,
+    StopOnSignal,
     soft_target_loss,
 )
 
@@ -359,6 +361,36 @@ def test_resumed_with_persistent_workers_a_run_is_bit_equal(tmp_path):
         whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True
     ):
         assert torch.equal(expected, value), name
+
+
+@pytest.mark.parametrize(("step", "event"), [(2, "on_step_end"), (3, "on_step_end"), (6, "on_step_end"), (6, "on_log")])
+def test_sigterm_at_any_step_loses_no_evaluation(tmp_path, step, event):
+    """Of 2 steps an epoch; behind the last one, training is over, but the run has to end."""
+
+    def trainer_in(folder):
+        return make_trainer(
+            tmp_path / folder, eval_dataset=Images(), num_train_epochs=3, save_strategy="epoch", eval_strategy="epoch",
+            **recipe(),
+        )  # fmt: skip
+
+    def send(state, **_):
+        if state.global_step == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    whole = trainer_in("whole")
+    whole.train()
+    trainer, stop = trainer_in("stopped"), StopOnSignal()
+    trainer.add_callback(Each(send, event))
+    trainer.add_callback(stop)
+    trainer.train()
+    assert stop.stopped and trainer.state.global_step == step
+    resumed = trainer_in("stopped")
+    resumed.train(resume_from_checkpoint=True)
+    expected, found = (
+        [(entry["epoch"], entry["eval_loss"]) for entry in done.state.log_history if "eval_loss" in entry]
+        for done in (whole, resumed)
+    )
+    assert found == expected
 
 
 def test_resumed_behind_its_last_step_a_run_is_over(tmp_path):
