@@ -79,8 +79,9 @@ def _ends_epoch(state: Any) -> bool:
 class WorkerStart:
     """`worker_init_fn` of a DataLoader whose workers outlive a SIGTERM that is not their parent's.
 
-    Slurm, torchrun, `timeout` and `kill -- -GROUP` send it to every process of a job. A worker that dies of it would end
-    training before its step is done and saved. The parent's own SIGTERM, by which a DataLoader ends a worker, counts.
+    Slurm, torchrun, `timeout` and `kill -- -GROUP` send it to every process of a job. A worker that dies of it would
+    end training before its step is done and saved. The parent's own SIGTERM, by which a DataLoader ends a worker,
+    counts.
 
     initialize: what else happens at a worker's start.
     """

@@ -176,7 +176,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         "task": "classification",
         "metrics": {
             "test_accuracy": prediction.metrics["test_accuracy"],
-            "validation_accuracy": trainer.state.best_metric,
+            **validation_metrics(trainer.state, arguments.load_best_model_at_end),
             # The weights' moving average at the end of training.
             **{key: value for key, value in prediction.metrics.items() if key == "test_ema_accuracy"},
         },
@@ -203,6 +203,13 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         _write_outputs(out, results, trainer.accelerator.unwrap_model(trainer.model), weights, inputs.processor)
     trainer.accelerator.wait_for_everyone()
     return results if trainer.is_world_process_zero() else read_results(out / RESULTS)
+
+
+def validation_metrics(state: Any, best: bool) -> dict[str, float]:
+    """{"validation_accuracy": of the best epoch's weights or else the last step's}, {} where they were not judged."""
+    step = state.best_global_step if best else state.global_step
+    judged = [entry for entry in state.log_history if "eval_accuracy" in entry and entry["step"] == step]
+    return {"validation_accuracy": judged[-1]["eval_accuracy"]} if judged else {}
 
 
 def _claim_folder(out: Path, config: dict[str, dict[str, Any]], trainer: Any) -> str | None:

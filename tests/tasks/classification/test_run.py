@@ -121,6 +121,25 @@ def test_the_saved_model_of_a_compiled_run_is_the_trained_one(tmp_path):
     assert stored["metrics"] == {"test_accuracy": results["metrics"]["test_accuracy"]}
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"metric_for_best_model": "loss"},
+        {"load_best_model_at_end": False},
+        {"load_best_model_at_end": False, "eval_strategy": "no"},
+    ],
+    ids=str,
+)
+def test_validation_accuracy_is_that_of_the_saved_weights(tmp_path, options):
+    metrics = training.run(config_in(tmp_path / "run", **options))["metrics"]
+    if "eval_strategy" in options:
+        assert list(metrics) == ["test_accuracy"]
+        return
+    assert evaluation.main([str(tmp_path / "run" / "model"), "--split", "validation", "--out", str(tmp_path)]) == 0
+    stored = json.loads((tmp_path / "results_validation.json").read_text())
+    assert stored["metrics"]["validation_accuracy"] == metrics["validation_accuracy"]
+
+
 def test_evaluate_refuses_other_classes_and_unknown_keys(finished, tmp_path, capsys):
     folder, _ = finished
     model = tmp_path / "other" / "model"
