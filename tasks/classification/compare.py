@@ -42,7 +42,7 @@ from tasks.classification.config import (
 )
 from tasks.classification.report import read_results, write_results
 from tasks.classification.run_folder import COSMETIC, RUN_CONFIG, config_differences
-from tasks.classification.train import RunStopped, run
+from tasks.classification.train import RunStopped, one_line, run
 
 # What a record keeps of a run's results.json; the rest stays in the run's folder.
 RECORDED = (
@@ -263,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
         records = arguments.records or out
         results = run_comparison(comparison, out, records, arguments.variants)
     except (ValueError, OSError, TypeError, yaml.YAMLError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {one_line(error)}", file=sys.stderr)
         return 2
     except RunStopped as stopped:
         print(f"{parser.prog}: {stopped}", file=sys.stderr)

@@ -268,6 +268,12 @@ def _write_outputs(out: Path, results: dict[str, Any], model: Any, weights: dict
     write_results(out / RESULTS, results)
 
 
+def one_line(error: Exception) -> str:
+    """An error's text; of one in a data loader worker, whose text is the worker's traceback, the last line."""
+    text = str(error)
+    return text.strip().splitlines()[-1].partition(": ")[2] if text.startswith("Caught ") else text
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
     parser = argparse.ArgumentParser(
@@ -284,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
         config["trainer"].setdefault("output_dir", f"outputs/{Path(arguments.config).stem}")
         results = run(config, overwrite=arguments.overwrite)
     except (ValueError, OSError, TypeError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {one_line(error)}", file=sys.stderr)
         return 2
     except RunStopped as stopped:
         print(f"{parser.prog}: {stopped}", file=sys.stderr)
