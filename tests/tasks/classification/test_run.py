@@ -223,6 +223,25 @@ def test_overwrite_with_a_bad_value_keeps_the_old_run(finished, tmp_path):
     assert training.run(config_in(folder))["metrics"] == finished[1]["metrics"]
 
 
+def test_killed_while_it_throws_away_another_run_overwriting_can_be_repeated(finished, tmp_path, monkeypatch):
+    folder = copy_run(finished, tmp_path)
+    config = config_in(folder)
+    config["model"]["prior"] = "dense"
+    removed = []
+
+    def die(path, *args, **kwargs):
+        removed.append(path)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", die)
+        with pytest.raises(KeyboardInterrupt):
+            training.run(config, overwrite=True)
+    assert removed and not (folder / "results.json").exists()
+    with pytest.raises(ValueError, match="belongs to another run"):
+        training.run(config)
+
+
 def test_overwrite_replaces_another_run(finished, tmp_path):
     folder = copy_run(finished, tmp_path)
     (folder / "leftover").touch()
@@ -324,6 +343,12 @@ def test_a_model_of_another_shape_is_refused(finished):
         build(finished, hidden_size=48)
     with pytest.raises(OSError, match="nowhere is not a folder of a saved model"):
         training.build_model({"pretrained": "nowhere"}, ["a", "b"])
+
+
+def test_evaluate_names_a_folder_that_is_not_there(finished, tmp_path, capsys):
+    (tmp_path / "run_config.json").write_bytes((finished[0] / "run_config.json").read_bytes())
+    assert evaluation.main([str(tmp_path / "model")]) == 2
+    assert capsys.readouterr().err.endswith(f"{tmp_path / 'model'} is not a folder of a saved model\n")
 
 
 def test_evaluate_refuses_a_model_with_missing_weights(finished, tmp_path, capsys):
