@@ -21,6 +21,7 @@ from hf_sparseprior.training.sampling import DrawSampler
 from hf_sparseprior.training.stopping import WorkerStart
 
 CLOCK_FILE = "clock.json"
+PROCESSES_FILE = "processes.txt"
 
 
 class SparsePriorTrainer(Trainer):
@@ -195,14 +196,25 @@ class SparsePriorTrainer(Trainer):
             self.weight_average.save(output_dir)
         if self.args.should_save:
             self.clock.save(output_dir)
+            (Path(output_dir) / PROCESSES_FILE).write_text(str(self.args.world_size), encoding="utf-8")
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self._check_processes(Path(checkpoint) / PROCESSES_FILE)
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.clock.load(checkpoint)
         if checkpoint is not None and (average := self._start_average()) is not None:
             average.load(checkpoint)
+
+    def _check_processes(self, path: Path) -> None:
+        """With more or fewer processes a step has another batch, and the steps done would count for other epochs."""
+        processes = int(path.read_text(encoding="utf-8")) if path.is_file() else self.args.world_size
+        if processes != self.args.world_size:
+            raise ValueError(
+                f"{path.parent} is of a run by {processes} processes and cannot go on with {self.args.world_size}"
+            )
 
     def checkpoint_files(self) -> list[str]:
         """Names of the files and folders without which a checkpoint of this Trainer is not whole."""

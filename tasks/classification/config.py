@@ -72,7 +72,8 @@ class DataConfig:
         the cut; a smaller limit is part of a larger one. null: all.
     corrupt: "fatal", "skip" or "unchecked": images that cannot be read end the run before it begins, are left out, or
         are not looked for, so that the first one ends the run when it is met.
-    streaming: read images in stored order as they are needed, for sets too large for a disk; all splits must be there.
+    streaming: read images as they are needed, for sets too large for a disk, shuffled in training within shards and a
+        buffer; all splits must be there.
     cache: keep the processed images in memory; null: do so below 1 GiB.
     """
 

@@ -407,6 +407,15 @@ def test_resumed_behind_its_last_step_a_run_is_over(tmp_path):
         assert torch.equal(whole.weight_average.averages[name], resumed.weight_average.averages[name]), name
 
 
+def test_a_run_does_not_go_on_with_another_number_of_processes(tmp_path):
+    make_trainer(tmp_path, save_strategy="epoch").train()
+    stored = tmp_path / "checkpoint-2" / "processes.txt"
+    assert stored.read_text() == "1"
+    stored.write_text("4")
+    with pytest.raises(ValueError, match="checkpoint-2 is of a run by 4 processes and cannot go on with 1"):
+        make_trainer(tmp_path, num_train_epochs=2).train(resume_from_checkpoint=True)
+
+
 def test_the_checkpoint_of_a_run_holds_its_average(tmp_path):
     trainer = make_trainer(tmp_path, save_strategy="epoch", ema_decay=0.9, **recipe())
     trainer.train()
