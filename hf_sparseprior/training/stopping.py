@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +21,8 @@ class StopOnSignal(TrainerCallback):
     `enable_jit_checkpoint` waits three seconds, saves without the other processes' agreement, and with an epoch
     strategy evaluates in the middle of the epoch, after which a resumed run no longer equals an uninterrupted one.
 
-    `stopped` is true once training ended this way.
+    `stopped` is true once training ended this way, also if its last step was done by then: the run has to end, whatever
+    would come behind its training.
     """
 
     def __init__(self) -> None:
@@ -40,8 +44,9 @@ class StopOnSignal(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save and stop if any process was told to."""
         if self._any_requested():
-            self.stopped = True
-            control.should_save = control.should_training_stop = True
+            self.stopped = control.should_training_stop = True
+            # Behind the last step of an epoch its end comes first: a resumed run starts with the next one.
+            control.should_save = control.should_save or not _ends_epoch(state)
 
     def _any_requested(self) -> bool:
         if self._group is None:
@@ -51,12 +56,48 @@ class StopOnSignal(TrainerCallback):
         return bool(flag)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The epoch did not end: what belongs to its end waits for the resumed run."""
+        """What belongs to the end of an epoch that did not end waits for the resumed run."""
         if self.stopped:
-            control.should_save = control.should_evaluate = control.should_log = False
+            control.should_save = _ends_epoch(state)
+            if not control.should_save:
+                control.should_evaluate = control.should_log = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop listening."""
+        if args.save_strategy != "no":  # else what was trained would be lost
+            self.stopped = self._any_requested() or self.stopped
         if self._earlier is not None:
             signal.signal(signal.SIGTERM, self._earlier)
             self._earlier = None
+
+
+def _ends_epoch(state: Any) -> bool:
+    return float(state.epoch).is_integer()
+
+
+@dataclass
+class WorkerStart:
+    """`worker_init_fn` of a DataLoader whose workers outlive a SIGTERM that is not their parent's.
+
+    Slurm, torchrun, `timeout` and `kill -- -GROUP` send it to every process of a job. A worker that dies of it would
+    end training before its step is done and saved. The parent's own SIGTERM, by which a DataLoader ends a worker,
+    counts.
+
+    initialize: what else happens at a worker's start.
+    """
+
+    initialize: Callable[[int], None] | None = None
+
+    def __call__(self, worker: int) -> None:
+        """Start worker number `worker`."""
+        if hasattr(signal, "sigwaitinfo"):  # not on macOS and Windows
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            threading.Thread(target=_wait_for_parent, args=(os.getppid(),), daemon=True).start()
+        if self.initialize is not None:
+            self.initialize(worker)
+
+
+def _wait_for_parent(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)  # as torch's own handler does

@@ -18,8 +18,10 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.layer_decay import parameter_groups
 from hf_sparseprior.training.sampling import DrawSampler
+from hf_sparseprior.training.stopping import WorkerStart
 
 CLOCK_FILE = "clock.json"
+PROCESSES_FILE = "processes.txt"
 
 
 class SparsePriorTrainer(Trainer):
@@ -104,6 +106,15 @@ class SparsePriorTrainer(Trainer):
         finally:
             self.data_collator = kept
 
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        loader = super()._get_dataloader(*args, **kwargs)
+        torch_loader = getattr(loader, "base_dataloader", loader)  # accelerate wraps it
+        # Every pass draws a number, with persistent workers only the first. From torch's own generator, dropout would
+        # depend on how often a run was resumed or evaluated.
+        torch_loader.generator = torch.Generator()
+        torch_loader.worker_init_fn = WorkerStart(torch_loader.worker_init_fn)
+        return loader
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The micro-batches of a step; the time that passes here is time without work for the model."""
         start = time.perf_counter()
@@ -173,8 +184,7 @@ class SparsePriorTrainer(Trainer):
         """Evaluate; with a moving average, also that: its metrics stand beside the others, the predictions do not."""
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self.weight_average is not None:
-            # Every pass over a DataLoader draws a number; training must not depend on this second pass.
-            with self.weight_average.swapped_in(), torch.random.fork_rng(devices=[]):
+            with self.weight_average.swapped_in():
                 averaged = super().evaluation_loop(
                     dataloader, f"{description}, average", *args, metric_key_prefix=f"{metric_key_prefix}_ema", **kwargs
                 )
@@ -186,14 +196,25 @@ class SparsePriorTrainer(Trainer):
             self.weight_average.save(output_dir)
         if self.args.should_save:
             self.clock.save(output_dir)
+            (Path(output_dir) / PROCESSES_FILE).write_text(str(self.args.world_size), encoding="utf-8")
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self._check_processes(Path(checkpoint) / PROCESSES_FILE)
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.clock.load(checkpoint)
         if checkpoint is not None and (average := self._start_average()) is not None:
             average.load(checkpoint)
+
+    def _check_processes(self, path: Path) -> None:
+        """With more or fewer processes a step has another batch, and the steps done would count for other epochs."""
+        processes = int(path.read_text(encoding="utf-8")) if path.is_file() else self.args.world_size
+        if processes != self.args.world_size:
+            raise ValueError(
+                f"{path.parent} is of a run by {processes} processes and cannot go on with {self.args.world_size}"
+            )
 
     def checkpoint_files(self) -> list[str]:
         """Names of the files and folders without which a checkpoint of this Trainer is not whole."""

@@ -41,8 +41,8 @@ from tasks.classification.config import (
     read_yaml,
 )
 from tasks.classification.report import read_results, write_results
-from tasks.classification.run_folder import COSMETIC
-from tasks.classification.train import RunStopped, run
+from tasks.classification.run_folder import COSMETIC, RUN_CONFIG, config_differences
+from tasks.classification.train import RunStopped, one_line, run
 
 # What a record keeps of a run's results.json; the rest stays in the run's folder.
 RECORDED = (
@@ -145,7 +145,10 @@ def run_comparison(
         config = copy.deepcopy(comparison.configs[name])
         config["trainer"].update(seed=seed, output_dir=str(out / name / f"seed{seed}"))
         configs.append(config)
-        found.append(_read_record(records / name / f"seed{seed}.json", config))  # all of them before anything runs
+        # All of them before anything runs.
+        found.append(_read_record(records / name / f"seed{seed}.json", config))
+        if found[-1] is None:
+            _check_folder(config)
     for number, ((seed, name), config, record) in enumerate(zip(todo, configs, found, strict=True), start=1):
         if record is None:
             print(f"[{number}/{len(todo)}] {name}, seed {seed}", file=sys.stderr, flush=True)
@@ -154,6 +157,14 @@ def run_comparison(
             write_results(records / name / f"seed{seed}.json", record)
         done[name].append(record)
     return done
+
+
+def _check_folder(config: dict[str, dict[str, Any]]) -> None:
+    """Raise ValueError if the folder of a run belongs to another one."""
+    out = Path(config["trainer"]["output_dir"])
+    if (out / RUN_CONFIG).exists() and (differences := config_differences(out, config)):
+        different = "; ".join(differences)
+        raise ValueError(f"{out} is of another configuration ({different}); remove it or choose another --out")
 
 
 def _read_record(path: Path, config: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
@@ -252,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
         records = arguments.records or out
         results = run_comparison(comparison, out, records, arguments.variants)
     except (ValueError, OSError, TypeError, yaml.YAMLError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {one_line(error)}", file=sys.stderr)
         return 2
     except RunStopped as stopped:
         print(f"{parser.prog}: {stopped}", file=sys.stderr)

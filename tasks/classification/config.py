@@ -72,7 +72,8 @@ class DataConfig:
         the cut; a smaller limit is part of a larger one. null: all.
     corrupt: "fatal", "skip" or "unchecked": images that cannot be read end the run before it begins, are left out, or
         are not looked for, so that the first one ends the run when it is met.
-    streaming: read images in stored order as they are needed, for sets too large for a disk; all splits must be there.
+    streaming: read images as they are needed, for sets too large for a disk, shuffled in training within shards and a
+        buffer; all splits must be there.
     cache: keep the processed images in memory; null: do so below 1 GiB.
     """
 
@@ -211,6 +212,11 @@ def check_config(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
         if key.endswith("_strategy") and value is False:
             config["trainer"][key] = "no"  # YAML reads a bare no as False
     _check_numbers(config["trainer"])
+    averaged = config["trainer"].get("ema_decay") is not None
+    judged = ["accuracy", "loss", *(["ema_accuracy", "ema_loss"] if averaged else [])]
+    metric = config["trainer"].get("metric_for_best_model")
+    if metric is not None and str(metric).removeprefix("eval_") not in judged:
+        raise ValueError(f"trainer.metric_for_best_model={metric!r} must be one of {', '.join(judged)}")
     return config
 
 
@@ -223,8 +229,9 @@ def _check_numbers(trainer: dict[str, Any]) -> None:
         number = isinstance(field.default, (int, float)) and not isinstance(field.default, bool)
         if number and value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise ValueError(f"trainer.{field.name}={value!r} must be a number")
-        if field.name.startswith("per_device_") and isinstance(value, int) and value < 1:
-            raise ValueError(f"trainer.{field.name}={value} must be 1 or more")
+        counted = field.name.startswith("per_device_") or field.name == "gradient_accumulation_steps"
+        if counted and value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"trainer.{field.name}={value} must be an integer of 1 or more")
 
 
 def known_keys() -> dict[str, list[str]]:

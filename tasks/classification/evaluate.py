@@ -25,6 +25,8 @@ from tasks.classification.sources import SPLITS, drop_corrupt
 
 def load_whole_model(folder: str | Path) -> Any:
     """A saved classifier of which every weight is in the folder."""
+    if not Path(folder).is_dir():
+        raise OSError(f"{folder} is not a folder of a saved model")
     model, info = AutoModelForImageClassification.from_pretrained(
         folder, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True
     )
@@ -44,7 +46,7 @@ def evaluate_model(
     if expected != data.classes:
         raise ValueError(f"the model's classes {expected} are not those of the data, {data.classes}")
     data.splits = {split: data.splits[split]}
-    drop_corrupt(data, data_config)
+    drop_corrupt(data, data_config, show_progress=True)
     dataset = ImageDataset(data.splits[split], Preparation(processor, model.config.num_channels), data_config.cache)
     arguments = TrainingArguments(
         output_dir=str(out),
@@ -88,6 +90,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for results and picture; default: MODEL/../evaluation/MODEL")
     parser.add_argument("overrides", nargs="*", metavar="data.key=value")
     arguments = parser.parse_args(argv)
+    if arguments.batch_size < 1:
+        parser.error(f"--batch-size {arguments.batch_size} must be 1 or more")
     transformers_logging.disable_progress_bar()
     try:
         config = _config(arguments)
@@ -96,6 +100,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, TypeError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"\n{parser.prog}: interrupted, nothing was written", file=sys.stderr)
+        return 130
     for name, value in results["metrics"].items():
         print(f"{name}: {100 * value:.2f} % of {results['images']} images")
     print(f"results: {out}/results_{arguments.split}.json, picture: {out}/confusion_{arguments.split}.png")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from hf_sparseprior.training import DrawSampler, Mixing, SoftTargetCollator
 from tasks.classification.augmentation import Augmentation, AugmentationConfig
 from tasks.classification.config import DataConfig
 from tasks.classification.data import ImageDataset, Preparation, load_data
-from tasks.classification.sources import ImageData, StreamData, drop_corrupt, row_name, stream_data
+from tasks.classification.sources import ImageData, StreamData, drop_corrupt, stream_data
 from tasks.classification.streaming import StreamCollator, StreamedImages, noted_damage
 
 DAMAGED = "damaged_images.txt"
@@ -96,18 +95,22 @@ def _stream_inputs(
     plain = Preparation(processor, model_config.num_channels)
     augment = _make_augmentation(augmentation, model_config)
     train = Preparation(processor, model_config.num_channels, augment, arguments.seed)
-    name = partial(row_name, data.description)
     whole = {"processes": arguments.world_size, "batch_size": arguments.eval_batch_size}
     datasets = {
-        split: StreamedImages(rows, data.sizes[split], **({"seed": arguments.seed} if split == "train" else whole))
+        split: StreamedImages(
+            rows,
+            f"{config.path}, {split}",
+            data.sizes[split],
+            **({"seed": arguments.seed} if split == "train" else whole),
+        )
         for split, rows in data.splits.items()
     }
     return Inputs(
         datasets,
         processor,
         None,
-        StreamCollator(train, collate, name, damaged),
-        StreamCollator(plain, SoftTargetCollator(len(data.classes), Mixing()), name, damaged),
+        StreamCollator(train, collate, damaged),
+        StreamCollator(plain, SoftTargetCollator(len(data.classes), Mixing()), damaged, fill=True),
         data.description,
         damaged=damaged,
     )

@@ -46,7 +46,13 @@ def finished_results(out: Path, config: dict[str, Any], overwrite: bool) -> dict
 def claim(out: Path, config: dict[str, Any]) -> None:
     """Make the folder this run's; an earlier run with another configuration is thrown away."""
     if (out / RUN_CONFIG).exists() and config_differences(out, config):
-        shutil.rmtree(out)
+        # Killed half way, it must neither count as finished nor as of something else: results first, owner last.
+        (out / RESULTS).unlink(missing_ok=True)
+        for path in out.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != RUN_CONFIG:
+                path.unlink()
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / RUN_CONFIG, json.dumps(config, indent=1) + "\n")
 

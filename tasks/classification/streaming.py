@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from hf_sparseprior.training import Draw
 from tasks.classification.data import Preparation
 from tasks.classification.metrics import IGNORED
-from tasks.classification.sources import decode_row
+from tasks.classification.sources import decode_row, row_name
 
 # Positions of different loader processes must not meet: mixup takes partners, and one draw a batch, by position.
 POSITIONS_OF_A_WORKER = 1 << 32
@@ -22,16 +21,17 @@ BLANK = Image.new("RGB", (1, 1))
 
 
 # A sample that stands for none: its label is ignored by the loss and the metrics.
-FILLER: dict[str, Any] = {"row": None, "draw": Draw(0, 0, 0)}
+FILLER: dict[str, Any] = {"row": None, "where": "", "draw": Draw(0, 0, 0)}
 
 
 class StreamedImages(IterableDataset):
-    """A split of `stream_data` as {"row": the encoded image, "draw": Draw}; `StreamCollator` decodes.
+    """A split of `stream_data` as {"row": the encoded image, "where", "draw": Draw}; `StreamCollator` decodes.
 
     Images are decoded late so that several processes can each read the whole stream and keep their share of it.
 
     Args:
         rows: datasets' IterableDataset of image, label and index.
+        where: what errors call the split.
         size: number of images if it is known: the length in epochs follows from it.
         seed: of the order; None: the stored order.
         buffer_size: images among which the next one is drawn; shards are shuffled as a whole.
@@ -42,6 +42,7 @@ class StreamedImages(IterableDataset):
     def __init__(
         self,
         rows: Any,
+        where: str,
         size: int | None,
         seed: int | None = None,
         buffer_size: int = 10_000,
@@ -49,6 +50,7 @@ class StreamedImages(IterableDataset):
         batch_size: int = 1,
     ) -> None:
         self.rows = rows if seed is None else rows.shuffle(seed=seed, buffer_size=buffer_size)
+        self.where = where
         self.size = size
         self.processes = processes
         self.batch_size = batch_size
@@ -68,7 +70,7 @@ class StreamedImages(IterableDataset):
         worker = get_worker_info()
         first = 0 if worker is None else worker.id * POSITIONS_OF_A_WORKER
         samples = (
-            {"row": row, "draw": Draw(int(row["index"]), self.epoch, position)}
+            {"row": row, "where": self.where, "draw": Draw(int(row["index"]), self.epoch, position)}
             for position, row in enumerate(self.rows, start=first)
         )
         return samples if self.processes == 1 else self._filled(samples)
@@ -91,49 +93,52 @@ class StreamCollator:
     Args:
         prepare: what becomes of an image.
         collate: makes a batch of {"pixel_values", "labels", "draw"}.
-        name: index of a row to what errors call it.
         skip_into: file to which damaged images are added, one a line, instead of ending the run.
+        fill: put a sample without a label in a damaged one's place instead of leaving it out: in an evaluation all
+            processes need batches of one size.
     """
 
     def __init__(
         self,
         prepare: Preparation,
         collate: Callable[[Sequence[dict[str, Any]]], dict[str, Any]],
-        name: Callable[[int], str],
         skip_into: Path | None = None,
+        fill: bool = False,
     ) -> None:
         self.prepare = prepare
         self.collate = collate
-        self.name = name
         self.skip_into = skip_into
+        self.fill = fill
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """A batch of what could be read."""
         ready = []
         for sample in samples:
             row, draw = sample["row"], sample["draw"]
-            if row is None:
+            name = row_name(sample["where"], draw.index)
+            image = None if row is None else self._read(row, name)
+            if image is not None:
+                ready.append({"pixel_values": self.prepare(image, draw), "labels": int(row["label"]), "draw": draw})
+            elif row is None or self.fill:
                 ready.append({"pixel_values": self.prepare(BLANK, draw), "labels": IGNORED, "draw": draw})
-                continue
-            try:
-                image = decode_row(row["image"], self.name(draw.index))
-            except OSError as error:
-                if self.skip_into is None:
-                    raise
-                note_damage(self.skip_into, str(error))
-                continue
-            ready.append({"pixel_values": self.prepare(image, draw), "labels": int(row["label"]), "draw": draw})
         if not ready:
-            raise OSError(
-                f"none of the {len(samples)} images of a batch is readable, the last: {self.name(draw.index)}"
-            )
+            raise OSError(f"none of the {len(samples)} images of a batch is readable, the last: {name}")
         return self.collate(ready)
+
+    def _read(self, row: dict[str, Any], name: str) -> Any:
+        try:
+            return decode_row(row["image"], name)
+        except OSError as error:
+            if self.skip_into is None:
+                raise
+            note_damage(self.skip_into, str(error))
+            return None
 
 
 def note_damage(path: Path, line: str) -> None:
     """Add a line; short appends of several processes do not mix."""
     with open(path, "a", encoding="utf-8") as file:
-        file.write(line + os.linesep)
+        file.write(line + "\n")
 
 
 def noted_damage(path: Path) -> list[str]:

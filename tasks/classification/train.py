@@ -30,6 +30,7 @@ from hf_sparseprior.training import (
 )
 from tasks.classification.augmentation import AugmentationConfig
 from tasks.classification.config import DataConfig, check_config, load_config
+from tasks.classification.evaluate import load_whole_model
 from tasks.classification.inputs import make_inputs, read_data
 from tasks.classification.metrics import compute_metrics, confusion_matrix
 from tasks.classification.report import (
@@ -175,7 +176,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         "task": "classification",
         "metrics": {
             "test_accuracy": prediction.metrics["test_accuracy"],
-            "validation_accuracy": trainer.state.best_metric,
+            **validation_metrics(trainer.state, arguments.load_best_model_at_end),
             # The weights' moving average at the end of training.
             **{key: value for key, value in prediction.metrics.items() if key == "test_ema_accuracy"},
         },
@@ -196,10 +197,19 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         "history": trainer.state.log_history,
     }
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # by all processes: each may hold a part
+    # A compiled model puts this in front of its names.
+    weights = {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
     if trainer.is_world_process_zero():
         _write_outputs(out, results, trainer.accelerator.unwrap_model(trainer.model), weights, inputs.processor)
     trainer.accelerator.wait_for_everyone()
     return results if trainer.is_world_process_zero() else read_results(out / RESULTS)
+
+
+def validation_metrics(state: Any, best: bool) -> dict[str, float]:
+    """{"validation_accuracy": of the best epoch's weights or else the last step's}, {} where they were not judged."""
+    step = state.best_global_step if best else state.global_step
+    judged = [entry for entry in state.log_history if "eval_accuracy" in entry and entry["step"] == step]
+    return {"validation_accuracy": judged[-1]["eval_accuracy"]} if judged else {}
 
 
 def _claim_folder(out: Path, config: dict[str, dict[str, Any]], trainer: Any) -> str | None:
@@ -242,7 +252,7 @@ def _write_outputs(out: Path, results: dict[str, Any], model: Any, weights: dict
     model.save_pretrained(out / MODEL, state_dict=weights)
     # Says which weights the metrics are of.
     results["model_sha256"] = file_sha256(out / MODEL / "model.safetensors")
-    results.update(_about_model(SparsePriorViTForImageClassification.from_pretrained(out / MODEL)))
+    results.update(_about_model(load_whole_model(out / MODEL)))
     processor.save_pretrained(out / MODEL)
     write_text(out / MODEL / CARD, model_card(model.config, results))
     heading = f"{results['prior']}, seed {results['seed']}"
@@ -256,6 +266,12 @@ def _write_outputs(out: Path, results: dict[str, Any], model: Any, weights: dict
     )
     # Last of all: a run counts as finished only when everything else is there.
     write_results(out / RESULTS, results)
+
+
+def one_line(error: Exception) -> str:
+    """An error's text; of one in a data loader worker, whose text is the worker's traceback, the last line."""
+    text = str(error)
+    return text.strip().splitlines()[-1].partition(": ")[2] if text.startswith("Caught ") else text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -274,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
         config["trainer"].setdefault("output_dir", f"outputs/{Path(arguments.config).stem}")
         results = run(config, overwrite=arguments.overwrite)
     except (ValueError, OSError, TypeError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {one_line(error)}", file=sys.stderr)
         return 2
     except RunStopped as stopped:
         print(f"{parser.prog}: {stopped}", file=sys.stderr)

@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from hf_sparseprior.training import (
     SoftTargetCollator,
     SparsePriorTrainer,
     SparsePriorTrainingArguments,
+    StopOnSignal,
     soft_target_loss,
 )
 
@@ -64,7 +66,7 @@ def make_model(**settings):
 
 
 def make_trainer(folder, model=None, data=None, **options):
-    given = {key: options.pop(key) for key in ("train_sampler", "train_collator") if key in options}
+    given = {key: options.pop(key) for key in ("train_sampler", "train_collator", "eval_dataset") if key in options}
     arguments = SparsePriorTrainingArguments(
         output_dir=str(folder), report_to="none", disable_tqdm=True, use_cpu=True, remove_unused_columns=False,
         **{"per_device_train_batch_size": 8, "num_train_epochs": 1, "learning_rate": 1e-2, "save_strategy": "no",
@@ -337,6 +339,60 @@ def test_a_whole_recipe_resumed_in_the_middle_of_an_epoch_is_bit_equal(tmp_path,
                 assert torch.equal(whole.optimizer.state[p][key], resumed.optimizer.state[q][key])
 
 
+def test_resumed_with_persistent_workers_a_run_is_bit_equal(tmp_path):
+    """The passes of one loader over the data draw fewer random numbers than those of several loaders."""
+
+    def trainer_in(folder):
+        return make_trainer(
+            tmp_path / folder, make_model(drop_path_rate=0.5), Images(16, augment=True), eval_dataset=Images(),
+            num_train_epochs=4, save_strategy="epoch", eval_strategy="epoch", dataloader_num_workers=1,
+            dataloader_persistent_workers=True, ema_decay=0.9, **recipe(),
+        )  # fmt: skip
+
+    whole = trainer_in("whole")
+    whole.train()
+    broken = trainer_in("broken")
+    broken.add_callback(kill_at(5))  # of 2 steps an epoch
+    with pytest.raises(Killed):
+        broken.train()
+    resumed = trainer_in("broken")
+    resumed.train(resume_from_checkpoint=True)
+    for (name, expected), value in zip(
+        whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(expected, value), name
+
+
+@pytest.mark.parametrize(("step", "event"), [(2, "on_step_end"), (3, "on_step_end"), (6, "on_step_end"), (6, "on_log")])
+def test_sigterm_at_any_step_loses_no_evaluation(tmp_path, step, event):
+    """Of 2 steps an epoch; behind the last one, training is over, but the run has to end."""
+
+    def trainer_in(folder):
+        return make_trainer(
+            tmp_path / folder, eval_dataset=Images(), num_train_epochs=3, save_strategy="epoch", eval_strategy="epoch",
+            **recipe(),
+        )  # fmt: skip
+
+    def send(state, **_):
+        if state.global_step == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    whole = trainer_in("whole")
+    whole.train()
+    trainer, stop = trainer_in("stopped"), StopOnSignal()
+    trainer.add_callback(Each(send, event))
+    trainer.add_callback(stop)
+    trainer.train()
+    assert stop.stopped and trainer.state.global_step == step
+    resumed = trainer_in("stopped")
+    resumed.train(resume_from_checkpoint=True)
+    expected, found = (
+        [(entry["epoch"], entry["eval_loss"]) for entry in done.state.log_history if "eval_loss" in entry]
+        for done in (whole, resumed)
+    )
+    assert found == expected
+
+
 def test_resumed_behind_its_last_step_a_run_is_over(tmp_path):
     options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3, "per_device_train_batch_size": 2}
     whole = make_trainer(tmp_path, ema_decay=0.9, **options)
@@ -349,6 +405,15 @@ def test_resumed_behind_its_last_step_a_run_is_over(tmp_path):
     ):
         assert torch.equal(expected, value), name
         assert torch.equal(whole.weight_average.averages[name], resumed.weight_average.averages[name]), name
+
+
+def test_a_run_does_not_go_on_with_another_number_of_processes(tmp_path):
+    make_trainer(tmp_path, save_strategy="epoch").train()
+    stored = tmp_path / "checkpoint-2" / "processes.txt"
+    assert stored.read_text() == "1"
+    stored.write_text("4")
+    with pytest.raises(ValueError, match="checkpoint-2 is of a run by 4 processes and cannot go on with 1"):
+        make_trainer(tmp_path, num_train_epochs=2).train(resume_from_checkpoint=True)
 
 
 def test_the_checkpoint_of_a_run_holds_its_average(tmp_path):

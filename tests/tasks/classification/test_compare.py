@@ -127,6 +127,17 @@ def test_a_record_of_another_configuration_is_refused_before_anything_runs(finis
         run_comparison(comparison, tmp_path, records)
 
 
+def test_a_half_done_run_of_another_configuration_is_refused_before_anything_runs(finished, monkeypatch, tmp_path):
+    forbid(monkeypatch)
+    last = tmp_path / "violin" / "seed1"
+    last.mkdir(parents=True)
+    config = load_comparison(finished[0], ["trainer.learning_rate=1e-3"]).configs["violin"]
+    (last / "run_config.json").write_text(json.dumps(config))
+    message = r"seed1 is of another configuration \(.*learning_rate.*remove it or choose another --out"
+    with pytest.raises(ValueError, match=message):
+        run_comparison(load_comparison(finished[0]), tmp_path, tmp_path)
+
+
 @pytest.mark.parametrize("content", ["", '{"metrics": {}', "{}", "[]", '"text"', "null"])
 def test_a_damaged_record_is_named(finished, content, tmp_path):
     path = finished[0]

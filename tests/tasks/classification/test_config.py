@@ -126,3 +126,17 @@ def test_defaults_are_valid():
 
 def test_a_bare_no_is_a_strategy(tmp_path):
     assert load_config(write(tmp_path, ""), ["trainer.eval_strategy=no"])["trainer"]["eval_strategy"] == "no"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("gradient_accumulation_steps=0", "gradient_accumulation_steps=0 must be an integer of 1 or more"),
+        ("per_device_train_batch_size=2.5", "per_device_train_batch_size=2.5 must be an integer of 1 or more"),
+        ("metric_for_best_model=f1", "metric_for_best_model='f1' must be one of accuracy, loss"),
+    ],
+)
+def test_bad_trainer_values_are_named_before_anything_runs(tmp_path, change, message):
+    (tmp_path / "c.yaml").write_text("data: {source: digits}")
+    with pytest.raises(ValueError, match=f"trainer.{message}"):
+        load_config(tmp_path / "c.yaml", [f"trainer.{change}"])

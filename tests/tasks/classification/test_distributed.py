@@ -113,12 +113,15 @@ def test_two_processes_train_like_one(alone, tmp_path, launcher, overrides):
     assert sum(map(sum, results["confusion"])) == sum(map(sum, expected["confusion"]))
 
 
-@pytest.mark.parametrize(("launcher", "code"), [("one", 143), ("torchrun", None)])
-def test_sigterm_saves_and_the_run_goes_on_to_the_same_weights(alone, tmp_path, launcher, code):
+@pytest.mark.parametrize(("launcher", "code", "workers"), [("one", 143, 0), ("one", 143, 1), ("torchrun", None, 1)])
+def test_sigterm_saves_and_the_run_goes_on_to_the_same_weights(alone, tmp_path, launcher, code, workers):
     size = ["trainer.per_device_train_batch_size=32"] if launcher == "torchrun" else []
-    process = start(tmp_path, launcher, "trainer.ema_decay=0.9", *size)
+    process = start(tmp_path, launcher, "trainer.ema_decay=0.9", f"trainer.dataloader_num_workers={workers}", *size)
     wait_for(tmp_path / "run" / "checkpoint-8" / "trainer_state.json", process)
-    process.send_signal(signal.SIGTERM)  # torchrun hands it on
+    if launcher == "one":
+        os.killpg(process.pid, signal.SIGTERM)  # data loader workers as well
+    else:
+        process.send_signal(signal.SIGTERM)  # torchrun hands it on
     left, log = finish(process, tmp_path)
     assert left == code if code is not None else left != 0
     saved = max(int(path.name.split("-")[1]) for path in (tmp_path / "run").glob("checkpoint-*"))

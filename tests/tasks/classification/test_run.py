@@ -113,6 +113,33 @@ def test_evaluate_agrees_with_the_run(finished, tmp_path, capsys):
     assert stored["metrics"]["validation_accuracy"] == results["metrics"]["validation_accuracy"]
 
 
+def test_the_saved_model_of_a_compiled_run_is_the_trained_one(tmp_path):
+    config = config_in(tmp_path / "run", num_train_epochs=1, torch_compile=True, torch_compile_backend="aot_eager")
+    results = training.run(config)
+    assert evaluation.main([str(tmp_path / "run" / "model"), "--out", str(tmp_path)]) == 0
+    stored = json.loads((tmp_path / "results_test.json").read_text())
+    assert stored["metrics"] == {"test_accuracy": results["metrics"]["test_accuracy"]}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"metric_for_best_model": "loss"},
+        {"load_best_model_at_end": False},
+        {"load_best_model_at_end": False, "eval_strategy": "no"},
+    ],
+    ids=str,
+)
+def test_validation_accuracy_is_that_of_the_saved_weights(tmp_path, options):
+    metrics = training.run(config_in(tmp_path / "run", **options))["metrics"]
+    if "eval_strategy" in options:
+        assert list(metrics) == ["test_accuracy"]
+        return
+    assert evaluation.main([str(tmp_path / "run" / "model"), "--split", "validation", "--out", str(tmp_path)]) == 0
+    stored = json.loads((tmp_path / "results_validation.json").read_text())
+    assert stored["metrics"]["validation_accuracy"] == metrics["validation_accuracy"]
+
+
 def test_evaluate_refuses_other_classes_and_unknown_keys(finished, tmp_path, capsys):
     folder, _ = finished
     model = tmp_path / "other" / "model"
@@ -194,6 +221,25 @@ def test_overwrite_with_a_bad_value_keeps_the_old_run(finished, tmp_path):
     with pytest.raises(ValueError, match="violn"):
         training.run(config, overwrite=True)
     assert training.run(config_in(folder))["metrics"] == finished[1]["metrics"]
+
+
+def test_killed_while_it_throws_away_another_run_overwriting_can_be_repeated(finished, tmp_path, monkeypatch):
+    folder = copy_run(finished, tmp_path)
+    config = config_in(folder)
+    config["model"]["prior"] = "dense"
+    removed = []
+
+    def die(path, *args, **kwargs):
+        removed.append(path)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", die)
+        with pytest.raises(KeyboardInterrupt):
+            training.run(config, overwrite=True)
+    assert removed and not (folder / "results.json").exists()
+    with pytest.raises(ValueError, match="belongs to another run"):
+        training.run(config)
 
 
 def test_overwrite_replaces_another_run(finished, tmp_path):
@@ -297,6 +343,12 @@ def test_a_model_of_another_shape_is_refused(finished):
         build(finished, hidden_size=48)
     with pytest.raises(OSError, match="nowhere is not a folder of a saved model"):
         training.build_model({"pretrained": "nowhere"}, ["a", "b"])
+
+
+def test_evaluate_names_a_folder_that_is_not_there(finished, tmp_path, capsys):
+    (tmp_path / "run_config.json").write_bytes((finished[0] / "run_config.json").read_bytes())
+    assert evaluation.main([str(tmp_path / "model")]) == 2
+    assert capsys.readouterr().err.endswith(f"{tmp_path / 'model'} is not a folder of a saved model\n")
 
 
 def test_evaluate_refuses_a_model_with_missing_weights(finished, tmp_path, capsys):
