@@ -224,6 +224,8 @@ class SparsePriorTrainer(Trainer):
             files += [f"{FSDP_MODEL_NAME}_0", "optimizer_0"] if sharded else ["optimizer.bin"]
         else:
             files += [SAFE_WEIGHTS_NAME, OPTIMIZER_NAME]
+        processes = self.args.world_size
+        files += [f"rng_state_{rank}.pth" for rank in range(processes)] if processes > 1 else ["rng_state.pth"]
         return files + ([EMA_FILE] if getattr(self.args, "ema_decay", None) is not None else [])
 
     def _start_average(self) -> WeightAverage | None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from accelerate import PartialState
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior import SparsePriorViTConfig
@@ -154,9 +155,27 @@ def run_comparison(
             print(f"[{number}/{len(todo)}] {name}, seed {seed}", file=sys.stderr, flush=True)
             results = run(config, command=command)
             record = {key: results[key] for key in RECORDED}
-            write_results(records / name / f"seed{seed}.json", record)
+            if PartialState().is_main_process:
+                write_results(records / name / f"seed{seed}.json", record)
         done[name].append(record)
     return done
+
+
+def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[str, Any]]]:
+    """Every record of the comparison's variants, whatever part of it ran last, seeds in order; variants with none left
+    out.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, config in comparison.configs.items():
+        numbers = [path.stem.removeprefix("seed") for path in (records / name).glob("seed*.json")]
+        seeds = sorted(int(number) for number in numbers if number.isdigit())
+        for seed in seeds:
+            expected = copy.deepcopy(config)
+            expected["trainer"]["seed"] = seed
+            record = _read_record(records / name / f"seed{seed}.json", expected)
+            assert record is not None
+            found.setdefault(name, []).append(record)
+    return found
 
 
 def _check_folder(config: dict[str, dict[str, Any]]) -> None:
@@ -261,7 +280,10 @@ def main(argv: list[str] | None = None) -> int:
             comparison.seeds = arguments.seeds
         out = arguments.out or Path("outputs") / comparison.name
         records = arguments.records or out
-        results = run_comparison(comparison, out, records, arguments.variants)
+        run_comparison(comparison, out, records, arguments.variants)
+        if not PartialState().is_main_process:
+            return 0
+        results = all_records(comparison, records)
     except (ValueError, OSError, TypeError, yaml.YAMLError) as error:
         print(f"{parser.prog}: {one_line(error)}", file=sys.stderr)
         return 2

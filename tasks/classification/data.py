@@ -102,6 +102,7 @@ class ImageDataset(Dataset):
         self.images = images
         self.prepare = prepare
         self.cache = cache
+        self.full: bool | None = None  # whether everything is in memory; None: not tried
         self.pixels: torch.Tensor | None = None
         self.decoded: list[np.ndarray] | None = None
 
@@ -110,20 +111,26 @@ class ImageDataset(Dataset):
 
     def fill_cache(self, show_progress: bool = False) -> None:
         """Read every image now, if they fit; worker processes that start later share the memory."""
-        if self.pixels is not None or self.decoded is not None or not len(self) or not self._fits():
+        if self.full is not None or not len(self):
             return
-        indices = tqdm(range(len(self)), desc="reading images", disable=not show_progress or len(self) < 2000)
-        if self.prepare.augmentation is None:
-            self.pixels = torch.stack([self.prepare(self.images.read(index)) for index in indices])
+        self.full = False
+        if self.cache is False:
+            return
+        kept: list[Any] = []
+        size = 0
+        for index in tqdm(range(len(self)), desc="reading images", disable=not show_progress or len(self) < 2000):
+            image = self.images.read(index)
+            kept.append(np.asarray(image) if self.prepare.augmentation is not None else self.prepare(image))
+            size += kept[-1].nbytes
+            # What a few images let expect saves reading a large set for nothing; their sum has the last word.
+            expected = size / (index + 1) * len(self) if index < 8 else size
+            if self.cache is None and expected >= CACHE_LIMIT:
+                return
+        if self.prepare.augmentation is not None:
+            self.decoded = kept
         else:
-            self.decoded = [np.asarray(self.images.read(index)) for index in indices]
-
-    def _fits(self) -> bool:
-        if self.cache is not None:
-            return self.cache
-        first = self.images.read(0)
-        size = np.asarray(first).nbytes if self.prepare.augmentation is not None else self.prepare(first).nbytes
-        return size * len(self) < CACHE_LIMIT
+            self.pixels = torch.stack(kept)
+        self.full = True
 
     def __getitem__(self, item: int | Draw) -> dict[str, Any]:
         # A worker would fill a cache of its own, and again in every epoch.

@@ -41,7 +41,7 @@ from tasks.classification.report import (
     read_results,
     write_results,
 )
-from tasks.classification.run_folder import MODEL, RESULTS, claim, finished_results, last_whole_checkpoint
+from tasks.classification.run_folder import AVERAGE, MODEL, RESULTS, claim, finished_results, last_whole_checkpoint
 
 # What a run does unless its configuration says otherwise.
 TRAINER_DEFAULTS: dict[str, Any] = {
@@ -200,7 +200,12 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     # A compiled model puts this in front of its names.
     weights = {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
     if trainer.is_world_process_zero():
-        _write_outputs(out, results, trainer.accelerator.unwrap_model(trainer.model), weights, inputs.processor)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if trainer.weight_average is not None:
+            with trainer.weight_average.swapped_in():
+                accuracy = {"test_accuracy": results["metrics"]["test_ema_accuracy"]}
+                _save_model(out / AVERAGE, model, None, inputs.processor, {**results, "metrics": accuracy})
+        _write_outputs(out, results, model, weights, inputs.processor)
     trainer.accelerator.wait_for_everyone()
     return results if trainer.is_world_process_zero() else read_results(out / RESULTS)
 
@@ -248,13 +253,20 @@ def _about_model(model: SparsePriorViTForImageClassification) -> dict[str, Any]:
     }
 
 
-def _write_outputs(out: Path, results: dict[str, Any], model: Any, weights: dict[str, Any], processor: Any) -> None:
-    model.save_pretrained(out / MODEL, state_dict=weights)
+def _save_model(
+    folder: Path, model: Any, weights: dict[str, Any] | None, processor: Any, results: dict[str, Any]
+) -> None:
+    """Write model, image processor and card, and what is known of the model into `results`."""
+    model.save_pretrained(folder, state_dict=weights)
     # Says which weights the metrics are of.
-    results["model_sha256"] = file_sha256(out / MODEL / "model.safetensors")
-    results.update(_about_model(load_whole_model(out / MODEL)))
-    processor.save_pretrained(out / MODEL)
-    write_text(out / MODEL / CARD, model_card(model.config, results))
+    results["model_sha256"] = file_sha256(folder / "model.safetensors")
+    results.update(_about_model(load_whole_model(folder)))
+    processor.save_pretrained(folder)
+    write_text(folder / CARD, model_card(model.config, results))
+
+
+def _write_outputs(out: Path, results: dict[str, Any], model: Any, weights: dict[str, Any], processor: Any) -> None:
+    _save_model(out / MODEL, model, weights, processor, results)
     heading = f"{results['prior']}, seed {results['seed']}"
     draw_history(results["history"], out / "curves.png", heading)
     accuracy = 100 * results["metrics"]["test_accuracy"]
