@@ -56,7 +56,6 @@ class SparsePriorTrainer(Trainer):
         self.weight_average: WeightAverage | None = None
         self.clock = TrainingClock()
         self._logged_at = self._logged_data = 0.0
-        self._samples_in_step: Tensor | int | None = None
         if getattr(self.args, "ema_decay", None) is not None and self.is_fsdp_enabled:
             raise ValueError(f"ema_decay={self.args.ema_decay} cannot be used with FSDP; leave it out")
         self.add_callback(_StepCallback(self))

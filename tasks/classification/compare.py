@@ -17,7 +17,6 @@ import argparse
 import copy
 import json
 import re
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from accelerate import PartialState
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.hub import write_text
+from tasks.classification.command import run_command
 from tasks.classification.config import (
     MODEL_EXTRAS,
     SECTIONS,
@@ -42,8 +41,8 @@ from tasks.classification.config import (
     read_yaml,
 )
 from tasks.classification.report import read_results, write_results
-from tasks.classification.run_folder import COSMETIC, RUN_CONFIG, config_differences
-from tasks.classification.train import RunStopped, one_line, run
+from tasks.classification.run_folder import RUN_CONFIG, config_differences, folder_differences
+from tasks.classification.train import run
 
 # What a record keeps of a run's results.json; the rest stays in the run's folder.
 RECORDED = (
@@ -181,7 +180,7 @@ def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[st
 def _check_folder(config: dict[str, dict[str, Any]]) -> None:
     """Raise ValueError if the folder of a run belongs to another one."""
     out = Path(config["trainer"]["output_dir"])
-    if (out / RUN_CONFIG).exists() and (differences := config_differences(out, config)):
+    if (out / RUN_CONFIG).exists() and (differences := folder_differences(out, config)):
         different = "; ".join(differences)
         raise ValueError(f"{out} is of another configuration ({different}); remove it or choose another --out")
 
@@ -197,14 +196,10 @@ def _read_record(path: Path, config: dict[str, dict[str, Any]]) -> dict[str, Any
         missing = ["its end"]
     if missing:
         raise ValueError(f"{path} is not a whole record, it lacks {', '.join(missing)}; remove it")
-    for section, values in config.items():
-        stored = record["config"].get(section, {})
-        for key in {*values, *stored} - {*COSMETIC}:
-            if values.get(key) != stored.get(key):
-                raise ValueError(
-                    f"{path} is of another configuration ({section}.{key}: {stored.get(key)!r} there, "
-                    f"{values.get(key)!r} here); remove it or choose another --records"
-                )
+    if differences := config_differences(record["config"], config):
+        raise ValueError(
+            f"{path} is of another configuration ({'; '.join(differences)}); remove it or choose another --records"
+        )
     return record
 
 
@@ -271,7 +266,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every run")
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
-    try:
+
+    def work() -> None:
         comparison = load_comparison(arguments.config, arguments.overrides)
         if arguments.variants:
             check_known(arguments.variants, list(comparison.configs), arguments.config)
@@ -281,25 +277,19 @@ def main(argv: list[str] | None = None) -> int:
         out = arguments.out or Path("outputs") / comparison.name
         records = arguments.records or out
         run_comparison(comparison, out, records, arguments.variants)
-        if not PartialState().is_main_process:
-            return 0
-        results = all_records(comparison, records)
-    except (ValueError, OSError, TypeError, yaml.YAMLError) as error:
-        print(f"{parser.prog}: {one_line(error)}", file=sys.stderr)
-        return 2
-    except RunStopped as stopped:
-        print(f"{parser.prog}: {stopped}", file=sys.stderr)
-        return 128 + signal.SIGTERM
-    except KeyboardInterrupt:
-        print(f"\n{parser.prog}: interrupted; the same command goes on where it stopped", file=sys.stderr)
-        return 130
+        if PartialState().is_main_process:
+            _write_comparison(all_records(comparison, records), records)
+
+    return run_command(parser.prog, work, "where it stopped")
+
+
+def _write_comparison(results: dict[str, list[dict[str, Any]]], folder: Path) -> None:
     lines = table(results)
-    write_text(records / "table.md", lines + "\n")
+    write_text(folder / "table.md", lines + "\n")
     summary = {name: [record["metrics"] for record in runs] for name, runs in results.items()}
-    write_text(records / "summary.json", json.dumps(summary, indent=1) + "\n")
-    picture = draw_results(results, records / "results.png")
-    print(f"\n{next(iter(results.values()))[0]['data']}\n\n{lines}\n\npicture: {picture}, table: {records}/table.md")
-    return 0
+    write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+    picture = draw_results(results, folder / "results.png")
+    print(f"\n{next(iter(results.values()))[0]['data']}\n\n{lines}\n\npicture: {picture}, table: {folder}/table.md")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class DataConfig:
         are not looked for, so that the first one ends the run when it is met.
     streaming: read images as they are needed, for sets too large for a disk, shuffled in training within shards and a
         buffer; all splits must be there.
-    cache: keep the processed images in memory; null: do so below 1 GiB.
+    cache: keep images in memory, ready for the model or, where they are augmented, decoded; null: below 1 GiB.
     """
 
     source: str = "digits"

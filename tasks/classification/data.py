@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from hf_sparseprior.training import Draw
 from tasks.classification.augmentation import Augmentation
 from tasks.classification.config import DataConfig
-from tasks.classification.sources import READERS, SPLIT_NAMES, SPLITS, ImageData, Images, balanced_subset
+from tasks.classification.sources import READERS, SPLITS, ImageData, Images, balanced_subset
 
 CACHE_LIMIT = 1 << 30
 
@@ -24,9 +24,7 @@ def load_data(config: DataConfig) -> ImageData:
     Raises:
         ValueError, OSError: naming the folder, file or column that is missing, empty or mislabelled.
     """
-    data = READERS[config.source](config)
-    if "train" not in data.splits:
-        raise ValueError(f"{config.path} has no training split, a folder or file named {SPLIT_NAMES['train'][0]}")
+    data = READERS[config.source](config)  # every reader gives at least a training split
     left = 1.0  # share of the images that came without splits and are still in "train"
     for split, fraction in (("test", config.test_fraction), ("validation", config.validation_fraction)):
         if split not in data.splits:

@@ -35,7 +35,7 @@ def finished_results(out: Path, config: dict[str, Any], overwrite: bool) -> dict
         if out.exists() and any(path.name != f"{RUN_CONFIG}.partial" for path in out.iterdir()):
             raise ValueError(f"trainer.output_dir={out} is not empty and not of this program; choose another folder")
         return None
-    differences = config_differences(out, config)
+    differences = folder_differences(out, config)
     if differences and not overwrite:
         raise ValueError(
             f"trainer.output_dir={out} belongs to another run ({'; '.join(differences)}); "
@@ -46,7 +46,7 @@ def finished_results(out: Path, config: dict[str, Any], overwrite: bool) -> dict
 
 def claim(out: Path, config: dict[str, Any]) -> None:
     """Make the folder this run's; an earlier run with another configuration is thrown away."""
-    if (out / RUN_CONFIG).exists() and config_differences(out, config):
+    if (out / RUN_CONFIG).exists() and folder_differences(out, config):
         # Killed half way, it must neither count as finished nor as of something else: results first, owner last.
         (out / RESULTS).unlink(missing_ok=True)
         for path in out.iterdir():
@@ -58,13 +58,17 @@ def claim(out: Path, config: dict[str, Any]) -> None:
     write_text(out / RUN_CONFIG, json.dumps(config, indent=1) + "\n")
 
 
-def config_differences(out: Path, config: dict[str, Any]) -> list[str]:
+def folder_differences(out: Path, config: dict[str, dict[str, Any]]) -> list[str]:
     """Keys in which the run that has the folder differs from this one."""
     try:
-        earlier = json.loads((out / RUN_CONFIG).read_text(encoding="utf-8"))
-        sections = {section: dict(earlier.get(section) or {}) for section in config}
+        return config_differences(json.loads((out / RUN_CONFIG).read_text(encoding="utf-8")), config)
     except (ValueError, AttributeError, TypeError):
         return [f"{RUN_CONFIG} is damaged"]
+
+
+def config_differences(earlier: dict[str, Any], config: dict[str, dict[str, Any]]) -> list[str]:
+    """Keys that make these two configurations different runs, with both values."""
+    sections = {section: dict(earlier.get(section) or {}) for section in config}
     return [
         f"{section}.{key}: {sections[section].get(key)!r} there, {config[section].get(key)!r} here"
         for section in config

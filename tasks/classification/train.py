@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from hf_sparseprior.training import (
     StopOnSignal,
 )
 from tasks.classification.augmentation import AugmentationConfig
+from tasks.classification.command import RunStopped, run_command
 from tasks.classification.config import DataConfig, check_config, load_config
 from tasks.classification.evaluate import load_whole_model
 from tasks.classification.inputs import make_inputs, read_data
@@ -55,10 +55,6 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "remove_unused_columns": False,
     "ddp_find_unused_parameters": False,
 }
-
-
-class RunStopped(Exception):
-    """The run was told to end (SIGTERM) and saved a checkpoint from which it goes on."""
 
 
 def build_model(model: dict[str, Any], classes: list[str]) -> SparsePriorViTForImageClassification:
@@ -280,12 +276,6 @@ def _write_outputs(out: Path, results: dict[str, Any], model: Any, weights: dict
     write_results(out / RESULTS, results)
 
 
-def one_line(error: Exception) -> str:
-    """An error's text; of one in a data loader worker, whose text is the worker's traceback, the last line."""
-    text = str(error)
-    return text.strip().splitlines()[-1].partition(": ")[2] if text.startswith("Caught ") else text
-
-
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
     parser = argparse.ArgumentParser(
@@ -297,29 +287,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. model.prior=violin")
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()  # bars for reading and writing weights; the training bar stays
-    try:
+
+    def work() -> None:
         config = load_config(arguments.config, arguments.overrides)
         config["trainer"].setdefault("output_dir", f"outputs/{Path(arguments.config).stem}")
         results = run(config, overwrite=arguments.overwrite)
-    except (ValueError, OSError, TypeError) as error:
-        print(f"{parser.prog}: {one_line(error)}", file=sys.stderr)
-        return 2
-    except RunStopped as stopped:
-        print(f"{parser.prog}: {stopped}", file=sys.stderr)
-        return 128 + signal.SIGTERM
-    except KeyboardInterrupt:
-        print(f"\n{parser.prog}: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    if not PartialState().is_main_process:
-        return 0
-    out = config["trainer"]["output_dir"]
+        if PartialState().is_main_process:
+            _print_results(results, config["trainer"]["output_dir"])
+
+    return run_command(parser.prog, work, "from the last checkpoint")
+
+
+def _print_results(results: dict[str, Any], out: str) -> None:
     for name, value in results["metrics"].items():
         print(f"{name}: {100 * value:.2f} %")
     print(f"waiting for data: {100 * results['data_wait']:.1f} % of the training time")
     if results["max_decay_change"] is not None:
         print(f"max |M - 1| of the learned decay: {results['max_decay_change']:.4f}")
     print(f"results: {out}/{RESULTS}, pictures: {out}/curves.png {out}/confusion.png, model: {out}/{MODEL}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,42 @@
+"""What the commands that train have in common: how they end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+
+
+class RunStopped(Exception):
+    """The run was told to end (SIGTERM) and saved a checkpoint from which it goes on."""
+
+
+def run_command(program: str, work: Callable[[], None], goes_on: str) -> int:
+    """Do the work of a command; a bad value, SIGTERM and Ctrl-C end it with one line.
+
+    Args:
+        program: its name.
+        work: what it does.
+        goes_on: where the same command goes on after Ctrl-C.
+
+    Returns:
+        The exit status: 0, 2 for a bad value, 143 for SIGTERM, 130 for Ctrl-C.
+    """
+    try:
+        work()
+    except (ValueError, OSError, TypeError) as error:
+        print(f"{program}: {one_line(error)}", file=sys.stderr)
+        return 2
+    except RunStopped as stopped:
+        print(f"{program}: {stopped}", file=sys.stderr)
+        return 128 + signal.SIGTERM
+    except KeyboardInterrupt:
+        print(f"\n{program}: interrupted; the same command goes on {goes_on}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def one_line(error: Exception) -> str:
+    """An error's text; of one in a data loader worker, whose text is the worker's traceback, the last line."""
+    text = str(error)
+    return text.strip().splitlines()[-1].partition(": ")[2] if text.startswith("Caught ") else text
