@@ -160,6 +160,30 @@ inline vec products(const T* a, const T* b) {
   return x;
 }
 
+// Dot products of 16 rows with 16 rows, or of one row with 16: row r's in lane r. Rows from..to exist, the others give 0.
+template <int V, typename T>
+inline vec dots(const T* a, int64_t a_step, const T* b, int64_t b_step, int from, int to) {
+  vec x[L];
+  if (from == 0 && to == L) {
+#pragma GCC unroll 16
+    for (int r = 0; r < L; ++r) x[r] = products<V>(a + r * a_step, b + r * b_step);
+  } else {
+    for (int r = 0; r < L; ++r) x[r] = r >= from && r < to ? products<V>(a + r * a_step, b + r * b_step) : vec{};
+  }
+  return sums(x);
+}
+template <int V, typename T>
+inline vec dots(const Row<V>& a, const T* b, int64_t b_step, int to) {
+  vec x[L];
+  if (to == L) {
+#pragma GCC unroll 16
+    for (int r = 0; r < L; ++r) x[r] = products<V>(a, b + r * b_step);
+  } else {
+    for (int r = 0; r < L; ++r) x[r] = r < to ? products<V>(a, b + r * b_step) : vec{};
+  }
+  return sums(x);
+}
+
 // (b, h, t) to the first of D neighbouring elements.
 template <typename T>
 struct Rows {
@@ -199,10 +223,21 @@ struct Layout {
 // Weights of pairs (decay): W[h, offset][lower row] for offsets, one number per head for pairs with prefix tokens and
 // for a patch that only sees itself. Null pointers stand for 1.
 struct Weights {
+  bool given = false;
   const float* pairs = nullptr;
   const int64_t* begin = nullptr;  // of each signed offset
   const float* prefix = nullptr;
   const float* self = nullptr;
+};
+
+// Patches without any key, which see themselves: those nearer to both ends than the smallest offset, without prefix.
+struct Alone {
+  int64_t smallest;
+  bool possible;
+  Alone(const int32_t* offsets, int64_t count, int64_t prefix) : smallest(INT64_MAX), possible(prefix == 0) {
+    for (int64_t c = 0; c < count; ++c) smallest = std::min<int64_t>(smallest, std::abs(offsets[c]));
+  }
+  bool at(int64_t j, int64_t N) const { return possible && j < smallest && N - 1 - j < smallest; }
 };
 
 inline int64_t lower(int64_t j, int64_t offset) { return offset < 0 ? j + offset : j; }
@@ -229,6 +264,9 @@ void forward_piece(
   const float self_weight = scale * (weight.self ? weight.self[h] : 1.0f);
   std::vector<vec> scratch(2 * (columns + 1));
   vec *s = scratch.data(), *raw = s + columns + 1;
+  const Alone alone(offsets, offsets_count, P);
+  int64_t furthest = 0;
+  for (int64_t c = 0; c < offsets_count; ++c) furthest = std::max<int64_t>(furthest, offsets[c]);
   // The prefix rows' running softmax over this piece's keys.
   std::vector<float> top(P, MINUS_INF), total(P, 0.0f);
   std::vector<Row<V>> sum_row(P), q_row(P);
@@ -240,13 +278,22 @@ void forward_piece(
   for (int64_t j0 = chunk * CHUNK; j0 < end; j0 += L) {
     const int rows = (int)std::min<int64_t>(L, end - j0);
     const int64_t block = j0 / L;
+    // Rows of a head lie apart in a projection's output, where the hardware does not see the pattern.
+    for (int64_t j = j0 + L; j < std::min(N, j0 + 2 * L); ++j) {
+      const T *next_q = q_patch + j * q.token, *next_k = k_patch + std::min(j + furthest, N - 1) * k.token,
+              *next_v = v_patch + std::min(j + furthest, N - 1) * v.token;
+      for (int64_t i = 0; i < V * L; i += 64 / (int64_t)sizeof(T)) {
+        __builtin_prefetch(next_q + i);
+        __builtin_prefetch(next_k + i);
+        __builtin_prefetch(next_v + i);
+      }
+    }
+    const bool inside = rows == L && j0 >= furthest && j0 + L + furthest <= N;  // every key of every row exists
     vec seen = vec{};  // keys of each row
     for (int64_t p = 0; p < P; ++p) {
       Row<V> key;
       key.read(kh + p * k.token);
-      vec x[L] = {};
-      for (int r = 0; r < rows; ++r) x[r] = products<V>(key, q_patch + (j0 + r) * q.token);
-      raw[p] = sums(x) * scale;
+      raw[p] = dots<V>(key, q_patch + j0 * q.token, q.token, rows) * scale;
       s[p] = raw[p] * (prefix_weight / scale);
     }
     if (P) seen += (float)P;
@@ -254,13 +301,10 @@ void forward_piece(
       const int64_t offset = offsets[c];
       int from, to;
       valid_rows(j0, rows, offset, N, from, to);
-      vec x[L] = {};
-      for (int r = from; r < to; ++r) {
-        x[r] = products<V>(q_patch + (j0 + r) * q.token, k_patch + (j0 + r + offset) * k.token);
-      }
-      vec value = sums(x) * scale;
+      vec value =
+          dots<V>(q_patch + j0 * q.token, q.token, k_patch + (j0 + offset) * k.token, k.token, from, to) * scale;
       raw[P + c] = value;
-      if (weight.pairs) {
+      if (weight.given) {
         const float* w = weight.pairs + weight.begin[shape.first[h] + c] + lower(j0, offset);
         vec own = vec{};
         for (int r = from; r < to; ++r) own[r] = w[r];
@@ -278,32 +322,18 @@ void forward_piece(
       seen += valid;
       s[P + c] = value;
     }
-    // A patch without any key sees itself.
-    vec alone = vec{};
-    bool any_alone = false;
-    if (!P) {
-      for (int r = 0; r < rows; ++r) {
-        if (seen[r] == 0.0f) {
-          alone[r] = 1.0f;
-          any_alone = true;
-        }
-      }
-    }
     int64_t used = columns;
-    if (any_alone) {
-      vec value = splat(MINUS_INF), plain = vec{};
+    if (alone.possible) {
+      vec value = splat(MINUS_INF);
+      bool any = false;
       for (int r = 0; r < rows; ++r) {
-        if (alone[r] != 0.0f) {
-          const T* row = q_patch + (j0 + r) * q.token;
-          const float dot = sum(products<V>(row, k_patch + (j0 + r) * k.token));
-          plain[r] = dot * scale;
-          value[r] = dot * self_weight;
-          seen[r] = 1.0f;
-        }
+        if (!alone.at(j0 + r, N)) continue;
+        value[r] = self_weight * sum(products<V>(q_patch + (j0 + r) * q.token, k_patch + (j0 + r) * k.token));
+        seen[r] = 1.0f;
+        any = true;
       }
-      raw[columns] = plain;
       s[columns] = value;
-      used = columns + 1;
+      used += any;
     }
     vec highest = splat(MINUS_INF);
     for (int64_t c = 0; c < used; ++c) highest = maximum(highest, s[c]);
@@ -349,18 +379,20 @@ void forward_piece(
       }
       const int64_t j = j0 + r;
       for (int64_t p = 0; p < P; ++p) result.add(s[p][r], vh + p * v.token);
-      for (int64_t c = 0; c < offsets_count; ++c) {
-        const int64_t key = j + offsets[c];
-        if (key >= 0 && key < N) result.add(s[P + c][r], v_patch + key * v.token);
+      if (inside) {
+        for (int64_t c = 0; c < offsets_count; ++c) result.add(s[P + c][r], v_patch + (j + offsets[c]) * v.token);
+      } else {
+        for (int64_t c = 0; c < offsets_count; ++c) {
+          const int64_t key = j + offsets[c];
+          if (key >= 0 && key < N) result.add(s[P + c][r], v_patch + key * v.token);
+        }
       }
-      if (any_alone && alone[r] != 0.0f) result.add(s[columns][r], v_patch + j * v.token);
+      if (used > columns && alone.at(j, N)) result.add(s[columns][r], v_patch + j * v.token);
       result.write(oh + (P + j) * out.token);
     }
     // These rows as keys of the prefix tokens, while they are near.
     for (int64_t p = 0; p < P; ++p) {
-      vec x[L] = {};
-      for (int r = 0; r < rows; ++r) x[r] = products<V>(q_row[p], k_patch + (j0 + r) * k.token);
-      vec value = sums(x) * prefix_weight;
+      vec value = dots<V>(q_row[p], k_patch + j0 * k.token, k.token, rows) * prefix_weight;
       float* own = row_logits + ((b * shape.H + h) * P + p) * (P + N) + P + j0;
       for (int r = 0; r < rows; ++r) own[r] = value[r];
       for (int r = rows; r < L; ++r) value[r] = MINUS_INF;
@@ -429,17 +461,269 @@ void finish_prefix_row(
   for (; t < total_tokens; ++t) own[t] = std::exp(own[t] - top) / total;
 }
 
+
+// ---- backward -------------------------------------------------------------------------------------------------------
+
+// What pieces of one (b, h) add up, in floats: of each prefix token the gradients of its key, value and query, then the
+// sum of floor * gradient of the rows, then the gradients of the prefix weight and of the self weight.
+template <int V>
+struct Sums {
+  static constexpr int64_t ROW = L * V;
+  static int64_t size(int64_t P) { return (3 * P + 1) * ROW + 2; }
+};
+
+struct Saved {
+  const float *probs, *logits, *floors, *rows, *drop;
+};
+
+// Gradients of the queries of a piece, and of the logits of all its pairs.
+template <typename T, int V>
+void backward_rows(
+    const Layout& shape, int64_t b, int64_t h, int64_t chunk, const Rows<T>& q, const Rows<T>& k, const Rows<T>& v,
+    const Rows<T>& out, const Rows<T>& grad, const Rows<T>& dq, float scale, bool zero_fill, const Weights& weight,
+    const Saved& saved, float* pair_grads, float* weight_grads, float* row_grads, float* self_grads, float* sums_of) {
+  const int64_t P = shape.P, N = shape.N, columns = shape.columns(h), offsets_count = columns - P;
+  const int32_t* offsets = shape.offsets + shape.first[h];
+  const T *qh = q.of(b, h), *kh = k.of(b, h), *vh = v.of(b, h), *oh = out.of(b, h), *gh = grad.of(b, h);
+  T* dqh = dq.of(b, h);
+  const T *q_patch = qh + P * q.token, *k_patch = kh + P * k.token, *v_patch = vh + P * v.token;
+  const T *o_patch = oh + P * out.token, *g_patch = gh + P * grad.token;
+  const float prefix_weight = scale * (weight.prefix ? weight.prefix[h] : 1.0f);
+  const float self_weight = scale * (weight.self ? weight.self[h] : 1.0f);
+  const int64_t total_tokens = P + N, row_base = (b * shape.H + h) * P;
+  const Alone alone(offsets, offsets_count, P);
+  std::vector<vec> scratch(columns + 1);
+  vec* g = scratch.data();
+  std::vector<Row<V>> dkey(P), dvalue(P), dquery(P), q_row(P), g_row(P);
+  std::vector<float> delta_row(P);
+  for (int64_t p = 0; p < P; ++p) {
+    q_row[p].read(qh + p * q.token);
+    g_row[p].read(gh + p * grad.token);
+    delta_row[p] = sum(products<V>(g_row[p], oh + p * out.token));
+    dkey[p].clear();
+    dvalue[p].clear();
+    dquery[p].clear();
+  }
+  Row<V> floor_sum;
+  floor_sum.clear();
+  vec prefix_sum = vec{};
+  float self_sum = 0.0f;
+  const int64_t end = std::min(N, (chunk + 1) * CHUNK);
+  for (int64_t j0 = chunk * CHUNK; j0 < end; j0 += L) {
+    const int rows = (int)std::min<int64_t>(L, end - j0);
+    const int64_t block = j0 / L, at = shape.at(b, h, block);
+    const float *probs = saved.probs + at, *drop = saved.drop ? saved.drop + at : nullptr;
+    const vec delta = dots<V>(g_patch + j0 * grad.token, grad.token, o_patch + j0 * out.token, out.token, 0, rows);
+    const vec floor_value =
+        zero_fill ? load(saved.floors + L * ((b * shape.H + h) * shape.blocks + block)) : vec{};
+    for (int64_t c = 0; c < columns; ++c) {
+      vec dp;
+      if (c < P) {
+        Row<V> value;
+        value.read(vh + c * v.token);
+        dp = dots<V>(value, g_patch + j0 * grad.token, grad.token, rows);
+      } else {
+        int from, to;
+        valid_rows(j0, rows, offsets[c - P], N, from, to);
+        dp = dots<V>(
+            g_patch + j0 * grad.token, grad.token, v_patch + (j0 + offsets[c - P]) * v.token, v.token, from, to);
+      }
+      if (drop) dp *= load(drop + L * c);
+      vec ds = load(probs + L * c) * (dp - delta);
+      if (weight.given) {
+        const vec product = ds * load(saved.logits + at + L * c);
+        if (c < P) {
+          prefix_sum += product;
+        } else {
+          store(weight_grads + at + L * c, product);
+          const float* w = weight.pairs + weight.begin[shape.first[h] + c - P] + lower(j0, offsets[c - P]);
+          int from, to;
+          valid_rows(j0, rows, offsets[c - P], N, from, to);
+          vec own = vec{};
+          for (int r = from; r < to; ++r) own[r] = w[r];
+          ds *= own;
+        }
+      }
+      ds *= c < P ? prefix_weight : scale;
+      g[c] = ds;
+      store(pair_grads + at + L * c, ds);
+    }
+    for (int r = 0; r < rows; ++r) {
+      const int64_t j = j0 + r;
+      Row<V> result;
+      result.clear();
+      for (int64_t p = 0; p < P; ++p) result.add(g[p][r], kh + p * k.token);
+      for (int64_t c = 0; c < offsets_count; ++c) {
+        const int64_t key = j + offsets[c];
+        if (key >= 0 && key < N) result.add(g[P + c][r], k_patch + key * k.token);
+      }
+      if (alone.at(j, N)) {
+        // Its probability is 1, unless masked pairs keep exp(0).
+        float probability = 1.0f, gradient = 0.0f;
+        if (zero_fill && floor_value[r] > 0.0f) {
+          const float dot = sum(products<V>(q_patch + j * q.token, k_patch + j * k.token));
+          probability = std::min(1.0f, std::exp(self_weight * dot + std::log(floor_value[r])));
+          const float dp = sum(products<V>(g_patch + j * grad.token, v_patch + j * v.token));
+          const float ds = probability * (dp - delta[r]);
+          self_sum += ds * dot * scale;
+          gradient = ds * self_weight;
+          result.add(gradient, k_patch + j * k.token);
+        }
+        float* own = self_grads + 2 * ((b * shape.H + h) * N + j);
+        own[0] = gradient;
+        own[1] = probability * (drop ? 0.0f : 1.0f) - floor_value[r];
+        if (drop) own[1] = probability;
+      }
+      result.write(dqh + (P + j) * dq.token);
+      if (zero_fill) floor_sum.add(floor_value[r], g_patch + j * grad.token);
+    }
+    for (int64_t p = 0; p < P; ++p) {
+      // This block's rows as queries of the prefix keys.
+      vec kept = load(probs + L * p) * (drop ? load(drop + L * p) : splat(1.0f)) - floor_value;
+      for (int r = 0; r < rows; ++r) {
+        dkey[p].add(g[p][r], q_patch + (j0 + r) * q.token);
+        dvalue[p].add(kept[r], g_patch + (j0 + r) * grad.token);
+      }
+      // And as keys of the prefix rows.
+      const int64_t first = (row_base + p) * total_tokens + P + j0;
+      vec dp = dots<V>(g_row[p], v_patch + j0 * v.token, v.token, rows);
+      vec probability = vec{};
+      for (int r = 0; r < rows; ++r) {
+        probability[r] = saved.rows[first + r];
+        if (saved.drop) dp[r] *= saved.drop[shape.pairs() + first + r];
+      }
+      const vec ds = probability * (dp - delta_row[p]);
+      if (weight.given) prefix_sum += ds * dots<V>(q_row[p], k_patch + j0 * k.token, k.token, rows) * scale;
+      const vec gradient = ds * prefix_weight;
+      for (int r = 0; r < rows; ++r) {
+        row_grads[first + r] = gradient[r];
+        dquery[p].add(gradient[r], k_patch + (j0 + r) * k.token);
+      }
+    }
+  }
+  constexpr int64_t ROW = Sums<V>::ROW;
+  for (int64_t p = 0; p < P; ++p) {
+    dkey[p].write(sums_of + (3 * p) * ROW);
+    dvalue[p].write(sums_of + (3 * p + 1) * ROW);
+    dquery[p].write(sums_of + (3 * p + 2) * ROW);
+  }
+  floor_sum.write(sums_of + 3 * P * ROW);
+  sums_of[(3 * P + 1) * ROW] = sum(prefix_sum);
+  sums_of[(3 * P + 1) * ROW + 1] = self_sum;
+}
+
+// Prefix tokens among themselves, and the sums of all pieces; the first piece's sums become the whole.
+template <typename T, int V>
+void backward_prefix(
+    const Layout& shape, int64_t b, int64_t h, const Rows<T>& q, const Rows<T>& k, const Rows<T>& v, const Rows<T>& out,
+    const Rows<T>& grad, const Rows<T>& dq, const Rows<T>& dk, const Rows<T>& dv, float scale, const Weights& weight,
+    const Saved& saved, float* row_grads, float* sums_of) {
+  const int64_t P = shape.P, total_tokens = P + shape.N, size = Sums<V>::size(P), row_base = (b * shape.H + h) * P;
+  constexpr int64_t ROW = Sums<V>::ROW;
+  for (int64_t chunk = 1; chunk < shape.chunks; ++chunk) {
+    for (int64_t i = 0; i < size; ++i) sums_of[i] += sums_of[chunk * size + i];
+  }
+  const T *qh = q.of(b, h), *kh = k.of(b, h), *vh = v.of(b, h), *oh = out.of(b, h), *gh = grad.of(b, h);
+  const float prefix_weight = scale * (weight.prefix ? weight.prefix[h] : 1.0f);
+  float weight_sum = sums_of[(3 * P + 1) * ROW];
+  for (int64_t p = 0; p < P; ++p) {
+    const T *query = qh + p * q.token, *gradient = gh + p * grad.token;
+    const float delta = sum(products<V>(gradient, oh + p * out.token));
+    for (int64_t t = 0; t < P; ++t) {
+      const int64_t at = (row_base + p) * total_tokens + t;
+      const float dropped = saved.drop ? saved.drop[shape.pairs() + at] : 1.0f;
+      const float ds = saved.rows[at] * (dropped * sum(products<V>(gradient, vh + t * v.token)) - delta);
+      weight_sum += ds * sum(products<V>(query, kh + t * k.token)) * scale;
+      row_grads[at] = ds * prefix_weight;
+      Row<V> row;
+      row.read(sums_of + (3 * p + 2) * ROW);
+      row.add(ds * prefix_weight, kh + t * k.token);
+      row.write(sums_of + (3 * p + 2) * ROW);
+      row.read(sums_of + (3 * t) * ROW);
+      row.add(ds * prefix_weight, query);
+      row.write(sums_of + (3 * t) * ROW);
+      row.read(sums_of + (3 * t + 1) * ROW);
+      row.add(saved.rows[at] * dropped, gradient);
+      row.write(sums_of + (3 * t + 1) * ROW);
+    }
+  }
+  sums_of[(3 * P + 1) * ROW] = weight_sum;
+  for (int64_t p = 0; p < P; ++p) {
+    Row<V> row;
+    row.read(sums_of + (3 * p) * ROW);
+    row.write(dk.of(b, h) + p * dk.token);
+    row.read(sums_of + (3 * p + 1) * ROW);
+    row.add(1.0f, sums_of + 3 * P * ROW);
+    row.write(dv.of(b, h) + p * dv.token);
+    row.read(sums_of + (3 * p + 2) * ROW);
+    row.write(dq.of(b, h) + p * dq.token);
+  }
+}
+
+// Gradients of keys and values: each key gathers from the rows that see it.
+template <typename T, int V>
+void backward_keys(
+    const Layout& shape, int64_t b, int64_t h, int64_t chunk, const Rows<T>& q, const Rows<T>& grad, const Rows<T>& dk,
+    const Rows<T>& dv, bool zero_fill, const Saved& saved, const float* pair_grads, const float* row_grads,
+    const float* self_grads, const float* sums_of) {
+  const int64_t P = shape.P, N = shape.N, columns = shape.columns(h), offsets_count = columns - P;
+  const int32_t* offsets = shape.offsets + shape.first[h];
+  const T *qh = q.of(b, h), *gh = grad.of(b, h);
+  const T *q_patch = qh + P * q.token, *g_patch = gh + P * grad.token;
+  const int64_t base = shape.at(b, h, 0), row_base = (b * shape.H + h) * P, total_tokens = P + N;
+  const Alone alone(offsets, offsets_count, P);
+  const int64_t end = std::min(N, (chunk + 1) * CHUNK);
+  for (int64_t m = chunk * CHUNK; m < end; ++m) {
+    Row<V> dkey, dvalue;
+    dkey.clear();
+    if (zero_fill) {
+      dvalue.read(sums_of + 3 * P * Sums<V>::ROW);
+    } else {
+      dvalue.clear();
+    }
+    for (int64_t c = 0; c < offsets_count; ++c) {
+      const int64_t j = m - offsets[c];
+      if (j < 0 || j >= N) continue;
+      const int64_t at = base + L * ((j / L) * columns + P + c) + j % L;
+      float kept = saved.probs[at];
+      if (saved.drop) kept *= saved.drop[at];
+      if (zero_fill) kept -= saved.floors[L * (b * shape.H + h) * shape.blocks + j];
+      dkey.add(pair_grads[at], q_patch + j * q.token);
+      dvalue.add(kept, g_patch + j * grad.token);
+    }
+    for (int64_t p = 0; p < P; ++p) {
+      const int64_t at = (row_base + p) * total_tokens + P + m;
+      const float kept = saved.rows[at] * (saved.drop ? saved.drop[shape.pairs() + at] : 1.0f);
+      dkey.add(row_grads[at], qh + p * q.token);
+      dvalue.add(kept, gh + p * grad.token);
+    }
+    if (alone.at(m, N)) {
+      const float* own = self_grads + 2 * ((b * shape.H + h) * N + m);
+      dkey.add(own[0], q_patch + m * q.token);
+      dvalue.add(own[1], g_patch + m * grad.token);
+    }
+    dkey.write(dk.of(b, h) + (P + m) * dk.token);
+    dvalue.write(dv.of(b, h) + (P + m) * dv.token);
+  }
+}
+
 // A tensor (B, H, T, D) in memory as (B, T, H, D), as projections want it.
 Tensor like_projection(const Tensor& q) {
   return at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options()).transpose(1, 2);
 }
 
-int64_t vectors(int64_t width) { return (width + L - 1) / L; }
+int64_t vectors(int64_t width) {
+  for (const int64_t compiled : {1, 2, 4, 5, 8, 16}) {
+    if (width <= L * compiled) return compiled;
+  }
+  TORCH_CHECK(false, "head width ", width, " must be at most 256");
+}
 
 // Rows whose elements are neighbours and fill whole vectors; a copy only where they are not.
 Tensor usable(const Tensor& x) {
   const int64_t width = x.size(3);
-  if (width % L) return at::constant_pad_nd(x, {0, L * vectors(width) - width});
+  const int64_t full = L * vectors(width);
+  if (width != full) return at::constant_pad_nd(x, {0, full - width});
   return x.stride(3) == 1 ? x : x.contiguous();
 }
 
@@ -448,6 +732,7 @@ Weights weights_of(
     const optional<Tensor>& self) {
   Weights weight;
   if (pairs) {
+    weight.given = true;
     weight.pairs = pairs->data_ptr<float>();
     weight.begin = begin->data_ptr<int64_t>();
     weight.prefix = prefix->data_ptr<float>();
@@ -456,17 +741,15 @@ Weights weights_of(
   return weight;
 }
 
-#define FOR_WIDTH(V_, ...)                                                                                    \
-  switch (V_) {                                                                                               \
-    case 1: { constexpr int V = 1; __VA_ARGS__; break; }                                                      \
-    case 2: { constexpr int V = 2; __VA_ARGS__; break; }                                                      \
-    case 3: { constexpr int V = 3; __VA_ARGS__; break; }                                                      \
-    case 4: { constexpr int V = 4; __VA_ARGS__; break; }                                                      \
-    case 5: { constexpr int V = 5; __VA_ARGS__; break; }                                                      \
-    case 6: { constexpr int V = 6; __VA_ARGS__; break; }                                                      \
-    case 7: { constexpr int V = 7; __VA_ARGS__; break; }                                                      \
-    case 8: { constexpr int V = 8; __VA_ARGS__; break; }                                                      \
-    default: TORCH_CHECK(false, "head width ", 16 * (V_), " must be at most 128");                            \
+// Widths that are compiled; others are padded with zeros to the next.
+#define FOR_WIDTH(V_, ...)                                               \
+  switch (V_) {                                                          \
+    case 1: { constexpr int V = 1; __VA_ARGS__; break; }                 \
+    case 2: { constexpr int V = 2; __VA_ARGS__; break; }                 \
+    case 4: { constexpr int V = 4; __VA_ARGS__; break; }                 \
+    case 5: { constexpr int V = 5; __VA_ARGS__; break; }                 \
+    case 8: { constexpr int V = 8; __VA_ARGS__; break; }                 \
+    default: { constexpr int V = 16; __VA_ARGS__; break; }               \
   }
 
 template <typename F>
@@ -536,9 +819,109 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
         }
       });
   });
-  if (width % L) out = out.narrow(3, 0, width);
+  if (out.size(3) != width) out = out.narrow(3, 0, width);
   if (!keep) row_logits = at::empty({0}, floats);
   return {out, probs, logits, floors, row_logits};
+}
+
+// Gradients of q, k, v and, with a decay, of pair_weights, prefix_weight and self_weight (else empty).
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    const Tensor& grad_, const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& out_,
+    const Tensor& offsets, const Tensor& counts, int64_t prefix, double scale, bool zero_fill,
+    const optional<Tensor>& pair_weights, const optional<Tensor>& pair_begin, const optional<Tensor>& prefix_weight,
+    const optional<Tensor>& self_weight, const optional<Tensor>& drop, const Tensor& probs, const Tensor& logits,
+    const Tensor& floors, const Tensor& rows) {
+  const int64_t width = q_.size(3);
+  const Tensor q = usable(q_), k = usable(k_), v = usable(v_), out = usable(out_), grad = usable(grad_);
+  Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
+  const Layout shape(q, offsets, counts, prefix);
+  const auto floats = q.options().dtype(at::kFloat);
+  const int64_t heads = shape.B * shape.H;
+  const Weights weight = weights_of(pair_weights, pair_begin, prefix_weight, self_weight);
+  Tensor pair_grads = at::empty({shape.pairs()}, floats), row_grads = at::empty_like(rows);
+  Tensor weight_grads = at::empty({weight.given ? shape.pairs() : 0}, floats);
+  Tensor self_grads = at::empty({prefix ? 0 : 2 * heads * shape.N}, floats);
+  const Saved saved{
+      probs.data_ptr<float>(), logits.data_ptr<float>(), floors.data_ptr<float>(), rows.data_ptr<float>(),
+      drop ? drop->data_ptr<float>() : nullptr};
+  Tensor d_pairs = at::zeros({pair_weights ? pair_weights->numel() : 0}, floats);
+  Tensor d_prefix = at::zeros({pair_weights ? shape.H : 0}, floats), d_self = at::zeros_like(d_prefix);
+  for_type(q.scalar_type(), [&](auto zero) {
+    using scalar_t = decltype(zero);
+    const Rows<scalar_t> qr(q), kr(k), vr(v), outr(out), gradr(grad), dqr(dq), dkr(dk), dvr(dv);
+    FOR_WIDTH(vectors(width), {
+      const int64_t size = Sums<V>::size(prefix);
+      Tensor sums_of = at::empty({heads * shape.chunks * size}, floats);
+      float *sums_data = sums_of.data_ptr<float>(), *rows_data = row_grads.data_ptr<float>();
+      const auto rows_of = [&](int64_t bh, int64_t chunk) {
+        backward_rows<scalar_t, V>(
+            shape, bh / shape.H, bh % shape.H, chunk, qr, kr, vr, outr, gradr, dqr, (float)scale, zero_fill, weight,
+            saved, pair_grads.data_ptr<float>(), weight_grads.data_ptr<float>(), rows_data,
+            self_grads.data_ptr<float>(), sums_data + (bh * shape.chunks + chunk) * size);
+      };
+      const auto prefix_of = [&](int64_t bh) {
+        backward_prefix<scalar_t, V>(
+            shape, bh / shape.H, bh % shape.H, qr, kr, vr, outr, gradr, dqr, dkr, dvr, (float)scale, weight, saved,
+            rows_data, sums_data + bh * shape.chunks * size);
+      };
+      const auto keys_of = [&](int64_t bh, int64_t chunk) {
+        backward_keys<scalar_t, V>(
+            shape, bh / shape.H, bh % shape.H, chunk, qr, gradr, dkr, dvr, zero_fill, saved,
+            pair_grads.data_ptr<float>(), rows_data, self_grads.data_ptr<float>(),
+            sums_data + bh * shape.chunks * size);
+      };
+      if (shape.chunks == 1) {
+        at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) {
+          for (int64_t bh = begin; bh < end; ++bh) {
+            rows_of(bh, 0);
+            prefix_of(bh);
+            keys_of(bh, 0);
+          }
+        });
+      } else {
+        const auto pieces = [&](const auto& work) {
+          at::parallel_for(0, heads * shape.chunks, 1, [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; ++i) work(i / shape.chunks, i % shape.chunks);
+          });
+        };
+        pieces(rows_of);
+        at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) {
+          for (int64_t bh = begin; bh < end; ++bh) prefix_of(bh);
+        });
+        pieces(keys_of);
+      }
+      if (weight.given) {
+        const float* products = weight_grads.data_ptr<float>();
+        float *pairs_data = d_pairs.data_ptr<float>(), *prefix_data = d_prefix.data_ptr<float>(),
+              *self_data = d_self.data_ptr<float>();
+        at::parallel_for(0, shape.H, 1, [&](int64_t begin, int64_t end) {
+          for (int64_t h = begin; h < end; ++h) {
+            for (int64_t c = 0; c < shape.columns(h) - prefix; ++c) {
+              const int64_t offset = shape.offsets[shape.first[h] + c];
+              float* own = pairs_data + weight.begin[shape.first[h] + c];
+              const int64_t from = std::max<int64_t>(0, -offset), to = std::min(shape.N, shape.N - offset);
+              for (int64_t b = 0; b < shape.B; ++b) {
+                for (int64_t j = from; j < to; ++j) {
+                  own[lower(j, offset)] += products[shape.at(b, h, j / L) + L * (prefix + c) + j % L];
+                }
+              }
+            }
+            for (int64_t b = 0; b < shape.B; ++b) {
+              const float* sums_bh = sums_data + (b * shape.H + h) * shape.chunks * size;
+              prefix_data[h] += sums_bh[size - 2];
+              self_data[h] += sums_bh[size - 1];
+            }
+          }
+        });
+      }
+    });
+  });
+  if (dq.size(3) != width) {
+    dq = dq.narrow(3, 0, width);
+    dk = dk.narrow(3, 0, width);
+    dv = dv.narrow(3, 0, width);
+  }
+  return {dq, dk, dv, d_pairs, d_prefix, d_self};
 }
 
 TORCH_LIBRARY(hf_sparseprior, m) {
@@ -546,7 +929,15 @@ TORCH_LIBRARY(hf_sparseprior, m) {
       "diagonal_forward(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor counts, int prefix, float scale, "
       "bool zero_fill, Tensor? pair_weights, Tensor? pair_begin, Tensor? prefix_weight, Tensor? self_weight, "
       "Tensor? drop, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "diagonal_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor offsets, Tensor counts, "
+      "int prefix, float scale, bool zero_fill, Tensor? pair_weights, Tensor? pair_begin, Tensor? prefix_weight, "
+      "Tensor? self_weight, Tensor? drop, Tensor probs, Tensor logits, Tensor floors, Tensor rows) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
-TORCH_LIBRARY_IMPL(hf_sparseprior, CPU, m) { m.impl("diagonal_forward", forward); }
+TORCH_LIBRARY_IMPL(hf_sparseprior, CPU, m) {
+  m.impl("diagonal_forward", forward);
+  m.impl("diagonal_backward", backward);
+}
 
 }  // namespace
