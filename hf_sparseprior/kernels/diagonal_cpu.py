@@ -1,0 +1,157 @@
+"""Attention along diagonals by the C++ kernel, as PyTorch operators with fake kernels and gradients.
+
+Shapes as in diagonal_cpu.cpp: B batch, H heads, T = P + N tokens, P prefix tokens, D head width, C_h columns of head h.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_sparseprior.kernels.build import load
+
+ROWS = 16  # of a block; per-pair arrays are padded to whole blocks
+MAX_WIDTH = 256
+DTYPES = (torch.float32, torch.bfloat16)
+_registered: list[bool] = []
+
+
+def can_run(q: Tensor) -> str | None:
+    """None if the kernel can take q, k, v like this, else why not."""
+    if q.device.type != "cpu":
+        return f"the C++ kernel is for the CPU, not for {q.device.type}"
+    if q.dtype not in DTYPES:
+        return f"the C++ kernel is for float32 and bfloat16, not for {str(q.dtype).removeprefix('torch.')}"
+    if not 1 <= q.shape[-1] <= MAX_WIDTH:
+        return f"head width {q.shape[-1]} must be in 1..{MAX_WIDTH}"
+    return ready()
+
+
+@torch._dynamo.assume_constant_result
+def ready() -> str | None:
+    """None once the operators are there, else why they are not; compiles at the first use on a machine."""
+    reason = load()
+    if reason is None and not _registered:
+        _registered.append(True)
+        _register()
+    return reason
+
+
+def diagonal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    counts: Tensor,
+    num_prefix_tokens: int,
+    scale: float,
+    zero_fill: bool = False,
+    pair_weights: Tensor | None = None,
+    pair_begin: Tensor | None = None,
+    prefix_weight: Tensor | None = None,
+    self_weight: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Attention of each patch over the prefix tokens and the patches at its head's offsets.
+
+    Args:
+        q, k, v: (B, H, T, D) float32 or bfloat16, any strides; no copy where D is a compiled width and contiguous.
+        offsets: int32, signed, head after head; counts: int32 (H,), how many each head has.
+        num_prefix_tokens: P; they see everything and are seen by everything.
+        scale: factor of the logits.
+        zero_fill: pairs outside the support keep exp(0) instead of nothing.
+        pair_weights: float32, factors of the logits of pairs at an offset: for each pair of offsets +-o of a head N - o
+            values, by the lower of both rows; pair_begin: int64, for each of `offsets`, where its values begin.
+        prefix_weight: float32 (H,), of pairs with a prefix token; self_weight: of patches that only see themselves.
+        dropout_p: of the attention weights; not with zero_fill.
+
+    Returns:
+        (B, H, T, D), in memory as (B, T, H, D).
+    """
+    weights = (pair_weights, pair_begin, prefix_weight, self_weight)
+    drop = None
+    if dropout_p > 0.0:
+        batch, heads, tokens, _ = q.shape
+        patches = tokens - num_prefix_tokens
+        columns = offsets.numel() + heads * num_prefix_tokens
+        size = batch * columns * (-(-patches // ROWS) * ROWS) + batch * heads * num_prefix_tokens * tokens
+        keep = torch.rand(size, device=q.device) >= dropout_p
+        drop = keep.to(torch.float32) / max(1.0 - dropout_p, 1e-30)
+    inputs = (q, k, v, pair_weights, prefix_weight, self_weight)
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return torch.ops.hf_sparseprior.diagonal_forward(
+        q, k, v, offsets, counts, num_prefix_tokens, scale, zero_fill, *weights, drop, trains
+    )[0]
+
+
+def _register() -> None:
+    """Shapes for tracing, and gradients."""
+    torch.library.register_fake("hf_sparseprior::diagonal_forward", _fake_forward)
+    torch.library.register_fake("hf_sparseprior::diagonal_backward", _fake_backward)
+    torch.library.register_autograd("hf_sparseprior::diagonal_forward", _backward, setup_context=_setup_context)
+
+
+def _like_projection(q: Tensor) -> Tensor:
+    batch, heads, tokens, width = q.shape
+    return q.new_empty(batch, tokens, heads, width).transpose(1, 2)
+
+
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, counts: Tensor, prefix: int, scale: float, zero_fill: bool,
+    pair_weights: Tensor | None, pair_begin: Tensor | None, prefix_weight: Tensor | None, self_weight: Tensor | None,
+    drop: Tensor | None, keep: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    batch, heads, tokens, _ = q.shape
+    rows = -(-(tokens - prefix) // ROWS) * ROWS
+    pairs = batch * rows * (offsets.shape[0] + heads * prefix)
+
+    def floats(*size: int) -> Tensor:
+        return q.new_empty(size, dtype=torch.float32)
+
+    return (
+        _like_projection(q),
+        floats(pairs if keep else 0),
+        floats(pairs if keep and pair_weights is not None else 0),
+        floats(batch * heads * rows if keep and zero_fill else 0),
+        floats(batch, heads, prefix, tokens) if keep else floats(0),
+    )
+
+
+def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    pair_weights = rest[6]
+    floats = [q.new_empty(size, dtype=torch.float32) for size in (
+        (0 if pair_weights is None else pair_weights.shape[0],),
+        (0 if pair_weights is None else q.shape[1],),
+        (0 if pair_weights is None else q.shape[1],),
+    )]  # fmt: skip
+    return (*(_like_projection(q) for _ in range(3)), *floats)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    q, k, v, offsets, counts, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight, self_weight, drop, keep = (
+        inputs
+    )
+    ctx.save_for_backward(
+        q, k, v, offsets, counts, pair_weights, pair_begin, prefix_weight, self_weight, drop, *output
+    )
+    ctx.options = (prefix, scale, zero_fill)
+    ctx.kept = keep
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *others: Any) -> tuple:
+    if grad is None:
+        return (None,) * 14
+    if not ctx.kept:
+        raise RuntimeError("the forward pass of diagonal attention kept nothing to differentiate with")
+    q, k, v, offsets, counts, pair_weights, pair_begin, prefix_weight, self_weight, drop, out, *kept = ctx.saved_tensors
+    prefix, scale, zero_fill = ctx.options
+    dq, dk, dv, d_pairs, d_prefix, d_self = torch.ops.hf_sparseprior.diagonal_backward(
+        grad, q, k, v, out, offsets, counts, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight,
+        self_weight, drop, *kept,
+    )  # fmt: skip
+    if pair_weights is None:
+        d_pairs = d_prefix = d_self = None
+    return dq, dk, dv, None, None, None, None, None, d_pairs, None, d_prefix, d_self, None, None
