@@ -34,6 +34,11 @@ from .supports import (
     split_spec,
 )
 
+try:  # a saved model runs without the package, and then without compiled kernels
+    from hf_sparseprior.kernels import diagonal_cpu
+except ImportError:
+    diagonal_cpu = None  # type: ignore[assignment]
+
 logger = logging.getLogger("hf_sparseprior.ops")
 
 
@@ -87,12 +92,39 @@ class AttentionPlan:
         return cls(num_heads, tuple(grid), *rest)
 
     def build_table(self, name: str) -> np.ndarray:
-        """A table as an array: "mask", bool (H, T, T), True = attended; "positions" of the decay, int64 (C, A, N)."""
+        """A table as an array.
+
+        "mask": bool (H, T, T), True = attended. "positions" of the decay: int64 (C, A, N). For the compiled kernel:
+        "signed_offsets", int32, head after head, and "offset_counts", int32 (H,); with a decay "pair_distances", float32
+        (C, pairs), the N - o pairs (j, j + o) of each offset, "pair_counts", int64 (H,), how many each head has, and
+        "pair_begin", int64, where those of each signed offset begin.
+        """
+        if name == "positions":
+            assert self.decay is not None
+            return DECAYS[self.decay["name"]].positions(self.decay, self.grid)
+        assert self.offsets is not None
         if name == "mask":
-            assert self.offsets is not None
             return mask_from_offsets(self.offsets, self.num_tokens, self.num_prefix_tokens)
-        assert name == "positions" and self.decay is not None
-        return DECAYS[self.decay["name"]].positions(self.decay, self.grid)
+        if name == "pair_distances":
+            positions = self.build_table("positions")
+            blocks = [
+                np.abs(positions[..., offset:] - positions[..., : self.num_tokens - offset]).sum(1)
+                for own in self.offsets
+                for offset in own
+            ]
+            empty = np.zeros((positions.shape[0], 0))
+            return np.concatenate([empty, *blocks], axis=1).astype(np.float32)
+        lengths = [[self.num_tokens - offset for offset in own] for own in self.offsets]
+        if name == "pair_counts":
+            return np.array([sum(own) for own in lengths], dtype=np.int64)
+        signed = [[(offset, -offset) if offset else (0,) for offset in own] for own in self.offsets]
+        if name == "signed_offsets":
+            return np.array([value for own in signed for pair in own for value in pair], dtype=np.int32)
+        if name == "offset_counts":
+            return np.array([sum(map(len, own)) for own in signed], dtype=np.int32)
+        assert name == "pair_begin"
+        begins = np.cumsum([0, *(length for own in lengths for length in own)])[:-1]
+        return np.repeat(begins, [len(pair) for own in signed for pair in own]).astype(np.int64)
 
 
 def plan_table(plan: AttentionPlan, name: str, device: torch.device) -> Tensor:
@@ -338,12 +370,62 @@ def _scatter_weights(
     return dense if floor is None else dense + floor
 
 
+# ---- compiled kernel ------------------------------------------------------------------------------------------------
+
+
+def _kernel_can_run(call: Call) -> str | None:
+    if call.plan.offsets is None:
+        return "the support is dense, it has no offsets"
+    if call.need_weights:
+        return "the compiled kernel does not return attention weights"
+    if call.plan.mask_fill == "zero" and call.dropout_p > 0:
+        return "dropout with mask_fill='zero' would have to drop pairs that are never formed"
+    if diagonal_cpu is None:
+        return "the package hf_sparseprior is not installed, its kernels are not part of a saved model"
+    return diagonal_cpu.can_run(call.q)
+
+
+def _kernel(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Attention along diagonals by the C++ kernel."""
+    plan, device = call.plan, call.q.device
+    offsets, counts = (plan_table(plan, name, device) for name in ("signed_offsets", "offset_counts"))
+    weights: dict[str, Tensor] = {}
+    if call.decay is not None:
+        alpha_H = call.decay.get("alpha")
+        alpha_H = torch.ones(plan.num_heads, device=device) if alpha_H is None else alpha_H.float()
+        gamma_H = prefix_weights(call.decay, torch.float32)
+        distances, pairs = (plan_table(plan, name, device) for name in ("pair_distances", "pair_counts"))
+        log_gamma_CH = F.logsigmoid(call.decay["beta"].float())
+        log_gamma = log_gamma_CH.repeat_interleave(pairs, dim=1, output_size=distances.shape[1])
+        alpha = alpha_H.repeat_interleave(pairs, output_size=distances.shape[1])
+        weights = {
+            "pair_weights": torch.exp(distances * log_gamma).mean(0) * alpha,
+            "pair_begin": plan_table(plan, "pair_begin", device),
+            "prefix_weight": alpha_H if gamma_H is None else alpha_H * gamma_H,
+            "self_weight": alpha_H,
+        }
+    out = diagonal_cpu.diagonal_attention(
+        call.q,
+        call.k,
+        call.v,
+        offsets,
+        counts,
+        plan.num_prefix_tokens,
+        call.scale,
+        zero_fill=plan.mask_fill == "zero",
+        dropout_p=call.dropout_p,
+        **weights,
+    )
+    return out, None
+
+
 # ---- choice ---------------------------------------------------------------------------------------------------------
 
 BACKENDS = {
     "reference": Backend(_reference_can_run, _reference, needs_mask=True),
     "sdpa": Backend(_sdpa_can_run, _sdpa, needs_mask=True),
     "diagonal": Backend(_diagonal_can_run, _diagonal, needs_mask=False),
+    "cpp": Backend(_kernel_can_run, _kernel, needs_mask=False),
 }
 
 
