@@ -29,6 +29,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --constraint constraints.txt torch
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[classification,dev]'
+	$(RUN) -m hf_sparseprior doctor
 	touch $@
 
 clean:

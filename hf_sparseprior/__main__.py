@@ -1,4 +1,4 @@
-"""Command line: python -m hf_sparseprior explain | export | convert."""
+"""Command line: python -m hf_sparseprior explain | export | convert | doctor."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from hf_sparseprior.analysis import explain
     from hf_sparseprior.convert import TARGETS, convert_checkpoint
+    from hf_sparseprior.doctor import report
     from hf_sparseprior.export import export_folder
 
     explain_parser = commands.add_parser(
@@ -47,11 +48,15 @@ def main(argv: list[str] | None = None) -> int:
     convert_parser.add_argument("--image-size", type=int, help="interpolate the positions to this image size")
     convert_parser.add_argument("--heads", type=int, help="attention heads of a timm file of an unpublished width")
     convert_parser.add_argument("--drop-classifier", action="store_true", help="write the base model alone")
+    commands.add_parser("doctor", help="what runs on this machine, what does not, and how to get it")
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
     try:
         if arguments.command == "explain":
             explain.run(arguments)
+        elif arguments.command == "doctor":
+            for line in report():
+                print(line, flush=True)
         elif arguments.command == "convert":
             lines = convert_checkpoint(
                 arguments.source,

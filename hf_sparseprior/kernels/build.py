@@ -1,4 +1,4 @@
-"""Compiling and loading the CPU kernel: once for each machine, source and version of torch, kept in the user's cache."""
+"""Compiling and loading the CPU kernel: once for each machine, source and torch, kept in the user's cache."""
 
 from __future__ import annotations
 
