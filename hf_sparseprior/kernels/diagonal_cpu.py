@@ -130,23 +130,8 @@ def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) ->
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    (
-        q,
-        k,
-        v,
-        offsets,
-        counts,
-        prefix,
-        scale,
-        zero_fill,
-        pair_weights,
-        pair_begin,
-        prefix_weight,
-        self_weight,
-        drop,
-        keep,
-    ) = inputs
-    ctx.save_for_backward(q, k, v, offsets, counts, pair_weights, pair_begin, prefix_weight, self_weight, drop, *output)
+    q, k, v, offsets, counts, prefix, scale, zero_fill, *weights, drop, keep = inputs
+    ctx.save_for_backward(q, k, v, offsets, counts, *weights, drop, *output)
     ctx.options = (prefix, scale, zero_fill)
     ctx.kept = keep
     ctx.set_materialize_grads(False)
