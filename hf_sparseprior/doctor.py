@@ -47,7 +47,7 @@ def kernel_error() -> float:
     q, k, v = (torch.randn(2, 4, 50, 32, generator=generator) for _ in range(3))
     inputs = torch.stack((q, k, v))
     kernel, reference = (
-        ops.attention(*values, support="fibottention", num_prefix_tokens=1, backend=backend)
+        ops.attention(values[0], values[1], values[2], "fibottention", num_prefix_tokens=1, backend=backend)
         for backend, values in (("cpp", inputs), ("reference", inputs.double()))
     )
     assert isinstance(kernel, torch.Tensor) and isinstance(reference, torch.Tensor)

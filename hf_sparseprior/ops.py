@@ -96,8 +96,8 @@ class AttentionPlan:
 
         "mask": bool (H, T, T), True = attended. "positions" of the decay: int64 (C, A, N). For the compiled kernel:
         "signed_offsets", int32, head after head, and "offset_counts", int32 (H,); with a decay "pair_distances",
-        float32 (C, pairs), the N - o pairs (j, j + o) of each offset, "pair_counts", int64 (H,), how many each head has,
-        and "pair_begin", int64, where those of each signed offset begin.
+        float32 (C, pairs), the N - o pairs (j, j + o) of each offset, "pair_counts", int64 (H,), how many each head
+        has, and "pair_begin", int64, where those of each signed offset begin.
         """
         if name == "positions":
             assert self.decay is not None
