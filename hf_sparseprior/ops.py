@@ -35,9 +35,9 @@ from .supports import (
 )
 
 try:  # a saved model runs without the package, and then without compiled kernels
-    from hf_sparseprior.kernels import diagonal_cpu
+    from hf_sparseprior.kernels import decayed_cpu, diagonal_cpu
 except ImportError:
-    diagonal_cpu = None  # type: ignore[assignment]
+    decayed_cpu = diagonal_cpu = None  # type: ignore[assignment]
 
 logger = logging.getLogger("hf_sparseprior.ops")
 
@@ -94,34 +94,41 @@ class AttentionPlan:
     def build_table(self, name: str) -> np.ndarray:
         """A table as an array.
 
-        "mask": bool (H, T, T), True = attended. "positions" of the decay: int64 (C, A, N). For the compiled kernel:
-        "signed_offsets", int32, head after head, and "offset_counts", int32 (H,); with a decay "pair_distances",
-        float32 (C, pairs), the N - o pairs (j, j + o) of each offset, "pair_counts", int64 (H,), how many each head
-        has, and "pair_begin", int64, where those of each signed offset begin.
+        "mask": bool (H, T, T), True = attended. "positions" of the decay: int64 (C, A, N); "float_positions": float32.
+        For compiled kernels, where a patch that would see nothing sees itself by a last offset of 0: "signed_offsets",
+        int32, head by head, "offset_counts", int32 (H,), and "self_rows", int32 (H, 2), from which row to which that
+        offset is; with a decay "pair_distances", float32 (C, pairs), the N - o pairs (j, j + o) of each offset,
+        "pair_counts", int64 (H,), how many each head has, and "pair_begin", int64, where those of each signed offset
+        begin.
         """
-        if name == "positions":
+        if name in ("positions", "float_positions"):
             assert self.decay is not None
-            return DECAYS[self.decay["name"]].positions(self.decay, self.grid)
+            positions = DECAYS[self.decay["name"]].positions(self.decay, self.grid)
+            return positions if name == "positions" else positions.astype(np.float32)
         assert self.offsets is not None
         if name == "mask":
             return mask_from_offsets(self.offsets, self.num_tokens, self.num_prefix_tokens)
+        alone = [self_rows(own, self.num_tokens, self.num_prefix_tokens) for own in self.offsets]
+        if name == "self_rows":
+            return np.array([[rows.start, rows.stop] if rows else [0, 0] for rows in alone], dtype=np.int32)
+        heads = [[*own, 0] if rows else own for own, rows in zip(self.offsets, alone, strict=True)]
         if name == "pair_distances":
             positions = self.build_table("positions")
             blocks = [
                 np.abs(positions[..., offset:] - positions[..., : self.num_tokens - offset]).sum(1)
-                for own in self.offsets
+                for own in heads
                 for offset in own
             ]
             empty = np.zeros((positions.shape[0], 0))
             return np.concatenate([empty, *blocks], axis=1).astype(np.float32)
-        lengths = [[self.num_tokens - offset for offset in own] for own in self.offsets]
-        if name == "pair_counts":
-            return np.array([sum(own) for own in lengths], dtype=np.int64)
-        signed = [[(offset, -offset) if offset else (0,) for offset in own] for own in self.offsets]
+        signed = [[(offset, -offset) if offset else (0,) for offset in own] for own in heads]
         if name == "signed_offsets":
             return np.array([value for own in signed for pair in own for value in pair], dtype=np.int32)
         if name == "offset_counts":
             return np.array([sum(map(len, own)) for own in signed], dtype=np.int32)
+        lengths = [[self.num_tokens - offset for offset in own] for own in heads]
+        if name == "pair_counts":
+            return np.array([sum(own) for own in lengths], dtype=np.int64)
         assert name == "pair_begin"
         begins = np.cumsum([0, *(length for own in lengths for length in own)])[:-1]
         return np.repeat(begins, [len(pair) for own in signed for pair in own]).astype(np.int64)
@@ -374,11 +381,13 @@ def _scatter_weights(
 
 
 def _kernel_can_run(call: Call) -> str | None:
-    if call.plan.offsets is None:
-        return "the support is dense, it has no offsets"
+    if call.plan.offsets is None and call.decay is None:
+        return "dense attention without a decay is what scaled_dot_product_attention is for"
     if call.need_weights:
         return "the compiled kernel does not return attention weights"
-    if call.plan.mask_fill == "zero" and call.dropout_p > 0:
+    if call.dropout_p > 0 and call.plan.offsets is None:
+        return "dropout of dense weights would need all of them at once"
+    if call.dropout_p > 0 and call.plan.mask_fill == "zero":
         return "dropout with mask_fill='zero' would have to drop pairs that are never formed"
     if diagonal_cpu is None:
         return "the package hf_sparseprior is not installed, its kernels are not part of a saved model"
@@ -386,37 +395,53 @@ def _kernel_can_run(call: Call) -> str | None:
 
 
 def _kernel(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Attention along diagonals by the C++ kernel."""
-    plan, device = call.plan, call.q.device
-    offsets, counts = (plan_table(plan, name, device) for name in ("signed_offsets", "offset_counts"))
-    weights: dict[str, Tensor] = {}
-    if call.decay is not None:
-        alpha_H = call.decay.get("alpha")
-        alpha_H = torch.ones(plan.num_heads, device=device) if alpha_H is None else alpha_H.float()
-        gamma_H = prefix_weights(call.decay, torch.float32)
-        distances, pairs = (plan_table(plan, name, device) for name in ("pair_distances", "pair_counts"))
-        log_gamma_CH = F.logsigmoid(call.decay["beta"].float())
-        log_gamma = log_gamma_CH.repeat_interleave(pairs, dim=1, output_size=distances.shape[1])
-        alpha = alpha_H.repeat_interleave(pairs, output_size=distances.shape[1])
-        weights = {
-            "pair_weights": torch.exp(distances * log_gamma).mean(0) * alpha,
-            "pair_begin": plan_table(plan, "pair_begin", device),
-            "prefix_weight": alpha_H if gamma_H is None else alpha_H * gamma_H,
-            "self_weight": alpha_H,
-        }
-    out = diagonal_cpu.diagonal_attention(
-        call.q,
-        call.k,
-        call.v,
-        offsets,
-        counts,
-        plan.num_prefix_tokens,
-        call.scale,
-        zero_fill=plan.mask_fill == "zero",
-        dropout_p=call.dropout_p,
-        **weights,
+    """The C++ kernels: along diagonals, or over all pairs with a decay."""
+    return (_decayed_kernel(call) if call.plan.offsets is None else _diagonal_kernel(call)), None
+
+
+class _Scalars(NamedTuple):
+    """A decay's scalars in float32: log gamma (C, H), alpha (H,), gamma of pairs with a prefix token (H,)."""
+
+    log_gamma: Tensor
+    alpha: Tensor
+    prefix_gamma: Tensor
+
+
+def _decay_scalars(call: Call) -> _Scalars:
+    assert call.decay is not None
+    ones = torch.ones(call.plan.num_heads, device=call.q.device)
+    alpha_H, gamma_H = call.decay.get("alpha"), prefix_weights(call.decay, torch.float32)
+    return _Scalars(
+        F.logsigmoid(call.decay["beta"].float()),
+        ones if alpha_H is None else alpha_H.float(),
+        ones if gamma_H is None else gamma_H,
     )
-    return out, None
+
+
+def _decayed_kernel(call: Call) -> Tensor:
+    positions = plan_table(call.plan, "float_positions", call.q.device)
+    prefix, scalars = call.plan.num_prefix_tokens, _decay_scalars(call)
+    return decayed_cpu.decayed_attention(call.q, call.k, call.v, positions, *scalars, prefix, call.scale)
+
+
+def _diagonal_kernel(call: Call) -> Tensor:
+    plan, device = call.plan, call.q.device
+    offsets, counts, alone = (
+        plan_table(plan, name, device) for name in ("signed_offsets", "offset_counts", "self_rows")
+    )
+    weights = None
+    if call.decay is not None:
+        scalars = _decay_scalars(call)
+        distances, pairs = (plan_table(plan, name, device) for name in ("pair_distances", "pair_counts"))
+        log_gamma = scalars.log_gamma.repeat_interleave(pairs, dim=1, output_size=distances.shape[1])
+        alpha = scalars.alpha.repeat_interleave(pairs, output_size=distances.shape[1])
+        of_pairs = torch.exp(distances * log_gamma).mean(0) * alpha
+        weights = (of_pairs, plan_table(plan, "pair_begin", device), scalars.alpha * scalars.prefix_gamma)
+    zero_fill = plan.mask_fill == "zero"
+    prefix, scale, dropout_p = plan.num_prefix_tokens, call.scale, call.dropout_p
+    return diagonal_cpu.diagonal_attention(
+        call.q, call.k, call.v, offsets, counts, alone, prefix, scale, zero_fill, weights, dropout_p
+    )
 
 
 # ---- choice ---------------------------------------------------------------------------------------------------------

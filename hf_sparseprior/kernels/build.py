@@ -1,4 +1,4 @@
-"""Compiling and loading the CPU kernel: once for each machine, source and torch, kept in the user's cache."""
+"""Compiling and loading the CPU kernels: once for each machine, source and torch, kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ import torch
 
 logger = logging.getLogger("hf_sparseprior.kernels")
 
-SOURCE = Path(__file__).with_name("diagonal_cpu.cpp")
+FOLDER = Path(__file__).parent
+SOURCES = tuple(FOLDER / name for name in ("diagonal_cpu.cpp", "decayed_cpu.cpp"))
 COMPILERS = ("g++", "clang++", "c++")
 # The machine's own instructions: the library never leaves it. No fast-math: -inf and the rounding of exp are needed.
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fno-math-errno", "-Wno-psabi", "-Wno-unknown-pragmas")
 SECONDS = 900
 
-_state: dict[str, str | None] = {}  # "reason": why there is no kernel, None once it is loaded
+_state: dict[str, str | None] = {}  # "reason": why there are no kernels, None once they are loaded
 
 
 def load() -> str | None:
-    """Make the kernel's operators available; compiles at the first use on a machine.
+    """Make the kernels' operators available; compiles at the first use on a machine.
 
     Returns:
-        None, or the reason why there is no kernel, with what to do about it. Asked once a process.
+        None, or the reason why there are none, with what to do about it. Asked once a process.
     """
     if "reason" not in _state:
         _state["reason"] = _load()
         if _state["reason"]:
-            logger.info("no compiled CPU kernel: %s", _state["reason"])
+            logger.info("no compiled CPU kernels: %s", _state["reason"])
     return _state["reason"]
 
 
@@ -70,11 +71,12 @@ def cache_folder() -> Path:
 
 
 def library_path(compiler: str) -> Path:
-    """The compiled kernel of this source, compiler, processor and torch."""
+    """The compiled kernels of these sources, compiler, processor and torch."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
-    parts = [SOURCE.read_text(encoding="utf-8"), version, torch.__version__, " ".join(command(compiler)), _processor()]
+    sources = [path.read_text(encoding="utf-8") for path in (*SOURCES, FOLDER / "vectors.h")]
+    parts = [*sources, version, torch.__version__, " ".join(command(compiler)), _processor()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    return cache_folder() / f"diagonal_cpu-{digest}.so"
+    return cache_folder() / f"attention_cpu-{digest}.so"
 
 
 def _processor() -> str:
@@ -108,12 +110,12 @@ def build(compiler: str, library: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.is_file():
             return
-        logger.warning("compiling the CPU kernel with %s, once on this machine, about a minute", Path(compiler).name)
+        logger.warning("compiling the CPU kernels with %s, once on this machine, about a minute", Path(compiler).name)
         start = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             output = Path(scratch) / library.name
             process = subprocess.run(
-                [*command(compiler), str(SOURCE), "-o", str(output), "-ltorch_cpu", "-lc10"],
+                [*command(compiler), *map(str, SOURCES), "-o", str(output), "-ltorch_cpu", "-lc10"],
                 capture_output=True,
                 text=True,
                 timeout=SECONDS,

@@ -1,939 +1,783 @@
-// Attention along diagonals on CPUs, forward and backward, without an N x N array and without copies of q, k, v.
+// Attention along diagonals on CPUs, forward and backward, without an N x N array.
 //
 // Patch token j of head h sees the prefix tokens and the patches j + o, o in the head's signed offsets; prefix tokens see
-// everything. Per head the offsets are few, so a row costs a handful of dot products of contiguous memory. Rows are
-// taken 16 at a time: the dot products of one offset for 16 rows end up in one vector, in which softmax runs.
+// everything. A patch that would see nothing sees itself: the head's last offset is then 0, for those rows only.
+//
+// Rows of a head lie apart in a projection's output, at distances that fall on few sets of a cache. Each piece of work,
+// CHUNK rows of a head, therefore packs the rows that it needs once, in float32, with zeros for rows that do not exist;
+// the loops then run over neighbouring memory and need no case for the edges. 16 rows are taken together: the dot
+// products of one offset end up in one vector, in which softmax runs.
 //
 // Shapes: B batch, H heads, T = P + N tokens, P prefix tokens, D head width, C_h = P + K_h columns of head h (its prefix
-// keys, then its offsets), S = sum of C_h. Per-pair arrays are flat: head h begins at B * N * start_h, start_h the sum of
-// C before it; in it (b, block of 16 rows, column, row in block).
+// keys, then its offsets). Per-pair arrays: head after head (b, column, row), rows padded to whole blocks of 16.
 //
-// Work is cut into pieces of (b, h, chunk of rows) of a fixed size, and what pieces share is summed in the order of
-// pieces: the result does not depend on the number of threads.
+// What pieces share is summed in the order of pieces: the result does not depend on the number of threads.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
 #include <vector>
 
+#include "vectors.h"
+
+namespace sparseprior {
 namespace {
 
 using at::Tensor;
 using std::optional;
 
-constexpr int L = 16;            // rows of a block, lanes of a vector
-constexpr int64_t CHUNK = 1024;  // rows of a piece
-constexpr float MINUS_INF = -std::numeric_limits<float>::infinity();
+constexpr int64_t CHUNK = 256;  // rows of a piece, whole blocks
 
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t veci __attribute__((vector_size(64)));
-typedef uint16_t vech __attribute__((vector_size(32)));
-typedef uint32_t vecu __attribute__((vector_size(64)));
+// What all pieces of a head have in common.
+struct Head {
+  const int32_t* offsets;  // signed
+  int64_t count;           // of offsets
+  int64_t columns;         // with the prefix keys
+  int64_t start;           // columns of the heads before
+  int64_t self_from, self_to;  // the rows that the last offset, 0, is for; if there are none it is as the others
+  // Rows that a piece needs, relative to its first row, as ranges that do not touch.
+  std::vector<std::pair<int64_t, int64_t>> ranges;
+  int64_t packed = 0;              // rows in all ranges
+  int64_t own = 0;                 // the piece's first row among the packed rows, if it is there
+  std::vector<int64_t> ahead, behind;  // the same of the rows at +offset and -offset
 
-inline vec splat(float x) { return vec{} + x; }
-
-inline vec load(const float* p) {
-  vec x;
-  std::memcpy(&x, p, sizeof x);
-  return x;
-}
-inline void store(float* p, vec x) { std::memcpy(p, &x, sizeof x); }
-
-inline vec load(const at::BFloat16* p) {
-  vech half;
-  std::memcpy(&half, p, sizeof half);
-  const vecu bits = __builtin_convertvector(half, vecu) << 16;
-  vec x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-inline void store(at::BFloat16* p, vec x) {
-  vecu bits;
-  std::memcpy(&bits, &x, sizeof x);
-  const vecu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
-  const vecu nan = (vecu)(x != x);
-  const vech half = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), vech);
-  std::memcpy(p, &half, sizeof half);
-}
-
-inline vec maximum(vec a, vec b) { return a > b ? a : b; }
-
-inline float sum(vec x) {
-  float total = 0;
-  for (int i = 0; i < L; ++i) total += x[i];
-  return total;
-}
-inline float maximum(vec x) {
-  float top = x[0];
-  for (int i = 1; i < L; ++i) top = std::max(top, x[i]);
-  return top;
-}
-
-// exp of values of at most 0 (and a little above); below -87 it is 0. Relative error below 2e-7.
-inline vec exp_of(vec x) {
-  const vec low = splat(-87.3f);
-  const veci tiny = x < low;
-  x = tiny ? low : x;
-  const vec shifted = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
-  veci n;
-  std::memcpy(&n, &shifted, sizeof n);
-  const vec whole = shifted - 12582912.0f;
-  vec r = x - whole * 0.693359375f;
-  r = r - whole * -2.12194440e-4f;
-  vec y = splat(1.9875691500e-4f);
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * (r * r) + r + 1.0f;
-  const veci exponent = (n - 0x4b400000 + 127) << 23;
-  vec power;
-  std::memcpy(&power, &exponent, sizeof power);
-  y = y * power;
-  return tiny ? vec{} : y;
-}
-
-// Sums of 16 vectors, the sum of x[i] in lane i.
-inline vec sums(vec x[L]) {
-#define SHUFFLE __builtin_shufflevector
-  vec a[8];
-  for (int i = 0; i < 8; ++i) {  // lanes of pairs (i, i + 8) side by side
-    a[i] = SHUFFLE(x[i], x[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23) +
-           SHUFFLE(x[i], x[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-  }
-  vec b[4];
-  for (int i = 0; i < 4; ++i) {
-    b[i] = SHUFFLE(a[i], a[i + 4], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23) +
-           SHUFFLE(a[i], a[i + 4], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-  }
-  vec c[2];
-  for (int i = 0; i < 2; ++i) {
-    c[i] = SHUFFLE(b[i], b[i + 2], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23) +
-           SHUFFLE(b[i], b[i + 2], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-  }
-  return SHUFFLE(c[0], c[1], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23) +
-         SHUFFLE(c[0], c[1], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-#undef SHUFFLE
-}
-
-// A head's row in registers: V vectors, D = 16 V. Other widths are copied into rows padded with zeros beforehand.
-template <int V>
-struct Row {
-  vec part[V];
-  template <typename T>
-  inline void read(const T* p) {
-    for (int i = 0; i < V; ++i) part[i] = load(p + L * i);
-  }
-  template <typename T>
-  inline void write(T* p) const {
-    for (int i = 0; i < V; ++i) store(p + L * i, part[i]);
-  }
-  inline void clear() {
-    for (int i = 0; i < V; ++i) part[i] = vec{};
-  }
-  template <typename T>
-  inline void add(float factor, const T* p) {
-    for (int i = 0; i < V; ++i) part[i] += factor * load(p + L * i);
-  }
-  inline void scale(float factor) {
-    for (int i = 0; i < V; ++i) part[i] *= factor;
+  // Rows from..to of a block of `rows` rows from j0 on that have a key in a column.
+  void valid(int64_t c, int64_t j0, int64_t rows, int64_t N, int64_t& from, int64_t& to) const {
+    from = std::max<int64_t>(0, -offsets[c] - j0);
+    to = std::min(rows, N - offsets[c] - j0);
+    if (c == count - 1 && self_from < self_to) {
+      from = std::max(from, self_from - j0);
+      to = std::min(to, self_to - j0);
+    }
+    to = std::max(from, to);
   }
 };
 
-template <int V, typename T>
-inline vec products(const Row<V>& a, const T* b) {
-  vec x = a.part[0] * load(b);
-  for (int i = 1; i < V; ++i) x += a.part[i] * load(b + L * i);
-  return x;
-}
-template <int V, typename T>
-inline vec products(const T* a, const T* b) {
-  vec x = load(a) * load(b);
-  for (int i = 1; i < V; ++i) x += load(a + L * i) * load(b + L * i);
-  return x;
-}
+struct Problem {
+  int64_t B, H, P, N, D, size;  // size: floats of a packed row
+  int64_t padded, chunks, rows;  // rows in whole blocks; pieces of a head; rows of a piece
+  int64_t columns = 0, widest = 0, most_packed = 0, most_columns = 0;
+  float scale;
+  bool zero_fill, decayed;
+  // Weights of pairs (decay): for offsets W[begin + lower row], for pairs with prefix tokens one number a head.
+  const float *pair_weights = nullptr, *prefix_weights = nullptr;
+  const int64_t* begin = nullptr;
+  const int32_t* offsets;
+  std::vector<Head> heads;
 
-// Dot products of 16 rows with 16 rows, or of one row with 16: row r's in lane r. Rows from..to exist, the others give 0.
-template <int V, typename T>
-inline vec dots(const T* a, int64_t a_step, const T* b, int64_t b_step, int from, int to) {
-  vec x[L];
-  if (from == 0 && to == L) {
-#pragma GCC unroll 16
-    for (int r = 0; r < L; ++r) x[r] = products<V>(a + r * a_step, b + r * b_step);
-  } else {
-    for (int r = 0; r < L; ++r) x[r] = r >= from && r < to ? products<V>(a + r * a_step, b + r * b_step) : vec{};
-  }
-  return sums(x);
-}
-template <int V, typename T>
-inline vec dots(const Row<V>& a, const T* b, int64_t b_step, int to) {
-  vec x[L];
-  if (to == L) {
-#pragma GCC unroll 16
-    for (int r = 0; r < L; ++r) x[r] = products<V>(a, b + r * b_step);
-  } else {
-    for (int r = 0; r < L; ++r) x[r] = r < to ? products<V>(a, b + r * b_step) : vec{};
-  }
-  return sums(x);
-}
-
-// (b, h, t) to the first of D neighbouring elements.
-template <typename T>
-struct Rows {
-  T* data;
-  int64_t batch, head, token;
-  explicit Rows(const Tensor& x)
-      : data((T*)x.data_ptr()), batch(x.stride(0)), head(x.stride(1)), token(x.stride(2)) {}
-  inline T* of(int64_t b, int64_t h) const { return data + b * batch + h * head; }
-};
-
-struct Layout {
-  int64_t B, H, P, N, blocks, chunks, S;
-  const int32_t* offsets;         // signed, head after head
-  std::vector<int64_t> first;     // index of each head's first offset
-  std::vector<int64_t> start;     // columns before each head
-  Layout(const Tensor& q, const Tensor& offsets_, const Tensor& counts, int64_t prefix)
-      : B(q.size(0)), H(q.size(1)), P(prefix), N(q.size(2) - prefix), offsets(offsets_.data_ptr<int32_t>()) {
-    blocks = (N + L - 1) / L;
+  Problem(
+      const Tensor& q, const Tensor& offsets_, const Tensor& counts, const Tensor& self_rows, int64_t prefix,
+      double scale_, bool zero_fill_, const optional<Tensor>& pairs, const optional<Tensor>& pair_begin,
+      const optional<Tensor>& prefix_weight)
+      : B(q.size(0)), H(q.size(1)), P(prefix), N(q.size(2) - prefix), D(q.size(3)), size(L * vectors(q.size(3))),
+        scale((float)scale_), zero_fill(zero_fill_), decayed(pairs.has_value()), offsets(offsets_.data_ptr<int32_t>()) {
+    padded = (N + L - 1) / L * L;
+    rows = std::min(CHUNK, padded);
     chunks = (N + CHUNK - 1) / CHUNK;
-    const int32_t* count = counts.data_ptr<int32_t>();
-    first.assign(H + 1, 0);
-    start.assign(H + 1, 0);
+    if (decayed) {
+      pair_weights = pairs->data_ptr<float>();
+      begin = pair_begin->data_ptr<int64_t>();
+      prefix_weights = prefix_weight->data_ptr<float>();
+    }
+    const int32_t *count = counts.data_ptr<int32_t>(), *self = self_rows.data_ptr<int32_t>();
+    heads.resize(H);
+    int64_t first = 0;
     for (int64_t h = 0; h < H; ++h) {
-      first[h + 1] = first[h] + count[h];
-      start[h + 1] = start[h] + count[h] + P;
+      Head& head = heads[h];
+      head.offsets = offsets + first;
+      head.count = count[h];
+      head.columns = P + head.count;
+      head.start = columns;
+      head.self_from = self[2 * h];
+      head.self_to = self[2 * h + 1];
+      place(head);
+      first += head.count;
+      columns += head.columns;
+      most_packed = std::max(most_packed, head.packed);
+      most_columns = std::max(most_columns, head.columns);
     }
-    S = start[H];
   }
-  int64_t columns(int64_t h) const { return start[h + 1] - start[h]; }
-  int64_t pairs() const { return B * blocks * L * S; }
-  // Index of (b, h, block) in a per-pair array.
-  int64_t at(int64_t b, int64_t h, int64_t block) const {
-    return L * (blocks * (B * start[h] + b * columns(h)) + block * columns(h));
+
+  void place(Head& head) const {
+    std::vector<int64_t> shifts;
+    if (P) shifts.push_back(0);  // the rows themselves as keys of the prefix tokens
+    for (int64_t c = 0; c < head.count; ++c) {
+      shifts.push_back(head.offsets[c]);
+      shifts.push_back(-head.offsets[c]);
+    }
+    std::sort(shifts.begin(), shifts.end());
+    for (const int64_t shift : shifts) {
+      if (head.ranges.empty() || shift > head.ranges.back().second) {
+        head.ranges.emplace_back(shift, shift + rows);
+      } else {
+        head.ranges.back().second = shift + rows;
+      }
+    }
+    const auto packed_row = [&](int64_t shift) {
+      int64_t before = 0;
+      for (const auto& [from, to] : head.ranges) {
+        if (shift >= from && shift + rows <= to) return before + shift - from;
+        before += to - from;
+      }
+      return int64_t{0};
+    };
+    for (int64_t c = 0; c < head.count; ++c) {
+      head.ahead.push_back(packed_row(head.offsets[c]));
+      head.behind.push_back(packed_row(-head.offsets[c]));
+    }
+    head.own = packed_row(0);
+    for (const auto& [from, to] : head.ranges) head.packed += to - from;
+  }
+
+  int64_t pairs() const { return B * padded * columns; }
+  // Index of row 0 of a column in a per-pair array.
+  int64_t at(int64_t b, int64_t h, int64_t column) const {
+    return padded * (B * heads[h].start + b * heads[h].columns + column);
+  }
+  // Index of key 0 of a prefix row in an array (B, H, P, T).
+  int64_t row(int64_t b, int64_t h, int64_t p) const { return ((b * H + h) * P + p) * (P + N); }
+  float prefix_factor(int64_t h) const { return scale * (prefix_weights ? prefix_weights[h] : 1.0f); }
+  // Rows of a block that have a key in a column, as lanes.
+  veci valid(const Head& head, int64_t c, int64_t j0, int64_t rows) const {
+    int64_t from, to;
+    head.valid(c, j0, rows, N, from, to);
+    return lanes(from, to);
+  }
+  bool whole(const Head& head, int64_t c, int64_t j0, int64_t rows) const {
+    int64_t from, to;
+    head.valid(c, j0, rows, N, from, to);
+    return from == 0 && to == L;
+  }
+  // Weights of a column for rows j0.., 0 where there is no key.
+  vec weights(int64_t h, int64_t c, int64_t j0, int64_t rows) const {
+    const Head& head = heads[h];
+    int64_t from, to;
+    head.valid(c, j0, rows, N, from, to);
+    const float* own = pair_weights + begin[head.offsets - offsets + c] + std::min<int64_t>(head.offsets[c], 0);
+    return load_lanes(own + j0, from, to);
+  }
+  // What a column's pairs would have under mask_fill "zero" if they were not in the support.
+  vec floor_of(const Head& head, int64_t column, int64_t j0, int64_t rows, vec floor_value) const {
+    return (column < P ? lanes(0, rows) : valid(head, column - P, j0, rows)) ? floor_value : vec{};
   }
 };
 
-// Weights of pairs (decay): W[h, offset][lower row] for offsets, one number per head for pairs with prefix tokens and
-// for a patch that only sees itself. Null pointers stand for 1.
-struct Weights {
-  bool given = false;
-  const float* pairs = nullptr;
-  const int64_t* begin = nullptr;  // of each signed offset
-  const float* prefix = nullptr;
-  const float* self = nullptr;
+// 16 rows of q or of a gradient: where they lie, if that will do, else packed.
+struct Block {
+  const float* data;
+  int64_t step;
 };
-
-// Patches without any key, which see themselves: those nearer to both ends than the smallest offset, without prefix.
-struct Alone {
-  int64_t smallest;
-  bool possible;
-  Alone(const int32_t* offsets, int64_t count, int64_t prefix) : smallest(INT64_MAX), possible(prefix == 0) {
-    for (int64_t c = 0; c < count; ++c) smallest = std::min<int64_t>(smallest, std::abs(offsets[c]));
-  }
-  bool at(int64_t j, int64_t N) const { return possible && j < smallest && N - 1 - j < smallest; }
-};
-
-inline int64_t lower(int64_t j, int64_t offset) { return offset < 0 ? j + offset : j; }
-
-// Bits of the rows of a block for which the key j + offset exists.
-inline void valid_rows(int64_t j0, int64_t rows, int64_t offset, int64_t N, int& from, int& to) {
-  from = (int)std::max<int64_t>(0, -offset - j0);
-  to = (int)std::min<int64_t>(rows, N - offset - j0);
-  if (to < from) to = from;
+inline Block block_of(const Problem& x, const View& view, int64_t b, int64_t h, int64_t j0, int64_t rows, float* scratch) {
+  if (rows == L && view.direct()) return {view.of<float>(b, h, x.P + j0), view.token};
+  read_rows(view, b, h, x.P + j0, x.P + j0 + L, x.P, x.P + x.N, scratch);
+  return {scratch, x.size};
 }
 
-template <typename T, int V>
-void forward_piece(
-    const Layout& shape, int64_t b, int64_t h, int64_t chunk, const Rows<T>& q, const Rows<T>& k, const Rows<T>& v,
-    const Rows<T>& out, float scale, bool zero_fill, const Weights& weight, const float* drop, const float* v_sum,
-    float* probs, float* logits, float* floors, float* row_logits, float* partial) {
-  const int64_t P = shape.P, N = shape.N;
-  const int64_t columns = shape.columns(h), offsets_count = columns - P;
-  const int32_t* offsets = shape.offsets + shape.first[h];
-  const T *qh = q.of(b, h), *kh = k.of(b, h), *vh = v.of(b, h);
-  T* oh = out.of(b, h);
-  const T *q_patch = qh + P * q.token, *k_patch = kh + P * k.token, *v_patch = vh + P * v.token;
-  const float prefix_weight = scale * (weight.prefix ? weight.prefix[h] : 1.0f);
-  const float self_weight = scale * (weight.self ? weight.self[h] : 1.0f);
-  std::vector<vec> scratch(2 * (columns + 1));
-  vec *s = scratch.data(), *raw = s + columns + 1;
-  const Alone alone(offsets, offsets_count, P);
-  int64_t furthest = 0;
-  for (int64_t c = 0; c < offsets_count; ++c) furthest = std::max<int64_t>(furthest, offsets[c]);
-  // The prefix rows' running softmax over this piece's keys.
-  std::vector<float> top(P, MINUS_INF), total(P, 0.0f);
-  std::vector<Row<V>> sum_row(P), q_row(P);
-  for (int64_t p = 0; p < P; ++p) {
-    q_row[p].read(qh + p * q.token);
-    sum_row[p].clear();
+// The three loops that all time is spent in. V: vectors of a packed row, 0 where it is only known at run time.
+
+// Dot products of 16 rows with 16 rows; a step of 0 takes the same row 16 times.
+template <int V>
+SPARSEPRIOR_INLINE vec dots(int64_t size, const float* a, int64_t a_step, const float* b, int64_t b_step) {
+  vec x[L];
+#pragma GCC unroll 16
+  for (int r = 0; r < L; ++r) x[r] = load(a + r * a_step) * load(b + r * b_step);
+#pragma GCC unroll 8
+  for (int64_t i = L; i < (V ? L * V : size); i += L) {
+#pragma GCC unroll 16
+    for (int r = 0; r < L; ++r) x[r] += load(a + r * a_step + i) * load(b + r * b_step + i);
   }
-  const int64_t end = std::min(N, (chunk + 1) * CHUNK);
-  for (int64_t j0 = chunk * CHUNK; j0 < end; j0 += L) {
-    const int rows = (int)std::min<int64_t>(L, end - j0);
-    const int64_t block = j0 / L;
-    // Rows of a head lie apart in a projection's output, where the hardware does not see the pattern.
-    for (int64_t j = j0 + L; j < std::min(N, j0 + 2 * L); ++j) {
-      const T *next_q = q_patch + j * q.token, *next_k = k_patch + std::min(j + furthest, N - 1) * k.token,
-              *next_v = v_patch + std::min(j + furthest, N - 1) * v.token;
-      for (int64_t i = 0; i < V * L; i += 64 / (int64_t)sizeof(T)) {
-        __builtin_prefetch(next_q + i);
-        __builtin_prefetch(next_k + i);
-        __builtin_prefetch(next_v + i);
-      }
-    }
-    const bool inside = rows == L && j0 >= furthest && j0 + L + furthest <= N;  // every key of every row exists
-    vec seen = vec{};  // keys of each row
-    for (int64_t p = 0; p < P; ++p) {
-      Row<V> key;
-      key.read(kh + p * k.token);
-      raw[p] = dots<V>(key, q_patch + j0 * q.token, q.token, rows) * scale;
-      s[p] = raw[p] * (prefix_weight / scale);
-    }
-    if (P) seen += (float)P;
-    for (int64_t c = 0; c < offsets_count; ++c) {
-      const int64_t offset = offsets[c];
-      int from, to;
-      valid_rows(j0, rows, offset, N, from, to);
-      vec value =
-          dots<V>(q_patch + j0 * q.token, q.token, k_patch + (j0 + offset) * k.token, k.token, from, to) * scale;
-      raw[P + c] = value;
-      if (weight.given) {
-        const float* w = weight.pairs + weight.begin[shape.first[h] + c] + lower(j0, offset);
-        vec own = vec{};
-        for (int r = from; r < to; ++r) own[r] = w[r];
-        value *= own;
-      }
-      vec valid = vec{};
-      if (from == 0 && to == L) {
-        valid += 1.0f;
-      } else {
-        for (int r = 0; r < L; ++r) {
-          valid[r] = r >= from && r < to;
-          if (!(r >= from && r < to)) value[r] = MINUS_INF;
-        }
-      }
-      seen += valid;
-      s[P + c] = value;
-    }
-    int64_t used = columns;
-    if (alone.possible) {
-      vec value = splat(MINUS_INF);
-      bool any = false;
-      for (int r = 0; r < rows; ++r) {
-        if (!alone.at(j0 + r, N)) continue;
-        value[r] = self_weight * sum(products<V>(q_patch + (j0 + r) * q.token, k_patch + (j0 + r) * k.token));
-        seen[r] = 1.0f;
-        any = true;
-      }
-      s[columns] = value;
-      used += any;
-    }
-    vec highest = splat(MINUS_INF);
-    for (int64_t c = 0; c < used; ++c) highest = maximum(highest, s[c]);
-    const vec outside = splat((float)(P + N)) - seen;
-    vec floor_value = vec{};
-    if (zero_fill) {
-      const veci masked = outside > 0.0f;
-      highest = masked ? maximum(highest, vec{}) : highest;
-      floor_value = masked ? exp_of(-highest) : vec{};
-    }
-    for (int r = rows; r < L; ++r) highest[r] = 0.0f;
-    vec divisor = outside * floor_value;
-    for (int64_t c = 0; c < used; ++c) {
-      s[c] = exp_of(s[c] - highest);
-      divisor += s[c];
-    }
-    const vec share = 1.0f / divisor;
-    floor_value *= share;
-    for (int64_t c = 0; c < used; ++c) s[c] *= share;
-    if (probs) {
-      float* own = probs + shape.at(b, h, block);
-      for (int64_t c = 0; c < columns; ++c) store(own + L * c, s[c]);
-    }
-    if (logits) {
-      float* own = logits + shape.at(b, h, block);
-      for (int64_t c = 0; c < columns; ++c) store(own + L * c, raw[c]);
-    }
-    if (floors) store(floors + L * ((b * shape.H + h) * shape.blocks + block), floor_value);
-    if (drop) {
-      const float* own = drop + shape.at(b, h, block);
-      for (int64_t c = 0; c < columns; ++c) s[c] *= load(own + L * c);
-    }
-    if (zero_fill) {
-      for (int64_t c = 0; c < used; ++c) s[c] -= floor_value;
-    }
-    for (int r = 0; r < rows; ++r) {
-      Row<V> result;
-      if (zero_fill) {
-        result.read(v_sum);
-        result.scale(floor_value[r]);
-      } else {
-        result.clear();
-      }
-      const int64_t j = j0 + r;
-      for (int64_t p = 0; p < P; ++p) result.add(s[p][r], vh + p * v.token);
-      if (inside) {
-        for (int64_t c = 0; c < offsets_count; ++c) result.add(s[P + c][r], v_patch + (j + offsets[c]) * v.token);
-      } else {
-        for (int64_t c = 0; c < offsets_count; ++c) {
-          const int64_t key = j + offsets[c];
-          if (key >= 0 && key < N) result.add(s[P + c][r], v_patch + key * v.token);
-        }
-      }
-      if (used > columns && alone.at(j, N)) result.add(s[columns][r], v_patch + j * v.token);
-      result.write(oh + (P + j) * out.token);
-    }
-    // These rows as keys of the prefix tokens, while they are near.
-    for (int64_t p = 0; p < P; ++p) {
-      vec value = dots<V>(q_row[p], k_patch + j0 * k.token, k.token, rows) * prefix_weight;
-      float* own = row_logits + ((b * shape.H + h) * P + p) * (P + N) + P + j0;
-      for (int r = 0; r < rows; ++r) own[r] = value[r];
-      for (int r = rows; r < L; ++r) value[r] = MINUS_INF;
-      const float higher = std::max(top[p], maximum(value));
-      if (higher > top[p]) {
-        const float shrink = std::exp(top[p] - higher);
-        sum_row[p].scale(shrink);
-        total[p] *= shrink;
-        top[p] = higher;
-      }
-      const vec e = exp_of(value - higher);
-      total[p] += sum(e);
-      vec kept = e;
-      if (drop) {
-        // the prefix rows' dropout follows all per-pair values
-        const float* row_drop = drop + shape.pairs() + ((b * shape.H + h) * P + p) * (P + N) + P + j0;
-        for (int r = 0; r < rows; ++r) kept[r] *= row_drop[r];
-      }
-      for (int r = 0; r < rows; ++r) sum_row[p].add(kept[r], v_patch + (j0 + r) * v.token);
-    }
+  return sums(x);
+}
+
+// What a block of rows is mixed from: a base row, prefix rows (the same for every row), and columns of packed rows.
+struct Mix {
+  const float* base;  // null for none
+  const float* base_factors;
+  const float* prefix;
+  int64_t prefix_count;
+  const float* rows;
+  const std::vector<int64_t>& at;  // packed row of each column for the block's first row
+  const float* factors;            // (prefix, then columns) x 16
+};
+template <int S>
+SPARSEPRIOR_INLINE void mix_slab(const Mix& m, int64_t size, int64_t r, int64_t i, float* out) {
+  vec x[S];
+  for (int s = 0; s < S; ++s) x[s] = m.base ? m.base_factors[r] * load(m.base + i + L * s) : vec{};
+  const float* factor = m.factors + r;
+  for (int64_t p = 0; p < m.prefix_count; ++p, factor += L) {
+    for (int s = 0; s < S; ++s) x[s] += *factor * load(m.prefix + p * size + i + L * s);
   }
-  for (int64_t p = 0; p < P; ++p) {
-    float* own = partial + (((b * shape.H + h) * shape.chunks + chunk) * P + p) * (2 + L * V);
-    own[0] = top[p];
-    own[1] = total[p];
-    sum_row[p].write(own + 2);
+  const float* rows = m.rows + r * size + i;
+  const int64_t count = (int64_t)m.at.size();
+  for (int64_t c = 0; c < count; ++c, factor += L) {
+    for (int s = 0; s < S; ++s) x[s] += *factor * load(rows + m.at[c] * size + L * s);
+  }
+  for (int s = 0; s < S; ++s) store(out + i + L * s, x[s]);
+}
+template <int V>
+inline void mix(const Mix& m, int64_t size, int64_t rows, float* out, int64_t out_step) {
+  for (int64_t r = 0; r < rows; ++r) {
+    int64_t i = 0;
+    for (; i + 4 * L <= (V ? L * V : size); i += 4 * L) mix_slab<4>(m, size, r, i, out + r * out_step);
+    for (; i < (V ? L * V : size); i += L) mix_slab<1>(m, size, r, i, out + r * out_step);
+  }
+}
+// The same into tokens first.. of a tensor.
+template <int V>
+inline void mix(
+    const Mix& m, int64_t size, int64_t rows, const View& out, int64_t b, int64_t h, int64_t first, float* scratch) {
+  if (out.direct()) return mix<V>(m, size, rows, out.of<float>(b, h, first), out.token);
+  mix<V>(m, size, rows, scratch, size);
+  write_rows(scratch, out, b, h, first, rows);
+}
+
+// total += sum over 16 rows of factor * row.
+template <int V>
+inline void add_rows(int64_t size, int64_t count, const float* factors, const float* rows, int64_t step, float* total) {
+  for (int64_t i = 0; i < (V ? L * V : size); i += L) {
+    vec x = load(total + i);
+    for (int64_t r = 0; r < count; ++r) x += factors[r] * load(rows + r * step + i);
+    store(total + i, x);
   }
 }
 
-// Prefix rows: the pieces' sums and the prefix keys; the logits become probabilities where they are kept.
-template <typename T, int V>
-void finish_prefix_row(
-    const Layout& shape, int64_t b, int64_t h, int64_t p, const Rows<T>& q, const Rows<T>& k, const Rows<T>& v,
-    const Rows<T>& out, float factor, const float* drop, float* row_logits, const float* partial, bool keep) {
-  const int64_t P = shape.P, total_tokens = P + shape.N;
-  const T *qh = q.of(b, h), *kh = k.of(b, h), *vh = v.of(b, h);
-  float* own = row_logits + ((b * shape.H + h) * P + p) * total_tokens;
-  float top = MINUS_INF;
-  for (int64_t t = 0; t < P; ++t) {
-    own[t] = factor * sum(products<V>(qh + p * q.token, kh + t * k.token));
-    top = std::max(top, own[t]);
+inline float dot(const float* a, const float* b, int64_t size) {
+  vec x = vec{};
+  for (int64_t i = 0; i < size; i += L) x += load(a + i) * load(b + i);
+  return sum(x);
+}
+
+// Memory of one thread. Keys and values of a piece take turns in `packed`, so that what neighbouring rows share of one
+// of them stays in the first cache. Of the piece's pairs: (block, column, row in block).
+struct Scratch {
+  Buffer packed, prefix, block, result, scores, others, rows;
+  explicit Scratch(const Problem& x)
+      : packed(x.most_packed * x.size), prefix(5 * x.P * x.size), block(L * x.size), result(L * x.size),
+        scores(x.rows * x.most_columns), others(x.rows * x.most_columns), rows(x.P * x.rows) {}
+};
+
+// A piece: rows first..end of (b, h).
+struct Piece {
+  const Problem& x;
+  const Head& head;
+  int64_t b, h, chunk, bh, first, end;
+  Piece(const Problem& x_, int64_t i) : Piece(x_, i / (x_.chunks * x_.H), i % x_.H, i / x_.H % x_.chunks) {}
+  Piece(const Problem& x_, int64_t b_, int64_t h_, int64_t chunk_)
+      : x(x_), head(x_.heads[h_]), b(b_), h(h_), chunk(chunk_), bh(b_ * x_.H + h_), first(chunk_ * CHUNK),
+        end(std::min(x_.N, first + CHUNK)) {}
+  int64_t rows(int64_t j0) const { return std::min<int64_t>(L, end - j0); }
+  float* block(const Buffer& pairs, int64_t j0) const { return pairs.data() + (j0 - first) * head.columns; }
+  void pack(const View& view, float* to) const {
+    for (const auto& [from, to_row] : head.ranges) {
+      read_rows(view, b, h, x.P + first + from, x.P + first + to_row, x.P, x.P + x.N, to);
+      to += (to_row - from) * x.size;
+    }
   }
-  const float* pieces = partial + (b * shape.H + h) * shape.chunks * P * (2 + L * V);
-  for (int64_t chunk = 0; chunk < shape.chunks; ++chunk) top = std::max(top, pieces[(chunk * P + p) * (2 + L * V)]);
-  Row<V> result;
-  result.clear();
-  float total = 0.0f;
-  const float* row_drop = drop ? drop + shape.pairs() + ((b * shape.H + h) * P + p) * total_tokens : nullptr;
-  for (int64_t t = 0; t < P; ++t) {
-    const float e = std::exp(own[t] - top);
+  // One part of many of what `pack` will read, brought near while there is other work.
+  void prefetch(const View& view, int64_t part, int64_t parts) const {
+    const int64_t from = head.packed * part / parts, to = head.packed * (part + 1) / parts;
+    const int64_t bytes = view.width * (view.half ? 2 : 4);
+    int64_t before = 0;
+    for (const auto& [low, high] : head.ranges) {
+      for (int64_t i = std::max(from, before); i < std::min(to, before + high - low); ++i) {
+        const int64_t j = first + low + i - before;
+        if (j < 0 || j >= x.N) continue;
+        const char* row = view.half ? (const char*)view.of<at::BFloat16>(b, h, x.P + j) : (const char*)view.of<float>(b, h, x.P + j);
+        for (int64_t k = 0; k < bytes; k += 64) __builtin_prefetch(row + k, 0, 2);
+      }
+      before += high - low;
+    }
+  }
+  void prefix(const View& view, float* to) const { read_rows(view, b, h, 0, x.P, 0, x.P, to); }
+  // Packed rows of each column for a block.
+  void place(const std::vector<int64_t>& places, int64_t j0, std::vector<int64_t>& at) const {
+    for (int64_t c = 0; c < head.count; ++c) at[c] = places[c] + j0 - first;
+  }
+};
+
+// ---- forward --------------------------------------------------------------------------------------------------------
+
+struct Forward {
+  View q, k, v, out;
+  const float *drop, *v_sum;              // null where there is none
+  float *probs, *logits, *floors, *rows;  // null where nothing is kept
+  float* partial;  // of each piece and prefix token: maximum, sum and weighted sum of v of its softmax over the piece
+};
+
+// Logits of a block of rows become the factors of their values, in place.
+vec softmax(const Piece& piece, const Forward& f, int64_t j0, float* s) {
+  const Problem& x = piece.x;
+  const Head& head = piece.head;
+  const int64_t rows = piece.rows(j0);
+  vec highest = splat(MINUS_INF), seen = splat((float)x.P), floor_value = vec{}, total = vec{};
+  for (int64_t c = 0; c < head.columns; ++c) highest = maximum(highest, load(s + L * c));
+  if (x.zero_fill) {  // every pair outside the support keeps exp(0)
+    for (int64_t c = 0; c < head.count; ++c) seen += x.valid(head, c, j0, rows) ? splat(1.0f) : vec{};
+    const vec outside = splat((float)(x.P + x.N)) - seen;
+    const veci masked = outside > 0.0f;
+    highest = masked ? maximum(highest, vec{}) : highest;
+    floor_value = masked ? exp_of(-highest) : vec{};
+    total = outside * floor_value;
+  }
+  const veci exists = lanes(0, rows);
+  highest = exists ? highest : vec{};
+  for (int64_t c = 0; c < head.columns; ++c) {
+    const vec e = exp_of(load(s + L * c) - highest);
+    store(s + L * c, e);
     total += e;
-    result.add(row_drop ? e * row_drop[t] : e, vh + t * v.token);
   }
-  for (int64_t chunk = 0; chunk < shape.chunks; ++chunk) {
-    const float* piece = pieces + (chunk * P + p) * (2 + L * V);
-    const float shrink = std::exp(piece[0] - top);
-    total += shrink * piece[1];
-    result.add(shrink, piece + 2);
+  const vec share = 1.0f / (exists ? total : splat(1.0f));
+  floor_value *= share;
+  for (int64_t c = 0; c < head.columns; ++c) {
+    const int64_t pair = x.at(piece.b, piece.h, c) + j0;
+    vec kept = load(s + L * c) * share;
+    if (f.probs) store(f.probs + pair, kept);
+    if (f.drop) kept *= load(f.drop + pair);
+    if (x.zero_fill) kept -= x.floor_of(head, c, j0, rows, floor_value);
+    store(s + L * c, kept);
   }
-  result.scale(1.0f / total);
-  result.write(out.of(b, h) + p * out.token);
-  if (!keep) return;
-  int64_t t = 0;
-  const vec share = splat(1.0f / total);
-  for (; t + L <= total_tokens; t += L) store(own + t, exp_of(load(own + t) - top) * share);
-  for (; t < total_tokens; ++t) own[t] = std::exp(own[t] - top) / total;
+  if (f.floors) store(f.floors + piece.bh * x.padded + j0, floor_value);
+  return floor_value;
 }
 
+template <int V>
+void forward_piece(const Piece& piece, const Piece& next, const Forward& f, const Scratch& own) {
+  const Problem& x = piece.x;
+  const Head& head = piece.head;
+  const int64_t P = x.P, size = V ? L * V : x.size, first = piece.first, end = piece.end;
+  float *packed = own.packed.data(), *own_rows = packed + head.own * size;
+  float *prefix_q = own.prefix.data(), *prefix_k = prefix_q + P * size, *prefix_v = prefix_k + P * size;
+  const float factor = x.prefix_factor(piece.h);
+  std::vector<int64_t> at(head.count);
+
+  piece.pack(f.k, packed);
+  piece.prefix(f.q, prefix_q);
+  piece.prefix(f.k, prefix_k);
+  for (int64_t j0 = first; j0 < end; j0 += L) {
+    const int64_t rows = piece.rows(j0);
+    const Block q = block_of(x, f.q, piece.b, piece.h, j0, rows, own.block.data());
+    next.prefetch(f.k, (j0 - first) / L, (end - first + L - 1) / L);
+    float* s = piece.block(own.scores, j0);
+    piece.place(head.ahead, j0, at);
+    for (int64_t c = 0; c < head.columns; ++c) {
+      const bool is_prefix = c < P;
+      const float* key = is_prefix ? prefix_k + c * size : packed + at[c - P] * size;
+      vec value = dots<V>(size, q.data, q.step, key, is_prefix ? 0 : size);
+      if (f.logits) store(f.logits + x.at(piece.b, piece.h, c) + j0, value * x.scale);
+      if (is_prefix) {
+        value *= factor;
+      } else {
+        value *= x.scale;
+        if (x.decayed) value *= x.weights(piece.h, c - P, j0, rows);
+        if (!x.whole(head, c - P, j0, rows)) value = x.valid(head, c - P, j0, rows) ? value : splat(MINUS_INF);
+      }
+      store(s + L * c, value);
+    }
+    for (int64_t p = 0; p < P; ++p) {  // these rows as keys of the prefix tokens
+      const vec value = dots<V>(size, own_rows + (j0 - first) * size, size, prefix_q + p * size, 0) * factor;
+      store(own.rows.data() + p * x.rows + j0 - first, lanes(0, rows) ? value : splat(MINUS_INF));
+    }
+  }
+
+  piece.pack(f.v, packed);
+  piece.prefix(f.v, prefix_v);
+  for (int64_t j0 = first; j0 < end; j0 += L) {
+    float* s = piece.block(own.scores, j0);
+    float floors[L];
+    store(floors, softmax(piece, f, j0, s));
+    piece.place(head.ahead, j0, at);
+    const float* v_sum = x.zero_fill ? f.v_sum + piece.bh * size : nullptr;
+    next.prefetch(f.v, (j0 - first) / L, (end - first + L - 1) / L);
+    for (int64_t r = 0; r < L && next.first + j0 - first + r < next.end; ++r) {
+      const char* row = (const char*)f.q.of<float>(next.b, next.h, P + next.first + j0 - first + r);
+      for (int64_t k = 0; k < size * 4; k += 64) __builtin_prefetch(row + k, 0, 2);
+    }
+    const Mix m{v_sum, floors, prefix_v, P, packed, at, s};
+    mix<V>(m, size, piece.rows(j0), f.out, piece.b, piece.h, P + j0, own.result.data());
+  }
+  float* partial = f.partial + (piece.bh * x.chunks + piece.chunk) * P * (2 + size);
+  for (int64_t p = 0; p < P; ++p, partial += 2 + size) {
+    const int64_t key = x.row(piece.b, piece.h, p) + P;
+    float* s = own.rows.data() + p * x.rows;
+    vec highest = splat(MINUS_INF), total = vec{};
+    for (int64_t j0 = first; j0 < end; j0 += L) highest = maximum(highest, load(s + j0 - first));
+    const float top = maximum(highest);
+    std::fill_n(partial + 2, size, 0.0f);
+    for (int64_t j0 = first; j0 < end; j0 += L) {
+      const int64_t rows = piece.rows(j0);
+      const vec logit = load(s + j0 - first);
+      if (f.rows) store_lanes(f.rows + key + j0, logit, rows);
+      vec e = exp_of(logit - top);
+      total += e;
+      if (f.drop) e *= load_lanes(f.drop + x.pairs() + key + j0, 0, rows);
+      store(s + j0 - first, e);
+      add_rows<V>(size, rows, s + j0 - first, own_rows + (j0 - first) * size, size, partial + 2);
+    }
+    partial[0] = top;
+    partial[1] = sum(total);
+  }
+}
+
+// Prefix rows: the pieces' sums and the prefix keys; logits become probabilities where they are kept.
+void forward_prefix(const Problem& x, const Forward& f, int64_t b, int64_t h) {
+  const int64_t P = x.P, T = P + x.N, size = x.size, step = P * (2 + size), bh = b * x.H + h;
+  Buffer q(P * size), k(P * size), v(P * size), logits(P), result(size);
+  read_rows(f.q, b, h, 0, P, 0, P, q.data());
+  read_rows(f.k, b, h, 0, P, 0, P, k.data());
+  read_rows(f.v, b, h, 0, P, 0, P, v.data());
+  for (int64_t p = 0; p < P; ++p) {
+    const float* pieces = f.partial + bh * x.chunks * step + p * (2 + size);
+    float* own = logits.data();
+    float top = MINUS_INF, total = 0.0f;
+    for (int64_t t = 0; t < P; ++t) {
+      own[t] = x.prefix_factor(h) * dot(q.data() + p * size, k.data() + t * size, size);
+      top = std::max(top, own[t]);
+    }
+    for (int64_t i = 0; i < x.chunks; ++i) top = std::max(top, pieces[i * step]);
+    std::fill_n(result.data(), size, 0.0f);
+    for (int64_t t = 0; t < P; ++t) {
+      const float e = std::exp(own[t] - top);
+      total += e;
+      if (f.rows) f.rows[x.row(b, h, p) + t] = own[t];
+      const float kept = f.drop ? e * f.drop[x.pairs() + x.row(b, h, p) + t] : e;
+      add_rows<0>(size, 1, &kept, v.data() + t * size, size, result.data());
+    }
+    for (int64_t i = 0; i < x.chunks; ++i) {
+      const float shrink = std::exp(pieces[i * step] - top);
+      total += shrink * pieces[i * step + 1];
+      add_rows<0>(size, 1, &shrink, pieces + i * step + 2, size, result.data());
+    }
+    const float share = 1.0f / total;
+    for (int64_t i = 0; i < size; ++i) result.data()[i] *= share;
+    write_rows(result.data(), f.out, b, h, p, 1);
+    if (!f.rows) continue;
+    float* row = f.rows + x.row(b, h, p);
+    for (int64_t t = 0; t < T; t += L) {
+      const int64_t count = std::min<int64_t>(L, T - t);
+      store_lanes(row + t, exp_of(load_lanes(row + t, 0, count) - top) * share, count);
+    }
+  }
+}
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// What pieces of one (b, h) add up, in floats: of each prefix token the gradients of its key, value and query, then the
-// sum of floor * gradient of the rows, then the gradients of the prefix weight and of the self weight.
+struct Backward {
+  View q, k, v, out, grad, dq, dk, dv;
+  const float *drop, *v_sum, *probs, *logits, *floors, *rows;
+  float *pair_grads, *weight_grads;  // gradients of the scaled products of pairs, and of their weights
+  float* row_grads;                  // the same of the prefix rows' products
+  // Of each piece: gradients of the prefix tokens' q, k, v, the sum of floor * gradient of the rows, and the gradient of
+  // the prefix weight.
+  float* sums;
+  int64_t sums_size;
+};
+inline int64_t sums_size(const Problem& x) { return (3 * x.P + 1) * x.size + 1; }
+
+// Gradients of the queries of a piece, and of the products of all its pairs.
 template <int V>
-struct Sums {
-  static constexpr int64_t ROW = L * V;
-  static int64_t size(int64_t P) { return (3 * P + 1) * ROW + 2; }
-};
-
-struct Saved {
-  const float *probs, *logits, *floors, *rows, *drop;
-};
-
-// Gradients of the queries of a piece, and of the logits of all its pairs.
-template <typename T, int V>
-void backward_rows(
-    const Layout& shape, int64_t b, int64_t h, int64_t chunk, const Rows<T>& q, const Rows<T>& k, const Rows<T>& v,
-    const Rows<T>& out, const Rows<T>& grad, const Rows<T>& dq, float scale, bool zero_fill, const Weights& weight,
-    const Saved& saved, float* pair_grads, float* weight_grads, float* row_grads, float* self_grads, float* sums_of) {
-  const int64_t P = shape.P, N = shape.N, columns = shape.columns(h), offsets_count = columns - P;
-  const int32_t* offsets = shape.offsets + shape.first[h];
-  const T *qh = q.of(b, h), *kh = k.of(b, h), *vh = v.of(b, h), *oh = out.of(b, h), *gh = grad.of(b, h);
-  T* dqh = dq.of(b, h);
-  const T *q_patch = qh + P * q.token, *k_patch = kh + P * k.token, *v_patch = vh + P * v.token;
-  const T *o_patch = oh + P * out.token, *g_patch = gh + P * grad.token;
-  const float prefix_weight = scale * (weight.prefix ? weight.prefix[h] : 1.0f);
-  const float self_weight = scale * (weight.self ? weight.self[h] : 1.0f);
-  const int64_t total_tokens = P + N, row_base = (b * shape.H + h) * P;
-  const Alone alone(offsets, offsets_count, P);
-  std::vector<vec> scratch(columns + 1);
-  vec* g = scratch.data();
-  std::vector<Row<V>> dkey(P), dvalue(P), dquery(P), q_row(P), g_row(P);
-  std::vector<float> delta_row(P);
-  for (int64_t p = 0; p < P; ++p) {
-    q_row[p].read(qh + p * q.token);
-    g_row[p].read(gh + p * grad.token);
-    delta_row[p] = sum(products<V>(g_row[p], oh + p * out.token));
-    dkey[p].clear();
-    dvalue[p].clear();
-    dquery[p].clear();
-  }
-  Row<V> floor_sum;
-  floor_sum.clear();
+void backward_rows(const Piece& piece, const Backward& f, const Scratch& own) {
+  const Problem& x = piece.x;
+  const Head& head = piece.head;
+  const int64_t P = x.P, size = V ? L * V : x.size, first = piece.first, end = piece.end;
+  float *packed = own.packed.data(), *own_rows = packed + head.own * size;
+  float *prefix_q = own.prefix.data(), *prefix_k = prefix_q + P * size, *prefix_v = prefix_k + P * size,
+        *prefix_g = prefix_v + P * size, *prefix_out = prefix_g + P * size;
+  const float factor = x.prefix_factor(piece.h);
+  std::vector<int64_t> at(head.count);
+  float* sums = f.sums + (piece.bh * x.chunks + piece.chunk) * f.sums_size;
+  std::fill_n(sums, f.sums_size, 0.0f);
+  float *dq_prefix = sums, *dk_prefix = sums + P * size, *dv_prefix = sums + 2 * P * size, *floor_sum = sums + 3 * P * size;
   vec prefix_sum = vec{};
-  float self_sum = 0.0f;
-  const int64_t end = std::min(N, (chunk + 1) * CHUNK);
-  for (int64_t j0 = chunk * CHUNK; j0 < end; j0 += L) {
-    const int rows = (int)std::min<int64_t>(L, end - j0);
-    const int64_t block = j0 / L, at = shape.at(b, h, block);
-    const float *probs = saved.probs + at, *drop = saved.drop ? saved.drop + at : nullptr;
-    const vec delta = dots<V>(g_patch + j0 * grad.token, grad.token, o_patch + j0 * out.token, out.token, 0, rows);
-    const vec floor_value =
-        zero_fill ? load(saved.floors + L * ((b * shape.H + h) * shape.blocks + block)) : vec{};
-    for (int64_t c = 0; c < columns; ++c) {
-      vec dp;
-      if (c < P) {
-        Row<V> value;
-        value.read(vh + c * v.token);
-        dp = dots<V>(value, g_patch + j0 * grad.token, grad.token, rows);
-      } else {
-        int from, to;
-        valid_rows(j0, rows, offsets[c - P], N, from, to);
-        dp = dots<V>(
-            g_patch + j0 * grad.token, grad.token, v_patch + (j0 + offsets[c - P]) * v.token, v.token, from, to);
-      }
-      if (drop) dp *= load(drop + L * c);
-      vec ds = load(probs + L * c) * (dp - delta);
-      if (weight.given) {
-        const vec product = ds * load(saved.logits + at + L * c);
-        if (c < P) {
-          prefix_sum += product;
-        } else {
-          store(weight_grads + at + L * c, product);
-          const float* w = weight.pairs + weight.begin[shape.first[h] + c - P] + lower(j0, offsets[c - P]);
-          int from, to;
-          valid_rows(j0, rows, offsets[c - P], N, from, to);
-          vec own = vec{};
-          for (int r = from; r < to; ++r) own[r] = w[r];
-          ds *= own;
-        }
-      }
-      ds *= c < P ? prefix_weight : scale;
-      g[c] = ds;
-      store(pair_grads + at + L * c, ds);
+
+  piece.pack(f.v, packed);
+  piece.prefix(f.v, prefix_v);
+  piece.prefix(f.grad, prefix_g);
+  piece.prefix(f.out, prefix_out);
+  for (int64_t j0 = first; j0 < end; j0 += L) {
+    const int64_t rows = piece.rows(j0);
+    const Block g = block_of(x, f.grad, piece.b, piece.h, j0, rows, own.block.data());
+    float *ds = piece.block(own.scores, j0), *kept = own.others.data();
+    piece.place(head.ahead, j0, at);
+    vec floor_value = vec{}, delta = vec{};
+    if (x.zero_fill) {
+      floor_value = load(f.floors + piece.bh * x.padded + j0);
+      delta = floor_value * dots<V>(size, g.data, g.step, f.v_sum + piece.bh * size, 0);
+      float floors[L];
+      store(floors, floor_value);
+      add_rows<V>(size, rows, floors, g.data, g.step, floor_sum);
     }
-    for (int r = 0; r < rows; ++r) {
-      const int64_t j = j0 + r;
-      Row<V> result;
-      result.clear();
-      for (int64_t p = 0; p < P; ++p) result.add(g[p][r], kh + p * k.token);
-      for (int64_t c = 0; c < offsets_count; ++c) {
-        const int64_t key = j + offsets[c];
-        if (key >= 0 && key < N) result.add(g[P + c][r], k_patch + key * k.token);
-      }
-      if (alone.at(j, N)) {
-        // Its probability is 1, unless masked pairs keep exp(0).
-        float probability = 1.0f, gradient = 0.0f;
-        if (zero_fill && floor_value[r] > 0.0f) {
-          const float dot = sum(products<V>(q_patch + j * q.token, k_patch + j * k.token));
-          probability = std::min(1.0f, std::exp(self_weight * dot + std::log(floor_value[r])));
-          const float dp = sum(products<V>(g_patch + j * grad.token, v_patch + j * v.token));
-          const float ds = probability * (dp - delta[r]);
-          self_sum += ds * dot * scale;
-          gradient = ds * self_weight;
-          result.add(gradient, k_patch + j * k.token);
+    for (int64_t c = 0; c < head.columns; ++c) {
+      const bool is_prefix = c < P;
+      const float* value = is_prefix ? prefix_v + c * size : packed + at[c - P] * size;
+      vec dp = dots<V>(size, g.data, g.step, value, is_prefix ? 0 : size);
+      const int64_t pair = x.at(piece.b, piece.h, c) + j0;
+      vec p = load(f.probs + pair);
+      if (x.zero_fill) p -= x.floor_of(head, c, j0, rows, floor_value);
+      if (f.drop) dp *= load(f.drop + pair);
+      delta += p * dp;
+      if (f.drop) p *= load(f.drop + pair);
+      if (is_prefix) store(kept + L * c, p);
+      store(ds + L * c, dp);
+    }
+    for (int64_t c = 0; c < head.columns; ++c) {
+      const int64_t pair = x.at(piece.b, piece.h, c) + j0;
+      vec value = load(f.probs + pair) * (load(ds + L * c) - delta);
+      if (x.decayed) {
+        const vec product = value * load(f.logits + pair);
+        store(f.weight_grads + pair, product);
+        if (c < P) {
+          prefix_sum += lanes(0, rows) ? product : vec{};
+        } else {
+          value *= x.weights(piece.h, c - P, j0, rows);
         }
-        float* own = self_grads + 2 * ((b * shape.H + h) * N + j);
-        own[0] = gradient;
-        own[1] = probability * (drop ? 0.0f : 1.0f) - floor_value[r];
-        if (drop) own[1] = probability;
       }
-      result.write(dqh + (P + j) * dq.token);
-      if (zero_fill) floor_sum.add(floor_value[r], g_patch + j * grad.token);
+      value *= c < P ? factor : x.scale;
+      store(ds + L * c, value);
+      store(f.pair_grads + pair, value);
     }
     for (int64_t p = 0; p < P; ++p) {
-      // This block's rows as queries of the prefix keys.
-      vec kept = load(probs + L * p) * (drop ? load(drop + L * p) : splat(1.0f)) - floor_value;
-      for (int r = 0; r < rows; ++r) {
-        dkey[p].add(g[p][r], q_patch + (j0 + r) * q.token);
-        dvalue[p].add(kept[r], g_patch + (j0 + r) * grad.token);
-      }
-      // And as keys of the prefix rows.
-      const int64_t first = (row_base + p) * total_tokens + P + j0;
-      vec dp = dots<V>(g_row[p], v_patch + j0 * v.token, v.token, rows);
-      vec probability = vec{};
-      for (int r = 0; r < rows; ++r) {
-        probability[r] = saved.rows[first + r];
-        if (saved.drop) dp[r] *= saved.drop[shape.pairs() + first + r];
-      }
-      const vec ds = probability * (dp - delta_row[p]);
-      if (weight.given) prefix_sum += ds * dots<V>(q_row[p], k_patch + j0 * k.token, k.token, rows) * scale;
-      const vec gradient = ds * prefix_weight;
-      for (int r = 0; r < rows; ++r) {
-        row_grads[first + r] = gradient[r];
-        dquery[p].add(gradient[r], k_patch + (j0 + r) * k.token);
-      }
+      add_rows<V>(size, rows, kept + L * p, g.data, g.step, dv_prefix + p * size);
+      // These rows as keys of the prefix rows.
+      const int64_t key = x.row(piece.b, piece.h, p) + P + j0;
+      vec dp = dots<V>(size, own_rows + (j0 - first) * size, size, prefix_g + p * size, 0);
+      if (f.drop) dp *= load_lanes(f.drop + x.pairs() + key, 0, rows);
+      const float row_delta = dot(prefix_g + p * size, prefix_out + p * size, size);
+      store(own.rows.data() + p * x.rows + j0 - first, load_lanes(f.rows + key, 0, rows) * (dp - row_delta));
     }
   }
-  constexpr int64_t ROW = Sums<V>::ROW;
-  for (int64_t p = 0; p < P; ++p) {
-    dkey[p].write(sums_of + (3 * p) * ROW);
-    dvalue[p].write(sums_of + (3 * p + 1) * ROW);
-    dquery[p].write(sums_of + (3 * p + 2) * ROW);
+
+  piece.pack(f.k, packed);
+  piece.prefix(f.k, prefix_k);
+  piece.prefix(f.q, prefix_q);
+  for (int64_t j0 = first; j0 < end; j0 += L) {
+    const int64_t rows = piece.rows(j0);
+    const float* ds = piece.block(own.scores, j0);
+    piece.place(head.ahead, j0, at);
+    const Mix m{nullptr, nullptr, prefix_k, P, packed, at, ds};
+    mix<V>(m, size, rows, f.dq, piece.b, piece.h, P + j0, own.result.data());
+    if (!P) continue;
+    const Block q = block_of(x, f.q, piece.b, piece.h, j0, rows, own.block.data());
+    for (int64_t p = 0; p < P; ++p) {
+      add_rows<V>(size, rows, ds + L * p, q.data, q.step, dk_prefix + p * size);
+      const float* keys = own_rows + (j0 - first) * size;
+      float* row = own.rows.data() + p * x.rows + j0 - first;
+      const vec value = load(row);
+      if (x.decayed) prefix_sum += value * dots<V>(size, keys, size, prefix_q + p * size, 0) * x.scale;
+      store(row, value * factor);
+      std::copy_n(row, rows, f.row_grads + x.row(piece.b, piece.h, p) + P + j0);
+      add_rows<V>(size, rows, row, keys, size, dq_prefix + p * size);
+    }
   }
-  floor_sum.write(sums_of + 3 * P * ROW);
-  sums_of[(3 * P + 1) * ROW] = sum(prefix_sum);
-  sums_of[(3 * P + 1) * ROW + 1] = self_sum;
+  sums[f.sums_size - 1] = sum(prefix_sum);
 }
 
 // Prefix tokens among themselves, and the sums of all pieces; the first piece's sums become the whole.
-template <typename T, int V>
-void backward_prefix(
-    const Layout& shape, int64_t b, int64_t h, const Rows<T>& q, const Rows<T>& k, const Rows<T>& v, const Rows<T>& out,
-    const Rows<T>& grad, const Rows<T>& dq, const Rows<T>& dk, const Rows<T>& dv, float scale, const Weights& weight,
-    const Saved& saved, float* row_grads, float* sums_of) {
-  const int64_t P = shape.P, total_tokens = P + shape.N, size = Sums<V>::size(P), row_base = (b * shape.H + h) * P;
-  constexpr int64_t ROW = Sums<V>::ROW;
-  for (int64_t chunk = 1; chunk < shape.chunks; ++chunk) {
-    for (int64_t i = 0; i < size; ++i) sums_of[i] += sums_of[chunk * size + i];
+void backward_prefix(const Problem& x, const Backward& f, int64_t b, int64_t h) {
+  const int64_t P = x.P, size = x.size;
+  float* sums = f.sums + (b * x.H + h) * x.chunks * f.sums_size;
+  for (int64_t chunk = 1; chunk < x.chunks; ++chunk) {
+    for (int64_t i = 0; i < f.sums_size; ++i) sums[i] += sums[chunk * f.sums_size + i];
   }
-  const T *qh = q.of(b, h), *kh = k.of(b, h), *vh = v.of(b, h), *oh = out.of(b, h), *gh = grad.of(b, h);
-  const float prefix_weight = scale * (weight.prefix ? weight.prefix[h] : 1.0f);
-  float weight_sum = sums_of[(3 * P + 1) * ROW];
+  float *dq = sums, *dk = sums + P * size, *dv = sums + 2 * P * size, *floor_sum = sums + 3 * P * size;
+  const auto prefix_rows = [&](const View& view) {
+    Buffer rows(P * size);
+    read_rows(view, b, h, 0, P, 0, P, rows.data());
+    return rows;
+  };
+  const Buffer q = prefix_rows(f.q), k = prefix_rows(f.k), v = prefix_rows(f.v), g = prefix_rows(f.grad),
+               out = prefix_rows(f.out);
   for (int64_t p = 0; p < P; ++p) {
-    const T *query = qh + p * q.token, *gradient = gh + p * grad.token;
-    const float delta = sum(products<V>(gradient, oh + p * out.token));
+    const float *query = q.data() + p * size, *gradient = g.data() + p * size;
+    const float delta = dot(gradient, out.data() + p * size, size);
     for (int64_t t = 0; t < P; ++t) {
-      const int64_t at = (row_base + p) * total_tokens + t;
-      const float dropped = saved.drop ? saved.drop[shape.pairs() + at] : 1.0f;
-      const float ds = saved.rows[at] * (dropped * sum(products<V>(gradient, vh + t * v.token)) - delta);
-      weight_sum += ds * sum(products<V>(query, kh + t * k.token)) * scale;
-      row_grads[at] = ds * prefix_weight;
-      Row<V> row;
-      row.read(sums_of + (3 * p + 2) * ROW);
-      row.add(ds * prefix_weight, kh + t * k.token);
-      row.write(sums_of + (3 * p + 2) * ROW);
-      row.read(sums_of + (3 * t) * ROW);
-      row.add(ds * prefix_weight, query);
-      row.write(sums_of + (3 * t) * ROW);
-      row.read(sums_of + (3 * t + 1) * ROW);
-      row.add(saved.rows[at] * dropped, gradient);
-      row.write(sums_of + (3 * t + 1) * ROW);
+      const int64_t pair = x.row(b, h, p) + t;
+      const float drop = f.drop ? f.drop[x.pairs() + pair] : 1.0f, kept = f.rows[pair] * drop;
+      const float ds = f.rows[pair] * (drop * dot(gradient, v.data() + t * size, size) - delta);
+      const float scaled = ds * x.prefix_factor(h);
+      sums[f.sums_size - 1] += ds * dot(query, k.data() + t * size, size) * x.scale;
+      f.row_grads[pair] = scaled;
+      add_rows<0>(size, 1, &scaled, k.data() + t * size, size, dq + p * size);
+      add_rows<0>(size, 1, &scaled, query, size, dk + t * size);
+      add_rows<0>(size, 1, &kept, gradient, size, dv + t * size);
     }
   }
-  sums_of[(3 * P + 1) * ROW] = weight_sum;
   for (int64_t p = 0; p < P; ++p) {
-    Row<V> row;
-    row.read(sums_of + (3 * p) * ROW);
-    row.write(dk.of(b, h) + p * dk.token);
-    row.read(sums_of + (3 * p + 1) * ROW);
-    row.add(1.0f, sums_of + 3 * P * ROW);
-    row.write(dv.of(b, h) + p * dv.token);
-    row.read(sums_of + (3 * p + 2) * ROW);
-    row.write(dq.of(b, h) + p * dq.token);
+    const float one = 1.0f;
+    if (x.zero_fill) add_rows<0>(size, 1, &one, floor_sum, size, dv + p * size);
   }
+  write_rows(dq, f.dq, b, h, 0, P);
+  write_rows(dk, f.dk, b, h, 0, P);
+  write_rows(dv, f.dv, b, h, 0, P);
 }
 
-// Gradients of keys and values: each key gathers from the rows that see it.
-template <typename T, int V>
-void backward_keys(
-    const Layout& shape, int64_t b, int64_t h, int64_t chunk, const Rows<T>& q, const Rows<T>& grad, const Rows<T>& dk,
-    const Rows<T>& dv, bool zero_fill, const Saved& saved, const float* pair_grads, const float* row_grads,
-    const float* self_grads, const float* sums_of) {
-  const int64_t P = shape.P, N = shape.N, columns = shape.columns(h), offsets_count = columns - P;
-  const int32_t* offsets = shape.offsets + shape.first[h];
-  const T *qh = q.of(b, h), *gh = grad.of(b, h);
-  const T *q_patch = qh + P * q.token, *g_patch = gh + P * grad.token;
-  const int64_t base = shape.at(b, h, 0), row_base = (b * shape.H + h) * P, total_tokens = P + N;
-  const Alone alone(offsets, offsets_count, P);
-  const int64_t end = std::min(N, (chunk + 1) * CHUNK);
-  for (int64_t m = chunk * CHUNK; m < end; ++m) {
-    Row<V> dkey, dvalue;
-    dkey.clear();
-    if (zero_fill) {
-      dvalue.read(sums_of + 3 * P * Sums<V>::ROW);
-    } else {
-      dvalue.clear();
+// Gradients of the keys and values of a piece, gathered from the rows that see them.
+template <int V>
+void backward_keys(const Piece& piece, const Backward& f, const Scratch& own) {
+  const Problem& x = piece.x;
+  const Head& head = piece.head;
+  const int64_t P = x.P, size = V ? L * V : x.size;
+  float *packed = own.packed.data(), *prefix = own.prefix.data(), *factors = own.scores.data();
+  std::vector<int64_t> at(head.count);
+  float ones[L];
+  store(ones, splat(1.0f));
+  // Of every pair of a key: its entry in arrays over (column, row) and over (prefix token, key).
+  const auto gather = [&](const View& from, const View& to, const float* base, const auto& prefix_factor,
+                          const auto& pair_factor) {
+    piece.pack(from, packed);
+    piece.prefix(from, prefix);
+    for (int64_t m0 = piece.first; m0 < piece.end; m0 += L) {
+      const int64_t keys = piece.rows(m0);
+      for (int64_t p = 0; p < P; ++p) {
+        store(factors + L * p, prefix_factor(x.row(piece.b, piece.h, p) + P + m0, keys));
+      }
+      for (int64_t c = 0; c < head.count; ++c) {
+        const int64_t j0 = m0 - head.offsets[c];
+        int64_t low, high;
+        head.valid(c, j0, keys, x.N, low, high);
+        low = std::max(low, -j0);
+        high = std::max(low, std::min(high, x.N - j0));
+        store(factors + L * (P + c), pair_factor(x.at(piece.b, piece.h, P + c), j0, low, high));
+      }
+      piece.place(head.behind, m0, at);
+      mix<V>({base, ones, prefix, P, packed, at, factors}, size, keys, to, piece.b, piece.h, P + m0, own.result.data());
     }
-    for (int64_t c = 0; c < offsets_count; ++c) {
-      const int64_t j = m - offsets[c];
-      if (j < 0 || j >= N) continue;
-      const int64_t at = base + L * ((j / L) * columns + P + c) + j % L;
-      float kept = saved.probs[at];
-      if (saved.drop) kept *= saved.drop[at];
-      if (zero_fill) kept -= saved.floors[L * (b * shape.H + h) * shape.blocks + j];
-      dkey.add(pair_grads[at], q_patch + j * q.token);
-      dvalue.add(kept, g_patch + j * grad.token);
+  };
+  gather(
+      f.q, f.dk, nullptr, [&](int64_t key, int64_t keys) { return load_lanes(f.row_grads + key, 0, keys); },
+      [&](int64_t column, int64_t j0, int64_t low, int64_t high) {
+        return load_lanes(f.pair_grads + column + j0, low, high);
+      });
+  gather(
+      f.grad, f.dv, x.zero_fill ? f.sums + piece.bh * x.chunks * f.sums_size + 3 * P * size : nullptr,
+      [&](int64_t key, int64_t keys) {
+        const vec p = load_lanes(f.rows + key, 0, keys);
+        return f.drop ? p * load_lanes(f.drop + x.pairs() + key, 0, keys) : p;
+      },
+      [&](int64_t column, int64_t j0, int64_t low, int64_t high) {
+        vec p = load_lanes(f.probs + column + j0, low, high);
+        if (f.drop) p *= load_lanes(f.drop + column + j0, low, high);
+        if (x.zero_fill) p -= load_lanes(f.floors + piece.bh * x.padded + j0, low, high);
+        return p;
+      });
+}
+
+// Gradients of the weights of a head's pairs: sums over the batch, and over both directions of a pair.
+void backward_weights(const Problem& x, const Backward& f, int64_t h, float* d_pairs, float* d_prefix) {
+  const Head& head = x.heads[h];
+  for (int64_t c = 0; c < head.count; ++c) {
+    const int64_t offset = head.offsets[c];
+    float* own = d_pairs + x.begin[head.offsets - x.offsets + c] + std::min<int64_t>(offset, 0);
+    int64_t from, to;
+    head.valid(c, 0, x.N, x.N, from, to);
+    for (int64_t b = 0; b < x.B; ++b) {
+      const float* products = f.weight_grads + x.at(b, h, x.P + c);
+      for (int64_t j = from; j < to; ++j) own[j] += products[j];
     }
-    for (int64_t p = 0; p < P; ++p) {
-      const int64_t at = (row_base + p) * total_tokens + P + m;
-      const float kept = saved.rows[at] * (saved.drop ? saved.drop[shape.pairs() + at] : 1.0f);
-      dkey.add(row_grads[at], qh + p * q.token);
-      dvalue.add(kept, gh + p * grad.token);
-    }
-    if (alone.at(m, N)) {
-      const float* own = self_grads + 2 * ((b * shape.H + h) * N + m);
-      dkey.add(own[0], q_patch + m * q.token);
-      dvalue.add(own[1], g_patch + m * grad.token);
-    }
-    dkey.write(dk.of(b, h) + (P + m) * dk.token);
-    dvalue.write(dv.of(b, h) + (P + m) * dv.token);
   }
+  for (int64_t b = 0; b < x.B; ++b) d_prefix[h] += f.sums[((b * x.H + h) * x.chunks + 1) * f.sums_size - 1];
 }
 
-// A tensor (B, H, T, D) in memory as (B, T, H, D), as projections want it.
-Tensor like_projection(const Tensor& q) {
-  return at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options()).transpose(1, 2);
-}
+// ---- operators ------------------------------------------------------------------------------------------------------
 
-int64_t vectors(int64_t width) {
-  for (const int64_t compiled : {1, 2, 4, 5, 8, 16}) {
-    if (width <= L * compiled) return compiled;
-  }
-  TORCH_CHECK(false, "head width ", width, " must be at most 256");
-}
-
-// Rows whose elements are neighbours and fill whole vectors; a copy only where they are not.
-Tensor usable(const Tensor& x) {
-  const int64_t width = x.size(3);
-  const int64_t full = L * vectors(width);
-  if (width != full) return at::constant_pad_nd(x, {0, full - width});
-  return x.stride(3) == 1 ? x : x.contiguous();
-}
-
-Weights weights_of(
-    const optional<Tensor>& pairs, const optional<Tensor>& begin, const optional<Tensor>& prefix,
-    const optional<Tensor>& self) {
-  Weights weight;
-  if (pairs) {
-    weight.given = true;
-    weight.pairs = pairs->data_ptr<float>();
-    weight.begin = begin->data_ptr<int64_t>();
-    weight.prefix = prefix->data_ptr<float>();
-    weight.self = self->data_ptr<float>();
-  }
-  return weight;
-}
-
-// Widths that are compiled; others are padded with zeros to the next.
-#define FOR_WIDTH(V_, ...)                                               \
-  switch (V_) {                                                          \
-    case 1: { constexpr int V = 1; __VA_ARGS__; break; }                 \
-    case 2: { constexpr int V = 2; __VA_ARGS__; break; }                 \
-    case 4: { constexpr int V = 4; __VA_ARGS__; break; }                 \
-    case 5: { constexpr int V = 5; __VA_ARGS__; break; }                 \
-    case 8: { constexpr int V = 8; __VA_ARGS__; break; }                 \
-    default: { constexpr int V = 16; __VA_ARGS__; break; }               \
-  }
-
+// Pieces in the order of memory: all heads of some rows, then the next rows.
 template <typename F>
-void for_type(at::ScalarType type, F run) {
-  if (type == at::kFloat) {
-    run(float());
-  } else {
-    TORCH_CHECK(type == at::kBFloat16, "dtype ", type, " must be float32 or bfloat16");
-    run(at::BFloat16());
-  }
+void for_pieces(const Problem& x, const F& run) {
+  at::parallel_for(0, x.B * x.chunks * x.H, 1, [&](int64_t begin, int64_t end) {
+    const Scratch own(x);
+    for (int64_t i = begin; i < end; ++i) run(Piece(x, i), Piece(x, std::min(i + 1, end - 1)), own);
+  });
+}
+template <typename F>
+void for_heads(const Problem& x, const F& run) {
+  at::parallel_for(0, x.B * x.H, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) run(i / x.H, i % x.H);
+  });
+}
+
+const float* data(const optional<Tensor>& x) { return x ? x->data_ptr<float>() : nullptr; }
+const float* data(const Tensor& x) { return x.numel() ? x.data_ptr<float>() : nullptr; }
+
+// Sums of all values of a head, as packed rows.
+Tensor sum_of_values(const Tensor& v, int64_t size) {
+  return at::constant_pad_nd(v.sum(2, false, at::kFloat), {0, size - v.size(3)}).contiguous();
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
-    const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& offsets, const Tensor& counts, int64_t prefix,
-    double scale, bool zero_fill, const optional<Tensor>& pair_weights, const optional<Tensor>& pair_begin,
-    const optional<Tensor>& prefix_weight, const optional<Tensor>& self_weight, const optional<Tensor>& drop,
-    bool keep) {
-  const int64_t width = q_.size(3);
-  const Tensor q = usable(q_), k = usable(k_), v = usable(v_);
-  Tensor out = like_projection(q);
-  const Layout shape(q, offsets, counts, prefix);
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& offsets, const Tensor& counts,
+    const Tensor& self_rows, int64_t prefix, double scale, bool zero_fill, const optional<Tensor>& pair_weights,
+    const optional<Tensor>& pair_begin, const optional<Tensor>& prefix_weight, const optional<Tensor>& drop, bool keep) {
+  check_inputs(q, k, v, prefix);
+  TORCH_CHECK(counts.numel() == q.size(1), counts.numel(), " offset counts must be one a head, ", q.size(1));
+  const Problem x(q, offsets, counts, self_rows, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight);
   const auto floats = q.options().dtype(at::kFloat);
-  const bool decayed = pair_weights.has_value();
-  Tensor probs = at::empty({keep ? shape.pairs() : 0}, floats);
-  Tensor logits = at::empty({keep && decayed ? shape.pairs() : 0}, floats);
-  Tensor floors = at::empty({keep && zero_fill ? shape.B * shape.H * shape.blocks * L : 0}, floats);
-  Tensor row_logits = at::empty({shape.B, shape.H, prefix, prefix + shape.N}, floats);
-  const int64_t V_ = vectors(width);
-  Tensor partial = at::empty({shape.B * shape.H * shape.chunks * prefix * (2 + L * V_)}, floats);
-  Tensor v_sum = zero_fill ? v.sum(2, false, at::kFloat).contiguous() : at::empty({0}, floats);
-  const Weights weight = weights_of(pair_weights, pair_begin, prefix_weight, self_weight);
-  const float* dropped = drop ? drop->data_ptr<float>() : nullptr;
-  const int64_t heads = shape.B * shape.H;
-  for_type(q.scalar_type(), [&](auto zero) {
-      using scalar_t = decltype(zero);
-      const Rows<scalar_t> qr(q), kr(k), vr(v), outr(out);
-      FOR_WIDTH(V_, {
-        at::parallel_for(0, heads * shape.chunks, 1, [&](int64_t begin, int64_t end) {
-          for (int64_t i = begin; i < end; ++i) {
-            const int64_t bh = i / shape.chunks, b = bh / shape.H, h = bh % shape.H;
-            forward_piece<scalar_t, V>(
-                shape, b, h, i % shape.chunks, qr, kr, vr, outr, (float)scale, zero_fill, weight, dropped,
-                zero_fill ? v_sum.data_ptr<float>() + bh * L * V : nullptr, keep ? probs.data_ptr<float>() : nullptr,
-                keep && decayed ? logits.data_ptr<float>() : nullptr,
-                keep && zero_fill ? floors.data_ptr<float>() : nullptr, row_logits.data_ptr<float>(),
-                partial.data_ptr<float>());
-            if (shape.chunks == 1) {
-              const float factor = (float)scale * (weight.prefix ? weight.prefix[h] : 1.0f);
-              for (int64_t p = 0; p < prefix; ++p) {
-                finish_prefix_row<scalar_t, V>(
-                    shape, b, h, p, qr, kr, vr, outr, factor, dropped, row_logits.data_ptr<float>(),
-                    partial.data_ptr<float>(), keep);
-              }
-            }
-          }
-        });
-        if (shape.chunks != 1 && prefix) {
-          at::parallel_for(0, heads * prefix, 1, [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; ++i) {
-              const int64_t bh = i / prefix, h = bh % shape.H;
-              const float factor = (float)scale * (weight.prefix ? weight.prefix[h] : 1.0f);
-              finish_prefix_row<scalar_t, V>(
-                  shape, bh / shape.H, h, i % prefix, qr, kr, vr, outr, factor, dropped,
-                  row_logits.data_ptr<float>(), partial.data_ptr<float>(), keep);
-            }
-          });
-        }
-      });
+  Tensor out = like_projection(q);
+  Tensor probs = at::empty({keep ? x.pairs() : 0}, floats);
+  Tensor logits = at::empty({keep && pair_weights ? x.pairs() : 0}, floats);
+  Tensor floors = at::empty({keep && zero_fill ? x.B * x.H * x.padded : 0}, floats);
+  Tensor rows = at::empty({keep ? x.B : 0, x.H, prefix, prefix + x.N}, floats);
+  const Tensor partial = at::empty({x.B * x.H * x.chunks * prefix * (2 + x.size)}, floats);
+  const Tensor v_sum = zero_fill ? sum_of_values(v, x.size) : at::empty({0}, floats);
+  const Forward f{View(q), View(k), View(v), View(out), data(drop), data(v_sum),
+                  (float*)data(probs), (float*)data(logits), (float*)data(floors), (float*)data(rows),
+                  partial.data_ptr<float>()};
+  for_pieces(x, [&](const Piece& piece, const Piece& next, const Scratch& own) {
+    x.size == 64 ? forward_piece<4>(piece, next, f, own) : forward_piece<0>(piece, next, f, own);
   });
-  if (out.size(3) != width) out = out.narrow(3, 0, width);
-  if (!keep) row_logits = at::empty({0}, floats);
-  return {out, probs, logits, floors, row_logits};
+  if (prefix) for_heads(x, [&](int64_t b, int64_t h) { forward_prefix(x, f, b, h); });
+  return {out, probs, logits, floors, rows};
 }
 
-// Gradients of q, k, v and, with a decay, of pair_weights, prefix_weight and self_weight (else empty).
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    const Tensor& grad_, const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& out_,
-    const Tensor& offsets, const Tensor& counts, int64_t prefix, double scale, bool zero_fill,
+// Gradients of q, k, v and, with a decay, of pair_weights and prefix_weight (else empty).
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& offsets,
+    const Tensor& counts, const Tensor& self_rows, int64_t prefix, double scale, bool zero_fill,
     const optional<Tensor>& pair_weights, const optional<Tensor>& pair_begin, const optional<Tensor>& prefix_weight,
-    const optional<Tensor>& self_weight, const optional<Tensor>& drop, const Tensor& probs, const Tensor& logits,
-    const Tensor& floors, const Tensor& rows) {
-  const int64_t width = q_.size(3);
-  const Tensor q = usable(q_), k = usable(k_), v = usable(v_), out = usable(out_), grad = usable(grad_);
-  Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
-  const Layout shape(q, offsets, counts, prefix);
+    const optional<Tensor>& drop, const Tensor& probs, const Tensor& logits, const Tensor& floors, const Tensor& rows) {
+  check_inputs(q, k, v, prefix);
+  TORCH_CHECK(counts.numel() == q.size(1), counts.numel(), " offset counts must be one a head, ", q.size(1));
+  check_like(q, grad, "grad");
+  check_like(q, out, "out");
+  const Problem x(q, offsets, counts, self_rows, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight);
   const auto floats = q.options().dtype(at::kFloat);
-  const int64_t heads = shape.B * shape.H;
-  const Weights weight = weights_of(pair_weights, pair_begin, prefix_weight, self_weight);
-  Tensor pair_grads = at::empty({shape.pairs()}, floats), row_grads = at::empty_like(rows);
-  Tensor weight_grads = at::empty({weight.given ? shape.pairs() : 0}, floats);
-  Tensor self_grads = at::empty({prefix ? 0 : 2 * heads * shape.N}, floats);
-  const Saved saved{
-      probs.data_ptr<float>(), logits.data_ptr<float>(), floors.data_ptr<float>(), rows.data_ptr<float>(),
-      drop ? drop->data_ptr<float>() : nullptr};
+  Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
+  const Tensor pair_grads = at::empty({x.pairs()}, floats);
+  const Tensor weight_grads = at::empty({pair_weights ? x.pairs() : 0}, floats);
+  const Tensor row_grads = at::empty({x.B, x.H, prefix, prefix + x.N}, floats);
+  const Tensor sums = at::empty({x.B * x.H * x.chunks * sums_size(x)}, floats);
+  const Tensor v_sum = zero_fill ? sum_of_values(v, x.size) : at::empty({0}, floats);
   Tensor d_pairs = at::zeros({pair_weights ? pair_weights->numel() : 0}, floats);
-  Tensor d_prefix = at::zeros({pair_weights ? shape.H : 0}, floats), d_self = at::zeros_like(d_prefix);
-  for_type(q.scalar_type(), [&](auto zero) {
-    using scalar_t = decltype(zero);
-    const Rows<scalar_t> qr(q), kr(k), vr(v), outr(out), gradr(grad), dqr(dq), dkr(dk), dvr(dv);
-    FOR_WIDTH(vectors(width), {
-      const int64_t size = Sums<V>::size(prefix);
-      Tensor sums_of = at::empty({heads * shape.chunks * size}, floats);
-      float *sums_data = sums_of.data_ptr<float>(), *rows_data = row_grads.data_ptr<float>();
-      const auto rows_of = [&](int64_t bh, int64_t chunk) {
-        backward_rows<scalar_t, V>(
-            shape, bh / shape.H, bh % shape.H, chunk, qr, kr, vr, outr, gradr, dqr, (float)scale, zero_fill, weight,
-            saved, pair_grads.data_ptr<float>(), weight_grads.data_ptr<float>(), rows_data,
-            self_grads.data_ptr<float>(), sums_data + (bh * shape.chunks + chunk) * size);
-      };
-      const auto prefix_of = [&](int64_t bh) {
-        backward_prefix<scalar_t, V>(
-            shape, bh / shape.H, bh % shape.H, qr, kr, vr, outr, gradr, dqr, dkr, dvr, (float)scale, weight, saved,
-            rows_data, sums_data + bh * shape.chunks * size);
-      };
-      const auto keys_of = [&](int64_t bh, int64_t chunk) {
-        backward_keys<scalar_t, V>(
-            shape, bh / shape.H, bh % shape.H, chunk, qr, gradr, dkr, dvr, zero_fill, saved,
-            pair_grads.data_ptr<float>(), rows_data, self_grads.data_ptr<float>(),
-            sums_data + bh * shape.chunks * size);
-      };
-      if (shape.chunks == 1) {
-        at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) {
-          for (int64_t bh = begin; bh < end; ++bh) {
-            rows_of(bh, 0);
-            prefix_of(bh);
-            keys_of(bh, 0);
-          }
-        });
-      } else {
-        const auto pieces = [&](const auto& work) {
-          at::parallel_for(0, heads * shape.chunks, 1, [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; ++i) work(i / shape.chunks, i % shape.chunks);
-          });
-        };
-        pieces(rows_of);
-        at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) {
-          for (int64_t bh = begin; bh < end; ++bh) prefix_of(bh);
-        });
-        pieces(keys_of);
-      }
-      if (weight.given) {
-        const float* products = weight_grads.data_ptr<float>();
-        float *pairs_data = d_pairs.data_ptr<float>(), *prefix_data = d_prefix.data_ptr<float>(),
-              *self_data = d_self.data_ptr<float>();
-        at::parallel_for(0, shape.H, 1, [&](int64_t begin, int64_t end) {
-          for (int64_t h = begin; h < end; ++h) {
-            for (int64_t c = 0; c < shape.columns(h) - prefix; ++c) {
-              const int64_t offset = shape.offsets[shape.first[h] + c];
-              float* own = pairs_data + weight.begin[shape.first[h] + c];
-              const int64_t from = std::max<int64_t>(0, -offset), to = std::min(shape.N, shape.N - offset);
-              for (int64_t b = 0; b < shape.B; ++b) {
-                for (int64_t j = from; j < to; ++j) {
-                  own[lower(j, offset)] += products[shape.at(b, h, j / L) + L * (prefix + c) + j % L];
-                }
-              }
-            }
-            for (int64_t b = 0; b < shape.B; ++b) {
-              const float* sums_bh = sums_data + (b * shape.H + h) * shape.chunks * size;
-              prefix_data[h] += sums_bh[size - 2];
-              self_data[h] += sums_bh[size - 1];
-            }
-          }
-        });
+  Tensor d_prefix = at::zeros({pair_weights ? x.H : 0}, floats);
+  const Backward f{View(q), View(k), View(v), View(out), View(grad), View(dq), View(dk), View(dv), data(drop),
+                   data(v_sum), data(probs), data(logits), data(floors), data(rows), pair_grads.data_ptr<float>(),
+                   weight_grads.data_ptr<float>(), row_grads.data_ptr<float>(), sums.data_ptr<float>(), sums_size(x)};
+  for_pieces(x, [&](const Piece& piece, const Piece&, const Scratch& own) {
+    x.size == 64 ? backward_rows<4>(piece, f, own) : backward_rows<0>(piece, f, own);
+  });
+  for_heads(x, [&](int64_t b, int64_t h) { backward_prefix(x, f, b, h); });
+  for_pieces(x, [&](const Piece& piece, const Piece&, const Scratch& own) {
+    x.size == 64 ? backward_keys<4>(piece, f, own) : backward_keys<0>(piece, f, own);
+  });
+  if (pair_weights) {
+    at::parallel_for(0, x.H, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t h = begin; h < end; ++h) {
+        backward_weights(x, f, h, d_pairs.data_ptr<float>(), d_prefix.data_ptr<float>());
       }
     });
-  });
-  if (dq.size(3) != width) {
-    dq = dq.narrow(3, 0, width);
-    dk = dk.narrow(3, 0, width);
-    dv = dv.narrow(3, 0, width);
   }
-  return {dq, dk, dv, d_pairs, d_prefix, d_self};
+  return {dq, dk, dv, d_pairs, d_prefix};
 }
 
-TORCH_LIBRARY(hf_sparseprior, m) {
+TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
   m.def(
-      "diagonal_forward(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor counts, int prefix, float scale, "
-      "bool zero_fill, Tensor? pair_weights, Tensor? pair_begin, Tensor? prefix_weight, Tensor? self_weight, "
-      "Tensor? drop, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "diagonal_forward(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor counts, Tensor self_rows, int prefix, "
+      "float scale, bool zero_fill, Tensor? pair_weights, Tensor? pair_begin, Tensor? prefix_weight, Tensor? drop, "
+      "bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "diagonal_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor offsets, Tensor counts, "
-      "int prefix, float scale, bool zero_fill, Tensor? pair_weights, Tensor? pair_begin, Tensor? prefix_weight, "
-      "Tensor? self_weight, Tensor? drop, Tensor probs, Tensor logits, Tensor floors, Tensor rows) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "Tensor self_rows, int prefix, float scale, bool zero_fill, Tensor? pair_weights, Tensor? pair_begin, "
+      "Tensor? prefix_weight, Tensor? drop, Tensor probs, Tensor logits, Tensor floors, Tensor rows) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(hf_sparseprior, CPU, m) {
   m.impl("diagonal_forward", forward);
@@ -941,3 +785,4 @@ TORCH_LIBRARY_IMPL(hf_sparseprior, CPU, m) {
 }
 
 }  // namespace
+}  // namespace sparseprior

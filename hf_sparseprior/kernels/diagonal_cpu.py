@@ -34,8 +34,11 @@ def ready() -> str | None:
     """None once the operators are there, else why they are not; compiles at the first use on a machine."""
     reason = load()
     if reason is None and not _registered:
+        from hf_sparseprior.kernels import decayed_cpu
+
         _registered.append(True)
         _register()
+        decayed_cpu.register()
     return reason
 
 
@@ -45,32 +48,32 @@ def diagonal_attention(
     v: Tensor,
     offsets: Tensor,
     counts: Tensor,
+    self_rows: Tensor,
     num_prefix_tokens: int,
     scale: float,
     zero_fill: bool = False,
-    pair_weights: Tensor | None = None,
-    pair_begin: Tensor | None = None,
-    prefix_weight: Tensor | None = None,
-    self_weight: Tensor | None = None,
+    weights: tuple[Tensor, Tensor, Tensor] | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Attention of each patch over the prefix tokens and the patches at its head's offsets.
 
     Args:
-        q, k, v: (B, H, T, D) float32 or bfloat16, any strides; no copy where D is a compiled width and contiguous.
-        offsets: int32, signed, head after head; counts: int32 (H,), how many each head has.
+        q, k, v: (B, H, T, D) float32 or bfloat16, any strides, never copied as a whole.
+        offsets: int32, signed, with each o also -o, head after head; counts: int32 (H,), how many each head has.
+        self_rows: int32 (H, 2), first patch and the one behind the last that the head's last offset, 0, is for: those
+            that would see nothing. Without any, the last offset is as the others.
         num_prefix_tokens: P; they see everything and are seen by everything.
         scale: factor of the logits.
         zero_fill: pairs outside the support keep exp(0) instead of nothing.
-        pair_weights: float32, factors of the logits of pairs at an offset: for each pair of offsets +-o of a head N - o
-            values, by the lower of both rows; pair_begin: int64, for each of `offsets`, where its values begin.
-        prefix_weight: float32 (H,), of pairs with a prefix token; self_weight: of patches that only see themselves.
+        weights: factors of the logits, or None for 1: float32, of the pairs at an offset, for each pair of offsets +-o
+            of a head N - o values, by the lower of both rows; int64, for each of `offsets`, where its values begin;
+            float32 (H,), of pairs with a prefix token.
         dropout_p: of the attention weights; not with zero_fill.
 
     Returns:
         (B, H, T, D), in memory as (B, T, H, D).
     """
-    weights = (pair_weights, pair_begin, prefix_weight, self_weight)
+    pair_weights, pair_begin, prefix_weight = weights or (None, None, None)
     drop = None
     if dropout_p > 0.0:
         batch, heads, tokens, _ = q.shape
@@ -79,10 +82,23 @@ def diagonal_attention(
         size = batch * columns * (-(-patches // ROWS) * ROWS) + batch * heads * num_prefix_tokens * tokens
         keep = torch.rand(size, device=q.device) >= dropout_p
         drop = keep.to(torch.float32) / max(1.0 - dropout_p, 1e-30)
-    inputs = (q, k, v, pair_weights, prefix_weight, self_weight)
+    inputs = (q, k, v, pair_weights, prefix_weight)
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     return torch.ops.hf_sparseprior.diagonal_forward(
-        q, k, v, offsets, counts, num_prefix_tokens, scale, zero_fill, *weights, drop, trains
+        q,
+        k,
+        v,
+        offsets,
+        counts,
+        self_rows,
+        num_prefix_tokens,
+        scale,
+        zero_fill,
+        pair_weights,
+        pair_begin,
+        prefix_weight,
+        drop,
+        trains,
     )[0]
 
 
@@ -93,14 +109,15 @@ def _register() -> None:
     torch.library.register_autograd("hf_sparseprior::diagonal_forward", _backward, setup_context=_setup_context)
 
 
-def _like_projection(q: Tensor) -> Tensor:
+def like_projection(q: Tensor) -> Tensor:
+    """An empty (B, H, T, D), in memory as (B, T, H, D)."""
     batch, heads, tokens, width = q.shape
     return q.new_empty(batch, tokens, heads, width).transpose(1, 2)
 
 
 def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, counts: Tensor, prefix: int, scale: float, zero_fill: bool,
-    pair_weights: Tensor | None, pair_begin: Tensor | None, prefix_weight: Tensor | None, self_weight: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, counts: Tensor, self_rows: Tensor, prefix: int, scale: float,
+    zero_fill: bool, pair_weights: Tensor | None, pair_begin: Tensor | None, prefix_weight: Tensor | None,
     drop: Tensor | None, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     batch, heads, tokens, _ = q.shape
@@ -111,27 +128,23 @@ def _fake_forward(
         return q.new_empty(size, dtype=torch.float32)
 
     return (
-        _like_projection(q),
+        like_projection(q),
         floats(pairs if keep else 0),
         floats(pairs if keep and pair_weights is not None else 0),
         floats(batch * heads * rows if keep and zero_fill else 0),
-        floats(batch, heads, prefix, tokens) if keep else floats(0),
+        floats(batch if keep else 0, heads, prefix, tokens),
     )
 
 
 def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    pair_weights = rest[6]
-    floats = [q.new_empty(size, dtype=torch.float32) for size in (
-        (0 if pair_weights is None else pair_weights.shape[0],),
-        (0 if pair_weights is None else q.shape[1],),
-        (0 if pair_weights is None else q.shape[1],),
-    )]  # fmt: skip
-    return (*(_like_projection(q) for _ in range(3)), *floats)
+    pair_weights = rest[7]
+    sizes = (0, 0) if pair_weights is None else (pair_weights.shape[0], q.shape[1])
+    return (*(like_projection(q) for _ in range(3)), *(q.new_empty(size, dtype=torch.float32) for size in sizes))
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    q, k, v, offsets, counts, prefix, scale, zero_fill, *weights, drop, keep = inputs
-    ctx.save_for_backward(q, k, v, offsets, counts, *weights, drop, *output)
+    q, k, v, offsets, counts, self_rows, prefix, scale, zero_fill, *weights, drop, keep = inputs
+    ctx.save_for_backward(q, k, v, offsets, counts, self_rows, *weights, drop, *output)
     ctx.options = (prefix, scale, zero_fill)
     ctx.kept = keep
     ctx.set_materialize_grads(False)
@@ -142,12 +155,23 @@ def _backward(ctx: Any, grad: Tensor | None, *others: Any) -> tuple:
         return (None,) * 14
     if not ctx.kept:
         raise RuntimeError("the forward pass of diagonal attention kept nothing to differentiate with")
-    q, k, v, offsets, counts, pair_weights, pair_begin, prefix_weight, self_weight, drop, out, *kept = ctx.saved_tensors
-    prefix, scale, zero_fill = ctx.options
-    dq, dk, dv, d_pairs, d_prefix, d_self = torch.ops.hf_sparseprior.diagonal_backward(
-        grad, q, k, v, out, offsets, counts, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight,
-        self_weight, drop, *kept,
-    )  # fmt: skip
+    q, k, v, offsets, counts, self_rows, pair_weights, pair_begin, prefix_weight, drop, out, *kept = ctx.saved_tensors
+    dq, dk, dv, d_pairs, d_prefix = torch.ops.hf_sparseprior.diagonal_backward(
+        grad,
+        q,
+        k,
+        v,
+        out,
+        offsets,
+        counts,
+        self_rows,
+        *ctx.options,
+        pair_weights,
+        pair_begin,
+        prefix_weight,
+        drop,
+        *kept,
+    )
     if pair_weights is None:
-        d_pairs = d_prefix = d_self = None
-    return dq, dk, dv, None, None, None, None, None, d_pairs, None, d_prefix, d_self, None, None
+        d_pairs = d_prefix = None
+    return dq, dk, dv, None, None, None, None, None, None, d_pairs, None, d_prefix, None, None

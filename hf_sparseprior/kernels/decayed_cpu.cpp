@@ -1,0 +1,445 @@
+// Dense attention whose logits are multiplied by a decay, on CPUs, forward and backward: never more of the T x T weights
+// than one block of query rows.
+//
+//   out = softmax(scale * q k^T * W) v,   W = alpha * M among patches, alpha * gamma with a prefix token (VIOLIN Eq. 12)
+//   M[j, k] = mean over curves c of gamma_c ^ (sum over axes |position_c(j) - position_c(k)|)
+//
+// A block of W is formed once for a group of images. A power of gamma with the distance r_j - r_k as exponent is
+// min(u_j w_k, w_j u_k), u = gamma^r and w = gamma^-r: no exponential for a pair. Where u or w would leave the range of
+// float32, the exponential is taken.
+//
+// Shapes: B batch, H heads, T = P + N tokens, P prefix tokens, D head width, C curves, A axes of a position.
+// Work is cut into pieces of (head, group of images) of a fixed size, and their sums are added in the order of pieces:
+// the result does not depend on the number of threads.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#include "vectors.h"
+
+namespace sparseprior {
+namespace {
+
+using at::Tensor;
+using std::optional;
+
+constexpr int64_t ROWS = 32;                     // query rows of a block
+constexpr int64_t GROUP_BYTES = 512 * 1024;      // of packed keys and values of a group of images, to stay in the L2 cache
+constexpr int64_t MAX_GROUP = 8;
+constexpr float SAFE_EXPONENT = 40.0f;            // u and w stay within exp(-40)..exp(40)
+
+struct Problem {
+  int64_t B, H, P, N, T, D, C, A;
+  int64_t size, keys;  // floats of a packed row, keys in whole vectors
+  float scale;
+  const float *positions, *log_gamma, *alpha, *prefix_gamma;  // (C, A, N), (C, H), (H), (H)
+
+  Problem(
+      const Tensor& q, const Tensor& positions_, const Tensor& log_gamma_, const Tensor& alpha_,
+      const Tensor& prefix_gamma_, int64_t prefix, double scale_)
+      : B(q.size(0)), H(q.size(1)), P(prefix), N(q.size(2) - prefix), T(q.size(2)), D(q.size(3)),
+        C(positions_.size(0)), A(positions_.size(1)), size(L * vectors(D)), keys(L * vectors(T)), scale((float)scale_),
+        positions(positions_.data_ptr<float>()), log_gamma(log_gamma_.data_ptr<float>()),
+        alpha(alpha_.data_ptr<float>()), prefix_gamma(prefix_gamma_.data_ptr<float>()) {}
+  int64_t group(int64_t arrays) const {
+    return std::clamp<int64_t>(GROUP_BYTES / (arrays * keys * size * (int64_t)sizeof(float)), 1, MAX_GROUP);
+  }
+};
+
+// ---- products of matrices -------------------------------------------------------------------------------------------
+
+// Rows as panels of 16: element i of 16 rows side by side.
+void pack_panels(const float* rows, int64_t count, int64_t size, float* panels) {
+  for (int64_t t = 0; t < count; t += L) {
+    for (int64_t i = 0; i < size; i += L) {
+      for (int64_t lane = 0; lane < L; ++lane) {
+        for (int64_t e = 0; e < L; ++e) panels[t * size + (i + e) * L + lane] = rows[(t + lane) * size + i + e];
+      }
+    }
+  }
+}
+
+// out[8 rows][16 K keys] = rows . panels.
+template <int K>
+SPARSEPRIOR_INLINE void row_panel(const float* rows, const float* panels, int64_t size, float* out, int64_t step) {
+  vec x[8][K];
+#pragma GCC unroll 8
+  for (int r = 0; r < 8; ++r) {
+#pragma GCC unroll 2
+    for (int k = 0; k < K; ++k) x[r][k] = vec{};
+  }
+  for (int64_t i = 0; i < size; ++i) {
+    vec b[K];
+#pragma GCC unroll 2
+    for (int k = 0; k < K; ++k) b[k] = load(panels + k * size * L + i * L);
+#pragma GCC unroll 8
+    for (int r = 0; r < 8; ++r) {
+#pragma GCC unroll 2
+      for (int k = 0; k < K; ++k) x[r][k] += rows[r * size + i] * b[k];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < 8; ++r) {
+#pragma GCC unroll 2
+    for (int k = 0; k < K; ++k) store(out + r * step + L * k, x[r][k]);
+  }
+}
+// out (32, keys) = rows (32, size) . keys^T, from panels.
+void rows_by_panels(const float* rows, const float* panels, int64_t size, int64_t keys, float* out) {
+  int64_t t = 0;
+  for (; t + 2 * L <= keys; t += 2 * L) {
+    for (int64_t r = 0; r < ROWS; r += 8) row_panel<2>(rows + r * size, panels + t * size, size, out + r * keys + t, keys);
+  }
+  for (; t < keys; t += L) {
+    for (int64_t r = 0; r < ROWS; r += 8) row_panel<1>(rows + r * size, panels + t * size, size, out + r * keys + t, keys);
+  }
+}
+
+// 4 rows of out, S vectors wide: out (+)= sum over t of a[t] of each row * b[t]. `a` steps by `row_step` from row to row
+// and by `sum_step` along the sum.
+template <int S, bool ADD>
+SPARSEPRIOR_INLINE void weighted_rows(
+    const float* a, int64_t row_step, int64_t sum_step, int64_t count, const float* b, int64_t size, float* out) {
+  vec x[4][S];
+#pragma GCC unroll 4
+  for (int r = 0; r < 4; ++r) {
+#pragma GCC unroll 4
+    for (int s = 0; s < S; ++s) x[r][s] = ADD ? load(out + r * size + L * s) : vec{};
+  }
+  for (int64_t t = 0; t < count; ++t) {
+    vec v[S];
+#pragma GCC unroll 4
+    for (int s = 0; s < S; ++s) v[s] = load(b + t * size + L * s);
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+      const float factor = a[r * row_step + t * sum_step];
+#pragma GCC unroll 4
+      for (int s = 0; s < S; ++s) x[r][s] += factor * v[s];
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < 4; ++r) {
+#pragma GCC unroll 4
+    for (int s = 0; s < S; ++s) store(out + r * size + L * s, x[r][s]);
+  }
+}
+template <bool ADD>
+void weighted_rows(
+    int64_t rows, const float* a, int64_t row_step, int64_t sum_step, int64_t count, const float* b, int64_t size,
+    float* out) {
+  for (int64_t r = 0; r < rows; r += 4) {
+    int64_t i = 0;
+    for (; i + 4 * L <= size; i += 4 * L) {
+      weighted_rows<4, ADD>(a + r * row_step, row_step, sum_step, count, b + i, size, out + r * size + i);
+    }
+    for (; i < size; i += L) {
+      weighted_rows<1, ADD>(a + r * row_step, row_step, sum_step, count, b + i, size, out + r * size + i);
+    }
+  }
+}
+
+// ---- weights of pairs -----------------------------------------------------------------------------------------------
+
+// gamma^distance of one head. Entries of prefix tokens are there but mean nothing.
+class Powers {
+ public:
+  Powers(const Problem& x, int64_t h) : x_(x), lines_(x.C * x.A), rank_(lines_ * x.keys), up_(lines_ * x.keys), down_(lines_ * x.keys) {
+    exact_.resize(lines_);
+    for (int64_t i = 0; i < lines_; ++i) {
+      const float* positions = x.positions + i * x.N;
+      const auto [low, high] = std::minmax_element(positions, positions + x.N);
+      const float middle = 0.5f * (*low + *high), rate = x.log_gamma[i / x.A * x.H + h];
+      exact_[i] = -rate * (*high - middle) > SAFE_EXPONENT;
+      rates_.push_back(rate);
+      float *rank = rank_.data() + i * x.keys, *up = up_.data() + i * x.keys, *down = down_.data() + i * x.keys;
+      std::fill_n(rank, x.keys, middle);
+      std::copy_n(positions, x.N, rank + x.P);
+      for (int64_t t = 0; t < x.keys; t += L) {
+        const vec exponent = (load(rank + t) - middle) * rate;
+        store(up + t, exp_of(exponent));
+        store(down + t, exp_of(-exponent));
+      }
+    }
+  }
+  // Along one axis, of row j with keys t..t + 15.
+  SPARSEPRIOR_INLINE vec along(int64_t line, int64_t j, int64_t t) const {
+    const int64_t row = line * x_.keys;
+    if (exact_[line]) return exp_of(rates_[line] * distance(line, j, t));
+    return minimum(up_.data()[row + j] * load(down_.data() + row + t), down_.data()[row + j] * load(up_.data() + row + t));
+  }
+  SPARSEPRIOR_INLINE vec distance(int64_t line, int64_t j, int64_t t) const {
+    const vec difference = rank_.data()[line * x_.keys + j] - load(rank_.data() + line * x_.keys + t);
+    return maximum(difference, -difference);
+  }
+  SPARSEPRIOR_INLINE vec power(int64_t c, int64_t j, int64_t t) const {
+    vec p = along(c * x_.A, j, t);
+    for (int64_t a = 1; a < x_.A; ++a) p *= along(c * x_.A + a, j, t);
+    return p;
+  }
+  vec distance_of_curve(int64_t c, int64_t j, int64_t t) const {
+    vec d = distance(c * x_.A, j, t);
+    for (int64_t a = 1; a < x_.A; ++a) d += distance(c * x_.A + a, j, t);
+    return d;
+  }
+
+  // W for rows j0.. and all keys; rows that do not exist are 0.
+  void weights(int64_t h, int64_t j0, float* out) const {
+    const int64_t P = x_.P, rows = std::min(ROWS, x_.T - j0);
+    const float alpha = x_.alpha[h], mean = alpha / (float)x_.C, prefix = alpha * x_.prefix_gamma[h];
+    for (int64_t r = 0; r < ROWS; ++r) {
+      if (r >= rows || j0 + r < P) std::fill_n(out + r * x_.keys, x_.keys, r < rows ? prefix : 0.0f);
+    }
+    for (int64_t t = 0; t < x_.keys; t += L) {
+      const veci in_prefix = lanes(0, P - t);
+      for (int64_t r = std::max<int64_t>(P - j0, 0); r < rows; ++r) {
+        vec total = vec{};
+        for (int64_t c = 0; c < x_.C; ++c) total += power(c, j0 + r, t);
+        store(out + r * x_.keys + t, in_prefix ? splat(prefix) : total * mean);
+      }
+    }
+  }
+
+  // Adds the gradients of alpha, the prefix gamma and log gamma (C) that follow from those of W, `grads`.
+  void gradients(int64_t h, int64_t j0, const float* grads, float* d_alpha, float* d_prefix, float* d_rate) const {
+    const int64_t P = x_.P, rows = std::min(ROWS, x_.T - j0);
+    const float alpha = x_.alpha[h], gamma = x_.prefix_gamma[h];
+    vec with_prefix = vec{}, alpha_sum = vec{};
+    std::vector<vec> sums_of(x_.C, vec{});
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t t = 0; t < x_.keys; t += L) {
+        const vec exists = load_lanes(grads + r * x_.keys + t, 0, x_.T - t);
+        if (j0 + r < P) {
+          with_prefix += exists;
+          continue;
+        }
+        const veci in_prefix = lanes(0, P - t);
+        with_prefix += in_prefix ? exists : vec{};
+        const vec g = in_prefix ? vec{} : exists;
+        for (int64_t c = 0; c < x_.C; ++c) {
+          const vec p = g * power(c, j0 + r, t);
+          alpha_sum += p;
+          sums_of[c] += p * distance_of_curve(c, j0 + r, t);
+        }
+      }
+    }
+    const float prefix_sum = sum(with_prefix);
+    *d_alpha += sum(alpha_sum) / (float)x_.C + prefix_sum * gamma;
+    *d_prefix += prefix_sum * alpha;
+    for (int64_t c = 0; c < x_.C; ++c) d_rate[c] += sum(sums_of[c]) * alpha / (float)x_.C;
+  }
+
+ private:
+  const Problem& x_;
+  int64_t lines_;
+  Buffer rank_, up_, down_;
+  std::vector<float> rates_;
+  std::vector<char> exact_;  // the exponential is taken
+};
+
+// ---- forward --------------------------------------------------------------------------------------------------------
+
+// One block of 32 rows: scores become exp(scores * weights - maximum); returns 1 / sum and the logarithm of the sum.
+void softmax(const Problem& x, const float* weights, float* scores, float* share, float* log_sum) {
+  for (int64_t r = 0; r < ROWS; ++r) {
+    float *s = scores + r * x.keys;
+    const float* w = weights + r * x.keys;
+    vec highest = splat(MINUS_INF);
+    for (int64_t t = 0; t < x.keys; t += L) {
+      vec value = load(s + t) * load(w + t);
+      if (t + L > x.T) value = lanes(0, x.T - t) ? value : splat(MINUS_INF);
+      store(s + t, value);
+      highest = maximum(highest, value);
+    }
+    const float top = maximum(highest);
+    vec total = vec{};
+    for (int64_t t = 0; t < x.keys; t += L) {
+      const vec e = exp_of(load(s + t) - top);
+      store(s + t, e);
+      total += e;
+    }
+    const float sum_of = sum(total);
+    share[r] = 1.0f / sum_of;
+    log_sum[r] = top + std::log(sum_of);
+  }
+}
+
+void read_scaled(const View& view, const Problem& x, int64_t b, int64_t h, int64_t j0, float scale, float* to) {
+  read_rows(view, b, h, j0, j0 + ROWS, 0, x.T, to);
+  if (scale != 1.0f) {
+    for (int64_t i = 0; i < ROWS * x.size; i += L) store(to + i, load(to + i) * scale);
+  }
+}
+
+void forward_group(
+    const Problem& x, int64_t h, int64_t b0, int64_t b1, const View& q, const View& k, const View& v, const View& out,
+    float* log_sums) {
+  const int64_t area = x.keys * x.size, count = b1 - b0;
+  const Buffer rows(area), panels(count * area), values(count * area), weights(ROWS * x.keys), scores(ROWS * x.keys),
+      query(ROWS * x.size), result(ROWS * x.size);
+  for (int64_t b = b0; b < b1; ++b) {
+    read_rows(k, b, h, 0, x.keys, 0, x.T, rows.data());
+    pack_panels(rows.data(), x.keys, x.size, panels.data() + (b - b0) * area);
+    read_rows(v, b, h, 0, x.keys, 0, x.T, values.data() + (b - b0) * area);
+  }
+  const Powers powers(x, h);
+  for (int64_t j0 = 0; j0 < x.T; j0 += ROWS) {
+    const int64_t count_rows = std::min(ROWS, x.T - j0);
+    powers.weights(h, j0, weights.data());
+    for (int64_t b = b0; b < b1; ++b) {
+      float share[ROWS], log_sum[ROWS];
+      read_scaled(q, x, b, h, j0, x.scale, query.data());
+      rows_by_panels(query.data(), panels.data() + (b - b0) * area, x.size, x.keys, scores.data());
+      softmax(x, weights.data(), scores.data(), share, log_sum);
+      weighted_rows<false>(ROWS, scores.data(), x.keys, 1, x.T, values.data() + (b - b0) * area, x.size, result.data());
+      for (int64_t r = 0; r < count_rows; ++r) {
+        float* row = result.data() + r * x.size;
+        for (int64_t i = 0; i < x.size; i += L) store(row + i, load(row + i) * share[r]);
+      }
+      write_rows(result.data(), out, b, h, j0, count_rows);
+      if (log_sums) std::copy_n(log_sum, count_rows, log_sums + (b * x.H + h) * x.T + j0);
+    }
+  }
+}
+
+// ---- backward -------------------------------------------------------------------------------------------------------
+
+struct Backward {
+  View q, k, v, out, grad, dq, dk, dv;
+  const float* log_sums;
+};
+
+// `sums`: gradients of alpha, of the prefix gamma and of log gamma of each curve.
+void backward_group(const Problem& x, int64_t h, int64_t b0, int64_t b1, const Backward& f, float* sums) {
+  const int64_t area = x.keys * x.size, count = b1 - b0, block = ROWS * x.keys;
+  const Buffer keys(count * area), key_panels(count * area), value_panels(count * area), dk(count * area),
+      dv(count * area), weights(block), grads(block), p(block), ds(block), query(ROWS * x.size), grad(ROWS * x.size),
+      out(ROWS * x.size);
+  for (int64_t b = b0; b < b1; ++b) {
+    const int64_t at = (b - b0) * area;
+    read_rows(f.v, b, h, 0, x.keys, 0, x.T, keys.data() + at);
+    pack_panels(keys.data() + at, x.keys, x.size, value_panels.data() + at);
+    read_rows(f.k, b, h, 0, x.keys, 0, x.T, keys.data() + at);
+    pack_panels(keys.data() + at, x.keys, x.size, key_panels.data() + at);
+  }
+  std::fill_n(dk.data(), count * area, 0.0f);
+  std::fill_n(dv.data(), count * area, 0.0f);
+  std::fill_n(sums, 2 + x.C, 0.0f);
+  const Powers powers(x, h);
+  for (int64_t j0 = 0; j0 < x.T; j0 += ROWS) {
+    const int64_t rows = std::min(ROWS, x.T - j0);
+    powers.weights(h, j0, weights.data());
+    std::fill_n(grads.data(), block, 0.0f);
+    for (int64_t b = b0; b < b1; ++b) {
+      const int64_t at = (b - b0) * area;
+      read_scaled(f.q, x, b, h, j0, x.scale, query.data());
+      read_scaled(f.grad, x, b, h, j0, 1.0f, grad.data());
+      read_scaled(f.out, x, b, h, j0, 1.0f, out.data());
+      rows_by_panels(query.data(), key_panels.data() + at, x.size, x.keys, p.data());
+      rows_by_panels(grad.data(), value_panels.data() + at, x.size, x.keys, ds.data());
+      for (int64_t r = 0; r < rows; ++r) {
+        vec product = vec{};
+        for (int64_t i = 0; i < x.size; i += L) product += load(grad.data() + r * x.size + i) * load(out.data() + r * x.size + i);
+        const float delta = sum(product), log_sum = f.log_sums[(b * x.H + h) * x.T + j0 + r];
+        for (int64_t t = 0; t < x.keys; t += L) {
+          const int64_t i = r * x.keys + t;
+          const vec weight = load(weights.data() + i), score = load(p.data() + i);
+          vec e = exp_of(score * weight - log_sum);
+          if (t + L > x.T) e = lanes(0, x.T - t) ? e : vec{};
+          const vec d = e * (load(ds.data() + i) - delta);
+          store(grads.data() + i, load(grads.data() + i) + d * score);
+          store(ds.data() + i, d * weight);
+          store(p.data() + i, e);
+        }
+      }
+      weighted_rows<true>(x.keys, p.data(), 1, x.keys, rows, grad.data(), x.size, dv.data() + at);
+      weighted_rows<true>(x.keys, ds.data(), 1, x.keys, rows, query.data(), x.size, dk.data() + at);
+      weighted_rows<false>((rows + 3) / 4 * 4, ds.data(), x.keys, 1, x.T, keys.data() + at, x.size, out.data());
+      for (int64_t i = 0; i < rows * x.size; i += L) store(out.data() + i, load(out.data() + i) * x.scale);
+      write_rows(out.data(), f.dq, b, h, j0, rows);
+    }
+    powers.gradients(h, j0, grads.data(), sums, sums + 1, sums + 2);
+  }
+  for (int64_t b = b0; b < b1; ++b) {
+    write_rows(dk.data() + (b - b0) * area, f.dk, b, h, 0, x.T);
+    write_rows(dv.data() + (b - b0) * area, f.dv, b, h, 0, x.T);
+  }
+}
+
+// ---- operators ------------------------------------------------------------------------------------------------------
+
+template <typename F>
+void for_groups(const Problem& x, int64_t arrays, const F& run) {
+  const int64_t group = x.group(arrays), groups = (x.B + group - 1) / group;
+  at::parallel_for(0, x.H * groups, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t b0 = i % groups * group;
+      run(i, i / groups, b0, std::min(x.B, b0 + group));
+    }
+  });
+}
+
+void check_decay(const Tensor& q, int64_t prefix, const Tensor& positions, const Tensor& log_gamma) {
+  TORCH_CHECK(
+      positions.dim() == 3 && positions.size(2) == q.size(2) - prefix, "positions of shape ", positions.sizes(),
+      " must be (curves, axes, patches), patches ", q.size(2) - prefix);
+  TORCH_CHECK(
+      log_gamma.dim() == 2 && log_gamma.size(0) == positions.size(0) && log_gamma.size(1) == q.size(1),
+      "log_gamma of shape ", log_gamma.sizes(), " must be (curves, heads), ", positions.size(0), " and ", q.size(1));
+}
+
+std::tuple<Tensor, Tensor> forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& positions, const Tensor& log_gamma,
+    const Tensor& alpha, const Tensor& prefix_gamma, int64_t prefix, double scale, bool keep) {
+  check_inputs(q, k, v, prefix);
+  check_decay(q, prefix, positions, log_gamma);
+  const Problem x(q, positions, log_gamma, alpha, prefix_gamma, prefix, scale);
+  Tensor out = like_projection(q);
+  Tensor log_sums = at::empty({keep ? x.B : 0, x.H, x.T}, q.options().dtype(at::kFloat));
+  const View qv(q), kv(k), vv(v), outv(out);
+  for_groups(x, 2, [&](int64_t, int64_t h, int64_t b0, int64_t b1) {
+    forward_group(x, h, b0, b1, qv, kv, vv, outv, keep ? log_sums.data_ptr<float>() : nullptr);
+  });
+  return {out, log_sums};
+}
+
+// Gradients of q, k, v, log_gamma, alpha and prefix_gamma.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& log_sums,
+    const Tensor& positions, const Tensor& log_gamma, const Tensor& alpha, const Tensor& prefix_gamma, int64_t prefix,
+    double scale) {
+  check_inputs(q, k, v, prefix);
+  check_decay(q, prefix, positions, log_gamma);
+  check_like(q, grad, "grad");
+  check_like(q, out, "out");
+  const Problem x(q, positions, log_gamma, alpha, prefix_gamma, prefix, scale);
+  Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
+  const int64_t group = x.group(5), groups = (x.B + group - 1) / group;
+  const Tensor sums = at::empty({x.H, groups, 2 + x.C}, q.options().dtype(at::kFloat));
+  const Backward f{View(q), View(k), View(v), View(out), View(grad), View(dq), View(dk), View(dv),
+                   log_sums.data_ptr<float>()};
+  for_groups(x, 5, [&](int64_t i, int64_t h, int64_t b0, int64_t b1) {
+    backward_group(x, h, b0, b1, f, sums.data_ptr<float>() + i * (2 + x.C));
+  });
+  const Tensor total = sums.sum(1);  // (H, 2 + C)
+  return {dq, dk, dv, total.slice(1, 2).t().contiguous(), total.select(1, 0).contiguous(), total.select(1, 1).contiguous()};
+}
+
+TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
+  m.def(
+      "decayed_forward(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor log_gamma, Tensor alpha, "
+      "Tensor prefix_gamma, int prefix, float scale, bool keep) -> (Tensor, Tensor)");
+  m.def(
+      "decayed_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sums, Tensor positions, "
+      "Tensor log_gamma, Tensor alpha, Tensor prefix_gamma, int prefix, float scale) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+}
+TORCH_LIBRARY_IMPL(hf_sparseprior, CPU, m) {
+  m.impl("decayed_forward", forward);
+  m.impl("decayed_backward", backward);
+}
+
+}  // namespace
+}  // namespace sparseprior

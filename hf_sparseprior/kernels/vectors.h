@@ -1,0 +1,233 @@
+// Vectors of 16 floats with GCC's and clang's vector extensions, which use what the processor has, and rows of tensors
+// read into and written from packed float32.
+
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+
+namespace sparseprior {
+
+#define SPARSEPRIOR_INLINE inline __attribute__((always_inline))
+
+constexpr int L = 16;  // lanes
+constexpr float MINUS_INF = -std::numeric_limits<float>::infinity();
+
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t veci __attribute__((vector_size(64)));
+typedef uint16_t vech __attribute__((vector_size(32)));
+typedef uint32_t vecu __attribute__((vector_size(64)));
+
+#if defined(__clang__)
+#define SPARSEPRIOR_SHUFFLE __builtin_shufflevector
+#else
+#define SPARSEPRIOR_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, veci{__VA_ARGS__})
+#endif
+
+SPARSEPRIOR_INLINE vec splat(float x) { return vec{} + x; }
+
+SPARSEPRIOR_INLINE vec load(const float* p) {
+  vec x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+SPARSEPRIOR_INLINE void store(float* p, vec x) { std::memcpy(p, &x, sizeof x); }
+
+SPARSEPRIOR_INLINE vec load(const at::BFloat16* p) {
+  vech half;
+  std::memcpy(&half, p, sizeof half);
+  const vecu bits = __builtin_convertvector(half, vecu) << 16;
+  vec x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+SPARSEPRIOR_INLINE void store(at::BFloat16* p, vec x) {
+  vecu bits;
+  std::memcpy(&bits, &x, sizeof x);
+  const vecu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+  const vecu nan = (vecu)(x != x);
+  const vech half = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), vech);
+  std::memcpy(p, &half, sizeof half);
+}
+
+SPARSEPRIOR_INLINE vec maximum(vec a, vec b) { return a > b ? a : b; }
+SPARSEPRIOR_INLINE vec minimum(vec a, vec b) { return a < b ? a : b; }
+
+inline float sum(vec x) {
+  float total = 0;
+  for (int i = 0; i < L; ++i) total += x[i];
+  return total;
+}
+inline float maximum(vec x) {
+  float top = x[0];
+  for (int i = 1; i < L; ++i) top = std::max(top, x[i]);
+  return top;
+}
+
+// -1 in lanes from..to.
+SPARSEPRIOR_INLINE veci lanes(int64_t from, int64_t to) {
+  const veci lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return (lane >= (int32_t)from) & (lane < (int32_t)to);
+}
+// p[i] in lanes from..to, 0 in the others, whose memory is not touched.
+inline vec load_lanes(const float* p, int64_t from, int64_t to) {
+  if (from <= 0 && to >= L) return load(p);
+  vec x = vec{};
+  for (int64_t i = std::max<int64_t>(from, 0); i < std::min<int64_t>(to, L); ++i) x[i] = p[i];
+  return x;
+}
+
+// The first lanes of x.
+inline void store_lanes(float* p, vec x, int64_t count) {
+  if (count == L) return store(p, x);
+  for (int64_t i = 0; i < count; ++i) p[i] = x[i];
+}
+
+// exp of values of at most 0 (and a little above); below -87 it is 0. Relative error below 2e-7.
+SPARSEPRIOR_INLINE vec exp_of(vec x) {
+  const vec low = splat(-87.3f);
+  const veci tiny = x < low;
+  x = tiny ? low : x;
+  const vec shifted = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
+  veci n;
+  std::memcpy(&n, &shifted, sizeof n);
+  const vec whole = shifted - 12582912.0f;
+  vec r = x - whole * 0.693359375f;
+  r = r - whole * -2.12194440e-4f;
+  vec y = splat(1.9875691500e-4f);
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * (r * r) + r + 1.0f;
+  const veci exponent = (n - 0x4b400000 + 127) << 23;
+  vec power;
+  std::memcpy(&power, &exponent, sizeof power);
+  y = y * power;
+  return tiny ? vec{} : y;
+}
+
+// Sums of 16 vectors, the sum of x[i] in lane i.
+SPARSEPRIOR_INLINE vec sums(const vec x[L]) {
+#define SPARSEPRIOR_ADD_PAIRS(to, from, i, half)                                                                     \
+  to[i] = SPARSEPRIOR_SHUFFLE(from[i], from[i + half], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23) +      \
+          SPARSEPRIOR_SHUFFLE(from[i], from[i + half], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+  vec a[8], b[4], c[2], d[1];
+  for (int i = 0; i < 8; ++i) SPARSEPRIOR_ADD_PAIRS(a, x, i, 8);
+  for (int i = 0; i < 4; ++i) SPARSEPRIOR_ADD_PAIRS(b, a, i, 4);
+  for (int i = 0; i < 2; ++i) SPARSEPRIOR_ADD_PAIRS(c, b, i, 2);
+  SPARSEPRIOR_ADD_PAIRS(d, c, 0, 1);
+  return d[0];
+#undef SPARSEPRIOR_ADD_PAIRS
+}
+
+// Uninitialised floats, on a cache line.
+class Buffer {
+ public:
+  explicit Buffer(int64_t size)
+      : data_((float*)::operator new(std::max<int64_t>(size, 1) * sizeof(float), std::align_val_t(64))) {}
+  float* data() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(float* p) const { ::operator delete(p, std::align_val_t(64)); }
+  };
+  std::unique_ptr<float, Free> data_;
+};
+
+// A tensor (B, H, T, D) of float32 or bfloat16 with any strides.
+struct View {
+  char* data;
+  int64_t batch, head, token, lane, width;
+  bool half;
+
+  explicit View(const at::Tensor& x)
+      : data((char*)x.data_ptr()), batch(x.stride(0)), head(x.stride(1)), token(x.stride(2)), lane(x.stride(3)),
+        width(x.size(3)), half(x.scalar_type() == at::kBFloat16) {}
+
+  template <typename T>
+  T* of(int64_t b, int64_t h, int64_t t) const {
+    return (T*)data + b * batch + h * head + t * token;
+  }
+  // Rows can be used where they lie: float32, neighbours, whole vectors.
+  bool direct() const { return !half && lane == 1 && width % L == 0; }
+};
+
+inline int64_t vectors(int64_t width) { return (width + L - 1) / L; }
+
+template <typename T>
+inline void read_row(const T* from, int64_t lane, int64_t width, float* to) {
+  int64_t i = 0;
+  if (lane == 1) {
+    for (; i + L <= width; i += L) store(to + i, load(from + i));
+  }
+  for (; i < width; ++i) to[i] = (float)from[i * lane];
+  for (; i % L; ++i) to[i] = 0.0f;
+}
+
+template <typename T>
+inline void write_row(const float* from, int64_t lane, int64_t width, T* to) {
+  int64_t i = 0;
+  if (lane == 1) {
+    for (; i + L <= width; i += L) store(to + i, load(from + i));
+  }
+  for (; i < width; ++i) to[i * lane] = (T)from[i];
+}
+
+// Tokens first..last as packed rows of whole vectors; tokens outside low..high are zeros.
+inline void read_rows(
+    const View& x, int64_t b, int64_t h, int64_t first, int64_t last, int64_t low, int64_t high, float* to) {
+  const int64_t size = L * vectors(x.width);
+  const int64_t begin = std::clamp(low, first, last), end = std::clamp(high, begin, last);
+  std::memset(to, 0, (begin - first) * size * sizeof(float));
+  for (int64_t t = begin; t < end; ++t) {
+    float* row = to + (t - first) * size;
+    if (x.half) {
+      read_row(x.of<at::BFloat16>(b, h, t), x.lane, x.width, row);
+    } else {
+      read_row(x.of<float>(b, h, t), x.lane, x.width, row);
+    }
+  }
+  std::memset(to + (end - first) * size, 0, (last - end) * size * sizeof(float));
+}
+
+inline void write_rows(const float* from, const View& x, int64_t b, int64_t h, int64_t first, int64_t count) {
+  const int64_t size = L * vectors(x.width);
+  for (int64_t r = 0; r < count; ++r) {
+    if (x.half) {
+      write_row(from + r * size, x.lane, x.width, x.of<at::BFloat16>(b, h, first + r));
+    } else {
+      write_row(from + r * size, x.lane, x.width, x.of<float>(b, h, first + r));
+    }
+  }
+}
+
+inline void check_like(const at::Tensor& q, const at::Tensor& other, const char* name) {
+  TORCH_CHECK(
+      other.sizes() == q.sizes() && other.scalar_type() == q.scalar_type(), name, " of shape ", other.sizes(),
+      " and dtype ", other.scalar_type(), " must be as q, ", q.sizes(), " and ", q.scalar_type());
+}
+inline void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t prefix) {
+  TORCH_CHECK(q.dim() == 4, "q of shape ", q.sizes(), " must be (batch, heads, tokens, head width)");
+  TORCH_CHECK(
+      q.scalar_type() == at::kFloat || q.scalar_type() == at::kBFloat16, "dtype ", q.scalar_type(),
+      " must be float32 or bfloat16");
+  check_like(q, k, "k");
+  check_like(q, v, "v");
+  TORCH_CHECK(prefix >= 0 && prefix < q.size(2), prefix, " prefix tokens must be fewer than the tokens, ", q.size(2));
+}
+
+// A tensor (B, H, T, D) in memory as (B, T, H, D), as projections want it.
+inline at::Tensor like_projection(const at::Tensor& q) {
+  return at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options()).transpose(1, 2);
+}
+
+}  // namespace sparseprior
