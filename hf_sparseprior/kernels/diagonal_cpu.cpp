@@ -28,6 +28,7 @@ using at::Tensor;
 using std::optional;
 
 constexpr int64_t CHUNK = 256;  // rows of a piece, whole blocks
+constexpr int64_t LARGE_BYTES = 2 << 20;  // of one of q, k, v, out
 
 // What all pieces of a head have in common.
 struct Head {
@@ -60,6 +61,7 @@ struct Problem {
   int64_t columns = 0, widest = 0, most_packed = 0, most_columns = 0;
   float scale;
   bool zero_fill, decayed;
+  bool large;  // the tensors do not stay in a cache from one call to the next
   // Weights of pairs (decay): for offsets W[begin + lower row], for pairs with prefix tokens one number a head.
   const float *pair_weights = nullptr, *prefix_weights = nullptr;
   const int64_t* begin = nullptr;
@@ -73,6 +75,7 @@ struct Problem {
       : B(q.size(0)), H(q.size(1)), P(prefix), N(q.size(2) - prefix), D(q.size(3)), size(L * vectors(q.size(3))),
         scale((float)scale_), zero_fill(zero_fill_), decayed(pairs.has_value()), offsets(offsets_.data_ptr<int32_t>()) {
     padded = (N + L - 1) / L * L;
+    large = B * H * (P + N) * size * (int64_t)sizeof(float) > LARGE_BYTES;
     rows = std::min(CHUNK, padded);
     chunks = (N + CHUNK - 1) / CHUNK;
     if (decayed) {
@@ -190,6 +193,58 @@ SPARSEPRIOR_INLINE vec dots(int64_t size, const float* a, int64_t a_step, const 
   return sums(x);
 }
 
+// The same of 4 columns at once, which reads each row of `a` once: out[c] for keys b[c].
+template <int V>
+SPARSEPRIOR_INLINE void dots4(int64_t size, const float* a, int64_t a_step, const float* const b[4], vec out[4]) {
+  vec part[4];
+  for (int group = 0; group < 4; ++group) {  // 4 rows: block c of 4 lanes is column c's
+    const int64_t row = 4 * group;
+    vec x[L];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+      const vec own = load(a + (row + r) * a_step);
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; ++c) x[4 * c + r] = own * load(b[c] + (row + r) * size);
+    }
+#pragma GCC unroll 8
+    for (int64_t i = L; i < (V ? L * V : size); i += L) {
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) {
+        const vec own = load(a + (row + r) * a_step + i);
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c) x[4 * c + r] += own * load(b[c] + (row + r) * size + i);
+      }
+    }
+    part[group] = sums(x);
+  }
+  const vec low = blocks<0, 1>(part[0], part[1]), high = blocks<0, 1>(part[2], part[3]);
+  const vec low2 = blocks<2, 3>(part[0], part[1]), high2 = blocks<2, 3>(part[2], part[3]);
+  out[0] = blocks<0, 2>(low, high);
+  out[1] = blocks<1, 3>(low, high);
+  out[2] = blocks<0, 2>(low2, high2);
+  out[3] = blocks<1, 3>(low2, high2);
+}
+
+// Dot products of a block's rows with the keys of every column, prefix keys first: out (columns, 16).
+template <int V>
+SPARSEPRIOR_INLINE void column_dots(
+    int64_t size, const Block& rows, const float* prefix, int64_t prefix_count, const float* packed,
+    const std::vector<int64_t>& at, float* out) {
+  for (int64_t p = 0; p < prefix_count; ++p, out += L) {
+    store(out, dots<V>(size, rows.data, rows.step, prefix + p * size, 0));
+  }
+  const int64_t count = (int64_t)at.size();
+  int64_t c = 0;
+  for (; c + 4 <= count; c += 4, out += 4 * L) {
+    const float* keys[4];
+    for (int i = 0; i < 4; ++i) keys[i] = packed + at[c + i] * size;
+    vec x[4];
+    dots4<V>(size, rows.data, rows.step, keys, x);
+    for (int i = 0; i < 4; ++i) store(out + L * i, x[i]);
+  }
+  for (; c < count; ++c, out += L) store(out, dots<V>(size, rows.data, rows.step, packed + at[c] * size, size));
+}
+
 // What a block of rows is mixed from: a base row, prefix rows (the same for every row), and columns of packed rows.
 struct Mix {
   const float* base;  // null for none
@@ -201,7 +256,7 @@ struct Mix {
   const float* factors;            // (prefix, then columns) x 16
 };
 template <int S>
-SPARSEPRIOR_INLINE void mix_slab(const Mix& m, int64_t size, int64_t r, int64_t i, float* out) {
+SPARSEPRIOR_INLINE void mix_slab(const Mix& m, int64_t size, int64_t r, int64_t i, bool past_cache, float* out) {
   vec x[S];
   for (int s = 0; s < S; ++s) x[s] = m.base ? m.base_factors[r] * load(m.base + i + L * s) : vec{};
   const float* factor = m.factors + r;
@@ -213,23 +268,23 @@ SPARSEPRIOR_INLINE void mix_slab(const Mix& m, int64_t size, int64_t r, int64_t 
   for (int64_t c = 0; c < count; ++c, factor += L) {
     for (int s = 0; s < S; ++s) x[s] += *factor * load(rows + m.at[c] * size + L * s);
   }
-  for (int s = 0; s < S; ++s) store(out + i + L * s, x[s]);
+  for (int s = 0; s < S; ++s) past_cache ? stream(out + i + L * s, x[s]) : store(out + i + L * s, x[s]);
 }
 template <int V>
-inline void mix(const Mix& m, int64_t size, int64_t rows, float* out, int64_t out_step) {
+inline void mix(const Mix& m, int64_t size, int64_t rows, bool past_cache, float* out, int64_t out_step) {
   for (int64_t r = 0; r < rows; ++r) {
     int64_t i = 0;
-    for (; i + 4 * L <= (V ? L * V : size); i += 4 * L) mix_slab<4>(m, size, r, i, out + r * out_step);
-    for (; i < (V ? L * V : size); i += L) mix_slab<1>(m, size, r, i, out + r * out_step);
+    for (; i + 4 * L <= (V ? L * V : size); i += 4 * L) mix_slab<4>(m, size, r, i, past_cache, out + r * out_step);
+    for (; i < (V ? L * V : size); i += L) mix_slab<1>(m, size, r, i, past_cache, out + r * out_step);
   }
 }
-// The same into tokens first.. of a tensor.
+// The same into patches j0.. of a tensor.
 template <int V>
-inline void mix(
-    const Mix& m, int64_t size, int64_t rows, const View& out, int64_t b, int64_t h, int64_t first, float* scratch) {
-  if (out.direct()) return mix<V>(m, size, rows, out.of<float>(b, h, first), out.token);
-  mix<V>(m, size, rows, scratch, size);
-  write_rows(scratch, out, b, h, first, rows);
+inline void mix(const Mix& m, const Problem& x, int64_t b, int64_t h, int64_t j0, int64_t rows, const View& out, float* scratch) {
+  const int64_t size = V ? L * V : x.size;
+  if (out.direct()) return mix<V>(m, size, rows, x.large, out.of<float>(b, h, x.P + j0), out.token);
+  mix<V>(m, size, rows, false, scratch, size);
+  write_rows(scratch, out, b, h, x.P + j0, rows);
 }
 
 // total += sum over 16 rows of factor * row.
@@ -274,19 +329,15 @@ struct Piece {
       to += (to_row - from) * x.size;
     }
   }
-  // One part of many of what `pack` will read, brought near while there is other work.
-  void prefetch(const View& view, int64_t part, int64_t parts) const {
-    const int64_t from = head.packed * part / parts, to = head.packed * (part + 1) / parts;
+  // Reads the piece's tokens of all heads one after the other, which the hardware foresees; the rows of one head, far
+  // apart, would be waited for.
+  void bring_near(const View& view) const {
     const int64_t bytes = view.width * (view.half ? 2 : 4);
-    int64_t before = 0;
-    for (const auto& [low, high] : head.ranges) {
-      for (int64_t i = std::max(from, before); i < std::min(to, before + high - low); ++i) {
-        const int64_t j = first + low + i - before;
-        if (j < 0 || j >= x.N) continue;
-        const char* row = view.half ? (const char*)view.of<at::BFloat16>(b, h, x.P + j) : (const char*)view.of<float>(b, h, x.P + j);
-        for (int64_t k = 0; k < bytes; k += 64) __builtin_prefetch(row + k, 0, 2);
+    for (int64_t t = x.P + first; t < x.P + end; ++t) {
+      for (int64_t head = 0; head < x.H; ++head) {
+        const char* row = view.half ? (const char*)view.of<at::BFloat16>(b, head, t) : (const char*)view.of<float>(b, head, t);
+        for (int64_t i = 0; i < bytes; i += 64) (void)*(const volatile char*)(row + i);
       }
-      before += high - low;
     }
   }
   void prefix(const View& view, float* to) const { read_rows(view, b, h, 0, x.P, 0, x.P, to); }
@@ -342,7 +393,7 @@ vec softmax(const Piece& piece, const Forward& f, int64_t j0, float* s) {
 }
 
 template <int V>
-void forward_piece(const Piece& piece, const Piece& next, const Forward& f, const Scratch& own) {
+void forward_piece(const Piece& piece, const Forward& f, const Scratch& own) {
   const Problem& x = piece.x;
   const Head& head = piece.head;
   const int64_t P = x.P, size = V ? L * V : x.size, first = piece.first, end = piece.end;
@@ -357,15 +408,13 @@ void forward_piece(const Piece& piece, const Piece& next, const Forward& f, cons
   for (int64_t j0 = first; j0 < end; j0 += L) {
     const int64_t rows = piece.rows(j0);
     const Block q = block_of(x, f.q, piece.b, piece.h, j0, rows, own.block.data());
-    next.prefetch(f.k, (j0 - first) / L, (end - first + L - 1) / L);
     float* s = piece.block(own.scores, j0);
     piece.place(head.ahead, j0, at);
+    column_dots<V>(size, q, prefix_k, P, packed, at, s);
     for (int64_t c = 0; c < head.columns; ++c) {
-      const bool is_prefix = c < P;
-      const float* key = is_prefix ? prefix_k + c * size : packed + at[c - P] * size;
-      vec value = dots<V>(size, q.data, q.step, key, is_prefix ? 0 : size);
+      vec value = load(s + L * c);
       if (f.logits) store(f.logits + x.at(piece.b, piece.h, c) + j0, value * x.scale);
-      if (is_prefix) {
+      if (c < P) {
         value *= factor;
       } else {
         value *= x.scale;
@@ -388,13 +437,8 @@ void forward_piece(const Piece& piece, const Piece& next, const Forward& f, cons
     store(floors, softmax(piece, f, j0, s));
     piece.place(head.ahead, j0, at);
     const float* v_sum = x.zero_fill ? f.v_sum + piece.bh * size : nullptr;
-    next.prefetch(f.v, (j0 - first) / L, (end - first + L - 1) / L);
-    for (int64_t r = 0; r < L && next.first + j0 - first + r < next.end; ++r) {
-      const char* row = (const char*)f.q.of<float>(next.b, next.h, P + next.first + j0 - first + r);
-      for (int64_t k = 0; k < size * 4; k += 64) __builtin_prefetch(row + k, 0, 2);
-    }
     const Mix m{v_sum, floors, prefix_v, P, packed, at, s};
-    mix<V>(m, size, piece.rows(j0), f.out, piece.b, piece.h, P + j0, own.result.data());
+    mix<V>(m, x, piece.b, piece.h, j0, piece.rows(j0), f.out, own.result.data());
   }
   float* partial = f.partial + (piece.bh * x.chunks + piece.chunk) * P * (2 + size);
   for (int64_t p = 0; p < P; ++p, partial += 2 + size) {
@@ -507,17 +551,16 @@ void backward_rows(const Piece& piece, const Backward& f, const Scratch& own) {
       store(floors, floor_value);
       add_rows<V>(size, rows, floors, g.data, g.step, floor_sum);
     }
+    column_dots<V>(size, g, prefix_v, P, packed, at, ds);
     for (int64_t c = 0; c < head.columns; ++c) {
-      const bool is_prefix = c < P;
-      const float* value = is_prefix ? prefix_v + c * size : packed + at[c - P] * size;
-      vec dp = dots<V>(size, g.data, g.step, value, is_prefix ? 0 : size);
+      vec dp = load(ds + L * c);
       const int64_t pair = x.at(piece.b, piece.h, c) + j0;
       vec p = load(f.probs + pair);
       if (x.zero_fill) p -= x.floor_of(head, c, j0, rows, floor_value);
       if (f.drop) dp *= load(f.drop + pair);
       delta += p * dp;
       if (f.drop) p *= load(f.drop + pair);
-      if (is_prefix) store(kept + L * c, p);
+      if (c < P) store(kept + L * c, p);
       store(ds + L * c, dp);
     }
     for (int64_t c = 0; c < head.columns; ++c) {
@@ -555,7 +598,7 @@ void backward_rows(const Piece& piece, const Backward& f, const Scratch& own) {
     const float* ds = piece.block(own.scores, j0);
     piece.place(head.ahead, j0, at);
     const Mix m{nullptr, nullptr, prefix_k, P, packed, at, ds};
-    mix<V>(m, size, rows, f.dq, piece.b, piece.h, P + j0, own.result.data());
+    mix<V>(m, x, piece.b, piece.h, j0, rows, f.dq, own.result.data());
     if (!P) continue;
     const Block q = block_of(x, f.q, piece.b, piece.h, j0, rows, own.block.data());
     for (int64_t p = 0; p < P; ++p) {
@@ -640,7 +683,8 @@ void backward_keys(const Piece& piece, const Backward& f, const Scratch& own) {
         store(factors + L * (P + c), pair_factor(x.at(piece.b, piece.h, P + c), j0, low, high));
       }
       piece.place(head.behind, m0, at);
-      mix<V>({base, ones, prefix, P, packed, at, factors}, size, keys, to, piece.b, piece.h, P + m0, own.result.data());
+      const Mix m{base, ones, prefix, P, packed, at, factors};
+      mix<V>(m, x, piece.b, piece.h, m0, keys, to, own.result.data());
     }
   };
   gather(
@@ -680,12 +724,19 @@ void backward_weights(const Problem& x, const Backward& f, int64_t h, float* d_p
 
 // ---- operators ------------------------------------------------------------------------------------------------------
 
-// Pieces in the order of memory: all heads of some rows, then the next rows.
+// Pieces in the order of memory: all heads of some rows, then the next rows. `inputs`: what the work reads.
 template <typename F>
-void for_pieces(const Problem& x, const F& run) {
+void for_pieces(const Problem& x, std::initializer_list<const View*> inputs, const F& run) {
   at::parallel_for(0, x.B * x.chunks * x.H, 1, [&](int64_t begin, int64_t end) {
     const Scratch own(x);
-    for (int64_t i = begin; i < end; ++i) run(Piece(x, i), Piece(x, std::min(i + 1, end - 1)), own);
+    for (int64_t i = begin; i < end; ++i) {
+      const Piece piece(x, i);
+      if (x.large && (i == begin || piece.h == 0)) {
+        for (const View* view : inputs) piece.bring_near(*view);
+      }
+      run(piece, own);
+    }
+    finish_streams();
   });
 }
 template <typename F>
@@ -721,8 +772,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
   const Forward f{View(q), View(k), View(v), View(out), data(drop), data(v_sum),
                   (float*)data(probs), (float*)data(logits), (float*)data(floors), (float*)data(rows),
                   partial.data_ptr<float>()};
-  for_pieces(x, [&](const Piece& piece, const Piece& next, const Scratch& own) {
-    x.size == 64 ? forward_piece<4>(piece, next, f, own) : forward_piece<0>(piece, next, f, own);
+  for_pieces(x, {&f.q, &f.k, &f.v}, [&](const Piece& piece, const Scratch& own) {
+    x.size == 64 ? forward_piece<4>(piece, f, own) : forward_piece<0>(piece, f, own);
   });
   if (prefix) for_heads(x, [&](int64_t b, int64_t h) { forward_prefix(x, f, b, h); });
   return {out, probs, logits, floors, rows};
@@ -751,11 +802,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const Backward f{View(q), View(k), View(v), View(out), View(grad), View(dq), View(dk), View(dv), data(drop),
                    data(v_sum), data(probs), data(logits), data(floors), data(rows), pair_grads.data_ptr<float>(),
                    weight_grads.data_ptr<float>(), row_grads.data_ptr<float>(), sums.data_ptr<float>(), sums_size(x)};
-  for_pieces(x, [&](const Piece& piece, const Piece&, const Scratch& own) {
+  for_pieces(x, {&f.grad, &f.v, &f.k}, [&](const Piece& piece, const Scratch& own) {
     x.size == 64 ? backward_rows<4>(piece, f, own) : backward_rows<0>(piece, f, own);
   });
   for_heads(x, [&](int64_t b, int64_t h) { backward_prefix(x, f, b, h); });
-  for_pieces(x, [&](const Piece& piece, const Piece&, const Scratch& own) {
+  for_pieces(x, {&f.q, &f.grad}, [&](const Piece& piece, const Scratch& own) {
     x.size == 64 ? backward_keys<4>(piece, f, own) : backward_keys<0>(piece, f, own);
   });
   if (pair_weights) {

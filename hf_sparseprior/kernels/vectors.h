@@ -4,6 +4,10 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <sys/mman.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include <algorithm>
 #include <cmath>
@@ -39,6 +43,26 @@ SPARSEPRIOR_INLINE vec load(const float* p) {
   return x;
 }
 SPARSEPRIOR_INLINE void store(float* p, vec x) { std::memcpy(p, &x, sizeof x); }
+
+// Past the caches, for memory on a vector's boundary that is not read again soon: a store would first read it.
+SPARSEPRIOR_INLINE void stream(float* p, vec x) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)x);
+#elif defined(__AVX__)
+  __m256 halves[2];
+  std::memcpy(halves, &x, sizeof x);
+  _mm256_stream_ps(p, halves[0]);
+  _mm256_stream_ps(p + 8, halves[1]);
+#else
+  store(p, x);
+#endif
+}
+// Makes what was streamed visible to other threads.
+inline void finish_streams() {
+#if defined(__AVX__)
+  _mm_sfence();
+#endif
+}
 
 SPARSEPRIOR_INLINE vec load(const at::BFloat16* p) {
   vech half;
@@ -115,18 +139,32 @@ SPARSEPRIOR_INLINE vec exp_of(vec x) {
   return tiny ? vec{} : y;
 }
 
-// Sums of 16 vectors, the sum of x[i] in lane i.
+// a's and b's blocks of 4 lanes: two of a, then two of b.
+template <int I, int J>
+SPARSEPRIOR_INLINE vec blocks(vec a, vec b) {
+  return SPARSEPRIOR_SHUFFLE(
+      a, b, 4 * I, 4 * I + 1, 4 * I + 2, 4 * I + 3, 4 * J, 4 * J + 1, 4 * J + 2, 4 * J + 3, 16 + 4 * I, 17 + 4 * I,
+      18 + 4 * I, 19 + 4 * I, 16 + 4 * J, 17 + 4 * J, 18 + 4 * J, 19 + 4 * J);
+}
+
+// Sums of 16 vectors, the sum of x[i] in lane i. First within blocks of 4 lanes, where shuffles are cheapest.
 SPARSEPRIOR_INLINE vec sums(const vec x[L]) {
-#define SPARSEPRIOR_ADD_PAIRS(to, from, i, half)                                                                     \
-  to[i] = SPARSEPRIOR_SHUFFLE(from[i], from[i + half], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23) +      \
-          SPARSEPRIOR_SHUFFLE(from[i], from[i + half], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
-  vec a[8], b[4], c[2], d[1];
-  for (int i = 0; i < 8; ++i) SPARSEPRIOR_ADD_PAIRS(a, x, i, 8);
-  for (int i = 0; i < 4; ++i) SPARSEPRIOR_ADD_PAIRS(b, a, i, 4);
-  for (int i = 0; i < 2; ++i) SPARSEPRIOR_ADD_PAIRS(c, b, i, 2);
-  SPARSEPRIOR_ADD_PAIRS(d, c, 0, 1);
-  return d[0];
-#undef SPARSEPRIOR_ADD_PAIRS
+  vec pairs[8], fours[4];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    const vec a = x[2 * i], b = x[2 * i + 1];
+    pairs[i] = SPARSEPRIOR_SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+               SPARSEPRIOR_SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const vec a = pairs[2 * i], b = pairs[2 * i + 1];
+    fours[i] = SPARSEPRIOR_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               SPARSEPRIOR_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  }
+  const vec low = blocks<0, 1>(fours[0], fours[1]) + blocks<2, 3>(fours[0], fours[1]);
+  const vec high = blocks<0, 1>(fours[2], fours[3]) + blocks<2, 3>(fours[2], fours[3]);
+  return blocks<0, 2>(low, high) + blocks<1, 3>(low, high);
 }
 
 // Uninitialised floats, on a cache line.
@@ -225,9 +263,21 @@ inline void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Ten
   TORCH_CHECK(prefix >= 0 && prefix < q.size(2), prefix, " prefix tokens must be fewer than the tokens, ", q.size(2));
 }
 
+// An empty tensor. The first touch of each page of fresh memory costs more than all work on it here, so that large
+// tensors ask for large pages.
+inline at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  at::Tensor x = at::empty(sizes, options);
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t PAGE = 2 << 20;
+  const uintptr_t begin = ((uintptr_t)x.data_ptr() + PAGE - 1) / PAGE * PAGE, end = ((uintptr_t)x.data_ptr() + x.nbytes()) / PAGE * PAGE;
+  if (end >= begin + 2 * PAGE) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+#endif
+  return x;
+}
+
 // A tensor (B, H, T, D) in memory as (B, T, H, D), as projections want it.
 inline at::Tensor like_projection(const at::Tensor& q) {
-  return at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options()).transpose(1, 2);
+  return empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options()).transpose(1, 2);
 }
 
 }  // namespace sparseprior
