@@ -47,7 +47,7 @@ Counter = Callable[..., ModelFlops]
 def read_config(model: str) -> SparsePriorViTConfig:
     """The config of a preset, a saved model's folder, a run's folder or a YAML of configs/classification.
 
-    A preset has ImageNet's 1000 classes. A YAML without `model.num_labels` has no classifier here: its data decides.
+    A preset has ImageNet's 1000 classes. A YAML has no classifier here: its data decides.
 
     Raises:
         ValueError, OSError: for anything else, naming what there is.
@@ -69,7 +69,7 @@ def read_config(model: str) -> SparsePriorViTConfig:
 def _yaml_config(path: Path) -> SparsePriorViTConfig:
     options = load_config(path)["model"]
     preset, pretrained = options.pop("preset", None), options.pop("pretrained", None)
-    options.setdefault("num_labels", 0)
+    options["num_labels"] = 0
     if pretrained:
         return _saved_config(Path(pretrained), **options)
     return SparsePriorViTConfig.from_preset(preset, **options) if preset else SparsePriorViTConfig(**options)
