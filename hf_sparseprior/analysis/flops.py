@@ -1,33 +1,391 @@
-"""Multiply-adds of attention, in closed form.
+"""FLOPs of attention and of whole models, in closed form, for one image.
 
-The papers count a multiply-add as one FLOP and both products, Q K^T and (softmax) V: dense attention costs
-2 L T^2 d, a support 2 L nnz d_h. With the class token in T, ViT-B at 224 px gives 0.72 GFLOPs (Fibottention Table 2);
-the 0.014 GFLOPs beside it count patch tokens only, 0.0214 with the class token.
+Counted: patch projection, linear layers, Q K^T and (softmax) V over the attended pairs, and softmax where the
+convention says so. Never counted: biases, norms, activations, residuals, the interpolation of positions. A support
+costs 2 nnz d_h multiply-adds a layer, nnz the attended pairs of all heads; every layer has the same supports in another
+order of heads, so all cost the same. `mask_fill="zero"` adds sums of V, no multiply-add.
+
+What the papers' numbers count is in `paper_numbers`.
+
+Symbols: N patch tokens, P prefix tokens, T = P + N, L layers, h heads, d width, d_h width of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from hf_sparseprior.supports import count_nonzeros
+from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
+from hf_sparseprior.decay import DECAYS
+from hf_sparseprior.prior import resolve_prior
+from hf_sparseprior.supports import check_integer, count_nonzeros, head_offsets
 
 
-def attention_flops(
-    offsets: Sequence[Sequence[int]], num_tokens: int, num_prefix_tokens: int, head_dim: int, num_layers: int = 1
-) -> int:
-    """Multiply-adds of Q K^T and (softmax) V over a support.
+@dataclass(frozen=True)
+class Convention:
+    """What is counted as how many FLOPs: a multiply-add, and softmax for each attended pair."""
+
+    multiply_add: int
+    softmax: int
+    text: str
+
+
+CONVENTIONS = {
+    "multiply_adds": Convention(1, 0, "a multiply-add is 1 FLOP, softmax is not counted (as in the papers)"),
+    "torch": Convention(2, 0, "a multiply-add is 2 FLOPs, softmax is not counted (as in torch.utils.flop_counter)"),
+    "torch_and_softmax": Convention(
+        2, 5, "a multiply-add is 2 FLOPs, softmax 5 a pair (maximum, subtraction, exponential, sum, division)"
+    ),
+}
+
+
+def convention_of(name: str) -> Convention:
+    """A convention by its name; ValueError for another name."""
+    if name not in CONVENTIONS:
+        raise ValueError(f"convention={name!r} must be one of {', '.join(CONVENTIONS)}")
+    return CONVENTIONS[name]
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+def attended_pairs(offsets: Sequence[Sequence[int]], num_tokens: int, num_prefix_tokens: int) -> int:
+    """Query-key pairs that all heads of a layer attend to, at a cost of O(number of offsets).
 
     Args:
         offsets: of each head, as `supports.head_offsets` returns them.
         num_tokens: patch tokens N.
         num_prefix_tokens: P; 0 counts the patch tokens only.
-        head_dim: d_h.
-        num_layers: L; every layer has the same supports, in another order of heads.
     """
-    nonzeros = sum(count_nonzeros(own, num_tokens, num_prefix_tokens) for own in offsets)
-    return 2 * num_layers * nonzeros * head_dim
+    return sum(count_nonzeros(own, num_tokens, num_prefix_tokens) for own in offsets)
 
 
-def dense_attention_flops(num_heads: int, total: int, head_dim: int, num_layers: int = 1) -> int:
-    """Multiply-adds of dense attention over `total` tokens, prefix included."""
-    return 2 * num_layers * num_heads * total**2 * head_dim
+def attention_parts(pairs: int, head_dim: int, convention: str = "multiply_adds") -> dict[str, int]:
+    """FLOPs of Q K^T, softmax and (softmax) V over attended pairs, without the projections."""
+    rule = convention_of(convention)
+    product = rule.multiply_add * pairs * head_dim
+    return {"qk": product, "softmax": rule.softmax * pairs, "av": product}
+
+
+def attention_flops(
+    offsets: Sequence[Sequence[int]],
+    num_tokens: int,
+    num_prefix_tokens: int,
+    head_dim: int,
+    num_layers: int = 1,
+    convention: str = "multiply_adds",
+) -> int:
+    """FLOPs of Q K^T, softmax and (softmax) V over a support in `num_layers` layers.
+
+    Args:
+        offsets, num_tokens, num_prefix_tokens: as in `attended_pairs`.
+        head_dim: d_h.
+        num_layers: L.
+        convention: one of CONVENTIONS.
+    """
+    pairs = attended_pairs(offsets, num_tokens, num_prefix_tokens)
+    return num_layers * sum(attention_parts(pairs, head_dim, convention).values())
+
+
+def dense_attention_flops(
+    num_heads: int, total: int, head_dim: int, num_layers: int = 1, convention: str = "multiply_adds"
+) -> int:
+    """The same of dense attention over `total` tokens, prefix included."""
+    return num_layers * sum(attention_parts(num_heads * total**2, head_dim, convention).values())
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs of a model for one image.
+
+    image_size, grid: (height, width) in pixels and in patches.
+    tokens: in words, which tokens the layers count. num_prefix_tokens: P of the last layer.
+    attended_pairs: of each layer, all heads. patch_embedding, classifier: FLOPs.
+    layers: of each layer the FLOPs of "projections" (Q, K, V, output), "qk", "softmax", "av", "mlp" and, for gated
+    positional attention, "positions".
+    decay: operations of VIOLIN's mask M in all layers, none of them a multiply-add of a matrix product and so not in
+    `total`: "build" once a step for the whole batch, "apply" for each image.
+    """
+
+    image_size: tuple[int, int]
+    grid: tuple[int, int]
+    tokens: str
+    num_prefix_tokens: int
+    convention: str
+    attended_pairs: list[int]
+    patch_embedding: int
+    layers: list[dict[str, int]]
+    classifier: int
+    decay: dict[str, int] | None = None
+
+    def part(self, *names: str) -> int:
+        """FLOPs of these parts in all layers."""
+        return sum(layer.get(name, 0) for layer in self.layers for name in names)
+
+    @property
+    def num_tokens(self) -> int:
+        """Patch tokens N."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def attention(self) -> int:
+        """Q K^T, positions, softmax and (softmax) V of all layers, without the projections."""
+        return self.part("qk", "positions", "softmax", "av")
+
+    @property
+    def total(self) -> int:
+        """Everything but `decay`."""
+        return self.patch_embedding + sum(sum(layer.values()) for layer in self.layers) + self.classifier
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, the sums included."""
+        return {**asdict(self), "num_tokens": self.num_tokens, "attention": self.attention, "total": self.total}
+
+
+def model_flops(
+    config: SparsePriorViTConfig,
+    image_size: int | Sequence[int] | None = None,
+    prior: str | dict[str, Any] | None = None,
+    convention: str = "multiply_adds",
+    num_prefix_tokens: int | None = None,
+) -> ModelFlops:
+    """FLOPs of `SparsePriorViTForImageClassification` for one image.
+
+    Args:
+        config: of the model; without labels it is the base model.
+        image_size: pixels, one number or (height, width); None: the config's.
+        prior: None: the config's; "dense" for the same model without one.
+        convention: one of CONVENTIONS.
+        num_prefix_tokens: None: the config's; 0 counts the patch tokens only.
+
+    Raises:
+        ValueError: for an image that is no multiple of the patch, an unknown convention or a bad prior.
+    """
+    size, grid = _image_grid(config, config.image_size if image_size is None else image_size)
+    prefix = config.num_prefix_tokens if num_prefix_tokens is None else num_prefix_tokens
+    prefix = check_integer("num_prefix_tokens", prefix, 0)
+    heads, width, num_layers = config.num_attention_heads, config.hidden_size, config.num_hidden_layers
+    num_tokens = grid[0] * grid[1]
+    resolved = resolve_prior(config.prior if prior is None else prior, heads, grid)
+    offsets = head_offsets(resolved["support"], num_heads=heads, num_tokens=num_tokens)
+    pairs = attended_pairs(offsets, num_tokens, prefix)
+    layer = _layer_flops(num_tokens + prefix, width, config.intermediate_size, pairs, heads, convention)
+    patch_inputs = config.num_channels * as_pair(config.patch_size)[0] * as_pair(config.patch_size)[1]
+    multiply_add = convention_of(convention).multiply_add
+    inputs = config.pooled_size
+    if config.use_distillation_token and config.use_distillation_classifier:
+        inputs += width
+    decay = resolved["decay"]
+    return ModelFlops(
+        image_size=size,
+        grid=grid,
+        tokens=f"{prefix} prefix token{'' if prefix == 1 else 's'} and the patches" if prefix else "the patches only",
+        num_prefix_tokens=prefix,
+        convention=convention,
+        attended_pairs=[pairs] * num_layers,
+        patch_embedding=multiply_add * num_tokens * patch_inputs * width,
+        layers=[layer] * num_layers,
+        classifier=multiply_add * inputs * config.num_labels,
+        decay=None if decay is None else decay_operations(decay, offsets, grid, prefix, num_layers),
+    )
+
+
+def decay_operations(
+    decay: dict[str, Any],
+    offsets: Sequence[Sequence[int]],
+    grid: tuple[int, int],
+    num_prefix_tokens: int,
+    num_layers: int = 1,
+) -> dict[str, int]:
+    """Elementary operations of a decay in `num_layers` layers, each counted as one.
+
+    "build": M at the attended pairs of patches, once a step: for each head, pair and curve a multiplication of distance
+    and log gamma, an exponential, and an addition or the division of the mean. "apply": for each image a multiplication
+    of the logits of those pairs by M, of the prefix's too where its gamma is learned, and one by alpha of every logit
+    (VIOLIN Eq. 12).
+    """
+    num_tokens = grid[0] * grid[1]
+    prefix_pairs = len(offsets) * ((num_tokens + num_prefix_tokens) ** 2 - num_tokens**2)
+    # Not `attended_pairs`: where a patch has no partner but itself, M is 1 and not computed.
+    weighed = sum(num_tokens if offset == 0 else 2 * (num_tokens - offset) for own in offsets for offset in own)
+    curves = DECAYS[decay["name"]].positions(decay, (1, 1)).shape[0]
+    apply = weighed + prefix_pairs * decay["learn_prefix"]
+    if decay["learn_alpha"]:
+        apply += attended_pairs(offsets, num_tokens, num_prefix_tokens)
+    return {"build": num_layers * 3 * curves * weighed, "apply": num_layers * apply}
+
+
+def _layer_flops(total: int, width: int, hidden: int, pairs: int, heads: int, convention: str) -> dict[str, int]:
+    """FLOPs of a transformer block over T tokens."""
+    multiply_add = convention_of(convention).multiply_add
+    return {
+        "projections": multiply_add * 4 * total * width**2,
+        **attention_parts(pairs, width // heads, convention),
+        "mlp": multiply_add * 2 * total * width * hidden,
+    }
+
+
+def _image_grid(config: SparsePriorViTConfig, image_size: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(height, width) of an image in pixels and in patches."""
+    sides = image_size if isinstance(image_size, Sequence) else (image_size, image_size)
+    if len(sides) != 2:
+        raise ValueError(f"image_size={image_size!r} must be one number or (height, width)")
+    height, width = (check_integer("image_size", side, 1) for side in sides)
+    patch = as_pair(config.patch_size)
+    if height % patch[0] or width % patch[1]:
+        raise ValueError(f"image_size={height}x{width} must be a multiple of the {patch[0]}x{patch[1]} patch")
+    return (height, width), (height // patch[0], width // patch[1])
+
+
+# ---- the papers' numbers --------------------------------------------------------------------------------------------
+
+# Fibottention Figure 3: the models whose cost it draws over the resolution.
+FIGURE_3 = ("vit_base", "vit_tiny", "convit_base")
+IMAGENET_CLASSES = 1000
+
+
+def preset_flops(
+    preset: str,
+    image_size: int | Sequence[int] = 224,
+    prior: str | dict[str, Any] = "dense",
+    convention: str = "multiply_adds",
+    num_prefix_tokens: int | None = None,
+) -> ModelFlops:
+    """`model_flops` of one of the papers' architectures with ImageNet's 1000 classes."""
+    config = SparsePriorViTConfig.from_preset(preset, num_labels=IMAGENET_CLASSES)
+    return model_flops(config, image_size, prior, convention, num_prefix_tokens)
+
+
+def convit_base_flops(
+    image_size: int | Sequence[int] = 224,
+    prior: str | dict[str, Any] = "dense",
+    convention: str = "multiply_adds",
+) -> ModelFlops:
+    """FLOPs of ConViT-B (d'Ascoli et al. 2021; Fibottention section 6.3) for one image.
+
+    ViT-B with 16 heads of width 48, whose first 10 layers are gated positional attention over the patch tokens: a
+    second attention map from three numbers a pair, a linear layer 3 -> h ("positions") and its own softmax. The class
+    token joins before the last 2 layers, plain ones, and the prior's support changes only those.
+    """
+    config = SparsePriorViTConfig.from_preset("vit_base", num_attention_heads=16, num_labels=IMAGENET_CLASSES)
+    heads, width, hidden = config.num_attention_heads, config.hidden_size, config.intermediate_size
+    plain = model_flops(config, image_size, prior, convention)
+    if plain.decay is not None:
+        raise ValueError("convit_base is counted with a support, not with a decay")
+    rule, tokens = convention_of(convention), plain.num_tokens
+    gated = _layer_flops(tokens, width, hidden, heads * tokens**2, heads, convention)
+    gated["positions"] = rule.multiply_add * 3 * heads * tokens**2
+    gated["softmax"] *= 2
+    return ModelFlops(
+        image_size=plain.image_size,
+        grid=plain.grid,
+        tokens="the patches only in layers 1 to 10, the class token too in 11 and 12",
+        num_prefix_tokens=plain.num_prefix_tokens,
+        convention=convention,
+        attended_pairs=[heads * tokens**2] * 10 + plain.attended_pairs[10:],
+        patch_embedding=plain.patch_embedding,
+        layers=[gated] * 10 + plain.layers[10:],
+        classifier=plain.classifier,
+    )
+
+
+def saving(sparse: ModelFlops, dense: ModelFlops) -> float:
+    """Percentage of a whole model's FLOPs that the prior saves."""
+    return 100.0 * (1 - sparse.total / dense.total)
+
+
+@dataclass(frozen=True)
+class PaperNumber:
+    """A number that a paper prints, our count of it, and what that count includes."""
+
+    source: str
+    printed: float
+    count: float
+    unit: str
+    includes: str
+
+
+def paper_numbers() -> list[PaperNumber]:
+    """The papers' FLOPs with what they include; in all of them a multiply-add is 1 FLOP and softmax none."""
+    return [*_fibottention_numbers(), *_other_numbers()]
+
+
+def _fibottention_numbers() -> list[PaperNumber]:
+    paper_prior = {"support": {"name": "fibottention", "w_min": 5, "w_max": 65}}
+    dense, dense_patches = preset_flops("vit_base"), preset_flops("vit_base", num_prefix_tokens=0)
+    sparse = preset_flops("vit_base", prior=paper_prior)
+    sparse_patches = preset_flops("vit_base", prior=paper_prior, num_prefix_tokens=0)
+    scaled = dense.attention * sparse_patches.attention / dense_patches.attention
+    savings = {
+        (preset, size): saving(preset_flops(preset, size, "fibottention"), preset_flops(preset, size))
+        for preset, size in (("vit_base", 1024), ("vit_base", 1056), ("vit_tiny", 528), ("vit_tiny", 544))
+    }
+    return [
+        PaperNumber(
+            "Fibottention Table 2 and section 4.2, dense ViT-B",
+            0.72,
+            dense.attention / 1e9,
+            "G",
+            "Q K^T and (softmax) V of 12 layers, 12 heads of width 64, over 197 tokens: class token included "
+            f"({dense_patches.attention / 1e9:.4f} without it); no projections",
+        ),
+        PaperNumber(
+            "Fibottention Table 2 and section 4.2, sparse ViT-B",
+            0.014,
+            sparse_patches.attention / 1e9,
+            "G",
+            "the same products, layers and heads at w 5..65 over the 196 patch tokens: class token NOT included "
+            f"({sparse.attention / 1e9:.4f} with it); the dense number times the patch-only share of pairs, "
+            f"{scaled / 1e9:.4f}, rounds to 0.014 too",
+        ),
+        PaperNumber(
+            "Fibottention section 6.3, 'up to 48 %' in Figure 3",
+            48,
+            savings["vit_base", 1056],
+            "%",
+            "whole ViT-B with class token, patch embedding and classifier at 1056 px, the size at which it rounds to "
+            "48; the text gives no resolution, and the saving grows with it: ViT-B "
+            f"{savings['vit_base', 1024]:.1f} at 1024 px, ViT-T {savings['vit_tiny', 528]:.1f} at 528 and "
+            f"{savings['vit_tiny', 544]:.1f} at 544",
+        ),
+    ]
+
+
+def _other_numbers() -> list[PaperNumber]:
+    tiny, base = preset_flops("deit_tiny", 384), preset_flops("deit_base", 384)
+    return [
+        PaperNumber(
+            "Sparsifiner Table 2, MHSA of dense DeiT-S",
+            357.7,
+            preset_flops("deit_small").attention / 1e6,
+            "M",
+            "Q K^T and (softmax) V of 12 layers over 197 tokens: class token included; no projections",
+        ),
+        PaperNumber(
+            "Sparsifiner Table 3, MHSA of dense DeiT-T at 384 px",
+            1534.1,
+            tiny.attention / 1e6,
+            "M",
+            "the same products over 577 tokens: class token included",
+        ),
+        PaperNumber(
+            "Sparsifiner Table 3, dense DeiT-T at 384 px overall",
+            3.58,
+            (tiny.attention + tiny.part("mlp") + tiny.classifier) / 1e9,
+            "G",
+            "those products, MLP and classifier over 577 tokens; projections and patch embedding NOT included "
+            f"({tiny.total / 1e9:.2f} with them)",
+        ),
+        PaperNumber(
+            "VIOLIN Table 1, DeiT-B",
+            55.4,
+            preset_flops("deit_base", 384, num_prefix_tokens=0).total / 1e9,
+            "G",
+            "the whole model at 384 px over 576 patch tokens: class token NOT included "
+            f"({base.total / 1e9:.2f} with it; at 224 px {preset_flops('deit_base').total / 1e9:.2f})",
+        ),
+    ]

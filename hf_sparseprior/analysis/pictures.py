@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_sparseprior.analysis.flops import ModelFlops
 from hf_sparseprior.curves import curve_rank
 
 INK = "#1b3a4b"
@@ -177,4 +178,42 @@ def draw_attention(
                 axis.plot(query[1], query[0], "o", color=ACCENT, markersize=4)
         line[0].set_ylabel(name, fontsize=9)
     figure.suptitle(heading, fontsize=12)
+    return save(figure, path)
+
+
+def draw_flops(curves: Mapping[str, Mapping[str, Sequence[ModelFlops]]], path: str | os.PathLike, heading: str) -> Path:
+    """Whole model and attention alone over the image size, log-log (Fibottention Figure 3).
+
+    Args:
+        curves: by model, then by prior: counts of square images. "dense" is drawn with dashes.
+        path: of the PNG.
+        heading: above both panels.
+    """
+    figure, axes = pyplot().subplots(1, 2, figsize=(11.5, 4.8), layout="constrained")
+    for axis, part, title in zip(axes, ("total", "attention"), ("whole model", "attention alone"), strict=True):
+        for number, (model, priors) in enumerate(curves.items()):
+            for prior, counts in priors.items():
+                sizes = [flops.image_size[0] for flops in counts]
+                axis.plot(
+                    sizes,
+                    [getattr(flops, part) / 1e9 for flops in counts],
+                    color=f"C{number}",
+                    marker="os^Dv"[number % 5],
+                    markersize=4,
+                    # Models of one width have nearly the same dense cost: the later, thinner line lies on the first.
+                    linewidth=max(1.2, 3.2 - number),
+                    linestyle="--" if prior == "dense" else "-",
+                    label=f"{model}, {prior}",
+                )
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.minorticks_off()
+        axis.set_xlabel("image height and width, pixels")
+        axis.set_ylabel("GFLOPs an image")
+        axis.set_title(title, fontsize=10)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.suptitle(heading, fontsize=11)
     return save(figure, path)

@@ -3,10 +3,9 @@ import pytest
 from PIL import Image
 
 from hf_sparseprior.__main__ import main
-from hf_sparseprior.analysis.flops import attention_flops, dense_attention_flops
 from hf_sparseprior.curves import CURVES
 from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.supports import SUPPORTS, build_mask, head_offsets
+from hf_sparseprior.supports import SUPPORTS
 
 
 def test_fibottention_prints_the_golden_numbers(capsys, tmp_path):
@@ -68,18 +67,6 @@ def test_bad_arguments_give_one_line(arguments, message, capsys):
     assert main(["explain", *arguments, "--no-picture"]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize("support", SUPPORTS)
-@pytest.mark.parametrize("prefix", [0, 1, 3])
-def test_flops_equal_a_count_of_the_mask(support, prefix):
-    offsets = head_offsets(support, num_heads=4, num_tokens=30)
-    mask = build_mask(support, num_heads=4, num_tokens=30, num_prefix_tokens=prefix)
-    assert attention_flops(offsets, 30, prefix, head_dim=8, num_layers=2) == 2 * 2 * 8 * mask.sum()
-
-
-def test_dense_flops_of_vit_b():
-    assert dense_attention_flops(12, 197, 64, 12) == 2 * 12 * 197**2 * 768
 
 
 def test_learned_prefix_scalars_are_counted(capsys):

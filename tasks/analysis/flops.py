@@ -1,0 +1,229 @@
+"""FLOPs of whole models over the image size, with a prior and dense: python -m tasks.analysis.flops [MODEL ...]
+
+Without a MODEL it counts Fibottention Figure 3 (ViT-B, ViT-T and ConViT-B) and the papers' printed numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import itertools
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging as transformers_logging
+
+from hf_sparseprior import SparsePriorViTConfig
+from hf_sparseprior.analysis import pictures
+from hf_sparseprior.analysis.flops import (
+    CONVENTIONS,
+    FIGURE_3,
+    IMAGENET_CLASSES,
+    ModelFlops,
+    convit_base_flops,
+    model_flops,
+    paper_numbers,
+    saving,
+)
+from hf_sparseprior.configuration_sparseprior_vit import PRESETS, as_pair
+from hf_sparseprior.prior import prior_name, resolve_prior
+from tasks.classification.config import load_config, parse_value
+from tasks.classification.report import command_line, environment, write_results
+from tasks.classification.run_folder import MODEL
+
+# Sides of the square images; each is cut down to a multiple of the model's patch.
+IMAGE_SIZES = (224, 384, 512, 768, 1024, 1280, 1536)
+PRESET_PRIOR = "fibottention"
+CONVIT = "convit_base"
+
+Counter = Callable[..., ModelFlops]
+
+
+def read_config(model: str) -> SparsePriorViTConfig:
+    """The config of a preset, a saved model's folder, a run's folder or a YAML of configs/classification.
+
+    A preset has ImageNet's 1000 classes. A YAML has no classifier here: its data decides.
+
+    Raises:
+        ValueError, OSError: for anything else, naming what there is.
+    """
+    path = Path(model)
+    if model in PRESETS:
+        return SparsePriorViTConfig.from_preset(model, num_labels=IMAGENET_CLASSES, prior=PRESET_PRIOR)
+    if path.suffix in (".yaml", ".yml"):
+        return _yaml_config(path)
+    for folder in (path, path / MODEL):
+        if (folder / "config.json").is_file():
+            return _saved_config(folder)
+    names = [*PRESETS, CONVIT]
+    near = difflib.get_close_matches(model, names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"{model!r} is no preset, YAML or folder of a saved model; {hint}Presets: {', '.join(names)}")
+
+
+def _yaml_config(path: Path) -> SparsePriorViTConfig:
+    options = load_config(path)["model"]
+    preset, pretrained = options.pop("preset", None), options.pop("pretrained", None)
+    options["num_labels"] = 0
+    if pretrained:
+        return _saved_config(Path(pretrained), **options)
+    return SparsePriorViTConfig.from_preset(preset, **options) if preset else SparsePriorViTConfig(**options)
+
+
+def _saved_config(folder: Path, **options: Any) -> SparsePriorViTConfig:
+    file = folder / "config.json"
+    try:
+        kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    except (ValueError, AttributeError):
+        raise ValueError(f"{file} is not a JSON object") from None
+    if kind != SparsePriorViTConfig.model_type:
+        raise ValueError(
+            f"{folder} holds a {kind!r} model; make it ours first: python -m hf_sparseprior convert {folder} OUT"
+        )
+    return SparsePriorViTConfig.from_pretrained(folder, **options)
+
+
+def counter_of(model: str, prior: Any) -> tuple[Counter, SparsePriorViTConfig, Any]:
+    """What counts a model at (image_size, prior, convention), its config, and its prior, checked."""
+    if model == CONVIT:
+        config = SparsePriorViTConfig.from_preset("vit_base", num_attention_heads=16, prior=PRESET_PRIOR)
+        counter: Counter = convit_base_flops
+    else:
+        config = read_config(model)
+        counter = partial(model_flops, config)
+    own = config.prior if prior is None else prior
+    return counter, config, resolve_prior(own, config.num_attention_heads, config.grid)
+
+
+def count(model: str, prior: Any, sizes: Sequence[int] | None, convention: str) -> dict[str, Any]:
+    """FLOPs of a model with its prior and dense over the image sizes."""
+    counter, config, resolved = counter_of(model, prior)
+    patch = math.lcm(*as_pair(config.patch_size))
+    if sizes is None:
+        sizes = [size - size % patch for size in IMAGE_SIZES if size >= patch]
+    return {
+        "model": model,
+        "prior": resolved,
+        "sparse": [counter(size, prior=resolved, convention=convention) for size in sizes],
+        "dense": [counter(size, prior="dense", convention=convention) for size in sizes],
+    }
+
+
+def table(counted: dict[str, Any]) -> str:
+    """A model's table: a line for each image size, then the layers at the first one."""
+    sparse, dense = counted["sparse"], counted["dense"]
+    first = sparse[0]
+    lines = [
+        f"{counted['model']} {prior_name(counted['prior'])}, {len(first.layers)} layers"
+        f"{'' if first.classifier else ', no classifier'}; counted in the layers: {first.tokens}",
+        f"{'pixels':>7} {'N':>6} {'embedding':>10} {'projections':>11} {'MLP':>10} {'attention':>10} {'total':>10}"
+        f"   {'dense attention':>15} {'dense total':>11} {'saved':>7}   GFLOPs an image",
+    ]
+    for own, full in zip(sparse, dense, strict=True):
+        lines.append(
+            f"{own.image_size[0]:>7} {own.num_tokens:>6} {_giga(own.patch_embedding):>10} "
+            f"{_giga(own.part('projections')):>11} {_giga(own.part('mlp')):>10} {_giga(own.attention):>10} "
+            f"{_giga(own.total):>10}   {_giga(full.attention):>15} {_giga(full.total):>11} {saving(own, full):>6.2f}%"
+        )
+    lines += [f"layers at {first.image_size[0]} pixels, GFLOPs each", *_layer_lines(first)]
+    if first.decay is not None:
+        lines.append("decay, 10^9 operations beside the total: M for a step, its use for each image")
+        lines += [
+            f"{own.image_size[0]:>7} {_giga(own.decay['build']):>10} {_giga(own.decay['apply']):>10}" for own in sparse
+        ]
+    return "\n".join(lines)
+
+
+def _giga(value: int) -> str:
+    return f"{value / 1e9:.5g}"
+
+
+def _layer_lines(flops: ModelFlops) -> list[str]:
+    """One line for each run of equal layers."""
+    lines, start = [], 1
+    for layer, group in itertools.groupby(flops.layers):
+        end = start + len(list(group)) - 1
+        parts = ", ".join(f"{name} {_giga(value)}" for name, value in layer.items() if value)
+        lines.append(f"  {start}-{end}: {parts}; together {_giga(sum(layer.values()))}")
+        start = end + 1
+    return lines
+
+
+def paper_lines() -> list[str]:
+    """The papers' numbers beside ours, and what each includes."""
+    lines = ["numbers of the papers (a multiply-add is 1 FLOP, softmax is not counted)"]
+    for number in paper_numbers():
+        lines.append(f"  {number.source}: printed {number.printed:g} {number.unit}, counted {number.count:.5g}")
+        lines.append(f"    {number.includes}")
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.analysis.flops",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help=f"{', '.join([*PRESETS, CONVIT])}; a YAML of configs/classification; a folder of a saved model or a run",
+    )
+    parser.add_argument(
+        "--prior",
+        help=f"name, names joined by +, or the full form as YAML (default the model's own, {PRESET_PRIOR} for presets)",
+    )
+    parser.add_argument("--image-sizes", type=int, nargs="+", metavar="PIXELS", help=f"default {IMAGE_SIZES}")
+    parser.add_argument(
+        "--convention",
+        default="multiply_adds",
+        help="; ".join(f"{name}: {rule.text}" for name, rule in CONVENTIONS.items()) + " (default multiply_adds)",
+    )
+    parser.add_argument("--out", type=Path, default=Path("outputs/analysis/flops"), help="folder (default %(default)s)")
+    arguments = parser.parse_args(argv)
+    transformers_logging.set_verbosity_error()
+    try:
+        run(arguments)
+    except (ValueError, OSError, TypeError, ImportError) as error:
+        print(f"{parser.prog}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Count, print the tables, write flops.json and flops.png."""
+    prior = None if arguments.prior is None else parse_value(arguments.prior)
+    models = list(dict.fromkeys(arguments.models or FIGURE_3))
+    counts = [count(model, prior, arguments.image_sizes, arguments.convention) for model in models]
+    rule = CONVENTIONS[arguments.convention].text
+    print(f"{rule}; biases, norms and activations never\n")
+    for counted in counts:
+        print(f"{table(counted)}\n")
+    if not arguments.models:
+        print("\n".join(paper_lines()) + "\n")
+    curves = {c["model"]: {"dense": c["dense"], prior_name(c["prior"]): c["sparse"]} for c in counts}
+    picture = pictures.draw_flops(curves, arguments.out / "flops.png", f"FLOPs over the image size: {rule}")
+    results = {
+        "task": "flops",
+        "convention": {"name": arguments.convention, **vars(CONVENTIONS[arguments.convention])},
+        "models": [
+            {**counted, **{key: [flops.to_dict() for flops in counted[key]] for key in ("sparse", "dense")}}
+            for counted in counts
+        ],
+        "paper_numbers": [] if arguments.models else [vars(number) for number in paper_numbers()],
+        "command": command_line(),
+        **environment(),
+    }
+    write_results(arguments.out / "flops.json", results)
+    print(f"{arguments.out / 'flops.json'}, picture: {picture}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

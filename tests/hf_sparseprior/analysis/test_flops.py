@@ -1,0 +1,331 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import hf_sparseprior as sp
+from hf_sparseprior.analysis.flops import (
+    CONVENTIONS,
+    FIGURE_3,
+    ModelFlops,
+    attended_pairs,
+    attention_flops,
+    attention_parts,
+    convit_base_flops,
+    decay_operations,
+    dense_attention_flops,
+    model_flops,
+    paper_numbers,
+    preset_flops,
+    saving,
+)
+from hf_sparseprior.configuration_sparseprior_vit import PRESETS
+from hf_sparseprior.decay import DECAYS, resolve_decay
+from hf_sparseprior.sequences import SEQUENCES
+from hf_sparseprior.supports import SUPPORTS, build_mask, head_offsets, layer_offsets, resolve_support
+
+SETTINGS = [
+    *({"name": name} for name in SUPPORTS),
+    {"name": "fibottention", "modified": True},
+    {"name": "fibottention", "w_min": 1, "w_max": 1000},
+    {"name": "fibottention", "w_min": 1, "w_max": 1},
+    *({"name": "fibottention", "sequence": sequence} for sequence in SEQUENCES),
+    {"name": "window", "w": 3, "diagonal": False},
+    {"name": "window", "w": 0},
+]
+# One pruning of Fibottention's Tables 2 and 3.
+PAPER = {"support": {"name": "fibottention", "w_min": 5, "w_max": 65}}
+
+
+def brute_force_pairs(offsets, num_tokens, prefix):
+    """Attended pairs, one by one."""
+    count = 0
+    for own in offsets:
+        for query, key in itertools.product(range(-prefix, num_tokens), repeat=2):
+            count += query < 0 or key < 0 or abs(query - key) in own
+        lonely = [j for j in range(num_tokens) if not any(abs(j - k) in own for k in range(num_tokens))]
+        count += 0 if prefix else len(lonely)
+    return count
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", range(4))
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_pairs_equal_the_mask_on_random_grids(settings, prefix):
+    generator = np.random.default_rng(prefix)
+    for _ in range(6):
+        height, width, heads, layer = (
+            int(generator.integers(low, high)) for low, high in ((1, 13), (1, 13), (1, 9), (0, 4))
+        )
+        tokens = height * width
+        support = resolve_support(settings, heads, tokens)
+        mask = build_mask(support, num_heads=heads, num_tokens=tokens, num_prefix_tokens=prefix, layer=layer)
+        shuffled = layer_offsets(support, num_heads=heads, num_tokens=tokens, layer=layer)
+        in_order = head_offsets(support, num_heads=heads, num_tokens=tokens)
+        assert attended_pairs(shuffled, tokens, prefix) == attended_pairs(in_order, tokens, prefix) == mask.sum()
+
+
+@pytest.mark.parametrize("prefix", range(4))
+def test_pairs_equal_those_counted_one_by_one(prefix):
+    for offsets, tokens in (([[], [0]], 1), ([[1, 2, 3, 5], [4, 7], []], 11), ([[0, 9], [9], [6]], 10)):
+        assert attended_pairs(offsets, tokens, prefix) == brute_force_pairs(offsets, tokens, prefix)
+
+
+def test_the_cost_of_counting_does_not_grow_with_the_tokens():
+    tokens = 10**12
+    # 2 (N - o) for each offset, and one prefix row and column: 2 N + 1.
+    assert attended_pairs([[1, 3, 10**11]], tokens, 1) == 2 * (3 * tokens - 4 - 10**11) + 2 * tokens + 1
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+@pytest.mark.parametrize("prefix", range(4))
+def test_flops_equal_a_count_of_the_mask(support, prefix):
+    offsets = head_offsets(support, num_heads=4, num_tokens=30)
+    pairs = build_mask(support, num_heads=4, num_tokens=30, num_prefix_tokens=prefix).sum()
+    for name, per_pair in (("multiply_adds", 2 * 8), ("torch", 4 * 8), ("torch_and_softmax", 4 * 8 + 5)):
+        assert attention_flops(offsets, 30, prefix, head_dim=8, num_layers=2, convention=name) == 2 * per_pair * pairs
+
+
+def test_dense_flops_of_vit_b():
+    assert dense_attention_flops(12, 197, 64, 12) == 2 * 12 * 197**2 * 768
+    dense = head_offsets("dense", num_heads=12, num_tokens=196)
+    for convention in CONVENTIONS:
+        one_by_one = attention_flops(dense, 196, 1, 64, 12, convention)
+        assert dense_attention_flops(12, 197, 64, 12, convention) == one_by_one
+
+
+def test_torch_counts_both_products_as_its_convention_does():
+    q = k = v = torch.empty(3, 10, 8, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        torch.softmax(q @ k.transpose(1, 2), -1) @ v
+    assert counter.get_total_flops() == sum(attention_parts(3 * 10 * 10, 8, "torch").values())
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+def flops_by_torch(config, height, width):
+    """What torch counts in a forward with dense attention written out as matrix products."""
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        model = sp.SparsePriorViTForImageClassification(config).eval()
+        images = torch.empty(1, config.num_channels, height, width)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(images)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_dense_presets_equal_torchs_count(preset):
+    config = sp.SparsePriorViTConfig.from_preset(preset, num_labels=10)
+    assert model_flops(config, convention="torch").total == flops_by_torch(config, 224, 224)
+
+
+SMALL = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 40, "num_labels": 7}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_distillation_token": True},
+        {"use_distillation_token": True, "use_distillation_classifier": False, "num_register_tokens": 3},
+        {"use_class_token": False, "pooling": "mean", "position_embedding": "none"},
+        {"pooling": "class_token_and_mean", "layerscale_value": 0.1, "num_channels": 1},
+        {"num_labels": 0, "qkv_bias": False, "mlp_bias": False, "patch_size": (4, 8)},
+    ],
+    ids=str,
+)
+def test_other_models_and_sizes_equal_torchs_count(options):
+    config = sp.SparsePriorViTConfig(**{"image_size": 32, "patch_size": 8, **SMALL, **options})
+    assert model_flops(config, convention="torch").total == flops_by_torch(config, 32, 32)
+    assert model_flops(config, (48, 16), convention="torch").total == flops_by_torch(config, 48, 16)
+
+
+@pytest.mark.parametrize("support", SETTINGS, ids=str)
+def test_sparse_models_are_torchs_dense_count_less_the_pairs_outside_the_masks(support):
+    prior = {"support": support}
+    config = sp.SparsePriorViTConfig(image_size=40, patch_size=8, num_register_tokens=1, prior=prior, **SMALL)
+    outside = sum(
+        (~build_mask(config.prior["support"], num_heads=3, num_tokens=25, num_prefix_tokens=2, layer=layer)).sum()
+        for layer in range(3)
+    )
+    assert model_flops(config, convention="torch").total == flops_by_torch(config, 40, 40) - outside * 2 * 2 * 8
+
+
+def test_parts_add_up_and_each_convention_scales_them():
+    config = sp.SparsePriorViTConfig(image_size=32, patch_size=8, prior="fibottention+violin", **SMALL)
+    plain, torchs, softmax = (model_flops(config, convention=name) for name in CONVENTIONS)
+    assert plain.total == plain.patch_embedding + plain.classifier + plain.part("projections", "mlp") + plain.attention
+    assert plain.part("projections") == 3 * 4 * 17 * 24**2 and plain.part("mlp") == 3 * 2 * 17 * 24 * 40
+    assert plain.patch_embedding == 16 * 3 * 64 * 24 and plain.classifier == 24 * 7
+    assert torchs.total == 2 * plain.total and softmax.total - torchs.total == 5 * sum(plain.attended_pairs)
+    assert plain.decay == torchs.decay == softmax.decay
+    values = plain.to_dict()
+    assert values["total"] == plain.total and values["num_tokens"] == 16 and len(values["layers"]) == 3
+
+
+def test_counted_without_prefix_tokens():
+    config = sp.SparsePriorViTConfig(image_size=32, patch_size=8, prior="fibottention", **SMALL)
+    bare = sp.SparsePriorViTConfig(
+        image_size=32, patch_size=8, prior="fibottention", use_class_token=False, pooling="mean", **SMALL
+    )
+    assert model_flops(config, num_prefix_tokens=0).total == model_flops(bare).total
+    assert model_flops(config, num_prefix_tokens=0).tokens == "the patches only"
+
+
+@pytest.mark.parametrize("name", DECAYS)
+@pytest.mark.parametrize("support", SUPPORTS)
+@pytest.mark.parametrize("prefix", range(3))
+def test_decay_operations_equal_a_count_of_the_mask(name, support, prefix):
+    offsets = head_offsets(support, num_heads=3, num_tokens=20)
+    mask = build_mask(support, num_heads=3, num_tokens=20, num_prefix_tokens=prefix, shuffle_seed=None)
+    # M is not computed where a patch attends to itself for want of a partner.
+    lonely = sum(mask[head].diagonal().sum() for head in range(3) if 0 not in offsets[head]) if not prefix else 0
+    patches = mask[:, prefix:, prefix:].sum() - lonely
+    for learn_alpha, learn_prefix in itertools.product((True, False), repeat=2):
+        decay = resolve_decay({"name": name, "learn_alpha": learn_alpha, "learn_prefix": learn_prefix})
+        curves = len(decay.get("curves", [name]))
+        counted = decay_operations(decay, offsets, (4, 5), prefix, num_layers=2)
+        applied = patches + learn_prefix * (mask.sum() - mask[:, prefix:, prefix:].sum()) + learn_alpha * mask.sum()
+        assert counted == {"build": 2 * 3 * curves * patches, "apply": 2 * applied}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"image_size": 225}, "image_size=225x225 must be a multiple of the 16x16 patch"),
+        ({"image_size": 0}, "image_size=0 must be an integer of 1 or more"),
+        ({"image_size": (224, 224, 3)}, r"image_size=\(224, 224, 3\) must be one number or \(height, width\)"),
+        ({"convention": "macs"}, "convention='macs' must be one of multiply_adds, torch, torch_and_softmax"),
+        ({"num_prefix_tokens": -1}, "num_prefix_tokens=-1 must be an integer of 0 or more"),
+        ({"prior": "fibotention"}, "did you mean 'fibottention'"),
+    ],
+)
+def test_bad_values_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        model_flops(sp.SparsePriorViTConfig(), **arguments)
+
+
+# ---- the papers' numbers --------------------------------------------------------------------------------------------
+
+
+def test_fibottentions_dense_number_counts_the_class_token():
+    assert preset_flops("vit_base").attention == 2 * 12 * 197**2 * 768 == 715_327_488
+    assert round(preset_flops("vit_base").attention / 1e9, 2) == 0.72
+    assert round(preset_flops("vit_base", num_prefix_tokens=0).attention / 1e9, 2) == 0.71
+
+
+def test_fibottentions_sparse_number_counts_patch_tokens_only():
+    # 9192 pairs of all heads without the class token, in 12 layers and two products of width 64.
+    assert preset_flops("vit_base", prior=PAPER, num_prefix_tokens=0).attention == 2 * 12 * 9192 * 64
+    assert round(2 * 12 * 9192 * 64 / 1e9, 3) == 0.014
+    assert round(preset_flops("vit_base", prior=PAPER).attention / 1e9, 4) == 0.0214
+
+
+def test_every_printed_number_comes_out_to_its_last_digit():
+    for number in paper_numbers():
+        text = f"{number.printed:g}"
+        decimals = len(text.partition(".")[2])
+        assert f"{number.count:.{decimals}f}" == text, number
+        assert "token" in number.includes
+    sources = [number.source for number in paper_numbers()]
+    assert len(set(sources)) == len(sources) == 7
+
+
+@pytest.mark.parametrize(("attention", "overall"), [(1534.1, 3.58), (851.0, 2.89), (452.9, 2.49), (240.5, 2.28)])
+def test_sparsifiners_overall_numbers_leave_out_the_projections(attention, overall):
+    """Every row of its Table 3 (DeiT-T at 384 px) is its MHSA and the MLPs and classifier."""
+    tiny = preset_flops("deit_tiny", 384)
+    assert attention / 1e3 + (tiny.part("mlp") + tiny.classifier) / 1e9 == pytest.approx(overall, abs=0.0055)
+
+
+def vit_by_hand(width, heads, size, sparse):
+    """Multiply-adds of a ViT with class token and w 5..N // 3, pairs counted from each patch's reach."""
+    tokens = (size // 16) ** 2
+    total = tokens + 1
+    pairs = heads * total**2
+    if sparse:
+        position = np.arange(tokens)
+        offsets = head_offsets("fibottention", num_heads=heads, num_tokens=tokens, w_max=tokens // 3)
+        reach = sum(((position >= o).sum() + (position + o < tokens).sum() for own in offsets for o in own), 0)
+        pairs = int(reach) + heads * (2 * tokens + 1)
+    linear = 12 * 12 * total * width**2 + tokens * 768 * width + 1000 * width
+    return linear + 12 * 2 * pairs * width // heads
+
+
+@pytest.mark.parametrize(("preset", "width", "heads"), [("vit_base", 768, 12), ("vit_tiny", 192, 3)])
+def test_figure_3_of_the_vits(preset, width, heads):
+    assert preset in FIGURE_3
+    savings = []
+    for size in (224, 384, 512, 768, 1024, 1280, 1536):
+        dense, sparse = preset_flops(preset, size), preset_flops(preset, size, "fibottention")
+        assert dense.total == vit_by_hand(width, heads, size, sparse=False)
+        assert sparse.total == vit_by_hand(width, heads, size, sparse=True)
+        savings.append(saving(sparse, dense))
+    # "rather limited at a 224x224 resolution", and growing with it.
+    assert savings == sorted(savings) and savings[0] < 14 and savings[-1] > 60
+
+
+def test_figure_3s_saving_of_48_percent_is_reached_by_vit_b_between_1040_and_1056_pixels():
+    savings = {
+        size: saving(preset_flops("vit_base", size, "fibottention"), preset_flops("vit_base", size))
+        for size in (1024, 1040, 1056, 1072)
+    }
+    assert [round(value) for value in savings.values()] == [47, 47, 48, 49]
+
+
+class GatedPositionalAttention(nn.Module):
+    """ConViT's GPSA, the matrix products only."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qk, self.v, self.proj = nn.Linear(width, 2 * width), nn.Linear(width, width), nn.Linear(width, width)
+        self.positions = nn.Linear(3, heads)
+
+    def forward(self, x):
+        tokens, width = x.shape
+        q, k = self.qk(x).view(tokens, 2, self.heads, -1).permute(1, 2, 0, 3)
+        v = self.v(x).view(tokens, self.heads, -1).transpose(0, 1)
+        content = torch.softmax(q @ k.transpose(1, 2), -1)
+        position = torch.softmax(self.positions(x.new_empty(tokens, tokens, 3)).permute(2, 0, 1), -1)
+        return self.proj(((content + position) @ v).transpose(0, 1).reshape(tokens, width))
+
+
+@pytest.mark.parametrize("size", [224, 512])
+def test_figure_3_of_convit_b(size):
+    tokens = (size // 16) ** 2
+    with torch.device("meta"):
+        gated, x = GatedPositionalAttention(768, 16), torch.empty(tokens, 768)
+        mlp = nn.Sequential(nn.Linear(768, 3072), nn.Linear(3072, 768))
+    with FlopCounterMode(display=False) as counter:
+        mlp(gated(x))
+    counted = convit_base_flops(size, convention="torch")
+    assert sum(counted.layers[0].values()) == counter.get_total_flops()
+    # The last two layers are those of a ViT-B; the width of a head cancels in dense attention.
+    assert counted.layers[10:] == preset_flops("vit_base", size, convention="torch").layers[10:]
+    assert counted.layers[:10] == [counted.layers[0]] * 10
+
+
+def test_the_support_changes_convits_two_plain_layers_only():
+    dense, sparse = convit_base_flops(), convit_base_flops(prior="fibottention")
+    assert dense.layers[:10] == sparse.layers[:10] and dense.classifier == sparse.classifier == 768 * 1000
+    mask = build_mask("fibottention", num_heads=16, num_tokens=196, num_prefix_tokens=1)
+    assert [layer["qk"] for layer in sparse.layers[10:]] == [mask.sum() * 48] * 2
+    # At most the two layers' part: 2 of 12, less for the linear layers.
+    assert (
+        0 < saving(sparse, dense) < saving(convit_base_flops(1536, "fibottention"), convit_base_flops(1536)) < 100 / 6
+    )
+    with pytest.raises(ValueError, match="not with a decay"):
+        convit_base_flops(prior="violin")
+
+
+def test_gated_attention_has_two_softmaxes():
+    with_softmax, without = (convit_base_flops(convention=name) for name in ("torch_and_softmax", "torch"))
+    assert isinstance(with_softmax, ModelFlops)
+    assert with_softmax.total - without.total == 5 * 16 * (10 * 2 * 196**2 + 2 * 197**2)
