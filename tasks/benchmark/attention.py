@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import yaml
 
 from hf_sparseprior.ops import BACKENDS
 from hf_sparseprior.supports import resolve_support
@@ -50,8 +48,8 @@ TARGETS: dict[tuple[str, str], dict[Size, tuple[float | None, float | None, floa
     },
     ("cuda", "bfloat16"): {Size(4096, 1): (None, None, 3), Size(16384, 8): (15, 10, 3)},
 }
-# Tokens of the two calls from which time and memory of a large one are foreseen.
-PROBES = (512, 1024)
+# Tokens of the calls from which time and memory of a large one are foreseen.
+PROBES = (512, 1024, 2048)
 
 
 class Benchmark:
@@ -279,15 +277,13 @@ def panels(sizes: Sequence[Mapping[str, Any]]) -> list[report.Panel]:
     """Time an image over N, one panel a pass."""
     drawn = []
     for key, title in PASSES.items():
-        lines: dict[str, list[tuple[int, dict[str, float]]]] = {}
+        lines: dict[str, report.Line] = {}
         for entry in sizes:
             for name, own in entry["passes"][key]["contenders"].items():
-                each = {part: own["seconds"][part] / entry["batch"] for part in ("median", "lower", "upper")}
-                lines.setdefault(name, []).append((entry["tokens"], each))
+                lines.setdefault(name, []).append((entry["tokens"], report.an_image(own["seconds"], entry["batch"])))
         best = fastest_backend(sizes[-1]["passes"][key])
-        crossing = report.crossover(lines[best], lines[DENSE], "tokens") if best and DENSE in lines else (None, "")
-        text = f"{best}: {crossing[1]}" if crossing[1] else ""
-        drawn.append(report.Panel(title, lines, COPY, (crossing[0], text)))
+        remark = report.crossover_text(best, lines[best], lines[DENSE], "tokens") if best and DENSE in lines else ""
+        drawn.append(report.Panel(title, lines, DENSE, COPY, best, remark))
     return drawn
 
 
@@ -305,10 +301,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--decay", default="none", help="name, or YAML of a dict")
     parser.add_argument("--prefix-tokens", type=int, default=0)
-    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--layout", choices=LAYOUTS, default="projection", help="of q, k, v in memory")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
     parser.add_argument("--contenders", help="names with commas between them; default: all")
     parser.add_argument("--rounds", type=int, default=30, help="of each size and pass, at most")
     parser.add_argument("--budget", type=float, default=90.0, help="seconds for the rounds of one size and pass")
@@ -318,6 +311,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/benchmark/attention.json"), help="a .png lies beside it"
     )
+    report.add_machine_arguments(parser)
     return parser
 
 
@@ -332,31 +326,17 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
     )
     if arguments.prefix_tokens < 0:
         raise ValueError(f"--prefix-tokens {arguments.prefix_tokens} must be 0 or more")
-    if arguments.threads is not None:
-        report.check_positive(threads=arguments.threads)
-        torch.set_num_threads(arguments.threads)
+    dtype, device = report.machine_of(arguments)
     return Setting(
         heads=arguments.heads,
         width=arguments.width,
-        support=from_yaml("--support", arguments.support),
-        decay=from_yaml("--decay", arguments.decay),
+        support=report.from_yaml("--support", arguments.support),
+        decay=report.from_yaml("--decay", arguments.decay),
         prefix=arguments.prefix_tokens,
-        dtype=report.parse_dtype(arguments.dtype),
+        dtype=dtype,
         layout=arguments.layout,
-        device=report.parse_device(arguments.device),
+        device=device,
     )
-
-
-def from_yaml(flag: str, text: str) -> Any:
-    """A value as configurations write it.
-
-    Raises:
-        ValueError: if it is not YAML.
-    """
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{flag} {text!r} must be a name or a dict in YAML: {str(error).splitlines()[0]}") from None
 
 
 def run(arguments: argparse.Namespace) -> bool:
@@ -368,8 +348,7 @@ def run(arguments: argparse.Namespace) -> bool:
     memory_sizes = [Size(*pair) for pair in report.parse_sizes("--memory", arguments.memory)]
     for size in (*sizes, *memory_sizes):
         resolve_support(setting.support, setting.heads, size.tokens)
-    flags = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
-    results = {**report.provenance("attention"), "settings": flags}
+    results = report.provenance("attention", arguments)
     report.print_provenance(results)
     print_contenders(benchmark)
     results["sizes"] = [measure_size(benchmark, size) for size in sizes]
@@ -388,19 +367,12 @@ def run(arguments: argparse.Namespace) -> bool:
     write_results(arguments.out, results)
     print(f"\n{arguments.out}")
     if sizes:
-        heading = (
-            f"attention, {arguments.heads} heads x {arguments.width}, {arguments.dtype}, {machine(results, device)}"
-        )
+        of = f"{arguments.heads} heads x {arguments.width}, {dtype}"
+        heading = f"attention, {of}, {report.machine(results, device)}"
         print(
             report.draw_times([panels(results["sizes"])], arguments.out.with_suffix(".png"), heading, "patch tokens N")
         )
     return not any_wrong(results)
-
-
-def machine(results: Mapping[str, Any], device: str) -> str:
-    """The hardware in a few words."""
-    hardware = results["hardware"]
-    return hardware["gpu"] if device == "cuda" else f"{hardware['cpu_threads']} threads of {hardware['cpu']}"
 
 
 def print_contenders(benchmark: Benchmark) -> None:

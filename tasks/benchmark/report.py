@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +12,22 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 from tasks.classification.report import command_line, environment
 
 BOUND_COLOUR = "#8a8a8a"
-COLOURS = (ACCENT, "#2a7f9e", "#7a9e3f", "#8e5ea2", "#d9a441", "#4b6a53", "#b0578d", "#5f5f9e")
-MARKERS = "osD^vPX*"
+COLOURS = ("#2a7f9e", "#7a9e3f", "#8e5ea2", "#d9a441", "#4b6a53", "#b0578d", "#5f5f9e")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+MARKERS = "s^vPX*<"
 
 
-def provenance(name: str) -> dict[str, Any]:
+def provenance(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """What every results file of a benchmark begins with."""
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
     return {
-        **{"task": "benchmark", "benchmark": name, "command": command_line()},
+        **{"task": "benchmark", "benchmark": name, "command": command_line(), "settings": settings},
         **environment(),
         "load_average": os.getloadavg()[0],
     }
@@ -69,6 +73,15 @@ def _digits(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def machine(results: Mapping[str, Any], device: str) -> str:
+    """The hardware in a few words."""
+    hardware = results["hardware"]
+    if device == "cuda":
+        return hardware["gpu"]
+    threads = hardware["cpu_threads"]
+    return f"{hardware['cpu']}, {threads} thread{'s' * (threads > 1)}"
+
+
 def parse_sizes(flag: str, text: str) -> list[tuple[int, int]]:
     """ "196x8,1024x2" as pairs in ascending order.
 
@@ -91,115 +104,174 @@ def check_positive(**values: float) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be above 0")
 
 
-def parse_dtype(text: str) -> torch.dtype:
-    """A torch dtype by name.
+def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    """--dtype, --device, --threads."""
+    parser.add_argument("--dtype", default="float32", help=f"{', '.join(DTYPES)}")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
+
+
+def machine_of(arguments: argparse.Namespace) -> tuple[torch.dtype, torch.device]:
+    """What `add_machine_arguments` asked for, checked; sets torch's threads.
 
     Raises:
-        ValueError: for another than the four floating ones.
+        ValueError: for a value that is not allowed.
     """
-    names = ("float32", "bfloat16", "float16", "float64")
-    if text not in names:
-        raise ValueError(f"--dtype {text!r} must be one of {', '.join(names)}")
-    return getattr(torch, text)
-
-
-def parse_device(text: str) -> torch.device:
-    """A device that is there.
-
-    Raises:
-        ValueError: for one that is not.
-    """
-    if text not in ("cpu", "cuda"):
-        raise ValueError(f"--device {text!r} must be cpu or cuda")
-    if text == "cuda" and not torch.cuda.is_available():
+    if arguments.dtype not in DTYPES:
+        raise ValueError(f"--dtype {arguments.dtype!r} must be one of {', '.join(DTYPES)}")
+    if arguments.device not in ("cpu", "cuda"):
+        raise ValueError(f"--device {arguments.device!r} must be cpu or cuda")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device 'cuda': there is no CUDA device")
-    return torch.device(text)
+    if arguments.threads is not None:
+        check_positive(threads=arguments.threads)
+        torch.set_num_threads(arguments.threads)
+    return getattr(torch, arguments.dtype), torch.device(arguments.device)
+
+
+def from_yaml(flag: str, text: str) -> Any:
+    """A value as configurations write it.
+
+    Raises:
+        ValueError: if it is not YAML.
+    """
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{flag} {text!r} must be a name or a dict in YAML: {str(error).splitlines()[0]}") from None
+
+
+def an_image(seconds: Mapping[str, float], batch: int) -> dict[str, float]:
+    """A spread of seconds a call as seconds an image."""
+    return {part: seconds[part] / batch for part in ("median", "lower", "upper")}
 
 
 # ---- picture --------------------------------------------------------------------------------------------------------
 
+Line = list[tuple[int, dict[str, float]]]
+
 
 @dataclass
 class Panel:
-    """Lines over the size: name to (x, spread of seconds). bound: the line drawn as what nothing can beat."""
+    """Time over size.
+
+    lines: name to (size, spread of seconds). base: the line that others may cross. bound: the line, dashed, that
+    nothing should beat. best: the line drawn to stand out, if any. remark: a second line of the title.
+    """
 
     title: str
-    lines: dict[str, list[tuple[int, dict[str, float]]]]
+    lines: dict[str, Line]
+    base: str
     bound: str
-    crossing: tuple[float | None, str] = (None, "")
+    best: str | None = None
+    remark: str = ""
 
 
-def crossover(
-    sparse: Sequence[tuple[int, dict[str, float]]], dense: Sequence[tuple[int, dict[str, float]]], unit: str
-) -> tuple[float | None, str]:
-    """Size from which `sparse` stays faster than `dense`, between measured sizes along straight lines in log-log.
+def crossover(line: Line, base: Line) -> tuple[float, float] | None:
+    """(size, seconds) where `line` falls below `base` for good, along straight lines in log-log between measured sizes.
 
-    Returns:
-        the size, None where there is none to mark, and what to write.
+    None if it is below from the first size that both have, or not below at the last.
     """
-    dense_at = {x: seconds["median"] for x, seconds in dense}
-    points = [(x, np.log(seconds["median"] / dense_at[x])) for x, seconds in sparse if x in dense_at]
-    if not points:
-        return None, ""
-    if points[-1][1] >= 0:
-        return None, f"not faster than dense up to {points[-1][0]} {unit}"
-    for (x0, y0), (x1, y1) in reversed(list(pairwise(points))):
-        if y0 >= 0 > y1:
-            at = float(np.exp(np.log(x0) + (np.log(x1) - np.log(x0)) * y0 / (y0 - y1)))
-            return at, f"faster than dense from {at:.0f} {unit}"
-    return None, f"faster than dense at every size from {points[0][0]} {unit}"
+    base_at = {size: seconds["median"] for size, seconds in base}
+    points = [
+        (np.log(size), np.log(seconds["median"]), np.log(base_at[size])) for size, seconds in line if size in base_at
+    ]
+    if not points or points[-1][1] >= points[-1][2]:
+        return None
+    for (x0, y0, base0), (x1, y1, base1) in reversed(list(pairwise(points))):
+        if y0 >= base0:
+            share = (y0 - base0) / ((y0 - base0) - (y1 - base1))
+            return float(np.exp(x0 + share * (x1 - x0))), float(np.exp(y0 + share * (y1 - y0)))
+    return None
+
+
+def crossover_text(name: str, line: Line, base: Line, unit: str) -> str:
+    """From which size on a line is below the base, in words."""
+    base_at = {size: seconds["median"] for size, seconds in base}
+    shared = [(size, seconds["median"]) for size, seconds in line if size in base_at]
+    if not shared:
+        return ""
+    if (crossing := crossover(line, base)) is not None:
+        return f"{name} is faster than dense from {crossing[0]:.0f} {unit} on"
+    if shared[-1][1] < base_at[shared[-1][0]]:
+        return f"{name} is faster than dense at every size"
+    return f"{name} is not faster than dense at {shared[-1][0]} {unit}"
 
 
 def draw_times(panels: Sequence[Sequence[Panel]], path: Path, heading: str, xlabel: str) -> Path:
-    """Time over size, both logarithmic: one panel each, quartiles as a band, the bound dashed, the crossover marked."""
+    """Rows of panels, both axes logarithmic: quartiles as a band, the bound dashed, crossovers with the base ringed."""
     plt = pyplot()
     rows, columns = len(panels), max(len(row) for row in panels)
     figure, axes = plt.subplots(
-        rows, columns, figsize=(4.8 * columns + 0.6, 3.9 * rows + 1.1), squeeze=False, layout="constrained", sharex=True
+        rows, columns, figsize=(4.6 * columns + 0.8, 3.9 * rows + 1.2), squeeze=False, layout="constrained", sharex=True
     )
-    names = list(dict.fromkeys(name for row in panels for panel in row for name in panel.lines))
-    bounds = {panel.bound for row in panels for panel in row}
-    others = [name for name in names if name not in bounds]
-    styles = {
-        name: (COLOURS[(i - 1) % len(COLOURS)] if i else INK, MARKERS[i % len(MARKERS)])
-        for i, name in enumerate(others)
-    }
+    flat = [panel for row in panels for panel in row]
+    styles = _styles(flat)
     handles: dict[str, Any] = {}
-    for axis, panel in zip(axes.flat, (panel for row in panels for panel in row), strict=True):
+    for axis, panel in zip(axes.flat, flat, strict=True):
         handles |= _draw_panel(axis, panel, styles)
     for axis in axes[-1]:
         axis.set_xlabel(xlabel)
     for axis in axes[:, 0]:
-        axis.set_ylabel("time an image, ms")
+        axis.set_ylabel("ms an image")
     figure.suptitle(heading, fontsize=11)
-    order = [name for name in names if name in handles]
+    names = [name for name in styles if name in handles]
     figure.legend(
-        [handles[n] for n in order], order, loc="outside lower center", ncols=min(5, len(order)), frameon=False
+        [handles[name] for name in names], names, loc="outside lower center", ncols=min(5, len(names)), frameon=False
     )
     return save(figure, path)
 
 
-def _draw_panel(axis: Any, panel: Panel, styles: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+def _styles(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
+    """How each line is drawn, the same in every panel."""
+    styles: dict[str, dict[str, Any]] = {}
+    names = dict.fromkeys(name for panel in panels for name in panel.lines)
+    others = iter(zip(COLOURS, MARKERS, strict=False))
+    for name in names:
+        if any(name == panel.bound for panel in panels):
+            styles[name] = {"color": BOUND_COLOUR, "linestyle": "--", "linewidth": 1.4, "zorder": 1}
+        elif any(name == panel.base for panel in panels):
+            styles[name] = {"color": INK, "marker": "o", "linewidth": 2.2, "zorder": 3}
+        elif any(name == panel.best for panel in panels):
+            styles[name] = {"color": ACCENT, "marker": "D", "linewidth": 2.2, "zorder": 3}
+        else:
+            colour, marker = next(others)
+            styles[name] = {"color": colour, "marker": marker, "linewidth": 1.3, "zorder": 2}
+    return styles
+
+
+def _draw_panel(axis: Any, panel: Panel, styles: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     handles = {}
     for name, points in panel.lines.items():
-        x = [size for size, _ in points]
+        sizes = [size for size, _ in points]
         median, lower, upper = ([1000 * seconds[key] for _, seconds in points] for key in ("median", "lower", "upper"))
-        if name == panel.bound:
-            style = {"color": BOUND_COLOUR, "linestyle": "--", "zorder": 1}
-        else:
-            style = {"color": styles[name][0], "marker": styles[name][1], "markersize": 4.5}
-        (handles[name],) = axis.plot(x, median, linewidth=1.6, **style)
-        axis.fill_between(x, lower, upper, color=style["color"], alpha=0.18, linewidth=0)
+        (handles[name],) = axis.plot(sizes, median, markersize=4.5, **styles[name])
+        axis.fill_between(sizes, lower, upper, color=styles[name]["color"], alpha=0.18, linewidth=0)
+    _mark_crossovers(axis, panel, styles)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    sizes = sorted({x for points in panel.lines.values() for x, _ in points})
+    sizes = sorted({size for points in panel.lines.values() for size, _ in points})
     axis.set_xticks(sizes, [str(size) for size in sizes])
     axis.xaxis.set_minor_locator(pyplot().NullLocator())
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    at, text = panel.crossing
-    if at is not None:
-        axis.axvline(at, color=INK, linestyle=":", linewidth=1.2)
-    axis.set_title(panel.title + (f"\n{text}" if text else ""), fontsize=10)
+    axis.set_title("\n".join(filter(None, (panel.title, panel.remark))), fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
     return handles
+
+
+def _mark_crossovers(axis: Any, panel: Panel, styles: Mapping[str, dict[str, Any]]) -> None:
+    if panel.base not in panel.lines:
+        return
+    found = [
+        (crossing, styles[name]["color"])
+        for name, points in panel.lines.items()
+        if name not in (panel.base, panel.bound) and (crossing := crossover(points, panel.lines[panel.base]))
+    ]
+    # Neighbours on the same line: their numbers go to either side of it in turn.
+    for number, ((size, seconds), colour) in enumerate(sorted(found)):
+        axis.plot(size, 1000 * seconds, "o", markersize=10, fillstyle="none", color=colour, zorder=4)
+        offset, side = ((-9, 7), "right") if number % 2 else ((9, -14), "left")
+        axis.annotate(
+            f"{size:.0f}", (size, 1000 * seconds), offset, textcoords="offset points", ha=side, color=colour, fontsize=9
+        )

@@ -6,11 +6,12 @@ code, a check of the output) and returns the call to be timed.
 
 from __future__ import annotations
 
+import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import torch
 Call = Callable[[], object]
 SetUp = Callable[[], Call]
 
-# A turn repeats short calls until it takes about this long: below it the clock and a cold cache show.
+# A turn repeats short calls until it takes about this long: below it the clock and a cold cache show. Beside slow
+# contenders, which allow few rounds, it takes this share of the slowest one's call.
 TURN_SECONDS = 0.005
+TURN_SHARE = 0.05
 MAX_CALLS = 1000
 MIN_ROUNDS = 3
 # Of the memory that is free, what a contender may be expected to take.
@@ -70,7 +73,9 @@ def interleave(calls: Mapping[str, Call], device: torch.device, budget: float, r
         budget: seconds for all rounds together.
         rounds: rounds at most.
     """
-    repeats = {name: _calls_per_turn(seconds_per_call(call, 1, device)) for name, call in calls.items()}
+    once = {name: seconds_per_call(call, 1, device) for name, call in calls.items()}
+    turn = max(TURN_SECONDS, TURN_SHARE * max(once.values(), default=0.0))
+    repeats = {name: min(MAX_CALLS, max(1, round(turn / own))) for name, own in once.items()}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     start = time.perf_counter()
     for number in range(rounds if calls else 0):
@@ -80,10 +85,6 @@ def interleave(calls: Mapping[str, Call], device: torch.device, budget: float, r
         for name in turn_order(list(calls), number):
             seconds[name].append(seconds_per_call(calls[name], repeats[name], device))
     return seconds
-
-
-def _calls_per_turn(seconds: float) -> int:
-    return min(MAX_CALLS, max(1, round(TURN_SECONDS / seconds)))
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -174,30 +175,31 @@ def free_memory(device: torch.device) -> int:
 # ---- what will be too much ------------------------------------------------------------------------------------------
 
 
+# How far a law with fewer terms may be off the probes: times are noisy, bytes are not.
+TIME_TOLERANCE = 0.15
+MEMORY_TOLERANCE = 0.01
+
+
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds and bytes a call as a T + b T^2, through what two small probes of one image took."""
+    """Seconds and bytes a call as c + B (a T + b T^2), from what small probes of one image took; (c, a, b) of each."""
 
-    seconds: tuple[float, float]
-    needed: tuple[float, float]
+    seconds: tuple[float, float, float]
+    needed: tuple[float, float, float]
 
     @classmethod
-    def of(cls, set_up_at: Callable[[int], SetUp], tokens: tuple[int, int], device: torch.device) -> Forecast:
-        """Probe with `tokens` tokens, the smaller number first."""
+    def of(cls, set_up_at: Callable[[int], SetUp], tokens: Sequence[int], device: torch.device) -> Forecast:
+        """Probe with three numbers of tokens."""
         seconds, needed = [], []
         for count in tokens:
             call, memory = measure_memory(set_up_at(count), device)
-            seconds.append(statistics.median(seconds_per_call(call, 1, device) for _ in range(PROBE_CALLS)))
-            needed.append(float(memory.needed))
-        return cls(_through(tokens, seconds), _through(tokens, needed))
-
-    def at(self, tokens: int, batch: int) -> tuple[float, float]:
-        """(seconds, bytes) expected."""
-        return tuple(batch * (a * tokens + b * tokens**2) for a, b in (self.seconds, self.needed))  # type: ignore[return-value]
+            seconds.append(min(seconds_per_call(call, 1, device) for _ in range(PROBE_CALLS)))
+            needed.append(memory.needed)
+        return cls(growth_law(tokens, seconds, TIME_TOLERANCE), growth_law(tokens, needed, MEMORY_TOLERANCE))
 
     def too_much(self, tokens: int, batch: int, budget: float, free: float) -> str | None:
         """Why the contender is left out at this size, or None."""
-        seconds, needed = self.at(tokens, batch)
+        seconds, needed = (c + batch * (a * tokens + b * tokens**2) for c, a, b in (self.seconds, self.needed))
         if needed > MEMORY_SHARE * free:
             return f"would need about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
         if MIN_ROUNDS * seconds > budget:
@@ -205,12 +207,25 @@ class Forecast:
         return None
 
 
-def _through(tokens: tuple[int, int], values: Sequence[float]) -> tuple[float, float]:
-    """a, b >= 0 of a T + b T^2 through two points; where a curve bends the other way, a line through the larger."""
-    (small, large), (low, high) = tokens, values
-    b = max(0.0, (high / large - low / small) / (large - small))
-    a = high / large - b * large
-    return (a, b) if a > 0 else (0.0, high / large**2)
+def growth_law(tokens: Sequence[int], values: Sequence[float], tolerance: float) -> tuple[float, float, float]:
+    """c, a, b, none negative, of c + a T + b T^2 through positive values: the fewest terms that fit.
+
+    Args:
+        tokens: T of each value.
+        values: what is fitted, in relative terms.
+        tolerance: largest relative difference with which fewer terms fit; if none do, the best fit counts.
+    """
+    relative = np.array(tokens, dtype=float)[:, None] ** np.arange(3) / np.maximum(values, 1e-12)[:, None]
+    best, smallest = np.zeros(3), math.inf
+    for terms in (list(own) for count in (1, 2, 3) for own in combinations(range(3), count)):
+        solution = np.linalg.lstsq(relative[:, terms], np.ones(len(values)), rcond=None)[0]
+        difference = float(np.abs(relative[:, terms] @ solution - 1).max())
+        if (solution >= 0).all() and difference < smallest:
+            best, smallest = np.zeros(3), difference
+            best[terms] = solution
+            if smallest <= tolerance:
+                break
+    return tuple(float(value) for value in best)  # type: ignore[return-value]
 
 
 # ---- one size -------------------------------------------------------------------------------------------------------
