@@ -273,9 +273,9 @@ def targets_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return report.text_table(["N x batch", "pass", "what", "target", "measured", "backend", ""], cells)
 
 
-def panels(sizes: Sequence[Mapping[str, Any]]) -> list[report.Panel]:
+def panels(sizes: Sequence[Mapping[str, Any]]) -> dict[str, report.Panel]:
     """Time an image over N, one panel a pass."""
-    drawn = []
+    drawn = {}
     for key, title in PASSES.items():
         lines: dict[str, report.Line] = {}
         for entry in sizes:
@@ -283,7 +283,7 @@ def panels(sizes: Sequence[Mapping[str, Any]]) -> list[report.Panel]:
                 lines.setdefault(name, []).append((entry["tokens"], report.an_image(own["seconds"], entry["batch"])))
         best = fastest_backend(sizes[-1]["passes"][key])
         remark = report.crossover_text(best, lines[best], lines[DENSE], "tokens") if best and DENSE in lines else ""
-        drawn.append(report.Panel(title, lines, DENSE, COPY, best, remark))
+        drawn[key] = report.Panel(title, lines, DENSE, COPY, best, remark)
     return drawn
 
 
@@ -304,7 +304,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--layout", choices=LAYOUTS, default="projection", help="of q, k, v in memory")
     parser.add_argument("--contenders", help="names with commas between them; default: all")
     parser.add_argument("--rounds", type=int, default=30, help="of each size and pass, at most")
-    parser.add_argument("--budget", type=float, default=90.0, help="seconds for the rounds of one size and pass")
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds for the rounds of one size and pass")
     parser.add_argument("--memory", default="", metavar="SIZES", help="sizes at which only memory is measured")
     parser.add_argument("--growth", action="store_true", help="fit the exponent of time from 4096 to 65536 tokens")
     parser.add_argument("--targets", action="store_true", help="compare with the project's targets")
@@ -346,33 +346,43 @@ def run(arguments: argparse.Namespace) -> bool:
     benchmark = Benchmark(setting, names, arguments.budget, arguments.rounds)
     sizes = [Size(*pair) for pair in report.parse_sizes("--sizes", arguments.sizes)]
     memory_sizes = [Size(*pair) for pair in report.parse_sizes("--memory", arguments.memory)]
-    for size in (*sizes, *memory_sizes):
+    growth_sizes = GROWTH_SIZES if arguments.growth else []
+    for size in (*sizes, *memory_sizes, *growth_sizes):
         resolve_support(setting.support, setting.heads, size.tokens)
     results = report.provenance("attention", arguments)
     report.print_provenance(results)
     print_contenders(benchmark)
     results["sizes"] = [measure_size(benchmark, size) for size in sizes]
     results["memory"] = [measure_size(benchmark, size, rounds=0) for size in memory_sizes]
-    results["growth"] = []
-    if arguments.growth:
-        results["growth"] = [measure_size(benchmark, size, largest=GROWTH_SIZES[-1]) for size in GROWTH_SIZES]
+    results["growth"] = [measure_size(benchmark, size, largest=growth_sizes[-1]) for size in growth_sizes]
     results["growth_fits"] = growth_fits(results["growth"])
-    for fit in results["growth_fits"]:
-        print(f"{fit['contender']}, {PASSES[fit['pass']]}: time grows as N^{fit['exponent']:.2f} "
-              f"from {fit['tokens'][0]} to {fit['tokens'][-1]} tokens (N log N: {fit['n_log_n']:.2f})")  # fmt: skip
-    device, dtype = setting.device.type, arguments.dtype
-    results["targets"] = compare_with_targets(results, device, dtype) if arguments.targets else []
+    drawn = panels(results["sizes"]) if sizes else {}
+    results["crossovers"] = {
+        key: {name: place[0] for name, place in panel.crossovers().items()} for key, panel in drawn.items()
+    }
+    results["targets"] = []
     if arguments.targets:
-        print("\n" + (targets_table(results["targets"]) or f"no targets for {dtype} on {device}"))
+        results["targets"] = compare_with_targets(results, setting.device.type, arguments.dtype)
+    print_conclusions(results)
     write_results(arguments.out, results)
     print(f"\n{arguments.out}")
     if sizes:
-        of = f"{arguments.heads} heads x {arguments.width}, {dtype}"
-        heading = f"attention, {of}, {report.machine(results, device)}"
-        print(
-            report.draw_times([panels(results["sizes"])], arguments.out.with_suffix(".png"), heading, "patch tokens N")
-        )
+        of = f"{arguments.heads} heads x {arguments.width}, {arguments.dtype}"
+        heading = f"attention, {of}, {report.machine(results, setting.device.type)}"
+        print(report.draw_times([list(drawn.values())], arguments.out.with_suffix(".png"), heading, "patch tokens N"))
     return not any_wrong(results)
+
+
+def print_conclusions(results: Mapping[str, Any]) -> None:
+    """Exponents and targets, where they were asked for."""
+    for fit in results["growth_fits"]:
+        first, last = fit["tokens"][0], fit["tokens"][-1]
+        growth = f"time grows as N^{fit['exponent']:.2f} from {first} to {last} tokens"
+        print(f"{fit['contender']}, {PASSES[fit['pass']]}: {growth} (N log N: {fit['n_log_n']:.2f})")
+    if results["targets"]:
+        print("\n" + targets_table(results["targets"]))
+    elif results["settings"]["targets"]:
+        print(f"\nno targets for {results['settings']['dtype']} on {results['settings']['device']}")
 
 
 def print_contenders(benchmark: Benchmark) -> None:
@@ -388,8 +398,10 @@ def measure_size(benchmark: Benchmark, size: Size, **options: Any) -> dict[str, 
     passes = {}
     for key, title in PASSES.items():
         passes[key] = benchmark.at(size, key == "forward_backward", **options)
-        chooser = passes[key]["chooser_takes"]
-        print(f"\n{size.tokens} tokens x {size.batch}, {title}; the chooser takes {chooser}\n{size_table(passes[key])}")
+        choice = f"the chooser takes {passes[key]['chooser_takes']}"
+        if (fastest := fastest_backend(passes[key])) is not None:
+            choice += f", the fastest backend is {fastest}"
+        print(f"\n{size.tokens} tokens x {size.batch}, {title}; {choice}\n{size_table(passes[key])}", flush=True)
     return {"tokens": size.tokens, "batch": size.batch, "passes": passes}
 
 

@@ -94,7 +94,8 @@ def make_problem(setting: Setting, size: Size, trains: bool, seed: int = 0) -> P
         torch.manual_seed(seed)
         module = DECAYS[settings["name"]](setting.heads, **{k: v for k, v in settings.items() if k != "name"})
         decay = module.to(setting.device).requires_grad_(trains)()
-    return Problem(plan, *(x.detach().requires_grad_(trains) for x in (q, k, v)), grad_out, decay)
+    q, k, v = (x.detach().requires_grad_(trains) for x in (q, k, v))
+    return Problem(plan, q, k, v, grad_out, decay)
 
 
 def nearly_square(tokens: int) -> tuple[int, int]:
@@ -122,17 +123,9 @@ class Contender:
 
 def contenders() -> dict[str, Contender]:
     """All by name: dense attention, every backend of the registry under its own name, and what else people use."""
-    backends = {
-        name: Contender(
-            (BACKENDS[name].run.__doc__ or name).split("\n")[0],
-            lambda problem, trains, name=name: _backend_can_run(problem, name),
-            lambda problem, name=name: _run_backend(problem, name),
-        )
-        for name in BACKENDS
-    }
     return {
         DENSE: Contender("scaled_dot_product_attention, no support, no decay", _always, _run_dense, dense=True),
-        **backends,
+        **{name: _backend_contender(name) for name in BACKENDS},
         "flex": Contender("FlexAttention, compiled, block mask of the support", _flex_can_run, _run_flex),
         "gather": Contender("keys and values gathered by a table (N, columns)", _gather_can_run, _run_gather),
     }
@@ -152,12 +145,15 @@ def make_call(problem: Problem) -> Call:
     return Call(problem.q, problem.k, problem.v, problem.plan, problem.decay, scale, 0.0, False, None, None)
 
 
-def _backend_can_run(problem: Problem, name: str) -> str | None:
-    return BACKENDS[name].can_run(make_call(problem))
+def _backend_contender(name: str) -> Contender:
+    def can_run(problem: Problem, trains: bool) -> str | None:
+        with torch.set_grad_enabled(trains):
+            return BACKENDS[name].can_run(make_call(problem))
 
+    def prepare(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        return lambda q, k, v: run_plan(problem.plan, q, k, v, problem.decay, backend=name)[0]
 
-def _run_backend(problem: Problem, name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return lambda q, k, v: run_plan(problem.plan, q, k, v, problem.decay, backend=name)[0]
+    return Contender((BACKENDS[name].run.__doc__ or name).split("\n")[0], can_run, prepare)
 
 
 def chosen_backend(problem: Problem, trains: bool) -> str:

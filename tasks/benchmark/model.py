@@ -222,8 +222,15 @@ class Benchmark:
     def at(self, resolution: int, batch: int) -> dict[str, Any]:
         """Both passes at one resolution."""
         runs = {name: self.make_run(name, resolution, batch) for name in self.contenders}
-        size = {"model": self.preset, "resolution": resolution, "batch": batch, "patch_tokens": self.tokens(resolution)}
-        return {**size, "passes": {key: self.measure_pass(key, runs, size["patch_tokens"], batch) for key in PASSES}}
+        tokens = self.tokens(resolution)
+        passes = {key: self.measure_pass(key, runs, tokens, batch) for key in PASSES}
+        return {
+            "model": self.preset,
+            "resolution": resolution,
+            "batch": batch,
+            "patch_tokens": tokens,
+            "passes": passes,
+        }
 
     def measure_pass(self, key: str, runs: Mapping[str, ModelRun], tokens: int, batch: int) -> dict[str, Any]:
         """`timing.measure` of one pass, with what the chooser of backends said about the first layer."""
@@ -355,7 +362,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--sizes", default="224x8,384x4,512x2,768x1,1024x1,1536x1", help="pixels a side x images")
     parser.add_argument("--rounds", type=int, default=20, help="of each size and pass, at most")
-    parser.add_argument("--budget", type=float, default=90.0, help="seconds for the rounds of one size and pass")
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds for the rounds of one size and pass")
     parser.add_argument("--targets", action="store_true", help="compare with the project's targets")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmark/model.json"), help="a .png lies beside it")
     report.add_machine_arguments(parser)
@@ -383,7 +390,7 @@ def run(arguments: argparse.Namespace) -> None:
             for key, title in PASSES.items():
                 tokens = entry["patch_tokens"]
                 print(f"\n{model}, {resolution} px ({tokens} patch tokens) x {batch}, {title}")
-                print(size_table(entry["passes"][key]))
+                print(size_table(entry["passes"][key]), flush=True)
     results["targets"] = compare_with_targets(results["sizes"]) if arguments.targets else []
     if arguments.targets:
         print("\n" + targets_table(results["targets"]))

@@ -148,6 +148,8 @@ def an_image(seconds: Mapping[str, float], batch: int) -> dict[str, float]:
 
 # ---- picture --------------------------------------------------------------------------------------------------------
 
+LEGEND_INCHES = 1.9  # of one entry
+RING = "faster from here on"
 Line = list[tuple[int, dict[str, float]]]
 
 
@@ -165,6 +167,12 @@ class Panel:
     bound: str
     best: str | None = None
     remark: str = ""
+
+    def crossovers(self) -> dict[str, tuple[float, float]]:
+        """Where each line falls below the base for good, if it does: (size, seconds)."""
+        base = self.lines.get(self.base, [])
+        others = {name: line for name, line in self.lines.items() if name not in (self.base, self.bound)}
+        return {name: place for name, line in others.items() if (place := crossover(line, base)) is not None}
 
 
 def crossover(line: Line, base: Line) -> tuple[float, float] | None:
@@ -215,9 +223,10 @@ def draw_times(panels: Sequence[Sequence[Panel]], path: Path, heading: str, xlab
     for axis in axes[:, 0]:
         axis.set_ylabel("ms an image")
     figure.suptitle(heading, fontsize=11)
-    names = [name for name in styles if name in handles]
+    names = [name for name in (*styles, RING) if name in handles]
+    columns = max(1, int(figure.get_figwidth() // LEGEND_INCHES))
     figure.legend(
-        [handles[name] for name in names], names, loc="outside lower center", ncols=min(5, len(names)), frameon=False
+        [handles[name] for name in names], names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9
     )
     return save(figure, path)
 
@@ -247,31 +256,48 @@ def _draw_panel(axis: Any, panel: Panel, styles: Mapping[str, dict[str, Any]]) -
         median, lower, upper = ([1000 * seconds[key] for _, seconds in points] for key in ("median", "lower", "upper"))
         (handles[name],) = axis.plot(sizes, median, markersize=4.5, **styles[name])
         axis.fill_between(sizes, lower, upper, color=styles[name]["color"], alpha=0.18, linewidth=0)
-    _mark_crossovers(axis, panel, styles)
+    handles |= _mark_crossovers(axis, panel, styles)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     sizes = sorted({size for points in panel.lines.values() for size, _ in points})
     axis.set_xticks(sizes, [str(size) for size in sizes])
     axis.xaxis.set_minor_locator(pyplot().NullLocator())
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    _label_milliseconds(axis)
     axis.set_title("\n".join(filter(None, (panel.title, panel.remark))), fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
     return handles
 
 
-def _mark_crossovers(axis: Any, panel: Panel, styles: Mapping[str, dict[str, Any]]) -> None:
-    if panel.base not in panel.lines:
-        return
-    found = [
-        (crossing, styles[name]["color"])
-        for name, points in panel.lines.items()
-        if name not in (panel.base, panel.bound) and (crossing := crossover(points, panel.lines[panel.base]))
-    ]
+def _label_milliseconds(axis: Any) -> None:
+    """Plain numbers: powers of ten, and where there are few of them 2 and 5 between."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 300 else (1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _mark_crossovers(axis: Any, panel: Panel, styles: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    from matplotlib.patheffects import withStroke
+
+    handles = {}
+    found = sorted((*place, styles[name]["color"]) for name, place in panel.crossovers().items())
     # Neighbours on the same line: their numbers go to either side of it in turn.
-    for number, ((size, seconds), colour) in enumerate(sorted(found)):
-        axis.plot(size, 1000 * seconds, "o", markersize=10, fillstyle="none", color=colour, zorder=4)
+    for number, (size, seconds, colour) in enumerate(found):
+        at = (size, 1000 * seconds)
+        axis.plot(*at, "o", markersize=10, fillstyle="none", color=colour, zorder=4)
+        (handles[RING],) = axis.plot([], [], "o", markersize=10, fillstyle="none", color=INK)
         offset, side = ((-9, 7), "right") if number % 2 else ((9, -14), "left")
         axis.annotate(
-            f"{size:.0f}", (size, 1000 * seconds), offset, textcoords="offset points", ha=side, color=colour, fontsize=9
+            f"{size:.0f}",
+            at,
+            offset,
+            textcoords="offset points",
+            ha=side,
+            color=colour,
+            fontsize=9,
+            path_effects=[withStroke(linewidth=3, foreground="white")],
         )
+    return handles
