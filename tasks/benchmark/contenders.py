@@ -123,12 +123,14 @@ class Contender:
 
 def contenders() -> dict[str, Contender]:
     """All by name: dense attention, every backend of the registry under its own name, and what else people use."""
-    return {
+    others = {
         DENSE: Contender("scaled_dot_product_attention, no support, no decay", _always, _run_dense, dense=True),
-        **{name: _backend_contender(name) for name in BACKENDS},
         "flex": Contender("FlexAttention, compiled, block mask of the support", _flex_can_run, _run_flex),
         "gather": Contender("keys and values gathered by a table (N, columns)", _gather_can_run, _run_gather),
     }
+    if taken := [name for name in (*others, COPY) if name in BACKENDS]:
+        raise ValueError(f"backends {taken} of the library are called like contenders of the benchmark")
+    return {**others, **{name: _backend_contender(name) for name in BACKENDS}}
 
 
 def _always(problem: Problem, trains: bool) -> str | None:
