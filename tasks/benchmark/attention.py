@@ -20,6 +20,7 @@ from tasks.benchmark import report
 from tasks.benchmark.contenders import (
     COPY,
     DENSE,
+    FRESH_COPY,
     LAYOUTS,
     PASSES,
     Problem,
@@ -35,6 +36,10 @@ from tasks.benchmark.timing import Forecast, SetUp, free_memory, measure
 from tasks.classification.command import run_command
 from tasks.classification.report import write_results
 
+COPIES = {
+    COPY: "q, k, v read and the output written once, into memory that is there; with gradients, once more with theirs",
+    FRESH_COPY: "the same into memory that each call allocates, as attention does",
+}
 GROWTH_SIZES = [Size(4096 << doubling, 1) for doubling in range(5)]
 # What a call may take at most with gradients, in sizes of q, k, v and the output together.
 MEMORY_TARGET = 3.0
@@ -66,10 +71,10 @@ class Benchmark:
         self.setting, self.budget, self.rounds = setting, budget, rounds
         known = contenders()
         for name in names or ():
-            if name not in (*known, COPY):
-                raise ValueError(f"--contenders: {name!r} must be one of {', '.join((*known, COPY))}")
+            if name not in (*known, *COPIES):
+                raise ValueError(f"--contenders: {name!r} must be one of {', '.join((*known, *COPIES))}")
         self.contenders = {name: known[name] for name in known if names is None or name in names}
-        self.with_copy = names is None or COPY in names
+        self.copies = [name for name in COPIES if names is None or name in names]
         self.forecasts: dict[tuple[str, bool], Forecast] = {}
 
     def at(self, size: Size, trains: bool, rounds: int | None = None, largest: Size | None = None) -> dict[str, Any]:
@@ -95,8 +100,8 @@ class Benchmark:
             for name in set_ups
             if max(size.tokens * size.batch, (largest or size).tokens) > PROBES[-1]
         }
-        if self.with_copy:
-            set_ups[COPY] = lambda: copy_bound(problem, trains)
+        for name in self.copies:
+            set_ups[name] = lambda name=name: copy_bound(problem, trains, fresh=name == FRESH_COPY)
         rounds = self.rounds if rounds is None else rounds
         measured = measure(set_ups, self.setting.device, self.budget, rounds, (DENSE, COPY), forecasts)
         measured["left_out"] = {**unable, **measured["left_out"]}
@@ -149,7 +154,7 @@ def size_table(measured: Mapping[str, Any]) -> str:
                 *timed,
                 "" if faster is None else f"{faster:.3g}",
                 "" if bounds is None else f"{bounds:.3g}",
-                *(["", "", ""] if name == COPY else memory_cells(memory, measured["input_bytes"])),
+                *(["", "", ""] if name in COPIES else memory_cells(memory, measured["input_bytes"])),
             ]
         )
     header = [
@@ -280,6 +285,8 @@ def panels(sizes: Sequence[Mapping[str, Any]]) -> dict[str, report.Panel]:
         lines: dict[str, report.Line] = {}
         for entry in sizes:
             for name, own in entry["passes"][key]["contenders"].items():
+                if name == FRESH_COPY:
+                    continue
                 lines.setdefault(name, []).append((entry["tokens"], report.an_image(own["seconds"], entry["batch"])))
         best = fastest_backend(sizes[-1]["passes"][key])
         remark = report.crossover_text(best, lines[best], lines[DENSE], "tokens") if best and DENSE in lines else ""
@@ -389,8 +396,8 @@ def print_contenders(benchmark: Benchmark) -> None:
     """What each name stands for."""
     for name, contender in benchmark.contenders.items():
         print(f"  {name}: {contender.about}")
-    if benchmark.with_copy:
-        print(f"  {COPY}: q, k, v read and the output written once; with gradients, once more each with theirs")
+    for name in benchmark.copies:
+        print(f"  {name}: {COPIES[name]}")
 
 
 def measure_size(benchmark: Benchmark, size: Size, **options: Any) -> dict[str, Any]:

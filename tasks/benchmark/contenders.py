@@ -23,7 +23,7 @@ from hf_sparseprior.supports import resolve_support, self_rows
 LAYOUTS = ("projection", "packed", "contiguous")
 PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
 CPU = torch.device("cpu")
-DENSE, COPY = "dense_sdpa", "copy_bound"
+DENSE, COPY, FRESH_COPY = "dense_sdpa", "copy_bound", "copy_fresh"
 # Largest difference to the expected values, as a share of the largest of them.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 CHECKED_ROWS = 32  # of queries; all of them up to four times as many
@@ -128,7 +128,7 @@ def contenders() -> dict[str, Contender]:
         "flex": Contender("FlexAttention, compiled, block mask of the support", _flex_can_run, _run_flex),
         "gather": Contender("keys and values gathered by a table (N, columns)", _gather_can_run, _run_gather),
     }
-    if taken := [name for name in (*others, COPY) if name in BACKENDS]:
+    if taken := [name for name in (*others, COPY, FRESH_COPY) if name in BACKENDS]:
         raise ValueError(f"backends {taken} of the library are called like contenders of the benchmark")
     return {**others, **{name: _backend_contender(name) for name in BACKENDS}}
 
@@ -284,26 +284,36 @@ def gather_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, valid: Tens
 # ---- copy bound -----------------------------------------------------------------------------------------------------
 
 
-def copy_bound(problem: Problem, trains: bool) -> Callable[[], None]:
+def copy_bound(problem: Problem, trains: bool, fresh: bool = False) -> Callable[[], None]:
     """The memory traffic that no attention can avoid, at the speed of torch's own elementwise kernels.
 
     Forward: q, k, v are read once and out is written once, by one `addcmul` into memory that is there already; all
     contiguous. Of torch's ways to read three tensors and write one (add twice, sum, lerp, addcmul) it is the only
     one that touches each of them once and is vectorised. Backward: q, k, v, out and its gradient are read once, three
     gradients are written once. A small problem stays in the cache, for this bound as for everybody.
+
+    Args:
+        problem: whose q, k, v and gradient of the output are copied to contiguous memory.
+        trains: forward and backward.
+        fresh: write to memory allocated by each call, as attention does. The C library gives large blocks back to the
+            system, and then the system maps and clears every page of the next one anew.
     """
     given = (problem.q, problem.k, problem.v, problem.grad_out)
     q, k, v, grad_out = (x.detach().clone(memory_format=torch.contiguous_format) for x in given)
-    out, dq, dk, dv = (torch.zeros_like(q) for _ in given)
+    # torch allocates where `out` is None.
+    out, dq, dk, dv = (None if fresh else torch.zeros_like(q) for _ in given)
 
     def forward() -> None:
         torch.addcmul(q, k, v, out=out)
 
     def forward_backward() -> None:
-        forward()
-        torch.addcmul(q, k, v, out=dq)
-        torch.add(out, grad_out, out=dk)
-        dv.zero_()
+        written = torch.addcmul(q, k, v, out=out)
+        gradients = (
+            torch.addcmul(q, k, v, out=dq),
+            torch.add(written, grad_out, out=dk),
+            torch.full(v.shape, 1.0, dtype=v.dtype, device=v.device, out=dv),
+        )
+        del gradients  # together, as a backward returns them
 
     return forward_backward if trains else forward
 

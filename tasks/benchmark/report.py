@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +20,8 @@ from tasks.classification.report import command_line, environment
 
 BOUND_COLOUR = "#8a8a8a"
 COLOURS = ("#2a7f9e", "#7a9e3f", "#8e5ea2", "#d9a441", "#4b6a53", "#b0578d", "#5f5f9e")
+# Environment variables that change times: of the C library, OpenMP and this library.
+VARIABLES = ("GLIBC_", "MALLOC_", "LD_PRELOAD", "OMP_", "KMP_", "GOMP_", "MKL_", "SPARSEPRIOR_")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MARKERS = "s^vPX*<"
 
@@ -28,6 +31,7 @@ def provenance(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
     return {
         **{"task": "benchmark", "benchmark": name, "command": command_line(), "settings": settings},
+        "environment": {key: os.environ[key] for key in sorted(os.environ) if key.startswith(VARIABLES)},
         **environment(),
         "load_average": os.getloadavg()[0],
     }
@@ -37,7 +41,8 @@ def print_provenance(results: Mapping[str, Any]) -> None:
     """Command, hardware and versions, and a warning if the machine is busy."""
     hardware, versions = results["hardware"], results["versions"]
     gpu = f", {hardware['gpu']}" if "gpu" in hardware else ""
-    print(results["command"])
+    variables = [f"{key}={shlex.quote(value)}" for key, value in results["environment"].items()]
+    print(" ".join([*variables, results["command"]]))
     print(f"{hardware['cpu']}, {hardware['cpu_cores']} cores, {hardware['cpu_threads']} threads{gpu}")
     print(", ".join(f"{name} {version}" for name, version in versions.items()))
     if results["load_average"] > 0.5:

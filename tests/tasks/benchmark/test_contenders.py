@@ -116,9 +116,11 @@ def test_layouts():
 
 
 @pytest.mark.parametrize("trains", [False, True])
-def test_the_copy_bound_allocates_nothing(trains):
+def test_the_copy_bound_allocates_nothing_unless_it_should(trains):
     problem = make_problem(Setting(heads=2, width=4), Size(9, 1), trains)
-    assert traced_bytes(contenders.copy_bound(problem, trains), torch.device("cpu")) == (0, 0)
+    size = 4 * problem.q.numel()
+    for fresh, expected in ((False, 0), (True, 4 * size if trains else size)):
+        assert traced_bytes(contenders.copy_bound(problem, trains, fresh), torch.device("cpu")) == (expected, 0)
 
 
 def test_contenders_come_from_the_registry(monkeypatch):
