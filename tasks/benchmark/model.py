@@ -362,7 +362,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--sizes", default="224x8,384x4,512x2,768x1,1024x1,1536x1", help="pixels a side x images")
     parser.add_argument("--rounds", type=int, default=20, help="of each size and pass, at most")
-    parser.add_argument("--budget", type=float, default=120.0, help="seconds for the rounds of one size and pass")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds for the rounds of one size and pass")
     parser.add_argument("--targets", action="store_true", help="compare with the project's targets")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmark/model.json"), help="a .png lies beside it")
     report.add_machine_arguments(parser)

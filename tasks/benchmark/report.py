@@ -153,8 +153,8 @@ def an_image(seconds: Mapping[str, float], batch: int) -> dict[str, float]:
 
 # ---- picture --------------------------------------------------------------------------------------------------------
 
-LEGEND_INCHES = 1.9  # of one entry
-RING = "faster from here on"
+LEGEND_INCHES = 2.1  # of one entry
+RING = "faster than dense from here on"
 Line = list[tuple[int, dict[str, float]]]
 
 
@@ -207,7 +207,7 @@ def crossover_text(name: str, line: Line, base: Line, unit: str) -> str:
     if (crossing := crossover(line, base)) is not None:
         return f"{name} is faster than dense from {crossing[0]:.0f} {unit} on"
     if shared[-1][1] < base_at[shared[-1][0]]:
-        return f"{name} is faster than dense at every size"
+        return f"{name} is faster than dense wherever both ran"
     return f"{name} is not faster than dense at {shared[-1][0]} {unit}"
 
 
