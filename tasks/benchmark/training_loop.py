@@ -29,6 +29,7 @@ from hf_sparseprior.training import (
     SparsePriorTrainer,
     SparsePriorTrainingArguments,
 )
+from tasks.benchmark.timing import turn_order
 from tasks.classification.config import load_config
 from tasks.classification.report import command_line, environment, write_results
 from tasks.classification.train import TRAINER_DEFAULTS, build_model
@@ -121,9 +122,9 @@ def measure(config: dict[str, dict[str, Any]], steps: int, rounds: int) -> dict[
     data = TensorImages(steps * section["per_device_train_batch_size"], model.config.num_channels, (height, width))
     seconds: dict[str, list[np.ndarray]] = {"bare": [], "trainer": []}
     for number in range(rounds):
-        loops = [("bare", bare_steps), ("trainer", trainer_steps)]
-        for name, loop in loops if number % 2 else loops[::-1]:
-            seconds[name].append(loop(copy.deepcopy(model), data, copy.deepcopy(section), steps))
+        loops = {"bare": bare_steps, "trainer": trainer_steps}
+        for name in turn_order(list(loops), number):
+            seconds[name].append(loops[name](copy.deepcopy(model), data, copy.deepcopy(section), steps))
             print(f"round {number + 1} of {rounds}, {name}: {1000 * np.median(seconds[name][-1]):.1f} ms a step")
     medians = {name: float(np.median(np.concatenate(values))) for name, values in seconds.items()}
     shares = [float(np.median(b) / np.median(t)) for b, t in zip(seconds["bare"], seconds["trainer"], strict=True)]

@@ -11,13 +11,13 @@ class RunStopped(Exception):
     """The run was told to end (SIGTERM) and saved a checkpoint from which it goes on."""
 
 
-def run_command(program: str, work: Callable[[], None], goes_on: str) -> int:
+def run_command(program: str, work: Callable[[], None], goes_on: str | None = None) -> int:
     """Do the work of a command; a bad value, SIGTERM and Ctrl-C end it with one line.
 
     Args:
         program: its name.
         work: what it does.
-        goes_on: where the same command goes on after Ctrl-C.
+        goes_on: where the same command goes on after Ctrl-C; None where it starts anew.
 
     Returns:
         The exit status: 0, 2 for a bad value, 143 for SIGTERM, 130 for Ctrl-C.
@@ -31,7 +31,8 @@ def run_command(program: str, work: Callable[[], None], goes_on: str) -> int:
         print(f"{program}: {stopped}", file=sys.stderr)
         return 128 + signal.SIGTERM
     except KeyboardInterrupt:
-        print(f"\n{program}: interrupted; the same command goes on {goes_on}", file=sys.stderr)
+        after = "nothing was written" if goes_on is None else f"the same command goes on {goes_on}"
+        print(f"\n{program}: interrupted; {after}", file=sys.stderr)
         return 130
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -28,10 +29,25 @@ def environment() -> dict[str, Any]:
             versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    hardware = {"cpu_threads": torch.get_num_threads(), "machine": platform.machine()}
+    hardware = {
+        "cpu": cpu_name(),
+        "cpu_cores": os.cpu_count(),
+        "cpu_threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+    }
     if torch.cuda.is_available():
         hardware["gpu"] = torch.cuda.get_device_name()
     return {"versions": versions, "hardware": hardware}
+
+
+def cpu_name() -> str:
+    """Name of the processor as Linux knows it, elsewhere as Python does."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or "unknown")
 
 
 def command_line() -> str:
@@ -39,7 +55,7 @@ def command_line() -> str:
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     start = f"python -m {spec.name}" if spec is not None else f"python {sys.argv[0]}"
-    return " ".join([start.removesuffix(".__main__"), *sys.argv[1:]])
+    return f"{start.removesuffix('.__main__')} {shlex.join(sys.argv[1:])}".rstrip()
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:

@@ -1,0 +1,419 @@
+"""Ways to compute attention over a support that `python -m tasks.benchmark.attention` compares.
+
+Shape letters as in `hf_sparseprior.ops`: B batch, H heads, D head width, N patch tokens, P prefix tokens, T = P + N;
+K columns of a row, those of the head with the most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from hf_sparseprior.decay import DECAYS, decay_weights, prefix_weights, resolve_decay
+from hf_sparseprior.ops import BACKENDS, AttentionPlan, Call, choose_backend, run_plan
+from hf_sparseprior.supports import resolve_support, self_rows
+
+LAYOUTS = ("projection", "packed", "contiguous")
+PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
+CPU = torch.device("cpu")
+DENSE, COPY, FRESH_COPY = "dense_sdpa", "copy_bound", "copy_fresh"
+# Largest difference to the expected values, as a share of the largest of them.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+CHECKED_ROWS = 32  # of queries; all of them up to four times as many
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is computed, whatever its size."""
+
+    heads: int = 12
+    width: int = 64
+    support: str | dict[str, Any] = "fibottention"
+    decay: str | dict[str, Any] | None = None
+    prefix: int = 0
+    dtype: torch.dtype = torch.float32
+    layout: str = "projection"
+    device: torch.device = CPU
+
+
+class Size(NamedTuple):
+    """N patch tokens, B images."""
+
+    tokens: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention to compute: q, k, v and grad_out (B, H, T, D) in the layout asked for."""
+
+    plan: AttentionPlan
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+    decay: dict[str, Any] | None
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What gradients are taken of: q, k, v and the learned scalars of the decay."""
+        return [self.q, self.k, self.v, *(value for value in (self.decay or {}).values() if isinstance(value, Tensor))]
+
+
+def make_problem(setting: Setting, size: Size, trains: bool, seed: int = 0) -> Problem:
+    """Random inputs of one size, with gradients to be taken if it `trains`.
+
+    Layouts: "projection", each of q, k, v a view of (B, T, H, D) as three linear layers leave them; "packed", views of
+    one (B, T, 3, H, D); "contiguous", (B, H, T, D) in memory.
+    """
+    support = resolve_support(setting.support, setting.heads, size.tokens)
+    settings = resolve_decay(setting.decay)
+    plan = AttentionPlan(setting.heads, nearly_square(size.tokens), setting.prefix, support, settings, layer=0)
+    generator = torch.Generator(setting.device).manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=setting.device, dtype=setting.dtype)
+
+    rows = (size.batch, plan.total)
+    if setting.layout == "packed":
+        values = [*randn(*rows, 3, setting.heads, setting.width).unbind(2), randn(*rows, setting.heads, setting.width)]
+    else:
+        values = [randn(*rows, setting.heads, setting.width) for _ in range(4)]
+    q, k, v, grad_out = (value.transpose(1, 2) for value in values)
+    if setting.layout == "contiguous":
+        q, k, v, grad_out = (value.contiguous() for value in (q, k, v, grad_out))
+    decay = None
+    if settings is not None:
+        torch.manual_seed(seed)
+        module = DECAYS[settings["name"]](setting.heads, **{k: v for k, v in settings.items() if k != "name"})
+        decay = module.to(setting.device).requires_grad_(trains)()
+    q, k, v = (x.detach().requires_grad_(trains) for x in (q, k, v))
+    return Problem(plan, q, k, v, grad_out, decay)
+
+
+def nearly_square(tokens: int) -> tuple[int, int]:
+    """The grid of `tokens` patches whose sides differ least."""
+    height = next(side for side in range(math.isqrt(tokens), 0, -1) if tokens % side == 0)
+    return height, tokens // height
+
+
+# ---- the contenders -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to compute attention.
+
+    can_run: None, or why not, for a problem and whether gradients are wanted. prepare: a problem to the function of
+    (q, k, v) that is timed. dense: it computes dense attention, not the support's.
+    """
+
+    about: str
+    can_run: Callable[[Problem, bool], str | None]
+    prepare: Callable[[Problem], Callable[[Tensor, Tensor, Tensor], Tensor]]
+    dense: bool = False
+
+
+def contenders() -> dict[str, Contender]:
+    """All by name: dense attention, every backend of the registry under its own name, and what else people use."""
+    others = {
+        DENSE: Contender("scaled_dot_product_attention, no support, no decay", _always, _run_dense, dense=True),
+        "flex": Contender("FlexAttention, compiled, block mask of the support", _flex_can_run, _run_flex),
+        "gather": Contender("keys and values gathered by a table (N, columns)", _gather_can_run, _run_gather),
+    }
+    if taken := [name for name in (*others, COPY, FRESH_COPY) if name in BACKENDS]:
+        raise ValueError(f"backends {taken} of the library are called like contenders of the benchmark")
+    return {**others, **{name: _backend_contender(name) for name in BACKENDS}}
+
+
+def _always(problem: Problem, trains: bool) -> str | None:
+    return None
+
+
+def _run_dense(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return F.scaled_dot_product_attention
+
+
+def make_call(problem: Problem) -> Call:
+    """The problem as the registry's backends and the chooser see it."""
+    scale = problem.q.shape[-1] ** -0.5
+    return Call(problem.q, problem.k, problem.v, problem.plan, problem.decay, scale, 0.0, False, None, None)
+
+
+def _backend_contender(name: str) -> Contender:
+    def can_run(problem: Problem, trains: bool) -> str | None:
+        with torch.set_grad_enabled(trains):
+            return BACKENDS[name].can_run(make_call(problem))
+
+    def prepare(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        return lambda q, k, v: run_plan(problem.plan, q, k, v, problem.decay, backend=name)[0]
+
+    return Contender((BACKENDS[name].run.__doc__ or name).split("\n")[0], can_run, prepare)
+
+
+def chosen_backend(problem: Problem, trains: bool) -> str:
+    """What the chooser takes for this problem."""
+    with torch.set_grad_enabled(trains):
+        return choose_backend(make_call(problem))
+
+
+def _plain_support(problem: Problem) -> str | None:
+    if problem.plan.offsets is None:
+        return "the support is dense"
+    if problem.decay is not None:
+        return "written without a decay"
+    if problem.plan.mask_fill != "neg_inf":
+        return f"written for mask_fill='neg_inf', not {problem.plan.mask_fill!r}"
+    return None
+
+
+# ---- FlexAttention --------------------------------------------------------------------------------------------------
+
+FLEX_BLOCK = 128
+
+
+def _flex_can_run(problem: Problem, trains: bool) -> str | None:
+    if reason := _plain_support(problem):
+        return reason
+    if trains and problem.q.device.type == "cpu":
+        return "FlexAttention has no backward on CPU"
+    if problem.plan.num_prefix_tokens > FLEX_BLOCK:
+        return f"the block mask is written for up to {FLEX_BLOCK} prefix tokens"
+    return None
+
+
+def _run_flex(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    mask = flex_mask(problem.plan, problem.q.device)
+    torch._dynamo.reset()  # one compiled kernel for each size, however many sizes there are
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+
+
+def flex_mask(plan: AttentionPlan, device: torch.device) -> BlockMask:
+    """Block mask of a support, made from its offsets: torch's `create_block_mask` would form (H, T, T).
+
+    A pair at distance o lies o // block or one more blocks off the diagonal.
+    """
+    assert plan.offsets is not None
+    heads, prefix, total = plan.num_heads, plan.num_prefix_tokens, plan.total
+    attended = torch.zeros(heads, total, dtype=torch.bool)
+    alone = torch.zeros(heads, total, dtype=torch.bool)
+    blocks = -(-total // FLEX_BLOCK)
+    near = torch.zeros(heads, blocks, blocks, dtype=torch.bool)
+    for head, own in enumerate(plan.offsets):
+        attended[head, own] = True
+        rows = self_rows(own, plan.num_tokens, prefix)
+        alone[head, rows.start : rows.stop] = True
+        for offset in (*own, 0):
+            for step in (offset // FLEX_BLOCK, -(-offset // FLEX_BLOCK)):
+                near[head].diagonal(step).fill_(True)
+                near[head].diagonal(-step).fill_(True)
+    if prefix:
+        near[:, 0] = near[:, :, 0] = True
+    attended, alone, near = attended.to(device), alone.to(device), near.to(device)
+
+    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        inside = attended[head, (query - key).abs()] | ((query == key) & alone[head, query])
+        return inside | (query < prefix) | (key < prefix)
+
+    counts = near.sum(-1, dtype=torch.int32)
+    order = near.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return BlockMask.from_kv_blocks(
+        counts[None], order[None], BLOCK_SIZE=FLEX_BLOCK, mask_mod=mask_mod, seq_lengths=(total, total)
+    )
+
+
+# ---- gather ---------------------------------------------------------------------------------------------------------
+
+
+def _gather_can_run(problem: Problem, trains: bool) -> str | None:
+    return _plain_support(problem)
+
+
+def _run_gather(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    index, valid = gather_table(problem.plan, problem.q.device)
+    prefix = problem.plan.num_prefix_tokens
+    return lambda q, k, v: gather_attention(q, k, v, index, valid, prefix)
+
+
+def gather_table(plan: AttentionPlan, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Keys of every patch row: token numbers int64 (H, N, K) and which of them count, bool (H, N, K)."""
+    assert plan.offsets is not None
+    prefix, tokens = plan.num_prefix_tokens, plan.num_tokens
+    row_N1 = torch.arange(tokens)[:, None]
+    indices, valids = [], []
+    for own in plan.offsets:
+        key_NK = row_N1 + torch.tensor(sorted({sign * offset for offset in own for sign in (1, -1)}), dtype=torch.int64)
+        rows = self_rows(own, tokens, prefix)
+        alone_N1 = (row_N1 >= rows.start) & (row_N1 < rows.stop)
+        front = torch.arange(prefix).expand(tokens, -1)
+        indices.append(torch.cat([front, prefix + key_NK.clamp(0, tokens - 1), row_N1], 1))
+        inside = (key_NK >= 0) & (key_NK < tokens)
+        valids.append(torch.cat([torch.ones_like(front, dtype=torch.bool), inside, alone_N1], 1))
+    columns = max(index.shape[1] for index in indices)
+    index_HNK = torch.stack([F.pad(index, (0, columns - index.shape[1])) for index in indices])
+    valid_HNK = torch.stack([F.pad(valid, (0, columns - valid.shape[1])) for valid in valids])
+    return index_HNK.to(device), valid_HNK.to(device)
+
+
+def gather_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, valid: Tensor, prefix: int) -> Tensor:
+    """Attention over gathered keys: every patch row gets copies of its keys and values, (B, H, N, K, D).
+
+    Args:
+        q, k, v: (B, H, T, D).
+        index, valid: as `gather_table` makes them.
+        prefix: P; prefix rows are dense.
+    """
+    scale = q.shape[-1] ** -0.5
+    heads = torch.arange(q.shape[1], device=q.device).view(-1, 1, 1)
+    logits = torch.einsum("bhnd,bhnkd->bhnk", q[:, :, prefix:] * scale, k[:, heads, index])
+    probs = torch.softmax(logits.masked_fill(~valid, -math.inf), -1)
+    out = torch.einsum("bhnk,bhnkd->bhnd", probs, v[:, heads, index])
+    if not prefix:
+        return out
+    return torch.cat([F.scaled_dot_product_attention(q[:, :, :prefix], k, v), out], 2)
+
+
+# ---- copy bound -----------------------------------------------------------------------------------------------------
+
+
+def copy_bound(problem: Problem, trains: bool, fresh: bool = False) -> Callable[[], None]:
+    """The memory traffic that no attention can avoid, at the speed of torch's own elementwise kernels.
+
+    Forward: q, k, v are read once and out is written once, by one `addcmul` into memory that is there already; all
+    contiguous. Of torch's ways to read three tensors and write one (add twice, sum, lerp, addcmul) it is the only
+    one that touches each of them once and is vectorised. Backward: q, k, v, out and its gradient are read once, three
+    gradients are written once. A small problem stays in the cache, for this bound as for everybody.
+
+    Args:
+        problem: whose q, k, v and gradient of the output are copied to contiguous memory.
+        trains: forward and backward.
+        fresh: write to memory allocated by each call, as attention does. The C library gives large blocks back to the
+            system, and then the system maps and clears every page of the next one anew.
+    """
+    given = (problem.q, problem.k, problem.v, problem.grad_out)
+    q, k, v, grad_out = (x.detach().clone(memory_format=torch.contiguous_format) for x in given)
+    # torch allocates where `out` is None.
+    out, dq, dk, dv = (None if fresh else torch.zeros_like(q) for _ in given)
+
+    def forward() -> None:
+        torch.addcmul(q, k, v, out=out)
+
+    def forward_backward() -> None:
+        written = torch.addcmul(q, k, v, out=out)
+        gradients = (
+            torch.addcmul(q, k, v, out=dq),
+            torch.add(written, grad_out, out=dk),
+            torch.full(v.shape, 1.0, dtype=v.dtype, device=v.device, out=dv),
+        )
+        del gradients  # together, as a backward returns them
+
+    return forward_backward if trains else forward
+
+
+# ---- what is timed, and whether it is right -------------------------------------------------------------------------
+
+
+def timed_call(problem: Problem, contender: Contender, trains: bool) -> Callable[[], object]:
+    """The call that is timed; its outputs are checked first.
+
+    Raises:
+        RuntimeError: if an output or a gradient is not what it should be.
+    """
+    # A plan of its own, so that tables of one contender are not there already for the next.
+    plan = AttentionPlan.from_key(problem.plan.key)
+    problem = replace(problem, plan=plan, decay=None if contender.dense else problem.decay)
+    function = contender.prepare(problem)
+    check(problem, function, trains, dense=contender.dense)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return function(problem.q, problem.k, problem.v)
+
+    def forward_backward() -> tuple[Tensor, ...]:
+        out = function(problem.q, problem.k, problem.v)
+        return torch.autograd.grad(out, problem.leaves, problem.grad_out)
+
+    return forward_backward if trains else forward
+
+
+def check(problem: Problem, function: Callable, trains: bool, dense: bool) -> None:
+    """Compare the output of some rows with `expected_rows`, and every gradient of a loss over these rows."""
+    rows = checked_rows(problem.plan)
+    doubles = {leaf: leaf.detach().double().requires_grad_(trains) for leaf in problem.leaves}
+    expected = expected_rows(problem, rows, doubles, dense)
+    with torch.set_grad_enabled(trains):
+        out = function(problem.q, problem.k, problem.v)
+    _compare(out[:, :, rows], expected, problem.q.dtype, "the output")
+    if not trains:
+        return
+    grad_out = torch.zeros_like(problem.grad_out)
+    grad_out[:, :, rows] = problem.grad_out[:, :, rows]
+    gradients = torch.autograd.grad(out, problem.leaves, grad_out)
+    wanted_gradients = torch.autograd.grad(expected, list(doubles.values()), problem.grad_out[:, :, rows].double())
+    for number, (gradient, wanted_gradient) in enumerate(zip(gradients, wanted_gradients, strict=True)):
+        _compare(gradient, wanted_gradient, problem.q.dtype, f"gradient {number}")
+
+
+def checked_rows(plan: AttentionPlan) -> Tensor:
+    """All tokens of a small problem; of a large one the prefix and rows from the first to the last."""
+    if plan.total <= 4 * CHECKED_ROWS:
+        return torch.arange(plan.total)
+    patches = torch.linspace(plan.num_prefix_tokens, plan.total - 1, CHECKED_ROWS).round().long()
+    return torch.cat([torch.arange(plan.num_prefix_tokens), patches]).unique()
+
+
+def expected_rows(problem: Problem, rows: Tensor, doubles: dict[Tensor, Tensor], dense: bool) -> Tensor:
+    """Attention of some query rows by its definition, in float64: softmax over whole rows of logits.
+
+    Args:
+        problem: what is computed.
+        rows: token numbers (R,).
+        doubles: the problem's tensors in float64.
+        dense: no support.
+
+    Returns:
+        (B, H, R, D).
+    """
+    plan, device = problem.plan, problem.q.device
+    q, k, v = (doubles[x] for x in (problem.q, problem.k, problem.v))
+    rows = rows.to(device)
+    logits = q[:, :, rows] @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    keys = torch.arange(plan.total, device=device)
+    of_patches = (rows[:, None] >= plan.num_prefix_tokens) & (keys >= plan.num_prefix_tokens)
+    if problem.decay is not None:
+        decay = {key: doubles.get(x, x) if isinstance(x, Tensor) else x for key, x in problem.decay.items()}
+        logits = logits * _decay_rows(plan, decay, rows, of_patches)
+    if plan.offsets is not None and not dense:
+        distance = (rows[:, None] - keys).abs()
+        mask = torch.stack([torch.isin(distance, torch.tensor(own, device=device)) for own in plan.offsets])
+        mask = mask | ~of_patches
+        mask = mask | ((distance == 0) & ~mask.any(-1, keepdim=True))
+        logits = logits.masked_fill(~mask, -math.inf if plan.mask_fill == "neg_inf" else 0.0)
+    return torch.softmax(logits, -1) @ v
+
+
+def _decay_rows(plan: AttentionPlan, decay: dict[str, Any], rows: Tensor, of_patches: Tensor) -> Tensor:
+    """alpha M of some rows, (H, R, T)."""
+    positions = torch.from_numpy(DECAYS[decay["name"]].positions(decay, plan.grid)).to(rows.device)
+    positions = F.pad(positions, (plan.num_prefix_tokens, 0))
+    distance_CRT = (positions[:, :, rows, None] - positions[:, :, None]).abs().sum(1)
+    gamma_H = prefix_weights(decay, torch.float64)
+    around = torch.ones(plan.num_heads, device=rows.device) if gamma_H is None else gamma_H
+    weights = torch.where(of_patches, decay_weights(decay["beta"], distance_CRT, torch.float64), around.view(-1, 1, 1))
+    alpha_H = decay.get("alpha")
+    return weights if alpha_H is None else weights * alpha_H.view(-1, 1, 1)
+
+
+def _compare(value: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> None:
+    difference = float((value.detach().double() - expected.detach()).abs().max())
+    limit = TOLERANCE[dtype] * max(1e-3, float(expected.detach().abs().max()))
+    if not difference <= limit:
+        raise RuntimeError(f"WRONG: {what} differs by {difference:.1e} from the expected values, allowed {limit:.1e}")

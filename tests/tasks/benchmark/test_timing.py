@@ -1,0 +1,154 @@
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from tasks.benchmark import timing
+
+CPU = torch.device("cpu")
+MEGA = 1_000_000
+
+
+def sleeper(log, name, seconds=0.006):
+    def call():
+        time.sleep(seconds)
+        log.append(name)
+
+    return call
+
+
+def test_every_contender_runs_once_a_round_in_changing_order():
+    log = []
+    seconds = timing.interleave({name: sleeper(log, name) for name in "abc"}, CPU, budget=60, rounds=6)
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 6, "b": 6, "c": 6}
+    rounds = ["".join(log[start : start + 3]) for start in range(3, len(log), 3)]  # the first three are the warm-up
+    assert len(rounds) == 6 and all(Counter(own) == Counter("abc") for own in rounds)
+    assert Counter(own[0] for own in rounds) == {"a": 2, "b": 2, "c": 2}
+    # Nobody always follows the same other one.
+    assert {own[own.index("b") - 1] for own in rounds if own[0] != "b"} == {"a", "c"}
+
+
+def test_rounds_end_with_the_budget_and_never_below_the_least():
+    log = []
+    seconds = timing.interleave({"a": sleeper(log, "a", 0.05)}, CPU, budget=0.01, rounds=100)
+    assert len(seconds["a"]) == timing.MIN_ROUNDS
+    seconds = timing.interleave({"a": sleeper(log, "a", 0.05)}, CPU, budget=0.5, rounds=100)
+    assert timing.MIN_ROUNDS < len(seconds["a"]) <= 10
+    assert min(seconds["a"]) >= 0.05
+    assert timing.interleave({}, CPU, 1.0, 5) == {}
+
+
+def test_short_calls_are_repeated_and_timed_each():
+    log = []
+    seconds = timing.interleave(
+        {"short": sleeper(log, "short", 0.001), "long": sleeper(log, "long", 0.1)}, CPU, budget=60, rounds=2
+    )
+    assert Counter(log)["long"] == 3 and Counter(log)["short"] >= 5
+    assert 0.001 <= max(seconds["short"]) < 0.01 and min(seconds["long"]) >= 0.1
+
+
+def test_spread_and_ratios():
+    assert timing.spread([5, 1, 3, 2, 4]) == {"median": 3.0, "lower": 2.0, "upper": 4.0, "rounds": 5}
+    # A round in which the machine is ten times slower changes no ratio.
+    assert timing.ratio_spread([2, 20, 2], [1, 10, 1]) == {"median": 2.0, "lower": 2.0, "upper": 2.0, "rounds": 3}
+
+
+def test_traced_bytes_are_exact():
+    kept = []
+
+    def work():
+        first = torch.empty(MEGA)
+        second = torch.empty(2 * MEGA)
+        del first
+        kept.append(torch.empty(MEGA // 2))
+        del second
+
+    assert timing.traced_bytes(work, CPU) == (12 * MEGA, 2 * MEGA)
+    assert timing.traced_bytes(kept.clear, CPU) == (0, -2 * MEGA)
+
+
+def test_memory_tells_what_stays_from_what_a_call_takes():
+    tables = []
+
+    def set_up():
+        torch.empty(4 * MEGA)  # gone again
+        return call
+
+    def call():
+        if not tables:
+            tables.append(torch.empty(MEGA))
+        return torch.empty(2 * MEGA)
+
+    _, memory = timing.measure_memory(set_up, CPU)
+    assert memory == timing.Memory(set_up=16 * MEGA, kept=4 * MEGA, call=8 * MEGA)
+    assert memory.needed == 16 * MEGA
+
+
+RESIDENT = """
+import sys, torch
+from hf_sparseprior import ops
+from tasks.benchmark.timing import traced_bytes
+torch.manual_seed(0)
+def attend(tokens):
+    q, k, v = (torch.ones(1, 8, tokens, 32, requires_grad=True) for _ in range(3))
+    ops.attention(q, k, v, "fibottention", backend=sys.argv[1]).sum().backward()
+def resident(key):
+    return next(int(x.split()[1]) * 1024 for x in open("/proc/self/status") if x.startswith(key))
+attend(64)
+if sys.argv[2] == "traced":
+    print(traced_bytes(lambda: attend(1024), torch.device("cpu"))[0])
+else:
+    open("/proc/self/clear_refs", "w").write("5")
+    before = resident("VmRSS:")
+    attend(1024)
+    print(resident("VmHWM:") - before)
+"""
+
+
+@pytest.mark.slow
+def test_traced_memory_is_what_the_process_grows_by():
+    """Against the kernel's own count of resident pages, in fresh processes; gradients and operators' scratch too."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("needs /proc/self/clear_refs")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def measured(how):
+        command = [sys.executable, "-c", RESIDENT, "reference", how]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
+
+    traced, resident = measured("traced"), measured("resident")
+    assert traced > 80 * MEGA  # two (8, 1024, 1024) in float32 and a mask
+    assert abs(traced - resident) < 0.15 * traced, (traced, resident)
+
+
+def test_growth_law_finds_the_terms():
+    tokens = (512, 1024, 2048)
+    law = [3.0 + 0.5 * t + 0.002 * t**2 for t in tokens]
+    np.testing.assert_allclose(timing.growth_law(tokens, law, 1e-6), (3.0, 0.5, 0.002), rtol=1e-6)
+    # Noise on a linear law does not become a quadratic term, which would weigh a thousand times more at 65536.
+    assert timing.growth_law(tokens, [5.0, 10.4, 20.8], 0.15)[::2] == (0.0, 0.0)
+    assert timing.growth_law(tokens, [2.0, 8.1, 31.9], 0.15)[:2] == (0.0, 0.0)
+
+
+def test_too_much_says_what_is_short():
+    forecast = timing.Forecast(seconds=(0.0, 0.0, 1e-6), needed=(0.0, 0.0, 4.0))
+    assert forecast.too_much(1024, 1, budget=60, free=1e9) is None
+    assert forecast.too_much(32768, 1, 60, 1e9) == "would need about 4.0 GiB, 0.9 GiB are free"
+    assert forecast.too_much(10000, 2, 60, 1e12) == "3 calls would take about 600 s, the budget is 60 s"
+
+
+def test_what_cannot_run_is_left_out_with_its_reason():
+    def broken():
+        raise RuntimeError("first line\nsecond line")
+
+    set_ups = {"good": lambda: lambda: None, "broken": broken, "large": lambda: lambda: None}
+    result = timing.measure(set_ups, CPU, 1.0, 3, ("good",), {"large": lambda: "too large"})
+    assert result["left_out"] == {"broken": "first line", "large": "too large"}
+    good = result["contenders"].pop("good")
+    assert not result["contenders"] and good["seconds"]["rounds"] == 3 and good["times_good"]["median"] == 1.0
+    assert good["memory"] == {"kept": 0, "call": 0}
