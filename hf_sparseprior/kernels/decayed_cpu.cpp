@@ -27,8 +27,9 @@ using at::Tensor;
 using std::optional;
 
 constexpr int64_t ROWS = 32;                     // query rows of a block
-constexpr int64_t GROUP_BYTES = 512 * 1024;      // of packed keys and values of a group of images, to stay in the L2 cache
+constexpr int64_t GROUP_BYTES = 2048 * 1024;      // of packed keys and values of a group of images, to stay in the L2 cache
 constexpr int64_t MAX_GROUP = 8;
+constexpr float LOG2_E = 1.44269504f;
 constexpr float SAFE_EXPONENT = 40.0f;            // u and w stay within exp(-40)..exp(40)
 
 struct Problem {
@@ -55,9 +56,10 @@ struct Problem {
 void pack_panels(const float* rows, int64_t count, int64_t size, float* panels) {
   for (int64_t t = 0; t < count; t += L) {
     for (int64_t i = 0; i < size; i += L) {
-      for (int64_t lane = 0; lane < L; ++lane) {
-        for (int64_t e = 0; e < L; ++e) panels[t * size + (i + e) * L + lane] = rows[(t + lane) * size + i + e];
-      }
+      vec x[L];
+      for (int64_t lane = 0; lane < L; ++lane) x[lane] = load(rows + (t + lane) * size + i);
+      transpose(x);
+      for (int64_t e = 0; e < L; ++e) store(panels + t * size + (i + e) * L, x[e]);
     }
   }
 }
@@ -164,22 +166,34 @@ class Powers {
       }
     }
   }
-  // Along one axis, of row j with keys t..t + 15.
-  SPARSEPRIOR_INLINE vec along(int64_t line, int64_t j, int64_t t) const {
+  // gamma^distance along one axis for R rows from j on and keys t..t + 15, from memory that is read once for all rows.
+  template <int R>
+  SPARSEPRIOR_INLINE void along(int64_t line, int64_t j, int64_t t, vec out[R]) const {
     const int64_t row = line * x_.keys;
-    if (exact_[line]) return exp_of(rates_[line] * distance(line, j, t));
-    return minimum(up_.data()[row + j] * load(down_.data() + row + t), down_.data()[row + j] * load(up_.data() + row + t));
+    if (exact_[line]) {
+      for (int r = 0; r < R; ++r) out[r] = exp_of(rates_[line] * distance(line, j + r, t));
+      return;
+    }
+    const vec up = load(up_.data() + row + t), down = load(down_.data() + row + t);
+    const float *own_up = up_.data() + row + j, *own_down = down_.data() + row + j;
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) out[r] = minimum(own_up[r] * down, own_down[r] * up);
   }
   SPARSEPRIOR_INLINE vec distance(int64_t line, int64_t j, int64_t t) const {
     const vec difference = rank_.data()[line * x_.keys + j] - load(rank_.data() + line * x_.keys + t);
     return maximum(difference, -difference);
   }
-  SPARSEPRIOR_INLINE vec power(int64_t c, int64_t j, int64_t t) const {
-    vec p = along(c * x_.A, j, t);
-    for (int64_t a = 1; a < x_.A; ++a) p *= along(c * x_.A + a, j, t);
-    return p;
+  // Of a curve: the product over its axes.
+  template <int R>
+  SPARSEPRIOR_INLINE void power(int64_t c, int64_t j, int64_t t, vec out[R]) const {
+    along<R>(c * x_.A, j, t, out);
+    for (int64_t a = 1; a < x_.A; ++a) {
+      vec other[R];
+      along<R>(c * x_.A + a, j, t, other);
+      for (int r = 0; r < R; ++r) out[r] *= other[r];
+    }
   }
-  vec distance_of_curve(int64_t c, int64_t j, int64_t t) const {
+  SPARSEPRIOR_INLINE vec distance_of_curve(int64_t c, int64_t j, int64_t t) const {
     vec d = distance(c * x_.A, j, t);
     for (int64_t a = 1; a < x_.A; ++a) d += distance(c * x_.A + a, j, t);
     return d;
@@ -187,48 +201,74 @@ class Powers {
 
   // W for rows j0.. and all keys; rows that do not exist are 0.
   void weights(int64_t h, int64_t j0, float* out) const {
-    const int64_t P = x_.P, rows = std::min(ROWS, x_.T - j0);
-    const float alpha = x_.alpha[h], mean = alpha / (float)x_.C, prefix = alpha * x_.prefix_gamma[h];
-    for (int64_t r = 0; r < ROWS; ++r) {
-      if (r >= rows || j0 + r < P) std::fill_n(out + r * x_.keys, x_.keys, r < rows ? prefix : 0.0f);
-    }
+    const int64_t first = std::clamp<int64_t>(x_.P - j0, 0, ROWS), rows = std::min(ROWS, x_.T - j0);
+    const float prefix = x_.alpha[h] * x_.prefix_gamma[h];
+    std::fill_n(out, std::min(first, rows) * x_.keys, prefix);
+    std::fill_n(out + rows * x_.keys, (ROWS - rows) * x_.keys, 0.0f);
     for (int64_t t = 0; t < x_.keys; t += L) {
-      const veci in_prefix = lanes(0, P - t);
-      for (int64_t r = std::max<int64_t>(P - j0, 0); r < rows; ++r) {
-        vec total = vec{};
-        for (int64_t c = 0; c < x_.C; ++c) total += power(c, j0 + r, t);
-        store(out + r * x_.keys + t, in_prefix ? splat(prefix) : total * mean);
-      }
+      int64_t r = first;
+      for (; r + 4 <= rows; r += 4) weights_of<4>(h, j0 + r, t, out + r * x_.keys + t);
+      for (; r < rows; ++r) weights_of<1>(h, j0 + r, t, out + r * x_.keys + t);
+    }
+  }
+  template <int R>
+  SPARSEPRIOR_INLINE void weights_of(int64_t h, int64_t j, int64_t t, float* out) const {
+    vec total[R], p[R];
+    power<R>(0, j, t, total);
+    for (int64_t c = 1; c < x_.C; ++c) {
+      power<R>(c, j, t, p);
+      for (int r = 0; r < R; ++r) total[r] += p[r];
+    }
+    for (int r = 0; r < R; ++r) {
+      vec value = total[r] * (x_.alpha[h] / (float)x_.C);
+      if (t < x_.P) value = lanes(0, x_.P - t) ? splat(x_.alpha[h] * x_.prefix_gamma[h]) : value;
+      store(out + r * x_.keys, value);
     }
   }
 
-  // Adds the gradients of alpha, the prefix gamma and log gamma (C) that follow from those of W, `grads`.
+  // Adds the gradients of alpha, of the prefix gamma and of log gamma (C) that follow from those of W, `grads`.
   void gradients(int64_t h, int64_t j0, const float* grads, float* d_alpha, float* d_prefix, float* d_rate) const {
-    const int64_t P = x_.P, rows = std::min(ROWS, x_.T - j0);
-    const float alpha = x_.alpha[h], gamma = x_.prefix_gamma[h];
-    vec with_prefix = vec{}, alpha_sum = vec{};
-    std::vector<vec> sums_of(x_.C, vec{});
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t t = 0; t < x_.keys; t += L) {
-        const vec exists = load_lanes(grads + r * x_.keys + t, 0, x_.T - t);
-        if (j0 + r < P) {
-          with_prefix += exists;
-          continue;
-        }
-        const veci in_prefix = lanes(0, P - t);
-        with_prefix += in_prefix ? exists : vec{};
-        const vec g = in_prefix ? vec{} : exists;
-        for (int64_t c = 0; c < x_.C; ++c) {
-          const vec p = g * power(c, j0 + r, t);
-          alpha_sum += p;
-          sums_of[c] += p * distance_of_curve(c, j0 + r, t);
-        }
+    const int64_t first = std::clamp<int64_t>(x_.P - j0, 0, ROWS), rows = std::min(ROWS, x_.T - j0);
+    vec with_prefix = vec{}, among_patches = vec{};
+    std::vector<vec> of_curves(x_.C, vec{});
+    for (int64_t r = 0; r < std::min(first, rows); ++r) {
+      for (int64_t t = 0; t < x_.keys; t += L) with_prefix += load_lanes(grads + r * x_.keys + t, 0, x_.T - t);
+    }
+    for (int64_t t = 0; t < x_.keys; t += L) {
+      const veci patches = lanes(x_.P - t, x_.T - t), prefix = lanes(0, x_.P - t);
+      int64_t r = first;
+      for (; r + 4 <= rows; r += 4) {
+        gradients_of<4>(j0 + r, t, grads + r * x_.keys + t, patches, prefix, among_patches, with_prefix, of_curves.data());
+      }
+      for (; r < rows; ++r) {
+        gradients_of<1>(j0 + r, t, grads + r * x_.keys + t, patches, prefix, among_patches, with_prefix, of_curves.data());
       }
     }
-    const float prefix_sum = sum(with_prefix);
-    *d_alpha += sum(alpha_sum) / (float)x_.C + prefix_sum * gamma;
-    *d_prefix += prefix_sum * alpha;
-    for (int64_t c = 0; c < x_.C; ++c) d_rate[c] += sum(sums_of[c]) * alpha / (float)x_.C;
+    const float mean = 1.0f / (float)x_.C, prefix_sum = sum(with_prefix);
+    *d_alpha += sum(among_patches) * mean + prefix_sum * x_.prefix_gamma[h];
+    *d_prefix += prefix_sum * x_.alpha[h];
+    for (int64_t c = 0; c < x_.C; ++c) d_rate[c] += sum(of_curves[c]) * x_.alpha[h] * mean;
+  }
+  template <int R>
+  SPARSEPRIOR_INLINE void gradients_of(
+      int64_t j, int64_t t, const float* grads, veci patches, veci prefix, vec& among_patches, vec& with_prefix,
+      vec* of_curves) const {
+    vec g[R], p[R];
+    for (int r = 0; r < R; ++r) {
+      const vec all = load(grads + r * x_.keys);
+      g[r] = patches ? all : vec{};
+      with_prefix += prefix ? all : vec{};
+    }
+    for (int64_t c = 0; c < x_.C; ++c) {
+      power<R>(c, j, t, p);
+      vec sum_of = vec{};
+      for (int r = 0; r < R; ++r) {
+        const vec product = g[r] * p[r];
+        among_patches += product;
+        sum_of += product * distance_of_curve(c, j + r, t);
+      }
+      of_curves[c] += sum_of;
+    }
   }
 
  private:
@@ -241,7 +281,8 @@ class Powers {
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// One block of 32 rows: scores become exp(scores * weights - maximum); returns 1 / sum and the logarithm of the sum.
+// One block of 32 rows: scores, in units of log 2, become exp(scores * weights - maximum); gives 1 / sum and the natural
+// logarithm of the sum.
 void softmax(const Problem& x, const float* weights, float* scores, float* share, float* log_sum) {
   for (int64_t r = 0; r < ROWS; ++r) {
     float *s = scores + r * x.keys;
@@ -256,13 +297,13 @@ void softmax(const Problem& x, const float* weights, float* scores, float* share
     const float top = maximum(highest);
     vec total = vec{};
     for (int64_t t = 0; t < x.keys; t += L) {
-      const vec e = exp_of(load(s + t) - top);
+      const vec e = exp2_of(load(s + t) - top);
       store(s + t, e);
       total += e;
     }
     const float sum_of = sum(total);
     share[r] = 1.0f / sum_of;
-    log_sum[r] = top + std::log(sum_of);
+    log_sum[r] = top / LOG2_E + std::log(sum_of);
   }
 }
 
@@ -290,7 +331,7 @@ void forward_group(
     powers.weights(h, j0, weights.data());
     for (int64_t b = b0; b < b1; ++b) {
       float share[ROWS], log_sum[ROWS];
-      read_scaled(q, x, b, h, j0, x.scale, query.data());
+      read_scaled(q, x, b, h, j0, x.scale * LOG2_E, query.data());
       rows_by_panels(query.data(), panels.data() + (b - b0) * area, x.size, x.keys, scores.data());
       softmax(x, weights.data(), scores.data(), share, log_sum);
       weighted_rows<false>(ROWS, scores.data(), x.keys, 1, x.T, values.data() + (b - b0) * area, x.size, result.data());
@@ -346,7 +387,7 @@ void backward_group(const Problem& x, int64_t h, int64_t b0, int64_t b1, const B
         for (int64_t t = 0; t < x.keys; t += L) {
           const int64_t i = r * x.keys + t;
           const vec weight = load(weights.data() + i), score = load(p.data() + i);
-          vec e = exp_of(score * weight - log_sum);
+          vec e = exp2_of((score * weight - log_sum) * LOG2_E);
           if (t + L > x.T) e = lanes(0, x.T - t) ? e : vec{};
           const vec d = e * (load(ds.data() + i) - delta);
           store(grads.data() + i, load(grads.data() + i) + d * score);
