@@ -95,8 +95,9 @@ def command(compiler: str) -> list[str]:
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     includes = [part for path in include_paths() for part in ("-isystem", path)]
     libraries = [part for path in library_paths() for part in ("-L", path)]
-    undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
-    return [compiler, *FLAGS, native, *includes, *libraries, *undefined]
+    # at::parallel_for is a template around OpenMP's pragma: without the flag it runs on one thread.
+    system = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-fopenmp"]
+    return [compiler, *FLAGS, native, *includes, *libraries, *system]
 
 
 def build(compiler: str, library: Path) -> None:

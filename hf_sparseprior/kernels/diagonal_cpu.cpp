@@ -623,13 +623,13 @@ void backward_prefix(const Problem& x, const Backward& f, int64_t b, int64_t h) 
     for (int64_t i = 0; i < f.sums_size; ++i) sums[i] += sums[chunk * f.sums_size + i];
   }
   float *dq = sums, *dk = sums + P * size, *dv = sums + 2 * P * size, *floor_sum = sums + 3 * P * size;
-  const auto prefix_rows = [&](const View& view) {
-    Buffer rows(P * size);
-    read_rows(view, b, h, 0, P, 0, P, rows.data());
-    return rows;
-  };
-  const Buffer q = prefix_rows(f.q), k = prefix_rows(f.k), v = prefix_rows(f.v), g = prefix_rows(f.grad),
-               out = prefix_rows(f.out);
+  const Buffer q(P * size), k(P * size), v(P * size), g(P * size), out(P * size);
+  const auto read_prefix = [&](const View& view, const Buffer& to) { read_rows(view, b, h, 0, P, 0, P, to.data()); };
+  read_prefix(f.q, q);
+  read_prefix(f.k, k);
+  read_prefix(f.v, v);
+  read_prefix(f.grad, g);
+  read_prefix(f.out, out);
   for (int64_t p = 0; p < P; ++p) {
     const float *query = q.data() + p * size, *gradient = g.data() + p * size;
     const float delta = dot(gradient, out.data() + p * size, size);

@@ -14,7 +14,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <memory>
 #include <new>
 
 namespace sparseprior {
@@ -215,18 +214,54 @@ SPARSEPRIOR_INLINE void transpose(vec x[L]) {
   }
 }
 
-// Uninitialised floats, on a cache line.
+// A thread's memory for buffers, kept from call to call: the allocator hands a worker's freed memory back to the system,
+// and touching fresh pages costs more than the work on them.
+struct Slab {
+  static constexpr int64_t LIMIT = 32 << 20;  // bytes that a thread keeps at most
+  char* data = nullptr;
+  int64_t capacity = 0, in_slab = 0, in_use = 0, peak = 0;
+  ~Slab() { release(); }
+  void release() { ::operator delete(data, std::align_val_t(64)); }
+  void grow() {
+    release();
+    capacity = std::min(peak, LIMIT);
+    data = (char*)::operator new(capacity, std::align_val_t(64));
+  }
+};
+inline Slab& slab() {
+  thread_local Slab own;
+  return own;
+}
+
+// Uninitialised floats on a cache line, for as long as a scope.
 class Buffer {
  public:
-  explicit Buffer(int64_t size)
-      : data_((float*)::operator new(std::max<int64_t>(size, 1) * sizeof(float), std::align_val_t(64))) {}
-  float* data() const { return data_.get(); }
+  explicit Buffer(int64_t size) : bytes_((std::max<int64_t>(size, 1) * (int64_t)sizeof(float) + 63) / 64 * 64) {
+    Slab& own = slab();
+    if (!own.in_use && own.capacity < std::min(own.peak, Slab::LIMIT)) own.grow();
+    own.in_use += bytes_;
+    own.peak = std::max(own.peak, own.in_use);
+    in_slab_ = own.in_slab + bytes_ <= own.capacity;
+    data_ = in_slab_ ? (float*)(own.data + own.in_slab) : (float*)::operator new(bytes_, std::align_val_t(64));
+    if (in_slab_) own.in_slab += bytes_;
+  }
+  ~Buffer() {
+    Slab& own = slab();
+    own.in_use -= bytes_;
+    if (in_slab_) {
+      own.in_slab -= bytes_;  // buffers end in the reverse order of their beginnings
+    } else {
+      ::operator delete(data_, std::align_val_t(64));
+    }
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  float* data() const { return data_; }
 
  private:
-  struct Free {
-    void operator()(float* p) const { ::operator delete(p, std::align_val_t(64)); }
-  };
-  std::unique_ptr<float, Free> data_;
+  int64_t bytes_;
+  bool in_slab_;
+  float* data_;
 };
 
 // A tensor (B, H, T, D) of float32 or bfloat16 with any strides.
