@@ -35,9 +35,9 @@ from .supports import (
 )
 
 try:  # a saved model runs without the package, and then without compiled kernels
-    from hf_sparseprior.kernels import diagonal_cpu
+    from hf_sparseprior.kernels import diagonal_cpu, triton_device
 except ImportError:
-    diagonal_cpu = None  # type: ignore[assignment]
+    diagonal_cpu = triton_device = None  # type: ignore[assignment]
 
 logger = logging.getLogger("hf_sparseprior.ops")
 
@@ -95,7 +95,8 @@ class AttentionPlan:
         """A table as an array.
 
         "mask": bool (H, T, T), True = attended. "positions" of the decay: int64 (C, A, N). For the compiled kernel:
-        "signed_offsets", int32, head after head, and "offset_counts", int32 (H,); with a decay "pair_distances",
+        "signed_offsets", int32, head after head, "offset_counts", int32 (H,), and "offset_begin", int32 (H + 1,), where
+        those of each head begin; with a decay "pair_distances",
         float32 (C, pairs), the N - o pairs (j, j + o) of each offset, "pair_counts", int64 (H,), how many each head
         has, and "pair_begin", int64, where those of each signed offset begin.
         """
@@ -122,6 +123,8 @@ class AttentionPlan:
             return np.array([value for own in signed for pair in own for value in pair], dtype=np.int32)
         if name == "offset_counts":
             return np.array([sum(map(len, own)) for own in signed], dtype=np.int32)
+        if name == "offset_begin":
+            return np.cumsum([0, *(sum(map(len, own)) for own in signed)]).astype(np.int32)
         assert name == "pair_begin"
         begins = np.cumsum([0, *(length for own in lengths for length in own)])[:-1]
         return np.repeat(begins, [len(pair) for own in signed for pair in own]).astype(np.int64)
@@ -388,35 +391,87 @@ def _kernel_can_run(call: Call) -> str | None:
 def _kernel(call: Call) -> tuple[Tensor, Tensor | None]:
     """Attention along diagonals by the C++ kernel."""
     plan, device = call.plan, call.q.device
-    offsets, counts = (plan_table(plan, name, device) for name in ("signed_offsets", "offset_counts"))
-    weights: dict[str, Tensor] = {}
-    if call.decay is not None:
-        alpha_H = call.decay.get("alpha")
-        alpha_H = torch.ones(plan.num_heads, device=device) if alpha_H is None else alpha_H.float()
-        gamma_H = prefix_weights(call.decay, torch.float32)
-        distances, pairs = (plan_table(plan, name, device) for name in ("pair_distances", "pair_counts"))
-        log_gamma_CH = F.logsigmoid(call.decay["beta"].float())
-        log_gamma = log_gamma_CH.repeat_interleave(pairs, dim=1, output_size=distances.shape[1])
-        alpha = alpha_H.repeat_interleave(pairs, output_size=distances.shape[1])
-        weights = {
-            "pair_weights": torch.exp(distances * log_gamma).mean(0) * alpha,
-            "pair_begin": plan_table(plan, "pair_begin", device),
-            "prefix_weight": alpha_H if gamma_H is None else alpha_H * gamma_H,
-            "self_weight": alpha_H,
-        }
     out = diagonal_cpu.diagonal_attention(
         call.q,
         call.k,
         call.v,
-        offsets,
-        counts,
+        plan_table(plan, "signed_offsets", device),
+        plan_table(plan, "offset_counts", device),
         plan.num_prefix_tokens,
         call.scale,
         zero_fill=plan.mask_fill == "zero",
         dropout_p=call.dropout_p,
-        **weights,
+        **_kernel_weights(call),
     )
     return out, None
+
+
+def _kernel_weights(call: Call) -> dict[str, Tensor]:
+    """Factors of the logits as the kernels for diagonals take them; nothing without a decay."""
+    if call.decay is None:
+        return {}
+    plan, device = call.plan, call.q.device
+    alpha_H = _decay_alpha(call)
+    gamma_H = prefix_weights(call.decay, torch.float32)
+    distances, pairs = (plan_table(plan, name, device) for name in ("pair_distances", "pair_counts"))
+    log_gamma_CH = F.logsigmoid(call.decay["beta"].float())
+    log_gamma = log_gamma_CH.repeat_interleave(pairs, dim=1, output_size=distances.shape[1])
+    alpha = alpha_H.repeat_interleave(pairs, output_size=distances.shape[1])
+    return {
+        "pair_weights": torch.exp(distances * log_gamma).mean(0) * alpha,
+        "pair_begin": plan_table(plan, "pair_begin", device),
+        "prefix_weight": alpha_H if gamma_H is None else alpha_H * gamma_H,
+        "self_weight": alpha_H,
+    }
+
+
+def _decay_alpha(call: Call) -> Tensor:
+    """alpha (H,) in float32, ones where the decay has none."""
+    assert call.decay is not None
+    alpha_H = call.decay.get("alpha")
+    return torch.ones(call.plan.num_heads, device=call.q.device) if alpha_H is None else alpha_H.float()
+
+
+# ---- Triton kernels -------------------------------------------------------------------------------------------------
+
+
+def _triton_can_run(call: Call) -> str | None:
+    if call.plan.offsets is None and call.decay is None:
+        return "the support is dense and there is no decay, nothing that scaled_dot_product_attention does not do"
+    if call.need_weights:
+        return "the Triton kernels do not return attention weights"
+    if call.plan.mask_fill == "zero" and call.dropout_p > 0:
+        return "dropout with mask_fill='zero' would have to drop pairs that are never formed"
+    if triton_device is None:
+        return "the package hf_sparseprior is not installed, its kernels are not part of a saved model"
+    return triton_device.can_run(call.q)
+
+
+def _triton(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Attention along diagonals, or over all pairs with a decay, by Triton kernels."""
+    return (_triton_decayed if call.plan.offsets is None else _triton_diagonal)(call), None
+
+
+def _triton_diagonal(call: Call) -> Tensor:
+    from hf_sparseprior.kernels import diagonal_triton
+
+    plan, device = call.plan, call.q.device
+    return diagonal_triton.diagonal_attention(
+        call.q,
+        call.k,
+        call.v,
+        plan_table(plan, "signed_offsets", device),
+        plan_table(plan, "offset_begin", device),
+        plan.num_prefix_tokens,
+        call.scale,
+        zero_fill=plan.mask_fill == "zero",
+        dropout_p=call.dropout_p,
+        **_kernel_weights(call),
+    )
+
+
+def _triton_decayed(call: Call) -> Tensor:
+    raise NotImplementedError
 
 
 # ---- choice ---------------------------------------------------------------------------------------------------------
@@ -426,6 +481,7 @@ BACKENDS = {
     "sdpa": Backend(_sdpa_can_run, _sdpa, needs_mask=True),
     "diagonal": Backend(_diagonal_can_run, _diagonal, needs_mask=False),
     "cpp": Backend(_kernel_can_run, _kernel, needs_mask=False),
+    "triton": Backend(_triton_can_run, _triton, needs_mask=False),
 }
 
 
