@@ -94,7 +94,8 @@ class AttentionPlan:
     def build_table(self, name: str) -> np.ndarray:
         """A table as an array.
 
-        "mask": bool (H, T, T), True = attended. "positions" of the decay: int64 (C, A, N). For the compiled kernel:
+        "mask": bool (H, T, T), True = attended. "positions" of the decay: int64 (C, A, N), and "positions_int32". For
+        the compiled kernels:
         "signed_offsets", int32, head after head, "offset_counts", int32 (H,), and "offset_begin", int32 (H + 1,), where
         those of each head begin; with a decay "pair_distances",
         float32 (C, pairs), the N - o pairs (j, j + o) of each offset, "pair_counts", int64 (H,), how many each head
@@ -103,6 +104,8 @@ class AttentionPlan:
         if name == "positions":
             assert self.decay is not None
             return DECAYS[self.decay["name"]].positions(self.decay, self.grid)
+        if name == "positions_int32":
+            return self.build_table("positions").astype(np.int32)
         assert self.offsets is not None
         if name == "mask":
             return mask_from_offsets(self.offsets, self.num_tokens, self.num_prefix_tokens)
@@ -471,7 +474,21 @@ def _triton_diagonal(call: Call) -> Tensor:
 
 
 def _triton_decayed(call: Call) -> Tensor:
-    raise NotImplementedError
+    from hf_sparseprior.kernels import decayed_triton
+
+    assert call.decay is not None
+    return decayed_triton.decayed_attention(
+        call.q,
+        call.k,
+        call.v,
+        plan_table(call.plan, "positions_int32", call.q.device),
+        F.logsigmoid(call.decay["beta"].float()),
+        _decay_alpha(call),
+        prefix_weights(call.decay, torch.float32),
+        call.plan.num_prefix_tokens,
+        call.scale,
+        dropout_p=call.dropout_p,
+    )
 
 
 # ---- choice ---------------------------------------------------------------------------------------------------------

@@ -590,7 +590,7 @@ def _backward(
     delta = torch.empty_like(lse)
     floor = torch.empty_like(lse) if zero_fill else None
     floor_parts = _floats(q, slots, blocks, width) if zero_fill else None
-    prefix_parts = _floats(q, 3, slots, prefix, blocks, width) if prefix else None
+    prefix_parts = _floats(q, 3, slots, prefix, blocks, width)
     pair_grads = _floats(q, batch, num_offsets, patches) if decays else None
     by_prefix = _floats(q, batch, heads, 2 * blocks + prefix) if decays else None
     by_self = _floats(q, batch, heads, blocks) if decays and not prefix else None
