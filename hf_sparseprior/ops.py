@@ -95,11 +95,10 @@ class AttentionPlan:
         """A table as an array.
 
         "mask": bool (H, T, T), True = attended. "positions" of the decay: int64 (C, A, N), and "positions_int32". For
-        the compiled kernels:
-        "signed_offsets", int32, head after head, "offset_counts", int32 (H,), and "offset_begin", int32 (H + 1,), where
-        those of each head begin; with a decay "pair_distances",
-        float32 (C, pairs), the N - o pairs (j, j + o) of each offset, "pair_counts", int64 (H,), how many each head
-        has, and "pair_begin", int64, where those of each signed offset begin.
+        the compiled kernels: "signed_offsets", int32, head after head, "offset_counts", int32 (H,), and "offset_begin",
+        int32 (H + 1,), where those of each head begin; with a decay "pair_distances", float32 (C, pairs), the N - o
+        pairs (j, j + o) of each offset, "pair_counts", int64 (H,), how many each head has, and "pair_begin", int64,
+        where those of each signed offset begin.
         """
         if name == "positions":
             assert self.decay is not None
@@ -526,13 +525,22 @@ def diagonal_from(device_type: str, trains: bool, dense_path: str) -> int:
     return DIAGONAL_FROM_TOKENS[device_type, trains, dense_path]
 
 
-def preference(plan: AttentionPlan, fewest: int) -> list[str]:
+# The same for the Triton kernels. Not measured: on a GPU nothing sparse beats ideal dense attention below about 400
+# tokens, and a masked dense kernel is above that by the mask it reads.
+TRITON_FROM_TOKENS = 400
+
+
+def preference(plan: AttentionPlan, fewest: int, device_type: str = "cpu") -> list[str]:
     """Backends from the fastest on; `fewest` as `diagonal_from` says."""
     if plan.offsets is None:
-        return ["sdpa", "reference"]
-    if plan.num_tokens >= fewest and plan.density <= DIAGONAL_MAX_DENSITY:
-        return ["diagonal", "sdpa", "reference"]
-    return ["sdpa", "reference", "diagonal"]
+        # Without a decay sdpa is first; with one it refuses, and triton keeps all arrays of T x T out of memory.
+        return ["sdpa", *(["triton"] if device_type == "cuda" else []), "reference"]
+    if plan.density > DIAGONAL_MAX_DENSITY:
+        return ["sdpa", "reference", "diagonal"]
+    triton = ["triton"] if device_type == "cuda" and plan.num_tokens >= TRITON_FROM_TOKENS else []
+    if plan.num_tokens >= fewest:
+        return [*triton, "diagonal", "sdpa", "reference"]
+    return [*triton, "sdpa", "reference", "diagonal"]
 
 
 def _log_choice(call: Call, name: str, fewest: int, refused: list[tuple[str, str]]) -> None:
@@ -540,7 +548,9 @@ def _log_choice(call: Call, name: str, fewest: int, refused: list[tuple[str, str
     why = "the support is dense"
     if plan.offsets is not None:
         why = f"{plan.num_tokens} patch tokens, {100 * plan.density:.1f} % of the pairs kept"
-        if plan.num_tokens < fewest or plan.density > DIAGONAL_MAX_DENSITY:
+        if name == "triton":
+            why += f", taken on CUDA from {TRITON_FROM_TOKENS} tokens on, not measured"
+        elif plan.num_tokens < fewest or plan.density > DIAGONAL_MAX_DENSITY:
             limits = f"diagonal from {fewest} tokens on and up to {100 * DIAGONAL_MAX_DENSITY:.1f} %"
             why += f", dense with a mask is faster ({limits})"
         else:
@@ -570,7 +580,7 @@ def choose_backend(call: Call, backend: str = "auto") -> str:
     refused: list[tuple[str, str]] = []
     dense_path = "reference" if _sdpa_can_run(call) else "sdpa"
     fewest = diagonal_from(call.q.device.type, trains, dense_path)
-    for name in preference(call.plan, fewest):
+    for name in preference(call.plan, fewest, call.q.device.type):
         reason = BACKENDS[name].can_run(call)
         if reason is None:
             if not torch.compiler.is_compiling() and logger.isEnabledFor(logging.DEBUG):

@@ -27,18 +27,18 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter multiplies the bits of bfloat16 as integers; there, blocks are widened first.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-# Rows and keys of a block, forward and backward, and pipeline stages, by bytes of an element and padded head width.
-# A fixed table and no autotuning: tuning at the first use of each shape would take seconds in every process and could
-# give other bits in another run. Not tuned on a GPU: chosen so that nothing spills and a block fits shared memory.
+# Rows and keys of a block, forward and backward, by bytes of an element and padded head width. A fixed table and no
+# autotuning: tuning at the first use of each shape would take seconds in every process and could give other bits in
+# another run. Not tuned on a GPU: chosen by what the compiler says for compute capability 9.0, so that registers do not
+# spill (but for 272 bytes at the last entry) and a block fits shared memory.
 BLOCKS = {
-    (2, 64): {"forward": (64, 64), "backward": (64, 32), "num_stages": 2},
-    (2, 128): {"forward": (64, 32), "backward": (32, 32), "num_stages": 2},
-    (2, 256): {"forward": (32, 32), "backward": (32, 32), "num_stages": 1},
-    (4, 64): {"forward": (32, 32), "backward": (32, 32), "num_stages": 1},
-    (4, 128): {"forward": (32, 32), "backward": (16, 32), "num_stages": 1},
-    (4, 256): {"forward": (16, 16), "backward": (16, 16), "num_stages": 1},
+    (2, 64): {"forward": (64, 64), "backward": (64, 32), "num_warps": 4, "num_stages": 2},
+    (2, 128): {"forward": (64, 32), "backward": (32, 32), "num_warps": 4, "num_stages": 2},
+    (2, 256): {"forward": (32, 32), "backward": (32, 32), "num_warps": 4, "num_stages": 1},
+    (4, 64): {"forward": (32, 32), "backward": (32, 16), "num_warps": 8, "num_stages": 1},
+    (4, 128): {"forward": (32, 16), "backward": (16, 16), "num_warps": 8, "num_stages": 1},
+    (4, 256): {"forward": (16, 16), "backward": (16, 16), "num_warps": 8, "num_stages": 1},
 }
-WARPS = 4
 
 
 def decayed_attention(
@@ -141,9 +141,7 @@ def _forward_rows(
         valid = keys < tokens
         k_rows = _load_block(row_pointers(k, k_strides, batch, head, keys, COLUMNS), valid, WIDTH, COLUMNS)
         v_rows = _load_block(row_pointers(v, v_strides, batch, head, keys, COLUMNS), valid, WIDTH, COLUMNS)
-        decay = _decay_block(
-            positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX
-        )
+        decay = _decay_block(positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX)
         logits = _product(q_rows, tl.trans(k_rows)) * (factor * decay)
         logits = tl.where(valid[None, :], logits, float("-inf"))
         higher = tl.maximum(high, tl.max(logits, 1))
@@ -167,8 +165,8 @@ def _backward_rows(
 ):  # fmt: skip
     """dq and delta of a block of rows, and its part of the gradients of the decay.
 
-    delta: float32 (B, H, T), of each row the product of output and gradient. decay_parts: float32 (B, H, blocks, C + 2),
-    for log_gamma, prefix_gamma and alpha; None where nothing of the decay is learned.
+    delta: float32 (B, H, T), of each row the product of output and gradient. decay_parts: float32 (B, H, blocks,
+    C + 2), for log_gamma, prefix_gamma and alpha; None where nothing of the decay is learned.
     """
     tokens = patches + PREFIX
     blocks = tl.cdiv(tokens, ROWS)
@@ -192,9 +190,7 @@ def _backward_rows(
         valid = keys < tokens
         k_rows = _load_block(row_pointers(k, k_strides, batch, head, keys, COLUMNS), valid, WIDTH, COLUMNS)
         v_rows = _load_block(row_pointers(v, v_strides, batch, head, keys, COLUMNS), valid, WIDTH, COLUMNS)
-        decay = _decay_block(
-            positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX
-        )
+        decay = _decay_block(positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX)
         product = _product(q_rows, tl.trans(k_rows)) * scale
         pairs = exists[:, None] & valid[None, :]
         prob = tl.where(pairs, tl.exp(product * (head_alpha * decay) - lse_rows[:, None]), 0.0)
@@ -274,7 +270,7 @@ def _sizes(q: Tensor, positions: Tensor, prefix: int, direction: str) -> dict[st
     curves, axes, _ = positions.shape
     return {
         "CURVES": curves, "AXES": axes, "PREFIX": prefix, "WIDTH": q.shape[-1], "COLUMNS": columns,
-        "ROWS": rows, "KEYS": keys, "num_warps": WARPS, "num_stages": table["num_stages"],
+        "ROWS": rows, "KEYS": keys, "num_warps": table["num_warps"], "num_stages": table["num_stages"],
     }  # fmt: skip
 
 

@@ -497,9 +497,7 @@ def _backward_prefix(
 
 
 @triton.jit
-def _backward_pairs(
-    pair_grads, d_pairs, signed_offsets, pair_begin, batch, sample_stride, patches, ROWS: tl.constexpr
-):
+def _backward_pairs(pair_grads, d_pairs, signed_offsets, pair_begin, batch, sample_stride, patches, ROWS: tl.constexpr):
     """Gradients of the pair weights: both directions of a pair, over the batch in its order."""
     blocks = tl.cdiv(patches, ROWS)
     number = (tl.program_id(0) // blocks).to(tl.int64)
@@ -582,11 +580,10 @@ def _backward(
     block = _block(width, BACKWARD_ELEMENTS)
     blocks = triton.cdiv(patches, block["ROWS"])
     decays = pair_weights is not None
-    d_pairs = torch.zeros_like(pair_weights) if decays else _floats(q, 0)
-    d_heads = _floats(q, 0)
+    d_pairs = _floats(q, 0 if pair_weights is None else pair_weights.shape[0])
+    d_prefix, d_self = (q.new_zeros(heads if decays else 0, dtype=torch.float32) for _ in range(2))
     if slots == 0:
-        d_heads = torch.zeros_like(prefix_weight) if decays else d_heads
-        return dq, dk, dv, d_pairs, d_heads, d_heads.clone()
+        return dq, dk, dv, d_pairs.zero_(), d_prefix, d_self
     delta = torch.empty_like(lse)
     floor = torch.empty_like(lse) if zero_fill else None
     floor_parts = _floats(q, slots, blocks, width) if zero_fill else None
@@ -613,13 +610,19 @@ def _backward(
             )  # fmt: skip
         if decays and num_offsets:
             _backward_pairs[(num_offsets * triton.cdiv(patches, MAX_ROWS),)](
-                pair_grads, d_pairs, signed_offsets, pair_begin, batch, num_offsets * patches, patches,
+                pair_grads,
+                d_pairs,
+                signed_offsets,
+                pair_begin,
+                batch,
+                num_offsets * patches,
+                patches,
                 ROWS=MAX_ROWS,
             )
-    if by_prefix is None:
-        return dq, dk, dv, d_pairs, d_heads, d_heads.clone()
-    d_prefix = by_prefix.sum((0, 2)) if prefix else torch.zeros_like(prefix_weight)
-    d_self = torch.zeros_like(self_weight) if by_self is None else by_self.sum((0, 2))
+    if by_prefix is not None and prefix:
+        d_prefix = by_prefix.sum((0, 2))
+    if by_self is not None:
+        d_self = by_self.sum((0, 2))
     return dq, dk, dv, d_pairs, d_prefix, d_self
 
 
