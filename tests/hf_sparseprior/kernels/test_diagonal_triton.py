@@ -6,8 +6,10 @@ import random
 import pytest
 import torch
 
+from hf_sparseprior.attention import SparsePriorAttention
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.ops import attention
+from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.supports import MASK_FILLS
 
 HALF = [torch.bfloat16, torch.float16]
@@ -132,7 +134,7 @@ def test_extreme_logits(kernels):
 
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_dropout_against_the_mask_that_was_drawn(kernels, prefix):
-    """With the unit matrix as v the output is the weights, and what was dropped is seen; the rest follows in float64."""
+    """With the unit matrix as v the output is the weights and shows what was dropped; the rest follows in float64."""
     grid, tokens, dropout_p = (4, 4), 16 + prefix, 0.3
     leaves = kernels.make(grid, prefix, width=32, batch=2)
     q, k, v = (leaves[name].requires_grad_() for name in "qkv")
@@ -196,21 +198,19 @@ def test_operators_pass_torchs_own_checks(kernels, mask_fill):
         torch.library.opcheck(getattr(torch.ops.hf_sparseprior, name).default, arguments, test_utils=tests)
 
 
-@pytest.mark.parametrize("decay", [None, "manhattan"])
-def test_compiled_whole_and_equal(kernels, decay):
-    leaves = kernels.make((2, 3), 1, heads=2, decay=decay)
-    tensors = [leaf.requires_grad_() for leaf in leaves.values()]
-
-    def run(*values):
-        named = dict(zip(leaves, values, strict=True))
-        spec = None if decay is None else {"name": decay, **{k: named[k] for k in named if k not in "qkv"}}
-        inputs = (named["q"], named["k"], named["v"])
-        return attention(*inputs, FEW, spec, num_prefix_tokens=1, grid=(2, 3), backend="triton").square().sum()
-
+@pytest.mark.parametrize("support", ["dense", FEW])
+def test_compiled_whole_and_equal(kernels, support):
+    torch.manual_seed(0)
+    prior = resolve_prior({"support": support, "decay": "manhattan"}, 2, (2, 3))
+    layer = SparsePriorAttention(8, 2, prior).to(kernels.device)
+    tokens = torch.randn(2, 7, 8, device=kernels.device)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    gradients = []
     torch.compiler.reset()
-    expected = torch.autograd.grad(run(*tensors), tensors, allow_unused=True)
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    for value, other in zip(torch.autograd.grad(compiled(*tensors), tensors, allow_unused=True), expected, strict=True):
+    for run in (layer, compiled):
+        out, _ = run(tokens, (2, 3), 1, backend="triton")
+        gradients.append([out, *torch.autograd.grad(out.square().sum(), list(layer.parameters()))])
+    for value, other in zip(*gradients, strict=True):
         torch.testing.assert_close(value, other)
 
 
