@@ -94,13 +94,14 @@ def _product(a, b):
 @triton.jit
 def _distances(positions, curve, rows, keys, patches, AXES: tl.constexpr, PREFIX: tl.constexpr):
     """Distances (rows, keys) of tokens along one curve, float32; without meaning for prefix tokens."""
-    total = tl.zeros((rows.shape[0], keys.shape[0]), tl.int32)
+    # Ranks are whole numbers below 2^24, exact in float32; a conversion for each pair would cost as much as exp2.
+    total = tl.zeros((rows.shape[0], keys.shape[0]), tl.float32)
     for axis in tl.static_range(AXES):
         line = positions + (curve * AXES + axis) * patches - PREFIX
-        of_rows = tl.load(line + rows, mask=(rows >= PREFIX) & (rows < patches + PREFIX), other=0)
-        of_keys = tl.load(line + keys, mask=(keys >= PREFIX) & (keys < patches + PREFIX), other=0)
+        of_rows = tl.load(line + rows, mask=(rows >= PREFIX) & (rows < patches + PREFIX), other=0).to(tl.float32)
+        of_keys = tl.load(line + keys, mask=(keys >= PREFIX) & (keys < patches + PREFIX), other=0).to(tl.float32)
         total += tl.abs(of_rows[:, None] - of_keys[None, :])
-    return total.to(tl.float32)
+    return total
 
 
 @triton.jit

@@ -10,9 +10,7 @@ from torch import Tensor
 
 MAX_WIDTH = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Triton's own minimum; below 8.0 there is no bfloat16.
-MIN_CAPABILITY = (7, 5)
-MIN_CAPABILITY_BFLOAT16 = (8, 0)
+MIN_CAPABILITY = (8, 0)  # below it there is no bfloat16, and too little shared memory for wide heads
 
 
 def can_run(q: Tensor) -> str | None:
@@ -22,13 +20,14 @@ def can_run(q: Tensor) -> str | None:
         return f"the Triton kernels are for float16, bfloat16 and float32, not for {dtype}"
     if not 1 <= q.shape[-1] <= MAX_WIDTH:
         return f"head width {q.shape[-1]} must be in 1..{MAX_WIDTH}"
-    if q.shape[0] * q.shape[1] * q.shape[2] >= 2**31:
+    # Not in a graph: an exported program would take it for a limit that its caller has to state.
+    if not torch.compiler.is_compiling() and q.shape[0] * q.shape[1] * q.shape[2] >= 2**31:
         return f"batch * heads * tokens of {tuple(q.shape)} must be below 2^31"
-    return device_reason(q.device.type, q.device.index, q.dtype == torch.bfloat16)
+    return device_reason(q.device.type, q.device.index)
 
 
 @torch._dynamo.assume_constant_result
-def device_reason(device_type: str, index: int | None, bfloat16: bool) -> str | None:
+def device_reason(device_type: str, index: int | None) -> str | None:
     """None if the Triton kernels run on this device, else why not."""
     if find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
@@ -37,7 +36,7 @@ def device_reason(device_type: str, index: int | None, bfloat16: bool) -> str | 
     if device_type != "cuda":
         return f"the Triton kernels are for CUDA, not for {device_type}, unless TRITON_INTERPRET=1 is set"
     capability = torch.cuda.get_device_capability(index)
-    needed = MIN_CAPABILITY_BFLOAT16 if bfloat16 else MIN_CAPABILITY
-    if capability < needed:
-        return f"compute capability {'.'.join(map(str, capability))} must be {'.'.join(map(str, needed))} or more"
+    if capability < MIN_CAPABILITY:
+        has, needed = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
+        return f"compute capability {has} must be {needed} or more"
     return None

@@ -762,6 +762,17 @@ def test_the_log_names_the_path_and_why_not_others(chosen):
     assert "layer 2: reference" in message and "not diagonal: dropout" in message and "not sdpa: " in message
 
 
+def test_triton_is_preferred_on_cuda_only():
+    prior = resolve_prior("fibottention+violin", 3, (32, 32))
+    sparse = AttentionPlan(3, (32, 32), 1, prior["support"], None, 0)
+    dense = AttentionPlan(3, (32, 32), 1, resolve_support("dense", 3, 1024), prior["decay"], 0)
+    small = AttentionPlan(3, (4, 4), 1, prior["support"], None, 0)
+    assert ops.preference(sparse, 4096, "cuda")[0] == "triton"
+    assert ops.preference(dense, 4096, "cuda") == ["sdpa", "triton", "reference"]
+    assert "triton" not in ops.preference(small, 4096, "cuda")
+    assert not any("triton" in ops.preference(plan, 4096, "cpu") for plan in (sparse, dense, small))
+
+
 @pytest.mark.parametrize("backend", [*PYTORCH, "cpp"])
 def test_the_log_names_a_forced_path_too(chosen, backend):
     assert backend in chosen("fibottention", None, 4, backend=backend)

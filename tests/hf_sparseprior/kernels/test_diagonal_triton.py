@@ -8,6 +8,7 @@ import torch
 
 from hf_sparseprior.attention import SparsePriorAttention
 from hf_sparseprior.decay import DECAYS
+from hf_sparseprior.kernels import triton_device
 from hf_sparseprior.ops import attention
 from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.supports import MASK_FILLS
@@ -214,6 +215,27 @@ def test_compiled_whole_and_equal(kernels, support):
         torch.testing.assert_close(value, other)
 
 
+class Layer(torch.nn.Module):
+    """A layer with its settings filled in, as torch.export takes it."""
+
+    def __init__(self, support):
+        super().__init__()
+        prior = resolve_prior({"support": support, "decay": "manhattan"}, 2, (2, 3))
+        self.layer = SparsePriorAttention(8, 2, prior)
+
+    def forward(self, tokens):
+        return self.layer(tokens, (2, 3), 1, backend="triton")[0]
+
+
+@pytest.mark.parametrize("support", ["dense", FEW])
+def test_exported_for_any_batch(kernels, support):
+    layer = Layer(support).to(kernels.device)
+    tokens = torch.randn(5, 7, 8, device=kernels.device)
+    exported = torch.export.export(layer, (tokens[:2],), dynamic_shapes={"tokens": {0: torch.export.Dim("batch")}})
+    assert any("triton" in str(node.target) for node in exported.graph.nodes)
+    torch.testing.assert_close(exported.module()(tokens), layer(tokens))
+
+
 def test_what_cannot_run_is_named(kernels):
     q, k, v = kernels.make((3, 3), 1).values()
     for inputs, support, options, message in [
@@ -227,6 +249,16 @@ def test_what_cannot_run_is_named(kernels):
     wide = torch.zeros(1, 1, 4, 257, device=kernels.device)
     with pytest.raises(ValueError, match=r"head width 257 must be in 1\.\.256"):
         attention(wide, wide, wide, FEW, backend="triton")
+
+
+def test_what_a_device_lacks_is_named(kernels, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    assert triton_device.device_reason("cuda", 0) == "compute capability 7.5 must be 8.0 or more"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    assert triton_device.device_reason("cuda", 0) is None
+    monkeypatch.setattr(triton_device, "find_spec", lambda name: None)
+    assert "triton is not installed" in triton_device.device_reason("cuda", 0)
 
 
 def test_the_cpu_is_refused_outside_the_interpreter(kernels, monkeypatch):
