@@ -35,9 +35,9 @@ from .supports import (
 )
 
 try:  # a saved model runs without the package, and then without compiled kernels
-    from hf_sparseprior.kernels import decayed_cpu, diagonal_cpu
+    from hf_sparseprior.kernels import decayed_cpu, diagonal_cpu, triton_device
 except ImportError:
-    decayed_cpu = diagonal_cpu = None  # type: ignore[assignment]
+    decayed_cpu = diagonal_cpu = triton_device = None  # type: ignore[assignment]
 
 logger = logging.getLogger("hf_sparseprior.ops")
 
@@ -94,39 +94,37 @@ class AttentionPlan:
     def build_table(self, name: str) -> np.ndarray:
         """A table as an array.
 
-        "mask": bool (H, T, T), True = attended. "positions" of the decay: int64 (C, A, N); "float_positions": float32.
-        For compiled kernels, where a patch that would see nothing sees itself by a last offset of 0: "signed_offsets",
-        int32, head by head, "offset_counts", int32 (H,), and "self_rows", int32 (H, 2), from which row to which that
-        offset is; with a decay "pair_distances", float32 (C, pairs), the N - o pairs (j, j + o) of each offset,
-        "pair_counts", int64 (H,), how many each head has, and "pair_begin", int64, where those of each signed offset
-        begin.
+        "mask": bool (H, T, T), True = attended. "positions" of the decay: int64 (C, A, N); "positions_int32" and
+        "positions_float32". For the compiled kernels: "signed_offsets", int32, head after head, "offset_counts", int32
+        (H,), and "offset_begin", int32 (H + 1,), where those of each head begin; with a decay "pair_distances", float32
+        (C, pairs), the N - o pairs (j, j + o) of each offset, "pair_counts", int64 (H,), how many each head has, and
+        "pair_begin", int64, where those of each signed offset begin.
         """
-        if name in ("positions", "float_positions"):
+        if name == "positions":
             assert self.decay is not None
-            positions = DECAYS[self.decay["name"]].positions(self.decay, self.grid)
-            return positions if name == "positions" else positions.astype(np.float32)
+            return DECAYS[self.decay["name"]].positions(self.decay, self.grid)
+        if name in ("positions_int32", "positions_float32"):
+            return self.build_table("positions").astype(name.removeprefix("positions_"))
         assert self.offsets is not None
         if name == "mask":
             return mask_from_offsets(self.offsets, self.num_tokens, self.num_prefix_tokens)
-        alone = [self_rows(own, self.num_tokens, self.num_prefix_tokens) for own in self.offsets]
-        if name == "self_rows":
-            return np.array([[rows.start, rows.stop] if rows else [0, 0] for rows in alone], dtype=np.int32)
-        heads = [[*own, 0] if rows else own for own, rows in zip(self.offsets, alone, strict=True)]
         if name == "pair_distances":
             positions = self.build_table("positions")
             blocks = [
                 np.abs(positions[..., offset:] - positions[..., : self.num_tokens - offset]).sum(1)
-                for own in heads
+                for own in self.offsets
                 for offset in own
             ]
             empty = np.zeros((positions.shape[0], 0))
             return np.concatenate([empty, *blocks], axis=1).astype(np.float32)
-        signed = [[(offset, -offset) if offset else (0,) for offset in own] for own in heads]
+        signed = [[(offset, -offset) if offset else (0,) for offset in own] for own in self.offsets]
         if name == "signed_offsets":
             return np.array([value for own in signed for pair in own for value in pair], dtype=np.int32)
         if name == "offset_counts":
             return np.array([sum(map(len, own)) for own in signed], dtype=np.int32)
-        lengths = [[self.num_tokens - offset for offset in own] for own in heads]
+        if name == "offset_begin":
+            return np.cumsum([0, *(sum(map(len, own)) for own in signed)]).astype(np.int32)
+        lengths = [[self.num_tokens - offset for offset in own] for own in self.offsets]
         if name == "pair_counts":
             return np.array([sum(own) for own in lengths], dtype=np.int64)
         assert name == "pair_begin"
@@ -377,29 +375,59 @@ def _scatter_weights(
     return dense if floor is None else dense + floor
 
 
-# ---- compiled kernel ------------------------------------------------------------------------------------------------
+# ---- compiled kernels -----------------------------------------------------------------------------------------------
 
 
 def _kernel_can_run(call: Call) -> str | None:
+    """What the compiled kernels have in common."""
     if call.plan.offsets is None and call.decay is None:
         return "dense attention without a decay is what scaled_dot_product_attention is for"
     if call.need_weights:
-        return "the compiled kernel does not return attention weights"
-    if call.dropout_p > 0 and call.plan.offsets is None:
-        return "dropout of dense weights would need all of them at once"
-    if call.dropout_p > 0 and call.plan.mask_fill == "zero":
+        return "the compiled kernels do not return attention weights"
+    if call.plan.mask_fill == "zero" and call.dropout_p > 0:
         return "dropout with mask_fill='zero' would have to drop pairs that are never formed"
     if diagonal_cpu is None:
         return "the package hf_sparseprior is not installed, its kernels are not part of a saved model"
-    return diagonal_cpu.can_run(call.q)
+    return None
 
 
-def _kernel(call: Call) -> tuple[Tensor, Tensor | None]:
+def _cpp_can_run(call: Call) -> str | None:
+    if call.plan.offsets is None and call.dropout_p > 0:
+        return "the C++ kernel has no dropout of dense attention"
+    return _kernel_can_run(call) or diagonal_cpu.can_run(call.q)
+
+
+def _triton_can_run(call: Call) -> str | None:
+    return _kernel_can_run(call) or triton_device.can_run(call.q)
+
+
+def _cpp(call: Call) -> tuple[Tensor, Tensor | None]:
     """The C++ kernels: along diagonals, or over all pairs with a decay."""
-    return (_decayed_kernel(call) if call.plan.offsets is None else _diagonal_kernel(call)), None
+    if call.plan.offsets is not None:
+        return _diagonal_kernel(call, diagonal_cpu.diagonal_attention, "offset_counts"), None
+    scalars = _decay_scalars(call)
+    positions = plan_table(call.plan, "positions_float32", call.q.device)
+    out = decayed_cpu.decayed_attention(
+        call.q, call.k, call.v, positions, *scalars, call.plan.num_prefix_tokens, call.scale
+    )
+    return out, None
 
 
-class _Scalars(NamedTuple):
+def _triton(call: Call) -> tuple[Tensor, Tensor | None]:
+    """The Triton kernels: along diagonals, or over all pairs with a decay."""
+    from hf_sparseprior.kernels import decayed_triton, diagonal_triton
+
+    if call.plan.offsets is not None:
+        return _diagonal_kernel(call, diagonal_triton.diagonal_attention, "offset_begin"), None
+    scalars = _decay_scalars(call)
+    positions = plan_table(call.plan, "positions_int32", call.q.device)
+    out = decayed_triton.decayed_attention(
+        call.q, call.k, call.v, positions, *scalars, call.plan.num_prefix_tokens, call.scale, dropout_p=call.dropout_p
+    )
+    return out, None
+
+
+class DecayScalars(NamedTuple):
     """A decay's scalars in float32: log gamma (C, H), alpha (H,), gamma of pairs with a prefix token (H,)."""
 
     log_gamma: Tensor
@@ -407,40 +435,43 @@ class _Scalars(NamedTuple):
     prefix_gamma: Tensor
 
 
-def _decay_scalars(call: Call) -> _Scalars:
+def _decay_scalars(call: Call) -> DecayScalars:
     assert call.decay is not None
     ones = torch.ones(call.plan.num_heads, device=call.q.device)
     alpha_H, gamma_H = call.decay.get("alpha"), prefix_weights(call.decay, torch.float32)
-    return _Scalars(
+    return DecayScalars(
         F.logsigmoid(call.decay["beta"].float()),
         ones if alpha_H is None else alpha_H.float(),
         ones if gamma_H is None else gamma_H,
     )
 
 
-def _decayed_kernel(call: Call) -> Tensor:
-    positions = plan_table(call.plan, "float_positions", call.q.device)
-    prefix, scalars = call.plan.num_prefix_tokens, _decay_scalars(call)
-    return decayed_cpu.decayed_attention(call.q, call.k, call.v, positions, *scalars, prefix, call.scale)
-
-
-def _diagonal_kernel(call: Call) -> Tensor:
+def _diagonal_kernel(call: Call, kernel: Callable[..., Tensor], heads_table: str) -> Tensor:
+    """Attention along diagonals; `heads_table` says how the kernel wants to know which offsets a head has."""
     plan, device = call.plan, call.q.device
-    offsets, counts, alone = (
-        plan_table(plan, name, device) for name in ("signed_offsets", "offset_counts", "self_rows")
-    )
-    weights = None
+    weights = {}
     if call.decay is not None:
         scalars = _decay_scalars(call)
         distances, pairs = (plan_table(plan, name, device) for name in ("pair_distances", "pair_counts"))
         log_gamma = scalars.log_gamma.repeat_interleave(pairs, dim=1, output_size=distances.shape[1])
         alpha = scalars.alpha.repeat_interleave(pairs, output_size=distances.shape[1])
-        of_pairs = torch.exp(distances * log_gamma).mean(0) * alpha
-        weights = (of_pairs, plan_table(plan, "pair_begin", device), scalars.alpha * scalars.prefix_gamma)
-    zero_fill = plan.mask_fill == "zero"
-    prefix, scale, dropout_p = plan.num_prefix_tokens, call.scale, call.dropout_p
-    return diagonal_cpu.diagonal_attention(
-        call.q, call.k, call.v, offsets, counts, alone, prefix, scale, zero_fill, weights, dropout_p
+        weights = {
+            "pair_weights": torch.exp(distances * log_gamma).mean(0) * alpha,
+            "pair_begin": plan_table(plan, "pair_begin", device),
+            "prefix_weight": scalars.alpha * scalars.prefix_gamma,
+            "self_weight": scalars.alpha,
+        }
+    return kernel(
+        call.q,
+        call.k,
+        call.v,
+        plan_table(plan, "signed_offsets", device),
+        plan_table(plan, heads_table, device),
+        plan.num_prefix_tokens,
+        call.scale,
+        zero_fill=plan.mask_fill == "zero",
+        dropout_p=call.dropout_p,
+        **weights,
     )
 
 
@@ -450,55 +481,58 @@ BACKENDS = {
     "reference": Backend(_reference_can_run, _reference, needs_mask=True),
     "sdpa": Backend(_sdpa_can_run, _sdpa, needs_mask=True),
     "diagonal": Backend(_diagonal_can_run, _diagonal, needs_mask=False),
-    "cpp": Backend(_kernel_can_run, _kernel, needs_mask=False),
+    "cpp": Backend(_cpp_can_run, _cpp, needs_mask=False),
+    "triton": Backend(_triton_can_run, _triton, needs_mask=False),
 }
 
 
-# Patch tokens from which diagonal beats the dense path that it replaces, by (device type, needs gradients, dense path).
-# CPU: measured on two cores in float32, Fibottention, 3 to 12 heads of 16 to 64, batches of 2 to 64, in one interleaved
-# run (medians of 9). CUDA: not measured; some hundred small launches a layer cost milliseconds, so diagonal is kept for
-# sizes where the mask itself becomes the burden.
-DIAGONAL_FROM_TOKENS = {
-    ("cpu", False, "sdpa"): 320,
-    ("cpu", True, "sdpa"): 400,
-    ("cpu", False, "reference"): 144,
-    ("cpu", True, "reference"): 196,
-    ("cuda", False, "sdpa"): 4096,
-    ("cuda", True, "sdpa"): 4096,
-    ("cuda", False, "reference"): 2048,
-    ("cuda", True, "reference"): 2048,
+class Crossover(NamedTuple):
+    """Where a sparse path begins to beat the dense path that it replaces."""
+
+    tokens: int  # patches from which on
+    density: float  # share of the pairs up to which
+
+
+# By (sparse path, device type, needs gradients, dense path). CPU: measured on two cores in float32, interleaved, medians.
+# cpp: Fibottention and windows of growing width, 4 to 1024 patches, 6 heads of 64, batches of 1 to 8. diagonal:
+# Fibottention, 3 to 12 heads of 16 to 64, batches of 2 to 64; a pair costs it ten times as much. CUDA: not measured. On a
+# GPU nothing sparse beats ideal dense attention below some 400 tokens, and diagonal's hundreds of small launches a layer
+# cost milliseconds.
+CROSSOVERS = {
+    ("cpp", "cpu", False, "sdpa"): Crossover(16, 0.5),
+    ("cpp", "cpu", True, "sdpa"): Crossover(36, 0.45),
+    ("cpp", "cpu", False, "reference"): Crossover(1, 0.65),
+    ("cpp", "cpu", True, "reference"): Crossover(1, 0.6),
+    ("diagonal", "cpu", False, "sdpa"): Crossover(320, 1 / 16),
+    ("diagonal", "cpu", True, "sdpa"): Crossover(400, 1 / 16),
+    ("diagonal", "cpu", False, "reference"): Crossover(144, 1 / 16),
+    ("diagonal", "cpu", True, "reference"): Crossover(196, 1 / 16),
+    ("triton", "cuda", False, "sdpa"): Crossover(400, 1 / 16),
+    ("triton", "cuda", True, "sdpa"): Crossover(400, 1 / 16),
+    ("triton", "cuda", False, "reference"): Crossover(400, 1 / 16),
+    ("triton", "cuda", True, "reference"): Crossover(400, 1 / 16),
+    ("diagonal", "cuda", False, "sdpa"): Crossover(4096, 1 / 16),
+    ("diagonal", "cuda", True, "sdpa"): Crossover(4096, 1 / 16),
+    ("diagonal", "cuda", False, "reference"): Crossover(2048, 1 / 16),
+    ("diagonal", "cuda", True, "reference"): Crossover(2048, 1 / 16),
 }
-# A pair costs the diagonal path about ten times as much as dense attention, so denser supports stay dense.
-DIAGONAL_MAX_DENSITY = 1 / 16
+# From the fastest on, where they can run and nothing else is faster; `reference` runs everything.
+ORDER = ("cpp", "triton", "diagonal", "sdpa", "reference")
 
 
-def diagonal_from(device_type: str, trains: bool, dense_path: str) -> int:
-    """Patch tokens from which the diagonal path is preferred to a dense one."""
-    device_type = device_type if device_type in ("cpu", "cuda") else "cuda"
-    return DIAGONAL_FROM_TOKENS[device_type, trains, dense_path]
-
-
-def preference(plan: AttentionPlan, fewest: int) -> list[str]:
-    """Backends from the fastest on; `fewest` as `diagonal_from` says."""
+def slower_than_dense(name: str, plan: AttentionPlan, device_type: str, trains: bool, dense_path: str) -> str | None:
+    """Why a backend would be slower than `dense_path` ("sdpa" or "reference"), None if it would not."""
     if plan.offsets is None:
-        return ["sdpa", "reference"]
-    if plan.num_tokens >= fewest and plan.density <= DIAGONAL_MAX_DENSITY:
-        return ["diagonal", "sdpa", "reference"]
-    return ["sdpa", "reference", "diagonal"]
-
-
-def _log_choice(call: Call, name: str, fewest: int, refused: list[tuple[str, str]]) -> None:
-    plan = call.plan
-    why = "the support is dense"
-    if plan.offsets is not None:
-        why = f"{plan.num_tokens} patch tokens, {100 * plan.density:.1f} % of the pairs kept"
-        if plan.num_tokens < fewest or plan.density > DIAGONAL_MAX_DENSITY:
-            limits = f"diagonal from {fewest} tokens on and up to {100 * DIAGONAL_MAX_DENSITY:.1f} %"
-            why += f", dense with a mask is faster ({limits})"
-        else:
-            why += f", dense with a mask is slower from {fewest} tokens on"
-    others = "".join(f"; not {other}: {reason}" for other, reason in refused)
-    logger.debug("layer %d: %s (%s%s)", plan.layer, name, why, others)
+        return None
+    device_type = device_type if device_type in ("cpu", "cuda") else "cuda"
+    limits = CROSSOVERS.get((name, device_type, trains, dense_path))
+    if limits is None:
+        return None
+    if plan.num_tokens < limits.tokens:
+        return f"dense is faster below {limits.tokens} patches"
+    if plan.density > limits.density:
+        return f"dense is faster with more than {100 * limits.density:.1f} % of the pairs"
+    return None
 
 
 def choose_backend(call: Call, backend: str = "auto") -> str:
@@ -519,17 +553,23 @@ def choose_backend(call: Call, backend: str = "auto") -> str:
             logger.debug("layer %d: %s (forced)", call.plan.layer, backend)
         return backend
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (call.q, call.k, call.v))
-    refused: list[tuple[str, str]] = []
     dense_path = "reference" if _sdpa_can_run(call) else "sdpa"
-    fewest = diagonal_from(call.q.device.type, trains, dense_path)
-    for name in preference(call.plan, fewest):
-        reason = BACKENDS[name].can_run(call)
+    device_type = call.q.device.type
+    refused: list[tuple[str, str]] = []
+    for name in ORDER:
+        reason = slower_than_dense(name, call.plan, device_type, trains, dense_path) or BACKENDS[name].can_run(call)
         if reason is None:
             if not torch.compiler.is_compiling() and logger.isEnabledFor(logging.DEBUG):
-                _log_choice(call, name, fewest, refused)
+                _log_choice(call.plan, name, refused)
             return name
         refused.append((name, reason))
     raise AssertionError("unreachable: reference runs everything")
+
+
+def _log_choice(plan: AttentionPlan, name: str, refused: list[tuple[str, str]]) -> None:
+    size = f"{plan.num_tokens} patches, {100 * plan.density:.1f} % of the pairs kept"
+    others = "".join(f"; not {other}: {reason}" for other, reason in refused)
+    logger.debug("layer %d: %s (%s%s)", plan.layer, name, size, others)
 
 
 def run_plan(
@@ -561,7 +601,7 @@ def run_plan(
     mask = positions = None
     if chosen.needs_mask and plan.offsets is not None:
         mask = plan_table(plan, "mask", q.device)
-    if decay is not None:
+    if decay is not None and name not in ("cpp", "triton"):  # these have tables of their own
         positions = plan_table(plan, "positions", q.device)
     call = call._replace(mask=mask, positions=positions)
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):

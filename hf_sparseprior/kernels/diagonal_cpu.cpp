@@ -1,15 +1,16 @@
 // Attention along diagonals on CPUs, forward and backward, without an N x N array.
 //
 // Patch token j of head h sees the prefix tokens and the patches j + o, o in the head's signed offsets; prefix tokens see
-// everything. A patch that would see nothing sees itself: the head's last offset is then 0, for those rows only.
+// everything. A patch that would see nothing sees itself: where there are such, the head gets a last offset 0 for them.
 //
 // Rows of a head lie apart in a projection's output, at distances that fall on few sets of a cache. Each piece of work,
 // CHUNK rows of a head, therefore packs the rows that it needs once, in float32, with zeros for rows that do not exist;
 // the loops then run over neighbouring memory and need no case for the edges. 16 rows are taken together: the dot
 // products of one offset end up in one vector, in which softmax runs.
 //
-// Shapes: B batch, H heads, T = P + N tokens, P prefix tokens, D head width, C_h = P + K_h columns of head h (its prefix
-// keys, then its offsets). Per-pair arrays: head after head (b, column, row), rows padded to whole blocks of 16.
+// Shapes: B batch, H heads, T = P + N tokens, P prefix tokens, D head width, C_h columns of head h: its prefix keys, its
+// offsets, and without prefix tokens one more for the patches themselves. Per-pair arrays: head after head (b, column,
+// row), rows padded to whole blocks of 16.
 //
 // What pieces share is summed in the order of pieces: the result does not depend on the number of threads.
 
@@ -32,22 +33,24 @@ constexpr int64_t LARGE_BYTES = 2 << 20;  // of one of q, k, v, out
 
 // What all pieces of a head have in common.
 struct Head {
-  const int32_t* offsets;  // signed
-  int64_t count;           // of offsets
-  int64_t columns;         // with the prefix keys
-  int64_t start;           // columns of the heads before
-  int64_t self_from, self_to;  // the rows that the last offset, 0, is for; if there are none it is as the others
+  std::vector<int64_t> offsets;  // signed
+  int64_t count = 0;             // of offsets
+  int64_t columns = 0;           // that are in use
+  int64_t first = 0;             // index of the first offset in the operator's tables
+  int64_t start = 0;             // columns of the heads before
+  int64_t self_from = 0, self_to = 0;  // rows that see themselves only, by the last offset
   // Rows that a piece needs, relative to its first row, as ranges that do not touch.
   std::vector<std::pair<int64_t, int64_t>> ranges;
   int64_t packed = 0;              // rows in all ranges
   int64_t own = 0;                 // the piece's first row among the packed rows, if it is there
   std::vector<int64_t> ahead, behind;  // the same of the rows at +offset and -offset
 
+  bool is_self(int64_t c) const { return self_from < self_to && c == count - 1; }
   // Rows from..to of a block of `rows` rows from j0 on that have a key in a column.
   void valid(int64_t c, int64_t j0, int64_t rows, int64_t N, int64_t& from, int64_t& to) const {
     from = std::max<int64_t>(0, -offsets[c] - j0);
     to = std::min(rows, N - offsets[c] - j0);
-    if (c == count - 1 && self_from < self_to) {
+    if (is_self(c)) {
       from = std::max(from, self_from - j0);
       to = std::min(to, self_to - j0);
     }
@@ -62,18 +65,18 @@ struct Problem {
   float scale;
   bool zero_fill, decayed;
   bool large;  // the tensors do not stay in a cache from one call to the next
-  // Weights of pairs (decay): for offsets W[begin + lower row], for pairs with prefix tokens one number a head.
-  const float *pair_weights = nullptr, *prefix_weights = nullptr;
+  // Weights of pairs (decay): for offsets W[begin + lower row], one number a head for pairs with prefix
+  // tokens and for patches with themselves only.
+  const float *pair_weights = nullptr, *prefix_weights = nullptr, *self_weights = nullptr;
   const int64_t* begin = nullptr;
-  const int32_t* offsets;
   std::vector<Head> heads;
 
   Problem(
-      const Tensor& q, const Tensor& offsets_, const Tensor& counts, const Tensor& self_rows, int64_t prefix,
-      double scale_, bool zero_fill_, const optional<Tensor>& pairs, const optional<Tensor>& pair_begin,
-      const optional<Tensor>& prefix_weight)
+      const Tensor& q, const Tensor& offsets, const Tensor& counts, int64_t prefix, double scale_, bool zero_fill_,
+      const optional<Tensor>& pairs, const optional<Tensor>& pair_begin, const optional<Tensor>& prefix_weight,
+      const optional<Tensor>& self_weight)
       : B(q.size(0)), H(q.size(1)), P(prefix), N(q.size(2) - prefix), D(q.size(3)), size(L * vectors(q.size(3))),
-        scale((float)scale_), zero_fill(zero_fill_), decayed(pairs.has_value()), offsets(offsets_.data_ptr<int32_t>()) {
+        scale((float)scale_), zero_fill(zero_fill_), decayed(pairs.has_value()) {
     padded = (N + L - 1) / L * L;
     large = B * H * (P + N) * size * (int64_t)sizeof(float) > LARGE_BYTES;
     rows = std::min(CHUNK, padded);
@@ -82,21 +85,28 @@ struct Problem {
       pair_weights = pairs->data_ptr<float>();
       begin = pair_begin->data_ptr<int64_t>();
       prefix_weights = prefix_weight->data_ptr<float>();
+      self_weights = self_weight->data_ptr<float>();
     }
-    const int32_t *count = counts.data_ptr<int32_t>(), *self = self_rows.data_ptr<int32_t>();
+    const int32_t *count = counts.data_ptr<int32_t>(), *values = offsets.data_ptr<int32_t>();
     heads.resize(H);
     int64_t first = 0;
     for (int64_t h = 0; h < H; ++h) {
       Head& head = heads[h];
-      head.offsets = offsets + first;
-      head.count = count[h];
-      head.columns = P + head.count;
+      head.offsets.assign(values + first, values + first + count[h]);
+      head.first = first;
       head.start = columns;
-      head.self_from = self[2 * h];
-      head.self_to = self[2 * h + 1];
+      int64_t smallest = N;
+      for (const int64_t offset : head.offsets) smallest = std::min(smallest, std::abs(offset));
+      if (!P && 2 * smallest > N) {  // rows nearer to both ends than the smallest offset
+        head.self_from = N - smallest;
+        head.self_to = smallest;
+        head.offsets.push_back(0);
+      }
+      head.count = (int64_t)head.offsets.size();
+      head.columns = P + head.count;
       place(head);
-      first += head.count;
-      columns += head.columns;
+      first += count[h];
+      columns += P + count[h] + (P ? 0 : 1);
       most_packed = std::max(most_packed, head.packed);
       most_columns = std::max(most_columns, head.columns);
     }
@@ -134,9 +144,10 @@ struct Problem {
   }
 
   int64_t pairs() const { return B * padded * columns; }
+  int64_t width(int64_t h) const { return (h + 1 < H ? heads[h + 1].start : columns) - heads[h].start; }
   // Index of row 0 of a column in a per-pair array.
   int64_t at(int64_t b, int64_t h, int64_t column) const {
-    return padded * (B * heads[h].start + b * heads[h].columns + column);
+    return padded * (B * heads[h].start + b * width(h) + column);
   }
   // Index of key 0 of a prefix row in an array (B, H, P, T).
   int64_t row(int64_t b, int64_t h, int64_t p) const { return ((b * H + h) * P + p) * (P + N); }
@@ -157,7 +168,8 @@ struct Problem {
     const Head& head = heads[h];
     int64_t from, to;
     head.valid(c, j0, rows, N, from, to);
-    const float* own = pair_weights + begin[head.offsets - offsets + c] + std::min<int64_t>(head.offsets[c], 0);
+    if (head.is_self(c)) return lanes(from, to) ? splat(self_weights[h]) : vec{};
+    const float* own = pair_weights + begin[head.first + c] + std::min<int64_t>(head.offsets[c], 0);
     return load_lanes(own + j0, from, to);
   }
   // What a column's pairs would have under mask_fill "zero" if they were not in the support.
@@ -707,19 +719,23 @@ void backward_keys(const Piece& piece, const Backward& f, const Scratch& own) {
 }
 
 // Gradients of the weights of a head's pairs: sums over the batch, and over both directions of a pair.
-void backward_weights(const Problem& x, const Backward& f, int64_t h, float* d_pairs, float* d_prefix) {
+void backward_weights(const Problem& x, const Backward& f, int64_t h, float* d_pairs, float& d_prefix, float& d_self) {
   const Head& head = x.heads[h];
   for (int64_t c = 0; c < head.count; ++c) {
     const int64_t offset = head.offsets[c];
-    float* own = d_pairs + x.begin[head.offsets - x.offsets + c] + std::min<int64_t>(offset, 0);
     int64_t from, to;
     head.valid(c, 0, x.N, x.N, from, to);
     for (int64_t b = 0; b < x.B; ++b) {
       const float* products = f.weight_grads + x.at(b, h, x.P + c);
-      for (int64_t j = from; j < to; ++j) own[j] += products[j];
+      if (head.is_self(c)) {
+        for (int64_t j = from; j < to; ++j) d_self += products[j];
+      } else {
+        float* own = d_pairs + x.begin[head.first + c] + std::min<int64_t>(offset, 0);
+        for (int64_t j = from; j < to; ++j) own[j] += products[j];
+      }
     }
   }
-  for (int64_t b = 0; b < x.B; ++b) d_prefix[h] += f.sums[((b * x.H + h) * x.chunks + 1) * f.sums_size - 1];
+  for (int64_t b = 0; b < x.B; ++b) d_prefix += f.sums[((b * x.H + h) * x.chunks + 1) * f.sums_size - 1];
 }
 
 // ---- operators ------------------------------------------------------------------------------------------------------
@@ -755,12 +771,13 @@ Tensor sum_of_values(const Tensor& v, int64_t size) {
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& offsets, const Tensor& counts,
-    const Tensor& self_rows, int64_t prefix, double scale, bool zero_fill, const optional<Tensor>& pair_weights,
-    const optional<Tensor>& pair_begin, const optional<Tensor>& prefix_weight, const optional<Tensor>& drop, bool keep) {
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& offsets, const Tensor& counts, int64_t prefix,
+    double scale, bool zero_fill, const optional<Tensor>& pair_weights, const optional<Tensor>& pair_begin,
+    const optional<Tensor>& prefix_weight, const optional<Tensor>& self_weight, const optional<Tensor>& drop, bool keep) {
   check_inputs(q, k, v, prefix);
   TORCH_CHECK(counts.numel() == q.size(1), counts.numel(), " offset counts must be one a head, ", q.size(1));
-  const Problem x(q, offsets, counts, self_rows, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight);
+  const Problem x(
+      q, offsets, counts, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight, self_weight);
   const auto floats = q.options().dtype(at::kFloat);
   Tensor out = like_projection(q);
   Tensor probs = at::empty({keep ? x.pairs() : 0}, floats);
@@ -779,17 +796,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
   return {out, probs, logits, floors, rows};
 }
 
-// Gradients of q, k, v and, with a decay, of pair_weights and prefix_weight (else empty).
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+// Gradients of q, k, v and, with a decay, of pair_weights, prefix_weight and self_weight (else empty).
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& offsets,
-    const Tensor& counts, const Tensor& self_rows, int64_t prefix, double scale, bool zero_fill,
-    const optional<Tensor>& pair_weights, const optional<Tensor>& pair_begin, const optional<Tensor>& prefix_weight,
+    const Tensor& counts, int64_t prefix, double scale, bool zero_fill, const optional<Tensor>& pair_weights,
+    const optional<Tensor>& pair_begin, const optional<Tensor>& prefix_weight, const optional<Tensor>& self_weight,
     const optional<Tensor>& drop, const Tensor& probs, const Tensor& logits, const Tensor& floors, const Tensor& rows) {
   check_inputs(q, k, v, prefix);
   TORCH_CHECK(counts.numel() == q.size(1), counts.numel(), " offset counts must be one a head, ", q.size(1));
   check_like(q, grad, "grad");
   check_like(q, out, "out");
-  const Problem x(q, offsets, counts, self_rows, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight);
+  const Problem x(
+      q, offsets, counts, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight, self_weight);
   const auto floats = q.options().dtype(at::kFloat);
   Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
   const Tensor pair_grads = at::empty({x.pairs()}, floats);
@@ -798,7 +816,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const Tensor sums = at::empty({x.B * x.H * x.chunks * sums_size(x)}, floats);
   const Tensor v_sum = zero_fill ? sum_of_values(v, x.size) : at::empty({0}, floats);
   Tensor d_pairs = at::zeros({pair_weights ? pair_weights->numel() : 0}, floats);
-  Tensor d_prefix = at::zeros({pair_weights ? x.H : 0}, floats);
+  Tensor d_prefix = at::zeros({pair_weights ? x.H : 0}, floats), d_self = at::zeros_like(d_prefix);
   const Backward f{View(q), View(k), View(v), View(out), View(grad), View(dq), View(dk), View(dv), data(drop),
                    data(v_sum), data(probs), data(logits), data(floors), data(rows), pair_grads.data_ptr<float>(),
                    weight_grads.data_ptr<float>(), row_grads.data_ptr<float>(), sums.data_ptr<float>(), sums_size(x)};
@@ -812,23 +830,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   if (pair_weights) {
     at::parallel_for(0, x.H, 1, [&](int64_t begin, int64_t end) {
       for (int64_t h = begin; h < end; ++h) {
-        backward_weights(x, f, h, d_pairs.data_ptr<float>(), d_prefix.data_ptr<float>());
+        float *prefix_data = d_prefix.data_ptr<float>(), *self_data = d_self.data_ptr<float>();
+        backward_weights(x, f, h, d_pairs.data_ptr<float>(), prefix_data[h], self_data[h]);
       }
     });
   }
-  return {dq, dk, dv, d_pairs, d_prefix};
+  return {dq, dk, dv, d_pairs, d_prefix, d_self};
 }
 
 TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
   m.def(
-      "diagonal_forward(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor counts, Tensor self_rows, int prefix, "
-      "float scale, bool zero_fill, Tensor? pair_weights, Tensor? pair_begin, Tensor? prefix_weight, Tensor? drop, "
-      "bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "diagonal_forward(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor counts, int prefix, float scale, "
+      "bool zero_fill, Tensor? pair_weights, Tensor? pair_begin, Tensor? prefix_weight, Tensor? self_weight, "
+      "Tensor? drop, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "diagonal_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor offsets, Tensor counts, "
-      "Tensor self_rows, int prefix, float scale, bool zero_fill, Tensor? pair_weights, Tensor? pair_begin, "
-      "Tensor? prefix_weight, Tensor? drop, Tensor probs, Tensor logits, Tensor floors, Tensor rows) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "int prefix, float scale, bool zero_fill, Tensor? pair_weights, Tensor? pair_begin, Tensor? prefix_weight, "
+      "Tensor? self_weight, Tensor? drop, Tensor probs, Tensor logits, Tensor floors, Tensor rows) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(hf_sparseprior, CPU, m) {
   m.impl("diagonal_forward", forward);

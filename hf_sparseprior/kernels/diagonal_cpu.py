@@ -48,11 +48,13 @@ def diagonal_attention(
     v: Tensor,
     offsets: Tensor,
     counts: Tensor,
-    self_rows: Tensor,
     num_prefix_tokens: int,
     scale: float,
     zero_fill: bool = False,
-    weights: tuple[Tensor, Tensor, Tensor] | None = None,
+    pair_weights: Tensor | None = None,
+    pair_begin: Tensor | None = None,
+    prefix_weight: Tensor | None = None,
+    self_weight: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Attention of each patch over the prefix tokens and the patches at its head's offsets.
@@ -60,45 +62,28 @@ def diagonal_attention(
     Args:
         q, k, v: (B, H, T, D) float32 or bfloat16, any strides, never copied as a whole.
         offsets: int32, signed, with each o also -o, head after head; counts: int32 (H,), how many each head has.
-        self_rows: int32 (H, 2), first patch and the one behind the last that the head's last offset, 0, is for: those
-            that would see nothing. Without any, the last offset is as the others.
         num_prefix_tokens: P; they see everything and are seen by everything.
         scale: factor of the logits.
         zero_fill: pairs outside the support keep exp(0) instead of nothing.
-        weights: factors of the logits, or None for 1: float32, of the pairs at an offset, for each pair of offsets +-o
-            of a head N - o values, by the lower of both rows; int64, for each of `offsets`, where its values begin;
-            float32 (H,), of pairs with a prefix token.
+        pair_weights: float32, factors of the logits of pairs at an offset: for each pair of offsets +-o of a head N - o
+            values, by the lower of both rows; pair_begin: int64, for each of `offsets`, where its values begin.
+        prefix_weight: float32 (H,), of pairs with a prefix token; self_weight: of patches that only see themselves.
         dropout_p: of the attention weights; not with zero_fill.
 
     Returns:
         (B, H, T, D), in memory as (B, T, H, D).
     """
-    pair_weights, pair_begin, prefix_weight = weights or (None, None, None)
+    weights = (pair_weights, pair_begin, prefix_weight, self_weight)
     drop = None
     if dropout_p > 0.0:
         batch, heads, tokens, _ = q.shape
-        patches = tokens - num_prefix_tokens
-        columns = offsets.numel() + heads * num_prefix_tokens
-        size = batch * columns * (-(-patches // ROWS) * ROWS) + batch * heads * num_prefix_tokens * tokens
+        size = _pairs(q, offsets, num_prefix_tokens) + batch * heads * num_prefix_tokens * tokens
         keep = torch.rand(size, device=q.device) >= dropout_p
         drop = keep.to(torch.float32) / max(1.0 - dropout_p, 1e-30)
-    inputs = (q, k, v, pair_weights, prefix_weight)
+    inputs = (q, k, v, pair_weights, prefix_weight, self_weight)
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     return torch.ops.hf_sparseprior.diagonal_forward(
-        q,
-        k,
-        v,
-        offsets,
-        counts,
-        self_rows,
-        num_prefix_tokens,
-        scale,
-        zero_fill,
-        pair_weights,
-        pair_begin,
-        prefix_weight,
-        drop,
-        trains,
+        q, k, v, offsets, counts, num_prefix_tokens, scale, zero_fill, *weights, drop, trains
     )[0]
 
 
@@ -115,14 +100,23 @@ def like_projection(q: Tensor) -> Tensor:
     return q.new_empty(batch, tokens, heads, width).transpose(1, 2)
 
 
+def _padded(rows: int) -> int:
+    return -(-rows // ROWS) * ROWS
+
+
+def _pairs(q: Tensor, offsets: Tensor, prefix: int) -> int:
+    """Length of an array over pairs. Without prefix tokens a head may have a column for patches that see only themselves."""
+    batch, heads, tokens, _ = q.shape
+    return batch * (offsets.shape[0] + heads * max(prefix, 1)) * _padded(tokens - prefix)
+
+
 def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, counts: Tensor, self_rows: Tensor, prefix: int, scale: float,
-    zero_fill: bool, pair_weights: Tensor | None, pair_begin: Tensor | None, prefix_weight: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, counts: Tensor, prefix: int, scale: float, zero_fill: bool,
+    pair_weights: Tensor | None, pair_begin: Tensor | None, prefix_weight: Tensor | None, self_weight: Tensor | None,
     drop: Tensor | None, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     batch, heads, tokens, _ = q.shape
-    rows = -(-(tokens - prefix) // ROWS) * ROWS
-    pairs = batch * rows * (offsets.shape[0] + heads * prefix)
+    pairs = _pairs(q, offsets, prefix)
 
     def floats(*size: int) -> Tensor:
         return q.new_empty(size, dtype=torch.float32)
@@ -131,20 +125,20 @@ def _fake_forward(
         like_projection(q),
         floats(pairs if keep else 0),
         floats(pairs if keep and pair_weights is not None else 0),
-        floats(batch * heads * rows if keep and zero_fill else 0),
+        floats(batch * heads * _padded(tokens - prefix) if keep and zero_fill else 0),
         floats(batch if keep else 0, heads, prefix, tokens),
     )
 
 
 def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    pair_weights = rest[7]
-    sizes = (0, 0) if pair_weights is None else (pair_weights.shape[0], q.shape[1])
+    pair_weights = rest[6]
+    sizes = (0, 0, 0) if pair_weights is None else (pair_weights.shape[0], q.shape[1], q.shape[1])
     return (*(like_projection(q) for _ in range(3)), *(q.new_empty(size, dtype=torch.float32) for size in sizes))
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    q, k, v, offsets, counts, self_rows, prefix, scale, zero_fill, *weights, drop, keep = inputs
-    ctx.save_for_backward(q, k, v, offsets, counts, self_rows, *weights, drop, *output)
+    q, k, v, offsets, counts, prefix, scale, zero_fill, *weights, drop, keep = inputs
+    ctx.save_for_backward(q, k, v, offsets, counts, *weights, drop, *output)
     ctx.options = (prefix, scale, zero_fill)
     ctx.kept = keep
     ctx.set_materialize_grads(False)
@@ -155,23 +149,12 @@ def _backward(ctx: Any, grad: Tensor | None, *others: Any) -> tuple:
         return (None,) * 14
     if not ctx.kept:
         raise RuntimeError("the forward pass of diagonal attention kept nothing to differentiate with")
-    q, k, v, offsets, counts, self_rows, pair_weights, pair_begin, prefix_weight, drop, out, *kept = ctx.saved_tensors
-    dq, dk, dv, d_pairs, d_prefix = torch.ops.hf_sparseprior.diagonal_backward(
-        grad,
-        q,
-        k,
-        v,
-        out,
-        offsets,
-        counts,
-        self_rows,
-        *ctx.options,
-        pair_weights,
-        pair_begin,
-        prefix_weight,
-        drop,
-        *kept,
-    )
+    q, k, v, offsets, counts, pair_weights, pair_begin, prefix_weight, self_weight, drop, out, *kept = ctx.saved_tensors
+    prefix, scale, zero_fill = ctx.options
+    dq, dk, dv, d_pairs, d_prefix, d_self = torch.ops.hf_sparseprior.diagonal_backward(
+        grad, q, k, v, out, offsets, counts, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight,
+        self_weight, drop, *kept,
+    )  # fmt: skip
     if pair_weights is None:
-        d_pairs = d_prefix = None
-    return dq, dk, dv, None, None, None, None, None, None, d_pairs, None, d_prefix, None, None
+        d_pairs = d_prefix = d_self = None
+    return dq, dk, dv, None, None, None, None, None, d_pairs, None, d_prefix, d_self, None, None

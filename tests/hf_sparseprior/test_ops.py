@@ -21,6 +21,8 @@ from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.supports import MASK_FILLS, SUPPORTS, build_mask, head_offsets, layer_order, resolve_support
 
 OTHERS = [name for name in BACKENDS if name != "reference"]
+# These take any dtype on any device; what compiled kernels do is tested in kernels/.
+PYTORCH = [name for name in BACKENDS if name not in ("cpp", "triton")]
 PATTERNS = [name for name in SUPPORTS if name != "dense"]
 
 # Settings besides the defaults: small windows for small grids, empty heads, the diagonal left out, everything kept.
@@ -284,7 +286,7 @@ def test_autocast_is_near_float64(backend, support):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "sdpa"])
+@pytest.mark.parametrize("backend", [name for name in PYTORCH if name != "sdpa"])
 def test_logits_are_not_rounded_to_half_precision_under_autocast(backend, dtype):
     # Logits near 40 come in steps of 0.25 in bfloat16; a mask of 0.999 would be lost in them.
     support = {"name": "window", "w": 3}
@@ -327,7 +329,7 @@ def test_gradcheck(backend, mask_fill, variant, prefix):
     assert torch.autograd.gradcheck(run, tuple(leaves.values()), fast_mode=False)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PYTORCH)
 def test_inputs_may_be_views(backend):
     # The attention layer hands over transposed views.
     leaves = make_leaves((3, 4), 2)
@@ -341,7 +343,7 @@ def test_inputs_may_be_views(backend):
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PYTORCH)
 def test_masked_keys_change_nothing(backend, name):
     variants = [None] if backend == "sdpa" else [None, DECAY_VARIANTS[1]]
     for prefix, variant in product((0, 2), variants):
@@ -499,7 +501,7 @@ def test_dropout_drops_weights_and_scales_the_others(backend, mask_fill):
     assert torch.equal(call(leaves, support, ("violin", True, False), (6, 6), 1, **options, dropout_p=0.25)[0], out)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PYTORCH)
 def test_dropout_keeps_the_mean(backend):
     leaves = make_leaves((3, 3), 1, batch=1)
     many = {name: leaf.detach().expand(4000, -1, -1, -1) for name, leaf in leaves.items()}
@@ -742,25 +744,58 @@ def chosen(caplog, monkeypatch):
     return run
 
 
-def test_the_log_names_the_path_and_why_not_others(chosen):
-    assert "layer 2: sdpa (the support is dense)" in chosen("dense", None, 4)
+def test_the_log_names_the_path_and_why_not_others(chosen, monkeypatch):
+    monkeypatch.setattr(ops, "diagonal_cpu", None)  # as in a saved model without the package
+    assert "layer 2: sdpa (16 patches, 100.0 % of the pairs kept; not cpp: dense attention" in chosen("dense", None, 4)
     message = chosen("dense", DECAY_VARIANTS[1], 4)
     assert "layer 2: reference" in message and "not sdpa: a decay multiplies the logits" in message
+    assert "not cpp: the package hf_sparseprior is not installed" in message
     message = chosen("dense", None, 4, need_weights=True)
     assert "layer 2: reference" in message and "not sdpa: " in message and "weights" in message
     message = chosen({"name": "fibottention", "mask_fill": "zero"}, None, 4)
     assert "layer 2: reference" in message and "not sdpa: mask_fill='zero'" in message
     message = chosen("fibottention", None, 20)
-    assert "layer 2: diagonal" in message and "400 patch tokens, 2." in message
+    assert "layer 2: diagonal" in message and "400 patches, 2." in message
     message = chosen("fibottention", None, 6)
-    assert "layer 2: sdpa" in message and "dense with a mask is faster" in message and "36 patch tokens" in message
-    message = chosen({"name": "window", "w": 60}, None, 14)
-    assert "layer 2: sdpa" in message and "of the pairs kept, dense with a mask is faster" in message
+    assert "layer 2: sdpa" in message and "not diagonal: dense is faster below 400 patches" in message
+    message = chosen({"name": "window", "w": 60}, None, 20)
+    assert "layer 2: sdpa" in message and "not diagonal: dense is faster with more than 6.2 % of the pairs" in message
     message = chosen({"name": "fibottention", "mask_fill": "zero"}, None, 14, dropout_p=0.1)
     assert "layer 2: reference" in message and "not diagonal: dropout" in message and "not sdpa: " in message
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_compiled_kernel_is_chosen_where_it_is_faster(chosen, monkeypatch):
+    monkeypatch.setattr(ops.diagonal_cpu, "can_run", lambda q: None)
+    assert "layer 2: sdpa" in chosen("dense", None, 4)
+    assert "layer 2: cpp" in chosen("dense", DECAY_VARIANTS[1], 4)
+    assert "layer 2: cpp" in chosen("fibottention", None, 14)
+    assert "not cpp: dense is faster below 36 patches" in chosen("fibottention", None, 3)
+    assert "not cpp: dense is faster with more than 45.0 %" in chosen({"name": "window", "w": 120}, None, 14)
+    assert "not cpp: the C++ kernel has no dropout of dense attention" in chosen(
+        "dense", DECAY_VARIANTS[1], 4, dropout_p=0.1
+    )
+    monkeypatch.setattr(ops.diagonal_cpu, "can_run", lambda q: "no compiler")
+    assert "layer 2: diagonal" in (message := chosen("fibottention", None, 20)) and "not cpp: no compiler" in message
+
+
+def test_every_crossover_is_of_a_sparse_path_and_a_dense_one():
+    for (name, device_type, trains, dense_path), limits in ops.CROSSOVERS.items():
+        assert name in BACKENDS and dense_path in ("sdpa", "reference") and device_type in ("cpu", "cuda")
+        below = AttentionPlan(3, (1, limits.tokens - 1), 0, resolve_support({"name": "window", "w": 1}, 3, 2), None, 0)
+        reason = ops.slower_than_dense(name, below, device_type, trains, dense_path)
+        assert limits.tokens == 1 or reason == f"dense is faster below {limits.tokens} patches"
+    assert set(ops.ORDER) == set(BACKENDS)
+
+
+def test_triton_is_for_cuda_and_many_patches():
+    support = resolve_support("fibottention", 3, 1024)
+    many, few = (AttentionPlan(3, grid, 1, support, None, 0) for grid in ((32, 32), (4, 4)))
+    assert ops.slower_than_dense("triton", many, "cuda", True, "sdpa") is None
+    assert ops.slower_than_dense("triton", few, "cuda", True, "sdpa") == "dense is faster below 400 patches"
+    assert "not for cpu" in ops.triton_device.can_run(torch.zeros(1, 1, 1, 8))
+
+
+@pytest.mark.parametrize("backend", [*PYTORCH, "cpp"])
 def test_the_log_names_a_forced_path_too(chosen, backend):
     assert backend in chosen("fibottention", None, 4, backend=backend)
 
@@ -772,7 +807,7 @@ def test_the_log_is_silent_above_debug(caplog, monkeypatch):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PYTORCH)
 def test_the_environment_forces_a_backend(monkeypatch, backend):
     ran = []
     for name, entry in BACKENDS.items():

@@ -284,7 +284,7 @@ def test_wrong_inputs_are_named():
     leaves = make((3, 3), 1)
     with pytest.raises(ValueError, match="float32 and bfloat16, not for float16"):
         attention(*(leaves[n].half() for n in "qkv"), "fibottention", num_prefix_tokens=1, backend="cpp")
-    with pytest.raises(ValueError, match="the support is dense"):
+    with pytest.raises(ValueError, match="dense attention without a decay"):
         attention(*(leaves[n] for n in "qkv"), "dense", num_prefix_tokens=1, backend="cpp")
     wide = make((2, 2), 1, width=257)
     with pytest.raises(ValueError, match=r"head width 257 must be in 1\.\.256"):

@@ -1,0 +1,370 @@
+"""Dense attention with a decay by Triton kernels, as PyTorch operators with fake kernels and gradients.
+
+Y = softmax(alpha_h * scale * Q K^T * M) V, M_ij = mean over curves c of gamma_c^|position_c(i) - position_c(j)| (VIOLIN
+Eqs. 12 and 13), by the scheme of flash attention 2: softmax runs over blocks of keys as they come, the backward pass
+computes probabilities again from the log-sum-exp of each row. Blocks of M are made from the positions where they are
+needed; nothing of size T x T is ever in memory.
+
+Products of blocks are taken in the dtype of q and summed in float32, those of float32 exactly (no tf32). Sums over
+blocks are taken in the order of blocks, so that two runs give the same bits.
+
+Shapes: B batch, H heads, T = P + N tokens, P prefix tokens, D head width, C curves, A axes of a position.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_sparseprior.kernels.triton_blocks import keep_factor, place, row_mask, row_pointers
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# Triton's interpreter multiplies the bits of bfloat16 as integers; there, blocks are widened first.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+# Rows and keys of a block, forward and backward, by bytes of an element and padded head width. A fixed table and no
+# autotuning: tuning at the first use of each shape would take seconds in every process and could give other bits in
+# another run. Not tuned on a GPU: chosen by what the compiler says for compute capability 9.0, so that registers do not
+# spill (but for 272 bytes at the last entry) and a block fits shared memory.
+BLOCKS = {
+    (2, 64): {"forward": (64, 64), "backward": (64, 32), "num_warps": 4, "num_stages": 2},
+    (2, 128): {"forward": (64, 32), "backward": (32, 32), "num_warps": 4, "num_stages": 2},
+    (2, 256): {"forward": (32, 32), "backward": (32, 32), "num_warps": 4, "num_stages": 1},
+    (4, 64): {"forward": (32, 32), "backward": (32, 16), "num_warps": 8, "num_stages": 1},
+    (4, 128): {"forward": (32, 16), "backward": (16, 16), "num_warps": 8, "num_stages": 1},
+    (4, 256): {"forward": (16, 16), "backward": (16, 16), "num_warps": 8, "num_stages": 1},
+}
+
+
+def decayed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    log_gamma: Tensor,
+    alpha: Tensor,
+    prefix_gamma: Tensor | None,
+    num_prefix_tokens: int,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Attention over all pairs of tokens with the logits times alpha * M.
+
+    Args:
+        q, k, v: (B, H, T, D) float16, bfloat16 or float32, any strides, no copies; D up to 256.
+        positions: int32 (C, A, N), of patches; the distance of two is the sum over the axes of the differences.
+        log_gamma: float32 (C, H), of the decay per step of distance.
+        alpha: float32 (H,), factor of all logits.
+        prefix_gamma: float32 (H,), M of pairs with a prefix token; None: 1.
+        num_prefix_tokens: P, tokens in front of the patches.
+        scale: factor of the logits.
+        dropout_p: of the attention weights. Drawn from torch's generator.
+
+    Returns:
+        (B, H, T, D), in memory as (B, T, H, D). Gradients reach q, k, v, log_gamma, alpha and prefix_gamma.
+    """
+    seed = torch.randint(2**62, (1,), device=q.device) if dropout_p > 0.0 else None
+    return torch.ops.hf_sparseprior.decayed_triton(
+        q, k, v, positions, log_gamma, alpha, prefix_gamma, seed, num_prefix_tokens, scale, dropout_p
+    )[0]
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_block(pointers, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows in their own dtype, as tl.dot takes them."""
+    return tl.load(pointers, mask=row_mask(valid, WIDTH, COLUMNS), other=0.0)
+
+
+@triton.jit
+def _product(a, b):
+    """a @ b, summed in float32."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _distances(positions, curve, rows, keys, patches, AXES: tl.constexpr, PREFIX: tl.constexpr):
+    """Distances (rows, keys) of tokens along one curve, float32; without meaning for prefix tokens."""
+    # Ranks are whole numbers below 2^24, exact in float32; a conversion for each pair would cost as much as exp2.
+    total = tl.zeros((rows.shape[0], keys.shape[0]), tl.float32)
+    for axis in tl.static_range(AXES):
+        line = positions + (curve * AXES + axis) * patches - PREFIX
+        of_rows = tl.load(line + rows, mask=(rows >= PREFIX) & (rows < patches + PREFIX), other=0).to(tl.float32)
+        of_keys = tl.load(line + keys, mask=(keys >= PREFIX) & (keys < patches + PREFIX), other=0).to(tl.float32)
+        total += tl.abs(of_rows[:, None] - of_keys[None, :])
+    return total
+
+
+@triton.jit
+def _decay_block(
+    positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches,
+    CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
+):  # fmt: skip
+    """M (rows, keys) of tokens. Symmetric, so that the backward pass asks for (keys, rows) in the same way."""
+    total = tl.zeros((rows.shape[0], keys.shape[0]), tl.float32)
+    for curve in range(CURVES):
+        rate = tl.load(log_gamma + curve * heads + head) * LOG2E
+        total += tl.exp2(_distances(positions, curve, rows, keys, patches, AXES, PREFIX) * rate)
+    total = total / CURVES
+    if PREFIX:
+        of_prefix = 1.0 if prefix_gamma is None else tl.load(prefix_gamma + head)
+        total = tl.where((rows < PREFIX)[:, None] | (keys < PREFIX)[None, :], of_prefix, total)
+    return total
+
+
+@triton.jit
+def _forward_rows(
+    q, k, v, out, lse, positions, log_gamma, alpha, prefix_gamma, seed, q_strides, k_strides, v_strides, out_strides,
+    heads, patches, scale, dropout_p, CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp of a block of rows."""
+    tokens = patches + PREFIX
+    block, slot, batch, head = place(tl.cdiv(tokens, ROWS), heads)
+    rows = block * ROWS + tl.arange(0, ROWS)
+    exists = rows < tokens
+    q_rows = _load_block(row_pointers(q, q_strides, batch, head, rows, COLUMNS), exists, WIDTH, COLUMNS)
+    factor = scale * tl.load(alpha + head)
+    high = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, tokens, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        valid = keys < tokens
+        k_rows = _load_block(row_pointers(k, k_strides, batch, head, keys, COLUMNS), valid, WIDTH, COLUMNS)
+        v_rows = _load_block(row_pointers(v, v_strides, batch, head, keys, COLUMNS), valid, WIDTH, COLUMNS)
+        decay = _decay_block(positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX)
+        logits = _product(q_rows, tl.trans(k_rows)) * (factor * decay)
+        logits = tl.where(valid[None, :], logits, float("-inf"))
+        higher = tl.maximum(high, tl.max(logits, 1))
+        shrink = tl.exp(high - higher)
+        weight = tl.exp(logits - higher[:, None])
+        total = total * shrink + tl.sum(weight, 1)
+        weight = weight * keep_factor(seed, slot, rows[:, None], keys[None, :], dropout_p)
+        acc = acc * shrink[:, None] + _product(weight.to(v_rows.dtype), v_rows)
+        high = higher
+    pointers = row_pointers(out, out_strides, batch, head, rows, COLUMNS)
+    tl.store(pointers, (acc / total[:, None]).to(out.dtype.element_ty), mask=row_mask(exists, WIDTH, COLUMNS))
+    tl.store(lse + slot * tokens + rows, high + tl.log(total), mask=exists)
+
+
+@triton.jit
+def _backward_rows(
+    grad, q, k, v, out, lse, dq, delta, decay_parts, positions, log_gamma, alpha, prefix_gamma, seed,
+    grad_strides, q_strides, k_strides, v_strides, out_strides, heads, patches, scale, dropout_p,
+    CURVES: tl.constexpr, CURVE_COLUMNS: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """dq and delta of a block of rows, and its part of the gradients of the decay.
+
+    delta: float32 (B, H, T), of each row the product of output and gradient. decay_parts: float32 (B, H, blocks,
+    C + 2), for log_gamma, prefix_gamma and alpha; None where nothing of the decay is learned.
+    """
+    tokens = patches + PREFIX
+    blocks = tl.cdiv(tokens, ROWS)
+    block, slot, batch, head = place(blocks, heads)
+    rows = block * ROWS + tl.arange(0, ROWS)
+    exists = rows < tokens
+    q_rows = _load_block(row_pointers(q, q_strides, batch, head, rows, COLUMNS), exists, WIDTH, COLUMNS)
+    g_rows = _load_block(row_pointers(grad, grad_strides, batch, head, rows, COLUMNS), exists, WIDTH, COLUMNS)
+    o_rows = _load_block(row_pointers(out, out_strides, batch, head, rows, COLUMNS), exists, WIDTH, COLUMNS)
+    lse_rows = tl.load(lse + slot * tokens + rows, mask=exists, other=0.0)
+    delta_rows = tl.sum(g_rows.to(tl.float32) * o_rows.to(tl.float32), 1)
+    tl.store(delta + slot * tokens + rows, delta_rows, mask=exists)
+    head_alpha = tl.load(alpha + head)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    curves = tl.arange(0, CURVE_COLUMNS)
+    by_curve = tl.zeros((ROWS, CURVE_COLUMNS), tl.float32)
+    by_prefix = tl.zeros((ROWS,), tl.float32)
+    by_alpha = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, tokens, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        valid = keys < tokens
+        k_rows = _load_block(row_pointers(k, k_strides, batch, head, keys, COLUMNS), valid, WIDTH, COLUMNS)
+        v_rows = _load_block(row_pointers(v, v_strides, batch, head, keys, COLUMNS), valid, WIDTH, COLUMNS)
+        decay = _decay_block(positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX)
+        product = _product(q_rows, tl.trans(k_rows)) * scale
+        pairs = exists[:, None] & valid[None, :]
+        prob = tl.where(pairs, tl.exp(product * (head_alpha * decay) - lse_rows[:, None]), 0.0)
+        keep = keep_factor(seed, slot, rows[:, None], keys[None, :], dropout_p)
+        slope = prob * (_product(g_rows, tl.trans(v_rows)) * keep - delta_rows[:, None])
+        by_logit = (slope * (head_alpha * decay)).to(k_rows.dtype)
+        acc += _product(by_logit, k_rows)
+        if decay_parts is not None:
+            slope = slope * product
+            by_alpha += tl.sum(slope * decay, 1)
+            if PREFIX:
+                with_prefix = (rows < PREFIX)[:, None] | (keys < PREFIX)[None, :]
+                by_prefix += tl.sum(tl.where(with_prefix, slope, 0.0), 1)
+                slope = tl.where(with_prefix, 0.0, slope)
+            for curve in range(CURVES):
+                rate = tl.load(log_gamma + curve * heads + head) * LOG2E
+                distance = _distances(positions, curve, rows, keys, patches, AXES, PREFIX)
+                of_curve = tl.sum(slope * distance * tl.exp2(distance * rate), 1)
+                by_curve += tl.where((curves == curve)[None, :], of_curve[:, None], 0.0)
+    if decay_parts is not None:
+        part = decay_parts + (slot * blocks + block) * (CURVES + 2)
+        tl.store(part + curves, tl.sum(by_curve, 0) * (head_alpha / CURVES), mask=curves < CURVES)
+        tl.store(part + CURVES, tl.sum(by_prefix, 0) * head_alpha)
+        tl.store(part + CURVES + 1, tl.sum(by_alpha, 0))
+    pointers = row_pointers(dq, out_strides, batch, head, rows, COLUMNS)
+    tl.store(pointers, (acc * scale).to(dq.dtype.element_ty), mask=row_mask(exists, WIDTH, COLUMNS))
+
+
+@triton.jit
+def _backward_keys(
+    grad, q, k, v, lse, delta, dk, dv, positions, log_gamma, alpha, prefix_gamma, seed,
+    grad_strides, q_strides, k_strides, v_strides, out_strides, heads, patches, scale, dropout_p,
+    CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a block of keys (ROWS of them) from blocks of rows that see them (KEYS at a time)."""
+    tokens = patches + PREFIX
+    block, slot, batch, head = place(tl.cdiv(tokens, ROWS), heads)
+    keys = block * ROWS + tl.arange(0, ROWS)
+    exists = keys < tokens
+    k_rows = _load_block(row_pointers(k, k_strides, batch, head, keys, COLUMNS), exists, WIDTH, COLUMNS)
+    v_rows = _load_block(row_pointers(v, v_strides, batch, head, keys, COLUMNS), exists, WIDTH, COLUMNS)
+    head_alpha = tl.load(alpha + head)
+    dk_rows = tl.zeros((ROWS, COLUMNS), tl.float32)
+    dv_rows = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, tokens, KEYS):
+        rows = start + tl.arange(0, KEYS)
+        valid = rows < tokens
+        q_rows = _load_block(row_pointers(q, q_strides, batch, head, rows, COLUMNS), valid, WIDTH, COLUMNS)
+        g_rows = _load_block(row_pointers(grad, grad_strides, batch, head, rows, COLUMNS), valid, WIDTH, COLUMNS)
+        lse_rows = tl.load(lse + slot * tokens + rows, mask=valid, other=0.0)
+        delta_rows = tl.load(delta + slot * tokens + rows, mask=valid, other=0.0)
+        decay = head_alpha * _decay_block(
+            positions, log_gamma, prefix_gamma, head, heads, keys, rows, patches, CURVES, AXES, PREFIX
+        )
+        product = _product(k_rows, tl.trans(q_rows)) * scale
+        prob = tl.where(valid[None, :], tl.exp(product * decay - lse_rows[None, :]), 0.0)
+        keep = keep_factor(seed, slot, rows[None, :], keys[:, None], dropout_p)
+        dv_rows += _product((prob * keep).to(g_rows.dtype), g_rows)
+        slope = prob * (_product(v_rows, tl.trans(g_rows)) * keep - delta_rows[None, :])
+        dk_rows += _product((slope * decay).to(q_rows.dtype), q_rows)
+    mask = row_mask(exists, WIDTH, COLUMNS)
+    dk_pointers = row_pointers(dk, out_strides, batch, head, keys, COLUMNS)
+    dv_pointers = row_pointers(dv, out_strides, batch, head, keys, COLUMNS)
+    tl.store(dk_pointers, (dk_rows * scale).to(dk.dtype.element_ty), mask=mask)
+    tl.store(dv_pointers, dv_rows.to(dv.dtype.element_ty), mask=mask)
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+
+def _sizes(q: Tensor, positions: Tensor, prefix: int, direction: str) -> dict[str, int]:
+    """What the kernels are compiled for."""
+    columns = max(16, triton.next_power_of_2(q.shape[-1]))  # tl.dot takes 16 or more
+    table: dict[str, Any] = BLOCKS[q.element_size(), max(64, columns)]
+    rows, keys = table[direction]
+    curves, axes, _ = positions.shape
+    return {
+        "CURVES": curves, "AXES": axes, "PREFIX": prefix, "WIDTH": q.shape[-1], "COLUMNS": columns,
+        "ROWS": rows, "KEYS": keys, "num_warps": table["num_warps"], "num_stages": table["num_stages"],
+    }  # fmt: skip
+
+
+@torch.library.custom_op("hf_sparseprior::decayed_triton", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, log_gamma: Tensor, alpha: Tensor, prefix_gamma: Tensor | None,
+    seed: Tensor | None, prefix: int, scale: float, dropout_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output (B, H, T, D) and log-sum-exp float32 (B, H, T)."""
+    out, lse = _outputs(q)
+    slots, tokens = q.shape[0] * q.shape[1], q.shape[2]
+    if slots == 0:
+        return out, lse
+    sizes = _sizes(q, positions, prefix, "forward")
+    with torch.cuda.device_of(q):
+        _forward_rows[(slots * triton.cdiv(tokens, sizes["ROWS"]),)](
+            q, k, v, out, lse, positions, log_gamma.contiguous(), alpha, prefix_gamma, seed,
+            q.stride(), k.stride(), v.stride(), out.stride(), q.shape[1], tokens - prefix, scale, dropout_p, **sizes,
+        )  # fmt: skip
+    return out, lse
+
+
+@torch.library.custom_op("hf_sparseprior::decayed_triton_backward", mutates_args=())
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, positions: Tensor, log_gamma: Tensor,
+    alpha: Tensor, prefix_gamma: Tensor | None, seed: Tensor | None, prefix: int, scale: float, dropout_p: float,
+    learns_decay: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, and (C + 2, H) gradients of log_gamma, prefix_gamma and alpha, without columns if not learned."""
+    batch, heads, tokens, _ = q.shape
+    dq, dk, dv = (torch.empty_like(out) for _ in range(3))  # the kernels take their strides to be those of out
+    curves = positions.shape[0]
+    if batch * heads == 0 or not learns_decay:
+        d_decay = q.new_zeros(curves + 2, heads if learns_decay else 0, dtype=torch.float32)
+    if batch * heads == 0:
+        return dq, dk, dv, d_decay
+    sizes = _sizes(q, positions, prefix, "backward")
+    blocks = triton.cdiv(tokens, sizes["ROWS"])
+    delta = torch.empty_like(lse)
+    parts = lse.new_empty(batch, heads, blocks, curves + 2) if learns_decay else None
+    decay = (positions, log_gamma.contiguous(), alpha, prefix_gamma, seed)
+    strides = (grad.stride(), q.stride(), k.stride(), v.stride(), dq.stride())
+    numbers = (heads, tokens - prefix, scale, dropout_p)
+    with torch.cuda.device_of(q):
+        _backward_rows[(batch * heads * blocks,)](
+            grad, q, k, v, out, lse, dq, delta, parts, *decay, *strides, *numbers,
+            CURVE_COLUMNS=triton.next_power_of_2(curves), **sizes,
+        )  # fmt: skip
+        _backward_keys[(batch * heads * blocks,)](
+            grad, q, k, v, lse, delta, dk, dv, *decay, *strides, *numbers, **sizes
+        )
+    if parts is not None:
+        d_decay = parts.sum((0, 2)).t().contiguous()
+    return dq, dk, dv, d_decay
+
+
+def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    batch, heads, tokens, width = q.shape
+    out = q.new_empty(batch, tokens, heads, width).transpose(1, 2)
+    return out, q.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+
+@_forward.register_fake
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _outputs(q)
+
+
+@_backward.register_fake
+def _(grad: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    out, positions, learns_decay = rest[2], rest[4], rest[-1]
+    shape = (positions.shape[0] + 2, q.shape[1] if learns_decay else 0)
+    return (*(torch.empty_like(out) for _ in range(3)), q.new_empty(shape, dtype=torch.float32))
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *tensors, prefix, scale, dropout_p = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.options = (prefix, scale, dropout_p)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple:
+    if grad is None:
+        return (None,) * 11
+    q, k, v, *tensors, out, lse = ctx.saved_tensors
+    learns_decay = any(ctx.needs_input_grad[4:7])
+    dq, dk, dv, d_decay = torch.ops.hf_sparseprior.decayed_triton_backward(
+        grad, q, k, v, out, lse, *tensors, *ctx.options, learns_decay
+    )
+    if not learns_decay:
+        return dq, dk, dv, *(None,) * 8
+    d_prefix = None if tensors[3] is None else d_decay[-2]
+    return dq, dk, dv, None, d_decay[:-2], d_decay[-1], d_prefix, *(None,) * 4
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)

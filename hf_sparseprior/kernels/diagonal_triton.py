@@ -1,0 +1,659 @@
+"""Attention along diagonals by Triton kernels, as PyTorch operators with fake kernels and gradients.
+
+Patch token j of head h sees the prefix tokens and the patches j + o, o in the head's signed offsets; prefix tokens see
+everything. For a block of rows each offset is one contiguous, shifted load of K and of V, and softmax runs over the
+offsets as they come, in registers. Products and sums are elementwise in float32, nothing goes through tensor cores.
+
+The backward pass computes probabilities again from the log-sum-exp of each row. It only gathers: one kernel goes over
+rows (dq, and what prefix keys and decay weights get from each block of rows), one over keys (dk, dv, and what prefix
+rows get from each block of keys). What many blocks add to is summed in the order of blocks, so that two runs give the
+same bits.
+
+Shapes: B batch, H heads, T = P + N tokens, P prefix tokens, D head width, S signed offsets over all heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_sparseprior.kernels.triton_blocks import (
+    keep_factor,
+    load_row,
+    load_rows,
+    place,
+    row_mask,
+    row_pointers,
+    store_row,
+)
+
+# Elements of a block of rows (rows x padded head width) and its limit in rows. Not tuned on a GPU: chosen so that what
+# is live in a loop (two blocks forward, three backward, and the K and V in flight) stays below 128 registers a thread.
+FORWARD_ELEMENTS = 4096
+BACKWARD_ELEMENTS = 2048
+MAX_ROWS = 128
+WARPS = 4
+
+
+def diagonal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    signed_offsets: Tensor,
+    offset_begin: Tensor,
+    num_prefix_tokens: int,
+    scale: float,
+    zero_fill: bool = False,
+    pair_weights: Tensor | None = None,
+    pair_begin: Tensor | None = None,
+    prefix_weight: Tensor | None = None,
+    self_weight: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Attention of each patch over the prefix tokens and the patches at its head's offsets.
+
+    Args:
+        q, k, v: (B, H, T, D) float16, bfloat16 or float32, any strides, no copies; D up to 256.
+        signed_offsets: int32 (S,), head after head, -o right behind each o > 0.
+        offset_begin: int32 (H + 1,), where each head's begin.
+        num_prefix_tokens: P; they see everything and are seen by everything.
+        scale: factor of the logits.
+        zero_fill: pairs outside the support keep exp(0) instead of nothing.
+        pair_weights: float32, factors of the logits of pairs at an offset: for each pair of offsets +-o of a head N - o
+            values, by the lower of both rows; pair_begin: int64 (S,), where the values of each signed offset begin.
+        prefix_weight: float32 (H,), of pairs with a prefix token; self_weight: of patches that only see themselves.
+        dropout_p: of the attention weights; not with zero_fill. Drawn from torch's generator.
+
+    Returns:
+        (B, H, T, D), in memory as (B, T, H, D).
+    """
+    seed = torch.randint(2**62, (1,), device=q.device) if dropout_p > 0.0 else None
+    return torch.ops.hf_sparseprior.diagonal_triton(
+        q, k, v, signed_offsets, offset_begin, pair_weights, pair_begin, prefix_weight, self_weight, seed,
+        num_prefix_tokens, scale, zero_fill, dropout_p,
+    )[0]  # fmt: skip
+
+
+# ---- forward --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _head_weight(weights, head):
+    """A factor of the head, 1 without weights."""
+    if weights is None:
+        return 1.0
+    else:
+        return tl.load(weights + head)
+
+
+@triton.jit
+def _pair_weight(pair_weights, pair_begin, number, rows, keys, valid):
+    """Factors of the logits of pairs at signed offset `number`, 1 without weights."""
+    if pair_weights is None:
+        return 1.0
+    else:
+        return tl.load(pair_weights + tl.load(pair_begin + number) + tl.minimum(rows, keys), mask=valid, other=0.0)
+
+
+@triton.jit
+def _count_keys(signed_offsets, first, last, rows, patches):
+    """How many patches each row sees at its head's offsets."""
+    count = tl.zeros_like(rows)
+    for number in range(first, last):
+        key = rows + tl.load(signed_offsets + number)
+        count += ((key >= 0) & (key < patches)).to(tl.int32)
+    return count
+
+
+@triton.jit
+def _join(high, total, acc, logits, v_rows, keep, outside):
+    """The running softmax of each row with one key more; logits are -inf where a row has no such key.
+
+    With `outside`, the number of keys outside the support, each of those counts exp(0). They are in `total` and `acc`
+    from the start, as the sum of all v; a key inside takes its exp(0) out again.
+    """
+    higher = tl.maximum(high, logits)
+    finite = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink = tl.exp(high - finite)
+    weight = tl.exp(logits - finite)
+    total = total * shrink + weight
+    gain = weight * keep
+    if outside is not None:
+        gain -= tl.where((outside > 0) & (logits > float("-inf")), tl.exp(-finite), 0.0)
+    acc = acc * shrink[:, None] + gain[:, None] * v_rows
+    return higher, total, acc
+
+
+@triton.jit
+def _forward_patches(
+    q, k, v, out, lse, v_sum, signed_offsets, offset_begin, pair_weights, pair_begin, prefix_weight, self_weight, seed,
+    q_strides, k_strides, v_strides, out_strides, heads, patches, scale, dropout_p,
+    PREFIX: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp of a block of patch rows. v_sum: float32 (B, H, D), sum of all v, with zero fill."""
+    block, slot, batch, head = place(tl.cdiv(patches, ROWS), heads)
+    rows = block * ROWS + tl.arange(0, ROWS)
+    exists = rows < patches
+    tokens = rows + PREFIX
+    first, last = tl.load(offset_begin + head), tl.load(offset_begin + head + 1)
+    k_pointers = row_pointers(k, k_strides, batch, head, tokens, COLUMNS)
+    v_pointers = row_pointers(v, v_strides, batch, head, tokens, COLUMNS)
+    q_rows = load_rows(row_pointers(q, q_strides, batch, head, tokens, COLUMNS), exists, WIDTH, COLUMNS) * scale
+
+    high = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    outside = None
+    if PREFIX == 0 or v_sum is not None:
+        seen = _count_keys(signed_offsets, first, last, rows, patches)
+    if v_sum is not None:
+        outside = patches - (tl.maximum(seen, 1) if PREFIX == 0 else seen)
+        columns = tl.arange(0, COLUMNS)
+        everything = tl.load(v_sum + slot * WIDTH + columns, mask=columns < WIDTH, other=0.0)
+        high = tl.where(outside > 0, 0.0, high)
+        total = outside.to(tl.float32)
+        acc = tl.where((outside > 0)[:, None], everything[None, :], acc)
+
+    prefix_factor = _head_weight(prefix_weight, head)
+    for token in range(PREFIX):
+        k_row = load_row(k, k_strides, batch, head, token, WIDTH, COLUMNS)
+        v_row = load_row(v, v_strides, batch, head, token, WIDTH, COLUMNS)
+        logits = tl.sum(q_rows * k_row[None, :], 1) * prefix_factor
+        keep = keep_factor(seed, slot, tokens, token, dropout_p)
+        high, total, acc = _join(high, total, acc, logits, v_row[None, :], keep, outside)
+    for number in range(first, last):
+        offset = tl.load(signed_offsets + number).to(tl.int64)
+        keys = rows + offset.to(tl.int32)
+        valid = exists & (keys >= 0) & (keys < patches)
+        k_rows = load_rows(k_pointers + offset * k_strides[2], valid, WIDTH, COLUMNS)
+        v_rows = load_rows(v_pointers + offset * v_strides[2], valid, WIDTH, COLUMNS)
+        logits = tl.sum(q_rows * k_rows, 1) * _pair_weight(pair_weights, pair_begin, number, rows, keys, valid)
+        keep = keep_factor(seed, slot, tokens, keys + PREFIX, dropout_p)
+        high, total, acc = _join(high, total, acc, tl.where(valid, logits, float("-inf")), v_rows, keep, outside)
+    if PREFIX == 0:
+        alone = exists & (seen == 0)
+        k_rows = load_rows(k_pointers, alone, WIDTH, COLUMNS)
+        v_rows = load_rows(v_pointers, alone, WIDTH, COLUMNS)
+        logits = tl.sum(q_rows * k_rows, 1) * _head_weight(self_weight, head)
+        keep = keep_factor(seed, slot, tokens, tokens, dropout_p)
+        high, total, acc = _join(high, total, acc, tl.where(alone, logits, float("-inf")), v_rows, keep, outside)
+
+    total = tl.where(exists, total, 1.0)
+    pointers = row_pointers(out, out_strides, batch, head, tokens, COLUMNS)
+    tl.store(pointers, (acc / total[:, None]).to(out.dtype.element_ty), mask=row_mask(exists, WIDTH, COLUMNS))
+    tl.store(lse + slot * (PREFIX + patches) + tokens, high + tl.log(total), mask=exists)
+
+
+@triton.jit
+def _forward_prefix_parts(
+    q, k, v, parts, part_lse, prefix_weight, seed, q_strides, k_strides, v_strides, heads, tokens, scale, dropout_p,
+    PREFIX: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Prefix rows over one block of keys: parts float32 (B, H, P, blocks, D), part_lse (B, H, P, blocks)."""
+    blocks = tl.cdiv(tokens, ROWS)
+    block, slot, batch, head = place(blocks, heads)
+    keys = block * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    exists = keys < tokens
+    k_rows = load_rows(row_pointers(k, k_strides, batch, head, keys, COLUMNS), exists, WIDTH, COLUMNS)
+    v_rows = load_rows(row_pointers(v, v_strides, batch, head, keys, COLUMNS), exists, WIDTH, COLUMNS)
+    factor = scale * _head_weight(prefix_weight, head)
+    for token in range(PREFIX):
+        q_row = load_row(q, q_strides, batch, head, token, WIDTH, COLUMNS)
+        logits = tl.where(exists, tl.sum(k_rows * q_row[None, :], 1) * factor, float("-inf"))
+        high = tl.max(logits, 0)
+        weight = tl.exp(logits - high)
+        total = tl.sum(weight, 0)
+        keep = keep_factor(seed, slot, token, keys, dropout_p)
+        place_of_part = (slot * PREFIX + token) * blocks + block
+        acc = tl.sum((weight * keep)[:, None] * v_rows, 0) / total
+        tl.store(parts + place_of_part * WIDTH + columns, acc, mask=columns < WIDTH)
+        tl.store(part_lse + place_of_part, high + tl.log(total))
+
+
+@triton.jit
+def _forward_prefix(
+    parts, part_lse, out, lse, out_strides, heads, tokens, blocks,
+    PREFIX: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The parts of one prefix row, put together in the order of blocks."""
+    token, slot, batch, head = place(PREFIX, heads)
+    columns = tl.arange(0, COLUMNS)
+    high = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    acc = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, blocks, ROWS):
+        part = start + tl.arange(0, ROWS)
+        exists = part < blocks
+        at = (slot * PREFIX + token) * blocks + part
+        own = tl.load(part_lse + at, mask=exists, other=float("-inf"))
+        values = tl.load(
+            parts + at[:, None] * WIDTH + columns[None, :], mask=row_mask(exists, WIDTH, COLUMNS), other=0.0
+        )
+        higher = tl.maximum(high, tl.max(own, 0))
+        shrink, share = tl.exp(high - higher), tl.exp(own - higher)
+        total = total * shrink + tl.sum(share, 0)
+        acc = acc * shrink + tl.sum(share[:, None] * values, 0)
+        high = higher
+    store_row(out, out_strides, batch, head, token, acc / total, WIDTH, COLUMNS)
+    tl.store(lse + slot * tokens + token, high + tl.log(total))
+
+
+# ---- backward -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _pair_gradients(q_rows, k_rows, v_rows, g_rows, lse, delta, weight, valid, scale, keep):
+    """Of pairs: scaled product of q and k, probability, and gradient of the logit."""
+    product = tl.sum(q_rows * k_rows, 1) * scale
+    prob = tl.where(valid, tl.exp(product * weight - lse), 0.0)
+    return product, prob, prob * (tl.sum(g_rows * v_rows, 1) * keep - delta)
+
+
+@triton.jit
+def _backward_rows(
+    grad, q, k, v, out, lse, dq, delta, floor, floor_parts, prefix_parts, pair_grads, prefix_weight_parts,
+    self_weight_parts, signed_offsets, offset_begin, pair_weights, pair_begin, prefix_weight, self_weight, seed,
+    grad_strides, q_strides, k_strides, v_strides, out_strides, heads, patches, num_offsets, scale, dropout_p,
+    PREFIX: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What a block of patch rows gives: dq and delta of its rows, and its parts of sums over rows.
+
+    delta: float32 (B, H, T), of each row the product of output and gradient. floor (B, H, T): with zero fill, the
+    probability of a key outside; floor_parts (B, H, blocks, D). prefix_parts: (3, B, H, P, blocks, D), the first for dk
+    and the second for dv of prefix keys. pair_grads: (B, S, N), by row. prefix_weight_parts: (B, H, 2 blocks + P),
+    self_weight_parts: (B, H, blocks).
+    """
+    blocks = tl.cdiv(patches, ROWS)
+    block, slot, batch, head = place(blocks, heads)
+    rows = block * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    exists = rows < patches
+    tokens = rows + PREFIX
+    first, last = tl.load(offset_begin + head), tl.load(offset_begin + head + 1)
+    k_pointers = row_pointers(k, k_strides, batch, head, tokens, COLUMNS)
+    v_pointers = row_pointers(v, v_strides, batch, head, tokens, COLUMNS)
+    q_rows = load_rows(row_pointers(q, q_strides, batch, head, tokens, COLUMNS), exists, WIDTH, COLUMNS)
+    g_rows = load_rows(row_pointers(grad, grad_strides, batch, head, tokens, COLUMNS), exists, WIDTH, COLUMNS)
+    o_rows = load_rows(row_pointers(out, out_strides, batch, head, tokens, COLUMNS), exists, WIDTH, COLUMNS)
+    per_row = slot * (PREFIX + patches) + tokens
+    lse_rows = tl.load(lse + per_row, mask=exists, other=0.0)
+    delta_rows = tl.sum(g_rows * o_rows, 1)
+    tl.store(delta + per_row, delta_rows, mask=exists)
+    if PREFIX == 0 or floor is not None:
+        seen = _count_keys(signed_offsets, first, last, rows, patches)
+    if floor is not None:
+        outside = patches - (tl.maximum(seen, 1) if PREFIX == 0 else seen)
+        floor_rows = tl.where(exists & (outside > 0), tl.exp(-lse_rows), 0.0)
+        tl.store(floor + per_row, floor_rows, mask=exists)
+        at = (slot * blocks + block) * WIDTH + columns
+        tl.store(floor_parts + at, tl.sum(floor_rows[:, None] * g_rows, 0), mask=columns < WIDTH)
+
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    prefix_factor = _head_weight(prefix_weight, head)
+    by_prefix = tl.zeros((ROWS,), tl.float32)
+    part_stride = tl.num_programs(0).to(tl.int64) * PREFIX * WIDTH
+    for token in range(PREFIX):
+        k_row = load_row(k, k_strides, batch, head, token, WIDTH, COLUMNS)
+        v_row = load_row(v, v_strides, batch, head, token, WIDTH, COLUMNS)
+        keep = keep_factor(seed, slot, tokens, token, dropout_p)
+        product, prob, slope = _pair_gradients(
+            q_rows, k_row[None, :], v_row[None, :], g_rows, lse_rows, delta_rows, prefix_factor, exists, scale, keep
+        )
+        by_prefix += slope * product
+        slope = slope * prefix_factor * scale
+        acc += slope[:, None] * k_row[None, :]
+        at = ((slot * PREFIX + token) * blocks + block) * WIDTH + columns
+        tl.store(prefix_parts + at, tl.sum(slope[:, None] * q_rows, 0), mask=columns < WIDTH)
+        dv_part = tl.sum((prob * keep)[:, None] * g_rows, 0)
+        tl.store(prefix_parts + part_stride + at, dv_part, mask=columns < WIDTH)
+    for number in range(first, last):
+        offset = tl.load(signed_offsets + number).to(tl.int64)
+        keys = rows + offset.to(tl.int32)
+        valid = exists & (keys >= 0) & (keys < patches)
+        k_rows = load_rows(k_pointers + offset * k_strides[2], valid, WIDTH, COLUMNS)
+        v_rows = load_rows(v_pointers + offset * v_strides[2], valid, WIDTH, COLUMNS)
+        weight = _pair_weight(pair_weights, pair_begin, number, rows, keys, valid)
+        keep = keep_factor(seed, slot, tokens, keys + PREFIX, dropout_p)
+        product, _, slope = _pair_gradients(
+            q_rows, k_rows, v_rows, g_rows, lse_rows, delta_rows, weight, valid, scale, keep
+        )
+        acc += (slope * weight * scale)[:, None] * k_rows
+        if pair_weights is not None:
+            tl.store(pair_grads + (batch * num_offsets + number) * patches + rows, slope * product, mask=valid)
+    if PREFIX == 0:
+        alone = exists & (seen == 0)
+        k_rows = load_rows(k_pointers, alone, WIDTH, COLUMNS)
+        v_rows = load_rows(v_pointers, alone, WIDTH, COLUMNS)
+        weight = _head_weight(self_weight, head)
+        keep = keep_factor(seed, slot, tokens, tokens, dropout_p)
+        product, _, slope = _pair_gradients(
+            q_rows, k_rows, v_rows, g_rows, lse_rows, delta_rows, weight, alone, scale, keep
+        )
+        acc += (slope * weight * scale)[:, None] * k_rows
+        if self_weight is not None:
+            tl.store(self_weight_parts + slot * blocks + block, tl.sum(slope * product, 0))
+    if prefix_weight is not None:
+        tl.store(prefix_weight_parts + slot * (2 * blocks + PREFIX) + block, tl.sum(by_prefix, 0))
+    pointers = row_pointers(dq, out_strides, batch, head, tokens, COLUMNS)
+    tl.store(pointers, acc.to(dq.dtype.element_ty), mask=row_mask(exists, WIDTH, COLUMNS))
+
+
+@triton.jit
+def _backward_keys(
+    grad, q, k, v, out, lse, dk, dv, delta, floor, floor_sum, prefix_parts, prefix_weight_parts,
+    signed_offsets, offset_begin, pair_weights, pair_begin, prefix_weight, self_weight, seed,
+    grad_strides, q_strides, k_strides, v_strides, out_strides, heads, patches, scale, dropout_p,
+    PREFIX: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What a block of patch keys gets from the rows that see it, and its part of dq of prefix rows.
+
+    floor_sum: with zero fill, float32 (B, H, D), the gradient of v at a key that no row has in its support. The rest
+    as in `_backward_rows`; the third of prefix_parts is for dq of prefix rows.
+    """
+    blocks = tl.cdiv(patches, ROWS)
+    block, slot, batch, head = place(blocks, heads)
+    keys = block * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    exists = keys < patches
+    tokens = keys + PREFIX
+    first, last = tl.load(offset_begin + head), tl.load(offset_begin + head + 1)
+    q_pointers = row_pointers(q, q_strides, batch, head, tokens, COLUMNS)
+    g_pointers = row_pointers(grad, grad_strides, batch, head, tokens, COLUMNS)
+    k_rows = load_rows(row_pointers(k, k_strides, batch, head, tokens, COLUMNS), exists, WIDTH, COLUMNS)
+    v_rows = load_rows(row_pointers(v, v_strides, batch, head, tokens, COLUMNS), exists, WIDTH, COLUMNS)
+    per_row = slot * (PREFIX + patches) + tokens
+    dk_rows = tl.zeros((ROWS, COLUMNS), tl.float32)
+    dv_rows = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if floor is not None:
+        dv_rows += tl.load(floor_sum + slot * WIDTH + columns, mask=columns < WIDTH, other=0.0)[None, :]
+
+    prefix_factor = _head_weight(prefix_weight, head)
+    by_prefix = tl.zeros((ROWS,), tl.float32)
+    part_stride = tl.num_programs(0).to(tl.int64) * PREFIX * WIDTH
+    for token in range(PREFIX):
+        q_row = load_row(q, q_strides, batch, head, token, WIDTH, COLUMNS)
+        g_row = load_row(grad, grad_strides, batch, head, token, WIDTH, COLUMNS)
+        o_row = load_row(out, out_strides, batch, head, token, WIDTH, COLUMNS)
+        row_lse = tl.load(lse + slot * (PREFIX + patches) + token)
+        keep = keep_factor(seed, slot, token, tokens, dropout_p)
+        product, prob, slope = _pair_gradients(
+            q_row[None, :], k_rows, v_rows, g_row[None, :], row_lse, tl.sum(g_row * o_row, 0), prefix_factor, exists,
+            scale, keep,
+        )  # fmt: skip
+        by_prefix += slope * product
+        slope = slope * prefix_factor * scale
+        dk_rows += slope[:, None] * q_row[None, :]
+        dv_rows += (prob * keep)[:, None] * g_row[None, :]
+        at = 2 * part_stride + ((slot * PREFIX + token) * blocks + block) * WIDTH + columns
+        tl.store(prefix_parts + at, tl.sum(slope[:, None] * k_rows, 0), mask=columns < WIDTH)
+    for number in range(first, last):
+        offset = tl.load(signed_offsets + number).to(tl.int64)
+        rows = keys - offset.to(tl.int32)
+        valid = exists & (rows >= 0) & (rows < patches)
+        q_rows = load_rows(q_pointers - offset * q_strides[2], valid, WIDTH, COLUMNS)
+        g_rows = load_rows(g_pointers - offset * grad_strides[2], valid, WIDTH, COLUMNS)
+        lse_rows = tl.load(lse + per_row - offset, mask=valid, other=0.0)
+        delta_rows = tl.load(delta + per_row - offset, mask=valid, other=0.0)
+        weight = _pair_weight(pair_weights, pair_begin, number, rows, keys, valid)
+        keep = keep_factor(seed, slot, rows + PREFIX, tokens, dropout_p)
+        _, prob, slope = _pair_gradients(
+            q_rows, k_rows, v_rows, g_rows, lse_rows, delta_rows, weight, valid, scale, keep
+        )
+        prob = prob * keep
+        if floor is not None:
+            prob -= tl.load(floor + per_row - offset, mask=valid, other=0.0)
+        dk_rows += (slope * weight * scale)[:, None] * q_rows
+        dv_rows += prob[:, None] * g_rows
+    if PREFIX == 0:
+        alone = exists & (_count_keys(signed_offsets, first, last, keys, patches) == 0)
+        q_rows = load_rows(q_pointers, alone, WIDTH, COLUMNS)
+        g_rows = load_rows(g_pointers, alone, WIDTH, COLUMNS)
+        lse_rows = tl.load(lse + per_row, mask=alone, other=0.0)
+        delta_rows = tl.load(delta + per_row, mask=alone, other=0.0)
+        weight = _head_weight(self_weight, head)
+        keep = keep_factor(seed, slot, tokens, tokens, dropout_p)
+        _, prob, slope = _pair_gradients(
+            q_rows, k_rows, v_rows, g_rows, lse_rows, delta_rows, weight, alone, scale, keep
+        )
+        prob = prob * keep
+        if floor is not None:
+            prob -= tl.load(floor + per_row, mask=alone, other=0.0)
+        dk_rows += (slope * weight * scale)[:, None] * q_rows
+        dv_rows += prob[:, None] * g_rows
+    if prefix_weight is not None:
+        tl.store(prefix_weight_parts + slot * (2 * blocks + PREFIX) + blocks + block, tl.sum(by_prefix, 0))
+    mask = row_mask(exists, WIDTH, COLUMNS)
+    dk_pointers = row_pointers(dk, out_strides, batch, head, tokens, COLUMNS)
+    dv_pointers = row_pointers(dv, out_strides, batch, head, tokens, COLUMNS)
+    tl.store(dk_pointers, dk_rows.to(dk.dtype.element_ty), mask=mask)
+    tl.store(dv_pointers, dv_rows.to(dv.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_parts(parts, blocks, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sum of (blocks, D) in the order of blocks, (COLUMNS,)."""
+    columns = tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, blocks, ROWS):
+        part = start + tl.arange(0, ROWS)
+        pointers = parts + part[:, None] * WIDTH + columns[None, :]
+        total += tl.sum(tl.load(pointers, mask=row_mask(part < blocks, WIDTH, COLUMNS), other=0.0), 0)
+    return total
+
+
+@triton.jit
+def _backward_prefix(
+    grad, q, k, v, out, lse, dq, dk, dv, prefix_parts, prefix_weight_parts, prefix_weight, seed,
+    grad_strides, q_strides, k_strides, v_strides, out_strides, heads, tokens, blocks, scale, dropout_p,
+    PREFIX: tl.constexpr, PREFIX_ROWS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dv of one prefix token: the parts of all blocks, and the pairs of two prefix tokens."""
+    token, slot, batch, head = place(PREFIX, heads)
+    others = tl.arange(0, PREFIX_ROWS)
+    exists = others < PREFIX
+    factor = _head_weight(prefix_weight, head)
+    q_rows = load_rows(row_pointers(q, q_strides, batch, head, others, COLUMNS), exists, WIDTH, COLUMNS)
+    k_rows = load_rows(row_pointers(k, k_strides, batch, head, others, COLUMNS), exists, WIDTH, COLUMNS)
+    v_rows = load_rows(row_pointers(v, v_strides, batch, head, others, COLUMNS), exists, WIDTH, COLUMNS)
+    g_rows = load_rows(row_pointers(grad, grad_strides, batch, head, others, COLUMNS), exists, WIDTH, COLUMNS)
+    o_rows = load_rows(row_pointers(out, out_strides, batch, head, others, COLUMNS), exists, WIDTH, COLUMNS)
+    lse_rows = tl.load(lse + slot * tokens + others, mask=exists, other=0.0)
+    delta_rows = tl.sum(g_rows * o_rows, 1)
+    own = (others == token)[:, None]
+    # The token as a row, the others as its keys.
+    q_row, g_row = tl.sum(tl.where(own, q_rows, 0.0), 0), tl.sum(tl.where(own, g_rows, 0.0), 0)
+    row_lse = tl.sum(tl.where(others == token, lse_rows, 0.0), 0)
+    row_delta = tl.sum(tl.where(others == token, delta_rows, 0.0), 0)
+    keep = keep_factor(seed, slot, token, others, dropout_p)
+    product, _, slope = _pair_gradients(
+        q_row[None, :], k_rows, v_rows, g_row[None, :], row_lse, row_delta, factor, exists, scale, keep
+    )
+    dq_row = tl.sum((slope * factor * scale)[:, None] * k_rows, 0)
+    if prefix_weight is not None:
+        at = slot * (2 * blocks + PREFIX) + 2 * blocks + token
+        tl.store(prefix_weight_parts + at, tl.sum(slope * product, 0))
+    # The token as a key, the others as rows that see it.
+    k_row, v_row = tl.sum(tl.where(own, k_rows, 0.0), 0), tl.sum(tl.where(own, v_rows, 0.0), 0)
+    keep = keep_factor(seed, slot, others, token, dropout_p)
+    _, prob, slope = _pair_gradients(
+        q_rows, k_row[None, :], v_row[None, :], g_rows, lse_rows, delta_rows, factor, exists, scale, keep
+    )
+    dk_row = tl.sum((slope * factor * scale)[:, None] * q_rows, 0)
+    dv_row = tl.sum((prob * keep)[:, None] * g_rows, 0)
+
+    part_stride = tl.num_programs(0).to(tl.int64) * blocks * WIDTH
+    parts = prefix_parts + (slot * PREFIX + token) * blocks * WIDTH
+    dk_row += _sum_parts(parts, blocks, WIDTH, ROWS, COLUMNS)
+    dv_row += _sum_parts(parts + part_stride, blocks, WIDTH, ROWS, COLUMNS)
+    dq_row += _sum_parts(parts + 2 * part_stride, blocks, WIDTH, ROWS, COLUMNS)
+    store_row(dq, out_strides, batch, head, token, dq_row, WIDTH, COLUMNS)
+    store_row(dk, out_strides, batch, head, token, dk_row, WIDTH, COLUMNS)
+    store_row(dv, out_strides, batch, head, token, dv_row, WIDTH, COLUMNS)
+
+
+@triton.jit
+def _backward_pairs(pair_grads, d_pairs, signed_offsets, pair_begin, batch, sample_stride, patches, ROWS: tl.constexpr):
+    """Gradients of the pair weights: both directions of a pair, over the batch in its order."""
+    blocks = tl.cdiv(patches, ROWS)
+    number = (tl.program_id(0) // blocks).to(tl.int64)
+    offset = tl.load(signed_offsets + number)
+    if offset >= 0:
+        lower = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)
+        exists = lower < patches - offset
+        total = tl.zeros((ROWS,), tl.float32)
+        pointers = pair_grads + number * patches + lower
+        for _ in range(batch):
+            total += tl.load(pointers, mask=exists, other=0.0)
+            if offset > 0:
+                total += tl.load(pointers + patches + offset, mask=exists, other=0.0)
+            pointers += sample_stride
+        tl.store(d_pairs + tl.load(pair_begin + number) + lower, total, mask=exists)
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+
+def _block(width: int, elements: int) -> dict[str, int]:
+    """Sizes of a block of rows, as the kernels take them."""
+    columns = triton.next_power_of_2(width)
+    return {"WIDTH": width, "ROWS": min(MAX_ROWS, elements // columns), "COLUMNS": columns, "num_warps": WARPS}
+
+
+def _like_projection(q: Tensor) -> Tensor:
+    batch, heads, tokens, width = q.shape
+    return q.new_empty(batch, tokens, heads, width).transpose(1, 2)
+
+
+def _floats(q: Tensor, *size: int) -> Tensor:
+    return q.new_empty(size, dtype=torch.float32)
+
+
+@torch.library.custom_op("hf_sparseprior::diagonal_triton", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, signed_offsets: Tensor, offset_begin: Tensor, pair_weights: Tensor | None,
+    pair_begin: Tensor | None, prefix_weight: Tensor | None, self_weight: Tensor | None, seed: Tensor | None,
+    prefix: int, scale: float, zero_fill: bool, dropout_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output (B, H, T, D) and log-sum-exp float32 (B, H, T)."""
+    batch, heads, tokens, width = q.shape
+    out, lse = _like_projection(q), _floats(q, batch, heads, tokens)
+    slots = batch * heads
+    if slots == 0:
+        return out, lse
+    v_sum = v.sum(2, dtype=torch.float32) if zero_fill else None
+    strides = (q.stride(), k.stride(), v.stride())
+    block = _block(width, FORWARD_ELEMENTS)
+    patches = tokens - prefix
+    with torch.cuda.device_of(q):
+        _forward_patches[(slots * triton.cdiv(patches, block["ROWS"]),)](
+            q, k, v, out, lse, v_sum, signed_offsets, offset_begin, pair_weights, pair_begin, prefix_weight,
+            self_weight, seed, *strides, out.stride(), heads, patches, scale, dropout_p, PREFIX=prefix, **block,
+        )  # fmt: skip
+        if prefix:
+            blocks = triton.cdiv(tokens, block["ROWS"])
+            parts, part_lse = _floats(q, slots, prefix, blocks, width), _floats(q, slots, prefix, blocks)
+            _forward_prefix_parts[(slots * blocks,)](
+                q, k, v, parts, part_lse, prefix_weight, seed, *strides, heads, tokens, scale, dropout_p,
+                PREFIX=prefix, **block,
+            )  # fmt: skip
+            _forward_prefix[(slots * prefix,)](
+                parts, part_lse, out, lse, out.stride(), heads, tokens, blocks, PREFIX=prefix, **block
+            )
+    return out, lse
+
+
+@torch.library.custom_op("hf_sparseprior::diagonal_triton_backward", mutates_args=())
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, signed_offsets: Tensor,
+    offset_begin: Tensor, pair_weights: Tensor | None, pair_begin: Tensor | None, prefix_weight: Tensor | None,
+    self_weight: Tensor | None, seed: Tensor | None, prefix: int, scale: float, zero_fill: bool, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, and of the decay's weights d_pairs, d_prefix, d_self; these have no elements without weights."""
+    batch, heads, tokens, width = q.shape
+    dq, dk, dv = (torch.empty_like(out) for _ in range(3))  # the kernels take their strides to be those of out
+    slots, patches, num_offsets = batch * heads, tokens - prefix, signed_offsets.shape[0]
+    block = _block(width, BACKWARD_ELEMENTS)
+    blocks = triton.cdiv(patches, block["ROWS"])
+    decays = pair_weights is not None
+    d_pairs = _floats(q, 0 if pair_weights is None else pair_weights.shape[0])
+    d_prefix, d_self = (q.new_zeros(heads if decays else 0, dtype=torch.float32) for _ in range(2))
+    if slots == 0:
+        return dq, dk, dv, d_pairs.zero_(), d_prefix, d_self
+    delta = torch.empty_like(lse)
+    floor = torch.empty_like(lse) if zero_fill else None
+    floor_parts = _floats(q, slots, blocks, width) if zero_fill else None
+    prefix_parts = _floats(q, 3, slots, prefix, blocks, width)
+    pair_grads = _floats(q, batch, num_offsets, patches) if decays else None
+    by_prefix = _floats(q, batch, heads, 2 * blocks + prefix) if decays else None
+    by_self = _floats(q, batch, heads, blocks) if decays and not prefix else None
+    strides = (grad.stride(), q.stride(), k.stride(), v.stride(), dq.stride())
+    tables = (signed_offsets, offset_begin, pair_weights, pair_begin, prefix_weight, self_weight, seed)
+    with torch.cuda.device_of(q):
+        _backward_rows[(slots * blocks,)](
+            grad, q, k, v, out, lse, dq, delta, floor, floor_parts, prefix_parts, pair_grads, by_prefix, by_self,
+            *tables, *strides, heads, patches, num_offsets, scale, dropout_p, PREFIX=prefix, **block,
+        )  # fmt: skip
+        floor_sum = floor_parts.sum(1) if floor_parts is not None else None
+        _backward_keys[(slots * blocks,)](
+            grad, q, k, v, out, lse, dk, dv, delta, floor, floor_sum, prefix_parts, by_prefix,
+            *tables, *strides, heads, patches, scale, dropout_p, PREFIX=prefix, **block,
+        )  # fmt: skip
+        if prefix:
+            _backward_prefix[(slots * prefix,)](
+                grad, q, k, v, out, lse, dq, dk, dv, prefix_parts, by_prefix, prefix_weight, seed, *strides, heads,
+                tokens, blocks, scale, dropout_p, PREFIX=prefix, PREFIX_ROWS=triton.next_power_of_2(prefix), **block,
+            )  # fmt: skip
+        if decays and num_offsets:
+            _backward_pairs[(num_offsets * triton.cdiv(patches, MAX_ROWS),)](
+                pair_grads,
+                d_pairs,
+                signed_offsets,
+                pair_begin,
+                batch,
+                num_offsets * patches,
+                patches,
+                ROWS=MAX_ROWS,
+            )
+    if by_prefix is not None and prefix:
+        d_prefix = by_prefix.sum((0, 2))
+    if by_self is not None:
+        d_self = by_self.sum((0, 2))
+    return dq, dk, dv, d_pairs, d_prefix, d_self
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _like_projection(q), _floats(q, *q.shape[:3])
+
+
+@_backward.register_fake
+def _(grad: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    out, pair_weights, heads = rest[2], rest[6], q.shape[1]
+    sizes = (0, 0, 0) if pair_weights is None else (pair_weights.shape[0], heads, heads)
+    return (*(torch.empty_like(out) for _ in range(3)), *(_floats(q, size) for size in sizes))
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *tensors, prefix, scale, zero_fill, dropout_p = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.options = (prefix, scale, zero_fill, dropout_p)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple:
+    if grad is None:
+        return (None,) * 14
+    q, k, v, *tables, out, lse = ctx.saved_tensors
+    dq, dk, dv, *d_weights = torch.ops.hf_sparseprior.diagonal_triton_backward(
+        grad, q, k, v, out, lse, *tables, *ctx.options
+    )
+    d_pairs, d_prefix, d_self = d_weights if tables[2] is not None else (None, None, None)
+    return dq, dk, dv, None, None, d_pairs, None, d_prefix, d_self, *(None,) * 5
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)

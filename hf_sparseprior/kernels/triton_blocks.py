@@ -1,0 +1,70 @@
+"""What the Triton kernels share: where a program works, blocks of rows, dropout.
+
+In all kernels of this folder a slot is one (batch, head), numbered batch * H + head, and the blocks of a slot are
+neighbouring programs, so that rows which several of them read stay in the cache. A None argument is known when a kernel
+is compiled: what hangs on it costs nothing at run time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place(blocks, heads):
+    """(block of the slot, slot, batch, head) of this program; the last three in int64, as offsets in memory need."""
+    program = tl.program_id(0)
+    slot = (program // blocks).to(tl.int64)
+    return program % blocks, slot, slot // heads, slot % heads
+
+
+@triton.jit
+def row_pointers(x, strides, batch, head, tokens, COLUMNS: tl.constexpr):
+    """Pointers (rows, COLUMNS) to tokens of one head of x (B, H, T, D)."""
+    columns = tl.arange(0, COLUMNS).to(tl.int64)
+    start = x + batch * strides[0] + head * strides[1]
+    return start + tokens.to(tl.int64)[:, None] * strides[2] + columns[None, :] * strides[3]
+
+
+@triton.jit
+def row_mask(valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Mask (rows, COLUMNS) of the elements that exist."""
+    return valid[:, None] & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
+
+
+@triton.jit
+def load_rows(pointers, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows in float32, 0 where there is nothing."""
+    return tl.load(pointers, mask=row_mask(valid, WIDTH, COLUMNS), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_row(x, strides, batch, head, token, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """One token of one head in float32, (COLUMNS,)."""
+    columns = tl.arange(0, COLUMNS)
+    start = x + batch * strides[0] + head * strides[1] + token * strides[2]
+    return tl.load(start + columns.to(tl.int64) * strides[3], mask=columns < WIDTH, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_row(x, strides, batch, head, token, values, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write one token of one head."""
+    columns = tl.arange(0, COLUMNS)
+    start = x + batch * strides[0] + head * strides[1] + token * strides[2]
+    tl.store(start + columns.to(tl.int64) * strides[3], values.to(x.dtype.element_ty), mask=columns < WIDTH)
+
+
+@triton.jit
+def keep_factor(seed, slot, rows, keys, dropout_p):
+    """What dropout multiplies the weights of pairs (token of the row, token of the key) with; 1 without a seed.
+
+    Drawn by the pair's place alone (Philox), so the backward pass finds the same numbers without keeping them.
+    """
+    if seed is None:
+        return 1.0
+    else:
+        zero = (rows + keys) * 0
+        drawn, _, _, _ = tl.philox(tl.load(seed), zero + rows, zero + keys, zero + slot.to(tl.int32), zero)
+        scale = 1.0 / tl.maximum(1.0 - dropout_p, 1e-30)
+        return tl.where(tl.random.uint_to_uniform_float(drawn) >= dropout_p, scale, 0.0)

@@ -1,0 +1,42 @@
+"""Where the Triton kernels run. Does not import triton, which takes a quarter of a second and few need."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+MAX_WIDTH = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MIN_CAPABILITY = (8, 0)  # below it there is no bfloat16, and too little shared memory for wide heads
+
+
+def can_run(q: Tensor) -> str | None:
+    """None if the Triton kernels can take q, k, v like this (B, H, T, D), else why not."""
+    if q.dtype not in DTYPES:
+        dtype = str(q.dtype).removeprefix("torch.")
+        return f"the Triton kernels are for float16, bfloat16 and float32, not for {dtype}"
+    if not 1 <= q.shape[-1] <= MAX_WIDTH:
+        return f"head width {q.shape[-1]} must be in 1..{MAX_WIDTH}"
+    # Not in a graph: an exported program would take it for a limit that its caller has to state.
+    if not torch.compiler.is_compiling() and q.shape[0] * q.shape[1] * q.shape[2] >= 2**31:
+        return f"batch * heads * tokens of {tuple(q.shape)} must be below 2^31"
+    return device_reason(q.device.type, q.device.index)
+
+
+@torch._dynamo.assume_constant_result
+def device_reason(device_type: str, index: int | None) -> str | None:
+    """None if the Triton kernels run on this device, else why not."""
+    if find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    if os.environ.get("TRITON_INTERPRET") == "1":  # on any device, in Python: for tests
+        return None
+    if device_type != "cuda":
+        return f"the Triton kernels are for CUDA, not for {device_type}, unless TRITON_INTERPRET=1 is set"
+    capability = torch.cuda.get_device_capability(index)
+    if capability < MIN_CAPABILITY:
+        has, needed = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
+        return f"compute capability {has} must be {needed} or more"
+    return None

@@ -1,0 +1,18 @@
+"""Without a GPU, the Triton kernels are tested in Triton's interpreter.
+
+It has to be chosen before triton is imported, which transformers does, and so before any test module is collected.
+Afterwards the variable is taken away again: kernels that were defined under it stay interpreted in this process, while
+`can_run` refuses them on the CPU as it does for users. tests/hf_sparseprior/kernels sets it for its own tests.
+Processes that tests start do not see it. Nothing else in the tests uses Triton on a machine without a GPU.
+"""
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+if not torch.cuda.is_available() and find_spec("triton") is not None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    from hf_sparseprior.kernels import decayed_triton, diagonal_triton  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]

@@ -1,0 +1,126 @@
+"""The Triton kernels for dense attention with a decay against `reference` in float64."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hf_sparseprior.curves import curve_rank
+from hf_sparseprior.decay import DECAYS
+from hf_sparseprior.ops import attention
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_agrees_with_the_reference(kernels, decay):
+    cases = [((1, 1), 0), ((1, 2), 3), ((5, 7), 1), ((5, 7), 0)]  # blocks of 32 rows forward, of 16 keys backward
+    if kernels.native:
+        cases += itertools.product([(2, 2), (14, 14), (33, 32)], (0, 1, 5))
+    for number, (grid, prefix) in enumerate(cases):
+        leaves = kernels.make(grid, prefix, decay=decay, prefix_beta=bool(number % 2))
+        kernels.check(leaves, "dense", decay, grid, prefix)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(kernels, dtype):
+    grid = (14, 14) if kernels.native else (5, 7)
+    leaves = kernels.make(grid, 1, heads=1, batch=2, width=16, decay="violin", dtype=dtype)
+    kernels.check(leaves, "dense", "violin", grid, 1)
+
+
+@pytest.mark.parametrize("width", [1, 130])
+def test_any_head_width(kernels, width):
+    for value in (width, *((16, 33, 64, 128, 256) if kernels.native else ())):
+        for dtype in (torch.float32, torch.bfloat16) if kernels.native else (torch.float32,):
+            leaves = kernels.make((3, 3), 1, heads=1, width=value, decay="manhattan", dtype=dtype)
+            kernels.check(leaves, "dense", "manhattan", (3, 3), 1)
+
+
+def test_equation_12_written_out(kernels):
+    """M with loops over patches and curves, far from what the kernel does."""
+    grid, names = (3, 4), ["hilbert", "snake_t"]
+    leaves = kernels.make(grid, 1, heads=2, width=8)
+    beta, alpha = torch.tensor([[1.0, 2.0], [0.5, 3.0]]), torch.tensor([0.7, 1.3])
+    M = torch.ones(2, 13, 13, dtype=torch.float64)
+    for head, j, k in itertools.product(range(2), range(12), range(12)):
+        ranks = [curve_rank(name, grid).reshape(-1) for name in names]
+        terms = [torch.sigmoid(beta[c, head].double()) ** abs(int(r[j]) - int(r[k])) for c, r in enumerate(ranks)]
+        M[head, 1 + j, 1 + k] = sum(terms) / 2
+    q, k, v = (leaves[name].cpu().double() for name in "qkv")
+    logits = alpha.double().view(-1, 1, 1) * (q @ k.transpose(-1, -2)) / 8**0.5 * M
+    expected = torch.softmax(logits, -1) @ v
+    spec = {"name": "violin", "curves": names, "alpha": alpha.to(kernels.device), "beta": beta.to(kernels.device)}
+    inputs = (leaves["q"], leaves["k"], leaves["v"])
+    out = attention(*inputs, "dense", spec, num_prefix_tokens=1, grid=grid, backend="triton")
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=0, atol=1e-5)
+
+
+def test_views_empty_batches_and_gradients_of_any_subset(kernels):
+    leaves = kernels.make((3, 4), 1, width=8, decay="manhattan")
+    for name in "qkv":  # a view into memory full of NaN
+        memory = torch.full((3, 17, 4, 10), torch.nan, device=kernels.device)
+        view = memory[1:2, 2:15, 1:3, 1:9].transpose(1, 2)
+        leaves[name] = view.copy_(leaves[name])
+    kernels.check(leaves, "dense", "manhattan", (3, 4), 1)
+    leaves["k"] = leaves["k"][:, :1, :1].expand(1, 2, 13, 8)
+    kernels.check(leaves, "dense", "manhattan", (3, 4), 1)
+    kernels.check(kernels.make((2, 2), 1, batch=0, decay="violin"), "dense", "violin", (2, 2), 1)
+    for chosen in [{"q"}, {"k", "alpha"}, {"beta"}, {"prefix_beta", "v"}]:
+        tensors = {name: leaf.detach().clone().requires_grad_(name in chosen) for name, leaf in leaves.items()}
+        spec = {"name": "manhattan", **{name: tensors[name] for name in tensors if name not in "qkv"}}
+        inputs = (tensors["q"], tensors["k"], tensors["v"])
+        attention(*inputs, "dense", spec, num_prefix_tokens=1, grid=(3, 4), backend="triton").sum().backward()
+        assert {name for name, tensor in tensors.items() if tensor.grad is not None} == chosen
+
+
+def test_every_element_is_written_and_two_runs_give_the_same_bits(kernels, monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        grid, batch = ((14, 14), 8) if kernels.native else ((5, 7), 2)
+        leaves = kernels.make(grid, 1, batch=batch, decay="manhattan")
+        first, second = (kernels.run(leaves, "dense", "manhattan", grid, 1) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.isfinite(value).all() for value in first.values())
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_dropout_against_the_mask_that_was_drawn(kernels):
+    """With the unit matrix as v the output is the weights and shows what was dropped; the rest follows in float64."""
+    grid, tokens, dropout_p = (4, 4), 17, 0.3
+    leaves = kernels.make(grid, 1, width=32, batch=2, decay="manhattan")
+    q, k, v = (leaves[name].requires_grad_() for name in "qkv")
+    spec = {"name": "manhattan", **{name: leaf for name, leaf in leaves.items() if name not in "qkv"}}
+
+    def run(values):
+        torch.manual_seed(5)
+        options = {"num_prefix_tokens": 1, "grid": grid, "dropout_p": dropout_p}
+        return attention(q, k, values, "dense", spec, backend="triton", **options)
+
+    unit = torch.eye(tokens, 32, device=kernels.device).expand(2, 2, tokens, 32)
+    drawn = run(unit)[..., :tokens].detach()
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    _, weights = attention(*wide, "dense", spec, num_prefix_tokens=1, grid=grid, backend="reference", need_weights=True)
+    share = (drawn > 0).double().mean().item()
+    assert abs(share - (1 - dropout_p)) < 4 * (0.21 / drawn.numel()) ** 0.5
+    factor = torch.where(drawn > 0, 1 / (1 - dropout_p), 0.0)
+    torch.testing.assert_close(drawn.double(), (weights * factor).detach(), rtol=0, atol=1e-5)
+    out, expected = run(v), (weights * factor) @ wide[2]
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(kernels.device)
+    grads = torch.autograd.grad((out * direction).sum(), (q, k, v))
+    for grad, other in zip(grads, torch.autograd.grad((expected * direction).sum(), wide), strict=True):
+        torch.testing.assert_close(grad.double(), other, rtol=0, atol=3e-5)
+
+
+def test_operators_agree_with_their_fake_kernels(kernels):
+    q, k, v = (leaf.requires_grad_() for leaf in kernels.make((2, 2), 1, heads=1).values())
+    positions = torch.arange(4, dtype=torch.int32, device=kernels.device).view(1, 1, 4)
+    log_gamma = F.logsigmoid(torch.ones(1, 1, device=kernels.device)).requires_grad_()
+    alpha = torch.ones(1, device=kernels.device, requires_grad=True)
+    arguments = (q, k, v, positions, log_gamma, alpha, None, None, 1, 0.4, 0.0)
+    torch.library.opcheck(
+        torch.ops.hf_sparseprior.decayed_triton.default,
+        arguments,
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )

@@ -1,0 +1,268 @@
+"""The Triton kernels for diagonals against `reference` in float64: on a GPU, or small in Triton's interpreter."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from hf_sparseprior.attention import SparsePriorAttention
+from hf_sparseprior.decay import DECAYS
+from hf_sparseprior.kernels import triton_device
+from hf_sparseprior.ops import attention
+from hf_sparseprior.prior import resolve_prior
+from hf_sparseprior.supports import MASK_FILLS
+
+HALF = [torch.bfloat16, torch.float16]
+FEW = {"name": "window", "w": 2, "diagonal": False}  # few offsets: in the interpreter each costs milliseconds
+
+
+@pytest.mark.parametrize("decay", [None, "violin"])
+@pytest.mark.parametrize("mask_fill", MASK_FILLS)
+def test_agrees_with_the_reference(kernels, mask_fill, decay):
+    cases = [((1, 1), 0), ((1, 2), 1), ((3, 5), 0), ((4, 3), 2)]
+    if kernels.native:
+        cases += itertools.product([(2, 2), (7, 5), (14, 14), (33, 32)], (0, 1, 5))
+    for grid, prefix in cases:
+        leaves = kernels.make(grid, prefix, decay=decay)
+        kernels.check(leaves, {"name": "fibottention", "mask_fill": mask_fill}, decay, grid, prefix)
+
+
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize("mask_fill", MASK_FILLS)
+def test_several_blocks_of_rows(kernels, mask_fill, prefix):
+    grid = (64, 65) if kernels.native else (10, 7)  # blocks of 64 rows forward and 32 backward at this width
+    leaves = kernels.make(grid, prefix, heads=1, width=33, decay="manhattan")
+    kernels.check(leaves, {**FEW, "mask_fill": mask_fill}, "manhattan", grid, prefix)
+
+
+@pytest.mark.parametrize("width", [1, 16, 130])
+def test_any_head_width(kernels, width):
+    for value in (width, *((3, 32, 64, 80, 128, 256) if kernels.native else ())):
+        kernels.check(kernels.make((3, 3), 1, heads=1, width=value), FEW, None, (3, 3), 1)
+
+
+@pytest.mark.parametrize("decay", [None, "violin"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_half_precision(kernels, dtype, decay):
+    grid = (14, 14) if kernels.native else (4, 4)
+    for mask_fill in MASK_FILLS if kernels.native or decay is None else ["neg_inf"]:
+        leaves = kernels.make(grid, 1, batch=2, decay=decay, dtype=dtype)
+        kernels.check(leaves, {"name": "fibottention", "mask_fill": mask_fill}, decay, grid, 1)
+
+
+def test_random_sweep(kernels):
+    values = random.Random(3)
+    for _ in range(150 if kernels.native else 14):
+        side = 12 if kernels.native else 4
+        grid = (values.randint(1, side), values.randint(1, side))
+        prefix, heads, batch = values.randint(0, 5), values.randint(1, 4), values.randint(0, 2)
+        support = values.choice(
+            [
+                {"name": "fibottention", "w_min": 1, "w_max": values.randint(1, 200)},
+                {"name": "fibottention", "modified": True},
+                {"name": "window", "w": values.randint(1, 90), "diagonal": values.random() < 0.5},
+                {"name": "fibottention", "w_min": 1, "w_max": 1},  # most heads have no offset
+            ]
+        )
+        support["mask_fill"] = values.choice(MASK_FILLS)
+        decay = values.choice([None, *DECAYS])
+        leaves = kernels.make(
+            grid, prefix, heads=heads, batch=batch, width=values.choice([2, 16, 20]), decay=decay,
+            prefix_beta=values.random() < 0.5,
+        )  # fmt: skip
+        kernels.check(leaves, support, decay, grid, prefix)
+
+
+def test_views_of_any_layout_and_nothing_read_around_them(kernels):
+    leaves = kernels.make((3, 4), 1, width=8)
+    around = {}
+    for name, leaf in leaves.items():  # a view into memory full of NaN
+        memory = torch.full((3, 17, 4, 10), torch.nan, device=kernels.device)
+        around[name] = memory[1:2, 2:15, 1:3, 1:9].transpose(1, 2)
+        around[name].copy_(leaf)
+    kernels.check(around, FEW, None, (3, 4), 1)
+    across = {name: leaf.transpose(2, 3).contiguous().transpose(2, 3) for name, leaf in leaves.items()}
+    kernels.check({**leaves, "q": across["q"], "v": across["v"]}, FEW, None, (3, 4), 1)
+    one = leaves["k"][:, :1, :1].expand(1, 2, 13, 8)  # strides of 0
+    kernels.check({**leaves, "k": one, "v": one}, FEW, None, (3, 4), 1)
+
+
+def test_gradients_of_any_subset(kernels):
+    q, k, v = kernels.make((2, 2), 1, heads=1).values()
+    for chosen in itertools.product((True, False), repeat=3):
+        inputs = [x.detach().clone().requires_grad_(wanted) for x, wanted in zip((q, k, v), chosen, strict=True)]
+        out = attention(*inputs, FEW, num_prefix_tokens=1, grid=(2, 2), backend="triton")
+        assert out.requires_grad == any(chosen)
+        if any(chosen):
+            out.sum().backward()  # the gradient is expanded from one number
+            assert [x.grad is not None for x in inputs] == list(chosen)
+
+
+def test_every_element_is_written(kernels, monkeypatch):
+    """torch fills the memory it hands out with NaN."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3, device=kernels.device).isnan().all()
+        for mask_fill, prefix in itertools.product(MASK_FILLS, (0, 2)):
+            leaves = kernels.make((3, 4), prefix, decay="manhattan")
+            support = {"name": "fibottention", "mask_fill": mask_fill}
+            found = kernels.run(leaves, support, "manhattan", (3, 4), prefix)
+            assert all(torch.isfinite(value).all() for value in found.values())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_same_bits_on_two_runs(kernels):
+    grid, batch = ((40, 40), 4) if kernels.native else ((8, 9), 2)
+    leaves = kernels.make(grid, 1, heads=1, batch=batch, width=33, decay="manhattan")
+    first, second = (kernels.run(leaves, FEW, "manhattan", grid, 1) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_extreme_logits(kernels):
+    leaves = kernels.make((3, 3), 1)
+    for factor, mask_fill in itertools.product((1e3, 1e-30), MASK_FILLS):
+        q, k, v = leaves["q"] * factor, leaves["k"], leaves["v"]
+        support = {**FEW, "mask_fill": mask_fill}
+        out = attention(q, k, v, support, num_prefix_tokens=1, backend="triton")
+        expected = attention(
+            q.double(), k.double(), v.double(), support, num_prefix_tokens=1, backend="reference"
+        ).float()
+        torch.testing.assert_close(out, expected, rtol=0, atol=2e-3 if factor > 1 else 1e-5)
+
+
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_dropout_against_the_mask_that_was_drawn(kernels, prefix):
+    """With the unit matrix as v the output is the weights and shows what was dropped; the rest follows in float64."""
+    grid, tokens, dropout_p = (4, 4), 16 + prefix, 0.3
+    leaves = kernels.make(grid, prefix, width=32, batch=2)
+    q, k, v = (leaves[name].requires_grad_() for name in "qkv")
+
+    def run(values, **options):
+        torch.manual_seed(5)
+        return attention(q, k, values, "fibottention", num_prefix_tokens=prefix, dropout_p=dropout_p, **options)
+
+    unit = torch.eye(tokens, 32, device=kernels.device).expand(2, 2, tokens, 32)
+    drawn = run(unit, backend="triton")[..., :tokens].detach()
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    _, weights = attention(*wide, "fibottention", num_prefix_tokens=prefix, backend="reference", need_weights=True)
+    kept = drawn / weights.detach()
+    inside = weights > 0
+    share = (kept[inside] > 0).double().mean().item()
+    assert abs(share - (1 - dropout_p)) < 4 * (0.21 / inside.sum().item()) ** 0.5
+    factor = torch.where(inside & (drawn > 0), 1 / (1 - dropout_p), 0.0)
+    torch.testing.assert_close(drawn.double(), (weights * factor).detach(), rtol=0, atol=1e-5)
+
+    out = run(v, backend="triton")
+    expected = (weights * factor) @ wide[2]
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(kernels.device)
+    grads = torch.autograd.grad((out * direction).sum(), (q, k, v))
+    expected_grads = torch.autograd.grad((expected * direction).sum(), wide)
+    for grad, other in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad.double(), other, rtol=0, atol=3e-5)
+
+
+def test_dropout_draws_anew(kernels):
+    q, k, v = kernels.make((3, 3), 0).values()
+    first, second = (attention(q, k, v, FEW, dropout_p=0.5, backend="triton") for _ in range(2))
+    assert not torch.equal(first, second)
+    assert attention(q, k, v, FEW, dropout_p=1.0, backend="triton").eq(0).all()
+
+
+def operator_arguments(run, name):
+    """Arguments of the operator `name` in what `run` does."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is getattr(torch.ops.hf_sparseprior, name).default:
+                seen.append(args)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        run()
+    return tuple(x.detach().clone() if isinstance(x, torch.Tensor) else x for x in seen[0])
+
+
+@pytest.mark.parametrize("mask_fill", MASK_FILLS)
+def test_operators_pass_torchs_own_checks(kernels, mask_fill):
+    leaves = kernels.make((2, 2), 1, heads=1, decay="manhattan")
+    support = {**FEW, "mask_fill": mask_fill}
+    for name in ("diagonal_triton", "diagonal_triton_backward"):
+        arguments = operator_arguments(lambda: kernels.run(leaves, support, "manhattan", (2, 2), 1), name)
+        tests = ("test_schema", "test_faketensor")  # gradients are checked above
+        torch.library.opcheck(getattr(torch.ops.hf_sparseprior, name).default, arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize("support", ["dense", FEW])
+def test_compiled_whole_and_equal(kernels, support):
+    torch.manual_seed(0)
+    prior = resolve_prior({"support": support, "decay": "manhattan"}, 2, (2, 3))
+    layer = SparsePriorAttention(8, 2, prior).to(kernels.device)
+    tokens = torch.randn(2, 7, 8, device=kernels.device)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    gradients = []
+    torch.compiler.reset()
+    for run in (layer, compiled):
+        out, _ = run(tokens, (2, 3), 1, backend="triton")
+        gradients.append([out, *torch.autograd.grad(out.square().sum(), list(layer.parameters()))])
+    for value, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(value, other)
+
+
+class Layer(torch.nn.Module):
+    """A layer with its settings filled in, as torch.export takes it."""
+
+    def __init__(self, support):
+        super().__init__()
+        prior = resolve_prior({"support": support, "decay": "manhattan"}, 2, (2, 3))
+        self.layer = SparsePriorAttention(8, 2, prior)
+
+    def forward(self, tokens):
+        return self.layer(tokens, (2, 3), 1, backend="triton")[0]
+
+
+@pytest.mark.parametrize("support", ["dense", FEW])
+def test_exported_for_any_batch(kernels, support):
+    layer = Layer(support).to(kernels.device)
+    tokens = torch.randn(5, 7, 8, device=kernels.device)
+    exported = torch.export.export(layer, (tokens[:2],), dynamic_shapes={"tokens": {0: torch.export.Dim("batch")}})
+    assert any("triton" in str(node.target) for node in exported.graph.nodes)
+    torch.testing.assert_close(exported.module()(tokens), layer(tokens))
+
+
+def test_what_cannot_run_is_named(kernels):
+    q, k, v = kernels.make((3, 3), 1).values()
+    for inputs, support, options, message in [
+        ((q.double(), k.double(), v.double()), FEW, {}, "float16, bfloat16 and float32, not for float64"),
+        ((q, k, v), "dense", {}, "the support is dense and there is no decay"),
+        ((q, k, v), FEW, {"need_weights": True}, "do not return attention weights"),
+        ((q, k, v), {**FEW, "mask_fill": "zero"}, {"dropout_p": 0.1}, "dropout with mask_fill='zero'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            attention(*inputs, support, num_prefix_tokens=1, backend="triton", **options)
+    wide = torch.zeros(1, 1, 4, 257, device=kernels.device)
+    with pytest.raises(ValueError, match=r"head width 257 must be in 1\.\.256"):
+        attention(wide, wide, wide, FEW, backend="triton")
+
+
+def test_what_a_device_lacks_is_named(kernels, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    assert triton_device.device_reason("cuda", 0) == "compute capability 7.5 must be 8.0 or more"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    assert triton_device.device_reason("cuda", 0) is None
+    monkeypatch.setattr(triton_device, "find_spec", lambda name: None)
+    assert "triton is not installed" in triton_device.device_reason("cuda", 0)
+
+
+def test_the_cpu_is_refused_outside_the_interpreter(kernels, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    q, k, v = (leaf.cpu() for leaf in kernels.make((3, 3), 1).values())
+    with pytest.raises(ValueError, match="for CUDA, not for cpu"):
+        attention(q, k, v, FEW, num_prefix_tokens=1, backend="triton")
