@@ -493,11 +493,11 @@ class Crossover(NamedTuple):
     density: float  # share of the pairs up to which
 
 
-# By (sparse path, device type, needs gradients, dense path). CPU: measured on two cores in float32, interleaved, medians.
-# cpp: Fibottention and windows of growing width, 4 to 1024 patches, 6 heads of 64, batches of 1 to 8. diagonal:
-# Fibottention, 3 to 12 heads of 16 to 64, batches of 2 to 64; a pair costs it ten times as much. CUDA: not measured. On a
-# GPU nothing sparse beats ideal dense attention below some 400 tokens, and diagonal's hundreds of small launches a layer
-# cost milliseconds.
+# By (sparse path, device type, needs gradients, dense path). CPU: measured on two cores in float32, interleaved,
+# medians. cpp: Fibottention and windows of growing width, 4 to 1024 patches, 6 heads of 64, batches of 1 to 8.
+# diagonal: Fibottention, 3 to 12 heads of 16 to 64, batches of 2 to 64; a pair costs it ten times as much. CUDA: not
+# measured. On a GPU nothing sparse beats ideal dense attention below some 400 tokens, and diagonal's hundreds of small
+# launches a layer cost milliseconds.
 CROSSOVERS = {
     ("cpp", "cpu", False, "sdpa"): Crossover(16, 0.5),
     ("cpp", "cpu", True, "sdpa"): Crossover(36, 0.45),

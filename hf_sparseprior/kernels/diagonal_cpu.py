@@ -105,7 +105,7 @@ def _padded(rows: int) -> int:
 
 
 def _pairs(q: Tensor, offsets: Tensor, prefix: int) -> int:
-    """Length of an array over pairs. Without prefix tokens a head may have a column for patches that see only themselves."""
+    """Length of an array over pairs. Without prefix tokens each head has a column for patches that see none else."""
     batch, heads, tokens, _ = q.shape
     return batch * (offsets.shape[0] + heads * max(prefix, 1)) * _padded(tokens - prefix)
 
