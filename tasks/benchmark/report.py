@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
+from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.report import command_line, environment
 
 BOUND_COLOUR = "#8a8a8a"
@@ -114,10 +115,15 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", help=f"{', '.join(DTYPES)}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
+    parser.add_argument(
+        "--keep-memory",
+        action="store_true",
+        help="for every contender: freed memory stays with the process, as in training (tasks.classification)",
+    )
 
 
 def machine_of(arguments: argparse.Namespace) -> tuple[torch.dtype, torch.device]:
-    """What `add_machine_arguments` asked for, checked; sets torch's threads.
+    """What `add_machine_arguments` asked for, checked; sets torch's threads and the allocator.
 
     Raises:
         ValueError: for a value that is not allowed.
@@ -131,6 +137,8 @@ def machine_of(arguments: argparse.Namespace) -> tuple[torch.dtype, torch.device
     if arguments.threads is not None:
         check_positive(threads=arguments.threads)
         torch.set_num_threads(arguments.threads)
+    if arguments.keep_memory and not keep_freed_memory():
+        raise ValueError("--keep-memory: this C library has no such setting")
     return getattr(torch, arguments.dtype), torch.device(arguments.device)
 
 

@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.hub import write_text
+from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.command import run_command
 from tasks.classification.config import (
     MODEL_EXTRAS,
@@ -268,6 +269,7 @@ def main(argv: list[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
 
     def work() -> None:
+        keep_freed_memory()
         comparison = load_comparison(arguments.config, arguments.overrides)
         if arguments.variants:
             check_known(arguments.variants, list(comparison.configs), arguments.config)

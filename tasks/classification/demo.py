@@ -24,6 +24,7 @@ from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.decays import learned_decay_masks
 from hf_sparseprior.hub import write_text
 from hf_sparseprior.supports import build_mask
+from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.compare import Comparison, draw_results, run_comparison, table
 from tasks.classification.config import DataConfig, load_config
 from tasks.classification.data import ImageDataset, load_data
@@ -138,6 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.seeds < 1:
         parser.error(f"--seeds {arguments.seeds} must be 1 or more")
     transformers_logging.disable_progress_bar()
+    keep_freed_memory()
     start = time.perf_counter()
     results = train_all(arguments.out, arguments.seeds)
     lines = table(results)

@@ -27,6 +27,7 @@ from hf_sparseprior.training import (
     SparsePriorTrainingArguments,
     StopOnSignal,
 )
+from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.augmentation import AugmentationConfig
 from tasks.classification.command import RunStopped, run_command
 from tasks.classification.config import DataConfig, check_config, load_config
@@ -289,6 +290,7 @@ def main(argv: list[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()  # bars for reading and writing weights; the training bar stays
 
     def work() -> None:
+        keep_freed_memory()
         config = load_config(arguments.config, arguments.overrides)
         config["trainer"].setdefault("output_dir", f"outputs/{Path(arguments.config).stem}")
         results = run(config, overwrite=arguments.overwrite)
