@@ -5,11 +5,12 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
 from hf_sparseprior import ops
-from hf_sparseprior.kernels import build, diagonal_cpu
+from hf_sparseprior.kernels import build, diagonal_cpu, triton_device
 
 # Packages beside torch and transformers, and what needs them.
 OPTIONAL = {
@@ -32,23 +33,33 @@ def report() -> Iterator[str]:
             yield f"ok       {name} {version(name)} ({purpose})"
         except PackageNotFoundError:
             yield f"missing  {name} ({purpose}): pip install '{install}'"
+    triton = triton_device.device_reason("cuda", None) if torch.cuda.is_available() else "there is no CUDA device"
+    yield "ok       Triton kernels" if triton is None else f"missing  Triton kernels: {triton}"
     reason = diagonal_cpu.ready()
     if reason is not None:
-        yield f"missing  compiled CPU kernel: {reason}. Attention runs without it, slower."
+        yield f"missing  compiled CPU kernels: {reason}. Attention runs without them, slower."
         return
-    yield f"ok       compiled CPU kernel, in {build.cache_folder()}"
-    error = kernel_error()
-    yield f"{'ok      ' if error < 1e-5 else 'WRONG   '} kernel against the reference: largest difference {error:.1e}"
+    yield f"ok       compiled CPU kernels, in {build.cache_folder()}"
+    for name, error in kernel_errors().items():
+        verdict = "ok      " if error < 1e-5 else "WRONG   "
+        yield f"{verdict} kernel against the reference, {name}: largest difference {error:.1e}"
 
 
-def kernel_error() -> float:
-    """Largest difference of the compiled kernel from float64 `reference` on a small case."""
+def kernel_errors() -> dict[str, float]:
+    """Largest difference of each compiled CPU kernel from float64 `reference` on a small case."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 4, 50, 32, generator=generator) for _ in range(3))
-    inputs = torch.stack((q, k, v))
-    kernel, reference = (
-        ops.attention(values[0], values[1], values[2], "fibottention", num_prefix_tokens=1, backend=backend)
-        for backend, values in (("cpp", inputs), ("reference", inputs.double()))
-    )
-    assert isinstance(kernel, torch.Tensor) and isinstance(reference, torch.Tensor)
-    return float((kernel - reference).abs().max())
+    inputs = torch.stack([torch.randn(2, 4, 50, 32, generator=generator) for _ in range(3)])
+    decay = {"name": "violin", "alpha": torch.ones(4), "beta": torch.full((8, 4), 4.0)}
+    cases: list[tuple[str, str, dict[str, Any] | None]] = [
+        ("diagonals", "fibottention", None),
+        ("decay", "dense", decay),
+    ]
+    errors = {}
+    for name, support, own_decay in cases:
+        out, expected = (
+            ops.attention(x[0], x[1], x[2], support, own_decay, num_prefix_tokens=1, backend=backend)
+            for backend, x in (("cpp", inputs), ("reference", inputs.double()))
+        )
+        assert isinstance(out, torch.Tensor) and isinstance(expected, torch.Tensor)
+        errors[name] = float((out - expected).abs().max())
+    return errors
