@@ -415,13 +415,12 @@ def _cpp(call: Call) -> tuple[Tensor, Tensor | None]:
 
 def _triton(call: Call) -> tuple[Tensor, Tensor | None]:
     """The Triton kernels: along diagonals, or over all pairs with a decay."""
-    from hf_sparseprior.kernels import decayed_triton, diagonal_triton
-
+    diagonal_attention, decayed_attention = triton_device.kernels()
     if call.plan.offsets is not None:
-        return _diagonal_kernel(call, diagonal_triton.diagonal_attention, "offset_begin"), None
+        return _diagonal_kernel(call, diagonal_attention, "offset_begin"), None
     scalars = _decay_scalars(call)
     positions = plan_table(call.plan, "positions_int32", call.q.device)
-    out = decayed_triton.decayed_attention(
+    out = decayed_attention(
         call.q, call.k, call.v, positions, *scalars, call.plan.num_prefix_tokens, call.scale, dropout_p=call.dropout_p
     )
     return out, None

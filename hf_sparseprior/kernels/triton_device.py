@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
@@ -40,3 +41,10 @@ def device_reason(device_type: str, index: int | None) -> str | None:
         has, needed = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
         return f"compute capability {has} must be {needed} or more"
     return None
+
+
+def kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """The Triton kernels: along diagonals, and over all pairs with a decay. Imports triton."""
+    from hf_sparseprior.kernels import decayed_triton, diagonal_triton
+
+    return diagonal_triton.diagonal_attention, decayed_triton.decayed_attention

@@ -34,15 +34,18 @@ from tasks.classification.train import MODEL
 PRIORS = ("dense", "fibottention", "violin", "fibottention+violin")
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "classification"
 
-# Runs in a process of its own, which does not import this package: transformers takes the code from the folder.
+# Runs in a process of its own, which cannot import this package: transformers takes the code from the folder.
 RELOAD = """
 import sys
+sys.modules["hf_sparseprior"] = None
 import numpy as np, torch
 from transformers import AutoModelForImageClassification
-model = AutoModelForImageClassification.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+model = AutoModelForImageClassification.from_pretrained(
+    sys.argv[1], trust_remote_code=True, attn_implementation="eager"
+).eval()
 with np.load(sys.argv[2], allow_pickle=False) as stored, torch.no_grad():
     same = np.array_equal(model(torch.from_numpy(stored["pixel_values"])).logits.numpy(), stored["logits"])
-assert "hf_sparseprior" not in sys.modules
+assert sys.modules["hf_sparseprior"] is None
 print(type(model).__name__, "from", type(model).__module__.split(".")[0] + ", logits bit-equal:", same)
 sys.exit(0 if same else 1)
 """
@@ -117,7 +120,8 @@ def save_best(out: Path, results: dict[str, list[dict[str, Any]]]) -> tuple[Path
         key=lambda which: results[which[0]][which[1]]["metrics"]["validation_accuracy"],
     )
     folder = out / prior / f"seed{seed}" / MODEL
-    model = SparsePriorViTForImageClassification.from_pretrained(folder).eval()
+    # "eager" is the one path that both have: the compiled kernels are not part of a saved model.
+    model = SparsePriorViTForImageClassification.from_pretrained(folder, attn_implementation="eager").eval()
     test = _test_set(results[prior][seed]["config"]["data"], model.config)
     pixels = torch.stack([test[index]["pixel_values"] for index in range(32)])
     probe = out / "reload_probe.npz"

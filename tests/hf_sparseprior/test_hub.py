@@ -19,6 +19,7 @@ from hf_sparseprior import (
     SparsePriorViTConfig,
     SparsePriorViTForImageClassification,
     SparsePriorViTModel,
+    ops,
 )
 from hf_sparseprior.hub import model_card
 
@@ -269,7 +270,8 @@ def test_remote_code_runs_without_the_package(remote):
     assert report["priors"] == ["fibottention+violin"] * 4 + ["dense"]
 
 
-def test_remote_code_gives_the_same_bits(remote):
+def test_remote_code_gives_the_same_bits(remote, monkeypatch):
+    monkeypatch.setattr(ops, "diagonal_cpu", None)  # without the package there is no compiled kernel
     _, models, _, outputs = remote
     with torch.no_grad():
         assert torch.equal(outputs["base"], models["base"](images()).last_hidden_state)
