@@ -61,7 +61,7 @@ struct Head {
 struct Problem {
   int64_t B, H, P, N, D, size;  // size: floats of a packed row
   int64_t padded, chunks, rows;  // rows in whole blocks; pieces of a head; rows of a piece
-  int64_t columns = 0, widest = 0, most_packed = 0, most_columns = 0;
+  int64_t columns = 0, most_packed = 0, most_columns = 0;
   float scale;
   bool zero_fill, decayed;
   bool large;  // the tensors do not stay in a cache from one call to the next
@@ -184,7 +184,7 @@ struct Block {
   int64_t step;
 };
 inline Block block_of(const Problem& x, const View& view, int64_t b, int64_t h, int64_t j0, int64_t rows, float* scratch) {
-  if (rows == L && view.direct()) return {view.of<float>(b, h, x.P + j0), view.token};
+  if (rows == L && view.whole() && !view.half) return {view.of<float>(b, h, x.P + j0), view.token};
   read_rows(view, b, h, x.P + j0, x.P + j0 + L, x.P, x.P + x.N, scratch);
   return {scratch, x.size};
 }
@@ -267,8 +267,8 @@ struct Mix {
   const std::vector<int64_t>& at;  // packed row of each column for the block's first row
   const float* factors;            // (prefix, then columns) x 16
 };
-template <int S>
-SPARSEPRIOR_INLINE void mix_slab(const Mix& m, int64_t size, int64_t r, int64_t i, bool past_cache, float* out) {
+template <int S, typename T>
+SPARSEPRIOR_INLINE void mix_slab(const Mix& m, int64_t size, int64_t r, int64_t i, bool past_cache, T* out) {
   vec x[S];
   for (int s = 0; s < S; ++s) x[s] = m.base ? m.base_factors[r] * load(m.base + i + L * s) : vec{};
   const float* factor = m.factors + r;
@@ -282,8 +282,8 @@ SPARSEPRIOR_INLINE void mix_slab(const Mix& m, int64_t size, int64_t r, int64_t 
   }
   for (int s = 0; s < S; ++s) past_cache ? stream(out + i + L * s, x[s]) : store(out + i + L * s, x[s]);
 }
-template <int V>
-inline void mix(const Mix& m, int64_t size, int64_t rows, bool past_cache, float* out, int64_t out_step) {
+template <int V, typename T>
+inline void mix(const Mix& m, int64_t size, int64_t rows, bool past_cache, T* out, int64_t out_step) {
   for (int64_t r = 0; r < rows; ++r) {
     int64_t i = 0;
     for (; i + 4 * L <= (V ? L * V : size); i += 4 * L) mix_slab<4>(m, size, r, i, past_cache, out + r * out_step);
@@ -294,7 +294,14 @@ inline void mix(const Mix& m, int64_t size, int64_t rows, bool past_cache, float
 template <int V>
 inline void mix(const Mix& m, const Problem& x, int64_t b, int64_t h, int64_t j0, int64_t rows, const View& out, float* scratch) {
   const int64_t size = V ? L * V : x.size;
-  if (out.direct()) return mix<V>(m, size, rows, x.large, out.of<float>(b, h, x.P + j0), out.token);
+  if (out.whole() && out.half) {
+    mix<V>(m, size, rows, x.large, out.of<at::BFloat16>(b, h, x.P + j0), out.token);
+    return;
+  }
+  if (out.whole()) {
+    mix<V>(m, size, rows, x.large, out.of<float>(b, h, x.P + j0), out.token);
+    return;
+  }
   mix<V>(m, size, rows, false, scratch, size);
   write_rows(scratch, out, b, h, x.P + j0, rows);
 }

@@ -71,13 +71,31 @@ SPARSEPRIOR_INLINE vec load(const at::BFloat16* p) {
   std::memcpy(&x, &bits, sizeof x);
   return x;
 }
-SPARSEPRIOR_INLINE void store(at::BFloat16* p, vec x) {
+// To nearest, ties to even.
+SPARSEPRIOR_INLINE vech to_half(vec x) {
+#if defined(__AVX512BF16__)
+  return (vech)_mm512_cvtneps_pbh((__m512)x);
+#else
   vecu bits;
   std::memcpy(&bits, &x, sizeof x);
-  const vecu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+  const vecu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const vecu nan = (vecu)(x != x);
-  const vech half = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), vech);
+  return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), vech);
+#endif
+}
+SPARSEPRIOR_INLINE void store(at::BFloat16* p, vec x) {
+  const vech half = to_half(x);
   std::memcpy(p, &half, sizeof half);
+}
+SPARSEPRIOR_INLINE void stream(at::BFloat16* p, vec x) {
+#if defined(__AVX__)
+  const vech half = to_half(x);
+  __m256i bits;
+  std::memcpy(&bits, &half, sizeof half);
+  _mm256_stream_si256((__m256i*)p, bits);
+#else
+  store(p, x);
+#endif
 }
 
 SPARSEPRIOR_INLINE vec maximum(vec a, vec b) { return a > b ? a : b; }
@@ -278,8 +296,8 @@ struct View {
   T* of(int64_t b, int64_t h, int64_t t) const {
     return (T*)data + b * batch + h * head + t * token;
   }
-  // Rows can be used where they lie: float32, neighbours, whole vectors.
-  bool direct() const { return !half && lane == 1 && width % L == 0; }
+  // Elements are neighbours and fill whole vectors.
+  bool whole() const { return lane == 1 && width % L == 0; }
 };
 
 inline int64_t vectors(int64_t width) { return (width + L - 1) / L; }
