@@ -240,7 +240,7 @@ def test_what_cannot_run_is_named(kernels):
     q, k, v = kernels.make((3, 3), 1).values()
     for inputs, support, options, message in [
         ((q.double(), k.double(), v.double()), FEW, {}, "float16, bfloat16 and float32, not for float64"),
-        ((q, k, v), "dense", {}, "the support is dense and there is no decay"),
+        ((q, k, v), "dense", {}, "dense attention without a decay"),
         ((q, k, v), FEW, {"need_weights": True}, "do not return attention weights"),
         ((q, k, v), {**FEW, "mask_fill": "zero"}, {"dropout_p": 0.1}, "dropout with mask_fill='zero'"),
     ]:
