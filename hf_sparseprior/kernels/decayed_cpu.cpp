@@ -36,6 +36,7 @@ struct Problem {
   int64_t B, H, P, N, T, D, C, A;
   int64_t size, keys;  // floats of a packed row, keys in whole vectors
   float scale;
+  Values values;
   const float *positions, *log_gamma, *alpha, *prefix_gamma;  // (C, A, N), (C, H), (H), (H)
 
   Problem(
@@ -43,8 +44,8 @@ struct Problem {
       const Tensor& prefix_gamma_, int64_t prefix, double scale_)
       : B(q.size(0)), H(q.size(1)), P(prefix), N(q.size(2) - prefix), T(q.size(2)), D(q.size(3)),
         C(positions_.size(0)), A(positions_.size(1)), size(L * vectors(D)), keys(L * vectors(T)), scale((float)scale_),
-        positions(positions_.data_ptr<float>()), log_gamma(log_gamma_.data_ptr<float>()),
-        alpha(alpha_.data_ptr<float>()), prefix_gamma(prefix_gamma_.data_ptr<float>()) {}
+        positions(values.of<float>(positions_)), log_gamma(values.of<float>(log_gamma_)),
+        alpha(values.of<float>(alpha_)), prefix_gamma(values.of<float>(prefix_gamma_)) {}
   int64_t group(int64_t arrays) const {
     return std::clamp<int64_t>(GROUP_BYTES / (arrays * keys * size * (int64_t)sizeof(float)), 1, MAX_GROUP);
   }
@@ -422,20 +423,23 @@ void for_groups(const Problem& x, int64_t arrays, const F& run) {
   });
 }
 
-void check_decay(const Tensor& q, int64_t prefix, const Tensor& positions, const Tensor& log_gamma) {
+void check_decay(
+    const Tensor& q, int64_t prefix, const Tensor& positions, const Tensor& log_gamma, const Tensor& alpha,
+    const Tensor& prefix_gamma) {
   TORCH_CHECK(
-      positions.dim() == 3 && positions.size(2) == q.size(2) - prefix, "positions of shape ", positions.sizes(),
-      " must be (curves, axes, patches), patches ", q.size(2) - prefix);
-  TORCH_CHECK(
-      log_gamma.dim() == 2 && log_gamma.size(0) == positions.size(0) && log_gamma.size(1) == q.size(1),
-      "log_gamma of shape ", log_gamma.sizes(), " must be (curves, heads), ", positions.size(0), " and ", q.size(1));
+      positions.dim() == 3 && positions.size(0) > 0 && positions.size(1) > 0, "positions of shape ", positions.sizes(),
+      " must be (curves, axes, patches)");
+  check_is(positions, {positions.size(0), positions.size(1), q.size(2) - prefix}, at::kFloat, "positions");
+  check_is(log_gamma, {positions.size(0), q.size(1)}, at::kFloat, "log_gamma");
+  check_is(alpha, {q.size(1)}, at::kFloat, "alpha");
+  check_is(prefix_gamma, {q.size(1)}, at::kFloat, "prefix_gamma");
 }
 
 std::tuple<Tensor, Tensor> forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& positions, const Tensor& log_gamma,
     const Tensor& alpha, const Tensor& prefix_gamma, int64_t prefix, double scale, bool keep) {
   check_inputs(q, k, v, prefix);
-  check_decay(q, prefix, positions, log_gamma);
+  check_decay(q, prefix, positions, log_gamma, alpha, prefix_gamma);
   const Problem x(q, positions, log_gamma, alpha, prefix_gamma, prefix, scale);
   Tensor out = like_projection(q);
   Tensor log_sums = at::empty({keep ? x.B : 0, x.H, x.T}, q.options().dtype(at::kFloat));
@@ -452,15 +456,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& positions, const Tensor& log_gamma, const Tensor& alpha, const Tensor& prefix_gamma, int64_t prefix,
     double scale) {
   check_inputs(q, k, v, prefix);
-  check_decay(q, prefix, positions, log_gamma);
+  check_decay(q, prefix, positions, log_gamma, alpha, prefix_gamma);
   check_like(q, grad, "grad");
   check_like(q, out, "out");
-  const Problem x(q, positions, log_gamma, alpha, prefix_gamma, prefix, scale);
+  check_is(log_sums, {q.size(0), q.size(1), q.size(2)}, at::kFloat, "log_sums");
+  Problem x(q, positions, log_gamma, alpha, prefix_gamma, prefix, scale);
   Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
   const int64_t group = x.group(5), groups = (x.B + group - 1) / group;
   const Tensor sums = at::empty({x.H, groups, 2 + x.C}, q.options().dtype(at::kFloat));
   const Backward f{View(q), View(k), View(v), View(out), View(grad), View(dq), View(dk), View(dv),
-                   log_sums.data_ptr<float>()};
+                   x.values.of<float>(log_sums)};
   for_groups(x, 5, [&](int64_t i, int64_t h, int64_t b0, int64_t b1) {
     backward_group(x, h, b0, b1, f, sums.data_ptr<float>() + i * (2 + x.C));
   });

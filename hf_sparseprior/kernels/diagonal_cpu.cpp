@@ -69,6 +69,7 @@ struct Problem {
   // tokens and for patches with themselves only.
   const float *pair_weights = nullptr, *prefix_weights = nullptr, *self_weights = nullptr;
   const int64_t* begin = nullptr;
+  Values values;
   std::vector<Head> heads;
 
   Problem(
@@ -81,18 +82,39 @@ struct Problem {
     large = B * H * (P + N) * size * (int64_t)sizeof(float) > LARGE_BYTES;
     rows = std::min(CHUNK, padded);
     chunks = (N + CHUNK - 1) / CHUNK;
-    if (decayed) {
-      pair_weights = pairs->data_ptr<float>();
-      begin = pair_begin->data_ptr<int64_t>();
-      prefix_weights = prefix_weight->data_ptr<float>();
-      self_weights = self_weight->data_ptr<float>();
+    check_is(counts, {H}, at::kInt, "counts");
+    const int32_t* count = values.of<int32_t>(counts);
+    int64_t total = 0;
+    for (int64_t h = 0; h < H; ++h) {
+      TORCH_CHECK(count[h] >= 0, "counts must be 0 or more, got ", count[h]);
+      total += count[h];
     }
-    const int32_t *count = counts.data_ptr<int32_t>(), *values = offsets.data_ptr<int32_t>();
+    check_is(offsets, {total}, at::kInt, "offsets");
+    const int32_t* signed_offsets = values.of<int32_t>(offsets);
+    if (decayed) {
+      TORCH_CHECK(
+          pair_begin && prefix_weight && self_weight,
+          "pair_weights come with pair_begin, prefix_weight and self_weight");
+      check_is(*pairs, {pairs->numel()}, at::kFloat, "pair_weights");
+      check_is(*pair_begin, {total}, at::kLong, "pair_begin");
+      check_is(*prefix_weight, {H}, at::kFloat, "prefix_weight");
+      check_is(*self_weight, {H}, at::kFloat, "self_weight");
+      pair_weights = values.of<float>(*pairs);
+      begin = values.of<int64_t>(*pair_begin);
+      prefix_weights = values.of<float>(*prefix_weight);
+      self_weights = values.of<float>(*self_weight);
+      for (int64_t i = 0; i < total; ++i) {
+        const int64_t length = std::max<int64_t>(0, N - std::abs((int64_t)signed_offsets[i]));
+        TORCH_CHECK(
+            begin[i] >= 0 && begin[i] + length <= pairs->numel(), "pair_begin ", begin[i], " and the ", length,
+            " pairs of an offset must be within pair_weights of length ", pairs->numel());
+      }
+    }
     heads.resize(H);
     int64_t first = 0;
     for (int64_t h = 0; h < H; ++h) {
       Head& head = heads[h];
-      head.offsets.assign(values + first, values + first + count[h]);
+      head.offsets.assign(signed_offsets + first, signed_offsets + first + count[h]);
       head.first = first;
       head.start = columns;
       int64_t smallest = N;
@@ -351,6 +373,7 @@ struct Piece {
   // Reads the piece's tokens of all heads one after the other, which the hardware foresees; the rows of one head, far
   // apart, would be waited for.
   void bring_near(const View& view) const {
+    if (view.lane != 1) return;
     const int64_t bytes = view.width * (view.half ? 2 : 4);
     for (int64_t t = x.P + first; t < x.P + end; ++t) {
       for (int64_t head = 0; head < x.H; ++head) {
@@ -769,8 +792,13 @@ void for_heads(const Problem& x, const F& run) {
   });
 }
 
-const float* data(const optional<Tensor>& x) { return x ? x->data_ptr<float>() : nullptr; }
-const float* data(const Tensor& x) { return x.numel() ? x.data_ptr<float>() : nullptr; }
+float* data(const Tensor& x) { return x.numel() ? x.data_ptr<float>() : nullptr; }
+// Factors of the pairs' weights, null where nothing is dropped.
+const float* factors(Problem& x, const optional<Tensor>& drop) {
+  if (!drop) return nullptr;
+  check_is(*drop, {x.pairs() + x.B * x.H * x.P * (x.P + x.N)}, at::kFloat, "drop");
+  return x.values.of<float>(*drop);
+}
 
 // Sums of all values of a head, as packed rows.
 Tensor sum_of_values(const Tensor& v, int64_t size) {
@@ -782,9 +810,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     double scale, bool zero_fill, const optional<Tensor>& pair_weights, const optional<Tensor>& pair_begin,
     const optional<Tensor>& prefix_weight, const optional<Tensor>& self_weight, const optional<Tensor>& drop, bool keep) {
   check_inputs(q, k, v, prefix);
-  TORCH_CHECK(counts.numel() == q.size(1), counts.numel(), " offset counts must be one a head, ", q.size(1));
-  const Problem x(
-      q, offsets, counts, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight, self_weight);
+  Problem x(q, offsets, counts, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight, self_weight);
   const auto floats = q.options().dtype(at::kFloat);
   Tensor out = like_projection(q);
   Tensor probs = at::empty({keep ? x.pairs() : 0}, floats);
@@ -793,9 +819,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
   Tensor rows = at::empty({keep ? x.B : 0, x.H, prefix, prefix + x.N}, floats);
   const Tensor partial = at::empty({x.B * x.H * x.chunks * prefix * (2 + x.size)}, floats);
   const Tensor v_sum = zero_fill ? sum_of_values(v, x.size) : at::empty({0}, floats);
-  const Forward f{View(q), View(k), View(v), View(out), data(drop), data(v_sum),
-                  (float*)data(probs), (float*)data(logits), (float*)data(floors), (float*)data(rows),
-                  partial.data_ptr<float>()};
+  const Forward f{View(q), View(k), View(v), View(out), factors(x, drop), data(v_sum),
+                  data(probs), data(logits), data(floors), data(rows), data(partial)};
   for_pieces(x, {&f.q, &f.k, &f.v}, [&](const Piece& piece, const Scratch& own) {
     x.size == 64 ? forward_piece<4>(piece, f, own) : forward_piece<0>(piece, f, own);
   });
@@ -810,11 +835,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const optional<Tensor>& pair_begin, const optional<Tensor>& prefix_weight, const optional<Tensor>& self_weight,
     const optional<Tensor>& drop, const Tensor& probs, const Tensor& logits, const Tensor& floors, const Tensor& rows) {
   check_inputs(q, k, v, prefix);
-  TORCH_CHECK(counts.numel() == q.size(1), counts.numel(), " offset counts must be one a head, ", q.size(1));
   check_like(q, grad, "grad");
   check_like(q, out, "out");
-  const Problem x(
-      q, offsets, counts, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight, self_weight);
+  Problem x(q, offsets, counts, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight, self_weight);
+  check_is(probs, {x.pairs()}, at::kFloat, "probs");
+  check_is(logits, {pair_weights ? x.pairs() : 0}, at::kFloat, "logits");
+  check_is(floors, {zero_fill ? x.B * x.H * x.padded : 0}, at::kFloat, "floors");
+  check_is(rows, {x.B, x.H, prefix, prefix + x.N}, at::kFloat, "rows");
   const auto floats = q.options().dtype(at::kFloat);
   Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
   const Tensor pair_grads = at::empty({x.pairs()}, floats);
@@ -824,9 +851,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const Tensor v_sum = zero_fill ? sum_of_values(v, x.size) : at::empty({0}, floats);
   Tensor d_pairs = at::zeros({pair_weights ? pair_weights->numel() : 0}, floats);
   Tensor d_prefix = at::zeros({pair_weights ? x.H : 0}, floats), d_self = at::zeros_like(d_prefix);
-  const Backward f{View(q), View(k), View(v), View(out), View(grad), View(dq), View(dk), View(dv), data(drop),
-                   data(v_sum), data(probs), data(logits), data(floors), data(rows), pair_grads.data_ptr<float>(),
-                   weight_grads.data_ptr<float>(), row_grads.data_ptr<float>(), sums.data_ptr<float>(), sums_size(x)};
+  const Backward f{View(q), View(k), View(v), View(out), View(grad), View(dq), View(dk), View(dv), factors(x, drop),
+                   data(v_sum), x.values.of<float>(probs), x.values.of<float>(logits), x.values.of<float>(floors),
+                   x.values.of<float>(rows), data(pair_grads), data(weight_grads), data(row_grads), data(sums),
+                   sums_size(x)};
   for_pieces(x, {&f.grad, &f.v, &f.k}, [&](const Piece& piece, const Scratch& own) {
     x.size == 64 ? backward_rows<4>(piece, f, own) : backward_rows<0>(piece, f, own);
   });

@@ -15,6 +15,7 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <vector>
 
 namespace sparseprior {
 
@@ -156,14 +157,17 @@ SPARSEPRIOR_INLINE vec exp_of(vec x) {
   return tiny ? vec{} : y;
 }
 
-// 2 to the power of values up to about 100; below -126 it is 2^-126, nothing beside a softmax's largest term. Relative
-// error 1e-7: a polynomial of degree 6, least in the maximum of the relative error over -0.5..0.5.
+// 2 to the power of values up to about 100; below -126 it is 2^-126, nothing beside a softmax's largest term; NaN stays.
+// Relative error 1e-7: a polynomial of degree 6, least in the maximum of the relative error over -0.5..0.5.
 SPARSEPRIOR_INLINE vec exp2_of(vec x) {
-  x = x < splat(-126.0f) ? splat(-126.0f) : x;  // NaN stays
-  const vec shifted = x + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
-  veci n;
-  std::memcpy(&n, &shifted, sizeof n);
-  const vec r = x - (shifted - 12582912.0f);
+  x = x < splat(-126.0f) ? splat(-126.0f) : x;
+  const vec shifted = x + 12583039.0f;  // adding 1.5 * 2^23 + 127 rounds to an integer with the exponent's bias
+  veci exponent;
+  std::memcpy(&exponent, &shifted, sizeof exponent);
+  exponent <<= 23;  // the rest of the shifted number is shifted out
+  vec power;
+  std::memcpy(&power, &exponent, sizeof power);
+  const vec r = x - (shifted - 12583039.0f);
   vec y = splat(1.5345808e-4f);
   y = y * r + 1.3399931e-3f;
   y = y * r + 9.6184891e-3f;
@@ -171,11 +175,7 @@ SPARSEPRIOR_INLINE vec exp2_of(vec x) {
   y = y * r + 2.4022646e-1f;
   y = y * r + 6.9314718e-1f;
   y = y * r + 1.0f;
-  veci bits;
-  std::memcpy(&bits, &y, sizeof bits);
-  bits += n << 23;  // the rest of the shifted number is shifted out
-  std::memcpy(&y, &bits, sizeof y);
-  return y;
+  return y * power;
 }
 
 // a's and b's blocks of 4 lanes: two of a, then two of b.
@@ -349,6 +349,24 @@ inline void write_rows(const float* from, const View& x, int64_t b, int64_t h, i
   }
 }
 
+// Values of small tensors of any strides, there for as long as this is.
+class Values {
+ public:
+  template <typename T>
+  const T* of(const at::Tensor& x) {
+    kept_.push_back(x.contiguous());
+    return kept_.back().const_data_ptr<T>();
+  }
+
+ private:
+  std::vector<at::Tensor> kept_;
+};
+
+inline void check_is(const at::Tensor& x, at::IntArrayRef sizes, at::ScalarType dtype, const char* name) {
+  TORCH_CHECK(
+      x.sizes() == sizes && x.scalar_type() == dtype, name, " of shape ", x.sizes(), " and dtype ", x.scalar_type(),
+      " must be ", sizes, " and ", dtype);
+}
 inline void check_like(const at::Tensor& q, const at::Tensor& other, const char* name) {
   TORCH_CHECK(
       other.sizes() == q.sizes() && other.scalar_type() == q.scalar_type(), name, " of shape ", other.sizes(),
@@ -357,7 +375,7 @@ inline void check_like(const at::Tensor& q, const at::Tensor& other, const char*
 inline void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t prefix) {
   TORCH_CHECK(q.dim() == 4, "q of shape ", q.sizes(), " must be (batch, heads, tokens, head width)");
   TORCH_CHECK(
-      q.scalar_type() == at::kFloat || q.scalar_type() == at::kBFloat16, "dtype ", q.scalar_type(),
+      q.scalar_type() == at::kFloat || q.scalar_type() == at::kBFloat16, "q of dtype ", q.scalar_type(),
       " must be float32 or bfloat16");
   check_like(q, k, "k");
   check_like(q, v, "v");

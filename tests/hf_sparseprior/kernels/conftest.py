@@ -1,13 +1,20 @@
-"""Calls of the Triton kernels and of `reference` in float64 with the same inputs: the fixture `kernels`."""
+"""Calls of compiled kernels and of `reference` in float64 with the same inputs: fixtures `kernels` (Triton), `cpp`."""
 
 import os
+import subprocess
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_sparseprior.attention import SparsePriorAttention
 from hf_sparseprior.decay import DECAYS
+from hf_sparseprior.kernels import diagonal_cpu
 from hf_sparseprior.ops import attention
+from hf_sparseprior.prior import resolve_prior
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
@@ -15,8 +22,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 class Kernels:
     """Leaves of calls on one device, their outputs and gradients, and the comparison with the reference."""
 
-    def __init__(self, device):
+    def __init__(self, device, backend):
         self.device = device
+        self.backend = backend
         self.native = device == "cuda"
 
     def make(
@@ -37,21 +45,26 @@ class Kernels:
                 leaves["prefix_beta"] = torch.randn(heads, generator=generator)
         return {name: leaf.to(self.device) for name, leaf in leaves.items()}
 
-    def run(self, leaves, support, decay, grid, prefix, backend="triton", dtype=torch.float32, **options):
+    def attend(self, leaves, support, decay, grid, prefix, **options):
+        """Output of the kernel."""
+        scalars = {name: leaf for name, leaf in leaves.items() if name not in "qkv"}
+        spec = None if decay is None else {"name": decay, **scalars}
+        inputs = (leaves["q"], leaves["k"], leaves["v"])
+        options = {"backend": self.backend, "layer": 1, **options}
+        return attention(*inputs, support, spec, num_prefix_tokens=prefix, grid=grid, **options)
+
+    def run(self, leaves, support, decay, grid, prefix, dtype=None, **options):
         """Output, and gradients of every leaf for a fixed direction."""
+        given = leaves["q"].dtype
+        dtype = dtype or given
         wide = torch.promote_types(dtype, torch.float32)
         leaves = {
             name: leaf.detach().to(dtype if name in "qkv" else wide).requires_grad_() for name, leaf in leaves.items()
         }
-        spec = (
-            None if decay is None else {"name": decay, **{name: leaves[name] for name in leaves if name not in "qkv"}}
-        )
-        inputs = (leaves["q"], leaves["k"], leaves["v"])
-        out = attention(
-            *inputs, support, spec, num_prefix_tokens=prefix, grid=grid, layer=1, backend=backend, **options
-        )
-        direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(self.device, dtype)
-        grads = torch.autograd.grad((out * direction).sum(), list(leaves.values()), allow_unused=True)
+        out = self.attend(leaves, support, decay, grid, prefix, **options)
+        direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(given)
+        loss = (out * direction.to(self.device, dtype)).sum()
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         found = {
             name: torch.zeros_like(leaf) if grad is None else grad
             for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
@@ -61,20 +74,77 @@ class Kernels:
     def check(self, leaves, support, decay, grid, prefix):
         """Outputs and gradients against `reference` in float64."""
         dtype = leaves["q"].dtype
-        actual = self.run(leaves, support, decay, grid, prefix, dtype=dtype)
-        expected = self.run(leaves, support, decay, grid, prefix, "reference", torch.float64)
+        actual = self.run(leaves, support, decay, grid, prefix)
+        expected = self.run(leaves, support, decay, grid, prefix, torch.float64, backend="reference")
         for name, value in expected.items():
             assert actual[name].shape == value.shape and not actual[name].isnan().any(), name
             if not value.numel():
                 continue
             size = max(0.1, value.abs().max().item())
-            if dtype != torch.float32 and name not in ("out", *"qkv"):
-                # Sums over all rows of terms that cancel: what the rounded output takes from them goes with their
-                # size and number, not with what is left of them.
-                size = max(size, 1.0) * (leaves["q"].shape[0] * leaves["q"].shape[2]) ** 0.5
+            if name not in ("out", *"qkv"):
+                # Sums over all rows of terms of about 1 that cancel: what rounding takes from them goes with their
+                # number, not with what is left of them.
+                size = max(size, (leaves["q"].shape[0] * leaves["q"].shape[2]) ** 0.5)
             difference = (actual[name].double() - value).abs().max().item()
             limit = TOLERANCE[dtype] * size
             assert difference <= limit, (name, difference, limit)
+
+    def check_bits(self, *arguments):
+        """Two runs give the same bits, and so do other numbers of threads."""
+        threads = torch.get_num_threads()
+        found = []
+        try:
+            for number in (1, 2, 2, 3):
+                torch.set_num_threads(number)
+                found.append(self.run(*arguments))
+        finally:
+            torch.set_num_threads(threads)
+        for other in found[1:]:
+            assert [name for name, value in found[0].items() if not torch.equal(value, other[name])] == []
+
+    def check_compiled(self, prior):
+        """A whole layer, traced without a break, gives what it gives untraced; so does the exported layer."""
+        torch.manual_seed(0)
+        layer = SparsePriorAttention(32, 2, resolve_prior(prior, 2, (4, 4)))
+        hidden = torch.randn(2, 17, 32)
+        results = []
+        for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+            layer.zero_grad()
+            out = run(hidden, (4, 4), 1, backend=self.backend)[0]
+            out.square().sum().backward()
+            results.append([out, *(parameter.grad for parameter in layer.parameters())])
+        torch.testing.assert_close(*results)
+        exported = torch.export.export(layer, (hidden, (4, 4), 1), {"backend": self.backend}).module()
+        torch.testing.assert_close(exported(hidden, (4, 4), 1, backend=self.backend)[0], results[0][0])
+
+    def operator_arguments(self, name, *arguments):
+        """Arguments that a run gives an operator."""
+        seen = []
+
+        class Record(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                if name in str(func):
+                    seen.append(args)
+                return func(*args, **(kwargs or {}))
+
+        with Record():
+            self.run(*arguments)
+        return tuple(x.detach().clone() if isinstance(x, torch.Tensor) else x for x in seen[0])
+
+    def largest_tensor(self, *arguments):
+        """Elements of the largest tensor that a run makes."""
+        sizes = []
+
+        class Record(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                out = func(*args, **(kwargs or {}))
+                tensors = out if isinstance(out, (tuple, list)) else [out]
+                sizes.extend(value.numel() for value in tensors if isinstance(value, torch.Tensor))
+                return out
+
+        with Record():
+            self.run(*arguments)
+        return max(sizes)
 
 
 @pytest.fixture
@@ -83,6 +153,42 @@ def kernels(monkeypatch):
         assert not os.environ.get("CI_NEEDS_KERNELS"), "triton is not installed"
         pytest.skip("triton is not installed")
     if torch.cuda.is_available():
-        return Kernels("cuda")
+        return Kernels("cuda", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # tests/conftest.py says why here and not for all tests
-    return Kernels("cpu")
+    return Kernels("cpu", "triton")
+
+
+@pytest.fixture
+def cpp():
+    # A machine without a compiler has nothing to test; CI has one, and asks for the kernels by this variable.
+    if (reason := diagonal_cpu.ready()) is not None:
+        assert not os.environ.get("CI_NEEDS_KERNELS"), reason
+        pytest.skip(reason)
+    return Kernels("cpu", "cpp")
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Memory is handed out full of NaN: what a kernel leaves out shows."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def in_a_process():
+    """Output of Python code in a process of its own."""
+
+    def run(code, **environment):
+        root = str(Path(__file__).parents[3])
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": root, **environment},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+
+    return run

@@ -1,110 +1,88 @@
-"""The compiled CPU kernel against `reference` in float64, and what surrounds it: building, choosing, tracing."""
+"""The C++ kernel along diagonals against `reference` in float64, and what surrounds it: building, choosing, tracing."""
 
 import itertools
 import logging
-import os
 import random
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from hf_sparseprior import ops
-from hf_sparseprior.attention import SparsePriorAttention
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.kernels import build, diagonal_cpu
-from hf_sparseprior.ops import attention
-from hf_sparseprior.prior import resolve_prior
-from hf_sparseprior.supports import MASK_FILLS, SUPPORTS
+from hf_sparseprior.supports import MASK_FILLS, SUPPORTS, layer_offsets, resolve_support
 
-# A machine without a compiler has nothing to test here; CI has one, and asks for the kernel by this variable.
-REASON = diagonal_cpu.ready()
-if os.environ.get("CI_NEEDS_KERNELS"):
-    assert REASON is None, REASON
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-GRIDS = [(1, 1), (1, 2), (2, 3), (4, 4), (7, 5), (14, 14), (33, 32)]
+GRIDS = [(1, 1), (1, 2), (2, 3), (4, 4), (7, 5), (14, 14)]
 PATTERNS = [name for name in SUPPORTS if name != "dense"]
+DTYPES = [torch.float32, torch.bfloat16]
+FEW = {"heads": 4, "width": 24, "batch": 2}
 
 
-def make(grid, prefix, *, heads=4, width=24, batch=2, decay=None, dtype=torch.float32, seed=0):
-    """Leaves of a call, as projections give q, k and v: (B, T, H, D) transposed."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = prefix + grid[0] * grid[1]
-    leaves = {
-        name: torch.randn(batch, tokens, heads, width, generator=generator).to(dtype).transpose(1, 2) for name in "qkv"
-    }
-    if decay is not None:
-        curves = DECAYS[decay].positions(DECAYS[decay].SETTINGS, (1, 1)).shape[0]
-        leaves["alpha"] = torch.rand(heads, generator=generator) + 0.5
-        leaves["beta"] = torch.randn(curves, heads, generator=generator) + 3
-        leaves["prefix_beta"] = torch.randn(heads, generator=generator)
-    return leaves
-
-
-def outputs(leaves, support, decay, grid, prefix, backend, dtype, **options):
-    """Output and gradients of every leaf, for a fixed direction."""
-    cast = {
-        name: value.detach().to(dtype if name in "qkv" else torch.promote_types(dtype, torch.float32)).requires_grad_()
-        for name, value in leaves.items()
-    }
-    spec = None if decay is None else {"name": decay, **{name: cast[name] for name in cast if name not in "qkv"}}
-    out = attention(
-        cast["q"], cast["k"], cast["v"], support, spec, num_prefix_tokens=prefix, grid=grid, layer=1, backend=backend,
-        **options,
-    )  # fmt: skip
-    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
-    grads = torch.autograd.grad((out * direction).sum(), list(cast.values()), allow_unused=True)
-    zeros = [torch.zeros_like(leaf) for leaf in cast.values()]
-    return {
-        "out": out,
-        **{name: zero if grad is None else grad for name, grad, zero in zip(cast, grads, zeros, strict=True)},
-    }
-
-
-def assert_agree(leaves, support, decay, grid, prefix, dtype):
-    actual = outputs(leaves, support, decay, grid, prefix, "cpp", dtype)
-    expected = outputs(leaves, support, decay, grid, prefix, "reference", torch.float64)
-    for name, value in expected.items():
-        limit = TOLERANCE[dtype] * max(0.01, value.abs().max().item() if value.numel() else 0)
-        if dtype == torch.bfloat16 and name != "out":
-            limit *= 1.5  # q, k and v themselves are rounded, and so is the direction
-        difference = (actual[name].double() - value).abs()
-        assert not actual[name].isnan().any(), name
-        assert difference.numel() == 0 or difference.max().item() <= limit, (name, difference.max().item(), limit)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("decay", [None, *DECAYS])
 @pytest.mark.parametrize("mask_fill", MASK_FILLS)
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_kernel_agrees_with_the_reference(pattern, mask_fill, decay, dtype):
-    for grid, prefix in itertools.product(GRIDS[:-1], (0, 1, 3)):
-        leaves = make(grid, prefix, decay=decay, dtype=dtype)
-        assert_agree(leaves, {"name": pattern, "mask_fill": mask_fill}, decay, grid, prefix, dtype)
+def test_agrees_with_the_reference(cpp, pattern, mask_fill, decay, dtype):
+    for grid, prefix in itertools.product(GRIDS, (0, 1, 3)):
+        leaves = cpp.make(grid, prefix, **FEW, decay=decay, dtype=dtype)
+        cpp.check(leaves, {"name": pattern, "mask_fill": mask_fill}, decay, grid, prefix)
 
 
+@pytest.mark.parametrize("decay", [None, "violin"])
 @pytest.mark.parametrize("mask_fill", MASK_FILLS)
 @pytest.mark.parametrize("prefix", [0, 1, 5])
-def test_several_pieces_of_rows_agree_with_the_reference(mask_fill, prefix):
-    grid = GRIDS[-1]  # 1056 rows: a whole piece of 1024 and a rest
-    leaves = make(grid, prefix, heads=2, batch=1, decay="violin")
-    assert_agree(leaves, {"name": "fibottention", "mask_fill": mask_fill}, "violin", grid, prefix, torch.float32)
+def test_several_pieces_of_rows(cpp, prefix, mask_fill, decay):
+    """Pieces of 256 rows: one whole, one and a row, two whole, two and a rest that is no whole block."""
+    for grid in ((16, 16), (1, 257), (16, 32), (17, 31)):
+        leaves = cpp.make(grid, prefix, width=20, decay=decay)
+        cpp.check(leaves, {"name": "fibottention", "mask_fill": mask_fill}, decay, grid, prefix)
+
+
+@pytest.mark.parametrize("decay", [None, "manhattan"])
+@pytest.mark.parametrize("mask_fill", MASK_FILLS)
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_offsets_further_apart_than_a_piece(cpp, prefix, mask_fill, decay):
+    """The rows that a piece needs lie in ranges that do not touch."""
+    grid = (30, 50)
+    support = {"name": "fibottention", "w_min": 1500, "w_max": 1500, "mask_fill": mask_fill}
+    offsets = layer_offsets(resolve_support(support, 2, 1500), num_heads=2, num_tokens=1500, layer=1)
+    assert max(b - a for own in offsets for a, b in itertools.pairwise(own)) > 256
+    cpp.check(cpp.make(grid, prefix, width=4, decay=decay), support, decay, grid, prefix)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [24, 64])
+def test_tensors_that_no_cache_keeps(cpp, width, dtype):
+    """Above 2 MiB tokens are read ahead, and results stored past the caches where rows are whole vectors of float32."""
+    grid = (25, 24)
+    leaves = cpp.make(grid, 1, heads=3, batch=10, width=width, dtype=dtype)
+    assert leaves["q"][..., 0].numel() * -(-width // 16) * 64 > 2 << 20
+    for mask_fill in MASK_FILLS:
+        cpp.check(leaves, {"name": "fibottention", "mask_fill": mask_fill}, None, grid, 1)
+    packed = torch.cat([leaves[name].transpose(1, 2) for name in "qkv"], -1).transpose(1, 2)
+    views = dict(zip("qkv", packed.split(width, -1), strict=True))
+    views["k"] = views["k"].transpose(2, 3).contiguous().transpose(2, 3)  # elements of a row apart
+    cpp.check(views, "fibottention", None, grid, 1)
+    one = leaves["v"][..., -1:].expand_as(leaves["v"])  # the same element all along a row
+    cpp.check({**leaves, "v": one}, "fibottention", None, grid, 1)
+    v = leaves["v"].clone().requires_grad_()
+    cpp.attend({**leaves, "v": v}, "fibottention", None, grid, 1).sum().backward()  # a gradient of one element
+    expected = leaves["v"].double().requires_grad_()
+    wide = {"q": leaves["q"].double(), "k": leaves["k"].double(), "v": expected}
+    cpp.attend(wide, "fibottention", None, grid, 1, backend="reference").sum().backward()
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(v.grad.double(), expected.grad, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("width", [1, 3, 16, 17, 32, 48, 64, 80, 96, 128, 130, 256])
-def test_any_head_width(width):
-    leaves = make((5, 5), 1, width=width)
-    assert_agree(leaves, "fibottention", None, (5, 5), 1, torch.float32)
+def test_any_head_width(cpp, width):
+    cpp.check(cpp.make((5, 5), 1, heads=4, batch=2, width=width), "fibottention", None, (5, 5), 1)
 
 
-def test_random_sweep():
+def test_random_sweep(cpp):
     values = random.Random(0)
-    for _ in range(60):
+    for seed in range(60):
         grid = (values.randint(1, 9), values.randint(1, 9))
         prefix, heads, batch = values.randint(0, 5), values.randint(1, 5), values.randint(0, 2)
         support = values.choice(
@@ -116,179 +94,214 @@ def test_random_sweep():
             ]
         )
         support["mask_fill"] = values.choice(MASK_FILLS)
-        decay = values.choice([None, *DECAYS])
-        leaves = make(grid, prefix, heads=heads, batch=batch, width=values.choice([2, 16, 20]), decay=decay)
-        assert_agree(leaves, support, decay, grid, prefix, torch.float32)
+        decay, width = values.choice([None, *DECAYS]), values.choice([2, 16, 20])
+        leaves = cpp.make(grid, prefix, heads=heads, batch=batch, width=width, decay=decay, seed=seed)
+        cpp.check(leaves, support, decay, grid, prefix)
 
 
-def test_inputs_of_any_layout_and_gradients_of_any_subset():
-    leaves = make((4, 5), 1, width=32)
-    q, k, v = leaves.values()
-    expected = attention(q, k, v, "fibottention", num_prefix_tokens=1, grid=(4, 5), backend="reference")
-    packed = torch.cat([x.transpose(1, 2) for x in (q, k, v)], -1)  # one projection for all three
-    views = [part.transpose(1, 2) for part in packed.split(32, -1)]
-    backwards = torch.randn(2, 4, 32, 21).transpose(2, 3)  # elements of a row apart
-    for variant in (views, [x.contiguous() for x in (q, k, v)]):
-        out = attention(*variant, "fibottention", num_prefix_tokens=1, grid=(4, 5), backend="cpp")
-        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
-    one = q[:1, :1].expand(2, 4, 21, 32)  # strides of 0
-    for inputs in ((backwards, k, v), (q, backwards, v), (one, k, one)):
-        pair = [
-            attention(*inputs, "fibottention", num_prefix_tokens=1, grid=(4, 5), backend=name)
-            for name in ("cpp", "reference")
-        ]
-        torch.testing.assert_close(pair[0], pair[1], rtol=0, atol=1e-5)
-    for chosen in itertools.product((True, False), repeat=3):
-        inputs = [x.detach().clone().requires_grad_(wanted) for x, wanted in zip((q, k, v), chosen, strict=True)]
-        out = attention(*inputs, "fibottention", num_prefix_tokens=1, grid=(4, 5), backend="cpp")
-        assert out.requires_grad == any(chosen)
-        if any(chosen):
-            out.sum().backward()
-            assert [x.grad is not None for x in inputs] == list(chosen)
+def test_inputs_of_any_layout(cpp):
+    leaves = cpp.make((4, 5), 1, heads=4, batch=2, width=32)
+    packed = torch.cat([leaves[name].transpose(1, 2) for name in "qkv"], -1).transpose(1, 2)  # one projection for all
+    apart = {name: leaves[name].transpose(2, 3).contiguous().transpose(2, 3) for name in "qkv"}
+    layouts = [
+        dict(zip("qkv", packed.split(32, -1), strict=True)),
+        {name: leaves[name].contiguous() for name in "qkv"},
+        {"q": apart["q"]},
+        {"k": apart["k"], "v": apart["v"]},
+        {name: leaves["q"][:1, :1].expand_as(leaves["q"]) for name in "qv"},  # strides of 0
+    ]
+    for views in layouts:
+        cpp.check({**leaves, **views}, "fibottention", None, (4, 5), 1)
 
 
-def test_every_element_is_written(monkeypatch):
-    """Memory that is handed out full of NaN: what the kernel leaves out would show."""
-    poisoned = torch.full((1 << 20,), torch.nan)
-    del poisoned
-    torch.use_deterministic_algorithms(True)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    try:
-        for mask_fill, prefix in itertools.product(MASK_FILLS, (0, 2)):
-            leaves = make((5, 7), prefix, decay="violin")
-            support = {"name": "fibottention", "mask_fill": mask_fill}
-            found = outputs(leaves, support, "violin", (5, 7), prefix, "cpp", torch.float32)
-            assert all(torch.isfinite(value).all() for value in found.values())
-    finally:
-        torch.use_deterministic_algorithms(False)
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_scalars_of_any_layout(cpp, prefix):
+    """Without prefix tokens a window of 0 offsets leaves each patch itself, with the weight alpha."""
+    leaves = cpp.make((4, 5), prefix, heads=4, decay="violin")
+    leaves["beta"] = leaves["beta"].t().contiguous().t()
+    for alpha in (torch.tensor(1.3).expand(4), torch.arange(1.0, 9.0)[::2]):
+        for support in ("fibottention", {"name": "fibottention", "w_min": 1, "w_max": 1}):
+            own = {**leaves, "alpha": alpha, "prefix_beta": alpha}
+            cpp.check(own, support, "violin", (4, 5), prefix)
 
 
-def test_same_bits_on_two_runs_and_with_other_numbers_of_threads():
-    leaves = make((33, 32), 1, heads=3, batch=1, decay="violin")
-    threads = torch.get_num_threads()
-    found = []
-    try:
-        for number in (1, 2, 2):
-            torch.set_num_threads(number)
-            found.append(outputs(leaves, "fibottention", "violin", (33, 32), 1, "cpp", torch.float32))
-    finally:
-        torch.set_num_threads(threads)
-    for other in found[1:]:
-        assert all(torch.equal(found[0][name], value) for name, value in other.items())
+def test_gradients_of_any_subset(cpp):
+    leaves = cpp.make((4, 5), 1, decay="manhattan")
+    expected = cpp.run(leaves, "fibottention", "manhattan", (4, 5), 1)
+    direction = torch.randn(expected["out"].shape, generator=torch.Generator().manual_seed(9))
+    for wanted in itertools.product((True, False), repeat=len(leaves)):
+        chosen = {name for name, flag in zip(leaves, wanted, strict=True) if flag}
+        own = {name: leaf.detach().clone().requires_grad_(name in chosen) for name, leaf in leaves.items()}
+        out = cpp.attend(own, "fibottention", "manhattan", (4, 5), 1)
+        assert out.requires_grad == bool(chosen)
+        if chosen:
+            (out * direction).sum().backward()
+        for name, leaf in own.items():
+            assert (leaf.grad is not None) == (name in chosen)
+            assert leaf.grad is None or torch.equal(leaf.grad, expected[name])
 
 
-def test_extreme_logits():
+def test_every_element_is_written(cpp, poison):
+    for mask_fill, prefix, decay in itertools.product(MASK_FILLS, (0, 2), (None, "violin")):
+        leaves = cpp.make((5, 7), prefix, **FEW, decay=decay)
+        support = {"name": "fibottention", "mask_fill": mask_fill}
+        cpp.run({**leaves, "q": leaves["q"] * torch.nan}, support, decay, (5, 7), prefix)  # NaN in what threads keep
+        cpp.check(leaves, support, decay, (5, 7), prefix)
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_same_bits_on_two_runs_and_with_other_numbers_of_threads(cpp, prefix):
+    for mask_fill, decay, width in (("neg_inf", "violin", 24), ("zero", None, 64)):
+        leaves = cpp.make((33, 32), prefix, heads=3, batch=3, width=width, decay=decay)
+        cpp.check_bits(leaves, {"name": "fibottention", "mask_fill": mask_fill}, decay, (33, 32), prefix)
+
+
+@pytest.mark.parametrize("mask_fill", MASK_FILLS)
+def test_nan_stays_visible(cpp, mask_fill):
+    support = {"name": "fibottention", "mask_fill": mask_fill}
+    odd = torch.tensor([-1], dtype=torch.int32).view(torch.float32)[0]  # NaN with all bits set
+    plain = cpp.make((4, 5), 1, width=16)
+    _, weights = cpp.attend(plain, "fibottention", None, (4, 5), 1, backend="reference", need_weights=True)
+    for name, value, token in itertools.product("qkv", (torch.nan, odd), (0, 5, 20)):
+        leaves = {**plain, name: plain[name].clone()}
+        leaves[name][0, 1, token, 3] = value
+        seen = cpp.attend(leaves, support, None, (4, 5), 1).isnan().any(-1)[0]
+        rows = {"q": torch.arange(21) == token, "k": weights[0, 1, :, token] > 0, "v": weights[0, 1, :, token] > 0}
+        if mask_fill == "zero":
+            rows["v"] = torch.ones(21, dtype=torch.bool)
+        assert seen[1][rows[name]].all() and not seen[0].any(), (name, value, token)
+
+
+def test_extreme_logits(cpp):
     for factor in (1e3, 1e-30):
-        leaves = make((4, 4), 1)
+        leaves = cpp.make((4, 4), 1, **FEW)
         leaves["q"] = leaves["q"] * factor
+        wide = {name: leaf.double() for name, leaf in leaves.items()}
         for mask_fill in MASK_FILLS:
             support = {"name": "fibottention", "mask_fill": mask_fill}
-            found = [
-                attention(*(leaves[n].to(d) for n in "qkv"), support, num_prefix_tokens=1, grid=(4, 4), backend=b)
-                for b, d in (("cpp", torch.float32), ("reference", torch.float64))
-            ]
-            torch.testing.assert_close(found[0].double(), found[1], rtol=0, atol=2e-3 if factor > 1 else 1e-5)
+            out = cpp.attend(leaves, support, None, (4, 4), 1)
+            expected = cpp.attend(wide, support, None, (4, 4), 1, backend="reference")
+            torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-3 if factor > 1 else 1e-5)
 
 
-def test_gradients_by_finite_differences():
-    leaves = make((2, 4), 1, heads=2, width=4, batch=1)
-    inputs = [leaves[name].clone().requires_grad_() for name in "qkv"]
+@pytest.mark.parametrize(
+    "mask_fill, decay, dropout_p",
+    [("neg_inf", None, 0.0), ("zero", "manhattan", 0.0), ("neg_inf", "manhattan", 0.4)],
+)
+def test_gradients_by_finite_differences(cpp, mask_fill, decay, dropout_p):
+    support = {"name": "fibottention", "mask_fill": mask_fill}
+    leaves = cpp.make((2, 4), 1, width=4, decay=decay)
+    inputs = [leaf.double().requires_grad_() for leaf in leaves.values()]  # steps in float64, the kernel in float32
 
-    def run(q, k, v):
-        return attention(q, k, v, "fibottention", num_prefix_tokens=1, grid=(2, 4), backend="cpp")
+    def run(*values):
+        torch.manual_seed(1)
+        own = {name: value.float() for name, value in zip(leaves, values, strict=True)}
+        return cpp.attend(own, support, decay, (2, 4), 1, dropout_p=dropout_p).double()
 
     assert torch.autograd.gradcheck(run, inputs, eps=1e-2, atol=2e-3, rtol=1e-2)
 
 
-def test_dropout_keeps_the_mean_and_its_gradients_follow_the_drawn_mask():
-    leaves = make((8, 8), 1, heads=2, width=16, batch=1)
-    q, k, v = (leaves[name] for name in "qkv")
-    plain = attention(q, k, v, "fibottention", num_prefix_tokens=1, backend="cpp")
+def test_dropout_keeps_the_mean(cpp):
+    leaves = cpp.make((8, 8), 1, width=16)
+    plain = cpp.attend(leaves, "fibottention", None, (8, 8), 1)
     torch.manual_seed(0)
-    drawn = [attention(q, k, v, "fibottention", num_prefix_tokens=1, backend="cpp", dropout_p=0.3) for _ in range(1500)]
+    drawn = [cpp.attend(leaves, "fibottention", None, (8, 8), 1, dropout_p=0.3) for _ in range(1500)]
     assert not torch.equal(drawn[0], drawn[1])
     torch.testing.assert_close(torch.stack(drawn).mean(0), plain, rtol=0, atol=0.12)
-    # The output is linear in v: with one mask drawn, its gradient is exact for any step.
-    v = v.clone().requires_grad_()
-    torch.manual_seed(1)
-    out = attention(q, k, v, "fibottention", num_prefix_tokens=1, backend="cpp", dropout_p=0.3)
-    direction, step = torch.randn_like(out), torch.randn_like(v)
-    (grad,) = torch.autograd.grad((out * direction).sum(), v)
-    torch.manual_seed(1)
-    moved = attention(q, k, (v + step).detach(), "fibottention", num_prefix_tokens=1, backend="cpp", dropout_p=0.3)
-    expected = ((moved - out) * direction).sum()
-    torch.testing.assert_close((grad * step).sum(), expected, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("decay", [None, "violin"])
-def test_operators_pass_torchs_own_checks(decay):
-    leaves = make((3, 4), 1, heads=2, width=16, decay=decay)
-    seen = []
-    original = torch.ops.hf_sparseprior.diagonal_forward
-    arguments = capture(lambda: outputs(leaves, "fibottention", decay, (3, 4), 1, "cpp", torch.float32), seen)
-    torch.library.opcheck(original.default, arguments)
-
-
-def capture(run, seen):
-    """Arguments of the forward operator in a call."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if "diagonal_forward" in str(func):
-                seen.append(args)
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
-        run()
-    return tuple(x.detach().clone() if isinstance(x, torch.Tensor) else x for x in seen[0])
-
-
-@pytest.mark.parametrize("decay", [None, "violin"])
-def test_compiled_whole_and_equal(decay):
     torch.manual_seed(0)
-    prior = resolve_prior({"support": "fibottention", "decay": decay}, 2, (4, 4))
-    layer = SparsePriorAttention(32, 2, prior)
-    hidden = torch.randn(2, 17, 32)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    results = []
-    for run in (layer, compiled):
-        layer.zero_grad()
-        out = run(hidden, (4, 4), 1, backend="cpp")[0]
-        out.square().sum().backward()
-        results.append([out, *(parameter.grad for parameter in layer.parameters())])
-    for value, other in zip(*results, strict=True):
-        torch.testing.assert_close(value, other)
+    assert torch.equal(drawn[0], cpp.attend(leaves, "fibottention", None, (8, 8), 1, dropout_p=0.3))
+    assert cpp.attend(leaves, "fibottention", None, (8, 8), 1, dropout_p=1.0).eq(0).all()
 
 
-def test_no_array_of_all_pairs(monkeypatch):
-    from torch.utils._python_dispatch import TorchDispatchMode
+@pytest.mark.parametrize("decay", [None, "manhattan"])
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+def test_dropout_against_the_mask_that_was_drawn(cpp, prefix, decay):
+    """With unit vectors as v the output is the weights and shows what was dropped; the rest follows in float64."""
+    grid, width, dropout_p = (17, 18), 64, 0.3  # two pieces of rows
+    tokens = prefix + 306
+    leaves = cpp.make(grid, prefix, width=width, batch=2, decay=decay)
 
-    tokens, largest = 4096, [0]
+    def run(values):
+        torch.manual_seed(5)
+        own = {name: leaf.requires_grad_() for name, leaf in {**leaves, "v": values}.items()}
+        return cpp.attend(own, "fibottention", decay, grid, prefix, dropout_p=dropout_p)
 
-    class Largest(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for value in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(value, torch.Tensor):
-                    largest[0] = max(largest[0], value.numel())
-            return out
+    unit = torch.nn.functional.pad(torch.eye(tokens), (0, -tokens % width))
+    drawn = torch.cat([run(part.expand(2, 2, tokens, width).clone()).detach() for part in unit.split(width, 1)], -1)
+    wide = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
+    _, weights = cpp.attend(wide, "fibottention", decay, grid, prefix, backend="reference", need_weights=True)
+    seen = weights > 1e-12
+    kept = drawn[..., :tokens] > 0
+    share = kept[seen].double().mean().item()
+    assert abs(share - (1 - dropout_p)) < 4 * (0.21 / seen.sum().item()) ** 0.5
+    factor = torch.where(kept, 1 / (1 - dropout_p), 0.0)
+    torch.testing.assert_close(drawn[..., :tokens].double(), (weights * factor).detach(), rtol=0, atol=1e-5)
+    out, expected = run(leaves["v"]), (weights * factor) @ wide["v"]
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
+    grads = torch.autograd.grad((out * direction).sum(), list(leaves.values()), allow_unused=True)
+    others = torch.autograd.grad((expected * direction).sum(), list(wide.values()), allow_unused=True)
+    for name, grad, other in zip(leaves, grads, others, strict=True):
+        if other is not None:
+            torch.testing.assert_close(grad.double(), other, rtol=1e-5, atol=3e-5, msg=lambda text, n=name: n + text)
 
-    leaves = make((64, 64), 1, heads=2, width=16, batch=1)
-    with Largest():
-        outputs(leaves, "fibottention", None, (64, 64), 1, "cpp", torch.float32)
-    assert largest[0] < tokens * tokens / 16
+
+@pytest.mark.parametrize("decay", [None, "violin"])
+def test_operators_pass_torchs_own_checks(cpp, decay):
+    leaves = cpp.make((3, 4), 1, width=16, decay=decay)
+    for name in ("diagonal_forward", "diagonal_backward"):
+        arguments = cpp.operator_arguments(name, leaves, "fibottention", decay, (3, 4), 1)
+        torch.library.opcheck(getattr(torch.ops.hf_sparseprior, name).default, arguments)
 
 
-def test_wrong_inputs_are_named():
-    leaves = make((3, 3), 1)
+@pytest.mark.parametrize("decay", [None, "violin"])
+def test_compiled_and_exported(cpp, decay):
+    cpp.check_compiled({"support": "fibottention", "decay": decay})
+
+
+def test_no_tensor_of_all_pairs(cpp):
+    leaves = cpp.make((64, 64), 1, width=16)
+    assert cpp.largest_tensor(leaves, "fibottention", None, (64, 64), 1) < 4096 * 4096 / 16
+
+
+def test_wrong_inputs_are_named(cpp):
+    leaves = cpp.make((3, 3), 1)
     with pytest.raises(ValueError, match="float32 and bfloat16, not for float16"):
-        attention(*(leaves[n].half() for n in "qkv"), "fibottention", num_prefix_tokens=1, backend="cpp")
+        cpp.attend({name: leaf.half() for name, leaf in leaves.items()}, "fibottention", None, (3, 3), 1)
     with pytest.raises(ValueError, match="dense attention without a decay"):
-        attention(*(leaves[n] for n in "qkv"), "dense", num_prefix_tokens=1, backend="cpp")
-    wide = make((2, 2), 1, width=257)
+        cpp.attend(leaves, "dense", None, (3, 3), 1)
+    with pytest.raises(ValueError, match="dropout with mask_fill='zero'"):
+        cpp.attend(leaves, {"name": "window", "mask_fill": "zero"}, None, (3, 3), 1, dropout_p=0.1)
     with pytest.raises(ValueError, match=r"head width 257 must be in 1\.\.256"):
-        attention(*(wide[n] for n in "qkv"), "fibottention", num_prefix_tokens=1, backend="cpp")
+        cpp.attend(cpp.make((2, 2), 1, width=257), "fibottention", None, (2, 2), 1)
+
+
+FORWARD = ["q", "k", "v", "offsets", "counts", "prefix", "scale", "zero_fill"]
+WEIGHTS = ["pair_weights", "pair_begin", "prefix_weight", "self_weight", "drop"]
+BACKWARD = ["grad", "q", "k", "v", "out", *FORWARD[3:], *WEIGHTS, "probs", "logits", "floors", "rows"]
+
+
+@pytest.mark.parametrize("name", [*FORWARD[:6], *WEIGHTS])
+def test_the_operator_names_wrong_inputs(cpp, name):
+    leaves = cpp.make((3, 4), 1, width=16, decay="violin")
+    arguments = cpp.operator_arguments("diagonal_forward", leaves, "fibottention", "violin", (3, 4), 1)
+    given = dict(zip([*FORWARD, *WEIGHTS, "keep"], arguments, strict=True))
+    given["drop"] = torch.ones(given["offsets"].numel() * 16 + 2 * 16 + 2 * 13)
+    torch.ops.hf_sparseprior.diagonal_forward(*given.values())
+    for bad in [-1, 13] if name == "prefix" else [given[name][..., :1], given[name].unsqueeze(0), given[name].half()]:
+        with pytest.raises(RuntimeError, match=name):
+            torch.ops.hf_sparseprior.diagonal_forward(*{**given, name: bad}.values())
+
+
+@pytest.mark.parametrize("name", ["grad", "out", "probs", "logits", "floors", "rows"])
+def test_the_backward_operator_names_wrong_inputs(cpp, name):
+    leaves = cpp.make((3, 4), 1, width=16, decay="violin")
+    support = {"name": "fibottention", "mask_fill": "zero"}
+    arguments = cpp.operator_arguments("diagonal_backward", leaves, support, "violin", (3, 4), 1)
+    given = dict(zip(BACKWARD, arguments, strict=True))
+    for bad in (given[name][..., :1], given[name].double()):
+        with pytest.raises(RuntimeError, match=name):
+            torch.ops.hf_sparseprior.diagonal_backward(*{**given, name: bad}.values())
 
 
 # ---- building -------------------------------------------------------------------------------------------------------
@@ -296,27 +309,16 @@ def test_wrong_inputs_are_named():
 CHECK = "from hf_sparseprior.kernels import diagonal_cpu; print(diagonal_cpu.ready())"
 
 
-def in_a_process(code, **environment):
-    root = str(Path(__file__).parents[3])
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": root, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-
-
-def test_without_a_compiler_everything_still_runs_and_says_why(tmp_path):
-    assert "no C++ compiler" in in_a_process(CHECK, PATH=str(tmp_path), CXX="", XDG_CACHE_HOME=str(tmp_path))
+def test_without_a_compiler_everything_still_runs_and_says_why(tmp_path, in_a_process):
     code = (
-        "import torch, hf_sparseprior as sp; x = torch.randn(1, 2, 401, 8);"
+        f"{CHECK}; import torch, hf_sparseprior as sp; x = torch.randn(1, 2, 401, 8);"
         "print(sp.ops.attention(x, x, x, 'fibottention', num_prefix_tokens=1).shape)"
     )
-    assert "401" in in_a_process(code, PATH=str(tmp_path), CXX="", XDG_CACHE_HOME=str(tmp_path))
+    said = in_a_process(code, PATH=str(tmp_path), CXX="", XDG_CACHE_HOME=str(tmp_path))
+    assert "no C++ compiler" in said and "401" in said
 
 
-def test_a_compiler_that_fails_leaves_nothing_and_is_named(tmp_path):
+def test_a_compiler_that_fails_leaves_nothing_and_is_named(tmp_path, in_a_process):
     fake = tmp_path / "g++"
     fake.write_text(
         '#!/bin/sh\ncase "$1" in --version) echo fake 1;; *) echo "x.cpp:1: error: no" >&2; exit 1;; esac\n'
@@ -327,7 +329,7 @@ def test_a_compiler_that_fails_leaves_nothing_and_is_named(tmp_path):
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
-def test_a_built_kernel_is_not_built_again(monkeypatch, caplog):
+def test_a_built_kernel_is_not_built_again(cpp, caplog):
     compiler = build.find_compiler()
     assert compiler is not None
     library = build.library_path(compiler)
@@ -341,4 +343,4 @@ def test_a_built_kernel_is_not_built_again(monkeypatch, caplog):
 def test_the_core_reaches_the_kernel():
     """A guarded import that failed would leave everything slow without a word."""
     assert ops.diagonal_cpu is diagonal_cpu
-    assert shutil.which("g++") is None or REASON is None
+    assert shutil.which("g++") is None or diagonal_cpu.ready() is None

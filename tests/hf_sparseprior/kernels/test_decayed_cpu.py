@@ -1,0 +1,269 @@
+"""The C++ kernel for dense attention with a decay against `reference` in float64."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from hf_sparseprior import ops
+from hf_sparseprior.curves import curve_rank
+from hf_sparseprior.decay import DECAYS, INIT_PRESETS, init_values
+from hf_sparseprior.kernels import decayed_cpu
+
+# Token counts around whole vectors of 16 keys and blocks of 32 rows, grids that are not square, one patch.
+GRIDS = [(1, 1), (1, 2), (2, 1), (3, 5), (4, 4), (1, 17), (1, 31), (4, 8), (3, 11), (7, 9), (8, 8), (5, 13), (14, 14)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_agrees_with_the_reference(cpp, decay, dtype):
+    for grid, prefix in itertools.product(GRIDS, range(6)):
+        cpp.check(cpp.make(grid, prefix, decay=decay, dtype=dtype, batch=2, width=24), "dense", decay, grid, prefix)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_any_gamma(cpp, decay):
+    """From gamma = 0.05, whose powers leave float32 and are taken one by one, to gamma = 1."""
+    grid = (14, 14)
+    betas = [-3.0, -1.0, 0.0, 1.0, 3.0, 8.0, 20.0, *(sum(init_values(name)[2:]) / 2 for name in INIT_PRESETS)]
+    if decay == "violin":  # just below and above where the kernel changes to exponentials, at gamma^97.5 = exp(-40)
+        betas += [0.676, 0.683]
+    leaves = cpp.make(grid, 1, decay=decay, width=16)
+    for beta in betas:
+        cpp.check({**leaves, "beta": torch.full_like(leaves["beta"], beta)}, "dense", decay, grid, 1)
+    mixed = torch.linspace(-5, 20, leaves["beta"].numel()).view_as(leaves["beta"])
+    cpp.check({**leaves, "beta": mixed}, "dense", decay, grid, 1)
+    for alpha in (0.0, -1.5):
+        cpp.check({**leaves, "alpha": torch.full_like(leaves["alpha"], alpha)}, "dense", decay, grid, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_groups_of_images(cpp, dtype):
+    """Up to 8 images share the weights of a block; of large images fewer do."""
+    for batch, grid in itertools.product((0, 1, 3, 8, 9), ((3, 3), (16, 16))):
+        cpp.check(cpp.make(grid, 1, batch=batch, decay="violin", dtype=dtype, width=48), "dense", "violin", grid, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_head_width(cpp, dtype):
+    for width in (*range(1, 20), 31, 32, 33, 48, 63, 64, 65, 80, 96, 127, 128, 129, 130):
+        leaves = cpp.make((3, 6), 1, width=width, decay="manhattan", dtype=dtype)
+        cpp.check(leaves, "dense", "manhattan", (3, 6), 1)
+
+
+def test_random_sweep(cpp):
+    values = random.Random(0)
+    for seed in range(60):
+        grid, prefix = (values.randint(1, 9), values.randint(1, 9)), values.randint(0, 5)
+        decay = values.choice([*DECAYS])
+        sizes = {"heads": values.randint(1, 5), "batch": values.randint(0, 10), "width": values.randint(1, 130)}
+        leaves = cpp.make(grid, prefix, decay=decay, prefix_beta=values.random() < 0.5, seed=seed, **sizes)
+        leaves["beta"] = 5 * torch.randn(leaves["beta"].shape, generator=torch.Generator().manual_seed(seed))
+        cpp.check(leaves, "dense", decay, grid, prefix)
+
+
+def test_equation_12_written_out(cpp):
+    """M with loops over patches and curves, far from what the kernel does."""
+    grid, names = (3, 4), ["hilbert", "snake_t"]
+    leaves = cpp.make(grid, 1, width=8)
+    beta, alpha = torch.tensor([[1.0, 2.0], [0.5, 3.0]]), torch.tensor([0.7, 1.3])
+    M = torch.ones(2, 13, 13, dtype=torch.float64)
+    for head, j, k in itertools.product(range(2), range(12), range(12)):
+        ranks = [curve_rank(name, grid).reshape(-1) for name in names]
+        terms = [torch.sigmoid(beta[c, head].double()) ** abs(int(r[j]) - int(r[k])) for c, r in enumerate(ranks)]
+        M[head, 1 + j, 1 + k] = sum(terms) / 2
+    q, k, v = (leaves[name].double() for name in "qkv")
+    logits = alpha.double().view(-1, 1, 1) * (q @ k.transpose(-1, -2)) / 8**0.5 * M
+    spec = {"name": "violin", "curves": names, "alpha": alpha, "beta": beta}
+    out = ops.attention(*(leaves[n] for n in "qkv"), "dense", spec, num_prefix_tokens=1, grid=grid, backend="cpp")
+    torch.testing.assert_close(out.double(), torch.softmax(logits, -1) @ v, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_inputs_of_any_layout(cpp, dtype):
+    grid, width = (4, 5), 32
+    leaves = cpp.make(grid, 1, width=width, batch=2, decay="violin", dtype=dtype)
+    tokens = leaves["q"].transpose(1, 2)
+    packed = torch.cat([leaves[name].transpose(1, 2) for name in "qkv"], -1).transpose(1, 2)  # one projection for all
+    curves = len(leaves["beta"])
+    surrounded = torch.full((4, 25, 4, width + 2), torch.nan, dtype=dtype)[1:3, 2:23, 1:3, 1:-1].copy_(tokens)
+    layouts = {
+        "packed": dict(zip("qkv", packed.split(width, -1), strict=True)),
+        "contiguous": {name: leaves[name].contiguous() for name in "qkv"},
+        "row elements apart": {name: leaves[name].transpose(2, 3).contiguous().transpose(2, 3) for name in "qkv"},
+        "one token, image and head": {"k": leaves["k"][:1, :1, :1].expand_as(leaves["k"]), "v": leaves["q"]},
+        "surrounded by NaN": {"q": surrounded.transpose(1, 2)},
+        "transposed beta": {"beta": leaves["beta"].t().contiguous().t()},
+        "scalars of all heads": {name: torch.tensor(1.3).expand(2) for name in ("alpha", "prefix_beta")},
+        "every second scalar": {"alpha": torch.arange(1.0, 5.0)[::2], "beta": torch.randn(curves, 4)[:, ::2]},
+    }
+    for name, views in layouts.items():
+        assert all(view.shape == leaves[key].shape for key, view in views.items()), name
+        cpp.check({**leaves, **views}, "dense", "violin", grid, 1)
+
+
+def test_gradients_of_any_layout(cpp):
+    leaves = cpp.make((3, 4), 1, width=16, decay="violin")
+    q = leaves["q"].requires_grad_()
+    directions = torch.randn(1, 2, 16, 13).transpose(2, 3), torch.ones(()).expand(1, 2, 13, 16)
+    for direction in directions:
+        grads = [
+            torch.autograd.grad(cpp.attend(leaves, "dense", "violin", (3, 4), 1, backend=name), q, direction)[0]
+            for name in ("cpp", "reference")
+        ]
+        torch.testing.assert_close(*grads, rtol=0, atol=1e-5)
+
+
+def test_gradients_of_any_subset(cpp):
+    leaves = cpp.make((3, 4), 1, decay="manhattan")
+    expected = cpp.run(leaves, "dense", "manhattan", (3, 4), 1)
+    direction = torch.randn(expected["out"].shape, generator=torch.Generator().manual_seed(9))
+    for wanted in itertools.product((True, False), repeat=len(leaves)):
+        chosen = {name for name, flag in zip(leaves, wanted, strict=True) if flag}
+        own = {name: leaf.detach().clone().requires_grad_(name in chosen) for name, leaf in leaves.items()}
+        out = cpp.attend(own, "dense", "manhattan", (3, 4), 1)
+        assert out.requires_grad == bool(chosen)
+        if chosen:
+            (out * direction).sum().backward()
+        for name, leaf in own.items():
+            assert (leaf.grad is not None) == (name in chosen)
+            assert leaf.grad is None or torch.equal(leaf.grad, expected[name])
+
+
+def test_every_element_is_written(cpp, poison):
+    for grid, prefix, batch in (((5, 7), 0, 1), ((5, 7), 2, 3), ((4, 4), 0, 9), ((1, 1), 0, 1)):
+        leaves = cpp.make(grid, prefix, batch=batch, width=20, decay="violin")
+        cpp.run({**leaves, "q": leaves["q"] * torch.nan}, "dense", "violin", grid, prefix)  # NaN in what threads keep
+        cpp.check(leaves, "dense", "violin", grid, prefix)
+
+
+def test_same_bits_on_two_runs_and_with_other_numbers_of_threads(cpp):
+    for grid, batch in (((14, 14), 9), ((17, 23), 2)):
+        leaves = cpp.make(grid, 1, heads=3, batch=batch, width=16, decay="violin")
+        cpp.check_bits(leaves, "dense", "violin", grid, 1)
+
+
+def test_nan_stays_visible(cpp):
+    odd = torch.tensor([-1], dtype=torch.int32).view(torch.float32)[0]  # NaN with all bits set
+    for name, value, token in itertools.product("qkv", (torch.nan, odd), (0, 5, 20)):
+        leaves = cpp.make((4, 5), 1, width=16, decay="manhattan")
+        leaves[name][0, 1, token, 3] = value
+        out = cpp.attend(leaves, "dense", "manhattan", (4, 5), 1)
+        seen = out.isnan().any(-1)[0]
+        expected = torch.zeros(2, 21, dtype=torch.bool)
+        expected[1, token if name == "q" else slice(None)] = True
+        assert torch.equal(seen, expected), (name, value, token)
+
+
+def test_extreme_logits(cpp):
+    for factor, tolerance in ((1e3, 2e-3), (1e-30, 1e-5)):
+        leaves = cpp.make((4, 4), 1, width=16, decay="violin")
+        leaves["q"] = leaves["q"] * factor
+        wide = {name: leaf.double() for name, leaf in leaves.items()}
+        out = cpp.attend(leaves, "dense", "violin", (4, 4), 1)
+        expected = cpp.attend(wide, "dense", "violin", (4, 4), 1, backend="reference")
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance)
+
+
+def test_gradients_by_finite_differences(cpp):
+    names = ["q", "k", "v", "alpha", "beta", "prefix_beta"]
+    leaves = cpp.make((2, 3), 1, heads=1, width=4, decay="manhattan")
+    inputs = [leaves[name].double().requires_grad_() for name in names]  # steps in float64, the kernel in float32
+
+    def run(*values):
+        own = {name: value.float() for name, value in zip(names, values, strict=True)}
+        return cpp.attend(own, "dense", "manhattan", (2, 3), 1).double()
+
+    assert torch.autograd.gradcheck(run, inputs, eps=1e-2, atol=2e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_operators_pass_torchs_own_checks(cpp, prefix):
+    leaves = cpp.make((3, 4), prefix, width=16, decay="violin")
+    for name in ("decayed_forward", "decayed_backward"):
+        arguments = cpp.operator_arguments(name, leaves, "dense", "violin", (3, 4), prefix)
+        torch.library.opcheck(getattr(torch.ops.hf_sparseprior, name).default, arguments)
+        if name == "decayed_forward":
+            trained = [x.clone().requires_grad_() if i in (0, 1, 2, 4, 5, 6) else x for i, x in enumerate(arguments)]
+            torch.library.opcheck(torch.ops.hf_sparseprior.decayed_forward.default, tuple(trained))
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_compiled_and_exported(cpp, decay):
+    cpp.check_compiled({"support": "dense", "decay": decay})
+
+
+def test_no_tensor_of_all_pairs(cpp):
+    leaves = cpp.make((64, 64), 1, heads=1, width=16, decay="manhattan")
+    assert cpp.largest_tensor(leaves, "dense", "manhattan", (64, 64), 1) < 4096 * 4096 / 16
+
+
+MEMORY = """
+import torch, hf_sparseprior as sp
+
+def grown(backend, side):
+    leaves = [torch.randn(1, 1, side * side, 16).requires_grad_() for _ in range(3)]
+    decay = {"name": "manhattan", "beta": torch.ones(1, 1, requires_grad=True)}
+    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+    before = status("VmRSS")
+    sp.ops.attention(*leaves, "dense", decay, backend=backend).sum().backward()
+    return status("VmHWM") - before
+
+def status(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) / 1024
+
+grown("cpp", 4), grown("reference", 4)
+print(grown("cpp", 64), grown("reference", 64))
+"""
+
+
+@pytest.mark.slow
+def test_no_memory_for_all_pairs(cpp, in_a_process):
+    """Resident memory in MB, of which the scratch memory inside the kernel is a part."""
+    kernel, reference = map(float, in_a_process(MEMORY, OMP_NUM_THREADS="1").split())
+    array = 4096 * 4096 * 4 / 2**20
+    assert reference > array  # a grown peak does show
+    assert kernel < array / 4
+
+
+def test_wrong_inputs_are_named(cpp):
+    leaves = cpp.make((3, 3), 1, decay="manhattan")
+    half = {**leaves, **{name: leaves[name].half() for name in "qkv"}}
+    with pytest.raises(ValueError, match="float32 and bfloat16, not for float16"):
+        cpp.attend(half, "dense", "manhattan", (3, 3), 1)
+    with pytest.raises(ValueError, match="no dropout of dense attention"):
+        cpp.attend(leaves, "dense", "manhattan", (3, 3), 1, dropout_p=0.1)
+    with pytest.raises(ValueError, match="do not return attention weights"):
+        cpp.attend(leaves, "dense", "manhattan", (3, 3), 1, need_weights=True)
+    with pytest.raises(ValueError, match=r"head width 257 must be in 1\.\.256"):
+        cpp.attend(cpp.make((2, 2), 1, width=257, decay="manhattan"), "dense", "manhattan", (2, 2), 1)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "positions", "log_gamma", "alpha", "prefix_gamma", "prefix"])
+def test_the_operator_names_wrong_inputs(cpp, name):
+    names = ["q", "k", "v", "positions", "log_gamma", "alpha", "prefix_gamma", "prefix", "scale", "keep"]
+    leaves = cpp.make((3, 3), 1, decay="manhattan")
+    arguments = cpp.operator_arguments("decayed_forward", leaves, "dense", "manhattan", (3, 3), 1)
+    given = dict(zip(names, arguments, strict=True))
+    value = given[name]
+    wrong = [-1, 10, 11] if name == "prefix" else [value[..., :1], value.unsqueeze(0), value.double(), value.long()]
+    for bad in wrong:
+        with pytest.raises(RuntimeError, match=name):
+            torch.ops.hf_sparseprior.decayed_forward(*{**given, name: bad}.values())
+
+
+@pytest.mark.parametrize("name", ["grad", "out", "log_sums", "log_gamma", "alpha"])
+def test_the_backward_operator_names_wrong_inputs(cpp, name):
+    names = ["grad", "q", "k", "v", "out", "log_sums", "positions", "log_gamma", "alpha", "prefix_gamma"]
+    leaves = cpp.make((3, 3), 1, decay="manhattan")
+    *arguments, prefix, scale = cpp.operator_arguments("decayed_backward", leaves, "dense", "manhattan", (3, 3), 1)
+    given = dict(zip(names, arguments, strict=True))
+    for bad in (given[name][..., :1], given[name].double()):
+        with pytest.raises(RuntimeError, match=name):
+            torch.ops.hf_sparseprior.decayed_backward(*{**given, name: bad}.values(), prefix, scale)
+
+
+def test_the_core_reaches_the_kernel():
+    """A guarded import that failed would leave everything slow without a word."""
+    assert ops.decayed_cpu is decayed_cpu
