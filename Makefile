@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint smoke install clean
+.PHONY: demo test lint sanitize smoke install clean
 
 demo: install
 	$(RUN) -m tasks.classification.demo
@@ -16,6 +16,10 @@ lint: install
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+# The C++ kernels under an address sanitizer, also part of the tests.
+sanitize: install
+	CI_NEEDS_KERNELS=1 $(RUN) -m pytest tests/hf_sparseprior/kernels/test_sanitizer.py
 
 # Training runs of minutes, not part of the tests.
 smoke: install

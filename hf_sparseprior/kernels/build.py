@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def _processor() -> str:
 
 
 def command(compiler: str) -> list[str]:
-    """The compiler's command line without input and output."""
+    """The compiler's command line without input and output; $SPARSEPRIOR_CXXFLAGS adds to it and overrides it."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
@@ -97,7 +98,8 @@ def command(compiler: str) -> list[str]:
     libraries = [part for path in library_paths() for part in ("-L", path)]
     # at::parallel_for is a template around OpenMP's pragma: without the flag it runs on one thread.
     system = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-fopenmp"]
-    return [compiler, *FLAGS, native, *includes, *libraries, *system]
+    added = shlex.split(os.environ.get("SPARSEPRIOR_CXXFLAGS", ""))
+    return [compiler, *FLAGS, native, *includes, *libraries, *system, *added]
 
 
 def build(compiler: str, library: Path) -> None:

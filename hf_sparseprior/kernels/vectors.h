@@ -235,7 +235,11 @@ SPARSEPRIOR_INLINE void transpose(vec x[L]) {
 // A thread's memory for buffers, kept from call to call: the allocator hands a worker's freed memory back to the system,
 // and touching fresh pages costs more than the work on them.
 struct Slab {
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr int64_t LIMIT = 0;  // each buffer has bounds of its own
+#else
   static constexpr int64_t LIMIT = 32 << 20;  // bytes that a thread keeps at most
+#endif
   char* data = nullptr;
   int64_t capacity = 0, in_slab = 0, in_use = 0, peak = 0;
   ~Slab() { release(); }
