@@ -126,6 +126,8 @@ def build(compiler: str, library: Path) -> None:
             )
             if process.returncode:
                 errors = [line for line in process.stderr.splitlines() if "error" in line] or ["unknown error"]
-                raise RuntimeError(f"{Path(compiler).name} failed: {errors[0]}")
+                # clang comes without OpenMP.
+                hint = "; on Debian and Ubuntu: apt-get install libomp-dev" if "omp.h" in errors[0] else ""
+                raise RuntimeError(f"{Path(compiler).name} failed: {errors[0]}{hint}")
             os.replace(output, library)
         logger.info("compiled in %.0f s: %s", time.perf_counter() - start, library)

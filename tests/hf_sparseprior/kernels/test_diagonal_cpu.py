@@ -329,6 +329,14 @@ def test_a_compiler_that_fails_leaves_nothing_and_is_named(tmp_path, in_a_proces
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
+def test_a_clang_without_openmp_is_told_apart(tmp_path):
+    fake = tmp_path / "clang++"
+    fake.write_text("""#!/bin/sh\necho "x.h:1: fatal error: 'omp.h' file not found" >&2; exit 1\n""")
+    fake.chmod(0o755)
+    with pytest.raises(RuntimeError, match=r"clang\+\+ failed: .* apt-get install libomp-dev"):
+        build.build(str(fake), tmp_path / "x.so")
+
+
 def test_a_built_kernel_is_not_built_again(cpp, caplog):
     compiler = build.find_compiler()
     assert compiler is not None
