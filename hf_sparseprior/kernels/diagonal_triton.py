@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_sparseprior.kernels.diagonal_cpu import like_projection
 from hf_sparseprior.kernels.triton_blocks import (
     keep_factor,
     load_row,
@@ -524,11 +525,6 @@ def _block(width: int, elements: int) -> dict[str, int]:
     return {"WIDTH": width, "ROWS": min(MAX_ROWS, elements // columns), "COLUMNS": columns, "num_warps": WARPS}
 
 
-def _like_projection(q: Tensor) -> Tensor:
-    batch, heads, tokens, width = q.shape
-    return q.new_empty(batch, tokens, heads, width).transpose(1, 2)
-
-
 def _floats(q: Tensor, *size: int) -> Tensor:
     return q.new_empty(size, dtype=torch.float32)
 
@@ -541,7 +537,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output (B, H, T, D) and log-sum-exp float32 (B, H, T)."""
     batch, heads, tokens, width = q.shape
-    out, lse = _like_projection(q), _floats(q, batch, heads, tokens)
+    out, lse = like_projection(q), _floats(q, batch, heads, tokens)
     slots = batch * heads
     if slots == 0:
         return out, lse
@@ -628,7 +624,7 @@ def _backward(
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _like_projection(q), _floats(q, *q.shape[:3])
+    return like_projection(q), _floats(q, *q.shape[:3])
 
 
 @_backward.register_fake
