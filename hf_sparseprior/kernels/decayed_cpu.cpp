@@ -360,20 +360,22 @@ struct Backward {
 // One row. The scaled products in `p` become probabilities, their gradients in `ds` those of the scaled products; to
 // `grads` comes what the row adds to the gradient of the weights. `e`: memory for a row.
 //
-// The sum of probability * gradient is taken from the row itself. The product of output and its gradient is the same
-// number, but the output is rounded to bfloat16, and the decay's gradients are sums in which such an error stays.
+// The mean of the gradients is taken from the row itself. The product of output and its gradient is the same number, but
+// the output may be rounded to bfloat16, and the decay's gradients are sums in which such an error stays. Divided by the
+// sum of the probabilities, what rounding the logarithm did to all of them alike leaves it as it is.
 void row_gradients(
     const Problem& x, float log_sum, const float* weights, float* p, float* ds, float* grads, float* e) {
-  vec total = vec{};
+  vec total = vec{}, weighted = vec{};
   for (int64_t t = 0; t < x.keys; t += L) {
     vec value = exp2_of((load(p + t) * load(weights + t) - log_sum) * LOG2_E);
     if (t + L > x.T) value = lanes(0, x.T - t) ? value : vec{};
     store(e + t, value);
-    total += value * load(ds + t);
+    total += value;
+    weighted += value * load(ds + t);
   }
-  const float delta = sum(total);
+  const float mean = sum(weighted) / sum(total);
   for (int64_t t = 0; t < x.keys; t += L) {
-    const vec value = load(e + t), d = value * (load(ds + t) - delta);
+    const vec value = load(e + t), d = value * (load(ds + t) - mean);
     store(grads + t, load(grads + t) + d * load(p + t));
     store(ds + t, d * load(weights + t));
     store(p + t, value);
