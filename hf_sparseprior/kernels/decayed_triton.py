@@ -185,7 +185,7 @@ def _backward_rows(
 ):  # fmt: skip
     """dq and delta of a block of rows, and its part of the gradients of the decay.
 
-    delta: float32 (B, H, T), of each row the sum of probability times gradient over the keys. decay_parts: float32
+    delta: float32 (B, H, T), of each row the mean of the probabilities' gradients, weighted by them. decay_parts: float32
     (B, H, blocks, C + 2), for log_gamma, prefix_gamma and alpha; None where nothing of the decay is learned.
     """
     tokens = patches + PREFIX
@@ -199,7 +199,9 @@ def _backward_rows(
     head_alpha = tl.load(alpha + head)
     # The product of output and gradient is the same number and costs no pass over the keys. But the output was rounded,
     # and so were the weights that it was summed with, and the gradients of the decay are sums in which that stays.
+    # Divided by the sum of the probabilities, what rounding the logarithm did to all of them alike leaves it as it is.
     delta_rows = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
     for start in range(0, tokens, KEYS):
         _, _, prob, d_prob, _ = _row_pairs(
             q_rows, g_rows, lse_rows, rows, exists, start + tl.arange(0, KEYS), k, v, positions, log_gamma,
@@ -207,6 +209,8 @@ def _backward_rows(
             CURVES, AXES, PREFIX, WIDTH, COLUMNS,
         )  # fmt: skip
         delta_rows += tl.sum(prob * d_prob, 1)
+        total += tl.sum(prob, 1)
+    delta_rows /= tl.where(exists, total, 1.0)
     tl.store(delta + slot * tokens + rows, delta_rows, mask=exists)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     curves = tl.arange(0, CURVE_COLUMNS)

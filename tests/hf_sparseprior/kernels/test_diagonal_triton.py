@@ -85,7 +85,8 @@ def test_views_of_any_layout_and_nothing_read_around_them(kernels):
     across = {name: leaf.transpose(2, 3).contiguous().transpose(2, 3) for name, leaf in leaves.items()}
     kernels.check({**leaves, "q": across["q"], "v": across["v"]}, FEW, None, (3, 4), 1)
     one = leaves["k"][:, :1, :1].expand(1, 2, 13, 8)  # strides of 0
-    kernels.check({**leaves, "k": one, "v": one}, FEW, None, (3, 4), 1)
+    shared = leaves["v"][:, :1].expand(1, 2, 13, 8)  # with one value for all tokens too, gradients of q would be 0
+    kernels.check({**leaves, "k": one, "v": shared}, FEW, None, (3, 4), 1)
 
 
 def test_gradients_of_any_subset(kernels):
