@@ -31,7 +31,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # Rows and keys of a block, forward and backward, by bytes of an element and padded head width. A fixed table and no
 # autotuning: tuning at the first use of each shape would take seconds in every process and could give other bits in
 # another run. Not tuned on a GPU: chosen by what the compiler says for compute capability 9.0, so that registers do not
-# spill (but for 272 bytes at the last entry) and a block fits shared memory.
+# spill (but for 312 bytes of `_backward_delta` at the third entry and 8 at the fourth) and a block fits shared memory.
 BLOCKS = {
     (2, 64): {"forward": (64, 64), "backward": (64, 32), "num_warps": 4, "num_stages": 2},
     (2, 128): {"forward": (64, 32), "backward": (32, 32), "num_warps": 4, "num_stages": 2},
@@ -177,16 +177,50 @@ def _row_pairs(
 
 
 @triton.jit
+def _backward_delta(
+    grad, q, k, v, lse, delta, positions, log_gamma, alpha, prefix_gamma, seed, grad_strides, q_strides, k_strides,
+    v_strides, heads, patches, scale, dropout_p, CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """delta of a block of rows: float32 (B, H, T), the mean of the gradients of a row's probabilities, weighted by them.
+
+    The product of output and gradient is the same number and costs no pass over the keys. But the output was rounded,
+    and so were the weights that it was summed with, and the gradients of the decay are sums in which that stays. What
+    rounding the log-sum-exp did to all probabilities of a row alike does not change the mean.
+
+    In a kernel of its own: `_backward_rows` would need more registers for it than there are.
+    """
+    tokens = patches + PREFIX
+    block, slot, batch, head = place(tl.cdiv(tokens, ROWS), heads)
+    rows = block * ROWS + tl.arange(0, ROWS)
+    exists = rows < tokens
+    q_rows = _load_block(row_pointers(q, q_strides, batch, head, rows, COLUMNS), exists, WIDTH, COLUMNS)
+    g_rows = _load_block(row_pointers(grad, grad_strides, batch, head, rows, COLUMNS), exists, WIDTH, COLUMNS)
+    lse_rows = tl.load(lse + slot * tokens + rows, mask=exists, other=0.0)
+    head_alpha = tl.load(alpha + head)
+    weighted = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, tokens, KEYS):
+        _, _, prob, d_prob, _ = _row_pairs(
+            q_rows, g_rows, lse_rows, rows, exists, start + tl.arange(0, KEYS), k, v, positions, log_gamma,
+            prefix_gamma, head_alpha, seed, k_strides, v_strides, slot, batch, head, heads, patches, scale, dropout_p,
+            CURVES, AXES, PREFIX, WIDTH, COLUMNS,
+        )  # fmt: skip
+        weighted += tl.sum(prob * d_prob, 1)
+        total += tl.sum(prob, 1)
+    tl.store(delta + slot * tokens + rows, weighted / total, mask=exists)
+
+
+@triton.jit
 def _backward_rows(
     grad, q, k, v, lse, dq, delta, decay_parts, positions, log_gamma, alpha, prefix_gamma, seed,
     grad_strides, q_strides, k_strides, v_strides, out_strides, heads, patches, scale, dropout_p,
     CURVES: tl.constexpr, CURVE_COLUMNS: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dq and delta of a block of rows, and its part of the gradients of the decay.
+    """dq of a block of rows, and its part of the gradients of the decay.
 
-    delta: float32 (B, H, T), of each row the mean of the probabilities' gradients, weighted by them. decay_parts: float32
-    (B, H, blocks, C + 2), for log_gamma, prefix_gamma and alpha; None where nothing of the decay is learned.
+    decay_parts: float32 (B, H, blocks, C + 2), for log_gamma, prefix_gamma and alpha; None where none is learned.
     """
     tokens = patches + PREFIX
     blocks = tl.cdiv(tokens, ROWS)
@@ -196,22 +230,8 @@ def _backward_rows(
     q_rows = _load_block(row_pointers(q, q_strides, batch, head, rows, COLUMNS), exists, WIDTH, COLUMNS)
     g_rows = _load_block(row_pointers(grad, grad_strides, batch, head, rows, COLUMNS), exists, WIDTH, COLUMNS)
     lse_rows = tl.load(lse + slot * tokens + rows, mask=exists, other=0.0)
+    delta_rows = tl.load(delta + slot * tokens + rows, mask=exists, other=0.0)
     head_alpha = tl.load(alpha + head)
-    # The product of output and gradient is the same number and costs no pass over the keys. But the output was rounded,
-    # and so were the weights that it was summed with, and the gradients of the decay are sums in which that stays.
-    # Divided by the sum of the probabilities, what rounding the logarithm did to all of them alike leaves it as it is.
-    delta_rows = tl.zeros((ROWS,), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, tokens, KEYS):
-        _, _, prob, d_prob, _ = _row_pairs(
-            q_rows, g_rows, lse_rows, rows, exists, start + tl.arange(0, KEYS), k, v, positions, log_gamma,
-            prefix_gamma, head_alpha, seed, k_strides, v_strides, slot, batch, head, heads, patches, scale, dropout_p,
-            CURVES, AXES, PREFIX, WIDTH, COLUMNS,
-        )  # fmt: skip
-        delta_rows += tl.sum(prob * d_prob, 1)
-        total += tl.sum(prob, 1)
-    delta_rows /= tl.where(exists, total, 1.0)
-    tl.store(delta + slot * tokens + rows, delta_rows, mask=exists)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     curves = tl.arange(0, CURVE_COLUMNS)
     by_curve = tl.zeros((ROWS, CURVE_COLUMNS), tl.float32)
@@ -341,9 +361,11 @@ def _backward(
     delta = torch.empty_like(lse)
     parts = lse.new_empty(batch, heads, blocks, curves + 2) if learns_decay else None
     decay = (positions, log_gamma.contiguous(), alpha, prefix_gamma, seed)
-    strides = (grad.stride(), q.stride(), k.stride(), v.stride(), dq.stride())
+    inputs = (grad.stride(), q.stride(), k.stride(), v.stride())
+    strides = (*inputs, dq.stride())
     numbers = (heads, tokens - prefix, scale, dropout_p)
     with torch.cuda.device_of(q):
+        _backward_delta[(batch * heads * blocks,)](grad, q, k, v, lse, delta, *decay, *inputs, *numbers, **sizes)
         _backward_rows[(batch * heads * blocks,)](
             grad, q, k, v, lse, dq, delta, parts, *decay, *strides, *numbers,
             CURVE_COLUMNS=triton.next_power_of_2(curves), **sizes,
