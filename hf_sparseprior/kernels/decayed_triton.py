@@ -182,7 +182,7 @@ def _backward_delta(
     v_strides, heads, patches, scale, dropout_p, CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """delta of a block of rows: float32 (B, H, T), the mean of the gradients of a row's probabilities, weighted by them.
+    """delta of a block of rows: float32 (B, H, T), a row's mean gradient of its probabilities, weighted by them.
 
     The product of output and gradient is the same number and costs no pass over the keys. But the output was rounded,
     and so were the weights that it was summed with, and the gradients of the decay are sums in which that stays. What

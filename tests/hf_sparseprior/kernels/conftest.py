@@ -21,16 +21,6 @@ from hf_sparseprior.supports import resolve_support
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
 
-def check_close(name, actual, expected, dtype, rounding=0.0):
-    """Differences relative to the largest value of the tensor, and to 0.01 at least; `rounding` comes on top."""
-    assert actual.shape == expected.shape and not actual.isnan().any(), name
-    if not expected.numel():
-        return
-    limit = TOLERANCE[dtype] * max(0.01, expected.abs().max().item()) + rounding
-    difference = (actual.double() - expected).abs()
-    assert (difference <= limit).all(), (name, difference.max().item(), limit)
-
-
 def direction(leaves):
     """Gradient of the output, the same for every call of one shape."""
     q = leaves["q"]
@@ -95,7 +85,17 @@ class Kernels:
         for name, value in expected.items():
             # The terms of a scalar's gradient cancel: float32 rounds them by their own size, not by that of their sum.
             rounding = 1e-5 * sums[name] if name in sums else 0.0
-            check_close(name, actual[name], value, leaves["q"].dtype, rounding)
+            self.check_close(name, actual[name], value, leaves["q"].dtype, rounding)
+
+    @staticmethod
+    def check_close(name, actual, expected, dtype, rounding=0.0):
+        """Differences relative to the largest value of the tensor, and to 0.01 at least; `rounding` comes on top."""
+        assert actual.shape == expected.shape and not actual.isnan().any(), name
+        if not expected.numel():
+            return
+        limit = TOLERANCE[dtype] * max(0.01, expected.abs().max().item()) + rounding
+        difference = (actual.double() - expected).abs()
+        assert (difference <= limit).all(), (name, difference.max().item(), limit)
 
     def sums_of_terms(self, leaves, support, decay, grid, prefix):
         """Of the gradient of each scalar of a decay: the sum of the absolute values of its terms, in float64.
