@@ -26,11 +26,15 @@ namespace {
 using at::Tensor;
 using std::optional;
 
-constexpr int64_t ROWS = 32;                     // query rows of a block
-constexpr int64_t GROUP_BYTES = 2048 * 1024;      // of packed keys and values of a group of images, to stay in the L2 cache
+constexpr int64_t ROWS = 32;  // query rows of a block
+// Of the packed arrays (keys x size) of a group of images. Measured, and more than a core's second cache has: what images
+// save that share the weights of a block is more than waiting for the third costs.
+constexpr int64_t GROUP_BYTES = 2 << 20;
+constexpr int64_t FORWARD_ARRAYS = 2;   // of an image: keys, values
+constexpr int64_t BACKWARD_ARRAYS = 5;  // keys, keys and values as panels, gradients of keys and values
 constexpr int64_t MAX_GROUP = 8;
 constexpr float LOG2_E = 1.44269504f;
-constexpr float SAFE_EXPONENT = 40.0f;            // u and w stay within exp(-40)..exp(40)
+constexpr float SAFE_EXPONENT = 40.0f;  // u and w stay within exp(-40)..exp(40)
 
 struct Problem {
   int64_t B, H, P, N, T, D, C, A;
@@ -49,6 +53,7 @@ struct Problem {
   int64_t group(int64_t arrays) const {
     return std::clamp<int64_t>(GROUP_BYTES / (arrays * keys * size * (int64_t)sizeof(float)), 1, MAX_GROUP);
   }
+  int64_t groups(int64_t arrays) const { return (B + group(arrays) - 1) / group(arrays); }
 };
 
 // ---- products of matrices -------------------------------------------------------------------------------------------
@@ -90,14 +95,14 @@ SPARSEPRIOR_INLINE void row_panel(const float* rows, const float* panels, int64_
     for (int k = 0; k < K; ++k) store(out + r * step + L * k, x[r][k]);
   }
 }
-// out (32, keys) = rows (32, size) . keys^T, from panels.
-void rows_by_panels(const float* rows, const float* panels, int64_t size, int64_t keys, float* out) {
+// out (count, keys) = rows (count, size) . keys^T, from panels; up to 7 rows more, to whole eights, are read and written.
+void rows_by_panels(int64_t count, const float* rows, const float* panels, int64_t size, int64_t keys, float* out) {
   int64_t t = 0;
   for (; t + 2 * L <= keys; t += 2 * L) {
-    for (int64_t r = 0; r < ROWS; r += 8) row_panel<2>(rows + r * size, panels + t * size, size, out + r * keys + t, keys);
+    for (int64_t r = 0; r < count; r += 8) row_panel<2>(rows + r * size, panels + t * size, size, out + r * keys + t, keys);
   }
   for (; t < keys; t += L) {
-    for (int64_t r = 0; r < ROWS; r += 8) row_panel<1>(rows + r * size, panels + t * size, size, out + r * keys + t, keys);
+    for (int64_t r = 0; r < count; r += 8) row_panel<1>(rows + r * size, panels + t * size, size, out + r * keys + t, keys);
   }
 }
 
@@ -129,6 +134,7 @@ SPARSEPRIOR_INLINE void weighted_rows(
     for (int s = 0; s < S; ++s) store(out + r * size + L * s, x[r][s]);
   }
 }
+// The same of any number of rows; up to 3 more, to whole fours, are read and written.
 template <bool ADD>
 void weighted_rows(
     int64_t rows, const float* a, int64_t row_step, int64_t sum_step, int64_t count, const float* b, int64_t size,
@@ -200,12 +206,11 @@ class Powers {
     return d;
   }
 
-  // W for rows j0.. and all keys; rows that do not exist are 0.
+  // W for rows j0.. and all keys.
   void weights(int64_t h, int64_t j0, float* out) const {
     const int64_t first = std::clamp<int64_t>(x_.P - j0, 0, ROWS), rows = std::min(ROWS, x_.T - j0);
     const float prefix = x_.alpha[h] * x_.prefix_gamma[h];
     std::fill_n(out, std::min(first, rows) * x_.keys, prefix);
-    std::fill_n(out + rows * x_.keys, (ROWS - rows) * x_.keys, 0.0f);
     for (int64_t t = 0; t < x_.keys; t += L) {
       int64_t r = first;
       for (; r + 4 <= rows; r += 4) weights_of<4>(h, j0 + r, t, out + r * x_.keys + t);
@@ -282,11 +287,10 @@ class Powers {
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// One block of 32 rows: scores, in units of log 2, become exp(scores * weights - maximum); gives 1 / sum and the natural
-// logarithm of the sum.
-void softmax(const Problem& x, const float* weights, float* scores, float* share, float* log_sum) {
-  for (int64_t r = 0; r < ROWS; ++r) {
-    float *s = scores + r * x.keys;
+// Scores, in units of log 2, become exp(scores * weights - maximum); gives 1 / sum and the natural logarithm of the sum.
+void softmax(const Problem& x, int64_t rows, const float* weights, float* scores, float* share, float* log_sum) {
+  for (int64_t r = 0; r < rows; ++r) {
+    float* s = scores + r * x.keys;
     const float* w = weights + r * x.keys;
     vec highest = splat(MINUS_INF);
     for (int64_t t = 0; t < x.keys; t += L) {
@@ -333,9 +337,10 @@ void forward_group(
     for (int64_t b = b0; b < b1; ++b) {
       float share[ROWS], log_sum[ROWS];
       read_scaled(q, x, b, h, j0, x.scale * LOG2_E, query.data());
-      rows_by_panels(query.data(), panels.data() + (b - b0) * area, x.size, x.keys, scores.data());
-      softmax(x, weights.data(), scores.data(), share, log_sum);
-      weighted_rows<false>(ROWS, scores.data(), x.keys, 1, x.T, values.data() + (b - b0) * area, x.size, result.data());
+      rows_by_panels(count_rows, query.data(), panels.data() + (b - b0) * area, x.size, x.keys, scores.data());
+      softmax(x, count_rows, weights.data(), scores.data(), share, log_sum);
+      weighted_rows<false>(
+          count_rows, scores.data(), x.keys, 1, x.T, values.data() + (b - b0) * area, x.size, result.data());
       for (int64_t r = 0; r < count_rows; ++r) {
         float* row = result.data() + r * x.size;
         for (int64_t i = 0; i < x.size; i += L) store(row + i, load(row + i) * share[r]);
@@ -349,16 +354,41 @@ void forward_group(
 // ---- backward -------------------------------------------------------------------------------------------------------
 
 struct Backward {
-  View q, k, v, out, grad, dq, dk, dv;
+  View q, k, v, grad, dq, dk, dv;
   const float* log_sums;
 };
+
+// One row. The scaled products in `p` become probabilities, their gradients in `ds` those of the scaled products; to
+// `grads` comes what the row adds to the gradient of the weights. `e`: memory for a row.
+//
+// The mean of the gradients is taken from the row itself. The product of output and its gradient is the same number, but
+// the output may be rounded to bfloat16, and the decay's gradients are sums in which such an error stays. Divided by the
+// sum of the probabilities, what rounding the logarithm did to all of them alike leaves it as it is.
+void row_gradients(
+    const Problem& x, float log_sum, const float* weights, float* p, float* ds, float* grads, float* e) {
+  vec total = vec{}, weighted = vec{};
+  for (int64_t t = 0; t < x.keys; t += L) {
+    vec value = exp2_of((load(p + t) * load(weights + t) - log_sum) * LOG2_E);
+    if (t + L > x.T) value = lanes(0, x.T - t) ? value : vec{};
+    store(e + t, value);
+    total += value;
+    weighted += value * load(ds + t);
+  }
+  const float mean = sum(weighted) / sum(total);
+  for (int64_t t = 0; t < x.keys; t += L) {
+    const vec value = load(e + t), d = value * (load(ds + t) - mean);
+    store(grads + t, load(grads + t) + d * load(p + t));
+    store(ds + t, d * load(weights + t));
+    store(p + t, value);
+  }
+}
 
 // `sums`: gradients of alpha, of the prefix gamma and of log gamma of each curve.
 void backward_group(const Problem& x, int64_t h, int64_t b0, int64_t b1, const Backward& f, float* sums) {
   const int64_t area = x.keys * x.size, count = b1 - b0, block = ROWS * x.keys;
   const Buffer keys(count * area), key_panels(count * area), value_panels(count * area), dk(count * area),
-      dv(count * area), weights(block), grads(block), p(block), ds(block), query(ROWS * x.size), grad(ROWS * x.size),
-      out(ROWS * x.size);
+      dv(count * area), weights(block), grads(block), p(block), ds(block), e(x.keys), query(ROWS * x.size),
+      grad(ROWS * x.size), result(ROWS * x.size);
   for (int64_t b = b0; b < b1; ++b) {
     const int64_t at = (b - b0) * area;
     read_rows(f.v, b, h, 0, x.keys, 0, x.T, keys.data() + at);
@@ -373,34 +403,24 @@ void backward_group(const Problem& x, int64_t h, int64_t b0, int64_t b1, const B
   for (int64_t j0 = 0; j0 < x.T; j0 += ROWS) {
     const int64_t rows = std::min(ROWS, x.T - j0);
     powers.weights(h, j0, weights.data());
-    std::fill_n(grads.data(), block, 0.0f);
+    std::fill_n(grads.data(), rows * x.keys, 0.0f);
     for (int64_t b = b0; b < b1; ++b) {
       const int64_t at = (b - b0) * area;
       read_scaled(f.q, x, b, h, j0, x.scale, query.data());
       read_scaled(f.grad, x, b, h, j0, 1.0f, grad.data());
-      read_scaled(f.out, x, b, h, j0, 1.0f, out.data());
-      rows_by_panels(query.data(), key_panels.data() + at, x.size, x.keys, p.data());
-      rows_by_panels(grad.data(), value_panels.data() + at, x.size, x.keys, ds.data());
+      rows_by_panels(rows, query.data(), key_panels.data() + at, x.size, x.keys, p.data());
+      rows_by_panels(rows, grad.data(), value_panels.data() + at, x.size, x.keys, ds.data());
       for (int64_t r = 0; r < rows; ++r) {
-        vec product = vec{};
-        for (int64_t i = 0; i < x.size; i += L) product += load(grad.data() + r * x.size + i) * load(out.data() + r * x.size + i);
-        const float delta = sum(product), log_sum = f.log_sums[(b * x.H + h) * x.T + j0 + r];
-        for (int64_t t = 0; t < x.keys; t += L) {
-          const int64_t i = r * x.keys + t;
-          const vec weight = load(weights.data() + i), score = load(p.data() + i);
-          vec e = exp2_of((score * weight - log_sum) * LOG2_E);
-          if (t + L > x.T) e = lanes(0, x.T - t) ? e : vec{};
-          const vec d = e * (load(ds.data() + i) - delta);
-          store(grads.data() + i, load(grads.data() + i) + d * score);
-          store(ds.data() + i, d * weight);
-          store(p.data() + i, e);
-        }
+        const int64_t row = r * x.keys;
+        row_gradients(
+            x, f.log_sums[(b * x.H + h) * x.T + j0 + r], weights.data() + row, p.data() + row, ds.data() + row,
+            grads.data() + row, e.data());
       }
       weighted_rows<true>(x.keys, p.data(), 1, x.keys, rows, grad.data(), x.size, dv.data() + at);
       weighted_rows<true>(x.keys, ds.data(), 1, x.keys, rows, query.data(), x.size, dk.data() + at);
-      weighted_rows<false>((rows + 3) / 4 * 4, ds.data(), x.keys, 1, x.T, keys.data() + at, x.size, out.data());
-      for (int64_t i = 0; i < rows * x.size; i += L) store(out.data() + i, load(out.data() + i) * x.scale);
-      write_rows(out.data(), f.dq, b, h, j0, rows);
+      weighted_rows<false>(rows, ds.data(), x.keys, 1, x.T, keys.data() + at, x.size, result.data());
+      for (int64_t i = 0; i < rows * x.size; i += L) store(result.data() + i, load(result.data() + i) * x.scale);
+      write_rows(result.data(), f.dq, b, h, j0, rows);
     }
     powers.gradients(h, j0, grads.data(), sums, sums + 1, sums + 2);
   }
@@ -414,7 +434,7 @@ void backward_group(const Problem& x, int64_t h, int64_t b0, int64_t b1, const B
 
 template <typename F>
 void for_groups(const Problem& x, int64_t arrays, const F& run) {
-  const int64_t group = x.group(arrays), groups = (x.B + group - 1) / group;
+  const int64_t group = x.group(arrays), groups = x.groups(arrays);
   at::parallel_for(0, x.H * groups, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t b0 = i % groups * group;
@@ -444,7 +464,7 @@ std::tuple<Tensor, Tensor> forward(
   Tensor out = like_projection(q);
   Tensor log_sums = at::empty({keep ? x.B : 0, x.H, x.T}, q.options().dtype(at::kFloat));
   const View qv(q), kv(k), vv(v), outv(out);
-  for_groups(x, 2, [&](int64_t, int64_t h, int64_t b0, int64_t b1) {
+  for_groups(x, FORWARD_ARRAYS, [&](int64_t, int64_t h, int64_t b0, int64_t b1) {
     forward_group(x, h, b0, b1, qv, kv, vv, outv, keep ? log_sums.data_ptr<float>() : nullptr);
   });
   return {out, log_sums};
@@ -452,21 +472,18 @@ std::tuple<Tensor, Tensor> forward(
 
 // Gradients of q, k, v, log_gamma, alpha and prefix_gamma.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& log_sums,
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_sums,
     const Tensor& positions, const Tensor& log_gamma, const Tensor& alpha, const Tensor& prefix_gamma, int64_t prefix,
     double scale) {
   check_inputs(q, k, v, prefix);
   check_decay(q, prefix, positions, log_gamma, alpha, prefix_gamma);
   check_like(q, grad, "grad");
-  check_like(q, out, "out");
   check_is(log_sums, {q.size(0), q.size(1), q.size(2)}, at::kFloat, "log_sums");
   Problem x(q, positions, log_gamma, alpha, prefix_gamma, prefix, scale);
   Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
-  const int64_t group = x.group(5), groups = (x.B + group - 1) / group;
-  const Tensor sums = at::empty({x.H, groups, 2 + x.C}, q.options().dtype(at::kFloat));
-  const Backward f{View(q), View(k), View(v), View(out), View(grad), View(dq), View(dk), View(dv),
-                   x.values.of<float>(log_sums)};
-  for_groups(x, 5, [&](int64_t i, int64_t h, int64_t b0, int64_t b1) {
+  const Tensor sums = at::empty({x.H, x.groups(BACKWARD_ARRAYS), 2 + x.C}, q.options().dtype(at::kFloat));
+  const Backward f{View(q), View(k), View(v), View(grad), View(dq), View(dk), View(dv), x.values.of<float>(log_sums)};
+  for_groups(x, BACKWARD_ARRAYS, [&](int64_t i, int64_t h, int64_t b0, int64_t b1) {
     backward_group(x, h, b0, b1, f, sums.data_ptr<float>() + i * (2 + x.C));
   });
   const Tensor total = sums.sum(1);  // (H, 2 + C)
@@ -478,7 +495,7 @@ TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
       "decayed_forward(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor log_gamma, Tensor alpha, "
       "Tensor prefix_gamma, int prefix, float scale, bool keep) -> (Tensor, Tensor)");
   m.def(
-      "decayed_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sums, Tensor positions, "
+      "decayed_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor log_sums, Tensor positions, "
       "Tensor log_gamma, Tensor alpha, Tensor prefix_gamma, int prefix, float scale) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }

@@ -58,14 +58,14 @@ def _fake_forward(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_backward(grad: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    log_gamma, alpha = rest[5:7]
+    log_gamma, alpha = rest[4:6]
     like = (torch.empty_like(log_gamma), torch.empty_like(alpha), torch.empty_like(alpha))
     return (*(like_projection(q) for _ in range(3)), *like)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     *tensors, prefix, scale, keep = inputs
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*tensors, output[1])
     ctx.options = (prefix, scale)
     ctx.kept = keep
     ctx.set_materialize_grads(False)
@@ -76,8 +76,8 @@ def _backward(ctx: Any, grad: Tensor | None, *others: Any) -> tuple:
         return (None,) * 10
     if not ctx.kept:
         raise RuntimeError("the forward pass of decayed attention kept nothing to differentiate with")
-    q, k, v, positions, log_gamma, alpha, prefix_gamma, out, log_sums = ctx.saved_tensors
+    q, k, v, positions, log_gamma, alpha, prefix_gamma, log_sums = ctx.saved_tensors
     dq, dk, dv, *scalars = torch.ops.hf_sparseprior.decayed_backward(
-        grad, q, k, v, out, log_sums, positions, log_gamma, alpha, prefix_gamma, *ctx.options
+        grad, q, k, v, log_sums, positions, log_gamma, alpha, prefix_gamma, *ctx.options
     )
     return dq, dk, dv, None, *scalars, None, None, None

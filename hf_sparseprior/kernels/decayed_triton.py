@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_sparseprior.kernels.diagonal_cpu import like_projection
 from hf_sparseprior.kernels.triton_blocks import draw_seed, keep_factor, load_block, outputs, place, store_block
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -30,7 +31,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # Rows and keys of a block, forward and backward, by bytes of an element and padded head width. A fixed table and no
 # autotuning: tuning at the first use of each shape would take seconds in every process and could give other bits in
 # another run. Not tuned on a GPU: chosen by what the compiler says for compute capability 9.0, so that registers do not
-# spill (but for 272 bytes at the last entry) and a block fits shared memory.
+# spill (but for 312 bytes of `_backward_delta` at the third entry and 8 at the fourth) and a block fits shared memory.
 BLOCKS = {
     (2, 64): {"forward": (64, 64), "backward": (64, 32), "num_warps": 4, "num_stages": 2},
     (2, 128): {"forward": (64, 32), "backward": (32, 32), "num_warps": 4, "num_stages": 2},
@@ -151,16 +152,68 @@ def _forward_rows(
 
 
 @triton.jit
+def _row_pairs(
+    q_rows, g_rows, lse_rows, rows, exists, keys, k, v, positions, log_gamma, prefix_gamma, head_alpha, seed,
+    k_strides, v_strides, slot, batch, head, heads, patches, scale, dropout_p,
+    CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Of rows and keys: M, the scaled product of q and k, the probability and its gradient; and the rows of k."""
+    valid = keys < patches + PREFIX
+    k_rows = load_block(k, k_strides, batch, head, keys, valid, WIDTH, COLUMNS)
+    v_rows = load_block(v, v_strides, batch, head, keys, valid, WIDTH, COLUMNS)
+    decay = _decay_block(positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX)
+    product = _product(q_rows, tl.trans(k_rows)) * scale
+    pairs = exists[:, None] & valid[None, :]
+    prob = tl.where(pairs, tl.exp(product * (head_alpha * decay) - lse_rows[:, None]), 0.0)
+    d_prob = _product(g_rows, tl.trans(v_rows)) * keep_factor(seed, slot, rows[:, None], keys[None, :], dropout_p)
+    return decay, product, prob, d_prob, k_rows
+
+
+@triton.jit
+def _backward_delta(
+    grad, q, k, v, lse, delta, positions, log_gamma, alpha, prefix_gamma, seed, grad_strides, q_strides, k_strides,
+    v_strides, heads, patches, scale, dropout_p, CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """delta of a block of rows: float32 (B, H, T), a row's mean gradient of its probabilities, weighted by them.
+
+    The product of output and gradient is the same number and costs no pass over the keys. But the output was rounded,
+    and so were the weights that it was summed with, and the gradients of the decay are sums in which that stays. What
+    rounding the log-sum-exp did to all probabilities of a row alike does not change the mean.
+
+    In a kernel of its own: `_backward_rows` would need more registers for it than there are.
+    """
+    tokens = patches + PREFIX
+    block, slot, batch, head = place(tl.cdiv(tokens, ROWS), heads)
+    rows = block * ROWS + tl.arange(0, ROWS)
+    exists = rows < tokens
+    q_rows = load_block(q, q_strides, batch, head, rows, exists, WIDTH, COLUMNS)
+    g_rows = load_block(grad, grad_strides, batch, head, rows, exists, WIDTH, COLUMNS)
+    lse_rows = tl.load(lse + slot * tokens + rows, mask=exists, other=0.0)
+    head_alpha = tl.load(alpha + head)
+    weighted = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, tokens, KEYS):
+        _, _, prob, d_prob, _ = _row_pairs(
+            q_rows, g_rows, lse_rows, rows, exists, start + tl.arange(0, KEYS), k, v, positions, log_gamma,
+            prefix_gamma, head_alpha, seed, k_strides, v_strides, slot, batch, head, heads, patches, scale, dropout_p,
+            CURVES, AXES, PREFIX, WIDTH, COLUMNS,
+        )  # fmt: skip
+        weighted += tl.sum(prob * d_prob, 1)
+        total += tl.sum(prob, 1)
+    tl.store(delta + slot * tokens + rows, weighted / total, mask=exists)
+
+
+@triton.jit
 def _backward_rows(
-    grad, q, k, v, out, lse, dq, delta, decay_parts, positions, log_gamma, alpha, prefix_gamma, seed,
+    grad, q, k, v, lse, dq, delta, decay_parts, positions, log_gamma, alpha, prefix_gamma, seed,
     grad_strides, q_strides, k_strides, v_strides, out_strides, heads, patches, scale, dropout_p,
     CURVES: tl.constexpr, CURVE_COLUMNS: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dq and delta of a block of rows, and its part of the gradients of the decay.
+    """dq of a block of rows, and its part of the gradients of the decay.
 
-    delta: float32 (B, H, T), of each row the product of output and gradient. decay_parts: float32 (B, H, blocks,
-    C + 2), for log_gamma, prefix_gamma and alpha; None where nothing of the decay is learned.
+    decay_parts: float32 (B, H, blocks, C + 2), for log_gamma, prefix_gamma and alpha; None where none is learned.
     """
     tokens = patches + PREFIX
     blocks = tl.cdiv(tokens, ROWS)
@@ -169,10 +222,8 @@ def _backward_rows(
     exists = rows < tokens
     q_rows = load_block(q, q_strides, batch, head, rows, exists, WIDTH, COLUMNS)
     g_rows = load_block(grad, grad_strides, batch, head, rows, exists, WIDTH, COLUMNS)
-    o_rows = load_block(out, out_strides, batch, head, rows, exists, WIDTH, COLUMNS)
     lse_rows = tl.load(lse + slot * tokens + rows, mask=exists, other=0.0)
-    delta_rows = tl.sum(g_rows.to(tl.float32) * o_rows.to(tl.float32), 1)
-    tl.store(delta + slot * tokens + rows, delta_rows, mask=exists)
+    delta_rows = tl.load(delta + slot * tokens + rows, mask=exists, other=0.0)
     head_alpha = tl.load(alpha + head)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     curves = tl.arange(0, CURVE_COLUMNS)
@@ -181,15 +232,12 @@ def _backward_rows(
     by_alpha = tl.zeros((ROWS,), tl.float32)
     for start in range(0, tokens, KEYS):
         keys = start + tl.arange(0, KEYS)
-        valid = keys < tokens
-        k_rows = load_block(k, k_strides, batch, head, keys, valid, WIDTH, COLUMNS)
-        v_rows = load_block(v, v_strides, batch, head, keys, valid, WIDTH, COLUMNS)
-        decay = _decay_block(positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX)
-        product = _product(q_rows, tl.trans(k_rows)) * scale
-        pairs = exists[:, None] & valid[None, :]
-        prob = tl.where(pairs, tl.exp(product * (head_alpha * decay) - lse_rows[:, None]), 0.0)
-        keep = keep_factor(seed, slot, rows[:, None], keys[None, :], dropout_p)
-        slope = prob * (_product(g_rows, tl.trans(v_rows)) * keep - delta_rows[:, None])
+        decay, product, prob, d_prob, k_rows = _row_pairs(
+            q_rows, g_rows, lse_rows, rows, exists, keys, k, v, positions, log_gamma, prefix_gamma, head_alpha, seed,
+            k_strides, v_strides, slot, batch, head, heads, patches, scale, dropout_p,
+            CURVES, AXES, PREFIX, WIDTH, COLUMNS,
+        )  # fmt: skip
+        slope = prob * (d_prob - delta_rows[:, None])
         by_logit = (slope * (head_alpha * decay)).to(k_rows.dtype)
         acc += _product(by_logit, k_rows)
         if decay_parts is not None:
@@ -285,13 +333,13 @@ def _forward(
 
 @torch.library.custom_op("hf_sparseprior::decayed_triton_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, positions: Tensor, log_gamma: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, positions: Tensor, log_gamma: Tensor,
     alpha: Tensor, prefix_gamma: Tensor | None, seed: Tensor | None, prefix: int, scale: float, dropout_p: float,
     learns_decay: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, and (C + 2, H) gradients of log_gamma, prefix_gamma and alpha, without columns if not learned."""
     batch, heads, tokens, _ = q.shape
-    dq, dk, dv = (torch.empty_like(out) for _ in range(3))  # the kernels take their strides to be those of out
+    dq, dk, dv = (like_projection(q) for _ in range(3))  # the kernels take them to have the same strides
     curves = positions.shape[0]
     if batch * heads == 0 or not learns_decay:
         d_decay = q.new_zeros(curves + 2, heads if learns_decay else 0, dtype=torch.float32)
@@ -302,11 +350,13 @@ def _backward(
     delta = torch.empty_like(lse)
     parts = lse.new_empty(batch, heads, blocks, curves + 2) if learns_decay else None
     decay = (positions, log_gamma.contiguous(), alpha, prefix_gamma, seed)
-    strides = (grad.stride(), q.stride(), k.stride(), v.stride(), dq.stride())
+    inputs = (grad.stride(), q.stride(), k.stride(), v.stride())
+    strides = (*inputs, dq.stride())
     numbers = (heads, tokens - prefix, scale, dropout_p)
     with torch.cuda.device_of(q):
+        _backward_delta[(batch * heads * blocks,)](grad, q, k, v, lse, delta, *decay, *inputs, *numbers, **sizes)
         _backward_rows[(batch * heads * blocks,)](
-            grad, q, k, v, out, lse, dq, delta, parts, *decay, *strides, *numbers,
+            grad, q, k, v, lse, dq, delta, parts, *decay, *strides, *numbers,
             CURVE_COLUMNS=triton.next_power_of_2(curves), **sizes,
         )  # fmt: skip
         _backward_keys[(batch * heads * blocks,)](
@@ -324,14 +374,14 @@ def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 @_backward.register_fake
 def _(grad: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    out, positions, learns_decay = rest[2], rest[4], rest[-1]
+    positions, learns_decay = rest[3], rest[-1]
     shape = (positions.shape[0] + 2, q.shape[1] if learns_decay else 0)
-    return (*(torch.empty_like(out) for _ in range(3)), q.new_empty(shape, dtype=torch.float32))
+    return (*(like_projection(q) for _ in range(3)), q.new_empty(shape, dtype=torch.float32))
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     *tensors, prefix, scale, dropout_p = inputs
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*tensors, output[1])
     ctx.options = (prefix, scale, dropout_p)
     ctx.set_materialize_grads(False)
 
@@ -339,10 +389,10 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple:
     if grad is None:
         return (None,) * 11
-    q, k, v, *tensors, out, lse = ctx.saved_tensors
+    q, k, v, *tensors, lse = ctx.saved_tensors
     learns_decay = any(ctx.needs_input_grad[4:7])
     dq, dk, dv, d_decay = torch.ops.hf_sparseprior.decayed_triton_backward(
-        grad, q, k, v, out, lse, *tensors, *ctx.options, learns_decay
+        grad, q, k, v, lse, *tensors, *ctx.options, learns_decay
     )
     if not learns_decay:
         return dq, dk, dv, *(None,) * 8

@@ -1,5 +1,6 @@
 """Calls of compiled kernels and of `reference` in float64 with the same inputs: fixtures `kernels` (Triton), `cpp`."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -13,10 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_sparseprior.attention import SparsePriorAttention
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.kernels import diagonal_cpu
-from hf_sparseprior.ops import attention
+from hf_sparseprior.ops import AttentionPlan, Call, _dense_weights, attention, plan_table
 from hf_sparseprior.prior import resolve_prior
+from hf_sparseprior.supports import resolve_support
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+
+
+def direction(leaves):
+    """Gradient of the output, the same for every call of one shape."""
+    q = leaves["q"]
+    return torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).to(q)
 
 
 class Kernels:
@@ -55,16 +63,14 @@ class Kernels:
 
     def run(self, leaves, support, decay, grid, prefix, dtype=None, **options):
         """Output, and gradients of every leaf for a fixed direction."""
-        given = leaves["q"].dtype
-        dtype = dtype or given
+        given = direction(leaves)
+        dtype = dtype or given.dtype
         wide = torch.promote_types(dtype, torch.float32)
         leaves = {
             name: leaf.detach().to(dtype if name in "qkv" else wide).requires_grad_() for name, leaf in leaves.items()
         }
         out = self.attend(leaves, support, decay, grid, prefix, **options)
-        direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(given)
-        loss = (out * direction.to(self.device, dtype)).sum()
-        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        grads = torch.autograd.grad(out, list(leaves.values()), given.to(dtype), allow_unused=True)
         found = {
             name: torch.zeros_like(leaf) if grad is None else grad
             for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
@@ -73,21 +79,64 @@ class Kernels:
 
     def check(self, leaves, support, decay, grid, prefix):
         """Outputs and gradients against `reference` in float64."""
-        dtype = leaves["q"].dtype
         actual = self.run(leaves, support, decay, grid, prefix)
         expected = self.run(leaves, support, decay, grid, prefix, torch.float64, backend="reference")
+        sums = {} if decay is None else self.sums_of_terms(leaves, support, decay, grid, prefix)
         for name, value in expected.items():
-            assert actual[name].shape == value.shape and not actual[name].isnan().any(), name
-            if not value.numel():
-                continue
-            size = max(0.1, value.abs().max().item())
-            if name not in ("out", *"qkv"):
-                # Sums over all rows of terms of about 1 that cancel: what rounding takes from them goes with their
-                # number, not with what is left of them.
-                size = max(size, (leaves["q"].shape[0] * leaves["q"].shape[2]) ** 0.5)
-            difference = (actual[name].double() - value).abs().max().item()
-            limit = TOLERANCE[dtype] * size
-            assert difference <= limit, (name, difference, limit)
+            # The terms of a scalar's gradient cancel: float32 rounds them by their own size, not by that of their sum.
+            rounding = 1e-5 * sums[name] if name in sums else 0.0
+            self.check_close(name, actual[name], value, leaves["q"].dtype, rounding)
+
+    @staticmethod
+    def check_close(name, actual, expected, dtype, rounding=0.0):
+        """Differences relative to the largest value of the tensor, and to 0.01 at least; `rounding` comes on top."""
+        assert actual.shape == expected.shape and not actual.isnan().any(), name
+        if not expected.numel():
+            return
+        limit = TOLERANCE[dtype] * max(0.01, expected.abs().max().item()) + rounding
+        difference = (actual.double() - expected).abs()
+        assert (difference <= limit).all(), (name, difference.max().item(), limit)
+
+    def sums_of_terms(self, leaves, support, decay, grid, prefix):
+        """Of the gradient of each scalar of a decay: the sum of the absolute values of its terms, in float64.
+
+        A pair (j, k) adds p_jk dp_jk s_jk dW_jk and -p_jk delta_j s_jk dW_jk, with the probability p and its gradient,
+        delta_j = sum_k p_jk dp_jk, the scaled product s and the derivative dW of the pair's weight by the scalar, which
+        has one sign in a head: the sum of absolute values is the gradient of W in the direction of the absolute values
+        of the rest.
+        """
+        wide = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
+        _, probs = self.attend(wide, support, decay, grid, prefix, backend="reference", need_weights=True)
+        scores = wide["q"] @ wide["k"].transpose(-1, -2) * wide["q"].shape[-1] ** -0.5
+        d_probs = direction(leaves).double() @ wide["v"].transpose(-1, -2)
+        delta = (probs * d_probs).sum(-1, keepdim=True)
+        sizes = (probs * (d_probs.abs() + delta.abs()) * scores.abs()).sum(0).detach()
+
+        heads, device = leaves["q"].shape[1], leaves["q"].device
+        scalars = {name: leaf for name, leaf in wide.items() if name not in "qkv"}
+        resolved, settings = resolve_support(support, heads, grid[0] * grid[1]), dict(DECAYS[decay].SETTINGS)
+        plan = AttentionPlan(heads, grid, prefix, resolved, {"name": decay, **settings}, 1)
+        if plan.offsets is not None:
+            sizes = sizes * plan_table(plan, "mask", device)
+        spec, positions = {"name": decay, **settings, **scalars}, plan_table(plan, "positions", device)
+        call = Call(wide["q"], wide["k"], wide["v"], plan, spec, 1.0, 0.0, False, None, positions)
+        weights = _dense_weights(call, torch.float64)
+        sums = torch.autograd.grad(weights, list(scalars.values()), sizes, allow_unused=True)
+        return {name: 0.0 if one is None else one.abs() for name, one in zip(scalars, sums, strict=True)}
+
+    def check_any_subset(self, leaves, support, decay, grid, prefix):
+        """Gradients of some leaves are those that all leaves together get; the others get none."""
+        expected = self.run(leaves, support, decay, grid, prefix)
+        for wanted in itertools.product((True, False), repeat=len(leaves)):
+            chosen = {name for name, flag in zip(leaves, wanted, strict=True) if flag}
+            own = {name: leaf.detach().clone().requires_grad_(name in chosen) for name, leaf in leaves.items()}
+            out = self.attend(own, support, decay, grid, prefix)
+            assert out.requires_grad == bool(chosen)
+            if chosen:
+                out.backward(direction(leaves))
+            for name, leaf in own.items():
+                assert (leaf.grad is not None) == (name in chosen)
+                assert leaf.grad is None or torch.equal(leaf.grad, expected[name])
 
     def check_bits(self, *arguments):
         """Two runs give the same bits, and so do other numbers of threads."""

@@ -110,7 +110,7 @@ def test_dropout_against_the_mask_that_was_drawn(kernels):
     direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(kernels.device)
     grads = torch.autograd.grad((out * direction).sum(), (q, k, v))
     for grad, other in zip(grads, torch.autograd.grad((expected * direction).sum(), wide), strict=True):
-        torch.testing.assert_close(grad.double(), other, rtol=0, atol=3e-5)
+        kernels.check_close("grad", grad, other, torch.float32)
 
 
 def test_operators_agree_with_their_fake_kernels(kernels):

@@ -84,8 +84,9 @@ def test_views_of_any_layout_and_nothing_read_around_them(kernels):
     kernels.check(around, FEW, None, (3, 4), 1)
     across = {name: leaf.transpose(2, 3).contiguous().transpose(2, 3) for name, leaf in leaves.items()}
     kernels.check({**leaves, "q": across["q"], "v": across["v"]}, FEW, None, (3, 4), 1)
-    one = leaves["k"][:, :1, :1].expand(1, 2, 13, 8)  # strides of 0
-    kernels.check({**leaves, "k": one, "v": one}, FEW, None, (3, 4), 1)
+    one = leaves["k"][:, :1, :1].expand(1, 2, 13, 8)  # strides of 0; gradients of q are nothing but rounding
+    found, expected = (kernels.run({**leaves, "k": x, "v": x}, FEW, None, (3, 4), 1) for x in (one, one.contiguous()))
+    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_gradients_of_any_subset(kernels):
@@ -162,7 +163,7 @@ def test_dropout_against_the_mask_that_was_drawn(kernels, prefix):
     grads = torch.autograd.grad((out * direction).sum(), (q, k, v))
     expected_grads = torch.autograd.grad((expected * direction).sum(), wide)
     for grad, other in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(grad.double(), other, rtol=0, atol=3e-5)
+        kernels.check_close("grad", grad, other, torch.float32)
 
 
 def test_dropout_draws_anew(kernels):
