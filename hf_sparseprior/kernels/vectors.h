@@ -107,6 +107,11 @@ inline float sum(vec x) {
   for (int i = 0; i < L; ++i) total += x[i];
   return total;
 }
+inline float dot(const float* a, const float* b, int64_t size) {
+  vec x = vec{};
+  for (int64_t i = 0; i < size; i += L) x += load(a + i) * load(b + i);
+  return sum(x);
+}
 inline float maximum(vec x) {
   float top = x[0];
   for (int i = 1; i < L; ++i) top = std::max(top, x[i]);
