@@ -203,7 +203,7 @@ struct Problem {
   }
 };
 
-// 16 rows.
+// 16 rows; a step of 0 is the same row 16 times.
 struct Block {
   const float* data;
   int64_t step;
@@ -218,7 +218,7 @@ inline Block block_of(const Problem& x, const View& view, int64_t b, int64_t h, 
 
 // The loops that all time is spent in. V: vectors of a packed row, 0 where it is only known at run time.
 
-// Dot products of 16 rows with 16 rows; a step of 0 takes the same row 16 times.
+// Dot products of 16 rows with 16 rows.
 template <int V>
 SPARSEPRIOR_INLINE vec dots(int64_t size, const Block& a, const Block& b) {
   vec x[L];
@@ -264,70 +264,71 @@ SPARSEPRIOR_INLINE void dots4(int64_t size, const Block& a, const Block b[4], ve
   out[3] = blocks<1, 3>(low2, high2);
 }
 
-// Dot products of a block's rows with the keys of every column, prefix keys first: out (columns, 16).
+// Dot products of a block's rows with every column's: out (columns, 16).
 template <int V>
-SPARSEPRIOR_INLINE void column_dots(
-    int64_t size, const Block& rows, const float* prefix, int64_t prefix_count, const std::vector<Block>& keys,
-    int64_t count, float* out) {
-  for (int64_t p = 0; p < prefix_count; ++p, out += L) store(out, dots<V>(size, rows, {prefix + p * size, 0}));
+SPARSEPRIOR_INLINE void column_dots(int64_t size, const Block& rows, const Block* columns, int64_t count, float* out) {
   int64_t c = 0;
   for (; c + 4 <= count; c += 4, out += 4 * L) {
     vec x[4];
-    dots4<V>(size, rows, keys.data() + c, x);
+    dots4<V>(size, rows, columns + c, x);
     for (int i = 0; i < 4; ++i) store(out + L * i, x[i]);
   }
-  for (; c < count; ++c, out += L) store(out, dots<V>(size, rows, keys[c]));
+  for (; c < count; ++c, out += L) store(out, dots<V>(size, rows, columns[c]));
 }
 
-// What a block of rows is mixed from: a base row, prefix rows (the same for every row), and a block of each column.
-struct Mix {
-  const float* base;  // null for none
-  const float* base_factors;
-  const float* prefix;
-  int64_t prefix_count;
-  const std::vector<Block>& columns;
-  int64_t count;         // of columns
-  const float* factors;  // (prefix, then columns) x 16
-};
-template <int S, typename T>
-SPARSEPRIOR_INLINE void mix_slab(const Mix& m, int64_t size, int64_t r, int64_t i, bool past_cache, T* out) {
-  vec x[S];
-  for (int s = 0; s < S; ++s) x[s] = m.base ? m.base_factors[r] * load(m.base + i + L * s) : vec{};
-  const float* factor = m.factors + r;
-  for (int64_t p = 0; p < m.prefix_count; ++p, factor += L) {
-    for (int s = 0; s < S; ++s) x[s] += *factor * load(m.prefix + p * size + i + L * s);
+// A block of rows as the sum of columns times their factors (columns, 16), of C columns and S vectors of each row;
+// before: what the sum starts with, packed, null for nothing.
+template <int C, int S, typename T>
+inline void mix_slab(
+    const Block* columns, const float* factors, int64_t rows, const float* before, int64_t size, bool past_cache, T* out,
+    int64_t step) {
+  Block own[C];
+  std::copy_n(columns, C, own);
+  for (int64_t r = 0; r < rows; ++r, out += step) {
+    vec x[S];
+    for (int s = 0; s < S; ++s) x[s] = before ? load(before + r * size + L * s) : vec{};
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) {
+      for (int s = 0; s < S; ++s) x[s] += factors[L * c + r] * load(own[c].data + L * s);
+      own[c].data += own[c].step;
+    }
+    for (int s = 0; s < S; ++s) past_cache ? stream(out + L * s, x[s]) : store(out + L * s, x[s]);
   }
-  const Block* column = m.columns.data();
-  for (int64_t c = 0; c < m.count; ++c, ++column, factor += L) {
-    const float* row = column->data + r * column->step + i;
-    for (int s = 0; s < S; ++s) x[s] += *factor * load(row + L * s);
-  }
-  for (int s = 0; s < S; ++s) past_cache ? stream(out + i + L * s, x[s]) : store(out + i + L * s, x[s]);
 }
+template <int C, int V, typename T>
+inline void mix_columns(
+    const Block* columns, const float* factors, int64_t rows, const float* before, int64_t size, bool past_cache, T* out,
+    int64_t step) {
+  Block own[C];
+  for (int64_t i = 0; i < (V ? L * V : size);) {
+    for (int c = 0; c < C; ++c) own[c] = {columns[c].data + i, columns[c].step};
+    const float* sum = before ? before + i : nullptr;
+    if (V == 4 || i + 4 * L <= size) {
+      mix_slab<C, 4>(own, factors, rows, sum, size, past_cache, out + i, step);
+      i += 4 * L;
+    } else {
+      mix_slab<C, 1>(own, factors, rows, sum, size, past_cache, out + i, step);
+      i += L;
+    }
+  }
+}
+// Of any number of columns: four at a time into `scratch`, then the rest.
 template <int V, typename T>
-inline void mix(const Mix& m, int64_t size, int64_t rows, bool past_cache, T* out, int64_t out_step) {
-  for (int64_t r = 0; r < rows; ++r) {
-    int64_t i = 0;
-    for (; i + 4 * L <= (V ? L * V : size); i += 4 * L) mix_slab<4>(m, size, r, i, past_cache, out + r * out_step);
-    for (; i < (V ? L * V : size); i += L) mix_slab<1>(m, size, r, i, past_cache, out + r * out_step);
+inline void mix(
+    const Block* columns, int64_t count, const float* factors, int64_t rows, int64_t size, float* scratch, bool past_cache,
+    T* out, int64_t step) {
+  const float* before = nullptr;
+  for (; count > 5; count -= 4, columns += 4, factors += 4 * L, before = scratch) {
+    mix_columns<4, V>(columns, factors, rows, before, size, false, scratch, size);
+  }
+  switch (count) {
+    case 5: return mix_columns<5, V>(columns, factors, rows, before, size, past_cache, out, step);
+    case 4: return mix_columns<4, V>(columns, factors, rows, before, size, past_cache, out, step);
+    case 3: return mix_columns<3, V>(columns, factors, rows, before, size, past_cache, out, step);
+    case 2: return mix_columns<2, V>(columns, factors, rows, before, size, past_cache, out, step);
+    default: return mix_columns<1, V>(columns, factors, rows, before, size, past_cache, out, step);
   }
 }
-// The same into patches j0.. of a tensor.
-template <int V>
-inline void mix(const Mix& m, const Problem& x, int64_t b, int64_t h, int64_t j0, int64_t rows, const View& out, float* scratch) {
-  const int64_t size = V ? L * V : x.size;
-  if (out.whole() && out.half) {
-    mix<V>(m, size, rows, x.large, out.of<at::BFloat16>(b, h, x.P + j0), out.token);
-    return;
-  }
-  if (out.whole()) {
-    mix<V>(m, size, rows, x.large, out.of<float>(b, h, x.P + j0), out.token);
-    return;
-  }
-  mix<V>(m, size, rows, false, scratch, size);
-  write_rows(scratch, out, b, h, x.P + j0, rows);
-}
-
 // total += sum over `count` rows of factor * row.
 template <int V>
 inline void add_rows(int64_t size, int64_t count, const float* factors, const Block& rows, float* total) {
@@ -344,11 +345,10 @@ inline void add_row(int64_t size, float factor, const float* row, float* total) 
 // Memory of one thread. Of pairs of a block: (column, row in block).
 struct Scratch {
   Buffer keys, values, prefix, block, result, scores, others, rows;
-  mutable std::vector<Block> columns;
   explicit Scratch(const Problem& x)
-      : keys(x.most_packed * x.size), values(x.most_packed * x.size), prefix(5 * x.P * x.size), block(L * x.size),
-        result(L * x.size), scores(L * x.most_columns), others(L * x.most_columns), rows(x.P * x.rows),
-        columns(x.most_columns) {}
+      : keys((x.P + x.most_packed) * x.size), values((x.P + x.most_packed) * x.size), prefix(3 * x.P * x.size),
+        block(L * x.size), result(L * x.size), scores(L * (x.most_columns + 1)), others(L * x.most_columns),
+        rows(x.P * x.rows) {}
 };
 
 // A piece: rows first..end of (b, h).
@@ -379,29 +379,39 @@ struct Piece {
   }
 };
 
-// The rows that a piece needs of a tensor.
+// The rows that a piece needs of a tensor, as columns: the prefix tokens and those at the head's offsets.
 class Rows {
  public:
   Rows(const Piece& piece, const View& view, const Buffer& memory)
-      : piece_(piece), view_(view), memory_(memory.data()), packed_(!in_place(view)) {
-    float* to = memory_;
+      : piece_(piece), view_(view), prefix_(memory.data()), memory_(prefix_ + piece.x.P * piece.x.size),
+        packed_(!in_place(view)), columns_(piece.head.columns + 1) {
     const Problem& x = piece.x;
+    piece.prefix(view, prefix_);
+    for (int64_t p = 0; p < x.P; ++p) columns_[p] = prefix(p);
     if (!packed_) return;
+    float* to = memory_;
     for (const auto& [from, to_row] : piece.head.ranges) {
       const int64_t begin = x.P + piece.first + from;
       read_rows(view, piece.b, piece.h, begin, begin + to_row - from, x.P, x.P + x.N, to);
       to += (to_row - from) * x.size;
     }
   }
-  // Rows j0 + offset (ahead) or j0 - offset of every column.
-  void ahead(int64_t j0, std::vector<Block>& to) const {
+  // Of a block from row j0 on: rows j + offset (ahead) or j - offset of each column, and a last column of one row.
+  const Block* ahead(int64_t j0, const float* last = nullptr) {
     const Head& head = piece_.head;
-    for (int64_t c = 0; c < head.count; ++c) to[c] = block(j0, head.offsets[c], head.ahead[c], c);
+    Block* own = columns_.data() + piece_.x.P;
+    for (int64_t c = 0; c < head.count; ++c) own[c] = block(j0, head.offsets[c], head.ahead[c], c);
+    own[head.count] = {last, 0};
+    return columns_.data();
   }
-  void behind(int64_t j0, std::vector<Block>& to) const {
+  const Block* behind(int64_t j0, const float* last = nullptr) {
     const Head& head = piece_.head;
-    for (int64_t c = 0; c < head.count; ++c) to[c] = block(j0, -head.offsets[c], head.behind[c], c);
+    Block* own = columns_.data() + piece_.x.P;
+    for (int64_t c = 0; c < head.count; ++c) own[c] = block(j0, -head.offsets[c], head.behind[c], c);
+    own[head.count] = {last, 0};
+    return columns_.data();
   }
+  Block prefix(int64_t p) const { return {prefix_ + p * piece_.x.size, 0}; }
   Block own(int64_t j0) const { return block(j0, 0, piece_.head.own, piece_.head.count); }
 
  private:
@@ -413,9 +423,28 @@ class Rows {
   }
   const Piece& piece_;
   const View& view_;
-  float* memory_;  // packed rows, or blocks at the edges
+  float *prefix_, *memory_;  // memory: packed rows, or blocks at the edges
   bool packed_;
+  std::vector<Block> columns_;
 };
+
+// A piece's block of rows from j0 on, mixed from columns, into a tensor.
+template <int V>
+inline void mix(
+    const Piece& piece, int64_t j0, const Block* columns, int64_t count, const float* factors, const View& to,
+    float* scratch) {
+  const Problem& x = piece.x;
+  const int64_t size = V ? L * V : x.size, rows = piece.rows(j0);
+  if (!to.whole()) {
+    mix<V>(columns, count, factors, rows, size, scratch, false, scratch, size);
+    write_rows(scratch, to, piece.b, piece.h, x.P + j0, rows);
+  } else if (to.half) {
+    at::BFloat16* out = to.of<at::BFloat16>(piece.b, piece.h, x.P + j0);
+    mix<V>(columns, count, factors, rows, size, scratch, x.large, out, to.token);
+  } else {
+    mix<V>(columns, count, factors, rows, size, scratch, x.large, to.of<float>(piece.b, piece.h, x.P + j0), to.token);
+  }
+}
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
@@ -467,17 +496,13 @@ void forward_piece(const Piece& piece, const Forward& f, const Scratch& own) {
   const Problem& x = piece.x;
   const Head& head = piece.head;
   const int64_t P = x.P, size = V ? L * V : x.size, first = piece.first, end = piece.end;
-  float *prefix_q = own.prefix.data(), *prefix_k = prefix_q + P * size, *prefix_v = prefix_k + P * size;
   const float factor = x.prefix_factor(piece.h), *v_sum = x.zero_fill ? f.v_sum + piece.bh * size : nullptr;
-  float *s = own.scores.data(), floors[L];
-  const Rows keys(piece, f.k, own.keys), values(piece, f.v, own.values);
+  float *s = own.scores.data(), *prefix_q = own.prefix.data();
+  Rows keys(piece, f.k, own.keys), values(piece, f.v, own.values);
   piece.prefix(f.q, prefix_q);
-  piece.prefix(f.k, prefix_k);
-  piece.prefix(f.v, prefix_v);
   for (int64_t j0 = first; j0 < end; j0 += L) {
     const int64_t rows = piece.rows(j0);
-    keys.ahead(j0, own.columns);
-    column_dots<V>(size, piece.block(f.q, j0, own), prefix_k, P, own.columns, head.count, s);
+    column_dots<V>(size, piece.block(f.q, j0, own), keys.ahead(j0), head.columns, s);
     for (int64_t c = 0; c < head.columns; ++c) {
       vec value = load(s + L * c);
       if (f.logits) store(f.logits + x.at(piece.b, piece.h, c) + j0, value * x.scale);
@@ -495,10 +520,8 @@ void forward_piece(const Piece& piece, const Forward& f, const Scratch& own) {
       const vec value = dots<V>(size, keys.own(j0), {prefix_q + p * size, 0}) * factor;
       store(own.rows.data() + p * x.rows + j0 - first, lanes(0, rows) ? value : splat(MINUS_INF));
     }
-    store(floors, softmax(piece, f, j0, s));
-    values.ahead(j0, own.columns);
-    const Mix m{v_sum, floors, prefix_v, P, own.columns, head.count, s};
-    mix<V>(m, x, piece.b, piece.h, j0, rows, f.out, own.result.data());
+    store(s + L * head.columns, softmax(piece, f, j0, s));
+    mix<V>(piece, j0, values.ahead(j0, v_sum), head.columns + x.zero_fill, s, f.out, own.result.data());
   }
   float* partial = f.partial + (piece.bh * x.chunks + piece.chunk) * P * (2 + size);
   for (int64_t p = 0; p < P; ++p, partial += 2 + size) {
@@ -584,18 +607,15 @@ void backward_rows(const Piece& piece, const Backward& f, const Scratch& own) {
   const Problem& x = piece.x;
   const Head& head = piece.head;
   const int64_t P = x.P, size = V ? L * V : x.size, first = piece.first;
-  float *prefix_q = own.prefix.data(), *prefix_k = prefix_q + P * size, *prefix_v = prefix_k + P * size,
-        *prefix_g = prefix_v + P * size, *prefix_out = prefix_g + P * size;
+  float *prefix_q = own.prefix.data(), *prefix_g = prefix_q + P * size, *prefix_out = prefix_g + P * size;
   const float factor = x.prefix_factor(piece.h);
   float* sums = f.sums + (piece.bh * x.chunks + piece.chunk) * f.sums_size;
   std::fill_n(sums, f.sums_size, 0.0f);
   float *dq_prefix = sums, *dk_prefix = sums + P * size, *dv_prefix = sums + 2 * P * size, *floor_sum = sums + 3 * P * size;
   vec prefix_sum = vec{};
   float *ds = own.scores.data(), *kept = own.others.data();
-  const Rows keys(piece, f.k, own.keys), values(piece, f.v, own.values);
+  Rows keys(piece, f.k, own.keys), values(piece, f.v, own.values);
   piece.prefix(f.q, prefix_q);
-  piece.prefix(f.k, prefix_k);
-  piece.prefix(f.v, prefix_v);
   piece.prefix(f.grad, prefix_g);
   piece.prefix(f.out, prefix_out);
   std::vector<float> row_deltas(P);
@@ -612,8 +632,7 @@ void backward_rows(const Piece& piece, const Backward& f, const Scratch& own) {
       store(floors, floor_value);
       add_rows<V>(size, rows, floors, g, floor_sum);
     }
-    values.ahead(j0, own.columns);
-    column_dots<V>(size, g, prefix_v, P, own.columns, head.count, ds);
+    column_dots<V>(size, g, values.ahead(j0), head.columns, ds);
     for (int64_t c = 0; c < head.columns; ++c) {
       vec dp = load(ds + L * c);
       const int64_t pair = x.at(piece.b, piece.h, c) + j0;
@@ -656,9 +675,7 @@ void backward_rows(const Piece& piece, const Backward& f, const Scratch& own) {
       add_rows<V>(size, rows, row, k, dq_prefix + p * size);
     }
     for (int64_t p = 0; p < P; ++p) add_rows<V>(size, rows, ds + L * p, piece.block(f.q, j0, own), dk_prefix + p * size);
-    keys.ahead(j0, own.columns);
-    const Mix m{nullptr, nullptr, prefix_k, P, own.columns, head.count, ds};
-    mix<V>(m, x, piece.b, piece.h, j0, rows, f.dq, own.result.data());
+    mix<V>(piece, j0, keys.ahead(j0), head.columns, ds, f.dq, own.result.data());
   }
   sums[f.sums_size - 1] = sum(prefix_sum);
 }
@@ -707,14 +724,12 @@ void backward_keys(const Piece& piece, const Backward& f, const Scratch& own) {
   const Problem& x = piece.x;
   const Head& head = piece.head;
   const int64_t P = x.P, size = V ? L * V : x.size;
-  float *prefix = own.prefix.data(), *factors = own.scores.data();
-  float ones[L];
-  store(ones, splat(1.0f));
+  float* factors = own.scores.data();
   // Of every pair of a key: its entry in arrays over (column, row) and over (prefix token, key).
   const auto gather = [&](const View& from, const View& to, const float* base, const auto& prefix_factor,
                           const auto& pair_factor) {
-    const Rows seeing(piece, from, own.keys);
-    piece.prefix(from, prefix);
+    Rows seeing(piece, from, own.keys);
+    store(factors + L * head.columns, splat(1.0f));
     for (int64_t m0 = piece.first; m0 < piece.end; m0 += L) {
       const int64_t keys = piece.rows(m0);
       for (int64_t p = 0; p < P; ++p) {
@@ -726,9 +741,7 @@ void backward_keys(const Piece& piece, const Backward& f, const Scratch& own) {
         const int64_t low = std::max(seen.from, -j0), high = std::max(low, std::min(seen.to, x.N - j0));
         store(factors + L * (P + c), pair_factor(x.at(piece.b, piece.h, P + c), j0, low, high));
       }
-      seeing.behind(m0, own.columns);
-      const Mix m{base, ones, prefix, P, own.columns, head.count, factors};
-      mix<V>(m, x, piece.b, piece.h, m0, keys, to, own.result.data());
+      mix<V>(piece, m0, seeing.behind(m0, base), head.columns + (base ? 1 : 0), factors, to, own.result.data());
     }
   };
   gather(
