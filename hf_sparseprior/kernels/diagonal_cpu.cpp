@@ -784,8 +784,8 @@ void backward_weights(const Problem& x, const Backward& f, int64_t h, float* d_p
 
 // ---- operators ------------------------------------------------------------------------------------------------------
 
-// Pieces in the order of memory: all heads of some rows, then the next rows. What the work reads: own_inputs at a piece's rows,
-// seen also at the offsets.
+// Pieces in the order of memory: all heads of some rows, then the next rows. What the work reads: `own_inputs` at a
+// piece's rows, `seen` at the offsets too.
 template <typename F>
 void for_pieces(
     const Problem& x, std::initializer_list<const View*> own_inputs, std::initializer_list<const View*> seen, const F& run) {
