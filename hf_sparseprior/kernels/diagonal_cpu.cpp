@@ -30,11 +30,13 @@ using at::Tensor;
 using std::optional;
 
 // Rows of a piece, whole blocks. Packing repeats the rows that two pieces see, reading in place repeats nothing.
-constexpr int64_t PACKED_CHUNK = 256, CHUNK = 64;
+constexpr int64_t PACKED_CHUNK = 256, CHUNK = 128;
 constexpr int64_t LARGE_BYTES = 2 << 20;  // of one of q, k, v, out
 
-// Whether rows can be read where they lie.
-inline bool in_place(const View& view) { return view.whole() && !view.half; }
+// Whether rows are read where they lie. At a distance of whole pages they would all fall on the same sets of a cache.
+inline bool in_place(const View& view) {
+  return view.whole() && !view.half && view.token * (int64_t)sizeof(float) % 4096 != 0;
+}
 
 // Rows of a block that have a key in a column.
 struct Span {
@@ -220,39 +222,41 @@ inline Block block_of(const Problem& x, const View& view, int64_t b, int64_t h, 
 
 // Dot products of 16 rows with 16 rows.
 template <int V>
-SPARSEPRIOR_INLINE vec dots(int64_t size, const Block& a, const Block& b) {
+SPARSEPRIOR_INLINE vec dots(int64_t size, Block a, Block b) {
   vec x[L];
 #pragma GCC unroll 16
-  for (int r = 0; r < L; ++r) x[r] = load(a.data + r * a.step) * load(b.data + r * b.step);
+  for (int r = 0; r < L; ++r) {
+    x[r] = load(a.data) * load(b.data);
 #pragma GCC unroll 8
-  for (int64_t i = L; i < (V ? L * V : size); i += L) {
-#pragma GCC unroll 16
-    for (int r = 0; r < L; ++r) x[r] += load(a.data + r * a.step + i) * load(b.data + r * b.step + i);
+    for (int64_t i = L; i < (V ? L * V : size); i += L) x[r] += load(a.data + i) * load(b.data + i);
+    a.data += a.step;
+    b.data += b.step;
   }
   return sums(x);
 }
 
-// The same of 4 columns at once, which reads each row of `a` once: out[c] for keys b[c].
+// The same of 4 columns at once, which reads each row of `a` once.
 template <int V>
-SPARSEPRIOR_INLINE void dots4(int64_t size, const Block& a, const Block b[4], vec out[4]) {
+SPARSEPRIOR_INLINE void dots4(int64_t size, Block a, const Block columns[4], vec out[4]) {
+  Block b[4];
+  std::copy_n(columns, 4, b);
   vec part[4];
   for (int group = 0; group < 4; ++group) {  // 4 rows: block c of 4 lanes is column c's
-    const int64_t row = 4 * group;
     vec x[L];
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
-      const vec own = load(a.data + (row + r) * a.step);
+      const vec first = load(a.data);
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c) x[4 * c + r] = own * load(b[c].data + (row + r) * b[c].step);
-    }
+      for (int c = 0; c < 4; ++c) x[4 * c + r] = first * load(b[c].data);
 #pragma GCC unroll 8
-    for (int64_t i = L; i < (V ? L * V : size); i += L) {
+      for (int64_t i = L; i < (V ? L * V : size); i += L) {
+        const vec own = load(a.data + i);
 #pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) {
-        const vec own = load(a.data + (row + r) * a.step + i);
-#pragma GCC unroll 4
-        for (int c = 0; c < 4; ++c) x[4 * c + r] += own * load(b[c].data + (row + r) * b[c].step + i);
+        for (int c = 0; c < 4; ++c) x[4 * c + r] += own * load(b[c].data + i);
       }
+      a.data += a.step;
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; ++c) b[c].data += b[c].step;
     }
     part[group] = sums(x);
   }
@@ -342,12 +346,13 @@ inline void add_row(int64_t size, float factor, const float* row, float* total) 
   add_rows<0>(size, 1, &factor, {row, 0}, total);
 }
 
-// Memory of one thread. Of pairs of a block: (column, row in block).
+// Memory of one thread. Keys and values of a piece take turns, so that what neighbouring rows share of one of them stays
+// in the first cache. Of the piece's pairs: (block, column, row in block).
 struct Scratch {
-  Buffer keys, values, prefix, block, result, scores, others, rows;
+  Buffer packed, prefix, block, result, scores, others, rows;
   explicit Scratch(const Problem& x)
-      : keys((x.P + x.most_packed) * x.size), values((x.P + x.most_packed) * x.size), prefix(3 * x.P * x.size),
-        block(L * x.size), result(L * x.size), scores(L * (x.most_columns + 1)), others(L * x.most_columns),
+      : packed((x.P + x.most_packed) * x.size), prefix(3 * x.P * x.size),
+        block(L * x.size), result(L * x.size), scores(x.rows * (x.most_columns + 1)), others(L * x.most_columns),
         rows(x.P * x.rows) {}
 };
 
@@ -361,6 +366,7 @@ struct Piece {
       : x(x_), head(x_.heads[h_]), b(b_), h(h_), chunk(chunk_), bh(b_ * x_.H + h_), first(chunk_ * x_.chunk),
         end(std::min(x_.N, first + x_.chunk)) {}
   int64_t rows(int64_t j0) const { return std::min<int64_t>(L, end - j0); }
+  float* block(const Buffer& pairs, int64_t j0) const { return pairs.data() + (j0 - first) * (head.columns + 1); }
   Block block(const View& view, int64_t j0, const Scratch& own) const {
     return block_of(x, view, b, h, j0, own.block.data());
   }
@@ -497,11 +503,13 @@ void forward_piece(const Piece& piece, const Forward& f, const Scratch& own) {
   const Head& head = piece.head;
   const int64_t P = x.P, size = V ? L * V : x.size, first = piece.first, end = piece.end;
   const float factor = x.prefix_factor(piece.h), *v_sum = x.zero_fill ? f.v_sum + piece.bh * size : nullptr;
-  float *s = own.scores.data(), *prefix_q = own.prefix.data();
-  Rows keys(piece, f.k, own.keys), values(piece, f.v, own.values);
+  float* prefix_q = own.prefix.data();
   piece.prefix(f.q, prefix_q);
+
+  Rows keys(piece, f.k, own.packed);
   for (int64_t j0 = first; j0 < end; j0 += L) {
     const int64_t rows = piece.rows(j0);
+    float* s = piece.block(own.scores, j0);
     column_dots<V>(size, piece.block(f.q, j0, own), keys.ahead(j0), head.columns, s);
     for (int64_t c = 0; c < head.columns; ++c) {
       vec value = load(s + L * c);
@@ -520,6 +528,11 @@ void forward_piece(const Piece& piece, const Forward& f, const Scratch& own) {
       const vec value = dots<V>(size, keys.own(j0), {prefix_q + p * size, 0}) * factor;
       store(own.rows.data() + p * x.rows + j0 - first, lanes(0, rows) ? value : splat(MINUS_INF));
     }
+  }
+
+  Rows values(piece, f.v, own.packed);
+  for (int64_t j0 = first; j0 < end; j0 += L) {
+    float* s = piece.block(own.scores, j0);
     store(s + L * head.columns, softmax(piece, f, j0, s));
     mix<V>(piece, j0, values.ahead(j0, v_sum), head.columns + x.zero_fill, s, f.out, own.result.data());
   }
@@ -606,23 +619,23 @@ template <int V>
 void backward_rows(const Piece& piece, const Backward& f, const Scratch& own) {
   const Problem& x = piece.x;
   const Head& head = piece.head;
-  const int64_t P = x.P, size = V ? L * V : x.size, first = piece.first;
+  const int64_t P = x.P, size = V ? L * V : x.size, first = piece.first, end = piece.end;
   float *prefix_q = own.prefix.data(), *prefix_g = prefix_q + P * size, *prefix_out = prefix_g + P * size;
   const float factor = x.prefix_factor(piece.h);
   float* sums = f.sums + (piece.bh * x.chunks + piece.chunk) * f.sums_size;
   std::fill_n(sums, f.sums_size, 0.0f);
   float *dq_prefix = sums, *dk_prefix = sums + P * size, *dv_prefix = sums + 2 * P * size, *floor_sum = sums + 3 * P * size;
   vec prefix_sum = vec{};
-  float *ds = own.scores.data(), *kept = own.others.data();
-  Rows keys(piece, f.k, own.keys), values(piece, f.v, own.values);
   piece.prefix(f.q, prefix_q);
   piece.prefix(f.grad, prefix_g);
   piece.prefix(f.out, prefix_out);
   std::vector<float> row_deltas(P);
   for (int64_t p = 0; p < P; ++p) row_deltas[p] = dot(prefix_g + p * size, prefix_out + p * size, size);
 
-  for (int64_t j0 = first; j0 < piece.end; j0 += L) {
+  Rows values(piece, f.v, own.packed);
+  for (int64_t j0 = first; j0 < end; j0 += L) {
     const int64_t rows = piece.rows(j0);
+    float *ds = piece.block(own.scores, j0), *kept = own.others.data();
     const Block g = piece.block(f.grad, j0, own);
     vec floor_value = vec{}, delta = vec{};
     if (x.zero_fill) {
@@ -666,15 +679,24 @@ void backward_rows(const Piece& piece, const Backward& f, const Scratch& own) {
       const int64_t key = x.row(piece.b, piece.h, p) + P + j0;
       vec dp = dots<V>(size, values.own(j0), {prefix_g + p * size, 0});
       if (f.drop) dp *= load_lanes(f.drop + x.pairs() + key, 0, rows);
-      const vec value = load_lanes(f.rows + key, 0, rows) * (dp - row_deltas[p]);
+      store(own.rows.data() + p * x.rows + j0 - first, load_lanes(f.rows + key, 0, rows) * (dp - row_deltas[p]));
+    }
+  }
+
+  Rows keys(piece, f.k, own.packed);
+  for (int64_t j0 = first; j0 < end; j0 += L) {
+    const int64_t rows = piece.rows(j0);
+    const float* ds = piece.block(own.scores, j0);
+    for (int64_t p = 0; p < P; ++p) {
+      add_rows<V>(size, rows, ds + L * p, piece.block(f.q, j0, own), dk_prefix + p * size);
       const Block k = keys.own(j0);
+      float* row = own.rows.data() + p * x.rows + j0 - first;
+      const vec value = load(row);
       if (x.decayed) prefix_sum += value * dots<V>(size, k, {prefix_q + p * size, 0}) * x.scale;
-      float row[L];
       store(row, value * factor);
-      std::copy_n(row, rows, f.row_grads + key);
+      std::copy_n(row, rows, f.row_grads + x.row(piece.b, piece.h, p) + P + j0);
       add_rows<V>(size, rows, row, k, dq_prefix + p * size);
     }
-    for (int64_t p = 0; p < P; ++p) add_rows<V>(size, rows, ds + L * p, piece.block(f.q, j0, own), dk_prefix + p * size);
     mix<V>(piece, j0, keys.ahead(j0), head.columns, ds, f.dq, own.result.data());
   }
   sums[f.sums_size - 1] = sum(prefix_sum);
@@ -728,7 +750,7 @@ void backward_keys(const Piece& piece, const Backward& f, const Scratch& own) {
   // Of every pair of a key: its entry in arrays over (column, row) and over (prefix token, key).
   const auto gather = [&](const View& from, const View& to, const float* base, const auto& prefix_factor,
                           const auto& pair_factor) {
-    Rows seeing(piece, from, own.keys);
+    Rows seeing(piece, from, own.packed);
     store(factors + L * head.columns, splat(1.0f));
     for (int64_t m0 = piece.first; m0 < piece.end; m0 += L) {
       const int64_t keys = piece.rows(m0);
