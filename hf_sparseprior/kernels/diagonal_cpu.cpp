@@ -403,24 +403,19 @@ class Rows {
     }
   }
   // Of a block from row j0 on: rows j + offset (ahead) or j - offset of each column, and a last column of one row.
-  const Block* ahead(int64_t j0, const float* last = nullptr) {
-    const Head& head = piece_.head;
-    Block* own = columns_.data() + piece_.x.P;
-    for (int64_t c = 0; c < head.count; ++c) own[c] = block(j0, head.offsets[c], head.ahead[c], c);
-    own[head.count] = {last, 0};
-    return columns_.data();
-  }
-  const Block* behind(int64_t j0, const float* last = nullptr) {
-    const Head& head = piece_.head;
-    Block* own = columns_.data() + piece_.x.P;
-    for (int64_t c = 0; c < head.count; ++c) own[c] = block(j0, -head.offsets[c], head.behind[c], c);
-    own[head.count] = {last, 0};
-    return columns_.data();
-  }
+  const Block* ahead(int64_t j0, const float* last = nullptr) { return columns(j0, 1, piece_.head.ahead, last); }
+  const Block* behind(int64_t j0, const float* last = nullptr) { return columns(j0, -1, piece_.head.behind, last); }
   Block prefix(int64_t p) const { return {prefix_ + p * piece_.x.size, 0}; }
   Block own(int64_t j0) const { return block(j0, 0, piece_.head.own, piece_.head.count); }
 
  private:
+  const Block* columns(int64_t j0, int64_t sign, const std::vector<int64_t>& places, const float* last) {
+    const Head& head = piece_.head;
+    Block* to = columns_.data() + piece_.x.P;
+    for (int64_t c = 0; c < head.count; ++c) to[c] = block(j0, sign * head.offsets[c], places[c], c);
+    to[head.count] = {last, 0};
+    return columns_.data();
+  }
   // place: of row first + shift among the packed rows; slot: of a block at an edge, in place.
   Block block(int64_t j0, int64_t shift, int64_t place, int64_t slot) const {
     const Problem& x = piece_.x;
