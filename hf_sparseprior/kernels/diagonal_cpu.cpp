@@ -3,10 +3,11 @@
 // Patch token j of head h sees the prefix tokens and the patches j + o, o in the head's signed offsets; prefix tokens see
 // everything. A patch that would see nothing sees itself: where there are such, the head gets a last offset 0 for them.
 //
-// Rows of a head lie apart in a projection's output, at distances that fall on few sets of a cache. Each piece of work,
-// CHUNK rows of a head, therefore packs the rows that it needs once, in float32, with zeros for rows that do not exist;
-// the loops then run over neighbouring memory and need no case for the edges. 16 rows are taken together: the dot
-// products of one offset end up in one vector, in which softmax runs.
+// A piece of work is some rows of a head, in blocks of 16: the dot products of a block with one offset's keys end up in one
+// vector, in which softmax runs. Pieces follow one another in the order of memory, all heads of some rows and then the
+// next rows, so that keys and values are still in the second cache when the last row that sees them comes. Rows of whole
+// float32 vectors are read where they lie; others are packed, once a piece, in float32. Rows that do not exist are zeros,
+// so that the loops need no case for the edges.
 //
 // Shapes: B batch, H heads, T = P + N tokens, P prefix tokens, D head width, C_h columns of head h: its prefix keys, its
 // offsets, and without prefix tokens one more for the patches themselves. Per-pair arrays: head after head (b, column,
@@ -28,8 +29,21 @@ namespace {
 using at::Tensor;
 using std::optional;
 
-constexpr int64_t CHUNK = 256;  // rows of a piece, whole blocks
+// Rows of a piece, whole blocks. Packing repeats the rows that two pieces see, reading in place repeats nothing.
+constexpr int64_t PACKED_CHUNK = 256, CHUNK = 128;
 constexpr int64_t LARGE_BYTES = 2 << 20;  // of one of q, k, v, out
+
+// Whether rows are read where they lie. At a distance of whole pages they would all fall on the same sets of a cache.
+inline bool in_place(const View& view) {
+  return view.whole() && !view.half && view.token * (int64_t)sizeof(float) % 4096 != 0;
+}
+
+// Rows of a block that have a key in a column.
+struct Span {
+  int64_t from, to;
+  bool all() const { return from == 0 && to == L; }
+  veci mask() const { return lanes(from, to); }
+};
 
 // What all pieces of a head have in common.
 struct Head {
@@ -46,22 +60,21 @@ struct Head {
   std::vector<int64_t> ahead, behind;  // the same of the rows at +offset and -offset
 
   bool is_self(int64_t c) const { return self_from < self_to && c == count - 1; }
-  // Rows from..to of a block of `rows` rows from j0 on that have a key in a column.
-  void valid(int64_t c, int64_t j0, int64_t rows, int64_t N, int64_t& from, int64_t& to) const {
-    from = std::max<int64_t>(0, -offsets[c] - j0);
-    to = std::min(rows, N - offsets[c] - j0);
+  // Of `rows` rows from j0 on.
+  Span valid(int64_t c, int64_t j0, int64_t rows, int64_t N) const {
+    int64_t from = std::max<int64_t>(0, -offsets[c] - j0), to = std::min(rows, N - offsets[c] - j0);
     if (is_self(c)) {
       from = std::max(from, self_from - j0);
       to = std::min(to, self_to - j0);
     }
-    to = std::max(from, to);
+    return {from, std::max(from, to)};
   }
 };
 
 struct Problem {
   int64_t B, H, P, N, D, size;  // size: floats of a packed row
-  int64_t padded, chunks, rows;  // rows in whole blocks; pieces of a head; rows of a piece
-  int64_t columns = 0, most_packed = 0, most_columns = 0;
+  int64_t padded, chunk, chunks, rows;  // rows in whole blocks; rows of a piece; pieces of a head; rows of the largest
+  int64_t columns = 0, most_packed = 0, most_columns = 0, farthest = 0;  // farthest: the largest offset
   float scale;
   bool zero_fill, decayed;
   bool large;  // the tensors do not stay in a cache from one call to the next
@@ -71,17 +84,19 @@ struct Problem {
   const int64_t* begin = nullptr;
   Values values;
   std::vector<Head> heads;
+  std::vector<float> zeros;  // a row
 
   Problem(
       const Tensor& q, const Tensor& offsets, const Tensor& counts, int64_t prefix, double scale_, bool zero_fill_,
       const optional<Tensor>& pairs, const optional<Tensor>& pair_begin, const optional<Tensor>& prefix_weight,
       const optional<Tensor>& self_weight)
       : B(q.size(0)), H(q.size(1)), P(prefix), N(q.size(2) - prefix), D(q.size(3)), size(L * vectors(q.size(3))),
-        scale((float)scale_), zero_fill(zero_fill_), decayed(pairs.has_value()) {
+        scale((float)scale_), zero_fill(zero_fill_), decayed(pairs.has_value()), zeros(size) {
     padded = (N + L - 1) / L * L;
     large = B * H * (P + N) * size * (int64_t)sizeof(float) > LARGE_BYTES;
-    rows = std::min(CHUNK, padded);
-    chunks = (N + CHUNK - 1) / CHUNK;
+    chunk = in_place(View(q)) ? CHUNK : PACKED_CHUNK;
+    rows = std::min(chunk, padded);
+    chunks = (N + chunk - 1) / chunk;
     check_is(counts, {H}, at::kInt, "counts");
     const int32_t* count = values.of<int32_t>(counts);
     int64_t total = 0;
@@ -118,7 +133,10 @@ struct Problem {
       head.first = first;
       head.start = columns;
       int64_t smallest = N;
-      for (const int64_t offset : head.offsets) smallest = std::min(smallest, std::abs(offset));
+      for (const int64_t offset : head.offsets) {
+        smallest = std::min(smallest, std::abs(offset));
+        farthest = std::max(farthest, std::abs(offset));
+      }
       if (!P && 2 * smallest > N) {  // rows nearer to both ends than the smallest offset
         head.self_from = N - smallest;
         head.self_to = smallest;
@@ -129,7 +147,7 @@ struct Problem {
       place(head);
       first += count[h];
       columns += P + count[h] + (P ? 0 : 1);
-      most_packed = std::max(most_packed, head.packed);
+      most_packed = std::max({most_packed, head.packed, L * (head.count + 1)});
       most_columns = std::max(most_columns, head.columns);
     }
   }
@@ -174,80 +192,71 @@ struct Problem {
   // Index of key 0 of a prefix row in an array (B, H, P, T).
   int64_t row(int64_t b, int64_t h, int64_t p) const { return ((b * H + h) * P + p) * (P + N); }
   float prefix_factor(int64_t h) const { return scale * (prefix_weights ? prefix_weights[h] : 1.0f); }
-  // Rows of a block that have a key in a column, as lanes.
-  veci valid(const Head& head, int64_t c, int64_t j0, int64_t rows) const {
-    int64_t from, to;
-    head.valid(c, j0, rows, N, from, to);
-    return lanes(from, to);
-  }
-  bool whole(const Head& head, int64_t c, int64_t j0, int64_t rows) const {
-    int64_t from, to;
-    head.valid(c, j0, rows, N, from, to);
-    return from == 0 && to == L;
-  }
-  // Weights of a column for rows j0.., 0 where there is no key.
-  vec weights(int64_t h, int64_t c, int64_t j0, int64_t rows) const {
+  // Weights of a column for the rows of a block from j0 on, 0 where there is no key.
+  vec weights(int64_t h, int64_t c, int64_t j0, const Span& keys) const {
     const Head& head = heads[h];
-    int64_t from, to;
-    head.valid(c, j0, rows, N, from, to);
-    if (head.is_self(c)) return lanes(from, to) ? splat(self_weights[h]) : vec{};
+    if (head.is_self(c)) return keys.mask() ? splat(self_weights[h]) : vec{};
     const float* own = pair_weights + begin[head.first + c] + std::min<int64_t>(head.offsets[c], 0);
-    return load_lanes(own + j0, from, to);
+    return load_lanes(own + j0, keys.from, keys.to);
   }
   // What a column's pairs would have under mask_fill "zero" if they were not in the support.
   vec floor_of(const Head& head, int64_t column, int64_t j0, int64_t rows, vec floor_value) const {
-    return (column < P ? lanes(0, rows) : valid(head, column - P, j0, rows)) ? floor_value : vec{};
+    return (column < P ? lanes(0, rows) : head.valid(column - P, j0, rows, N).mask()) ? floor_value : vec{};
   }
 };
 
-// 16 rows of q or of a gradient: where they lie, if that will do, else packed.
+// 16 rows; a step of 0 is the same row 16 times.
 struct Block {
   const float* data;
   int64_t step;
 };
-inline Block block_of(const Problem& x, const View& view, int64_t b, int64_t h, int64_t j0, int64_t rows, float* scratch) {
-  if (rows == L && view.whole() && !view.half) return {view.of<float>(b, h, x.P + j0), view.token};
+// Patches j0.. of a tensor, where they lie if that will do, else packed.
+inline Block block_of(const Problem& x, const View& view, int64_t b, int64_t h, int64_t j0, float* scratch) {
+  if (j0 <= -L || j0 >= x.N) return {x.zeros.data(), 0};
+  if (j0 >= 0 && j0 + L <= x.N && in_place(view)) return {view.of<float>(b, h, x.P + j0), view.token};
   read_rows(view, b, h, x.P + j0, x.P + j0 + L, x.P, x.P + x.N, scratch);
   return {scratch, x.size};
 }
 
-// The three loops that all time is spent in. V: vectors of a packed row, 0 where it is only known at run time.
+// The loops that all time is spent in. V: vectors of a packed row, 0 where it is only known at run time.
 
-// Dot products of 16 rows with 16 rows; a step of 0 takes the same row 16 times.
+// Dot products of 16 rows with 16 rows.
 template <int V>
-SPARSEPRIOR_INLINE vec dots(int64_t size, const float* a, int64_t a_step, const float* b, int64_t b_step) {
+SPARSEPRIOR_INLINE vec dots(int64_t size, Block a, Block b) {
   vec x[L];
 #pragma GCC unroll 16
-  for (int r = 0; r < L; ++r) x[r] = load(a + r * a_step) * load(b + r * b_step);
+  for (int r = 0; r < L; ++r) {
+    x[r] = load(a.data) * load(b.data);
 #pragma GCC unroll 8
-  for (int64_t i = L; i < (V ? L * V : size); i += L) {
-#pragma GCC unroll 16
-    for (int r = 0; r < L; ++r) x[r] += load(a + r * a_step + i) * load(b + r * b_step + i);
+    for (int64_t i = L; i < (V ? L * V : size); i += L) x[r] += load(a.data + i) * load(b.data + i);
+    a.data += a.step;
+    b.data += b.step;
   }
   return sums(x);
 }
 
-// The same of 4 columns at once, which reads each row of `a` once: out[c] for keys b[c].
+// The same of 4 columns at once, which reads each row of `a` once.
 template <int V>
-SPARSEPRIOR_INLINE void dots4(int64_t size, const float* a, int64_t a_step, const float* const b[4], vec out[4]) {
+SPARSEPRIOR_INLINE void dots4(int64_t size, Block a, const Block columns[4], vec out[4]) {
+  Block b[4];
+  std::copy_n(columns, 4, b);
   vec part[4];
   for (int group = 0; group < 4; ++group) {  // 4 rows: block c of 4 lanes is column c's
-    const int64_t row = 4 * group;
     vec x[L];
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
-      const vec own = load(a + (row + r) * a_step);
+      const vec first = load(a.data);
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c) x[4 * c + r] = own * load(b[c] + (row + r) * size);
-    }
+      for (int c = 0; c < 4; ++c) x[4 * c + r] = first * load(b[c].data);
 #pragma GCC unroll 8
-    for (int64_t i = L; i < (V ? L * V : size); i += L) {
+      for (int64_t i = L; i < (V ? L * V : size); i += L) {
+        const vec own = load(a.data + i);
 #pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) {
-        const vec own = load(a + (row + r) * a_step + i);
-#pragma GCC unroll 4
-        for (int c = 0; c < 4; ++c) x[4 * c + r] += own * load(b[c] + (row + r) * size + i);
+        for (int c = 0; c < 4; ++c) x[4 * c + r] += own * load(b[c].data + i);
       }
+      a.data += a.step;
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; ++c) b[c].data += b[c].step;
     }
     part[group] = sums(x);
   }
@@ -259,98 +268,92 @@ SPARSEPRIOR_INLINE void dots4(int64_t size, const float* a, int64_t a_step, cons
   out[3] = blocks<1, 3>(low2, high2);
 }
 
-// Dot products of a block's rows with the keys of every column, prefix keys first: out (columns, 16).
+// Dot products of a block's rows with every column's: out (columns, 16).
 template <int V>
-SPARSEPRIOR_INLINE void column_dots(
-    int64_t size, const Block& rows, const float* prefix, int64_t prefix_count, const float* packed,
-    const std::vector<int64_t>& at, float* out) {
-  for (int64_t p = 0; p < prefix_count; ++p, out += L) {
-    store(out, dots<V>(size, rows.data, rows.step, prefix + p * size, 0));
-  }
-  const int64_t count = (int64_t)at.size();
+SPARSEPRIOR_INLINE void column_dots(int64_t size, const Block& rows, const Block* columns, int64_t count, float* out) {
   int64_t c = 0;
   for (; c + 4 <= count; c += 4, out += 4 * L) {
-    const float* keys[4];
-    for (int i = 0; i < 4; ++i) keys[i] = packed + at[c + i] * size;
     vec x[4];
-    dots4<V>(size, rows.data, rows.step, keys, x);
+    dots4<V>(size, rows, columns + c, x);
     for (int i = 0; i < 4; ++i) store(out + L * i, x[i]);
   }
-  for (; c < count; ++c, out += L) store(out, dots<V>(size, rows.data, rows.step, packed + at[c] * size, size));
+  for (; c < count; ++c, out += L) store(out, dots<V>(size, rows, columns[c]));
 }
 
-// What a block of rows is mixed from: a base row, prefix rows (the same for every row), and columns of packed rows.
-struct Mix {
-  const float* base;  // null for none
-  const float* base_factors;
-  const float* prefix;
-  int64_t prefix_count;
-  const float* rows;
-  const std::vector<int64_t>& at;  // packed row of each column for the block's first row
-  const float* factors;            // (prefix, then columns) x 16
-};
-template <int S, typename T>
-SPARSEPRIOR_INLINE void mix_slab(const Mix& m, int64_t size, int64_t r, int64_t i, bool past_cache, T* out) {
-  vec x[S];
-  for (int s = 0; s < S; ++s) x[s] = m.base ? m.base_factors[r] * load(m.base + i + L * s) : vec{};
-  const float* factor = m.factors + r;
-  for (int64_t p = 0; p < m.prefix_count; ++p, factor += L) {
-    for (int s = 0; s < S; ++s) x[s] += *factor * load(m.prefix + p * size + i + L * s);
+// A block of rows as the sum of columns times their factors (columns, 16), of C columns and S vectors of each row;
+// before: what the sum starts with, packed, null for nothing.
+template <int C, int S, typename T>
+inline void mix_slab(
+    const Block* columns, const float* factors, int64_t rows, const float* before, int64_t size, bool past_cache, T* out,
+    int64_t step) {
+  Block own[C];
+  std::copy_n(columns, C, own);
+  for (int64_t r = 0; r < rows; ++r, out += step) {
+    vec x[S];
+    for (int s = 0; s < S; ++s) x[s] = before ? load(before + r * size + L * s) : vec{};
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) {
+      for (int s = 0; s < S; ++s) x[s] += factors[L * c + r] * load(own[c].data + L * s);
+      own[c].data += own[c].step;
+    }
+    for (int s = 0; s < S; ++s) past_cache ? stream(out + L * s, x[s]) : store(out + L * s, x[s]);
   }
-  const float* rows = m.rows + r * size + i;
-  const int64_t count = (int64_t)m.at.size();
-  for (int64_t c = 0; c < count; ++c, factor += L) {
-    for (int s = 0; s < S; ++s) x[s] += *factor * load(rows + m.at[c] * size + L * s);
-  }
-  for (int s = 0; s < S; ++s) past_cache ? stream(out + i + L * s, x[s]) : store(out + i + L * s, x[s]);
 }
+template <int C, int V, typename T>
+inline void mix_columns(
+    const Block* columns, const float* factors, int64_t rows, const float* before, int64_t size, bool past_cache, T* out,
+    int64_t step) {
+  Block own[C];
+  for (int64_t i = 0; i < (V ? L * V : size);) {
+    for (int c = 0; c < C; ++c) own[c] = {columns[c].data + i, columns[c].step};
+    const float* sum = before ? before + i : nullptr;
+    if (V == 4 || i + 4 * L <= size) {
+      mix_slab<C, 4>(own, factors, rows, sum, size, past_cache, out + i, step);
+      i += 4 * L;
+    } else {
+      mix_slab<C, 1>(own, factors, rows, sum, size, past_cache, out + i, step);
+      i += L;
+    }
+  }
+}
+// Of any number of columns: four at a time into `scratch`, then the rest.
 template <int V, typename T>
-inline void mix(const Mix& m, int64_t size, int64_t rows, bool past_cache, T* out, int64_t out_step) {
-  for (int64_t r = 0; r < rows; ++r) {
-    int64_t i = 0;
-    for (; i + 4 * L <= (V ? L * V : size); i += 4 * L) mix_slab<4>(m, size, r, i, past_cache, out + r * out_step);
-    for (; i < (V ? L * V : size); i += L) mix_slab<1>(m, size, r, i, past_cache, out + r * out_step);
+inline void mix(
+    const Block* columns, int64_t count, const float* factors, int64_t rows, int64_t size, float* scratch, bool past_cache,
+    T* out, int64_t step) {
+  const float* before = nullptr;
+  for (; count > 5; count -= 4, columns += 4, factors += 4 * L, before = scratch) {
+    mix_columns<4, V>(columns, factors, rows, before, size, false, scratch, size);
+  }
+  switch (count) {
+    case 5: return mix_columns<5, V>(columns, factors, rows, before, size, past_cache, out, step);
+    case 4: return mix_columns<4, V>(columns, factors, rows, before, size, past_cache, out, step);
+    case 3: return mix_columns<3, V>(columns, factors, rows, before, size, past_cache, out, step);
+    case 2: return mix_columns<2, V>(columns, factors, rows, before, size, past_cache, out, step);
+    default: return mix_columns<1, V>(columns, factors, rows, before, size, past_cache, out, step);
   }
 }
-// The same into patches j0.. of a tensor.
+// total += sum over `count` rows of factor * row.
 template <int V>
-inline void mix(const Mix& m, const Problem& x, int64_t b, int64_t h, int64_t j0, int64_t rows, const View& out, float* scratch) {
-  const int64_t size = V ? L * V : x.size;
-  if (out.whole() && out.half) {
-    mix<V>(m, size, rows, x.large, out.of<at::BFloat16>(b, h, x.P + j0), out.token);
-    return;
-  }
-  if (out.whole()) {
-    mix<V>(m, size, rows, x.large, out.of<float>(b, h, x.P + j0), out.token);
-    return;
-  }
-  mix<V>(m, size, rows, false, scratch, size);
-  write_rows(scratch, out, b, h, x.P + j0, rows);
-}
-
-// total += sum over 16 rows of factor * row.
-template <int V>
-inline void add_rows(int64_t size, int64_t count, const float* factors, const float* rows, int64_t step, float* total) {
+inline void add_rows(int64_t size, int64_t count, const float* factors, const Block& rows, float* total) {
   for (int64_t i = 0; i < (V ? L * V : size); i += L) {
     vec x = load(total + i);
-    for (int64_t r = 0; r < count; ++r) x += factors[r] * load(rows + r * step + i);
+    for (int64_t r = 0; r < count; ++r) x += factors[r] * load(rows.data + r * rows.step + i);
     store(total + i, x);
   }
 }
-
-inline float dot(const float* a, const float* b, int64_t size) {
-  vec x = vec{};
-  for (int64_t i = 0; i < size; i += L) x += load(a + i) * load(b + i);
-  return sum(x);
+inline void add_row(int64_t size, float factor, const float* row, float* total) {
+  add_rows<0>(size, 1, &factor, {row, 0}, total);
 }
 
-// Memory of one thread. Keys and values of a piece take turns in `packed`, so that what neighbouring rows share of one
-// of them stays in the first cache. Of the piece's pairs: (block, column, row in block).
+// Memory of one thread. Keys and values of a piece take turns, so that what neighbouring rows share of one of them stays
+// in the first cache. Of the piece's pairs: (block, column, row in block).
 struct Scratch {
   Buffer packed, prefix, block, result, scores, others, rows;
   explicit Scratch(const Problem& x)
-      : packed(x.most_packed * x.size), prefix(5 * x.P * x.size), block(L * x.size), result(L * x.size),
-        scores(x.rows * x.most_columns), others(x.rows * x.most_columns), rows(x.P * x.rows) {}
+      : packed((x.P + x.most_packed) * x.size), prefix(3 * x.P * x.size),
+        block(L * x.size), result(L * x.size), scores(x.rows * (x.most_columns + 1)), others(L * x.most_columns),
+        rows(x.P * x.rows) {}
 };
 
 // A piece: rows first..end of (b, h).
@@ -360,34 +363,89 @@ struct Piece {
   int64_t b, h, chunk, bh, first, end;
   Piece(const Problem& x_, int64_t i) : Piece(x_, i / (x_.chunks * x_.H), i % x_.H, i / x_.H % x_.chunks) {}
   Piece(const Problem& x_, int64_t b_, int64_t h_, int64_t chunk_)
-      : x(x_), head(x_.heads[h_]), b(b_), h(h_), chunk(chunk_), bh(b_ * x_.H + h_), first(chunk_ * CHUNK),
-        end(std::min(x_.N, first + CHUNK)) {}
+      : x(x_), head(x_.heads[h_]), b(b_), h(h_), chunk(chunk_), bh(b_ * x_.H + h_), first(chunk_ * x_.chunk),
+        end(std::min(x_.N, first + x_.chunk)) {}
   int64_t rows(int64_t j0) const { return std::min<int64_t>(L, end - j0); }
-  float* block(const Buffer& pairs, int64_t j0) const { return pairs.data() + (j0 - first) * head.columns; }
-  void pack(const View& view, float* to) const {
-    for (const auto& [from, to_row] : head.ranges) {
-      read_rows(view, b, h, x.P + first + from, x.P + first + to_row, x.P, x.P + x.N, to);
-      to += (to_row - from) * x.size;
-    }
+  float* block(const Buffer& pairs, int64_t j0) const { return pairs.data() + (j0 - first) * (head.columns + 1); }
+  Block block(const View& view, int64_t j0, const Scratch& own) const {
+    return block_of(x, view, b, h, j0, own.block.data());
   }
-  // Reads the piece's tokens of all heads one after the other, which the hardware foresees; the rows of one head, far
+  void prefix(const View& view, float* to) const { read_rows(view, b, h, 0, x.P, 0, x.P, to); }
+  // Reads patches from..to of all heads one after the other, which the hardware foresees; the rows of one head, far
   // apart, would be waited for.
-  void bring_near(const View& view) const {
+  void bring_near(const View& view, int64_t from, int64_t to) const {
     if (view.lane != 1) return;
     const int64_t bytes = view.width * (view.half ? 2 : 4);
-    for (int64_t t = x.P + first; t < x.P + end; ++t) {
+    for (int64_t t = x.P + std::max<int64_t>(from, 0); t < x.P + std::min(to, x.N); ++t) {
       for (int64_t head = 0; head < x.H; ++head) {
         const char* row = view.half ? (const char*)view.of<at::BFloat16>(b, head, t) : (const char*)view.of<float>(b, head, t);
         for (int64_t i = 0; i < bytes; i += 64) (void)*(const volatile char*)(row + i);
       }
     }
   }
-  void prefix(const View& view, float* to) const { read_rows(view, b, h, 0, x.P, 0, x.P, to); }
-  // Packed rows of each column for a block.
-  void place(const std::vector<int64_t>& places, int64_t j0, std::vector<int64_t>& at) const {
-    for (int64_t c = 0; c < head.count; ++c) at[c] = places[c] + j0 - first;
-  }
 };
+
+// The rows that a piece needs of a tensor, as columns: the prefix tokens and those at the head's offsets.
+class Rows {
+ public:
+  Rows(const Piece& piece, const View& view, const Buffer& memory)
+      : piece_(piece), view_(view), prefix_(memory.data()), memory_(prefix_ + piece.x.P * piece.x.size),
+        packed_(!in_place(view)), columns_(piece.head.columns + 1) {
+    const Problem& x = piece.x;
+    piece.prefix(view, prefix_);
+    for (int64_t p = 0; p < x.P; ++p) columns_[p] = prefix(p);
+    if (!packed_) return;
+    float* to = memory_;
+    for (const auto& [from, to_row] : piece.head.ranges) {
+      const int64_t begin = x.P + piece.first + from;
+      read_rows(view, piece.b, piece.h, begin, begin + to_row - from, x.P, x.P + x.N, to);
+      to += (to_row - from) * x.size;
+    }
+  }
+  // Of a block from row j0 on: rows j + offset (ahead) or j - offset of each column, and a last column of one row.
+  const Block* ahead(int64_t j0, const float* last = nullptr) { return columns(j0, 1, piece_.head.ahead, last); }
+  const Block* behind(int64_t j0, const float* last = nullptr) { return columns(j0, -1, piece_.head.behind, last); }
+  Block prefix(int64_t p) const { return {prefix_ + p * piece_.x.size, 0}; }
+  Block own(int64_t j0) const { return block(j0, 0, piece_.head.own, piece_.head.count); }
+
+ private:
+  const Block* columns(int64_t j0, int64_t sign, const std::vector<int64_t>& places, const float* last) {
+    const Head& head = piece_.head;
+    Block* to = columns_.data() + piece_.x.P;
+    for (int64_t c = 0; c < head.count; ++c) to[c] = block(j0, sign * head.offsets[c], places[c], c);
+    to[head.count] = {last, 0};
+    return columns_.data();
+  }
+  // place: of row first + shift among the packed rows; slot: of a block at an edge, in place.
+  Block block(int64_t j0, int64_t shift, int64_t place, int64_t slot) const {
+    const Problem& x = piece_.x;
+    if (packed_) return {memory_ + (place + j0 - piece_.first) * x.size, x.size};
+    return block_of(x, view_, piece_.b, piece_.h, j0 + shift, memory_ + slot * L * x.size);
+  }
+  const Piece& piece_;
+  const View& view_;
+  float *prefix_, *memory_;  // memory: packed rows, or blocks at the edges
+  bool packed_;
+  std::vector<Block> columns_;
+};
+
+// A piece's block of rows from j0 on, mixed from columns, into a tensor.
+template <int V>
+inline void mix(
+    const Piece& piece, int64_t j0, const Block* columns, int64_t count, const float* factors, const View& to,
+    float* scratch) {
+  const Problem& x = piece.x;
+  const int64_t size = V ? L * V : x.size, rows = piece.rows(j0);
+  if (!to.whole()) {
+    mix<V>(columns, count, factors, rows, size, scratch, false, scratch, size);
+    write_rows(scratch, to, piece.b, piece.h, x.P + j0, rows);
+  } else if (to.half) {
+    at::BFloat16* out = to.of<at::BFloat16>(piece.b, piece.h, x.P + j0);
+    mix<V>(columns, count, factors, rows, size, scratch, x.large, out, to.token);
+  } else {
+    mix<V>(columns, count, factors, rows, size, scratch, x.large, to.of<float>(piece.b, piece.h, x.P + j0), to.token);
+  }
+}
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
@@ -406,7 +464,7 @@ vec softmax(const Piece& piece, const Forward& f, int64_t j0, float* s) {
   vec highest = splat(MINUS_INF), seen = splat((float)x.P), floor_value = vec{}, total = vec{};
   for (int64_t c = 0; c < head.columns; ++c) highest = maximum(highest, load(s + L * c));
   if (x.zero_fill) {  // every pair outside the support keeps exp(0)
-    for (int64_t c = 0; c < head.count; ++c) seen += x.valid(head, c, j0, rows) ? splat(1.0f) : vec{};
+    for (int64_t c = 0; c < head.count; ++c) seen += head.valid(c, j0, rows, x.N).mask() ? splat(1.0f) : vec{};
     const vec outside = splat((float)(x.P + x.N)) - seen;
     const veci masked = outside > 0.0f;
     highest = masked ? maximum(highest, vec{}) : highest;
@@ -439,66 +497,57 @@ void forward_piece(const Piece& piece, const Forward& f, const Scratch& own) {
   const Problem& x = piece.x;
   const Head& head = piece.head;
   const int64_t P = x.P, size = V ? L * V : x.size, first = piece.first, end = piece.end;
-  float *packed = own.packed.data(), *own_rows = packed + head.own * size;
-  float *prefix_q = own.prefix.data(), *prefix_k = prefix_q + P * size, *prefix_v = prefix_k + P * size;
-  const float factor = x.prefix_factor(piece.h);
-  std::vector<int64_t> at(head.count);
-
-  piece.pack(f.k, packed);
+  const float factor = x.prefix_factor(piece.h), *v_sum = x.zero_fill ? f.v_sum + piece.bh * size : nullptr;
+  float* prefix_q = own.prefix.data();
   piece.prefix(f.q, prefix_q);
-  piece.prefix(f.k, prefix_k);
+
+  Rows keys(piece, f.k, own.packed);
   for (int64_t j0 = first; j0 < end; j0 += L) {
     const int64_t rows = piece.rows(j0);
-    const Block q = block_of(x, f.q, piece.b, piece.h, j0, rows, own.block.data());
     float* s = piece.block(own.scores, j0);
-    piece.place(head.ahead, j0, at);
-    column_dots<V>(size, q, prefix_k, P, packed, at, s);
+    column_dots<V>(size, piece.block(f.q, j0, own), keys.ahead(j0), head.columns, s);
     for (int64_t c = 0; c < head.columns; ++c) {
       vec value = load(s + L * c);
       if (f.logits) store(f.logits + x.at(piece.b, piece.h, c) + j0, value * x.scale);
       if (c < P) {
         value *= factor;
       } else {
+        const Span seen = head.valid(c - P, j0, rows, x.N);
         value *= x.scale;
-        if (x.decayed) value *= x.weights(piece.h, c - P, j0, rows);
-        if (!x.whole(head, c - P, j0, rows)) value = x.valid(head, c - P, j0, rows) ? value : splat(MINUS_INF);
+        if (x.decayed) value *= x.weights(piece.h, c - P, j0, seen);
+        if (!seen.all()) value = seen.mask() ? value : splat(MINUS_INF);
       }
       store(s + L * c, value);
     }
     for (int64_t p = 0; p < P; ++p) {  // these rows as keys of the prefix tokens
-      const vec value = dots<V>(size, own_rows + (j0 - first) * size, size, prefix_q + p * size, 0) * factor;
+      const vec value = dots<V>(size, keys.own(j0), {prefix_q + p * size, 0}) * factor;
       store(own.rows.data() + p * x.rows + j0 - first, lanes(0, rows) ? value : splat(MINUS_INF));
     }
   }
 
-  piece.pack(f.v, packed);
-  piece.prefix(f.v, prefix_v);
+  Rows values(piece, f.v, own.packed);
   for (int64_t j0 = first; j0 < end; j0 += L) {
     float* s = piece.block(own.scores, j0);
-    float floors[L];
-    store(floors, softmax(piece, f, j0, s));
-    piece.place(head.ahead, j0, at);
-    const float* v_sum = x.zero_fill ? f.v_sum + piece.bh * size : nullptr;
-    const Mix m{v_sum, floors, prefix_v, P, packed, at, s};
-    mix<V>(m, x, piece.b, piece.h, j0, piece.rows(j0), f.out, own.result.data());
+    store(s + L * head.columns, softmax(piece, f, j0, s));
+    mix<V>(piece, j0, values.ahead(j0, v_sum), head.columns + x.zero_fill, s, f.out, own.result.data());
   }
   float* partial = f.partial + (piece.bh * x.chunks + piece.chunk) * P * (2 + size);
   for (int64_t p = 0; p < P; ++p, partial += 2 + size) {
     const int64_t key = x.row(piece.b, piece.h, p) + P;
-    float* s = own.rows.data() + p * x.rows;
+    float* logits = own.rows.data() + p * x.rows;
     vec highest = splat(MINUS_INF), total = vec{};
-    for (int64_t j0 = first; j0 < end; j0 += L) highest = maximum(highest, load(s + j0 - first));
+    for (int64_t j0 = first; j0 < end; j0 += L) highest = maximum(highest, load(logits + j0 - first));
     const float top = maximum(highest);
     std::fill_n(partial + 2, size, 0.0f);
     for (int64_t j0 = first; j0 < end; j0 += L) {
       const int64_t rows = piece.rows(j0);
-      const vec logit = load(s + j0 - first);
+      const vec logit = load(logits + j0 - first);
       if (f.rows) store_lanes(f.rows + key + j0, logit, rows);
       vec e = exp_of(logit - top);
       total += e;
       if (f.drop) e *= load_lanes(f.drop + x.pairs() + key + j0, 0, rows);
-      store(s + j0 - first, e);
-      add_rows<V>(size, rows, s + j0 - first, own_rows + (j0 - first) * size, size, partial + 2);
+      store(logits + j0 - first, e);
+      add_rows<V>(size, rows, logits + j0 - first, values.own(j0), partial + 2);
     }
     partial[0] = top;
     partial[1] = sum(total);
@@ -527,12 +576,12 @@ void forward_prefix(const Problem& x, const Forward& f, int64_t b, int64_t h) {
       total += e;
       if (f.rows) f.rows[x.row(b, h, p) + t] = own[t];
       const float kept = f.drop ? e * f.drop[x.pairs() + x.row(b, h, p) + t] : e;
-      add_rows<0>(size, 1, &kept, v.data() + t * size, size, result.data());
+      add_row(size, kept, v.data() + t * size, result.data());
     }
     for (int64_t i = 0; i < x.chunks; ++i) {
       const float shrink = std::exp(pieces[i * step] - top);
       total += shrink * pieces[i * step + 1];
-      add_rows<0>(size, 1, &shrink, pieces + i * step + 2, size, result.data());
+      add_row(size, shrink, pieces + i * step + 2, result.data());
     }
     const float share = 1.0f / total;
     for (int64_t i = 0; i < size; ++i) result.data()[i] *= share;
@@ -566,34 +615,32 @@ void backward_rows(const Piece& piece, const Backward& f, const Scratch& own) {
   const Problem& x = piece.x;
   const Head& head = piece.head;
   const int64_t P = x.P, size = V ? L * V : x.size, first = piece.first, end = piece.end;
-  float *packed = own.packed.data(), *own_rows = packed + head.own * size;
-  float *prefix_q = own.prefix.data(), *prefix_k = prefix_q + P * size, *prefix_v = prefix_k + P * size,
-        *prefix_g = prefix_v + P * size, *prefix_out = prefix_g + P * size;
+  float *prefix_q = own.prefix.data(), *prefix_g = prefix_q + P * size, *prefix_out = prefix_g + P * size;
   const float factor = x.prefix_factor(piece.h);
-  std::vector<int64_t> at(head.count);
   float* sums = f.sums + (piece.bh * x.chunks + piece.chunk) * f.sums_size;
   std::fill_n(sums, f.sums_size, 0.0f);
   float *dq_prefix = sums, *dk_prefix = sums + P * size, *dv_prefix = sums + 2 * P * size, *floor_sum = sums + 3 * P * size;
   vec prefix_sum = vec{};
-
-  piece.pack(f.v, packed);
-  piece.prefix(f.v, prefix_v);
+  piece.prefix(f.q, prefix_q);
   piece.prefix(f.grad, prefix_g);
   piece.prefix(f.out, prefix_out);
+  std::vector<float> row_deltas(P);
+  for (int64_t p = 0; p < P; ++p) row_deltas[p] = dot(prefix_g + p * size, prefix_out + p * size, size);
+
+  Rows values(piece, f.v, own.packed);
   for (int64_t j0 = first; j0 < end; j0 += L) {
     const int64_t rows = piece.rows(j0);
-    const Block g = block_of(x, f.grad, piece.b, piece.h, j0, rows, own.block.data());
     float *ds = piece.block(own.scores, j0), *kept = own.others.data();
-    piece.place(head.ahead, j0, at);
+    const Block g = piece.block(f.grad, j0, own);
     vec floor_value = vec{}, delta = vec{};
     if (x.zero_fill) {
       floor_value = load(f.floors + piece.bh * x.padded + j0);
-      delta = floor_value * dots<V>(size, g.data, g.step, f.v_sum + piece.bh * size, 0);
+      delta = floor_value * dots<V>(size, g, {f.v_sum + piece.bh * size, 0});
       float floors[L];
       store(floors, floor_value);
-      add_rows<V>(size, rows, floors, g.data, g.step, floor_sum);
+      add_rows<V>(size, rows, floors, g, floor_sum);
     }
-    column_dots<V>(size, g, prefix_v, P, packed, at, ds);
+    column_dots<V>(size, g, values.ahead(j0), head.columns, ds);
     for (int64_t c = 0; c < head.columns; ++c) {
       vec dp = load(ds + L * c);
       const int64_t pair = x.at(piece.b, piece.h, c) + j0;
@@ -614,7 +661,7 @@ void backward_rows(const Piece& piece, const Backward& f, const Scratch& own) {
         if (c < P) {
           prefix_sum += lanes(0, rows) ? product : vec{};
         } else {
-          value *= x.weights(piece.h, c - P, j0, rows);
+          value *= x.weights(piece.h, c - P, j0, head.valid(c - P, j0, rows, x.N));
         }
       }
       value *= c < P ? factor : x.scale;
@@ -622,37 +669,30 @@ void backward_rows(const Piece& piece, const Backward& f, const Scratch& own) {
       store(f.pair_grads + pair, value);
     }
     for (int64_t p = 0; p < P; ++p) {
-      add_rows<V>(size, rows, kept + L * p, g.data, g.step, dv_prefix + p * size);
+      add_rows<V>(size, rows, kept + L * p, g, dv_prefix + p * size);
       // These rows as keys of the prefix rows.
       const int64_t key = x.row(piece.b, piece.h, p) + P + j0;
-      vec dp = dots<V>(size, own_rows + (j0 - first) * size, size, prefix_g + p * size, 0);
+      vec dp = dots<V>(size, values.own(j0), {prefix_g + p * size, 0});
       if (f.drop) dp *= load_lanes(f.drop + x.pairs() + key, 0, rows);
-      const float row_delta = dot(prefix_g + p * size, prefix_out + p * size, size);
-      store(own.rows.data() + p * x.rows + j0 - first, load_lanes(f.rows + key, 0, rows) * (dp - row_delta));
+      store(own.rows.data() + p * x.rows + j0 - first, load_lanes(f.rows + key, 0, rows) * (dp - row_deltas[p]));
     }
   }
 
-  piece.pack(f.k, packed);
-  piece.prefix(f.k, prefix_k);
-  piece.prefix(f.q, prefix_q);
+  Rows keys(piece, f.k, own.packed);
   for (int64_t j0 = first; j0 < end; j0 += L) {
     const int64_t rows = piece.rows(j0);
     const float* ds = piece.block(own.scores, j0);
-    piece.place(head.ahead, j0, at);
-    const Mix m{nullptr, nullptr, prefix_k, P, packed, at, ds};
-    mix<V>(m, x, piece.b, piece.h, j0, rows, f.dq, own.result.data());
-    if (!P) continue;
-    const Block q = block_of(x, f.q, piece.b, piece.h, j0, rows, own.block.data());
     for (int64_t p = 0; p < P; ++p) {
-      add_rows<V>(size, rows, ds + L * p, q.data, q.step, dk_prefix + p * size);
-      const float* keys = own_rows + (j0 - first) * size;
+      add_rows<V>(size, rows, ds + L * p, piece.block(f.q, j0, own), dk_prefix + p * size);
+      const Block k = keys.own(j0);
       float* row = own.rows.data() + p * x.rows + j0 - first;
       const vec value = load(row);
-      if (x.decayed) prefix_sum += value * dots<V>(size, keys, size, prefix_q + p * size, 0) * x.scale;
+      if (x.decayed) prefix_sum += value * dots<V>(size, k, {prefix_q + p * size, 0}) * x.scale;
       store(row, value * factor);
       std::copy_n(row, rows, f.row_grads + x.row(piece.b, piece.h, p) + P + j0);
-      add_rows<V>(size, rows, row, keys, size, dq_prefix + p * size);
+      add_rows<V>(size, rows, row, k, dq_prefix + p * size);
     }
+    mix<V>(piece, j0, keys.ahead(j0), head.columns, ds, f.dq, own.result.data());
   }
   sums[f.sums_size - 1] = sum(prefix_sum);
 }
@@ -682,14 +722,13 @@ void backward_prefix(const Problem& x, const Backward& f, int64_t b, int64_t h) 
       const float scaled = ds * x.prefix_factor(h);
       sums[f.sums_size - 1] += ds * dot(query, k.data() + t * size, size) * x.scale;
       f.row_grads[pair] = scaled;
-      add_rows<0>(size, 1, &scaled, k.data() + t * size, size, dq + p * size);
-      add_rows<0>(size, 1, &scaled, query, size, dk + t * size);
-      add_rows<0>(size, 1, &kept, gradient, size, dv + t * size);
+      add_row(size, scaled, k.data() + t * size, dq + p * size);
+      add_row(size, scaled, query, dk + t * size);
+      add_row(size, kept, gradient, dv + t * size);
     }
   }
   for (int64_t p = 0; p < P; ++p) {
-    const float one = 1.0f;
-    if (x.zero_fill) add_rows<0>(size, 1, &one, floor_sum, size, dv + p * size);
+    if (x.zero_fill) add_row(size, 1.0f, floor_sum, dv + p * size);
   }
   write_rows(dq, f.dq, b, h, 0, P);
   write_rows(dk, f.dk, b, h, 0, P);
@@ -702,15 +741,12 @@ void backward_keys(const Piece& piece, const Backward& f, const Scratch& own) {
   const Problem& x = piece.x;
   const Head& head = piece.head;
   const int64_t P = x.P, size = V ? L * V : x.size;
-  float *packed = own.packed.data(), *prefix = own.prefix.data(), *factors = own.scores.data();
-  std::vector<int64_t> at(head.count);
-  float ones[L];
-  store(ones, splat(1.0f));
+  float* factors = own.scores.data();
   // Of every pair of a key: its entry in arrays over (column, row) and over (prefix token, key).
   const auto gather = [&](const View& from, const View& to, const float* base, const auto& prefix_factor,
                           const auto& pair_factor) {
-    piece.pack(from, packed);
-    piece.prefix(from, prefix);
+    Rows seeing(piece, from, own.packed);
+    store(factors + L * head.columns, splat(1.0f));
     for (int64_t m0 = piece.first; m0 < piece.end; m0 += L) {
       const int64_t keys = piece.rows(m0);
       for (int64_t p = 0; p < P; ++p) {
@@ -718,15 +754,11 @@ void backward_keys(const Piece& piece, const Backward& f, const Scratch& own) {
       }
       for (int64_t c = 0; c < head.count; ++c) {
         const int64_t j0 = m0 - head.offsets[c];
-        int64_t low, high;
-        head.valid(c, j0, keys, x.N, low, high);
-        low = std::max(low, -j0);
-        high = std::max(low, std::min(high, x.N - j0));
+        const Span seen = head.valid(c, j0, keys, x.N);
+        const int64_t low = std::max(seen.from, -j0), high = std::max(low, std::min(seen.to, x.N - j0));
         store(factors + L * (P + c), pair_factor(x.at(piece.b, piece.h, P + c), j0, low, high));
       }
-      piece.place(head.behind, m0, at);
-      const Mix m{base, ones, prefix, P, packed, at, factors};
-      mix<V>(m, x, piece.b, piece.h, m0, keys, to, own.result.data());
+      mix<V>(piece, m0, seeing.behind(m0, base), head.columns + (base ? 1 : 0), factors, to, own.result.data());
     }
   };
   gather(
@@ -753,8 +785,7 @@ void backward_weights(const Problem& x, const Backward& f, int64_t h, float* d_p
   const Head& head = x.heads[h];
   for (int64_t c = 0; c < head.count; ++c) {
     const int64_t offset = head.offsets[c];
-    int64_t from, to;
-    head.valid(c, 0, x.N, x.N, from, to);
+    const auto [from, to] = head.valid(c, 0, x.N, x.N);
     for (int64_t b = 0; b < x.B; ++b) {
       const float* products = f.weight_grads + x.at(b, h, x.P + c);
       if (head.is_self(c)) {
@@ -770,15 +801,20 @@ void backward_weights(const Problem& x, const Backward& f, int64_t h, float* d_p
 
 // ---- operators ------------------------------------------------------------------------------------------------------
 
-// Pieces in the order of memory: all heads of some rows, then the next rows. `inputs`: what the work reads.
+// Pieces in the order of memory: all heads of some rows, then the next rows. What the work reads: `own_inputs` at a
+// piece's rows, `seen` at the offsets too.
 template <typename F>
-void for_pieces(const Problem& x, std::initializer_list<const View*> inputs, const F& run) {
+void for_pieces(
+    const Problem& x, std::initializer_list<const View*> own_inputs, std::initializer_list<const View*> seen, const F& run) {
   at::parallel_for(0, x.B * x.chunks * x.H, 1, [&](int64_t begin, int64_t end) {
     const Scratch own(x);
     for (int64_t i = begin; i < end; ++i) {
       const Piece piece(x, i);
       if (x.large && (i == begin || piece.h == 0)) {
-        for (const View* view : inputs) piece.bring_near(*view);
+        const bool fresh = i == begin || piece.chunk == 0;
+        const int64_t from = fresh ? piece.first - x.farthest : piece.first + x.farthest;
+        for (const View* view : own_inputs) piece.bring_near(*view, piece.first, piece.end);
+        for (const View* view : seen) piece.bring_near(*view, from, piece.end + x.farthest);
       }
       run(piece, own);
     }
@@ -821,7 +857,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
   const Tensor v_sum = zero_fill ? sum_of_values(v, x.size) : at::empty({0}, floats);
   const Forward f{View(q), View(k), View(v), View(out), factors(x, drop), data(v_sum),
                   data(probs), data(logits), data(floors), data(rows), data(partial)};
-  for_pieces(x, {&f.q, &f.k, &f.v}, [&](const Piece& piece, const Scratch& own) {
+  for_pieces(x, {&f.q}, {&f.k, &f.v}, [&](const Piece& piece, const Scratch& own) {
     x.size == 64 ? forward_piece<4>(piece, f, own) : forward_piece<0>(piece, f, own);
   });
   if (prefix) for_heads(x, [&](int64_t b, int64_t h) { forward_prefix(x, f, b, h); });
@@ -855,11 +891,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
                    data(v_sum), x.values.of<float>(probs), x.values.of<float>(logits), x.values.of<float>(floors),
                    x.values.of<float>(rows), data(pair_grads), data(weight_grads), data(row_grads), data(sums),
                    sums_size(x)};
-  for_pieces(x, {&f.grad, &f.v, &f.k}, [&](const Piece& piece, const Scratch& own) {
+  for_pieces(x, {&f.grad}, {&f.k, &f.v}, [&](const Piece& piece, const Scratch& own) {
     x.size == 64 ? backward_rows<4>(piece, f, own) : backward_rows<0>(piece, f, own);
   });
   for_heads(x, [&](int64_t b, int64_t h) { backward_prefix(x, f, b, h); });
-  for_pieces(x, {&f.q, &f.grad}, [&](const Piece& piece, const Scratch& own) {
+  for_pieces(x, {}, {&f.q, &f.grad}, [&](const Piece& piece, const Scratch& own) {
     x.size == 64 ? backward_keys<4>(piece, f, own) : backward_keys<0>(piece, f, own);
   });
   if (pair_weights) {

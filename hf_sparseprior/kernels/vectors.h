@@ -107,6 +107,11 @@ inline float sum(vec x) {
   for (int i = 0; i < L; ++i) total += x[i];
   return total;
 }
+inline float dot(const float* a, const float* b, int64_t size) {
+  vec x = vec{};
+  for (int64_t i = 0; i < size; i += L) x += load(a + i) * load(b + i);
+  return sum(x);
+}
 inline float maximum(vec x) {
   float top = x[0];
   for (int i = 1; i < L; ++i) top = std::max(top, x[i]);
@@ -186,20 +191,33 @@ SPARSEPRIOR_INLINE vec blocks(vec a, vec b) {
       18 + 4 * I, 19 + 4 * I, 16 + 4 * J, 17 + 4 * J, 18 + 4 * J, 19 + 4 * J);
 }
 
-// Sums of 16 vectors, the sum of x[i] in lane i. First within blocks of 4 lanes, where shuffles are cheapest.
+// Within blocks of 4 lanes, where shuffles are cheapest: a's and b's lanes by turns, one or two at a time, of the first
+// or the last half of each block.
+SPARSEPRIOR_INLINE vec ones_low(vec a, vec b) {
+  return SPARSEPRIOR_SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+}
+SPARSEPRIOR_INLINE vec ones_high(vec a, vec b) {
+  return SPARSEPRIOR_SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+}
+SPARSEPRIOR_INLINE vec twos_low(vec a, vec b) {
+  return SPARSEPRIOR_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+}
+SPARSEPRIOR_INLINE vec twos_high(vec a, vec b) {
+  return SPARSEPRIOR_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+
+// Sums of 16 vectors, the sum of x[i] in lane i.
 SPARSEPRIOR_INLINE vec sums(const vec x[L]) {
   vec pairs[8], fours[4];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
     const vec a = x[2 * i], b = x[2 * i + 1];
-    pairs[i] = SPARSEPRIOR_SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-               SPARSEPRIOR_SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    pairs[i] = ones_low(a, b) + ones_high(a, b);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     const vec a = pairs[2 * i], b = pairs[2 * i + 1];
-    fours[i] = SPARSEPRIOR_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               SPARSEPRIOR_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    fours[i] = twos_low(a, b) + twos_high(a, b);
   }
   const vec low = blocks<0, 1>(fours[0], fours[1]) + blocks<2, 3>(fours[0], fours[1]);
   const vec high = blocks<0, 1>(fours[2], fours[3]) + blocks<2, 3>(fours[2], fours[3]);
@@ -212,14 +230,14 @@ SPARSEPRIOR_INLINE void transpose(vec x[L]) {
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {  // lanes of neighbouring rows side by side, then of four, within blocks of 4 lanes
     const vec a = x[2 * i], b = x[2 * i + 1];
-    y[2 * i] = SPARSEPRIOR_SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-    y[2 * i + 1] = SPARSEPRIOR_SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    y[2 * i] = ones_low(a, b);
+    y[2 * i + 1] = ones_high(a, b);
   }
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {  // z[4 g + e]: block k is element 4 k + e of rows 4 g..4 g + 3
     const vec a = y[i / 2 * 4 + i % 2], b = y[i / 2 * 4 + i % 2 + 2];
-    z[i / 2 * 4 + i % 2 * 2] = SPARSEPRIOR_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-    z[i / 2 * 4 + i % 2 * 2 + 1] = SPARSEPRIOR_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    z[i / 2 * 4 + i % 2 * 2] = twos_low(a, b);
+    z[i / 2 * 4 + i % 2 * 2 + 1] = twos_high(a, b);
   }
 #pragma GCC unroll 4
   for (int e = 0; e < 4; ++e) {  // blocks are transposed
