@@ -264,7 +264,8 @@ def test_wrong_inputs_are_named(cpp):
     with pytest.raises(ValueError, match="dropout with mask_fill='zero'"):
         cpp.attend(leaves, {"name": "window", "mask_fill": "zero"}, None, (3, 3), 1, dropout_p=0.1)
     with pytest.raises(ValueError, match="head width 0 must be 1 or more"):
-        cpp.attend(cpp.make((2, 2), 1, width=0), "fibottention", None, (2, 2), 1)
+        empty = torch.zeros(1, 2, 5, 0)
+        ops.attention(empty, empty, empty, "fibottention", num_prefix_tokens=1, grid=(2, 2), scale=1.0, backend="cpp")
 
 
 FORWARD = ["q", "k", "v", "offsets", "counts", "prefix", "scale", "zero_fill"]
