@@ -7,6 +7,7 @@ copy bound: reading q, k, v and writing the output once. Every output is checked
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -312,6 +313,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--contenders", help="names with commas between them; default: all")
     parser.add_argument("--rounds", type=int, default=30, help="of each size and pass, at most")
     parser.add_argument("--budget", type=float, default=120.0, help="seconds for the rounds of one size and pass")
+    parser.add_argument("--also", type=Path, help="results of an earlier run, whose sizes the picture shows too")
     parser.add_argument("--memory", default="", metavar="SIZES", help="sizes at which only memory is measured")
     parser.add_argument("--growth", action="store_true", help="fit the exponent of time from 4096 to 65536 tokens")
     parser.add_argument("--targets", action="store_true", help="compare with the project's targets")
@@ -356,6 +358,7 @@ def run(arguments: argparse.Namespace) -> bool:
     growth_sizes = GROWTH_SIZES if arguments.growth else []
     for size in (*sizes, *memory_sizes, *growth_sizes):
         resolve_support(setting.support, setting.heads, size.tokens)
+    earlier = [] if arguments.also is None else earlier_sizes(arguments.also)
     results = report.provenance("attention", arguments)
     report.print_provenance(results)
     print_contenders(benchmark)
@@ -363,7 +366,7 @@ def run(arguments: argparse.Namespace) -> bool:
     results["memory"] = [measure_size(benchmark, size, rounds=0) for size in memory_sizes]
     results["growth"] = [measure_size(benchmark, size, largest=growth_sizes[-1]) for size in growth_sizes]
     results["growth_fits"] = growth_fits(results["growth"])
-    drawn = panels(results["sizes"]) if sizes else {}
+    drawn = panels(sorted([*earlier, *results["sizes"]], key=lambda entry: entry["tokens"])) if sizes else {}
     results["crossovers"] = {
         key: {name: place[0] for name, place in panel.crossovers().items()} for key, panel in drawn.items()
     }
@@ -378,6 +381,21 @@ def run(arguments: argparse.Namespace) -> bool:
         heading = f"attention, {of}, {report.machine(results, setting.device.type)}"
         print(report.draw_times([list(drawn.values())], arguments.out.with_suffix(".png"), heading, "patch tokens N"))
     return not any_wrong(results)
+
+
+def earlier_sizes(path: Path) -> list[dict[str, Any]]:
+    """What an earlier run measured.
+
+    Raises:
+        ValueError: if the file is not one of this command's.
+    """
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--also {path} is not JSON: {error}") from None
+    if not isinstance(results, dict) or results.get("benchmark") != "attention":
+        raise ValueError(f"--also {path} must be a results file of tasks.benchmark.attention")
+    return results["sizes"]
 
 
 def print_conclusions(results: Mapping[str, Any]) -> None:

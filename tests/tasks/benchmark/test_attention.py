@@ -54,6 +54,21 @@ def test_results_picture_and_tables(tmp_path, capsys):
     assert {row["backend"] for row in rows} == {"reference", "diagonal"} and all(row["value"] > 0 for row in rows)
 
 
+def test_the_picture_shows_an_earlier_run_too(tmp_path, monkeypatch, capsys):
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    few = ["--contenders", f"{DENSE},diagonal"]
+    assert attention.main([*TINY, *few, "--out", str(first)]) == 0
+    drawn = []
+    monkeypatch.setattr(report, "draw_times", lambda rows, path, *rest: drawn.extend(rows) or path)
+    larger = ["--sizes", "25x1", "--also", str(first), "--out", str(second)]
+    assert attention.main([*TINY, *few, *larger]) == 0
+    assert [tokens for tokens, _ in drawn[0][0].lines["diagonal"]] == [9, 16, 25]
+    assert [entry["tokens"] for entry in json.loads(second.read_text())["sizes"]] == [25]
+    first.write_text("[]")
+    assert attention.main([*TINY, *few, *larger]) != 0
+    assert f"--also {first} must be a results file" in capsys.readouterr().err
+
+
 def test_a_wrong_backend_is_not_timed_and_fails(tmp_path, monkeypatch, capsys):
     right = ops.BACKENDS["diagonal"]
     monkeypatch.setitem(
