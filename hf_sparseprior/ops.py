@@ -95,10 +95,11 @@ class AttentionPlan:
         """A table as an array.
 
         "mask": bool (H, T, T), True = attended. "attended": bool (H, N), at which distances. "positions" of the decay:
-        int64 (C, A, N); "positions_int32" and "positions_float32". For the compiled kernels: "signed_offsets", int32, head after head, "offset_counts", int32
-        (H,), and "offset_begin", int32 (H + 1,), where those of each head begin; with a decay "pair_distances", float32
-        (C, pairs), the N - o pairs (j, j + o) of each offset, "pair_counts", int64 (H,), how many each head has, and
-        "pair_begin", int64, where those of each signed offset begin.
+        int64 (C, A, N); "positions_int32" and "positions_float32". For the compiled kernels: "signed_offsets", int32,
+        head after head, "offset_counts", int32 (H,), and "offset_begin", int32 (H + 1,), where those of each head
+        begin; with a decay "pair_distances", float32 (C, pairs), the N - o pairs (j, j + o) of each offset,
+        "pair_counts", int64 (H,), how many each head has, and "pair_begin", int64, where those of each signed offset
+        begin.
         """
         if name == "positions":
             assert self.decay is not None
