@@ -172,7 +172,7 @@ class Call(NamedTuple):
     need_weights: bool
     bias: Tensor | None  # added to the logits last, broadcastable to (B, H, T, T)
     token_ids: Tensor | None  # (B, N): which of the grid's patches the tokens are; None: all, in raster order
-    mask: Tensor | None  # filled in by the caller for backends that need it
+    mask: Tensor | None  # this and the next: filled in by the caller for backends that need it
     positions: Tensor | None
 
     @property
@@ -188,6 +188,7 @@ class Backend:
     can_run: Callable[[Call], str | None]
     run: Callable[[Call], tuple[Tensor, Tensor | None]]
     needs_mask: bool
+    needs_positions: bool = False  # of a decay, as int64; the kernels have tables of their own
 
 
 # ---- reference ------------------------------------------------------------------------------------------------------
@@ -273,9 +274,12 @@ def _needs_dense(call: Call) -> str | None:
 def _diagonal_can_run(call: Call) -> str | None:
     if call.plan.offsets is None:
         return "the support is dense, it has no offsets"
-    if reason := _needs_dense(call):
-        return reason
-    if call.plan.mask_fill == "zero" and call.dropout_p > 0:
+    return _needs_dense(call) or _sparse_dropout_can_run(call)
+
+
+def _sparse_dropout_can_run(call: Call) -> str | None:
+    """What the paths along diagonals cannot do."""
+    if call.dropout_p > 0 and call.plan.mask_fill == "zero":
         return "dropout with mask_fill='zero' would have to drop pairs that are never formed"
     return None
 
@@ -409,11 +413,9 @@ def _kernel_can_run(call: Call) -> str | None:
         return reason
     if call.need_weights:
         return "the compiled kernels do not return attention weights"
-    if call.plan.mask_fill == "zero" and call.dropout_p > 0:
-        return "dropout with mask_fill='zero' would have to drop pairs that are never formed"
     if diagonal_cpu is None:
         return "the package hf_sparseprior is not installed, its kernels are not part of a saved model"
-    return None
+    return _sparse_dropout_can_run(call)
 
 
 def _cpp_can_run(call: Call) -> str | None:
@@ -502,9 +504,9 @@ def _diagonal_kernel(call: Call, kernel: Callable[..., Tensor], heads_table: str
 # ---- choice ---------------------------------------------------------------------------------------------------------
 
 BACKENDS = {
-    "reference": Backend(_reference_can_run, _reference, needs_mask=True),
+    "reference": Backend(_reference_can_run, _reference, needs_mask=True, needs_positions=True),
     "sdpa": Backend(_sdpa_can_run, _sdpa, needs_mask=True),
-    "diagonal": Backend(_diagonal_can_run, _diagonal, needs_mask=False),
+    "diagonal": Backend(_diagonal_can_run, _diagonal, needs_mask=False, needs_positions=True),
     "cpp": Backend(_cpp_can_run, _cpp, needs_mask=False),
     "triton": Backend(_triton_can_run, _triton, needs_mask=False),
 }
@@ -531,14 +533,13 @@ CROSSOVERS = {
     ("diagonal", "cpu", True, "sdpa"): Crossover(400, 1 / 16),
     ("diagonal", "cpu", False, "reference"): Crossover(144, 1 / 16),
     ("diagonal", "cpu", True, "reference"): Crossover(196, 1 / 16),
-    ("triton", "cuda", False, "sdpa"): Crossover(400, 1 / 16),
-    ("triton", "cuda", True, "sdpa"): Crossover(400, 1 / 16),
-    ("triton", "cuda", False, "reference"): Crossover(400, 1 / 16),
-    ("triton", "cuda", True, "reference"): Crossover(400, 1 / 16),
-    ("diagonal", "cuda", False, "sdpa"): Crossover(4096, 1 / 16),
-    ("diagonal", "cuda", True, "sdpa"): Crossover(4096, 1 / 16),
-    ("diagonal", "cuda", False, "reference"): Crossover(2048, 1 / 16),
-    ("diagonal", "cuda", True, "reference"): Crossover(2048, 1 / 16),
+    **{
+        ("triton", "cuda", trains, dense): Crossover(400, 1 / 16)
+        for trains in (False, True)
+        for dense in ("sdpa", "reference")
+    },
+    **{("diagonal", "cuda", trains, "sdpa"): Crossover(4096, 1 / 16) for trains in (False, True)},
+    **{("diagonal", "cuda", trains, "reference"): Crossover(2048, 1 / 16) for trains in (False, True)},
 }
 # From the fastest on, where they can run and nothing else is faster; `reference` runs everything.
 ORDER = ("cpp", "triton", "diagonal", "sdpa", "reference")
@@ -566,8 +567,8 @@ def choose_backend(call: Call, backend: str = "auto") -> str:
     taken. A forced backend that cannot run is an error, never another backend.
     """
     source = "backend"
-    if backend == "auto" and os.environ.get("SPARSEPRIOR_BACKEND"):
-        source, backend = "SPARSEPRIOR_BACKEND", os.environ["SPARSEPRIOR_BACKEND"]
+    if backend == "auto" and (forced := os.environ.get("SPARSEPRIOR_BACKEND")):
+        source, backend = "SPARSEPRIOR_BACKEND", forced
     if backend != "auto":
         if backend not in BACKENDS:
             raise ValueError(f"{source}={backend!r} must be one of auto, {', '.join(BACKENDS)}")
@@ -576,7 +577,7 @@ def choose_backend(call: Call, backend: str = "auto") -> str:
         if not torch.compiler.is_compiling():
             logger.debug("layer %d: %s (forced)", call.plan.layer, backend)
         return backend
-    trains = torch.is_grad_enabled() and any(t.requires_grad for t in (call.q, call.k, call.v))
+    trains = torch.is_grad_enabled() and (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad)
     dense_path = "reference" if _sdpa_can_run(call) else "sdpa"
     device_type = call.q.device.type
     refused: list[tuple[str, str]] = []
@@ -645,15 +646,13 @@ def run_plan(
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     call = Call(q, k, v, plan, decay, scale, dropout_p, need_weights, bias, token_ids, None, None)
-    name = choose_backend(call, backend)
-    chosen = BACKENDS[name]
-    mask = positions = None
+    chosen = BACKENDS[choose_backend(call, backend)]
     if chosen.needs_mask and plan.offsets is not None:
         mask = plan_table(plan, "mask", q.device) if token_ids is None else _subset_mask(plan, token_ids)
-    if decay is not None and name not in ("cpp", "triton"):  # these have tables of their own
+        call = call._replace(mask=mask)
+    if chosen.needs_positions and decay is not None:
         positions = plan_table(plan, "positions", q.device)
-        positions = positions if token_ids is None else positions[..., token_ids]
-    call = call._replace(mask=mask, positions=positions)
+        call = call._replace(positions=positions if token_ids is None else positions[..., token_ids])
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         # Autocast has done its work on the projections; it would round the float32 logits of a decay again.
         with torch.autocast(q.device.type, enabled=False):
@@ -676,6 +675,9 @@ def attention(
     need_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Multi-head attention over a support, with a decay.
+
+    Each call works out its support and tables anew and keeps none of them: nothing is cached globally. Where the same
+    settings come again and again, `SparsePriorAttention` keeps them, as does an `AttentionPlan` with `run_plan`.
 
     Args:
         q, k, v: (B, H, T, D), any floating dtype, same device. T = num_prefix_tokens + N.

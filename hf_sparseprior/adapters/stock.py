@@ -258,7 +258,7 @@ def patch_projection(embeddings: nn.Module) -> Any:
     return next(module for module in embeddings.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d)))
 
 
-def num_heads_of(attention: nn.Module) -> int:
+def num_heads_of(attention: Any) -> int:
     """Heads of a stock attention module."""
     heads = getattr(attention, "num_attention_heads", None)
     return int(attention.num_heads if heads is None else heads)
@@ -350,6 +350,7 @@ def apply_prior(model: PreTrainedModel, prior: str | dict[str, Any]) -> PreTrain
         )
         for index, (name, module) in enumerate(encoder.attention.items())
     ]
+    module: Any
     for module, sidecar in zip(encoder.attention.values(), sidecars, strict=True):
         weight = next(module.parameters())
         sidecar.to(weight.device, torch.float64 if weight.dtype == torch.float64 else None)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_sparseprior.kernels.triton_blocks import keep_factor, place, row_mask, row_pointers
+from hf_sparseprior.kernels.triton_blocks import draw_seed, keep_factor, load_block, outputs, place, store_block
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter multiplies the bits of bfloat16 as integers; there, blocks are widened first.
@@ -68,19 +68,13 @@ def decayed_attention(
     Returns:
         (B, H, T, D), in memory as (B, T, H, D). Gradients reach q, k, v, log_gamma, alpha and prefix_gamma.
     """
-    seed = torch.randint(2**62, (1,), device=q.device) if dropout_p > 0.0 else None
+    seed = draw_seed(q, dropout_p)
     return torch.ops.hf_sparseprior.decayed_triton(
         q, k, v, positions, log_gamma, alpha, prefix_gamma, seed, num_prefix_tokens, scale, dropout_p
     )[0]
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _load_block(pointers, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows in their own dtype, as tl.dot takes them."""
-    return tl.load(pointers, mask=row_mask(valid, WIDTH, COLUMNS), other=0.0)
 
 
 @triton.jit
@@ -132,7 +126,7 @@ def _forward_rows(
     block, slot, batch, head = place(tl.cdiv(tokens, ROWS), heads)
     rows = block * ROWS + tl.arange(0, ROWS)
     exists = rows < tokens
-    q_rows = _load_block(row_pointers(q, q_strides, batch, head, rows, COLUMNS), exists, WIDTH, COLUMNS)
+    q_rows = load_block(q, q_strides, batch, head, rows, exists, WIDTH, COLUMNS)
     factor = scale * tl.load(alpha + head)
     high = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -140,8 +134,8 @@ def _forward_rows(
     for start in range(0, tokens, KEYS):
         keys = start + tl.arange(0, KEYS)
         valid = keys < tokens
-        k_rows = _load_block(row_pointers(k, k_strides, batch, head, keys, COLUMNS), valid, WIDTH, COLUMNS)
-        v_rows = _load_block(row_pointers(v, v_strides, batch, head, keys, COLUMNS), valid, WIDTH, COLUMNS)
+        k_rows = load_block(k, k_strides, batch, head, keys, valid, WIDTH, COLUMNS)
+        v_rows = load_block(v, v_strides, batch, head, keys, valid, WIDTH, COLUMNS)
         decay = _decay_block(positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX)
         logits = _product(q_rows, tl.trans(k_rows)) * (factor * decay)
         logits = tl.where(valid[None, :], logits, float("-inf"))
@@ -152,8 +146,7 @@ def _forward_rows(
         weight = weight * keep_factor(seed, slot, rows[:, None], keys[None, :], dropout_p)
         acc = acc * shrink[:, None] + _product(weight.to(v_rows.dtype), v_rows)
         high = higher
-    pointers = row_pointers(out, out_strides, batch, head, rows, COLUMNS)
-    tl.store(pointers, (acc / total[:, None]).to(out.dtype.element_ty), mask=row_mask(exists, WIDTH, COLUMNS))
+    store_block(out, out_strides, batch, head, rows, exists, acc / total[:, None], WIDTH, COLUMNS)
     tl.store(lse + slot * tokens + rows, high + tl.log(total), mask=exists)
 
 
@@ -174,9 +167,9 @@ def _backward_rows(
     block, slot, batch, head = place(blocks, heads)
     rows = block * ROWS + tl.arange(0, ROWS)
     exists = rows < tokens
-    q_rows = _load_block(row_pointers(q, q_strides, batch, head, rows, COLUMNS), exists, WIDTH, COLUMNS)
-    g_rows = _load_block(row_pointers(grad, grad_strides, batch, head, rows, COLUMNS), exists, WIDTH, COLUMNS)
-    o_rows = _load_block(row_pointers(out, out_strides, batch, head, rows, COLUMNS), exists, WIDTH, COLUMNS)
+    q_rows = load_block(q, q_strides, batch, head, rows, exists, WIDTH, COLUMNS)
+    g_rows = load_block(grad, grad_strides, batch, head, rows, exists, WIDTH, COLUMNS)
+    o_rows = load_block(out, out_strides, batch, head, rows, exists, WIDTH, COLUMNS)
     lse_rows = tl.load(lse + slot * tokens + rows, mask=exists, other=0.0)
     delta_rows = tl.sum(g_rows.to(tl.float32) * o_rows.to(tl.float32), 1)
     tl.store(delta + slot * tokens + rows, delta_rows, mask=exists)
@@ -189,8 +182,8 @@ def _backward_rows(
     for start in range(0, tokens, KEYS):
         keys = start + tl.arange(0, KEYS)
         valid = keys < tokens
-        k_rows = _load_block(row_pointers(k, k_strides, batch, head, keys, COLUMNS), valid, WIDTH, COLUMNS)
-        v_rows = _load_block(row_pointers(v, v_strides, batch, head, keys, COLUMNS), valid, WIDTH, COLUMNS)
+        k_rows = load_block(k, k_strides, batch, head, keys, valid, WIDTH, COLUMNS)
+        v_rows = load_block(v, v_strides, batch, head, keys, valid, WIDTH, COLUMNS)
         decay = _decay_block(positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX)
         product = _product(q_rows, tl.trans(k_rows)) * scale
         pairs = exists[:, None] & valid[None, :]
@@ -216,8 +209,7 @@ def _backward_rows(
         tl.store(part + curves, tl.sum(by_curve, 0) * (head_alpha / CURVES), mask=curves < CURVES)
         tl.store(part + CURVES, tl.sum(by_prefix, 0) * head_alpha)
         tl.store(part + CURVES + 1, tl.sum(by_alpha, 0))
-    pointers = row_pointers(dq, out_strides, batch, head, rows, COLUMNS)
-    tl.store(pointers, (acc * scale).to(dq.dtype.element_ty), mask=row_mask(exists, WIDTH, COLUMNS))
+    store_block(dq, out_strides, batch, head, rows, exists, acc * scale, WIDTH, COLUMNS)
 
 
 @triton.jit
@@ -232,16 +224,16 @@ def _backward_keys(
     block, slot, batch, head = place(tl.cdiv(tokens, ROWS), heads)
     keys = block * ROWS + tl.arange(0, ROWS)
     exists = keys < tokens
-    k_rows = _load_block(row_pointers(k, k_strides, batch, head, keys, COLUMNS), exists, WIDTH, COLUMNS)
-    v_rows = _load_block(row_pointers(v, v_strides, batch, head, keys, COLUMNS), exists, WIDTH, COLUMNS)
+    k_rows = load_block(k, k_strides, batch, head, keys, exists, WIDTH, COLUMNS)
+    v_rows = load_block(v, v_strides, batch, head, keys, exists, WIDTH, COLUMNS)
     head_alpha = tl.load(alpha + head)
     dk_rows = tl.zeros((ROWS, COLUMNS), tl.float32)
     dv_rows = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, tokens, KEYS):
         rows = start + tl.arange(0, KEYS)
         valid = rows < tokens
-        q_rows = _load_block(row_pointers(q, q_strides, batch, head, rows, COLUMNS), valid, WIDTH, COLUMNS)
-        g_rows = _load_block(row_pointers(grad, grad_strides, batch, head, rows, COLUMNS), valid, WIDTH, COLUMNS)
+        q_rows = load_block(q, q_strides, batch, head, rows, valid, WIDTH, COLUMNS)
+        g_rows = load_block(grad, grad_strides, batch, head, rows, valid, WIDTH, COLUMNS)
         lse_rows = tl.load(lse + slot * tokens + rows, mask=valid, other=0.0)
         delta_rows = tl.load(delta + slot * tokens + rows, mask=valid, other=0.0)
         decay = head_alpha * _decay_block(
@@ -253,11 +245,8 @@ def _backward_keys(
         dv_rows += _product((prob * keep).to(g_rows.dtype), g_rows)
         slope = prob * (_product(v_rows, tl.trans(g_rows)) * keep - delta_rows[None, :])
         dk_rows += _product((slope * decay).to(q_rows.dtype), q_rows)
-    mask = row_mask(exists, WIDTH, COLUMNS)
-    dk_pointers = row_pointers(dk, out_strides, batch, head, keys, COLUMNS)
-    dv_pointers = row_pointers(dv, out_strides, batch, head, keys, COLUMNS)
-    tl.store(dk_pointers, (dk_rows * scale).to(dk.dtype.element_ty), mask=mask)
-    tl.store(dv_pointers, dv_rows.to(dv.dtype.element_ty), mask=mask)
+    store_block(dk, out_strides, batch, head, keys, exists, dk_rows * scale, WIDTH, COLUMNS)
+    store_block(dv, out_strides, batch, head, keys, exists, dv_rows, WIDTH, COLUMNS)
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -281,7 +270,7 @@ def _forward(
     seed: Tensor | None, prefix: int, scale: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output (B, H, T, D) and log-sum-exp float32 (B, H, T)."""
-    out, lse = _outputs(q)
+    out, lse = outputs(q)
     slots, tokens = q.shape[0] * q.shape[1], q.shape[2]
     if slots == 0:
         return out, lse
@@ -328,15 +317,9 @@ def _backward(
     return dq, dk, dv, d_decay
 
 
-def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    batch, heads, tokens, width = q.shape
-    out = q.new_empty(batch, tokens, heads, width).transpose(1, 2)
-    return out, q.new_empty(batch, heads, tokens, dtype=torch.float32)
-
-
 @_forward.register_fake
 def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _outputs(q)
+    return outputs(q)
 
 
 @_backward.register_fake

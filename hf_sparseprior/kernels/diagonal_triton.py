@@ -22,12 +22,16 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_sparseprior.kernels.triton_blocks import (
+    draw_seed,
     keep_factor,
+    load_block,
     load_row,
     load_rows,
+    outputs,
     place,
     row_mask,
     row_pointers,
+    store_block,
     store_row,
 )
 
@@ -71,7 +75,7 @@ def diagonal_attention(
     Returns:
         (B, H, T, D), in memory as (B, T, H, D).
     """
-    seed = torch.randint(2**62, (1,), device=q.device) if dropout_p > 0.0 else None
+    seed = draw_seed(q, dropout_p)
     return torch.ops.hf_sparseprior.diagonal_triton(
         q, k, v, signed_offsets, offset_begin, pair_weights, pair_begin, prefix_weight, self_weight, seed,
         num_prefix_tokens, scale, zero_fill, dropout_p,
@@ -142,7 +146,7 @@ def _forward_patches(
     first, last = tl.load(offset_begin + head), tl.load(offset_begin + head + 1)
     k_pointers = row_pointers(k, k_strides, batch, head, tokens, COLUMNS)
     v_pointers = row_pointers(v, v_strides, batch, head, tokens, COLUMNS)
-    q_rows = load_rows(row_pointers(q, q_strides, batch, head, tokens, COLUMNS), exists, WIDTH, COLUMNS) * scale
+    q_rows = load_block(q, q_strides, batch, head, tokens, exists, WIDTH, COLUMNS).to(tl.float32) * scale
 
     high = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -183,8 +187,7 @@ def _forward_patches(
         high, total, acc = _join(high, total, acc, tl.where(alone, logits, float("-inf")), v_rows, keep, outside)
 
     total = tl.where(exists, total, 1.0)
-    pointers = row_pointers(out, out_strides, batch, head, tokens, COLUMNS)
-    tl.store(pointers, (acc / total[:, None]).to(out.dtype.element_ty), mask=row_mask(exists, WIDTH, COLUMNS))
+    store_block(out, out_strides, batch, head, tokens, exists, acc / total[:, None], WIDTH, COLUMNS)
     tl.store(lse + slot * (PREFIX + patches) + tokens, high + tl.log(total), mask=exists)
 
 
@@ -199,8 +202,8 @@ def _forward_prefix_parts(
     keys = block * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     exists = keys < tokens
-    k_rows = load_rows(row_pointers(k, k_strides, batch, head, keys, COLUMNS), exists, WIDTH, COLUMNS)
-    v_rows = load_rows(row_pointers(v, v_strides, batch, head, keys, COLUMNS), exists, WIDTH, COLUMNS)
+    k_rows = load_block(k, k_strides, batch, head, keys, exists, WIDTH, COLUMNS).to(tl.float32)
+    v_rows = load_block(v, v_strides, batch, head, keys, exists, WIDTH, COLUMNS).to(tl.float32)
     factor = scale * _head_weight(prefix_weight, head)
     for token in range(PREFIX):
         q_row = load_row(q, q_strides, batch, head, token, WIDTH, COLUMNS)
@@ -277,9 +280,9 @@ def _backward_rows(
     first, last = tl.load(offset_begin + head), tl.load(offset_begin + head + 1)
     k_pointers = row_pointers(k, k_strides, batch, head, tokens, COLUMNS)
     v_pointers = row_pointers(v, v_strides, batch, head, tokens, COLUMNS)
-    q_rows = load_rows(row_pointers(q, q_strides, batch, head, tokens, COLUMNS), exists, WIDTH, COLUMNS)
-    g_rows = load_rows(row_pointers(grad, grad_strides, batch, head, tokens, COLUMNS), exists, WIDTH, COLUMNS)
-    o_rows = load_rows(row_pointers(out, out_strides, batch, head, tokens, COLUMNS), exists, WIDTH, COLUMNS)
+    q_rows = load_block(q, q_strides, batch, head, tokens, exists, WIDTH, COLUMNS).to(tl.float32)
+    g_rows = load_block(grad, grad_strides, batch, head, tokens, exists, WIDTH, COLUMNS).to(tl.float32)
+    o_rows = load_block(out, out_strides, batch, head, tokens, exists, WIDTH, COLUMNS).to(tl.float32)
     per_row = slot * (PREFIX + patches) + tokens
     lse_rows = tl.load(lse + per_row, mask=exists, other=0.0)
     delta_rows = tl.sum(g_rows * o_rows, 1)
@@ -339,8 +342,7 @@ def _backward_rows(
             tl.store(self_weight_parts + slot * blocks + block, tl.sum(slope * product, 0))
     if prefix_weight is not None:
         tl.store(prefix_weight_parts + slot * (2 * blocks + PREFIX) + block, tl.sum(by_prefix, 0))
-    pointers = row_pointers(dq, out_strides, batch, head, tokens, COLUMNS)
-    tl.store(pointers, acc.to(dq.dtype.element_ty), mask=row_mask(exists, WIDTH, COLUMNS))
+    store_block(dq, out_strides, batch, head, tokens, exists, acc, WIDTH, COLUMNS)
 
 
 @triton.jit
@@ -364,8 +366,8 @@ def _backward_keys(
     first, last = tl.load(offset_begin + head), tl.load(offset_begin + head + 1)
     q_pointers = row_pointers(q, q_strides, batch, head, tokens, COLUMNS)
     g_pointers = row_pointers(grad, grad_strides, batch, head, tokens, COLUMNS)
-    k_rows = load_rows(row_pointers(k, k_strides, batch, head, tokens, COLUMNS), exists, WIDTH, COLUMNS)
-    v_rows = load_rows(row_pointers(v, v_strides, batch, head, tokens, COLUMNS), exists, WIDTH, COLUMNS)
+    k_rows = load_block(k, k_strides, batch, head, tokens, exists, WIDTH, COLUMNS).to(tl.float32)
+    v_rows = load_block(v, v_strides, batch, head, tokens, exists, WIDTH, COLUMNS).to(tl.float32)
     per_row = slot * (PREFIX + patches) + tokens
     dk_rows = tl.zeros((ROWS, COLUMNS), tl.float32)
     dv_rows = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -427,11 +429,8 @@ def _backward_keys(
         dv_rows += prob[:, None] * g_rows
     if prefix_weight is not None:
         tl.store(prefix_weight_parts + slot * (2 * blocks + PREFIX) + blocks + block, tl.sum(by_prefix, 0))
-    mask = row_mask(exists, WIDTH, COLUMNS)
-    dk_pointers = row_pointers(dk, out_strides, batch, head, tokens, COLUMNS)
-    dv_pointers = row_pointers(dv, out_strides, batch, head, tokens, COLUMNS)
-    tl.store(dk_pointers, dk_rows.to(dk.dtype.element_ty), mask=mask)
-    tl.store(dv_pointers, dv_rows.to(dv.dtype.element_ty), mask=mask)
+    store_block(dk, out_strides, batch, head, tokens, exists, dk_rows, WIDTH, COLUMNS)
+    store_block(dv, out_strides, batch, head, tokens, exists, dv_rows, WIDTH, COLUMNS)
 
 
 @triton.jit
@@ -457,11 +456,11 @@ def _backward_prefix(
     others = tl.arange(0, PREFIX_ROWS)
     exists = others < PREFIX
     factor = _head_weight(prefix_weight, head)
-    q_rows = load_rows(row_pointers(q, q_strides, batch, head, others, COLUMNS), exists, WIDTH, COLUMNS)
-    k_rows = load_rows(row_pointers(k, k_strides, batch, head, others, COLUMNS), exists, WIDTH, COLUMNS)
-    v_rows = load_rows(row_pointers(v, v_strides, batch, head, others, COLUMNS), exists, WIDTH, COLUMNS)
-    g_rows = load_rows(row_pointers(grad, grad_strides, batch, head, others, COLUMNS), exists, WIDTH, COLUMNS)
-    o_rows = load_rows(row_pointers(out, out_strides, batch, head, others, COLUMNS), exists, WIDTH, COLUMNS)
+    q_rows = load_block(q, q_strides, batch, head, others, exists, WIDTH, COLUMNS).to(tl.float32)
+    k_rows = load_block(k, k_strides, batch, head, others, exists, WIDTH, COLUMNS).to(tl.float32)
+    v_rows = load_block(v, v_strides, batch, head, others, exists, WIDTH, COLUMNS).to(tl.float32)
+    g_rows = load_block(grad, grad_strides, batch, head, others, exists, WIDTH, COLUMNS).to(tl.float32)
+    o_rows = load_block(out, out_strides, batch, head, others, exists, WIDTH, COLUMNS).to(tl.float32)
     lse_rows = tl.load(lse + slot * tokens + others, mask=exists, other=0.0)
     delta_rows = tl.sum(g_rows * o_rows, 1)
     own = (others == token)[:, None]
@@ -524,11 +523,6 @@ def _block(width: int, elements: int) -> dict[str, int]:
     return {"WIDTH": width, "ROWS": min(MAX_ROWS, elements // columns), "COLUMNS": columns, "num_warps": WARPS}
 
 
-def _like_projection(q: Tensor) -> Tensor:
-    batch, heads, tokens, width = q.shape
-    return q.new_empty(batch, tokens, heads, width).transpose(1, 2)
-
-
 def _floats(q: Tensor, *size: int) -> Tensor:
     return q.new_empty(size, dtype=torch.float32)
 
@@ -541,7 +535,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output (B, H, T, D) and log-sum-exp float32 (B, H, T)."""
     batch, heads, tokens, width = q.shape
-    out, lse = _like_projection(q), _floats(q, batch, heads, tokens)
+    out, lse = outputs(q)
     slots = batch * heads
     if slots == 0:
         return out, lse
@@ -628,7 +622,7 @@ def _backward(
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _like_projection(q), _floats(q, *q.shape[:3])
+    return outputs(q)
 
 
 @_backward.register_fake

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: where a program works, blocks of rows, dropout.
+"""What the Triton kernels share: where a program works, blocks of rows, dropout, the tensors they fill.
 
 In all kernels of this folder a slot is one (batch, head), numbered batch * H + head, and the blocks of a slot are
 neighbouring programs, so that rows which several of them read stay in the cache. A None argument is known when a kernel
@@ -7,8 +7,22 @@ is compiled: what hangs on it costs nothing at run time.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from hf_sparseprior.kernels.diagonal_cpu import like_projection
+
+
+def outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    """An empty output (B, H, T, D), in memory as (B, T, H, D), and log-sum-exp float32 (B, H, T)."""
+    return like_projection(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def draw_seed(q: Tensor, dropout_p: float) -> Tensor | None:
+    """What `keep_factor` draws from, by torch's generator; None without dropout."""
+    return torch.randint(2**62, (1,), device=q.device) if dropout_p > 0.0 else None
 
 
 @triton.jit
@@ -37,6 +51,20 @@ def row_mask(valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 def load_rows(pointers, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows in float32, 0 where there is nothing."""
     return tl.load(pointers, mask=row_mask(valid, WIDTH, COLUMNS), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_block(x, strides, batch, head, tokens, exists, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Tokens of one head (rows, COLUMNS) in their own dtype, 0 where there is nothing."""
+    pointers = row_pointers(x, strides, batch, head, tokens, COLUMNS)
+    return tl.load(pointers, mask=row_mask(exists, WIDTH, COLUMNS), other=0.0)
+
+
+@triton.jit
+def store_block(x, strides, batch, head, tokens, exists, values, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write tokens of one head."""
+    pointers = row_pointers(x, strides, batch, head, tokens, COLUMNS)
+    tl.store(pointers, values.to(x.dtype.element_ty), mask=row_mask(exists, WIDTH, COLUMNS))
 
 
 @triton.jit

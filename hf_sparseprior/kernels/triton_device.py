@@ -16,6 +16,8 @@ MIN_CAPABILITY = (8, 0)  # below it there is no bfloat16, and too little shared 
 
 def can_run(q: Tensor) -> str | None:
     """None if the Triton kernels can take q, k, v like this (B, H, T, D), else why not."""
+    if reason := device_reason(q.device.type, q.device.index):
+        return reason
     if q.dtype not in DTYPES:
         dtype = str(q.dtype).removeprefix("torch.")
         return f"the Triton kernels are for float16, bfloat16 and float32, not for {dtype}"
@@ -24,18 +26,19 @@ def can_run(q: Tensor) -> str | None:
     # Not in a graph: an exported program would take it for a limit that its caller has to state.
     if not torch.compiler.is_compiling() and q.shape[0] * q.shape[1] * q.shape[2] >= 2**31:
         return f"batch * heads * tokens of {tuple(q.shape)} must be below 2^31"
-    return device_reason(q.device.type, q.device.index)
+    return None
 
 
 @torch._dynamo.assume_constant_result
 def device_reason(device_type: str, index: int | None) -> str | None:
     """None if the Triton kernels run on this device, else why not."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on any device, in Python: for tests
+    if device_type != "cuda" and not interpreted:
+        return f"the Triton kernels are for CUDA, not for {device_type}, unless TRITON_INTERPRET=1 is set"
     if find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
-    if os.environ.get("TRITON_INTERPRET") == "1":  # on any device, in Python: for tests
+    if interpreted:
         return None
-    if device_type != "cuda":
-        return f"the Triton kernels are for CUDA, not for {device_type}, unless TRITON_INTERPRET=1 is set"
     capability = torch.cuda.get_device_capability(index)
     if capability < MIN_CAPABILITY:
         has, needed = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))

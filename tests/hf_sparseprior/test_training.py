@@ -326,12 +326,8 @@ def test_a_whole_recipe_resumed_in_the_middle_of_an_epoch_is_bit_equal(tmp_path,
     first = stop // 3 * 3 % (8 // accumulation) * accumulation * 4
     assert seen[0][0].position in (0, first)  # accelerate may collate what it skips
     assert resumed.state.global_step == whole.state.global_step == 4 * (8 // accumulation)
-    for (name, expected), value in zip(
-        whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(expected, value), name
-    for name, expected in whole.weight_average.averages.items():
-        assert torch.equal(expected, resumed.weight_average.averages[name]), name
+    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(resumed.weight_average.averages, whole.weight_average.averages, rtol=0, atol=0)
     for one, other in zip(whole.optimizer.param_groups, resumed.optimizer.param_groups, strict=True):
         assert one["lr"] == other["lr"] and one["weight_decay"] == other["weight_decay"]
         for p, q in zip(one["params"], other["params"], strict=True):
@@ -357,10 +353,7 @@ def test_resumed_with_persistent_workers_a_run_is_bit_equal(tmp_path):
         broken.train()
     resumed = trainer_in("broken")
     resumed.train(resume_from_checkpoint=True)
-    for (name, expected), value in zip(
-        whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(expected, value), name
+    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("step", "event"), [(2, "on_step_end"), (3, "on_step_end"), (6, "on_step_end"), (6, "on_log")])
@@ -400,11 +393,8 @@ def test_resumed_behind_its_last_step_a_run_is_over(tmp_path):
     resumed = make_trainer(tmp_path, ema_decay=0.9, **options)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 3
-    for (name, expected), value in zip(
-        whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(expected, value), name
-        assert torch.equal(whole.weight_average.averages[name], resumed.weight_average.averages[name]), name
+    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(resumed.weight_average.averages, whole.weight_average.averages, rtol=0, atol=0)
 
 
 def test_a_run_does_not_go_on_with_another_number_of_processes(tmp_path):
