@@ -28,6 +28,7 @@ import hf_sparseprior as sp
 from hf_sparseprior.adapters import stock
 from hf_sparseprior.curves import curve_rank
 from hf_sparseprior.supports import build_mask
+from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
 from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY, tiny_clip, visible_patches
 
 families = pytest.mark.parametrize("name", STOCK)
@@ -279,6 +280,53 @@ def test_weight_decay_leaves_the_scalars_alone():
     trainer = Trainer(model, TrainingArguments(report_to=[], use_cpu=True))
     decayed = trainer.get_decay_parameter_names(model)
     assert decayed and not any(stock.SIDECAR in name for name in decayed)
+
+
+class Images(torch.utils.data.Dataset):
+    """Random images and labels."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return {"pixel_values": torch.randn(3, 32, 32, generator=generator), "labels": index % 2}
+
+
+def trainer_of(model, folder, **arguments):
+    settings = {"report_to": [], "use_cpu": True, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
+    settings |= {"save_strategy": "epoch", "logging_strategy": "no", "disable_tqdm": True}
+    arguments = SparsePriorTrainingArguments(output_dir=str(folder), **settings, **arguments)
+    return SparsePriorTrainer(model, arguments, train_dataset=Images(), eval_dataset=Images())
+
+
+def stock_classifier(config):
+    torch.manual_seed(0)
+    return sp.apply_prior(ViTForImageClassification(config), "fibottention+violin")
+
+
+def test_resume_restores_every_tensor(tmp_path):
+    """ViT is saved under older names, which transformers' own Trainer reads back without a match."""
+    config = ViTConfig(**TINY)
+    whole = stock_classifier(config)
+    trainer_of(whole, tmp_path / "whole", num_train_epochs=2).train()
+    trainer_of(stock_classifier(config), tmp_path / "two", num_train_epochs=2).train()
+    resumed = stock_classifier(config)
+    checkpoint = str(tmp_path / "two" / "checkpoint-2")
+    trainer_of(resumed, tmp_path / "two", num_train_epochs=2).train(resume_from_checkpoint=checkpoint)
+    expected = whole.state_dict()
+    equal = [name for name, tensor in resumed.state_dict().items() if torch.equal(tensor, expected[name])]
+    assert equal == list(expected) and any(stock.SIDECAR in name for name in equal)
+
+
+def test_the_best_model_is_loaded_with_every_tensor(tmp_path):
+    model = stock_classifier(ViTConfig(**TINY))
+    best = {"load_best_model_at_end": True, "eval_strategy": "epoch", "metric_for_best_model": "loss"}
+    trainer = trainer_of(model, tmp_path, num_train_epochs=3, **best)
+    trainer.train()
+    saved = ViTForImageClassification.from_pretrained(trainer.state.best_model_checkpoint).state_dict()
+    equal = [name for name, tensor in model.state_dict().items() if torch.equal(tensor, saved[name])]
+    assert equal == list(saved)
 
 
 # ---- another head, and what must not pass unnoticed -----------------------------------------------------------------
