@@ -321,9 +321,11 @@ def test_resume_restores_every_tensor(tmp_path):
 
 def test_the_best_model_is_loaded_with_every_tensor(tmp_path):
     model = stock_classifier(ViTConfig(**TINY))
-    best = {"load_best_model_at_end": True, "eval_strategy": "epoch", "metric_for_best_model": "loss"}
-    trainer = trainer_of(model, tmp_path, num_train_epochs=3, **best)
+    # The largest loss, so that the best model is not the last.
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    trainer = trainer_of(model, tmp_path, num_train_epochs=3, eval_strategy="epoch", **best)
     trainer.train()
+    assert not trainer.state.best_model_checkpoint.endswith("checkpoint-6")
     saved = ViTForImageClassification.from_pretrained(trainer.state.best_model_checkpoint).state_dict()
     equal = [name for name, tensor in model.state_dict().items() if torch.equal(tensor, saved[name])]
     assert equal == list(saved)
