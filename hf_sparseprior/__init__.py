@@ -10,6 +10,7 @@ import os as _os
 from transformers import AutoBackbone, AutoConfig, AutoModel, AutoModelForImageClassification
 
 from hf_sparseprior import curves, ops, sequences, supports
+from hf_sparseprior.adapters.stock import apply_prior, remove_prior
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
 from hf_sparseprior.modeling_sparseprior_vit import (
     SparsePriorViTBackbone,
@@ -24,8 +25,10 @@ __all__ = [
     "SparsePriorViTForImageClassification",
     "SparsePriorViTModel",
     "__version__",
+    "apply_prior",
     "curves",
     "ops",
+    "remove_prior",
     "sequences",
     "supports",
 ]

@@ -10,14 +10,103 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .decay import DECAYS, Decay
+from .decay import Decay, make_decay
 from .ops import AttentionPlan, run_plan
 from .supports import support_notes
 
 logger = logging.getLogger("hf_sparseprior.attention")
 
 
-class SparsePriorAttention(nn.Module):
+class PriorAttention(nn.Module):
+    """What a prior adds to an attention layer: the learned scalars of its decay, and how queries meet keys.
+
+    Args:
+        num_heads: H.
+        prior: resolved prior (`resolve_prior`).
+        layer_idx: layer number from 0; decides which head has which support.
+    """
+
+    # Grids whose plan a layer keeps; a model that sees many resolutions must not collect masks without end.
+    MAX_PLANS = 8
+
+    def __init__(self, num_heads: int, prior: dict[str, Any], layer_idx: int = 0) -> None:
+        super().__init__()
+        self._set_prior(num_heads, prior, layer_idx)
+
+    def _set_prior(self, num_heads: int, prior: dict[str, Any], layer_idx: int) -> None:
+        self.num_heads = num_heads
+        self.layer_idx = layer_idx
+        self.prior = prior
+        # "bias" in the name keeps alpha and beta out of weight decay in transformers' own Trainer, which goes by names.
+        self.decay_bias: Decay | None = None
+        if (decay := prior["decay"]) is not None:
+            self.decay_bias = make_decay(decay, num_heads)
+        # Learned decays that can be switched (`hf_sparseprior.adapters.violin`), in place of `decay_bias`.
+        self.decay_adapter: Any = None
+        self.support_key = json.dumps([num_heads, prior["support"], layer_idx], sort_keys=True)
+        self.decay_key = json.dumps(decay, sort_keys=True)
+        self._plans: dict[tuple[str, int, int, int], AttentionPlan] = {}
+
+    def plan(self, grid: tuple[int, int], num_prefix_tokens: int, decay_key: str | None = None) -> AttentionPlan:
+        """The layer's plan for a grid, built at its first use; `decay_key` are the decay's settings as JSON."""
+        decay_key = self.decay_key if decay_key is None else decay_key
+        key = (decay_key, grid[0], grid[1], num_prefix_tokens)
+        if key not in self._plans:
+            if len(self._plans) >= self.MAX_PLANS:
+                self._plans.pop(next(iter(self._plans)))
+            support = self.prior["support"]
+            if self.layer_idx == 0:
+                for note in support_notes(support, self.num_heads, grid, num_prefix_tokens):
+                    logger.info(note)
+            self._plans[key] = AttentionPlan(
+                self.num_heads, grid, num_prefix_tokens, support, json.loads(decay_key), self.layer_idx
+            )
+        return self._plans[key]
+
+    # Offsets come from Python integers and a private random generator, which a compiler does not trace.
+    # `support_key` is there to be guarded: layers share this code, and nothing else tells their compiled graphs apart.
+    @torch._dynamo.assume_constant_result
+    def _constant_plan(
+        self, support_key: str, decay_key: str, height: int, width: int, num_prefix_tokens: int
+    ) -> AttentionPlan:
+        return self.plan((height, width), num_prefix_tokens, decay_key)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: tuple[int, int],
+        num_prefix_tokens: int = 0,
+        *,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        need_weights: bool = False,
+        backend: str = "auto",
+        bias: Tensor | None = None,
+        token_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of projected queries, keys and values (B, H, T, D), as `ops.run_plan`."""
+        decay = self.decay_bias if self.decay_adapter is None else self.decay_adapter.active_decay()
+        decay_key = self.decay_key if self.decay_adapter is None else self.decay_adapter.decay_key
+        # A grid decides the tables, so a symbolic size becomes a number here: one compiled graph per grid.
+        sizes = (operator.index(grid[0]), operator.index(grid[1]), operator.index(num_prefix_tokens))
+        return run_plan(
+            self._constant_plan(self.support_key, decay_key, *sizes),
+            q,
+            k,
+            v,
+            decay() if decay is not None else None,
+            scale=scale,
+            dropout_p=dropout_p,
+            need_weights=need_weights,
+            backend=backend,
+            bias=bias,
+            token_ids=token_ids,
+        )
+
+
+class SparsePriorAttention(PriorAttention):
     """Multi-head self-attention with a prior.
 
     Args:
@@ -29,9 +118,6 @@ class SparsePriorAttention(nn.Module):
         attention_dropout: dropout probability of the attention weights in training.
     """
 
-    # Grids whose plan a layer keeps; a model that sees many resolutions must not collect masks without end.
-    MAX_PLANS = 8
-
     def __init__(
         self,
         hidden_size: int,
@@ -42,43 +128,15 @@ class SparsePriorAttention(nn.Module):
         proj_bias: bool = True,
         attention_dropout: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.num_heads = num_heads
+        nn.Module.__init__(self)
         self.head_dim = hidden_size // num_heads
-        self.layer_idx = layer_idx
-        self.prior = prior
         self.attention_dropout = attention_dropout
         self.q_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
         self.k_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
         self.v_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=proj_bias)
-        # "bias" in the name keeps alpha and beta out of weight decay in transformers' own Trainer, which goes by names.
-        self.decay_bias: Decay | None = None
-        if (decay := prior["decay"]) is not None:
-            settings = {key: value for key, value in decay.items() if key != "name"}
-            self.decay_bias = DECAYS[decay["name"]](num_heads, **settings)
-        self.key = json.dumps([num_heads, prior, layer_idx], sort_keys=True)
-        self._plans: dict[tuple[int, int, int], AttentionPlan] = {}
-
-    def plan(self, grid: tuple[int, int], num_prefix_tokens: int) -> AttentionPlan:
-        """The layer's plan for a grid, built at its first use."""
-        key = (grid[0], grid[1], num_prefix_tokens)
-        if key not in self._plans:
-            if len(self._plans) >= self.MAX_PLANS:
-                self._plans.pop(next(iter(self._plans)))
-            if self.layer_idx == 0:
-                for note in support_notes(self.prior["support"], self.num_heads, grid, num_prefix_tokens):
-                    logger.info(note)
-            self._plans[key] = AttentionPlan(
-                self.num_heads, grid, num_prefix_tokens, self.prior["support"], self.prior["decay"], self.layer_idx
-            )
-        return self._plans[key]
-
-    # Offsets come from Python integers and a private random generator, which a compiler does not trace.
-    # `key` is there to be guarded: layers share this code, and nothing else tells their compiled graphs apart.
-    @torch._dynamo.assume_constant_result
-    def _constant_plan(self, key: str, height: int, width: int, num_prefix_tokens: int) -> AttentionPlan:
-        return self.plan((height, width), num_prefix_tokens)
+        # Last, so that random weights are drawn in the order in which published seeds drew them.
+        self._set_prior(num_heads, prior, layer_idx)
 
     def forward(
         self,
@@ -105,14 +163,12 @@ class SparsePriorAttention(nn.Module):
         q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
         k = self.k_proj(hidden_states).view(shape).transpose(1, 2)
         v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        # A grid decides the tables, so a symbolic size becomes a number here: one compiled graph per grid.
-        grid_and_prefix = (operator.index(grid[0]), operator.index(grid[1]), operator.index(num_prefix_tokens))
-        out, weights = run_plan(
-            self._constant_plan(self.key, *grid_and_prefix),
+        out, weights = self.attend(
             q,
             k,
             v,
-            self.decay_bias() if self.decay_bias is not None else None,
+            grid,
+            num_prefix_tokens,
             dropout_p=self.attention_dropout if self.training else 0.0,
             need_weights=output_attentions,
             backend=backend,

@@ -211,6 +211,11 @@ class ManhattanDecay(Decay):
         return np.indices(grid).reshape(1, 2, -1)
 
 
+def make_decay(decay: dict[str, Any], num_heads: int) -> Decay:
+    """The module of a resolved decay for one layer."""
+    return DECAYS[decay["name"]](num_heads, **{key: value for key, value in decay.items() if key != "name"})
+
+
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 

@@ -40,11 +40,16 @@ def file_sha256(path: str | os.PathLike) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_text(path: Path, text: str) -> None:
+def write_bytes(path: Path, content: bytes) -> None:
     """Write a file whole or not at all."""
     scratch = path.with_name(path.name + ".partial")
-    scratch.write_text(text, encoding="utf-8")
+    scratch.write_bytes(content)
     os.replace(scratch, path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    write_bytes(path, text.encode())
 
 
 def check_new(out: Path) -> None:

@@ -94,11 +94,12 @@ class AttentionPlan:
     def build_table(self, name: str) -> np.ndarray:
         """A table as an array.
 
-        "mask": bool (H, T, T), True = attended. "positions" of the decay: int64 (C, A, N); "positions_int32" and
-        "positions_float32". For the compiled kernels: "signed_offsets", int32, head after head, "offset_counts", int32
-        (H,), and "offset_begin", int32 (H + 1,), where those of each head begin; with a decay "pair_distances", float32
-        (C, pairs), the N - o pairs (j, j + o) of each offset, "pair_counts", int64 (H,), how many each head has, and
-        "pair_begin", int64, where those of each signed offset begin.
+        "mask": bool (H, T, T), True = attended. "attended": bool (H, N), at which distances. "positions" of the decay:
+        int64 (C, A, N); "positions_int32" and "positions_float32". For the compiled kernels: "signed_offsets", int32,
+        head after head, "offset_counts", int32 (H,), and "offset_begin", int32 (H + 1,), where those of each head
+        begin; with a decay "pair_distances", float32 (C, pairs), the N - o pairs (j, j + o) of each offset,
+        "pair_counts", int64 (H,), how many each head has, and "pair_begin", int64, where those of each signed offset
+        begin.
         """
         if name == "positions":
             assert self.decay is not None
@@ -108,6 +109,8 @@ class AttentionPlan:
         assert self.offsets is not None
         if name == "mask":
             return mask_from_offsets(self.offsets, self.num_tokens, self.num_prefix_tokens)
+        if name == "attended":
+            return np.array([np.isin(np.arange(self.num_tokens), own) for own in self.offsets])
         if name == "pair_distances":
             positions = self.build_table("positions")
             blocks = [
@@ -167,6 +170,8 @@ class Call(NamedTuple):
     scale: float
     dropout_p: float
     need_weights: bool
+    bias: Tensor | None  # added to the logits last, broadcastable to (B, H, T, T)
+    token_ids: Tensor | None  # (B, N): which of the grid's patches the tokens are; None: all, in raster order
     mask: Tensor | None  # this and the next: filled in by the caller for backends that need it
     positions: Tensor | None
 
@@ -201,23 +206,27 @@ def _reference(call: Call) -> tuple[Tensor, Tensor | None]:
         logits = logits * _dense_weights(call, dtype)
     if call.mask is not None:
         logits = logits.masked_fill(~call.mask, -math.inf if call.plan.mask_fill == "neg_inf" else 0.0)
+    if call.bias is not None:
+        logits = logits + call.bias
     weights = F.dropout(torch.softmax(logits, -1), call.dropout_p)
     out = weights @ call.v.to(dtype)
     return out.to(call.q.dtype), weights.to(call.q.dtype) if call.need_weights else None
 
 
 def _dense_weights(call: Call, dtype: torch.dtype) -> Tensor:
-    """alpha * M with the prefix rows and columns, (H, T, T)."""
+    """alpha * M with the prefix rows and columns, (H, T, T); (B, H, T, T) where each image has its own patches."""
     assert call.decay is not None and call.positions is not None
     weights = decay_mask(call.decay, call.positions, dtype)
+    if call.token_ids is not None:
+        weights = weights.transpose(0, 1)
     if prefix := call.plan.num_prefix_tokens:
         gamma_H = prefix_weights(call.decay, dtype)
         if gamma_H is None:
             weights = F.pad(weights, (prefix, 0, prefix, 0), value=1.0)
         else:
-            heads, tokens = weights.shape[:2]
-            columns = gamma_H.view(-1, 1, 1).expand(heads, tokens, prefix)
-            rows = gamma_H.view(-1, 1, 1).expand(heads, prefix, prefix + tokens)
+            *leading, tokens, _ = weights.shape
+            columns = gamma_H.view(-1, 1, 1).expand(*leading, tokens, prefix)
+            rows = gamma_H.view(-1, 1, 1).expand(*leading, prefix, prefix + tokens)
             weights = torch.cat([rows, torch.cat([columns, weights], -1)], -2)
     if (alpha_H := call.decay.get("alpha")) is not None:
         weights = weights * alpha_H.to(dtype).view(-1, 1, 1)
@@ -240,7 +249,10 @@ def _sdpa_can_run(call: Call) -> str | None:
 def _sdpa(call: Call) -> tuple[Tensor, Tensor | None]:
     """torch's own dense attention, with a boolean mask where there is a support."""
     # Four dimensions: with a mask of three, torch leaves its fused CPU kernel for one two to five times slower.
-    mask = None if call.mask is None else call.mask.unsqueeze(0)
+    mask = call.mask if call.mask is None or call.mask.dim() == 4 else call.mask.unsqueeze(0)
+    if call.bias is not None:
+        bias = call.bias.to(call.q.dtype)
+        mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
     out = F.scaled_dot_product_attention(
         call.q, call.k, call.v, attn_mask=mask, dropout_p=call.dropout_p, scale=call.scale
     )
@@ -250,10 +262,19 @@ def _sdpa(call: Call) -> tuple[Tensor, Tensor | None]:
 # ---- diagonal -------------------------------------------------------------------------------------------------------
 
 
+def _needs_dense(call: Call) -> str | None:
+    """Why only a dense path knows the logits that are asked for."""
+    if call.bias is not None:
+        return "a bias is added to the logits of all pairs"
+    if call.token_ids is not None:
+        return "only some patches of the grid are there, others in each image"
+    return None
+
+
 def _diagonal_can_run(call: Call) -> str | None:
     if call.plan.offsets is None:
         return "the support is dense, it has no offsets"
-    return _sparse_dropout_can_run(call)
+    return _needs_dense(call) or _sparse_dropout_can_run(call)
 
 
 def _sparse_dropout_can_run(call: Call) -> str | None:
@@ -388,6 +409,8 @@ def _kernel_can_run(call: Call) -> str | None:
     """What the compiled kernels have in common."""
     if call.plan.offsets is None and call.decay is None:
         return "dense attention without a decay is what scaled_dot_product_attention is for"
+    if reason := _needs_dense(call):
+        return reason
     if call.need_weights:
         return "the compiled kernels do not return attention weights"
     if diagonal_cpu is None:
@@ -574,6 +597,17 @@ def _log_choice(plan: AttentionPlan, name: str, refused: list[tuple[str, str]]) 
     logger.debug("layer %d: %s (%s%s)", plan.layer, name, size, others)
 
 
+def _subset_mask(plan: AttentionPlan, token_ids: Tensor) -> Tensor:
+    """Mask (B, H, T, T) of some patches of the grid, (B, n), each image's own."""
+    attended = plan_table(plan, "attended", token_ids.device)
+    mask = attended[:, (token_ids.unsqueeze(-1) - token_ids.unsqueeze(-2)).abs()].transpose(0, 1)
+    prefix = plan.num_prefix_tokens
+    if not prefix:  # a patch none of whose keys is there attends to itself
+        alone = ~mask.any(-1, keepdim=True)
+        mask = mask | (alone & torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device))
+    return F.pad(mask, (prefix, 0, prefix, 0), value=True)
+
+
 def run_plan(
     plan: AttentionPlan,
     q: Tensor,
@@ -585,24 +619,40 @@ def run_plan(
     dropout_p: float = 0.0,
     need_weights: bool = False,
     backend: str = "auto",
+    bias: Tensor | None = None,
+    token_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over a prepared plan; `decay` holds the tensors of this step.
+
+    Args:
+        bias: added to the logits behind decay and support, broadcastable to (B, H, T, T): relative positions, padding.
+        token_ids: int64 (B, n) where the tokens behind the prefix are not all patches of the grid in raster order but
+            these of them, others in each image (masked autoencoders, token pruning). Support and decay go by where
+            the patches lie in the grid.
 
     Returns:
         out (B, H, T, D) and the attention weights (B, H, T, T) if `need_weights`, else None.
     """
-    if q.shape[2] != plan.total:
+    if token_ids is not None:
+        if tuple(token_ids.shape) != (q.shape[0], q.shape[2] - plan.num_prefix_tokens):
+            raise ValueError(
+                f"token_ids of shape {tuple(token_ids.shape)} must name the {q.shape[2] - plan.num_prefix_tokens} "
+                f"patches of each of {q.shape[0]} images"
+            )
+    elif q.shape[2] != plan.total:
         raise ValueError(
             f"{q.shape[2]} tokens must be {plan.num_prefix_tokens} prefix tokens and a patch grid of {plan.grid}, "
             f"{plan.total} in all"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    call = Call(q, k, v, plan, decay, scale, dropout_p, need_weights, None, None)
+    call = Call(q, k, v, plan, decay, scale, dropout_p, need_weights, bias, token_ids, None, None)
     chosen = BACKENDS[choose_backend(call, backend)]
     if chosen.needs_mask and plan.offsets is not None:
-        call = call._replace(mask=plan_table(plan, "mask", q.device))
+        mask = plan_table(plan, "mask", q.device) if token_ids is None else _subset_mask(plan, token_ids)
+        call = call._replace(mask=mask)
     if chosen.needs_positions and decay is not None:
-        call = call._replace(positions=plan_table(plan, "positions", q.device))
+        positions = plan_table(plan, "positions", q.device)
+        call = call._replace(positions=positions if token_ids is None else positions[..., token_ids])
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         # Autocast has done its work on the projections; it would round the float32 logits of a decay again.
         with torch.autocast(q.device.type, enabled=False):

@@ -11,10 +11,12 @@ import torch
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from hf_sparseprior.hub import check_whole
+from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTPreTrainedModel
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.layer_decay import parameter_groups
 from hf_sparseprior.training.sampling import DrawSampler
@@ -206,6 +208,31 @@ class SparsePriorTrainer(Trainer):
             self.clock.load(checkpoint)
         if checkpoint is not None and (average := self._start_average()) is not None:
             average.load(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self._load_stock_model(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self._load_stock_model(self.state.best_model_checkpoint):
+            super()._load_best_model()
+
+    def _load_stock_model(self, folder: str | None) -> bool:
+        """Load a checkpoint of a stock model through its class; False where that is not needed.
+
+        transformers writes many of its models under older names and reads checkpoints by name, without translating
+        and without complaint: most weights would stay as they are, and those of a prior too.
+        """
+        model = self.model
+        stock = isinstance(model, PreTrainedModel) and not isinstance(model, SparsePriorViTPreTrainedModel)
+        if not stock or self.is_fsdp_enabled or self.is_deepspeed_enabled or not folder:
+            return False
+        if not any((Path(folder) / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+            return False
+        loaded, info = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
+        check_whole(folder, info)
+        model.load_state_dict(loaded.state_dict())
+        return True
 
     def _check_processes(self, path: Path) -> None:
         """With more or fewer processes a step has another batch, and the steps done would count for other epochs."""

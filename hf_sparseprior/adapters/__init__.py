@@ -1,0 +1,1 @@
+"""Priors on models that were made without them: stock transformers models, and peft."""

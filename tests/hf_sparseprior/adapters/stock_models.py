@@ -1,0 +1,115 @@
+"""Tiny stock transformers models with random weights, one of each family that takes a prior."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    BeitModel,
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionModel,
+    DeiTModel,
+    Dinov2Model,
+    Dinov2WithRegistersModel,
+    DINOv3ViTModel,
+    IJepaModel,
+    SiglipVisionModel,
+    SwinModel,
+    VideoMAEModel,
+    ViTMAEModel,
+    ViTModel,
+    ViTMSNModel,
+)
+
+SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+PATCHES = {"image_size": 32, "patch_size": 4}
+TINY = {**SIZES, **PATCHES}
+MASKED = torch.stack([torch.randperm(128, generator=torch.Generator().manual_seed(seed)) < 64 for seed in (3, 4)])
+
+
+@dataclass
+class StockCase:
+    """A family: how to build it, what to show it, and where its tokens lie."""
+
+    model: type
+    config: dict[str, Any]
+    prefix: int = 1
+    grid: tuple[int, int] = (8, 8)  # of the configured image
+    shape: tuple[int, ...] = (2, 3, 32, 32)
+    inputs: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, seed: int = 0) -> nn.Module:
+        """A model in eval mode whose attention is far from uniform, so that a prior shows."""
+        torch.manual_seed(seed)
+        model = self.model(self.model.config_class(**self.config)).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(("q_proj.weight", "k_proj.weight", "query.weight", "key.weight")) or name.endswith(
+                    ("register_tokens", "bias_table", "cls_token")
+                ):
+                    parameter.normal_(std=0.3)
+        return model
+
+    def example(self, seed: int = 1) -> dict[str, Any]:
+        """Inputs of the forward."""
+        generator = torch.Generator().manual_seed(seed)
+        return {"pixel_values": torch.randn(self.shape, generator=generator), **self.inputs}
+
+
+def _noise(seed: int = 2) -> torch.Tensor:
+    return torch.rand(2, 64, generator=torch.Generator().manual_seed(seed))
+
+
+STOCK = {
+    "vit": StockCase(ViTModel, TINY),
+    "deit": StockCase(DeiTModel, TINY, prefix=2),
+    "msn": StockCase(ViTMSNModel, TINY),
+    "dinov2": StockCase(Dinov2Model, {**TINY, "mlp_ratio": 2}),
+    "dinov2_registers": StockCase(Dinov2WithRegistersModel, {**TINY, "mlp_ratio": 2}, prefix=5),
+    "dinov3": StockCase(DINOv3ViTModel, {**TINY, "hidden_size": 64, "num_register_tokens": 4}, prefix=5),
+    "beit": StockCase(BeitModel, {**TINY, "use_relative_position_bias": True}),
+    "clip": StockCase(CLIPVisionModel, TINY),
+    "siglip": StockCase(SiglipVisionModel, TINY, prefix=0),
+    "mae": StockCase(ViTMAEModel, {**TINY, "mask_ratio": 0.5}, inputs={"noise": _noise()}),
+    "ijepa": StockCase(IJepaModel, TINY, prefix=0),
+    "videomae": StockCase(VideoMAEModel, {**TINY, "num_frames": 4}, prefix=0, grid=(16, 8), shape=(2, 4, 3, 32, 32)),
+    "videomae_masked": StockCase(
+        VideoMAEModel,
+        {**TINY, "num_frames": 4},
+        prefix=0,
+        grid=(16, 8),
+        shape=(2, 4, 3, 32, 32),
+        inputs={"bool_masked_pos": MASKED},
+    ),
+    "swin": StockCase(
+        SwinModel,
+        {
+            "image_size": 32,
+            "patch_size": 2,
+            "embed_dim": 24,
+            "depths": [2, 2, 2],
+            "num_heads": [2, 4, 4],
+            "window_size": 4,
+        },
+        prefix=0,
+        grid=(4, 4),
+    ),
+}
+
+
+def visible_patches(name: str) -> torch.Tensor | None:
+    """(B, n): which patches of the grid the tokens of a case are, in their order; None for all in raster order."""
+    case = STOCK[name]
+    if "noise" in case.inputs:
+        return case.inputs["noise"].argsort(1)[:, :32]
+    if "bool_masked_pos" in case.inputs:
+        return torch.stack([row.logical_not().nonzero()[:, 0] for row in case.inputs["bool_masked_pos"]])
+    return None
+
+
+def tiny_clip() -> nn.Module:
+    """CLIP with a text tower, whose attention must stay as it is."""
+    text = {**SIZES, "vocab_size": 50, "max_position_embeddings": 16}
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=TINY)).eval()
