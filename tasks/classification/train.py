@@ -318,7 +318,7 @@ def main(argv: list[str] | None = None) -> int:
 def _print_results(results: dict[str, Any], out: str) -> None:
     for name, value in results["metrics"].items():
         print(f"{name}: {100 * value:.2f} %")
-    if results["method"] != "full":
+    if results.get("method", "full") != "full":  # runs before the `tuning` section have none
         print(f"{results['method']}: {results['trainable_parameters']} parameters trained of {results['parameters']}")
     print(f"waiting for data: {100 * results['data_wait']:.1f} % of the training time")
     if results["max_decay_change"] is not None:

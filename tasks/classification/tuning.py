@@ -42,7 +42,9 @@ class TuningConfig:
         for name in ("rank", "alpha", "dropout", "targets"):
             value = getattr(self, name)
             if value is not None and self.method not in LOW_RANK:
-                raise ValueError(f"tuning.{name}={value!r} is for tuning.method {', '.join(LOW_RANK)}, not {self.method}")
+                raise ValueError(
+                    f"tuning.{name}={value!r} is for tuning.method {', '.join(LOW_RANK)}, not {self.method}"
+                )
         check_settings(self.rank, self.alpha, self.dropout or 0.0, self.targets, where="tuning.")
 
 
