@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import is_peft_model
+from accelerate.utils import is_peft_model, parse_flag_from_env
 from torch import nn
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
@@ -55,8 +55,9 @@ def check_tuning(config: dict[str, dict[str, Any]]) -> None:
         return
     if not config["model"].get("pretrained"):
         raise ValueError(f"tuning.method={method} changes a part of a saved model; set model.pretrained=FOLDER")
-    if config["trainer"].get("fsdp"):
-        raise ValueError(f"tuning.method={method} cannot be used with trainer.fsdp, which is for tuning.method=full")
+    # The variable is how `accelerate launch` asks for it.
+    if config["trainer"].get("fsdp") or parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise ValueError(f"tuning.method={method} cannot be used with FSDP, which is for tuning.method=full")
     prior = config["model"].get("prior")
     if method == "violin" and prior is not None and parse_prior(prior)["decay"] in (None, "none"):
         raise ValueError(_no_decay(prior))

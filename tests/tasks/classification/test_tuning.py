@@ -290,13 +290,21 @@ def test_a_compiled_run_saves_the_trained_model(saved, tmp_path):
         (
             {"method": "lora"},
             {"trainer": {"fsdp": "full_shard"}},
-            "tuning.method=lora cannot be used with trainer.fsdp",
+            "tuning.method=lora cannot be used with FSDP",
         ),
     ],
 )
 def test_bad_values_are_named(tuning, rest, message):
     with pytest.raises(ValueError, match=message):
         check_config({"model": {"pretrained": "x"}, "tuning": tuning, **rest})
+
+
+def test_fsdp_by_accelerate_launch_is_refused_too(monkeypatch):
+    config = {"model": {"pretrained": "x"}, "tuning": {"method": "linear"}}
+    check_config(copy.deepcopy(config))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"tuning\.method=linear cannot be used with FSDP"):
+        check_config(config)
 
 
 def test_targets_that_the_model_lacks_leave_no_folder(saved, tmp_path):
