@@ -136,6 +136,15 @@ def test_steps_change_only_what_is_trained(saved, method):
     assert moved == trained_names(model)
 
 
+def test_with_the_class_token_alone_the_last_beta_has_no_gradient(saved):
+    torch.manual_seed(1)
+    options = {**MODEL, "pooling": "class_token", "prior": "violin", "pretrained": str(saved)}
+    model = tuned(training.build_model(options, CLASSES), TuningConfig("violin"))
+    model(images(), labels=torch.arange(6)).loss.backward()
+    moving = {name for name in SCALARS if model.get_parameter(name).grad.abs().max() > 0}
+    assert SCALARS - moving == {f"vit.layers.{LAYERS - 1}.attention.decay_bias.beta"}
+
+
 @pytest.mark.parametrize("method", ["lora", "dora"])
 def test_merged_equals_unmerged(saved, method):
     model = build(saved, method, rank=4, alpha=16, targets="attention+mlp")
