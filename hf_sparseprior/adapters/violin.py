@@ -11,6 +11,7 @@ of pairs of patches, which no weight of the model does.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 from collections import Counter
@@ -47,6 +48,9 @@ DECAY_HELP = (
     "`init` is 'identity', which leaves the model's output as it is to 1e-5. Saved with every setting."
 )
 LAYERS_HELP = "Numbers of the attention layers that get the decay, from 0. None: all."
+HEADS_HELP = (
+    "Written when the adapter is made: the heads of each attention layer of its model. Another model is refused."
+)
 
 
 @dataclass
@@ -56,6 +60,7 @@ class ViolinAdapterConfig(PeftConfig):
     Args:
         decay: name, or dict of a name and settings; "violin" with init "identity" is the default.
         decay_layers: numbers of the layers that get it; None for all.
+        decay_heads: the heads of each layer of the model, written when the adapter is made; not to be given.
         modules_to_save: further modules that are trained and saved whole.
 
     Raises:
@@ -66,6 +71,7 @@ class ViolinAdapterConfig(PeftConfig):
 
     decay: str | dict[str, Any] = field(default="violin", metadata={"help": DECAY_HELP})
     decay_layers: list[int] | None = field(default=None, metadata={"help": LAYERS_HELP})
+    decay_heads: list[int] | None = field(default=None, metadata={"help": HEADS_HELP})
     modules_to_save: list[str] | None = field(
         default=None,
         metadata={"help": "Modules that are trained and saved whole, such as a new head: ['classifier']."},
@@ -83,12 +89,13 @@ class LoraViolinConfig(LoraConfig):
     """Config of LoRA, or DoRA, with a learned decay in the same adapter, for one file and one name.
 
     Args:
-        decay, decay_layers: as in `ViolinAdapterConfig`.
+        decay, decay_layers, decay_heads: as in `ViolinAdapterConfig`.
         and everything of peft's `LoraConfig`.
     """
 
     decay: str | dict[str, Any] = field(default="violin", metadata={"help": DECAY_HELP})
     decay_layers: list[int] | None = field(default=None, metadata={"help": LAYERS_HELP})
+    decay_heads: list[int] | None = field(default=None, metadata={"help": HEADS_HELP})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,10 +112,9 @@ class LoraViolinConfig(LoraConfig):
 
 def _resolve_adapter_decay(decay: Any) -> dict[str, Any]:
     given = {"name": decay} if isinstance(decay, str) else decay
-    resolved = resolve_decay({"init": "identity", **given} if isinstance(given, dict) else given)
-    if resolved is None:
-        raise ValueError(f"decay={decay!r} must be one of {', '.join(DECAYS)}, or a dict with its name and settings")
-    return resolved
+    if not isinstance(given, dict) or given.get("name") not in DECAYS:
+        raise ValueError(f"decay={decay!r} must be one of {', '.join(DECAYS)}, or a dict of its name and settings")
+    return resolve_decay({"init": "identity", **given})  # type: ignore[return-value]
 
 
 def _check_layers(layers: Any) -> None:
@@ -210,6 +216,10 @@ class _DecayTuner:
         layers = list(range(len(targets))) if peft_config.decay_layers is None else peft_config.decay_layers
         if max(layers) >= len(targets):
             raise ValueError(f"decay_layers={layers} must be below the {len(targets)} layers of {type(model).__name__}")
+        heads = [module.num_heads for module in targets.values()]
+        if peft_config.decay_heads not in (None, heads):
+            made_for = _describe(peft_config.decay_heads)
+            raise ValueError(f"the adapter is for {made_for}; {type(model).__name__} has {_describe(heads)}")
         self._targets = {name for index, name in enumerate(targets) if index in layers}
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:
@@ -236,9 +246,13 @@ class _DecayTuner:
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """As peft's; an adapter that is refused leaves no decay behind."""
+        configs: dict[str, Any] = self.peft_config  # type: ignore[attr-defined]
         try:
             super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]
             self._check_injected(model, adapter_name)
+            # In a copy: the user may give the same config to another model.
+            configs[adapter_name] = copy.copy(configs[adapter_name])
+            configs[adapter_name].decay_heads = [module.num_heads for module in _attention_layers(model).values()]
         except Exception:
             layers = [module for module in model.modules() if isinstance(module, DecayLayer)]
             for layer in layers:
@@ -250,6 +264,14 @@ class _DecayTuner:
 
     def _check_injected(self, model: nn.Module, adapter_name: str) -> None:
         """Refuse what peft did not."""
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """As peft's; where the deleted one was active, the first of those left takes its place in every layer."""
+        was_active = adapter_name in self.active_adapters  # type: ignore[attr-defined]
+        super().delete_adapter(adapter_name)  # type: ignore[misc]
+        if was_active:
+            # peft asks the first layer what is left there, and other layers may hold other adapters.
+            self.set_adapter(list(self.peft_config)[:1])  # type: ignore[attr-defined]
 
     def _check_merge_allowed(self) -> None:
         raise ValueError(_NO_MERGE)
@@ -266,7 +288,7 @@ class _DecayTuner:
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         mapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)  # type: ignore[misc]
-        _check_decays(model, adapter_name, mapped)
+        _check_names(model, adapter_name, mapped)
         return mapped
 
 
@@ -312,32 +334,28 @@ def _attention_layers(model: nn.Module) -> dict[str, PriorAttention]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PriorAttention)}
 
 
-def _check_decays(model: nn.Module, adapter_name: str, state_dict: dict[str, Tensor]) -> None:
-    """Refuse a loaded adapter whose decays are not those of the model, name by name and shape by shape."""
-    marker = f".decay_biases.{adapter_name}."
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if marker in name}
+def _check_names(model: nn.Module, adapter_name: str, state_dict: dict[str, Tensor]) -> None:
+    """Refuse scalars that peft would leave out without a word, because the model has them under other names."""
+    expected = {name for name in model.state_dict() if f".decay_biases.{adapter_name}." in name}
     # Names that the model does not have were left without the adapter's name.
-    found = {name: tuple(tensor.shape) for name, tensor in state_dict.items() if ".decay_biases." in name}
+    found = {name for name in state_dict if ".decay_biases." in name}
     if expected != found:
-        stray = sorted(set(found.items()) ^ set(expected.items()))[0]
         base = getattr(model, "get_base_model", lambda: model)()
         raise ValueError(
-            f"the adapter holds decays of {_describe(found)}, {type(base).__name__} takes {_describe(expected)} "
-            f"(first difference: {stray[0]} {stray[1]})"
+            f"the adapter was made on another class of model than {type(base).__name__}: "
+            f"it has {sorted(found - expected)[:1]} where the model has {sorted(expected - found)[:1]}"
         )
 
 
-def _describe(shapes: dict[str, tuple[int, ...]]) -> str:
-    """ "12 layers with beta (8, 12)": beta is (curves, heads)."""
-    counts = Counter(shape for name, shape in shapes.items() if name.endswith("beta") and "prefix" not in name)
-    return " and ".join(f"{count} layers with beta {shape}" for shape, count in counts.items()) or "no layer"
+def _describe(heads: list[int]) -> str:
+    """[12, 12] -> "2 layers of 12 heads"."""
+    return " and ".join(f"{count} layers of {number} heads" for number, count in Counter(heads).items())
 
 
-for _type, _config, _tuner in (
-    (AdapterType.VIOLIN, ViolinAdapterConfig, ViolinModel),
-    (AdapterType.LORA_VIOLIN, LoraViolinConfig, LoraViolinModel),
-):
-    # `register_peft_method` takes no name outside peft's own list.
-    PEFT_TYPE_TO_CONFIG_MAPPING[_type] = _config
-    PEFT_TYPE_TO_TUNER_MAPPING[_type] = _tuner
-    PEFT_TYPE_TO_PREFIX_MAPPING[_type] = _tuner.prefix
+# `register_peft_method` takes no name outside peft's own list.
+PEFT_TYPE_TO_CONFIG_MAPPING[AdapterType.VIOLIN] = ViolinAdapterConfig
+PEFT_TYPE_TO_TUNER_MAPPING[AdapterType.VIOLIN] = ViolinModel
+PEFT_TYPE_TO_PREFIX_MAPPING[AdapterType.VIOLIN] = ViolinModel.prefix
+# No prefix: `load_adapter` of transformers then looks for the names of every method, and here there are two.
+PEFT_TYPE_TO_CONFIG_MAPPING[AdapterType.LORA_VIOLIN] = LoraViolinConfig
+PEFT_TYPE_TO_TUNER_MAPPING[AdapterType.LORA_VIOLIN] = LoraViolinModel
