@@ -169,6 +169,10 @@ class Decay(nn.Module):
         """The decay as `ops.attention` takes it: settings and tensors in one dict."""
         return {**self.settings, "alpha": self.alpha, "beta": self.beta, "prefix_beta": self.prefix_beta}
 
+    def no_weight_decay(self) -> set[str]:
+        """Names of its parameters, none of which gets weight decay (timm's convention)."""
+        return {name for name, _ in self.named_parameters()}
+
     def _apply(self, fn: Callable, recurse: bool = True) -> Decay:
         def keep_precision(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
