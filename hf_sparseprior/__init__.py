@@ -4,12 +4,15 @@ Importing registers SparsePriorViT with transformers' Auto classes. mmcv and its
 never imported from here.
 """
 
+import importlib as _importlib
 import logging as _logging
 import os as _os
+from typing import Any as _Any
 
 from transformers import AutoBackbone, AutoConfig, AutoModel, AutoModelForImageClassification
 
 from hf_sparseprior import curves, ops, sequences, supports
+from hf_sparseprior.adapters.peft_hook import register_with_peft as _register_with_peft
 from hf_sparseprior.adapters.stock import apply_prior, remove_prior
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
 from hf_sparseprior.modeling_sparseprior_vit import (
@@ -20,10 +23,12 @@ from hf_sparseprior.modeling_sparseprior_vit import (
 from hf_sparseprior.version import __version__
 
 __all__ = [
+    "LoraViolinConfig",
     "SparsePriorViTBackbone",
     "SparsePriorViTConfig",
     "SparsePriorViTForImageClassification",
     "SparsePriorViTModel",
+    "ViolinAdapterConfig",
     "__version__",
     "apply_prior",
     "curves",
@@ -33,10 +38,23 @@ __all__ = [
     "supports",
 ]
 
+
+def __getattr__(name: str) -> _Any:
+    # These need peft, which is imported when they are asked for.
+    if name not in ("LoraViolinConfig", "ViolinAdapterConfig"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(_importlib.import_module("hf_sparseprior.adapters.violin"), name)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{name} needs peft: pip install peft") from error
+
+
 AutoConfig.register(SparsePriorViTConfig.model_type, SparsePriorViTConfig)
 AutoModel.register(SparsePriorViTConfig, SparsePriorViTModel)
 AutoModelForImageClassification.register(SparsePriorViTConfig, SparsePriorViTForImageClassification)
 AutoBackbone.register(SparsePriorViTConfig, SparsePriorViTBackbone)
+
+_register_with_peft()
 
 if _level := _os.environ.get("SPARSEPRIOR_LOG"):
     # SPARSEPRIOR_LOG=debug says on stderr which attention backend runs and why.

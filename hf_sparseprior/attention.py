@@ -15,6 +15,7 @@ from .ops import AttentionPlan, run_plan
 from .supports import support_notes
 
 logger = logging.getLogger("hf_sparseprior.attention")
+NO_DECAY = "null"  # as JSON
 
 
 class PriorAttention(nn.Module):
@@ -41,15 +42,19 @@ class PriorAttention(nn.Module):
         self.decay_bias: Decay | None = None
         if (decay := prior["decay"]) is not None:
             self.decay_bias = make_decay(decay, num_heads)
-        # Learned decays that can be switched (`hf_sparseprior.adapters.violin`), in place of `decay_bias`.
+        # Decays that can be switched (`hf_sparseprior.adapters.violin.DecayLayer`), where `decay_bias` is None.
         self.decay_adapter: Any = None
         self.support_key = json.dumps([num_heads, prior["support"], layer_idx], sort_keys=True)
-        self.decay_key = json.dumps(decay, sort_keys=True)
         self._plans: dict[tuple[str, int, int, int], AttentionPlan] = {}
+
+    def active_decay(self) -> Decay | None:
+        """The decay of the next forward: the prior's own, or that of the active adapter."""
+        return self.decay_bias if self.decay_adapter is None else self.decay_adapter.active_decay()
 
     def plan(self, grid: tuple[int, int], num_prefix_tokens: int, decay_key: str | None = None) -> AttentionPlan:
         """The layer's plan for a grid, built at its first use; `decay_key` are the decay's settings as JSON."""
-        decay_key = self.decay_key if decay_key is None else decay_key
+        if decay_key is None:
+            decay_key = NO_DECAY if (decay := self.active_decay()) is None else decay.key
         key = (decay_key, grid[0], grid[1], num_prefix_tokens)
         if key not in self._plans:
             if len(self._plans) >= self.MAX_PLANS:
@@ -87,8 +92,8 @@ class PriorAttention(nn.Module):
         token_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of projected queries, keys and values (B, H, T, D), as `ops.run_plan`."""
-        decay = self.decay_bias if self.decay_adapter is None else self.decay_adapter.active_decay()
-        decay_key = self.decay_key if self.decay_adapter is None else self.decay_adapter.decay_key
+        decay = self.active_decay()
+        decay_key = NO_DECAY if decay is None else decay.key
         # A grid decides the tables, so a symbolic size becomes a number here: one compiled graph per grid.
         sizes = (operator.index(grid[0]), operator.index(grid[1]), operator.index(num_prefix_tokens))
         return run_plan(

@@ -9,6 +9,7 @@ Shape letters: B batch, H heads, C curves, A axes of a position, N patch tokens,
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -126,6 +127,7 @@ class Decay(nn.Module):
         resolved = resolve_decay({"name": self.name, **settings})
         assert resolved is not None
         self.settings = resolved
+        self.key = json.dumps(resolved, sort_keys=True)
         num_curves = self.positions(resolved, (1, 1)).shape[0]
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         self.alpha: nn.Parameter | None = None
@@ -166,6 +168,10 @@ class Decay(nn.Module):
     def forward(self) -> dict[str, Any]:
         """The decay as `ops.attention` takes it: settings and tensors in one dict."""
         return {**self.settings, "alpha": self.alpha, "beta": self.beta, "prefix_beta": self.prefix_beta}
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of its parameters, none of which gets weight decay (timm's convention)."""
+        return {name for name, _ in self.named_parameters()}
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Decay:
         def keep_precision(tensor: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import cached_file
 from transformers.utils.output_capturing import _active_collector
 
@@ -35,6 +37,7 @@ from hf_sparseprior.prior import parse_prior, resolve_prior
 
 IMPLEMENTATIONS = ("fibottention", "violin")  # names in `AttentionInterface`, one function
 SIDECAR = "sparse_prior"  # the submodule of an attention module that holds its prior
+DECAY = "decay_bias"  # the submodule of that with the learned scalars
 STATE = "_sparse_prior"  # the attribute of a model that says what was done to it
 SCALARS_FILE = "sparse_prior.safetensors"
 CONFIG_FIELD = "sparse_prior"
@@ -141,12 +144,22 @@ class StockPrior(PriorAttention):
         num_heads, prior, layer_idx: as in `PriorAttention`.
         layout: of the model's tokens, shared by its layers.
         config: the config that the attention module came with.
+        for_adapters: it is there for adapters alone; without an active one the module's own attention runs.
     """
 
-    def __init__(self, num_heads: int, prior: dict[str, Any], layer_idx: int, layout: TokenLayout, config: Any) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        prior: dict[str, Any],
+        layer_idx: int,
+        layout: TokenLayout,
+        config: Any,
+        for_adapters: bool = False,
+    ) -> None:
         super().__init__(num_heads, prior, layer_idx)
         self.layout = layout
         self.config = config
+        self.for_adapters = for_adapters
 
 
 def prior_attention(
@@ -176,6 +189,9 @@ def prior_attention(
             f"{type(module).__name__} has no prior: attn_implementation alone does not know layer and grid, "
             "call hf_sparseprior.apply_prior(model, prior)"
         )
+    if prior.for_adapters and prior.active_decay() is None:
+        attend = _own_attention(module, prior.config)
+        return attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     grid, num_prefix_tokens, token_ids = prior.layout.of(query.shape[2])
     bias = attention_mask
     if bias is not None and bias.dtype == torch.bool:
@@ -195,6 +211,12 @@ def prior_attention(
         token_ids=token_ids,
     )
     return out.transpose(1, 2), weights
+
+
+def _own_attention(module: nn.Module, config: Any) -> Callable:
+    """What a stock module runs with this config, looked up as its forward does."""
+    written_out = sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, written_out)
 
 
 def _wants_weights(config: Any, kwargs: dict[str, Any]) -> bool:
@@ -335,9 +357,25 @@ def apply_prior(model: PreTrainedModel, prior: str | dict[str, Any]) -> PreTrain
         ValueError: for a bad prior, a model that has one, or one that cannot take one: which module, and why.
     """
     if any(hasattr(module, SIDECAR) for module in model.modules()):
-        raise ValueError(f"{type(model).__name__} has a prior already; hf_sparseprior.remove_prior(model) comes first")
+        had = "a prior already; hf_sparseprior.remove_prior(model)"
+        if getattr(model, STATE, None) is None:
+            had = "an adapter with a decay, which goes on top of a prior; unload() of the peft model"
+        raise ValueError(f"{type(model).__name__} has {had} comes first")
+    setattr(model, STATE, attach(model, _with_identity(parse_prior(prior))))
+    return model
+
+
+def attach(model: nn.Module, slots: dict[str, Any], for_adapters: bool = False) -> Applied:
+    """Put a `StockPrior` into every attention module of a stock model, and hooks on its embeddings.
+
+    Args:
+        slots: a prior, as `parse_prior` returns it.
+        for_adapters: as in `StockPrior`.
+
+    Raises:
+        ValueError: for a bad prior, or a model that cannot take one; it is left as it was.
+    """
     encoder = find_encoder(model)
-    slots = _with_identity(parse_prior(prior))
     layout = TokenLayout(encoder.family, encoder.num_prefix_tokens)
     # All of them before the first is put in place: a refused setting must leave the model alone.
     sidecars = [
@@ -347,6 +385,7 @@ def apply_prior(model: PreTrainedModel, prior: str | dict[str, Any]) -> PreTrain
             index,
             layout,
             module.config,
+            for_adapters,
         )
         for index, (name, module) in enumerate(encoder.attention.items())
     ]
@@ -357,26 +396,32 @@ def apply_prior(model: PreTrainedModel, prior: str | dict[str, Any]) -> PreTrain
         module.add_module(SIDECAR, sidecar.train(module.training))
         module.config = copy.copy(module.config)
         module.config._attn_implementation_internal = IMPLEMENTATIONS[0]
-    handles = layout.watch(encoder.embeddings)
-    setattr(model, STATE, Applied(sidecars[0].prior, list(encoder.attention), handles))
-    return model
+    return Applied(sidecars[0].prior, list(encoder.attention), layout.watch(encoder.embeddings))
 
 
 def remove_prior(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `apply_prior`: the model is what it was before, to the bit.
 
     Raises:
-        ValueError: if the model has no prior of `apply_prior`.
+        ValueError: if the model has no prior of `apply_prior`, or an adapter that adds a decay to it.
     """
     applied = applied_prior(model)
+    if any(model.get_submodule(name).get_submodule(SIDECAR).decay_adapter is not None for name in applied.attention):
+        raise ValueError(f"{type(model).__name__} has an adapter with a decay; unload() of the peft model comes first")
+    detach(model, applied)
+    delattr(model, STATE)
+    return model
+
+
+def detach(model: nn.Module, applied: Applied) -> None:
+    """Undo `attach`."""
+    module: Any
     for name in applied.attention:
         module = model.get_submodule(name)
         module.config = getattr(module, SIDECAR).config
         delattr(module, SIDECAR)
     for handle in applied.handles:
         handle.remove()
-    delattr(model, STATE)
-    return model
 
 
 def applied_prior(model: PreTrainedModel) -> Applied:
@@ -419,15 +464,15 @@ def scalars_of(model: PreTrainedModel, state_dict: dict[str, Tensor] | None = No
     """
     tensors = model.state_dict() if state_dict is None else state_dict
     return {
-        f"layers.{layer}.{name.removeprefix(prefix)}": tensor
-        for layer, prefix in _sidecar_prefixes(model)
+        f"layers.{layer}.{DECAY}.{name.removeprefix(prefix)}": tensor
+        for layer, prefix in _decay_prefixes(model)
         for name, tensor in tensors.items()
         if name.startswith(prefix)
     }
 
 
-def _sidecar_prefixes(model: PreTrainedModel) -> list[tuple[int, str]]:
-    return [(layer, f"{name}.{SIDECAR}.") for layer, name in enumerate(applied_prior(model).attention)]
+def _decay_prefixes(model: PreTrainedModel) -> list[tuple[int, str]]:
+    return [(layer, f"{name}.{SIDECAR}.{DECAY}.") for layer, name in enumerate(applied_prior(model).attention)]
 
 
 @contextlib.contextmanager
@@ -438,7 +483,7 @@ def _recorded(model: PreTrainedModel) -> Iterator[None]:
     the saved model does not come back without its prior unnoticed.
     """
     config, ignored = model.config, model._keys_to_ignore_on_save
-    prefixes = tuple(prefix for _, prefix in _sidecar_prefixes(model))
+    prefixes = tuple(prefix for _, prefix in _decay_prefixes(model))
     own = {name for name in model.state_dict() if name.startswith(prefixes)}
     prior = applied_prior(model).prior
     setattr(config, CONFIG_FIELD, {"prior": prior})

@@ -1,0 +1,361 @@
+"""Learned decays as adapters of peft: VIOLIN alone, a few kilobytes a task, or in one adapter with LoRA or DoRA.
+
+```python
+model = peft.get_peft_model(model, sp.ViolinAdapterConfig(modules_to_save=["classifier"]))
+```
+
+The model is ours, or a stock transformers one that `apply_prior` knows; its support, if it has one, stays. peft does
+the rest: saving, loading, several adapters, switching, disabling, deleting. Merging is refused: M multiplies the logits
+of pairs of patches, which no weight of the model does.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import LoraConfig, LoraModel, PeftConfig
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from torch import Tensor, nn
+
+from hf_sparseprior.adapters.stock import Applied, attach, detach
+from hf_sparseprior.attention import PriorAttention
+from hf_sparseprior.decay import DECAYS, Decay, make_decay, resolve_decay
+from hf_sparseprior.prior import parse_prior
+
+ATTACHED = "_sparse_prior_adapters"  # the attribute of a stock model whose side-cars are there for adapters alone
+
+
+class AdapterType(str, enum.Enum):  # noqa: UP042, peft's own types are of this kind
+    """Values of `peft_type` beside those of peft."""
+
+    VIOLIN = "VIOLIN"
+    LORA_VIOLIN = "LORA_VIOLIN"
+
+
+# ---- configs --------------------------------------------------------------------------------------------------------
+
+DECAY_HELP = (
+    "The decay: 'violin', another name of hf_sparseprior.decay.DECAYS, or a dict of a name and settings, as in a "
+    "prior, e.g. {'name': 'violin', 'curves': ['hilbert', 'hilbert_t'], 'init': 'moving'}. Unless it says otherwise, "
+    "`init` is 'identity', which leaves the model's output as it is to 1e-5. Saved with every setting."
+)
+LAYERS_HELP = "Numbers of the attention layers that get the decay, from 0. None: all."
+HEADS_HELP = (
+    "Written when the adapter is made: the heads of each attention layer of its model. Another model is refused."
+)
+
+
+@dataclass
+class ViolinAdapterConfig(PeftConfig):
+    """Config of an adapter that is a learned decay: L * H * (C + 1) scalars for VIOLIN, 1296 on DeiT-B.
+
+    Args:
+        decay: name, or dict of a name and settings; "violin" with init "identity" is the default.
+        decay_layers: numbers of the layers that get it; None for all.
+        decay_heads: the heads of each layer of the model, written when the adapter is made; not to be given.
+        modules_to_save: further modules that are trained and saved whole.
+
+    Raises:
+        ValueError: naming the value and what is allowed.
+    """
+
+    target_modules = None  # peft asks every config for it; the layers are found from the model
+
+    decay: str | dict[str, Any] = field(default="violin", metadata={"help": DECAY_HELP})
+    decay_layers: list[int] | None = field(default=None, metadata={"help": LAYERS_HELP})
+    decay_heads: list[int] | None = field(default=None, metadata={"help": HEADS_HELP})
+    modules_to_save: list[str] | None = field(
+        default=None,
+        metadata={"help": "Modules that are trained and saved whole, such as a new head: ['classifier']."},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = AdapterType.VIOLIN
+        self.decay = _resolve_adapter_decay(self.decay)
+        _check_layers(self.decay_layers)
+
+
+@dataclass
+class LoraViolinConfig(LoraConfig):
+    """Config of LoRA, or DoRA, with a learned decay in the same adapter, for one file and one name.
+
+    Args:
+        decay, decay_layers, decay_heads: as in `ViolinAdapterConfig`.
+        and everything of peft's `LoraConfig`.
+    """
+
+    decay: str | dict[str, Any] = field(default="violin", metadata={"help": DECAY_HELP})
+    decay_layers: list[int] | None = field(default=None, metadata={"help": LAYERS_HELP})
+    decay_heads: list[int] | None = field(default=None, metadata={"help": HEADS_HELP})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = AdapterType.LORA_VIOLIN
+        self.decay = _resolve_adapter_decay(self.decay)
+        _check_layers(self.decay_layers)
+
+    @classmethod
+    def from_lora(cls, config: LoraConfig, **settings: Any) -> LoraViolinConfig:
+        """A config of LoRA or DoRA with a decay added; `settings` are `decay` and `decay_layers`."""
+        given = {item.name: getattr(config, item.name) for item in dataclasses.fields(config) if item.init}
+        return cls(**{**given, **settings})
+
+
+def _resolve_adapter_decay(decay: Any) -> dict[str, Any]:
+    given = {"name": decay} if isinstance(decay, str) else decay
+    if not isinstance(given, dict) or given.get("name") not in DECAYS:
+        raise ValueError(f"decay={decay!r} must be one of {', '.join(DECAYS)}, or a dict of its name and settings")
+    return resolve_decay({"init": "identity", **given})  # type: ignore[return-value]
+
+
+def _check_layers(layers: Any) -> None:
+    numbers = layers if isinstance(layers, (list, tuple)) and layers else [None]
+    if layers is not None and not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"decay_layers={layers!r} must be None or a list of layer numbers from 0")
+
+
+# ---- layer ----------------------------------------------------------------------------------------------------------
+
+
+class DecayLayer(nn.Module, BaseTunerLayer):
+    """The decays that adapters give to one attention layer; at most one of them is active.
+
+    Args:
+        attention: the attention module, for the device of its weights.
+        num_heads: H.
+    """
+
+    # "bias" in the name keeps alpha and beta out of weight decay in transformers' own Trainer, which goes by names.
+    adapter_layer_names = ("decay_biases",)
+
+    def __init__(self, attention: nn.Module, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.decay_biases = nn.ModuleDict()
+        self._disable_adapters = False
+        self._active_adapter: list[str] = []
+        self.merged_adapters: list[str] = []
+        self._attention = (attention,)  # in a tuple, because it is no child of this module
+
+    def add(self, adapter_name: str, decay: dict[str, Any]) -> None:
+        """Give an adapter a fresh decay; `decay` is resolved."""
+        self.decay_biases[adapter_name] = make_decay(decay, self.num_heads)
+        self._move_adapter_to_device_of_base_layer(adapter_name)
+
+    def active_decay(self) -> Decay | None:
+        """The decay of the active adapter; None where it has none in this layer, or adapters are disabled."""
+        if not self._disable_adapters:
+            for name in self._active_adapter:
+                if name in self.decay_biases:
+                    return self.decay_biases[name]  # type: ignore[return-value]
+        return None
+
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        """Activate adapters by name.
+
+        Raises:
+            ValueError: if more than one of them has a decay in this layer.
+        """
+        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        held = [name for name in names if name in self.decay_biases]
+        if len(held) > 1:
+            raise ValueError(f"adapters {held} have a decay each, and a layer takes one: activate one of them")
+        super().set_adapter(names, inference_mode)
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        """Refused.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(_NO_MERGE)
+
+    def unmerge(self) -> None:
+        """Nothing is ever merged."""
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        if adapter_name not in self.decay_biases:
+            return
+        decay, weight = self.decay_biases[adapter_name], next(self._attention[0].parameters())
+        if not any(tensor.is_meta for tensor in decay.parameters()):
+            decay.to(device or weight.device, torch.float64 if weight.dtype == torch.float64 else None)
+
+
+_NO_MERGE = (
+    "a learned decay cannot be merged: M multiplies the logits of pairs of patches, and no weight of the model does; "
+    "keep the adapter, or remove it with unload()"
+)
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+class _DecayTuner:
+    """What the tuners below share, in front of one of peft's."""
+
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        super()._prepare_model(peft_config, model)  # type: ignore[misc]
+        targets = _attention_layers(model)
+        if not targets:
+            setattr(model, ATTACHED, attach(model, parse_prior(None), for_adapters=True))
+            targets = _attention_layers(model)
+        if own := [name for name, module in targets.items() if module.decay_bias is not None]:
+            raise ValueError(
+                f"{type(model).__name__} has a decay of its own in {own[0]!r}, which an adapter cannot replace; "
+                "give it a prior without a decay, or remove it with hf_sparseprior.remove_prior(model)"
+            )
+        layers = list(range(len(targets))) if peft_config.decay_layers is None else peft_config.decay_layers
+        if max(layers) >= len(targets):
+            raise ValueError(f"decay_layers={layers} must be below the {len(targets)} layers of {type(model).__name__}")
+        heads = [module.num_heads for module in targets.values()]
+        if peft_config.decay_heads not in (None, heads):
+            made_for = _describe(peft_config.decay_heads)
+            raise ValueError(f"the adapter is for {made_for}; {type(model).__name__} has {_describe(heads)}")
+        self._targets = {name for index, name in enumerate(targets) if index in layers}
+
+    def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:
+        return key in self._targets
+
+    def _create_and_replace(
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        **options: Any,
+    ) -> None:
+        if isinstance(target, PriorAttention):
+            if target.decay_adapter is None:
+                target.decay_adapter = DecayLayer(parent, target.num_heads)
+            target.decay_adapter.add(adapter_name, peft_config.decay)
+        else:
+            super()._create_and_replace(  # type: ignore[misc]
+                peft_config, adapter_name, target, target_name, parent, current_key=current_key, **options
+            )
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """As peft's; an adapter that is refused leaves no decay behind."""
+        configs: dict[str, Any] = self.peft_config  # type: ignore[attr-defined]
+        try:
+            super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]
+            self._check_injected(model, adapter_name)
+            # In a copy: the user may give the same config to another model.
+            configs[adapter_name] = copy.copy(configs[adapter_name])
+            configs[adapter_name].decay_heads = [module.num_heads for module in _attention_layers(model).values()]
+        except Exception:
+            layers = [module for module in model.modules() if isinstance(module, DecayLayer)]
+            for layer in layers:
+                if adapter_name in layer.decay_biases:
+                    del layer.decay_biases[adapter_name]
+            if not any(layer.decay_biases for layer in layers):
+                remove_decays(model)
+            raise
+
+    def _check_injected(self, model: nn.Module, adapter_name: str) -> None:
+        """Refuse what peft did not."""
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """As peft's; where the deleted one was active, the first of those left takes its place in every layer."""
+        was_active = adapter_name in self.active_adapters  # type: ignore[attr-defined]
+        super().delete_adapter(adapter_name)  # type: ignore[misc]
+        if was_active:
+            # peft asks the first layer what is left there, and other layers may hold other adapters.
+            self.set_adapter(list(self.peft_config)[:1])  # type: ignore[attr-defined]
+
+    def _check_merge_allowed(self) -> None:
+        raise ValueError(_NO_MERGE)
+
+    def _unload_and_optionally_merge(self, merge: bool = True, **options: Any) -> nn.Module:
+        if merge:
+            self._check_merge_allowed()
+        model = super()._unload_and_optionally_merge(merge=False, **options)  # type: ignore[misc]
+        remove_decays(model)
+        return model
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        mapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)  # type: ignore[misc]
+        _check_names(model, adapter_name, mapped)
+        return mapped
+
+
+class ViolinModel(_DecayTuner, BaseTuner):
+    """Gives each attention layer of a model the decay of a `ViolinAdapterConfig`, in place."""
+
+    prefix = "decay_biases"
+    tuner_layer_cls = DecayLayer
+    target_module_mapping: dict[str, list[str]] = {}
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
+        return peft_config
+
+
+class LoraViolinModel(_DecayTuner, LoraModel):
+    """LoRA or DoRA on a model's projections, and a decay in each of its attention layers, in place."""
+
+    tuner_layer_cls = (LoraLayer, DecayLayer)
+
+    def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:
+        return key in self._targets or LoraModel._check_target_module_exists(peft_config, key)
+
+    def _check_injected(self, model: nn.Module, adapter_name: str) -> None:
+        # peft refuses names that match nothing, but here the layers of the decay always match.
+        layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+        if not any(adapter_name in layer._get_available_adapters() for layer in layers):
+            names = self.peft_config[adapter_name].target_modules
+            raise ValueError(f"target_modules={names!r} match no module of {type(model).__name__}")
+
+
+def remove_decays(model: nn.Module) -> None:
+    """Take every adapter's decay out of a model's attention layers, and what `attach` put there for them."""
+    for module in _attention_layers(model).values():
+        if module.decay_adapter is not None:
+            del module.decay_adapter
+            module.decay_adapter = None
+    attached: Applied | None = model.__dict__.pop(ATTACHED, None)
+    if attached is not None:
+        detach(model, attached)
+
+
+def _attention_layers(model: nn.Module) -> dict[str, PriorAttention]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, PriorAttention)}
+
+
+def _check_names(model: nn.Module, adapter_name: str, state_dict: dict[str, Tensor]) -> None:
+    """Refuse scalars that peft would leave out without a word, because the model has them under other names."""
+    expected = {name for name in model.state_dict() if f".decay_biases.{adapter_name}." in name}
+    # Names that the model does not have were left without the adapter's name.
+    found = {name for name in state_dict if ".decay_biases." in name}
+    if expected != found:
+        base = getattr(model, "get_base_model", lambda: model)()
+        raise ValueError(
+            f"the adapter was made on another class of model than {type(base).__name__}: "
+            f"it has {sorted(found - expected)[:1]} where the model has {sorted(expected - found)[:1]}"
+        )
+
+
+def _describe(heads: list[int]) -> str:
+    """[12, 12] -> "2 layers of 12 heads"."""
+    return " and ".join(f"{count} layers of {number} heads" for number, count in Counter(heads).items())
+
+
+# `register_peft_method` takes no name outside peft's own list.
+PEFT_TYPE_TO_CONFIG_MAPPING[AdapterType.VIOLIN] = ViolinAdapterConfig
+PEFT_TYPE_TO_TUNER_MAPPING[AdapterType.VIOLIN] = ViolinModel
+PEFT_TYPE_TO_PREFIX_MAPPING[AdapterType.VIOLIN] = ViolinModel.prefix
+# No prefix: `load_adapter` of transformers then looks for the names of every method, and here there are two.
+PEFT_TYPE_TO_CONFIG_MAPPING[AdapterType.LORA_VIOLIN] = LoraViolinConfig
+PEFT_TYPE_TO_TUNER_MAPPING[AdapterType.LORA_VIOLIN] = LoraViolinModel

@@ -1,0 +1,538 @@
+"""Learned decays as adapters of peft, alone and with LoRA or DoRA, on stock models and on ours."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import Dataset
+from transformers import (
+    DeiTConfig,
+    DeiTForImageClassification,
+    ResNetConfig,
+    ResNetModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTModel,
+)
+
+import hf_sparseprior as sp
+from hf_sparseprior.adapters import violin
+from hf_sparseprior.adapters.stock import StockPrior
+from hf_sparseprior.attention import PriorAttention
+from hf_sparseprior.decay import DECAYS
+from hf_sparseprior.training import SparsePriorTrainer
+from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY
+
+families = pytest.mark.parametrize("name", [*STOCK, "ours"])
+LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
+CONFIGS = {
+    "violin": lambda **extra: sp.ViolinAdapterConfig(**extra),
+    "lora": lambda **extra: sp.LoraViolinConfig(**LORA, **extra),
+    "dora": lambda **extra: sp.LoraViolinConfig(**LORA, use_dora=True, **extra),
+}
+methods = pytest.mark.parametrize("make_config", CONFIGS.values(), ids=list(CONFIGS))
+
+
+def build(name, **settings):
+    """A model of `STOCK`, or one of ours."""
+    if name != "ours":
+        return STOCK[name].build()
+    torch.manual_seed(0)
+    model = sp.SparsePriorViTModel(sp.SparsePriorViTConfig(**{**TINY, "prior": "dense", **settings})).eval()
+    for key, parameter in model.named_parameters():
+        if key.endswith(("q_proj.weight", "k_proj.weight")):
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def output(model, name="vit"):
+    with torch.no_grad():
+        return model(**STOCK["vit" if name == "ours" else name].example()).last_hidden_state
+
+
+def move(model, adapter="default", seed=5):
+    """Scalars of an adapter far from the identity, other ones in each layer."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if f".decay_biases.{adapter}." in name:
+                low = 0.0 if "beta" in name else 1.0
+                parameter.copy_(low + 2 * torch.rand(parameter.shape, generator=generator))
+            elif f".lora_B.{adapter}." in name or f".lora_magnitude_vector.{adapter}." in name:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def adapted(name="vit", **settings):
+    model = peft.get_peft_model(build(name), sp.ViolinAdapterConfig(**settings))
+    move(model)
+    return model
+
+
+def trainable(model):
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+# ---- what it computes -----------------------------------------------------------------------------------------------
+
+
+@families
+@pytest.mark.parametrize("decay", DECAYS)
+def test_starts_as_the_model_it_was(name, decay):
+    model = build(name)
+    before = output(model, name)
+    model = peft.get_peft_model(model, sp.ViolinAdapterConfig(decay=decay))
+    assert 0 < (output(model, name) - before).abs().max() < 1e-5
+
+
+@families
+def test_computes_what_a_prior_with_the_same_scalars_does(name):
+    model = adapted(name)
+    other = build(name, prior="violin") if name == "ours" else sp.apply_prior(build(name), "violin")
+    other.load_state_dict(build(name).state_dict(), strict=False)
+    layers = [[m for m in found.modules() if isinstance(m, PriorAttention)] for found in (model, other)]
+    for mine, theirs in zip(*layers, strict=True):
+        theirs.decay_bias.load_state_dict(mine.decay_adapter.decay_biases["default"].state_dict())
+    assert (output(model, name) - output(other, name)).abs().max() < 1e-6
+    assert (output(model, name) - output(build(name), name)).abs().max() > 1e-3
+
+
+def test_a_support_of_the_model_stays():
+    model = sp.apply_prior(build("vit"), "fibottention")
+    before = output(model)
+    model = peft.get_peft_model(model, sp.ViolinAdapterConfig())
+    assert (output(model) - before).abs().max() < 1e-5 < (before - output(build("vit"))).abs().max()
+    move(model)
+    expected = sp.apply_prior(build("vit"), "fibottention+violin")
+    for mine, theirs in zip(model.base_model.model.layers, expected.layers, strict=True):
+        adapter = mine.attention.sparse_prior.decay_adapter.decay_biases["default"]
+        theirs.attention.sparse_prior.decay_bias.load_state_dict(adapter.state_dict())
+    assert torch.equal(output(model), output(expected))
+    assert torch.equal(output(model.unload()), before)
+
+
+# ---- exact: save, load, disable, unload, switch, delete -------------------------------------------------------------
+
+
+@families
+def test_saved_loaded_disabled_and_unloaded_to_the_bit(name, tmp_path):
+    before, states = output(build(name), name), set(build(name).state_dict())
+    model = adapted(name)
+    moved = output(model, name)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(output(peft.PeftModel.from_pretrained(build(name), tmp_path), name), moved)
+    with model.disable_adapter():
+        assert torch.equal(output(model, name), before)
+    assert torch.equal(output(model, name), moved)
+    base = model.unload()
+    assert torch.equal(output(base, name), before)
+    assert set(base.state_dict()) == states and not any(isinstance(module, StockPrior) for module in base.modules())
+    # Nothing is left that would stand in the way of a prior, or of another adapter.
+    again = peft.PeftModel.from_pretrained(base, tmp_path)
+    assert torch.equal(output(again, name), moved)
+
+
+@methods
+def test_several_adapters(make_config, tmp_path):
+    model = peft.get_peft_model(build("vit"), make_config())
+    move(model)
+    first = output(model)
+    model.add_adapter("other", make_config(decay={"name": "violin", "curves": ["hilbert"]}, decay_layers=[1, 2]))
+    assert torch.equal(output(model), first)
+    model.set_adapter("other")
+    move(model, "other")
+    second = output(model)
+    assert {".other." in name for name in trainable(model)} == {True} and not torch.equal(first, second)
+    model.set_adapter("default")
+    assert torch.equal(output(model), first)
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(build("vit"), tmp_path)
+    loaded.load_adapter(tmp_path / "other", "other")
+    assert torch.equal(output(loaded), first)
+    loaded.set_adapter("other")
+    assert torch.equal(output(loaded), second)
+    loaded.delete_adapter("default")
+    assert torch.equal(output(loaded), second)
+    model.delete_adapter("default")
+    assert torch.equal(output(model), second)
+    with model.disable_adapter():
+        assert torch.equal(output(model), output(build("vit")))
+    assert torch.equal(output(model.unload()), output(build("vit")))
+
+
+def test_deleting_goes_by_all_layers():
+    model = adapted(decay_layers=[0])
+    model.add_adapter("other", sp.ViolinAdapterConfig(decay_layers=[1]))
+    move(model, "other")
+    model.delete_adapter("default")
+    assert model.active_adapters == ["other"]
+    held = output(model)
+    model.delete_adapter("other")
+    assert not torch.equal(held, output(build("vit")))
+    # peft's own wrapper does not run without any adapter; the model inside does.
+    assert torch.equal(output(model.base_model), output(build("vit")))
+
+
+def test_two_decays_at_once_are_refused():
+    model = adapted()
+    model.add_adapter("other", sp.ViolinAdapterConfig())
+    with pytest.raises(ValueError, match=r"adapters \['default', 'other'\] have a decay each, and a layer takes one"):
+        model.base_model.set_adapter(["default", "other"])
+
+
+@methods
+def test_merging_is_refused_before_anything_changes(make_config):
+    model = peft.get_peft_model(build("vit"), make_config())
+    move(model)
+    moved = output(model)
+    for merge in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(ValueError, match="a learned decay cannot be merged: M multiplies the logits"):
+            merge()
+    assert torch.equal(output(model), moved)
+
+
+LOADING = """
+import importlib.util, sys, torch
+import hf_sparseprior
+assert importlib.util.find_spec("peft") and "peft" not in sys.modules  # asking does not use up the hook
+import peft
+from transformers import ViTModel
+inputs, expected = torch.load("expected.pt")
+loaded = [peft.PeftModel.from_pretrained(ViTModel.from_pretrained("base"), name) for name in expected]
+loaded.append(peft.AutoPeftModel.from_pretrained("violin"))
+with torch.no_grad():
+    found = [model.eval()(**inputs).last_hidden_state for model in loaded]
+assert all(torch.equal(one, two) for one, two in zip(found, [*expected.values(), expected["violin"]], strict=True))
+"""
+
+
+@pytest.mark.parametrize(
+    "script", [LOADING, "import peft, hf_sparseprior; peft.get_peft_config({'peft_type': 'VIOLIN'})"]
+)
+def test_a_new_process_needs_the_import_alone(script, tmp_path):
+    build("vit").save_pretrained(tmp_path / "base")
+    expected = {}
+    for name, make_config in CONFIGS.items():
+        model = peft.get_peft_model(ViTModel.from_pretrained(tmp_path / "base"), make_config())
+        move(model)
+        model.save_pretrained(tmp_path / name)
+        expected[name] = output(model)
+    torch.save((STOCK["vit"].example(), expected), tmp_path / "expected.pt")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("make_config", [CONFIGS["violin"], CONFIGS["lora"]], ids=["violin", "lora"])
+def test_adapters_of_transformers_itself(make_config, tmp_path):
+    model = peft.get_peft_model(build("vit"), make_config())
+    move(model)
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = build("vit")
+    loaded.load_adapter(str(tmp_path / "adapter"))
+    assert torch.equal(output(loaded), output(model))
+    loaded.disable_adapters()
+    assert torch.equal(output(loaded), output(build("vit")))
+    loaded.enable_adapters()
+    loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(output(peft.PeftModel.from_pretrained(build("vit"), tmp_path / "again")), output(model))
+
+
+def test_loads_without_a_copy_in_memory(tmp_path):
+    model = adapted()
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(build("vit"), tmp_path, low_cpu_mem_usage=True)
+    assert torch.equal(output(loaded), output(model)) and trainable(loaded) == []
+
+
+# ---- what trains ----------------------------------------------------------------------------------------------------
+
+NAMES = [
+    f"base_model.model.deit.layers.{layer}.attention.sparse_prior.decay_adapter.decay_biases.default.{scalar}"
+    for layer in range(12)
+    for scalar in ("alpha", "beta")
+]
+
+
+def test_deit_b_has_1296_scalars_in_a_few_kilobytes(tmp_path):
+    with torch.device("meta"):
+        model = DeiTForImageClassification(DeiTConfig())
+    model = peft.get_peft_model(model, sp.ViolinAdapterConfig())
+    assert trainable(model) == NAMES
+    assert sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) == 1296
+    # As many heads and layers on a narrow model, which has weights to save.
+    narrow = DeiTForImageClassification(DeiTConfig(hidden_size=24, intermediate_size=8, image_size=32))
+    narrow = peft.get_peft_model(narrow, sp.ViolinAdapterConfig())
+    narrow.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert sum(tensor.numel() for tensor in tensors.values()) == 1296
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert 1296 * 4 < (tmp_path / "adapter_model.safetensors").stat().st_size < 9 * 1024
+
+
+@methods
+def test_a_step_changes_what_should_train_and_nothing_else(make_config):
+    torch.manual_seed(0)
+    model = ViTForImageClassification(ViTConfig(**TINY, num_labels=3))
+    model = peft.get_peft_model(model, make_config(modules_to_save=["classifier"]))
+    move(model)
+    expected = {name for name in model.state_dict() if ".default." in name}
+    assert set(trainable(model)) == expected
+    lora = sum(".lora_A." in name or ".lora_B." in name or ".lora_magnitude_vector." in name for name in expected)
+    scalars = sum(".decay_biases.default." in name for name in expected)
+    head = sum("classifier.modules_to_save.default" in name for name in expected)
+    magnitudes = make_config is CONFIGS["dora"]
+    assert (scalars, head, lora) == (6, 2, {"violin": 0}.get(_id(make_config), 18 if magnitudes else 12))
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    # Not the logits alone: in the last layer they hear the class token only, whose row has M = 1.
+    out = model(**STOCK["vit"].example(), output_hidden_states=True)
+    (out.logits.square().sum() + out.hidden_states[-1].square().sum()).backward()
+    optimizer.step()
+    after = model.state_dict()
+    assert {name for name in after if not torch.equal(after[name], before[name])} == expected
+
+
+def _id(make_config):
+    return next(name for name, made in CONFIGS.items() if made is make_config)
+
+
+def test_only_some_layers():
+    model = adapted(decay_layers=[1])
+    assert {name.split(".layers.")[1][0] for name in trainable(model)} == {"1"}
+    with model.disable_adapter():
+        assert torch.equal(output(model), output(build("vit")))
+
+
+def test_half_precision_keeps_the_scalars_precise():
+    model = peft.get_peft_model(build("vit").bfloat16(), sp.ViolinAdapterConfig(), autocast_adapter_dtype=False)
+    scalars = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert {parameter.dtype for parameter in [*scalars, *model.bfloat16().parameters()]} == {
+        torch.float32,
+        torch.bfloat16,
+    }
+    assert all(parameter.dtype == torch.float32 for parameter in scalars)
+    assert torch.isfinite(model(STOCK["vit"].example()["pixel_values"].bfloat16()).last_hidden_state).all()
+
+
+def test_weight_decay_leaves_the_scalars_alone():
+    model = peft.get_peft_model(build("vit"), CONFIGS["lora"]())
+    for trainer in (Trainer, SparsePriorTrainer):
+        decayed = trainer(model, TrainingArguments(report_to=[], use_cpu=True)).get_decay_parameter_names(model)
+        assert any("lora_A" in name for name in decayed) and not any("decay_biases" in name for name in decayed)
+
+
+class Halves(Dataset):
+    """Bright left or right halves, with noise fixed by the index."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        pixels = 0.3 * torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(index))
+        label = index % 2
+        pixels[:, :, 16 * label : 16 * label + 16] += 1
+        return {"pixel_values": pixels, "labels": label}
+
+
+class StopAfter(TrainerCallback):
+    """Ends training at a step, as a kill would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def make_trainer(make_config, folder, **options):
+    torch.manual_seed(0)
+    model = ViTForImageClassification(ViTConfig(**TINY, num_labels=2, pooler_output_size=48))
+    model = peft.get_peft_model(model, make_config(modules_to_save=["classifier"]))
+    move(model)
+    arguments = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=8, num_train_epochs=3, learning_rate=0.05, report_to="none",
+        disable_tqdm=True, use_cpu=True, save_strategy="epoch", eval_strategy="epoch", remove_unused_columns=False,
+        label_names=["labels"], **options,
+    )  # fmt: skip
+    return Trainer(model, arguments, train_dataset=Halves(), eval_dataset=Halves())
+
+
+@methods
+def test_trainer_resumes_and_restores_every_tensor(make_config, tmp_path):
+    whole = make_trainer(make_config, tmp_path / "whole")
+    whole.train()
+    cut = make_trainer(make_config, tmp_path / "cut")
+    cut.add_callback(StopAfter(3))
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    resumed = make_trainer(make_config, tmp_path / "cut")
+    resumed.train(resume_from_checkpoint=True)
+    expected, got = whole.model.state_dict(), resumed.model.state_dict()
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    # The first epoch counts as the best one: greater_is_better is turned on its head by training longer.
+    best = make_trainer(make_config, tmp_path / "best", load_best_model_at_end=True, metric_for_best_model="epoch")
+    best.compute_metrics = lambda prediction: {"epoch": -best.state.epoch}
+    best.args.greater_is_better = True
+    best.train()
+    assert best.state.best_model_checkpoint.endswith("checkpoint-2")
+    saved = load_file(os.path.join(best.state.best_model_checkpoint, "adapter_model.safetensors"))
+    restored = peft.get_peft_model_state_dict(best.model)
+    assert saved.keys() == restored.keys() and len(saved) >= 8
+    assert [name for name in saved if not torch.equal(saved[name], restored[name])] == []
+
+
+# ---- what models go through -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["vit", "beit", "ours"])
+def test_another_attn_implementation(name):
+    model, plain = adapted(name), build(name)
+    expected = output(model, name)
+    for changed in (model.base_model.model, plain):
+        changed.set_attn_implementation("eager")
+    assert (output(model, name) - expected).abs().max() < 1e-5
+    with model.disable_adapter():
+        assert torch.equal(output(model, name), output(plain, name))
+
+
+def test_a_copy_is_its_own_model():
+    model = adapted()
+    expected = output(model)
+    twin = copy.deepcopy(model)
+    assert torch.equal(output(twin), expected)
+    move(twin, seed=6)
+    assert torch.equal(output(model), expected) and not torch.equal(output(twin), expected)
+    assert torch.equal(output(twin.unload()), output(build("vit")))
+    assert torch.equal(output(model), expected)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    gradients = []
+    for checkpointing in (False, True):
+        model = adapted().train()
+        if checkpointing:
+            model.base_model.model.activation_checkpointing_enable()
+        model(**STOCK["vit"].example()).last_hidden_state.square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.requires_grad])
+    assert all(torch.allclose(one, two) and one.any() for one, two in zip(*gradients, strict=True))
+
+
+def test_compiled_models_follow_switching():
+    model = adapted()
+    model.add_adapter("other", sp.ViolinAdapterConfig(decay="manhattan"))
+    move(model, "other")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for adapter in ("default", "other"):
+        model.set_adapter(adapter)
+        assert (output(compiled) - output(model)).abs().max() < 1e-5
+    with model.disable_adapter():
+        assert (output(compiled) - output(build("vit"))).abs().max() < 1e-5
+
+
+# ---- configs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_config_has_every_setting(tmp_path):
+    config = sp.ViolinAdapterConfig(decay={"name": "violin", "curves": ["hilbert"], "learn_alpha": False})
+    peft.get_peft_model(build("vit"), config).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved["decay"] == {
+        "name": "violin",
+        "curves": ["hilbert"],
+        "init": "identity",
+        "learn_alpha": False,
+        "learn_beta": True,
+        "learn_prefix": False,
+    }
+    assert saved["peft_type"] == "VIOLIN" and saved["decay_heads"] == [4, 4, 4] and config.decay_heads is None
+
+
+def test_lora_configs_take_a_decay():
+    lora = peft.LoraConfig(r=3, target_modules=["q_proj"], use_dora=True, modules_to_save=["classifier"])
+    config = sp.LoraViolinConfig.from_lora(lora, decay="manhattan")
+    assert (config.r, config.use_dora, config.target_modules) == (3, True, {"q_proj"})
+    assert config.modules_to_save == ["classifier"] and config.decay["name"] == "manhattan"
+    assert config.peft_type == violin.AdapterType.LORA_VIOLIN
+
+
+@pytest.mark.parametrize("config", ["ViolinAdapterConfig", "LoraViolinConfig"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"decay": "violn"}, "decay='violn' must be one of violin, manhattan"),
+        ({"decay": "none"}, "decay='none' must be one of violin, manhattan"),
+        ({"decay": None}, "decay=None must be one of violin, manhattan"),
+        ({"decay": {"name": "violin", "init": "far"}}, "init='far' must be one of pretrain"),
+        ({"decay": {"name": "manhattan", "curves": ["z"]}}, "decay 'manhattan' has no setting 'curves'"),
+        ({"decay_layers": []}, r"decay_layers=\[\] must be None or a list of layer numbers from 0"),
+        ({"decay_layers": [-1]}, r"decay_layers=\[-1\] must be None or a list of layer numbers from 0"),
+    ],
+)
+def test_bad_settings_are_named(config, settings, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(sp, config)(**settings)
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_a_base_model_of_another_shape_is_refused(tmp_path):
+    adapted().save_pretrained(tmp_path)
+    for change, has in (({"num_attention_heads": 6}, "3 layers of 6"), ({"num_hidden_layers": 5}, "5 layers of 4")):
+        for load in (peft.PeftModel.from_pretrained, lambda model, folder: model.load_adapter(str(folder))):
+            model = ViTModel(ViTConfig(**{**TINY, **change})).eval()
+            before = output(model)
+            with pytest.raises(ValueError, match=f"the adapter is for 3 layers of 4 heads; ViTModel has {has} heads"):
+                load(model, tmp_path)
+            assert torch.equal(output(model), before) and not any("sparse_prior" in name for name in model.state_dict())
+    with pytest.raises(ValueError, match="made on another class of model than ViTForImageClassification: it has"):
+        peft.PeftModel.from_pretrained(ViTForImageClassification(ViTConfig(**TINY)), tmp_path)
+
+
+def test_layers_that_the_model_does_not_have_are_refused():
+    model = build("vit")
+    with pytest.raises(ValueError, match=r"decay_layers=\[0, 3\] must be below the 3 layers of ViTModel"):
+        peft.get_peft_model(model, sp.ViolinAdapterConfig(decay_layers=[0, 3]))
+    sp.apply_prior(model, "violin")
+
+
+def test_a_model_with_a_decay_of_its_own_is_refused():
+    for model in (sp.apply_prior(build("vit"), "violin"), build("ours", prior="violin")):
+        with pytest.raises(ValueError, match=r"has a decay of its own in .*, which an adapter cannot replace"):
+            peft.get_peft_model(model, sp.ViolinAdapterConfig())
+
+
+def test_a_prior_does_not_go_under_an_adapter():
+    model = adapted()
+    with pytest.raises(ValueError, match=r"ViTModel has an adapter with a decay.*unload\(\)"):
+        sp.apply_prior(model.base_model.model, "fibottention")
+    model = sp.apply_prior(build("vit"), "fibottention")
+    adapter = peft.get_peft_model(model, sp.ViolinAdapterConfig())
+    with pytest.raises(ValueError, match=r"ViTModel has an adapter with a decay; unload\(\)"):
+        sp.remove_prior(model)
+    assert torch.equal(output(sp.remove_prior(adapter.unload())), output(build("vit")))
+
+
+def test_a_model_that_cannot_take_it_says_why():
+    model = ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1]))
+    with pytest.raises(ValueError, match="ResNetModel cannot take a prior: it has no attention module"):
+        peft.get_peft_model(model, sp.ViolinAdapterConfig())
+
+
+def test_lora_names_that_match_nothing_are_refused():
+    model = build("vit")
+    with pytest.raises(ValueError, match=r"target_modules=\{'query'\} match no module of ViTModel"):
+        peft.get_peft_model(model, sp.LoraViolinConfig(r=2, target_modules=["query"]))
+    assert not any("decay" in name for name in model.state_dict())
