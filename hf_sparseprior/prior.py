@@ -68,7 +68,7 @@ def resolve_prior(prior: str | dict[str, Any] | None, num_heads: int, grid: Sequ
     except ValueError as error:
         raise ValueError(f"prior: {error} ({grid[0]}x{grid[1]} grid)") from None
     try:
-        decay = resolve_decay(slots["decay"])
+        decay = resolve_decay(slots["decay"], grid)
     except ValueError as error:
         raise ValueError(f"prior: {error}") from None
     if slots["predictor"] is not None:

@@ -143,9 +143,7 @@ class StockPrior(PriorAttention):
         config: the config that the attention module came with.
     """
 
-    def __init__(
-        self, num_heads: int, prior: dict[str, Any], layer_idx: int, layout: TokenLayout, config: Any
-    ) -> None:
+    def __init__(self, num_heads: int, prior: dict[str, Any], layer_idx: int, layout: TokenLayout, config: Any) -> None:
         super().__init__(num_heads, prior, layer_idx)
         self.layout = layout
         self.config = config

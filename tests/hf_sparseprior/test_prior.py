@@ -31,7 +31,7 @@ def full(support, decay):
     return {
         **DENSE,
         "support": resolve_support(support, 4, GRID[0] * GRID[1]),
-        "decay": resolve_decay(decay),
+        "decay": resolve_decay(decay, GRID),
     }
 
 
