@@ -31,6 +31,7 @@ from .decay import (
     prefix_weights,
     resized_order,
 )
+from .relative_offsets import relative_table
 from .supports import (
     check_integer,
     check_keys,
@@ -103,11 +104,14 @@ class AttentionPlan:
         """A table as an array.
 
         "mask": bool (H, T, T), True = attended. "attended": bool (H, N), at which distances. "positions" of the decay:
-        int64 (C, A, N); "positions_int32" and "positions_float32". For the compiled kernels: "signed_offsets", int32, head after head, "offset_counts", int32
-        (H,), and "offset_begin", int32 (H + 1,), where those of each head begin; with a decay "pair_distances", float32
-        (C, pairs), the N - o pairs (j, j + o) of each offset, "pair_counts", int64 (H,), how many each head has, and
-        "pair_begin", int64, where those of each signed offset begin.
+        int64 (C, A, N); "positions_int32" and "positions_float32". "relative_...": see `relative_table`. For the
+        compiled kernels: "signed_offsets", int32, head after head, "offset_counts", int32 (H,), and "offset_begin",
+        int32 (H + 1,), where those of each head begin; with a decay "pair_distances", float32 (C, pairs), the N - o
+        pairs (j, j + o) of each offset, "pair_counts", int64 (H,), how many each head has, and "pair_begin", int64,
+        where those of each signed offset begin.
         """
+        if name.startswith("relative_"):
+            return relative_table(name, self.grid, self.num_prefix_tokens)
         if name == "positions":
             assert self.decay is not None
             return DECAYS[self.decay["name"]].positions(self.decay, self.grid)

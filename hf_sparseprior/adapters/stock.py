@@ -30,6 +30,7 @@ from transformers.utils import cached_file
 from transformers.utils.output_capturing import _active_collector
 
 from hf_sparseprior.attention import PriorAttention
+from hf_sparseprior.extras import EXTRAS, resolve_extras
 from hf_sparseprior.hub import write_bytes
 from hf_sparseprior.prior import parse_prior, resolve_prior
 
@@ -138,13 +139,21 @@ class StockPrior(PriorAttention):
     """The prior of one stock attention module.
 
     Args:
-        num_heads, prior, layer_idx: as in `PriorAttention`.
+        num_heads, prior, layer_idx, head_dim: as in `PriorAttention`.
         layout: of the model's tokens, shared by its layers.
         config: the config that the attention module came with.
     """
 
-    def __init__(self, num_heads: int, prior: dict[str, Any], layer_idx: int, layout: TokenLayout, config: Any) -> None:
-        super().__init__(num_heads, prior, layer_idx)
+    def __init__(
+        self,
+        num_heads: int,
+        prior: dict[str, Any],
+        layer_idx: int,
+        layout: TokenLayout,
+        config: Any,
+        head_dim: int = 0,
+    ) -> None:
+        super().__init__(num_heads, prior, layer_idx, head_dim)
         self.layout = layout
         self.config = config
 
@@ -264,6 +273,12 @@ def num_heads_of(attention: nn.Module) -> int:
     return int(attention.num_heads if heads is None else heads)
 
 
+def head_dim_of(attention: nn.Module) -> int:
+    """Width of a head of a stock attention module."""
+    projection: Any = attention.q_proj
+    return int(projection.out_features) // num_heads_of(attention)
+
+
 def find_encoder(model: nn.Module) -> Encoder:
     """The one stock vision encoder in a model.
 
@@ -326,7 +341,7 @@ def apply_prior(model: PreTrainedModel, prior: str | dict[str, Any]) -> PreTrain
 
     Args:
         model: ViT, DeiT, ViT-MSN, DINOv2, DINOv3, BEiT, CLIP, SigLIP, ViTMAE, I-JEPA, VideoMAE or Swin, any head.
-        prior: as in `SparsePriorViTConfig`.
+        prior: as in `SparsePriorViTConfig`; extras within attention only, and not on ViTMAE and VideoMAE.
 
     Returns:
         The model.
@@ -338,6 +353,7 @@ def apply_prior(model: PreTrainedModel, prior: str | dict[str, Any]) -> PreTrain
         raise ValueError(f"{type(model).__name__} has a prior already; hf_sparseprior.remove_prior(model) comes first")
     encoder = find_encoder(model)
     slots = _with_identity(parse_prior(prior))
+    _check_extras(slots, encoder.family)
     layout = TokenLayout(encoder.family, encoder.num_prefix_tokens)
     # All of them before the first is put in place: a refused setting must leave the model alone.
     sidecars = [
@@ -347,6 +363,7 @@ def apply_prior(model: PreTrainedModel, prior: str | dict[str, Any]) -> PreTrain
             index,
             layout,
             module.config,
+            head_dim_of(module),
         )
         for index, (name, module) in enumerate(encoder.attention.items())
     ]
@@ -388,6 +405,15 @@ def applied_prior(model: PreTrainedModel) -> Applied:
     if applied is None:
         raise ValueError(f"{type(model).__name__} has no prior from hf_sparseprior.apply_prior")
     return applied
+
+
+def _check_extras(slots: dict[str, Any], family: Family) -> None:
+    """Raise for extras that a stock model has no place for."""
+    for extra in resolve_extras(slots["extras"], (1, 1)):
+        if not EXTRAS[extra["name"]].in_attention:
+            raise ValueError(f"{extra['name']!r} changes the MLP; apply_prior reaches attention alone")
+        if family.shuffled or family.masked:
+            raise ValueError(f"{extra['name']!r} cannot follow a shuffled part of the patches ({family.attention})")
 
 
 def _with_identity(slots: dict[str, Any]) -> dict[str, Any]:
