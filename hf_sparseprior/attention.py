@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .decay import Decay, make_decay
+from .extras import make_extras
 from .ops import AttentionPlan, run_plan
+from .relative_position import RelativePosition
 from .supports import support_notes
 
 logger = logging.getLogger("hf_sparseprior.attention")
@@ -19,22 +21,23 @@ NO_DECAY = "null"  # as JSON
 
 
 class PriorAttention(nn.Module):
-    """What a prior adds to an attention layer: the learned scalars of its decay, and how queries meet keys.
+    """What a prior adds to an attention layer: its decay, its relative positions, and how queries meet keys.
 
     Args:
         num_heads: H.
         prior: resolved prior (`resolve_prior`).
         layer_idx: layer number from 0; decides which head has which support.
+        head_dim: D, which relative positions need to know.
     """
 
     # Grids whose plan a layer keeps; a model that sees many resolutions must not collect masks without end.
     MAX_PLANS = 8
 
-    def __init__(self, num_heads: int, prior: dict[str, Any], layer_idx: int = 0) -> None:
+    def __init__(self, num_heads: int, prior: dict[str, Any], layer_idx: int = 0, head_dim: int = 0) -> None:
         super().__init__()
-        self._set_prior(num_heads, prior, layer_idx)
+        self._set_prior(num_heads, prior, layer_idx, head_dim)
 
-    def _set_prior(self, num_heads: int, prior: dict[str, Any], layer_idx: int) -> None:
+    def _set_prior(self, num_heads: int, prior: dict[str, Any], layer_idx: int, head_dim: int) -> None:
         self.num_heads = num_heads
         self.layer_idx = layer_idx
         self.prior = prior
@@ -42,6 +45,7 @@ class PriorAttention(nn.Module):
         self.decay_bias: Decay | None = None
         if (decay := prior["decay"]) is not None:
             self.decay_bias = make_decay(decay, num_heads)
+        self.relative_position = make_extras(prior["extras"], True, num_heads, head_dim)
         # Decays that can be switched (`hf_sparseprior.adapters.violin.DecayLayer`), where `decay_bias` is None.
         self.decay_adapter: Any = None
         self.support_key = json.dumps([num_heads, prior["support"], layer_idx], sort_keys=True)
@@ -91,24 +95,35 @@ class PriorAttention(nn.Module):
         bias: Tensor | None = None,
         token_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of projected queries, keys and values (B, H, T, D), as `ops.run_plan`."""
+        """Attention of projected queries, keys and values (B, H, T, D), as `ops.run_plan`, with relative positions."""
         decay = self.active_decay()
         decay_key = NO_DECAY if decay is None else decay.key
         # A grid decides the tables, so a symbolic size becomes a number here: one compiled graph per grid.
         sizes = (operator.index(grid[0]), operator.index(grid[1]), operator.index(num_prefix_tokens))
-        return run_plan(
-            self._constant_plan(self.support_key, decay_key, *sizes),
+        plan = self._constant_plan(self.support_key, decay_key, *sizes)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        relative: list[RelativePosition] = list(self.relative_position.values())  # type: ignore[arg-type]
+        for position in relative:
+            own = position(q, k, scale, plan)
+            bias = own if bias is None else bias + own
+        on_values = [position for position in relative if position.uses_weights]
+        out, weights = run_plan(
+            plan,
             q,
             k,
             v,
             decay() if decay is not None else None,
             scale=scale,
             dropout_p=dropout_p,
-            need_weights=need_weights,
+            need_weights=need_weights or bool(on_values),
             backend=backend,
             bias=bias,
             token_ids=token_ids,
         )
+        for position in on_values:
+            assert weights is not None
+            out = out + position.value_term(weights, plan)
+        return out, weights if need_weights else None
 
 
 class SparsePriorAttention(PriorAttention):
@@ -141,7 +156,7 @@ class SparsePriorAttention(PriorAttention):
         self.v_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=proj_bias)
         # Last, so that random weights are drawn in the order in which published seeds drew them.
-        self._set_prior(num_heads, prior, layer_idx)
+        self._set_prior(num_heads, prior, layer_idx, self.head_dim)
 
     def forward(
         self,

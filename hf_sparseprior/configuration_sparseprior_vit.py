@@ -16,7 +16,12 @@ from transformers.backbone_utils import BackboneConfigMixin
 
 from .curves import CURVES  # noqa: F401  every helper is named here, older releases do not follow chains of imports
 from .decay import DECAYS  # noqa: F401
+from .extras import EXTRAS  # noqa: F401
+from .locality import LocalityBranch  # noqa: F401
+from .ops import BACKENDS  # noqa: F401
 from .prior import prior_name, prior_pruning_ratio, resolve_prior
+from .relative_offsets import BUCKET_METHODS  # noqa: F401
+from .relative_position import RelativePosition  # noqa: F401
 from .sequences import SEQUENCES  # noqa: F401
 from .supports import check_boolean, check_integer, support_notes
 

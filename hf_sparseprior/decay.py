@@ -2,7 +2,8 @@
 
 Y = softmax(alpha * Q K^T / sqrt(d_h) * M) V, elementwise product, with M = mean over curves c of
 gamma_c^|position_c(j) - position_c(k)| and gamma_c = sigmoid(beta_c) (VIOLIN Eqs. 12 and 13). `register_decay` makes a
-class a value of `prior`; the class only says which positions it measures distances along.
+class a value of `prior`; the class only says which positions it measures distances along. Where else M may act:
+`PLACEMENTS`.
 
 Shape letters: B batch, H heads, C curves, A axes of a position, N patch tokens, P prefix tokens, T = P + N.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .curves import CURVES, TRANSPOSED_SUFFIX, curve_names, curve_rank
-from .supports import check_boolean, check_keys, plain, split_spec
+from .supports import check_boolean, check_integer, check_keys, plain, split_spec
 
 DECAYS: dict[str, type[Decay]] = {}
 
@@ -31,8 +33,24 @@ INIT_PRESETS: dict[str, tuple[float, float, float, float]] = {
     "finetune": (1.0, 0.02, 15.0, 20.0),  # VIOLIN D.1: alpha around 1, beta ~ U(15, 20); the mask hardly moves
     "moving": (1.0, 0.0, 6.0, 8.0),  # ours: for fine-tuning with a mask that is visibly below 1 and can move
     "identity": (1.0, 0.0, 20.0, 20.0),  # ours: the base model to 1e-5, for adapters and for stock models
+    "zeros": (1.0, 0.0, 0.0, 0.0),  # VIOLIN Table 15, first row, names no values; ours: beta = 0, so gamma = 0.5
 }
 INIT_KEYS = ("alpha_mean", "alpha_std", "beta_low", "beta_high")
+
+# Where M acts, with A = alpha * Q K^T / sqrt(d_h) and S the softmax (VIOLIN Table 14). With M = 1, where decays of
+# adapters start, all but the last two leave a pretrained model as it is.
+PLACEMENTS: dict[str, str] = {
+    "multiply": "S(A * M)",  # VIOLIN Eq. 12
+    # S(A + M), which is the same: a softmax does not see what is added to all its logits. In this form it starts as
+    # the base model with mask_fill="zero", too.
+    "add": "S(A + (M - 1))",
+    "multiply_after": "S(A) * M",
+    # Table 14's S(A) + M less the sum of all values, a vector that is the same for all queries: without it no
+    # pretrained model would start as itself.
+    "add_after": "S(A) + (M - 1)",
+    "add_after_as_printed": "S(A) + M",
+    "residual": "S(A * (1 + M))",  # S(2 A) at the start
+}
 
 
 def register_decay(name: str) -> Callable[[type[Decay]], type[Decay]]:
@@ -48,8 +66,12 @@ def register_decay(name: str) -> Callable[[type[Decay]], type[Decay]]:
     return register
 
 
-def resolve_decay(decay: str | dict[str, Any] | None) -> dict[str, Any] | None:
+def resolve_decay(decay: str | dict[str, Any] | None, grid: Sequence[int] | None = None) -> dict[str, Any] | None:
     """The full form of a decay: its name with every setting, checked; None for no decay.
+
+    Args:
+        decay: name, or a dict of the name with settings.
+        grid: (height, width) of the patches, for decays that keep a value for each of them and say of no grid.
 
     Raises:
         ValueError: naming the field, the value and what is allowed.
@@ -68,8 +90,11 @@ def resolve_decay(decay: str | dict[str, Any] | None) -> dict[str, Any] | None:
     init_values(settings["init"])
     if isinstance(settings["init"], Mapping):
         settings["init"] = {key: plain(value) for key, value in settings["init"].items()}
-    if "curves" in settings:
-        settings["curves"] = check_curves(settings["curves"])
+    for key, check in SETTING_CHECKS.items():
+        if key in settings:
+            settings[key] = check(settings[key])
+    if "grid" in settings and settings["grid"] is None and grid is not None:
+        settings["grid"] = check_grid(grid)
     return {"name": name, **settings}
 
 
@@ -83,6 +108,50 @@ def check_curves(curves: Sequence[str]) -> list[str]:
     if len(set(curves)) != len(curves):
         raise ValueError(f"curves={list(curves)!r} must not repeat a curve")
     return list(curves)
+
+
+def check_placement(placement: str) -> str:
+    """A name of `PLACEMENTS`."""
+    if not isinstance(placement, str) or placement not in PLACEMENTS:
+        names = ", ".join(f"{name} ({formula})" for name, formula in PLACEMENTS.items())
+        raise ValueError(f"placement={placement!r} must be one of {names}")
+    return placement
+
+
+def check_gamma(gamma: float | None) -> float | None:
+    """None, or a number above 0 and below 1."""
+    gamma = plain(gamma)
+    number = isinstance(gamma, float) and 0.0 < gamma < 1.0
+    if gamma is not None and not number:
+        raise ValueError(f"gamma={gamma!r} must be a number above 0 and below 1, or None for what init says")
+    return gamma
+
+
+def check_start(start: str) -> str:
+    """The name of a curve, or "random"."""
+    if not isinstance(start, str) or start not in (*curve_names(), "random"):
+        raise ValueError(f"start={start!r} must be one of random, {', '.join(curve_names())}")
+    return start
+
+
+def check_grid(grid: Sequence[int] | None) -> list[int] | None:
+    """None, or (height, width) as a list."""
+    if grid is None:
+        return None
+    if isinstance(grid, str) or not isinstance(grid, Sequence) or len(grid) != 2:
+        raise ValueError(f"grid={grid!r} must be (height, width) in patches, or None for the model's")
+    return [check_integer("grid", side, 1) for side in grid]
+
+
+SETTING_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "curves": check_curves,
+    "placement": check_placement,
+    "gamma": check_gamma,
+    "seed": lambda seed: check_integer("seed", seed, 0),
+    "with_transpose": lambda value: check_boolean("with_transpose", value),
+    "start": check_start,
+    "grid": check_grid,
+}
 
 
 def init_values(init: str | dict[str, float]) -> tuple[float, float, float, float]:
@@ -104,6 +173,14 @@ def init_values(init: str | dict[str, float]) -> tuple[float, float, float, floa
     raise ValueError(f"init={init!r} needs finite numbers, alpha_std of 0 or more, beta_low not above beta_high")
 
 
+def initial_beta(settings: Mapping[str, Any]) -> tuple[float, float]:
+    """The interval that beta is drawn from: that of `init`, or a point where `gamma` is given."""
+    if settings["gamma"] is None:
+        return init_values(settings["init"])[2:]
+    beta = math.log(settings["gamma"]) - math.log1p(-settings["gamma"])
+    return beta, beta
+
+
 class Decay(nn.Module):
     """The learned scalars of one layer's decay: alpha (H,) and beta (C, H), both float32 or float64.
 
@@ -120,6 +197,8 @@ class Decay(nn.Module):
         "learn_alpha": True,  # False: alpha = 1 and no parameter
         "learn_beta": True,  # False: gamma stays as initialised
         "learn_prefix": False,  # True: a learned gamma for the rows and columns of prefix tokens instead of 1
+        "placement": "multiply",  # one of PLACEMENTS
+        "gamma": None,  # a number: gamma of every curve and head at the start, in place of init's beta
     }
 
     def __init__(self, num_heads: int, **settings: Any) -> None:
@@ -141,7 +220,11 @@ class Decay(nn.Module):
             self.register_buffer("beta", beta)
         if resolved["learn_prefix"]:
             self.prefix_beta = nn.Parameter(torch.empty(num_heads, dtype=dtype))
+        self.add_parameters()
         self.reset_parameters()
+
+    def add_parameters(self) -> None:
+        """Make what a subclass learns besides; `initial_values` has to give the values."""
 
     @classmethod
     def positions(cls, settings: dict[str, Any], grid: tuple[int, int]) -> np.ndarray:
@@ -152,7 +235,7 @@ class Decay(nn.Module):
         """Fresh values of every scalar, drawn from torch's generator as `init` says."""
         mean, std, low, high = init_values(self.settings["init"])
         dtype = self.beta.dtype  # named, because loading in half precision makes that the default
-        values = {"beta": torch.empty(self.beta.shape, dtype=dtype).uniform_(low, high)}
+        values = {"beta": torch.empty(self.beta.shape, dtype=dtype).uniform_(*initial_beta(self.settings))}
         if self.alpha is not None:
             values["alpha"] = mean + std * torch.randn(self.alpha.shape, dtype=dtype)
         if self.prefix_beta is not None:
@@ -209,12 +292,90 @@ class ViolinDecay(Decay):
 
 @register_decay("manhattan")
 class ManhattanDecay(Decay):
-    """Distance of two patches = |row difference| + |column difference|, one gamma a head (VIOLIN Tables 7 and 13)."""
+    """Distance of two patches = |row difference| + |column difference|, one gamma a head (VIOLIN Tables 7 and 13).
+
+    DeiT-B: 288 scalars. Table 7 says ~0.4K, which is 432 with a second gamma for the transpose, although the distance
+    is the same there: `with_transpose`.
+    """
+
+    SETTINGS = {"with_transpose": False, **Decay.SETTINGS}
 
     @classmethod
     def positions(cls, settings: dict[str, Any], grid: tuple[int, int]) -> np.ndarray:
-        """Rows and columns, (1, 2, N)."""
-        return np.indices(grid).reshape(1, 2, -1)
+        """Rows and columns, (1, 2, N); with the transpose (2, 2, N)."""
+        indices = np.indices(grid).reshape(1, 2, -1)
+        return np.concatenate([indices, indices[:, ::-1]]) if settings.get("with_transpose") else indices
+
+
+def random_rank(grid: tuple[int, int], seed: int, transposed: bool = False) -> np.ndarray:
+    """Rank of every patch in a random order, int64 (height, width); the same on every platform."""
+    order = list(range(grid[0] * grid[1]))
+    random.Random(seed).shuffle(order)
+    return np.array(order).reshape(grid[::-1]).T if transposed else np.array(order).reshape(grid)
+
+
+@register_decay("random_order")
+class RandomOrderDecay(Decay):
+    """Distance of two patches = difference of their ranks in a random order (VIOLIN Tables 7 and 13, M_Random).
+
+    One order for all layers and heads, as in appendix E.2; it counts with its transpose, as a curve does (432 scalars
+    on DeiT-B). Another grid has another order: there is no interpolating a permutation.
+    """
+
+    SETTINGS = {"seed": 0, "with_transpose": True, **Decay.SETTINGS}
+
+    @classmethod
+    def positions(cls, settings: dict[str, Any], grid: tuple[int, int]) -> np.ndarray:
+        """Random ranks, (1, 1, N); with the transpose (2, 1, N)."""
+        seed, with_transpose = (settings.get(key, cls.SETTINGS[key]) for key in ("seed", "with_transpose"))
+        ranks = [random_rank(grid, seed, transposed) for transposed in (False, True)[: 1 + with_transpose]]
+        return np.stack([rank.reshape(1, -1) for rank in ranks])
+
+
+@register_decay("learned_order")
+class LearnedOrderDecay(Decay):
+    """Distance of two patches = difference of their learned positions along a line (VIOLIN appendix F.7, Table 25).
+
+    The paper does not say how its order is learned. Ours is the simplest form with a gradient: a real number p for each
+    patch and layer, M = gamma^|p_j - p_k|, which starts as the rank along a curve or in a random order. On another grid
+    the numbers are interpolated and stretched to its number of patches.
+    """
+
+    # start: a curve, or "random" with `seed`. grid: (height, width) of the numbers, None for that of the model.
+    SETTINGS = {"start": "z", "seed": 0, "grid": None, **Decay.SETTINGS}
+
+    def add_parameters(self) -> None:
+        """The positions, (1, height, width)."""
+        grid = self.settings["grid"]
+        if grid is None:
+            raise ValueError("learned_order: grid=None must be (height, width), it has a position for each patch")
+        self.order = nn.Parameter(torch.empty(1, *grid, dtype=self.beta.dtype))
+
+    @classmethod
+    def positions(cls, settings: dict[str, Any], grid: tuple[int, int]) -> np.ndarray:
+        """The ranks that the positions start as, (1, 1, N)."""
+        start, seed = (settings.get(key, cls.SETTINGS[key]) for key in ("start", "seed"))
+        rank = random_rank(grid, seed) if start == "random" else curve_rank(start, grid)
+        return rank.reshape(1, 1, -1)
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """As for every decay, and the positions."""
+        grid = tuple(self.settings["grid"])
+        order = torch.tensor(self.positions(self.settings, grid), dtype=self.beta.dtype)
+        return {**super().initial_values(), "order": order.view(1, *grid)}
+
+    def forward(self) -> dict[str, Any]:
+        """As for every decay, and the positions "order" (1, height, width)."""
+        return {**super().forward(), "order": self.order}
+
+
+def resized_order(order_CHW: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Learned positions (C, height, width) on a grid, as positions (C, 1, N): bilinear, corners on corners."""
+    curves, height, width = order_CHW.shape
+    if (height, width) != grid:
+        stretch = max(1, grid[0] * grid[1] - 1) / max(1, height * width - 1)
+        order_CHW = F.interpolate(order_CHW.unsqueeze(0), size=grid, mode="bilinear", align_corners=True)[0] * stretch
+    return order_CHW.reshape(curves, 1, -1)
 
 
 def make_decay(decay: dict[str, Any], num_heads: int) -> Decay:
@@ -230,7 +391,7 @@ def decay_weights(beta_CH: Tensor, distance_C: Tensor, dtype: torch.dtype) -> Te
 
     Args:
         beta_CH: (C, H).
-        distance_C: integer distances (C, ...), any shape behind C.
+        distance_C: distances (C, ...), any shape behind C; whole numbers, or real ones of a learned order.
         dtype: of the result; computed in it, never below float32.
 
     Returns:
@@ -249,7 +410,7 @@ def decay_weights(beta_CH: Tensor, distance_C: Tensor, dtype: torch.dtype) -> Te
 
 
 def pair_distances(positions_CAN: Tensor, dtype: torch.dtype) -> Tensor:
-    """Distances (C, N, N) of all pairs of patches, whole numbers in a floating dtype of at least float32."""
+    """Distances (C, N, N) of all pairs of patches in a floating dtype of at least float32."""
     # Several times faster in floating point than in int64, and exact below 2^24.
     positions_CAN = positions_CAN.to(dtype)
     return (positions_CAN.unsqueeze(-1) - positions_CAN.unsqueeze(-2)).abs().sum(1)

@@ -25,9 +25,13 @@ from .attention import SparsePriorAttention
 from .configuration_sparseprior_vit import AUTO_MAP, SparsePriorViTConfig, as_pair
 from .curves import CURVES  # noqa: F401  every helper is named here, older releases do not follow chains of imports
 from .decay import Decay
+from .extras import Extra, make_extras
 from .hub import check_source, complete_folder, load_errors_in_one_line
+from .locality import LocalityBranch  # noqa: F401
 from .ops import BACKENDS  # noqa: F401
 from .prior import SLOTS  # noqa: F401
+from .relative_offsets import BUCKET_METHODS  # noqa: F401
+from .relative_position import RelativePosition  # noqa: F401
 from .sequences import SEQUENCES  # noqa: F401
 from .supports import SUPPORTS  # noqa: F401
 
@@ -117,17 +121,21 @@ class SparsePriorViTEmbeddings(nn.Module):
 
 
 class SparsePriorViTMLP(nn.Module):
-    """Two linear layers with an activation between them."""
+    """Two linear layers with an activation between them, and behind it what the prior's extras put there."""
 
     def __init__(self, config: SparsePriorViTConfig) -> None:
         super().__init__()
         self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.activation = ACT2FN[config.hidden_act]
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.locality = make_extras(config.prior["extras"], False, config.intermediate_size)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, grid: tuple[int, int], num_prefix_tokens: int) -> Tensor:
         """(B, T, C) to (B, T, C)."""
-        return self.fc2(self.activation(self.fc1(hidden_states)))
+        hidden_states = self.activation(self.fc1(hidden_states))
+        for branch in self.locality.values():
+            hidden_states = branch(hidden_states, grid, num_prefix_tokens)
+        return self.fc2(hidden_states)
 
 
 class SparsePriorViTLayerScale(nn.Module):
@@ -202,7 +210,7 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
             self.layernorm_before(hidden_states), grid, num_prefix_tokens, output_attentions, backend
         )
         hidden_states = hidden_states + self.drop_path(self.layerscale_attention(self.dropout(out)))
-        out = self.mlp(self.layernorm_after(hidden_states))
+        out = self.mlp(self.layernorm_after(hidden_states), grid, num_prefix_tokens)
         return hidden_states + self.drop_path(self.layerscale_mlp(self.dropout(out))), weights
 
 
@@ -245,17 +253,19 @@ class SparsePriorViTPreTrainedModel(PreTrainedModel):
             for parameter in module._parameters.values():
                 if parameter is not None:
                     init.trunc_normal_(parameter, mean=0.0, std=std)
-        elif isinstance(module, Decay):
+        elif isinstance(module, (Decay, Extra)):
             for name, value in module.initial_values().items():
                 init.copy_(getattr(module, name), value)
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that get no weight decay, besides all with one dimension (timm's convention)."""
         embeddings = ("class_token", "distillation_token", "register_tokens", "position_embeddings")
+        # Of relative positions: Swin leaves its table out, and u and v of Transformer-XL are biases.
+        biases = ("bias_table", "prefix_bias", "content_bias", "position_bias")
         return {
             name
             for name, _ in self.named_parameters()
-            if "decay_bias" in name.split(".") or name.split(".")[-1] in embeddings
+            if "decay_bias" in name.split(".") or name.split(".")[-1] in (*embeddings, *biases)
         }
 
     @classmethod

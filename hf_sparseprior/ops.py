@@ -22,7 +22,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .decay import DECAYS, decay_mask, decay_weights, offset_distances, prefix_weights
+from .decay import (
+    DECAYS,
+    SETTING_CHECKS,
+    decay_mask,
+    decay_weights,
+    offset_distances,
+    prefix_weights,
+    resized_order,
+)
+from .relative_offsets import relative_table
 from .supports import (
     check_integer,
     check_keys,
@@ -95,12 +104,14 @@ class AttentionPlan:
         """A table as an array.
 
         "mask": bool (H, T, T), True = attended. "attended": bool (H, N), at which distances. "positions" of the decay:
-        int64 (C, A, N); "positions_int32" and "positions_float32". For the compiled kernels: "signed_offsets", int32,
-        head after head, "offset_counts", int32 (H,), and "offset_begin", int32 (H + 1,), where those of each head
-        begin; with a decay "pair_distances", float32 (C, pairs), the N - o pairs (j, j + o) of each offset,
-        "pair_counts", int64 (H,), how many each head has, and "pair_begin", int64, where those of each signed offset
-        begin.
+        int64 (C, A, N); "positions_int32" and "positions_float32". "relative_...": see `relative_table`. For the
+        compiled kernels: "signed_offsets", int32, head after head, "offset_counts", int32 (H,), and "offset_begin",
+        int32 (H + 1,), where those of each head begin; with a decay "pair_distances", float32 (C, pairs), the N - o
+        pairs (j, j + o) of each offset, "pair_counts", int64 (H,), how many each head has, and "pair_begin", int64,
+        where those of each signed offset begin.
         """
+        if name.startswith("relative_"):
+            return relative_table(name, self.grid, self.num_prefix_tokens)
         if name == "positions":
             assert self.decay is not None
             return DECAYS[self.decay["name"]].positions(self.decay, self.grid)
@@ -202,19 +213,50 @@ def _reference(call: Call) -> tuple[Tensor, Tensor | None]:
     """Dense attention with the mask and the decay written out (Fibottention Eq. 1, VIOLIN Eq. 12)."""
     dtype = call.compute_dtype
     logits = (call.q.to(dtype) * call.scale) @ call.k.to(dtype).transpose(-1, -2)
+    decay_HTT = None
     if call.decay is not None:
-        logits = logits * _dense_weights(call, dtype)
+        decay_HTT = _dense_decay(call, dtype)
+        logits = _decayed_logits(call.decay, decay_HTT, logits)
     if call.mask is not None:
         logits = logits.masked_fill(~call.mask, -math.inf if call.plan.mask_fill == "neg_inf" else 0.0)
     if call.bias is not None:
         logits = logits + call.bias
-    weights = F.dropout(torch.softmax(logits, -1), call.dropout_p)
+    weights = torch.softmax(logits, -1)
+    if call.decay is not None and decay_HTT is not None:
+        weights = _decayed_weights(call.decay, decay_HTT, weights, call.mask)
+    weights = F.dropout(weights, call.dropout_p)
     out = weights @ call.v.to(dtype)
     return out.to(call.q.dtype), weights.to(call.q.dtype) if call.need_weights else None
 
 
-def _dense_weights(call: Call, dtype: torch.dtype) -> Tensor:
-    """alpha * M with the prefix rows and columns, (H, T, T); (B, H, T, T) where each image has its own patches."""
+def _placement(decay: dict[str, Any] | None) -> str:
+    return "multiply" if decay is None else decay.get("placement", "multiply")
+
+
+def _decayed_logits(decay: dict[str, Any], decay_HTT: Tensor, logits: Tensor) -> Tensor:
+    """The logits with alpha, and with M where it acts before the softmax (`decay.PLACEMENTS`)."""
+    placement, alpha_H = _placement(decay), decay.get("alpha")
+    alpha = None if alpha_H is None else alpha_H.to(logits.dtype).view(-1, 1, 1)
+    if placement in ("multiply", "residual"):
+        factor = decay_HTT if placement == "multiply" else 1.0 + decay_HTT
+        return logits * (factor if alpha is None else factor * alpha)
+    logits = logits if alpha is None else logits * alpha
+    return logits + (decay_HTT - 1.0) if placement == "add" else logits
+
+
+def _decayed_weights(decay: dict[str, Any], decay_HTT: Tensor, weights: Tensor, mask: Tensor | None) -> Tensor:
+    """The softmax's weights with M where it acts behind it; pairs outside the support are none of its business."""
+    placement = _placement(decay)
+    if placement == "multiply_after":
+        return weights * (decay_HTT if mask is None else decay_HTT.masked_fill(~mask, 1.0))
+    if placement in ("add_after", "add_after_as_printed"):
+        added = decay_HTT - 1.0 if placement == "add_after" else decay_HTT
+        return weights + (added if mask is None else added.masked_fill(~mask, 0.0))
+    return weights
+
+
+def _dense_decay(call: Call, dtype: torch.dtype) -> Tensor:
+    """M with the prefix rows and columns, (H, T, T); (B, H, T, T) where each image has its own patches."""
     assert call.decay is not None and call.positions is not None
     weights = decay_mask(call.decay, call.positions, dtype)
     if call.token_ids is not None:
@@ -228,8 +270,6 @@ def _dense_weights(call: Call, dtype: torch.dtype) -> Tensor:
             columns = gamma_H.view(-1, 1, 1).expand(*leading, tokens, prefix)
             rows = gamma_H.view(-1, 1, 1).expand(*leading, prefix, prefix + tokens)
             weights = torch.cat([rows, torch.cat([columns, weights], -1)], -2)
-    if (alpha_H := call.decay.get("alpha")) is not None:
-        weights = weights * alpha_H.to(dtype).view(-1, 1, 1)
     return weights
 
 
@@ -264,6 +304,8 @@ def _sdpa(call: Call) -> tuple[Tensor, Tensor | None]:
 
 def _needs_dense(call: Call) -> str | None:
     """Why only a dense path knows the logits that are asked for."""
+    if (placement := _placement(call.decay)) != "multiply":
+        return f"placement={placement!r} of the decay is for the reference alone"
     if call.bias is not None:
         return "a bias is added to the logits of all pairs"
     if call.token_ids is not None:
@@ -413,6 +455,8 @@ def _kernel_can_run(call: Call) -> str | None:
         return reason
     if call.need_weights:
         return "the compiled kernels do not return attention weights"
+    if call.decay is not None and call.decay.get("order") is not None:
+        return "the compiled kernels have tables of whole ranks, and this order is learned"
     if diagonal_cpu is None:
         return "the package hf_sparseprior is not installed, its kernels are not part of a saved model"
     return _sparse_dropout_can_run(call)
@@ -608,6 +652,13 @@ def _subset_mask(plan: AttentionPlan, token_ids: Tensor) -> Tensor:
     return F.pad(mask, (prefix, 0, prefix, 0), value=True)
 
 
+def decay_positions(plan: AttentionPlan, decay: dict[str, Any], device: torch.device) -> Tensor:
+    """Positions (C, A, N) that a decay measures distances along: those of its settings, or learned ones."""
+    if (order := decay.get("order")) is not None:
+        return resized_order(order, plan.grid)
+    return plan_table(plan, "positions", device)
+
+
 def run_plan(
     plan: AttentionPlan,
     q: Tensor,
@@ -651,7 +702,7 @@ def run_plan(
         mask = plan_table(plan, "mask", q.device) if token_ids is None else _subset_mask(plan, token_ids)
         call = call._replace(mask=mask)
     if chosen.needs_positions and decay is not None:
-        positions = plan_table(plan, "positions", q.device)
+        positions = decay_positions(plan, decay, q.device)
         call = call._replace(positions=positions if token_ids is None else positions[..., token_ids])
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         # Autocast has done its work on the projections; it would round the float32 logits of a decay again.
@@ -682,7 +733,8 @@ def attention(
     Args:
         q, k, v: (B, H, T, D), any floating dtype, same device. T = num_prefix_tokens + N.
         support: a registered name, a dict as in `prior`, or None for dense.
-        decay: {"name": "violin", "curves": [...], "alpha": (H,) or None, "beta": (C, H)} with tensors, or None.
+        decay: {"name": "violin", "curves": [...], "alpha": (H,) or None, "beta": (C, H)} with tensors, or None; for
+            "learned_order" also "order" (1, height, width), without which it is the order that it starts from.
         num_prefix_tokens: tokens in front of the patches; they attend to and are attended by everything.
         layer: layer number; with the support's `shuffle_seed` it decides which head has which support.
         grid: (height, width) of the patch tokens; may be left out where N is a square.
@@ -744,7 +796,7 @@ def _check_grid(grid: tuple[int, int] | None, num_tokens: int, needed: bool) -> 
     return int(grid[0]), int(grid[1])
 
 
-DECAY_TENSORS = ("alpha", "beta", "prefix_beta")
+DECAY_TENSORS = ("alpha", "beta", "prefix_beta", "order")
 
 
 def _check_decay(decay: dict[str, Any], num_heads: int) -> dict[str, Any]:
@@ -752,6 +804,7 @@ def _check_decay(decay: dict[str, Any], num_heads: int) -> dict[str, Any]:
     name, given = split_spec(decay, "decay", DECAYS)
     check_keys(given, [*DECAYS[name].SETTINGS, *DECAY_TENSORS], f"decay {name!r}")
     filled = {**DECAYS[name].SETTINGS, **decay}
+    filled.update({key: check(filled[key]) for key, check in SETTING_CHECKS.items() if key in filled})
     num_curves = DECAYS[name].positions(filled, (1, 1)).shape[0]
     expected = {"alpha": (num_heads,), "beta": (num_curves, num_heads), "prefix_beta": (num_heads,)}
     for key, shape in expected.items():
@@ -761,4 +814,8 @@ def _check_decay(decay: dict[str, Any], num_heads: int) -> dict[str, Any]:
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
             got = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
             raise ValueError(f"decay {key}={got} must be a tensor of shape {shape}")
+    order = filled.get("order")
+    if order is not None and (not isinstance(order, Tensor) or order.dim() != 3 or order.shape[0] != num_curves):
+        got = tuple(order.shape) if isinstance(order, Tensor) else order
+        raise ValueError(f"decay order={got} must be a tensor of shape ({num_curves}, height, width)")
     return filled

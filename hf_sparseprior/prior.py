@@ -4,7 +4,7 @@ support    which pairs are computed, known before the data        dense, fibotte
 decay      learned weights of pairs                                none, violin, manhattan, ...
 predictor  keys chosen per image                                   none
 mixer      what is computed over the pairs                         softmax
-extras     further modules, a list                                 (empty)
+extras     further modules, a list                                 swin_rpb, irpe_k, localvit, ...
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from .decay import DECAYS, resolve_decay
+from .extras import EXTRAS, resolve_extras
+from .locality import LocalityBranch  # noqa: F401  registers itself
+from .relative_position import RelativePosition  # noqa: F401  registers its kinds
 from .supports import SUPPORTS, check_keys, head_offsets, pruning_ratio, resolve_support
 
+# What a prior's modules are called within attention layers and MLPs: decay and extras.
+PRIOR_MODULES = frozenset({"decay_bias", "relative_position", "locality"})
 SLOTS = ("support", "decay", "predictor", "mixer", "extras")
 # Filled by later mechanisms; named here so that a name finds its slot and an error can list what there is.
 PREDICTORS: dict[str, Any] = {}
 MIXERS: dict[str, Any] = {"softmax": None}
-EXTRAS: dict[str, Any] = {}
 
 
 def prior_names() -> list[str]:
@@ -68,7 +72,7 @@ def resolve_prior(prior: str | dict[str, Any] | None, num_heads: int, grid: Sequ
     except ValueError as error:
         raise ValueError(f"prior: {error} ({grid[0]}x{grid[1]} grid)") from None
     try:
-        decay = resolve_decay(slots["decay"])
+        decay = resolve_decay(slots["decay"], grid)
     except ValueError as error:
         raise ValueError(f"prior: {error}") from None
     if slots["predictor"] is not None:
@@ -76,16 +80,24 @@ def resolve_prior(prior: str | dict[str, Any] | None, num_heads: int, grid: Sequ
     mixer = "softmax" if slots["mixer"] is None else slots["mixer"]
     if not isinstance(mixer, str) or mixer not in MIXERS:
         raise ValueError(f"prior: mixer={mixer!r} must be one of {', '.join(MIXERS)}")
-    if slots["extras"] is not None and list(slots["extras"]):
-        raise ValueError(f"prior: extras={slots['extras']!r} must be empty; this version has no extras")
-    return {"support": support, "decay": decay, "predictor": None, "mixer": mixer, "extras": []}
+    try:
+        extras = resolve_extras(slots["extras"], grid)
+    except ValueError as error:
+        raise ValueError(f"prior: {error}") from None
+    return {"support": support, "decay": decay, "predictor": None, "mixer": mixer, "extras": extras}
 
 
 def prior_name(prior: dict[str, Any]) -> str:
     """Short name of a resolved prior: "fibottention+violin"."""
     parts = [prior["support"]["name"]] if prior["support"]["name"] != "dense" else []
     parts += [prior["decay"]["name"]] if prior["decay"] else []
+    parts += [extra["name"] for extra in prior["extras"]]
     return "+".join(parts) or "dense"
+
+
+def of_prior(key: str) -> bool:
+    """Whether a weight of this name belongs to a prior: foreign checkpoints do not have it, and it may start anew."""
+    return not PRIOR_MODULES.isdisjoint(key.split("."))
 
 
 def prior_pruning_ratio(prior: dict[str, Any], num_heads: int, grid: Sequence[int], num_prefix_tokens: int) -> float:

@@ -8,15 +8,18 @@ import pytest
 from hf_sparseprior import ops
 from hf_sparseprior.configuration_sparseprior_vit import PRESETS
 from hf_sparseprior.curves import CURVES
-from hf_sparseprior.decay import DECAYS, INIT_PRESETS
+from hf_sparseprior.decay import DECAYS, INIT_PRESETS, PLACEMENTS
+from hf_sparseprior.extras import EXTRAS
 from hf_sparseprior.sequences import SEQUENCES
 from hf_sparseprior.supports import MASK_FILLS, SUPPORTS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
+NAMES = [*SUPPORTS, *SEQUENCES, *DECAYS, *CURVES, *INIT_PRESETS, *PLACEMENTS, *EXTRAS, *MASK_FILLS, *ops.BACKENDS]
 
-@pytest.mark.parametrize("name", [*SUPPORTS, *SEQUENCES, *DECAYS, *CURVES, *INIT_PRESETS, *MASK_FILLS, *ops.BACKENDS])
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_registered_name_is_in_the_table_of_what_exists(name):
     assert f"`{name}`" in README
 

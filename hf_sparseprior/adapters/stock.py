@@ -32,6 +32,7 @@ from transformers.utils import cached_file
 from transformers.utils.output_capturing import _active_collector
 
 from hf_sparseprior.attention import PriorAttention
+from hf_sparseprior.extras import EXTRAS, resolve_extras
 from hf_sparseprior.hub import write_bytes
 from hf_sparseprior.prior import parse_prior, resolve_prior
 
@@ -141,7 +142,7 @@ class StockPrior(PriorAttention):
     """The prior of one stock attention module.
 
     Args:
-        num_heads, prior, layer_idx: as in `PriorAttention`.
+        num_heads, prior, layer_idx, head_dim: as in `PriorAttention`.
         layout: of the model's tokens, shared by its layers.
         config: the config that the attention module came with.
         for_adapters: it is there for adapters alone; without an active one the module's own attention runs.
@@ -154,9 +155,10 @@ class StockPrior(PriorAttention):
         layer_idx: int,
         layout: TokenLayout,
         config: Any,
+        head_dim: int,
         for_adapters: bool = False,
     ) -> None:
-        super().__init__(num_heads, prior, layer_idx)
+        super().__init__(num_heads, prior, layer_idx, head_dim)
         self.layout = layout
         self.config = config
         self.for_adapters = for_adapters
@@ -286,6 +288,12 @@ def num_heads_of(attention: Any) -> int:
     return int(attention.num_heads if heads is None else heads)
 
 
+def head_dim_of(attention: nn.Module) -> int:
+    """Width of a head of a stock attention module."""
+    projection: Any = attention.q_proj
+    return int(projection.out_features) // num_heads_of(attention)
+
+
 def find_encoder(model: nn.Module) -> Encoder:
     """The one stock vision encoder in a model.
 
@@ -348,7 +356,7 @@ def apply_prior(model: PreTrainedModel, prior: str | dict[str, Any]) -> PreTrain
 
     Args:
         model: ViT, DeiT, ViT-MSN, DINOv2, DINOv3, BEiT, CLIP, SigLIP, ViTMAE, I-JEPA, VideoMAE or Swin, any head.
-        prior: as in `SparsePriorViTConfig`.
+        prior: as in `SparsePriorViTConfig`; extras within attention only, and not on ViTMAE and VideoMAE.
 
     Returns:
         The model.
@@ -376,6 +384,7 @@ def attach(model: nn.Module, slots: dict[str, Any], for_adapters: bool = False) 
         ValueError: for a bad prior, or a model that cannot take one; it is left as it was.
     """
     encoder = find_encoder(model)
+    _check_extras(slots, encoder.family)
     layout = TokenLayout(encoder.family, encoder.num_prefix_tokens)
     # All of them before the first is put in place: a refused setting must leave the model alone.
     sidecars = [
@@ -385,6 +394,7 @@ def attach(model: nn.Module, slots: dict[str, Any], for_adapters: bool = False) 
             index,
             layout,
             module.config,
+            head_dim_of(module),
             for_adapters,
         )
         for index, (name, module) in enumerate(encoder.attention.items())
@@ -434,6 +444,15 @@ def applied_prior(model: PreTrainedModel) -> Applied:
     if applied is None:
         raise ValueError(f"{type(model).__name__} has no prior from hf_sparseprior.apply_prior")
     return applied
+
+
+def _check_extras(slots: dict[str, Any], family: Family) -> None:
+    """Raise for extras that a stock model has no place for."""
+    for extra in resolve_extras(slots["extras"], (1, 1)):
+        if not EXTRAS[extra["name"]].in_attention:
+            raise ValueError(f"{extra['name']!r} changes the MLP; apply_prior reaches attention alone")
+        if family.shuffled or family.masked:
+            raise ValueError(f"{extra['name']!r} cannot follow a shuffled part of the patches ({family.attention})")
 
 
 def _with_identity(slots: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_sparseprior.decay import decay_mask
-from hf_sparseprior.ops import plan_table
+from hf_sparseprior.ops import decay_positions
 
 
 @torch.no_grad()
@@ -24,5 +24,5 @@ def learned_decay_masks(layers: Any, config: Any) -> list[Tensor]:
         if layer.attention.decay_bias is not None:
             plan = layer.attention.plan(config.grid, config.num_prefix_tokens)
             decay = layer.attention.decay_bias()
-            masks.append(decay_mask(decay, plan_table(plan, "positions", decay["beta"].device), torch.float32))
+            masks.append(decay_mask(decay, decay_positions(plan, decay, decay["beta"].device), torch.float32))
     return masks

@@ -13,7 +13,7 @@ import torch
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.flops import attention_flops, dense_attention_flops
 from hf_sparseprior.curves import curve_names, curve_rank
-from hf_sparseprior.decay import DECAYS, decay_mask, init_values
+from hf_sparseprior.decay import DECAYS, PLACEMENTS, decay_mask, initial_beta, make_decay
 from hf_sparseprior.prior import parse_prior, resolve_prior
 from hf_sparseprior.sequences import SEQUENCES
 from hf_sparseprior.supports import (
@@ -157,12 +157,13 @@ def explain_decay(decay: dict[str, Any], arguments: argparse.Namespace) -> list[
     """Curves and decay masks of a decay at the middle of its initial interval, and their pictures."""
     grid = arguments.grid
     tokens = grid[0] * grid[1]
-    _, _, low, high = init_values(decay["init"])
+    low, high = initial_beta(decay)
     beta = (low + high) / 2
     gamma = torch.sigmoid(torch.tensor(beta, dtype=torch.float64)).item()
     positions = torch.tensor(DECAYS[decay["name"]].positions(decay, grid))
-    curves = decay.get("curves", [decay["name"]])
+    curves = decay.get("curves", [decay["name"], f"{decay['name']}_t"][: positions.shape[0]])
     print(f"{decay['name']} on a {grid[0]}x{grid[1]} grid, init {decay['init']}: beta ~ U({low:g}, {high:g})")
+    print(f"placement {decay['placement']}: {PLACEMENTS[decay['placement']]}")
     print(f"shown for beta = {beta:g}, gamma = {gamma:.6f}\n")
     print(f"{'curve':<10}  {'first ranks':<24}  {'mean step':>9}  {'smallest M':>10}  {'mean M':>7}")
     masks = {}
@@ -181,9 +182,7 @@ def explain_decay(decay: dict[str, Any], arguments: argparse.Namespace) -> list[
     every = {"beta": torch.full((positions.shape[0], 1), beta, dtype=torch.float64)}
     masks["mean"] = decay_mask(every, positions, torch.float64)[0].numpy()
     print(f"{'mean':<10}  {'':<24}  {'':>9}  {masks['mean'].min():>10.4f}  {masks['mean'].mean():>7.4f}")
-    scalars = arguments.heads * (
-        positions.shape[0] * decay["learn_beta"] + decay["learn_alpha"] + decay["learn_prefix"]
-    )
+    scalars = sum(parameter.numel() for parameter in make_decay(decay, arguments.heads).parameters())
     print(f"\n{scalars} learned scalars a layer, {scalars * arguments.layers} in {arguments.layers} layers")
     if arguments.no_picture or tokens == 1:
         return []

@@ -18,7 +18,7 @@ from typing import Any
 
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.prior import resolve_prior
+from hf_sparseprior.prior import prior_name, resolve_prior
 from hf_sparseprior.supports import check_integer, count_nonzeros, head_offsets
 
 
@@ -180,6 +180,8 @@ def model_flops(
     if config.use_distillation_token and config.use_distillation_classifier:
         inputs += width
     decay = resolved["decay"]
+    if resolved["extras"]:
+        raise ValueError(f"prior {prior_name(resolved)!r}: the FLOPs of extras are not counted")
     return ModelFlops(
         image_size=size,
         grid=grid,

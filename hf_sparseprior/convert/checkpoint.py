@@ -20,6 +20,7 @@ from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, a
 from hf_sparseprior.convert import sparseprior_vit, timm_vit, transformers_vit
 from hf_sparseprior.hub import PROCESSOR, check_new, whole_file, whole_folder
 from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTForImageClassification, SparsePriorViTModel
+from hf_sparseprior.prior import of_prior
 
 FORMATS: tuple[ModuleType, ...] = (sparseprior_vit, transformers_vit, timm_vit)
 TARGETS: dict[str, ModuleType] = {name: module for module in FORMATS for name in module.TARGETS}
@@ -110,7 +111,7 @@ def convert_checkpoint(
         source: see `read_checkpoint`; foreign or ours.
         out: new folder; to="timm" also takes a new .safetensors file, to="original" a new .pth file.
         prior: of the new model, by default the source's, which in foreign formats is "dense". A decay that the source
-            does not have starts as its `init` says.
+            does not have starts as its `init` says, extras start where they change nothing.
         image_size: another one than the source's; the position embedding is interpolated.
         num_attention_heads: for timm files of other widths than the published ones.
         drop_classifier: write the base model alone; its pooling stays.
@@ -143,10 +144,10 @@ def convert_checkpoint(
             f"note: the source's prior {own.prior_name!r} is replaced by {config.prior_name!r}; "
             "the new model computes something else"
         )
-    same_decay = own.prior["decay"] == config.prior["decay"]
-    if not same_decay:
-        weights = {key: value for key, value in weights.items() if not _of_decay(key)}
-    model = _fill(weights, config, same_decay, drop_classifier, source)
+    same_prior = all(own.prior[slot] == config.prior[slot] for slot in ("decay", "extras"))
+    if not same_prior:
+        weights = {key: value for key, value in weights.items() if not of_prior(key)}
+    model = _fill(weights, config, same_prior, drop_classifier, source)
     resized = image_size is not None and as_pair(image_size) != as_pair(config.image_size)
     if image_size is not None and resized:
         model = _resize(model, image_size)
@@ -181,16 +182,12 @@ def _read_as_ours(
     return weights, fields, notes
 
 
-def _of_decay(key: str) -> bool:
-    return "decay_bias" in key.split(".")
-
-
 def _fill(
-    state: dict[str, Tensor], config: SparsePriorViTConfig, with_decay: bool, drop_classifier: bool, source: Any
+    state: dict[str, Tensor], config: SparsePriorViTConfig, with_prior: bool, drop_classifier: bool, source: Any
 ) -> Any:
     """A model with exactly these weights, or an error that lists what is missing and what is left over.
 
-    A decay's weights are among them if `with_decay`, else they start as its `init` says.
+    A prior's weights are among them if `with_prior`, else they have their initial values.
     """
     heads = {key for key in state if key.split(".")[0] in ("classifier", "distillation_classifier")}
     if drop_classifier or not heads:
@@ -199,9 +196,9 @@ def _fill(
     else:
         model = SparsePriorViTForImageClassification(config)
     # In the precision of the source, as far as all of it has one; a decay stays in float32.
-    dtypes = {value.dtype for key, value in state.items() if value.is_floating_point() and not _of_decay(key)}
+    dtypes = {value.dtype for key, value in state.items() if value.is_floating_point() and not of_prior(key)}
     model.to(functools.reduce(torch.promote_types, dtypes or {torch.float32}))
-    expected = {key: value.shape for key, value in model.state_dict().items() if with_decay or not _of_decay(key)}
+    expected = {key: value.shape for key, value in model.state_dict().items() if with_prior or not of_prior(key)}
     missing = sorted(set(expected) - set(state))
     left_over = sorted(set(state) - set(expected))
     shapes = [

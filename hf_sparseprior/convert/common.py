@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_sparseprior.prior import of_prior
+
 
 def field_problems(config: Any, allowed: dict[str, tuple[Any, ...]]) -> list[str]:
     """One text for each field of a config whose value is not among the allowed ones."""
@@ -29,7 +31,7 @@ def one_if_square(pair: Sequence[int]) -> int | list[int]:
 
 
 def plain_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of a SparsePriorViT under the classifier's names ("vit.layers.0..."), the decay's left out."""
-    weights = {key: value for key, value in model.state_dict().items() if "decay_bias" not in key.split(".")}
+    """The weights of a SparsePriorViT under the classifier's names ("vit.layers.0..."), the prior's left out."""
+    weights = {key: value for key, value in model.state_dict().items() if not of_prior(key)}
     prefix = "" if any(key.startswith("vit.") for key in weights) else "vit."
     return {prefix + key: value.contiguous() for key, value in weights.items()}

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.analysis.decays import learned_decay_masks
 from hf_sparseprior.hub import CARD, file_sha256, made_up_keys, model_card, write_text
+from hf_sparseprior.prior import of_prior
 from hf_sparseprior.training import (
     OneLineProgress,
     SparsePriorTrainer,
@@ -83,7 +84,7 @@ def build_model(model: dict[str, Any], classes: list[str]) -> SparsePriorViTForI
 
 
 def _load_pretrained(folder: str, options: dict[str, Any]) -> SparsePriorViTForImageClassification:
-    """A saved model with changed options: only classifier and decay may start anew, positions are interpolated."""
+    """A saved model with changed options: only classifier and prior may start anew, positions are interpolated."""
     if not Path(folder).is_dir():
         raise OSError(f"model.pretrained={folder} is not a folder of a saved model")
     model, info = SparsePriorViTForImageClassification.from_pretrained(
@@ -102,7 +103,7 @@ def _load_pretrained(folder: str, options: dict[str, Any]) -> SparsePriorViTForI
 
 
 def _may_start_anew(key: str) -> bool:
-    return "classifier" in key or "decay_bias" in key.split(".")
+    return "classifier" in key or of_prior(key)
 
 
 @torch.no_grad()

@@ -140,6 +140,8 @@ def test_parameters_and_state(prior):
     if layer.prior["decay"] is not None:
         # transformers' Trainer keeps names with "bias" out of weight decay.
         expected |= {"decay_bias.alpha", "decay_bias.beta"}
+    if layer.prior["decay"] is not None and layer.prior["decay"]["name"] == "learned_order":
+        expected.add("decay_bias.order")
     layer(tokens(), (4, 4), 1)
     assert set(layer.state_dict()) == set(dict(layer.named_parameters())) == expected
 

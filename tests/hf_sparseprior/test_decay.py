@@ -28,6 +28,8 @@ GRIDS = [(1, 1), (1, 5), (3, 4), (4, 4), (7, 5)]
 
 def make(name, num_heads=3, seed=0, **settings):
     torch.manual_seed(seed)
+    if "grid" in DECAYS[name].SETTINGS:
+        settings.setdefault("grid", [2, 3])
     return DECAYS[name](num_heads, **settings)
 
 
@@ -342,11 +344,12 @@ def test_draws_follow_torchs_seed():
 
 @pytest.mark.parametrize("name", DECAYS)
 def test_what_is_learned_follows_the_settings(name):
-    assert sorted(dict(make(name).named_parameters())) == ["alpha", "beta"]
-    assert sorted(dict(make(name, learn_prefix=True).named_parameters())) == ["alpha", "beta", "prefix_beta"]
+    own = ["order"] if name == "learned_order" else []
+    assert sorted(dict(make(name).named_parameters())) == ["alpha", "beta", *own]
+    assert sorted(dict(make(name, learn_prefix=True).named_parameters())) == ["alpha", "beta", *own, "prefix_beta"]
     fixed = make(name, learn_alpha=False, learn_beta=False)
-    assert list(fixed.parameters()) == []
-    assert list(fixed.state_dict()) == ["beta"]  # gamma is saved all the same
+    assert list(dict(fixed.named_parameters())) == own
+    assert sorted(fixed.state_dict()) == ["beta", *own]  # gamma is saved all the same
     assert fixed()["alpha"] is None and fixed()["prefix_beta"] is None
 
 
@@ -357,7 +360,9 @@ def test_decays_resolve_to_a_full_form_that_json_keeps(name):
     assert resolve_decay(json.loads(json.dumps(full))) == full
     given = {"name": name, "learn_alpha": np.bool_(False)}
     assert json.loads(json.dumps(resolve_decay(given))) == {**full, "learn_alpha": False}
-    assert make(name).settings == full
+    in_use = resolve_decay(name, (2, 3))
+    assert make(name).settings == in_use
+    assert resolve_decay(in_use, (4, 4)) == in_use  # a table keeps the grid that it was made for
 
 
 def test_no_decay():

@@ -31,7 +31,7 @@ def full(support, decay):
     return {
         **DENSE,
         "support": resolve_support(support, 4, GRID[0] * GRID[1]),
-        "decay": resolve_decay(decay),
+        "decay": resolve_decay(decay, GRID),
     }
 
 
@@ -72,6 +72,18 @@ def test_the_short_name_leads_back(support, decay):
     assert resolve_prior(prior_name(prior), 4, GRID) == prior
 
 
+@pytest.mark.parametrize("name", EXTRAS)
+def test_extras_stand_beside_support_and_decay(name):
+    prior = resolve_prior(f"{name}+fibottention+violin", 4, GRID)
+    assert [extra["name"] for extra in prior["extras"]] == [name]
+    assert {**prior, "extras": []} == full("fibottention", "violin")
+    assert prior_name(prior) == f"fibottention+violin+{name}"
+    kept = copy.deepcopy(prior)
+    assert resolve_prior(json.loads(json.dumps(prior)), 4, GRID) == resolve_prior(prior_name(prior), 4, GRID) == kept
+    # A table belongs to the grid that it was made for.
+    assert resolve_prior(prior, 4, (9, 9))["extras"] == kept["extras"]
+
+
 def test_settings_are_kept():
     prior = resolve_prior(
         {"support": {"name": "fibottention", "w_max": 9}, "decay": {"name": "violin", "init": "moving"}}, 4, GRID
@@ -104,7 +116,7 @@ def test_a_given_prior_is_not_changed():
 def test_every_name_is_accepted_on_its_own():
     assert prior_names() == [*SUPPORTS, *DECAYS, *PREDICTORS, *MIXERS, *EXTRAS]
     assert len(set(prior_names())) == len(prior_names())
-    for name in [*SUPPORTS, *DECAYS, *MIXERS]:
+    for name in [*SUPPORTS, *DECAYS, *MIXERS, *EXTRAS]:
         resolve_prior(name, 4, GRID)
 
 
@@ -142,7 +154,17 @@ def test_the_pruning_ratio_of_the_paper():
         ({"decay": {"name": "violin", "curves": ["x"]}}, r"prior: curves: 'x' must be one of z, z_t"),
         ({"predictor": "sparsifiner"}, r"prior: predictor='sparsifiner' must be "),
         ({"mixer": "linformer"}, r"prior: mixer='linformer' must be one of softmax"),
-        ({"extras": ["irpe"]}, r"prior: extras=\['irpe'\] must be empty"),
+        ({"extras": ["irpe"]}, r"prior: extras='irpe' must be one of swin_rpb, .*did you mean 'irpe_k'"),
+        ({"extras": "irpe_k"}, r"prior: extras='irpe_k' must be a list of .*swin_rpb"),
+        ({"extras": 5}, r"prior: extras=5 must be a list of .*swin_rpb"),
+        ("irpe_k+irpe_k", r"prior: extras=\['irpe_k', 'irpe_k'\] must not repeat a name"),
+        ({"extras": [{"name": "irpe_k", "method": "cross"}]}, r"irpe_k: method='cross' must be one of product, eucl"),
+        ({"extras": [{"name": "irpe_k", "ratio": 0}]}, r"irpe_k: ratio=0 must be a number between 0.5 and 100"),
+        ({"extras": [{"name": "irpe_k", "ratios": 1}]}, r"extra 'irpe_k' has no setting 'ratios'.*mean 'ratio'"),
+        ({"extras": [{"name": "swin_rpb", "grid": 7}]}, r"swin_rpb: grid=7 must be \(height, width\)"),
+        ({"extras": [{"name": "swin_rpb", "learn_prefix": 1}]}, r"swin_rpb: learn_prefix=1 must be True or False"),
+        ({"extras": [{"name": "localvit", "kernel_size": 4}]}, r"localvit: kernel_size=4 must be odd"),
+        ({"extras": [{"name": "localvit", "squeeze_excitation": -1}]}, r"squeeze_excitation=-1 must be an integer"),
         ({"support": 5}, r"prior: support=5 must be one of dense, fibottention"),
         ({"support": ["fibottention"]}, r"prior: support=\['fibottention'\] must be one of dense, fibottention"),
         ({"decay": 5}, r"prior: decay=5 must be .*violin"),

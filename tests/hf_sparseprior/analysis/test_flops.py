@@ -189,7 +189,7 @@ def test_decay_operations_equal_a_count_of_the_mask(name, support, prefix):
     patches = mask[:, prefix:, prefix:].sum() - lonely
     for learn_alpha, learn_prefix in itertools.product((True, False), repeat=2):
         decay = resolve_decay({"name": name, "learn_alpha": learn_alpha, "learn_prefix": learn_prefix})
-        curves = len(decay.get("curves", [name]))
+        curves = len(decay.get("curves", [name])) * (1 + decay.get("with_transpose", False))
         counted = decay_operations(decay, offsets, (4, 5), prefix, num_layers=2)
         applied = patches + learn_prefix * (mask.sum() - mask[:, prefix:, prefix:].sum()) + learn_alpha * mask.sum()
         assert counted == {"build": 2 * 3 * curves * patches, "apply": 2 * applied}
@@ -204,6 +204,7 @@ def test_decay_operations_equal_a_count_of_the_mask(name, support, prefix):
         ({"convention": "macs"}, "convention='macs' must be one of multiply_adds, torch, torch_and_softmax"),
         ({"num_prefix_tokens": -1}, "num_prefix_tokens=-1 must be an integer of 0 or more"),
         ({"prior": "fibotention"}, "did you mean 'fibottention'"),
+        ({"prior": "violin+irpe_k"}, r"prior 'violin\+irpe_k': the FLOPs of extras are not counted"),
     ],
 )
 def test_bad_values_are_named(arguments, message):

@@ -1,0 +1,184 @@
+"""Relative positions in attention: Swin's bias, iRPE, Transformer-XL (VIOLIN Tables 7, 26 and 27, appendix F.6).
+
+All are added to the logits Q K^T / sqrt(d_h) last, behind a decay's M; iRPE on values is added to the output, too. They
+start at zero, so a pretrained model stays what it is (VIOLIN F.6).
+
+Shape letters: B batch, H heads, D head width, N patch tokens, P prefix tokens, T = P + N, O offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .extras import Extra, register_extra
+from .ops import AttentionPlan, plan_table
+from .relative_offsets import BUCKET_METHODS, count_buckets
+from .supports import check_boolean, check_integer, plain
+
+
+class RelativePosition(Extra):
+    """What relative positions add to the logits of one attention layer, and to its output.
+
+    Args:
+        num_heads: H.
+        head_dim: D.
+    """
+
+    uses_weights = False  # True: `value_term` is asked, which needs the attention weights
+
+    def forward(self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan) -> Tensor:
+        """Bias of the logits, broadcastable to (B, H, T, T), of q and k (B, H, T, D)."""
+        raise NotImplementedError
+
+    def value_term(self, weights: Tensor, plan: AttentionPlan) -> Tensor:
+        """What is added to the output, (B, H, T, D), of the attention weights (B, H, T, T)."""
+        raise NotImplementedError
+
+
+@register_extra("swin_rpb")
+class SwinRelativePositionBias(RelativePosition):
+    """A bias for each offset and head (Swin Eq. 4, VIOLIN Eq. 49): 104,976 parameters on DeiT-B.
+
+    On another grid the table is interpolated, bicubic, as Swin does it for another window.
+    """
+
+    # grid: (height, width) that the table is made for, None for that of the model. learn_prefix: also a bias from
+    # patches to prefix tokens, one to patches from them and one among them (BEiT), instead of none.
+    SETTINGS = {"grid": None, "learn_prefix": False}
+
+    def __init__(self, num_heads: int, head_dim: int, **settings: Any) -> None:
+        super().__init__()
+        self.grid = tuple(settings["grid"])
+        height, width = self.grid
+        self.bias_table = nn.Parameter(torch.empty(num_heads, 2 * height - 1, 2 * width - 1))
+        self.prefix_bias = nn.Parameter(torch.empty(num_heads, 3)) if settings["learn_prefix"] else None
+        self.reset_parameters()
+
+    @classmethod
+    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
+        """As `Extra`, with the model's grid where none is given."""
+        sides = grid if settings["grid"] is None else settings["grid"]
+        if isinstance(sides, str) or not isinstance(sides, Sequence) or len(sides) != 2:
+            raise ValueError(f"swin_rpb: grid={sides!r} must be (height, width) in patches")
+        learn_prefix = check_boolean("swin_rpb: learn_prefix", settings["learn_prefix"])
+        return {"grid": [check_integer("swin_rpb: grid", side, 1) for side in sides], "learn_prefix": learn_prefix}
+
+    def forward(self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan) -> Tensor:
+        """(1, H, T, T)."""
+        table: Tensor = self.bias_table
+        prefix = plan.num_prefix_tokens
+        if self.grid != plan.grid:
+            size = (2 * plan.grid[0] - 1, 2 * plan.grid[1] - 1)
+            table = F.interpolate(table.unsqueeze(0), size=size, mode="bicubic", align_corners=False)[0]
+        bias = table.flatten(1)[:, plan_table(plan, "relative_offsets", q.device)]
+        if self.prefix_bias is None:
+            return F.pad(bias, (prefix, 0, prefix, 0)).unsqueeze(0)
+        to_prefix, from_prefix, among = (column.view(-1, 1, 1) for column in self.prefix_bias.unbind(1))
+        heads, tokens = bias.shape[:2]
+        above = torch.cat([among.expand(heads, prefix, prefix), from_prefix.expand(heads, prefix, tokens)], 2)
+        below = torch.cat([to_prefix.expand(heads, tokens, prefix), bias], 2)
+        return torch.cat([above, below], 1).unsqueeze(0)
+
+
+class ImageRelativePosition(RelativePosition):
+    """iRPE in contextual mode (Wu et al. 2021): vectors r of buckets of offsets, shared by the heads of a layer.
+
+    On keys q_j . r_b(j,k) is added to the logits, on queries k_k . r_b(k,j), both with the logits' scale; on values
+    sum_k a_jk r_b(j,k) is added to the output, as in the published code. DeiT-B: 50 buckets of 64, 115,200 parameters
+    on all three. Buckets know no grid; that of pairs with a prefix token is unused in a model without any.
+    """
+
+    SETTINGS = {"method": "product", "ratio": 1.9}
+    on: str
+
+    def __init__(self, num_heads: int, head_dim: int, **settings: Any) -> None:
+        super().__init__()
+        self.table_name = f"relative_buckets {settings['method']} {settings['ratio']}"
+        buckets = count_buckets(settings["method"], settings["ratio"]) + 1
+        self.key_table = nn.Parameter(torch.empty(buckets, head_dim))
+        self.query_table = nn.Parameter(torch.empty(buckets, head_dim)) if "q" in self.on else None
+        self.value_table = nn.Parameter(torch.empty(buckets, head_dim)) if "v" in self.on else None
+        self.reset_parameters()
+
+    @classmethod
+    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
+        """As `Extra`."""
+        method, ratio = settings["method"], plain(settings["ratio"])
+        if method not in BUCKET_METHODS:
+            raise ValueError(f"{cls.name}: method={method!r} must be one of {', '.join(BUCKET_METHODS)}")
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0.5 <= ratio <= 100:
+            raise ValueError(f"{cls.name}: ratio={ratio!r} must be a number between 0.5 and 100")
+        return {"method": method, "ratio": float(ratio)}
+
+    def forward(self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan) -> Tensor:
+        """(B, H, T, T)."""
+        index = plan_table(plan, self.table_name, q.device).expand(*q.shape[:2], -1, -1)
+        bias = ((q * scale) @ self.key_table.to(q.dtype).T).gather(-1, index)
+        if self.query_table is not None:
+            bias = bias + ((k * scale) @ self.query_table.to(k.dtype).T).gather(-1, index).transpose(-1, -2)
+        return bias
+
+    def value_term(self, weights: Tensor, plan: AttentionPlan) -> Tensor:
+        """(B, H, T, D)."""
+        assert self.value_table is not None
+        index = plan_table(plan, self.table_name, weights.device).expand_as(weights)
+        by_bucket = weights.new_zeros(*weights.shape[:-1], self.value_table.shape[0]).scatter_add(-1, index, weights)
+        return by_bucket @ self.value_table.to(weights.dtype)
+
+
+@register_extra("irpe_k")
+class ImageRelativePositionOnKeys(ImageRelativePosition):
+    """iRPE on keys."""
+
+    on = "k"
+
+
+@register_extra("irpe_qk")
+class ImageRelativePositionOnQueriesKeys(ImageRelativePosition):
+    """iRPE on queries and keys."""
+
+    on = "qk"
+
+
+@register_extra("irpe_qkv")
+class ImageRelativePositionOnAll(ImageRelativePosition):
+    """iRPE on queries, keys and values."""
+
+    on = "qkv"
+    uses_weights = True
+
+
+@register_extra("transformer_xl")
+class TransformerXL(RelativePosition):
+    """Transformer-XL's relative positions (Dai et al. 2019, section 3.3), over the two axes of an image.
+
+    The logits get u . k_k + (q_j + v) . W R(j - k), times their scale, with R the sines and cosines of the offset, zero
+    where a prefix token takes part. u and v (H, D), W (H D, H D), all starting at zero: 7,096,320 parameters on
+    DeiT-B, 1,778,688 on DeiT-S. v has a gradient once W is no longer zero.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.width = num_heads * head_dim
+        if self.width % 4:
+            raise ValueError(f"transformer_xl: hidden_size={self.width} must be a multiple of 4, for sines and cosines")
+        self.content_bias = nn.Parameter(torch.empty(num_heads, head_dim))
+        self.position_bias = nn.Parameter(torch.empty(num_heads, head_dim))
+        self.projection = nn.Parameter(torch.empty(self.width, self.width))
+        self.reset_parameters()
+
+    def forward(self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan) -> Tensor:
+        """(B, H, T, T)."""
+        dtype, prefix = q.dtype, plan.num_prefix_tokens
+        sinusoids = plan_table(plan, f"relative_sinusoids {self.width}", q.device).to(dtype)
+        keys_HOD = (sinusoids @ self.projection.to(dtype).T).unflatten(1, self.content_bias.shape).transpose(0, 1)
+        queries = q[:, :, prefix:] + self.position_bias.to(dtype).unsqueeze(1)
+        index = plan_table(plan, "relative_offsets", q.device).expand(*q.shape[:2], -1, -1)
+        of_pairs = (queries @ keys_HOD.transpose(1, 2)).gather(-1, index)
+        of_keys = k @ self.content_bias.to(dtype).unsqueeze(-1)
+        return scale * (F.pad(of_pairs, (prefix, 0, prefix, 0)) + of_keys.transpose(-1, -2))
