@@ -16,7 +16,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from hf_sparseprior.prior import parse_prior, resolve_prior
 
 IMPLEMENTATIONS = ("fibottention", "violin")  # names in `AttentionInterface`, one function
 SIDECAR = "sparse_prior"  # the submodule of an attention module that holds its prior
-DECAY = "decay_bias"  # the submodule of that with the learned scalars
+OWN = ("decay_bias.", "relative_position.")  # what of that is the prior's; the rest is adapters'
 STATE = "_sparse_prior"  # the attribute of a model that says what was done to it
 SCALARS_FILE = "sparse_prior.safetensors"
 CONFIG_FIELD = "sparse_prior"
@@ -288,10 +288,10 @@ def num_heads_of(attention: Any) -> int:
     return int(attention.num_heads if heads is None else heads)
 
 
-def head_dim_of(attention: nn.Module) -> int:
+def head_dim_of(attention: Any) -> int:
     """Width of a head of a stock attention module."""
-    projection: Any = attention.q_proj
-    return int(projection.out_features) // num_heads_of(attention)
+    width = getattr(attention, "head_dim", None)
+    return int(attention.attention_head_size if width is None else width)
 
 
 def find_encoder(model: nn.Module) -> Encoder:
@@ -482,16 +482,18 @@ def scalars_of(model: PreTrainedModel, state_dict: dict[str, Tensor] | None = No
         state_dict: to take them from, instead of the model.
     """
     tensors = model.state_dict() if state_dict is None else state_dict
+    return {name: tensors[key] for key, name in _scalar_names(model, tensors).items()}
+
+
+def _scalar_names(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
+    """Of those keys of a state dict that are the prior's, their names in the file."""
+    prefixes = [f"{name}.{SIDECAR}." for name in applied_prior(model).attention]
     return {
-        f"layers.{layer}.{DECAY}.{name.removeprefix(prefix)}": tensor
-        for layer, prefix in _decay_prefixes(model)
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
+        key: f"layers.{layer}.{key.removeprefix(prefix)}"
+        for layer, prefix in enumerate(prefixes)
+        for key in keys
+        if key.startswith(tuple(prefix + own for own in OWN))
     }
-
-
-def _decay_prefixes(model: PreTrainedModel) -> list[tuple[int, str]]:
-    return [(layer, f"{name}.{SIDECAR}.{DECAY}.") for layer, name in enumerate(applied_prior(model).attention)]
 
 
 @contextlib.contextmanager
@@ -502,12 +504,10 @@ def _recorded(model: PreTrainedModel) -> Iterator[None]:
     the saved model does not come back without its prior unnoticed.
     """
     config, ignored = model.config, model._keys_to_ignore_on_save
-    prefixes = tuple(prefix for _, prefix in _decay_prefixes(model))
-    own = {name for name in model.state_dict() if name.startswith(prefixes)}
     prior = applied_prior(model).prior
     setattr(config, CONFIG_FIELD, {"prior": prior})
     config.attn_implementation = IMPLEMENTATIONS[1 if prior["decay"] else 0]
-    model._keys_to_ignore_on_save = {*(ignored or ()), *own}
+    model._keys_to_ignore_on_save = {*(ignored or ()), *_scalar_names(model, model.state_dict())}
     try:
         yield
     finally:

@@ -214,9 +214,10 @@ assert all(torch.equal(one, two) for one, two in zip(found, [*expected.values(),
 """
 
 
-@pytest.mark.parametrize(
-    "script", [LOADING, "import peft, hf_sparseprior; peft.get_peft_config({'peft_type': 'VIOLIN'})"]
-)
+PEFT_FIRST = "import peft, hf_sparseprior; peft.get_peft_config({'peft_type': 'VIOLIN'})"
+
+
+@pytest.mark.parametrize("script", [LOADING, PEFT_FIRST], ids=["ours first", "peft first"])
 def test_a_new_process_needs_the_import_alone(script, tmp_path):
     build("vit").save_pretrained(tmp_path / "base")
     expected = {}
