@@ -25,8 +25,8 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
-from hf_sparseprior.adapters.stock import Applied, attach, detach
-from hf_sparseprior.attention import PriorAttention
+from hf_sparseprior.adapters.stock import Applied, attach, detach, find_encoder
+from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
 from hf_sparseprior.decay import DECAYS, Decay, make_decay, resolve_decay
 from hf_sparseprior.prior import parse_prior
 
@@ -247,11 +247,12 @@ class _DecayTuner:
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """As peft's; an adapter that is refused leaves no decay behind."""
         configs: dict[str, Any] = self.peft_config  # type: ignore[attr-defined]
+        # In a copy: the user may give the same config to another model.
+        configs[adapter_name] = copy.copy(configs[adapter_name])
+        configs[adapter_name].decay = resolve_decay(configs[adapter_name].decay, _patch_grid(model))
         try:
             super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]
             self._check_injected(model, adapter_name)
-            # In a copy: the user may give the same config to another model.
-            configs[adapter_name] = copy.copy(configs[adapter_name])
             configs[adapter_name].decay_heads = [module.num_heads for module in _attention_layers(model).values()]
         except Exception:
             layers = [module for module in model.modules() if isinstance(module, DecayLayer)]
@@ -328,6 +329,12 @@ def remove_decays(model: nn.Module) -> None:
     attached: Applied | None = model.__dict__.pop(ATTACHED, None)
     if attached is not None:
         detach(model, attached)
+
+
+def _patch_grid(model: Any) -> tuple[int, int]:
+    """The patch grid that a model is configured for."""
+    ours = any(isinstance(module, SparsePriorAttention) for module in model.modules())
+    return model.config.grid if ours else find_encoder(model).grid
 
 
 def _attention_layers(model: nn.Module) -> dict[str, PriorAttention]:

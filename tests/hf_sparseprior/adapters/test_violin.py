@@ -452,6 +452,8 @@ def test_a_saved_config_has_every_setting(tmp_path):
     assert saved["decay"] == {
         "name": "violin",
         "curves": ["hilbert"],
+        "placement": "multiply",
+        "gamma": None,
         "init": "identity",
         "learn_alpha": False,
         "learn_beta": True,
