@@ -116,7 +116,9 @@ class DataConfig:
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"data.{name}={getattr(self, name)!r} must be one of {', '.join(filter(None, allowed))}")
+                raise ValueError(
+                    f"data.{name}={getattr(self, name)!r} must be one of {', '.join(filter(None, allowed))}"
+                )
         if not isinstance(self.streaming, bool):
             raise ValueError(f"data.streaming={self.streaming!r} must be true or false")
         if self.cache not in (None, True, False):
