@@ -228,9 +228,8 @@ def draw(summary: Mapping[str, Any], path: Path) -> Path:
         axis.text(np.mean(inside), 102, group, ha="center")
     axis.set_ylim(0, 108)
     axis.set_ylabel("test accuracy, %")
-    axis.set_title(
-        f"{summary['title']}: mean of {_seeds(len(summary['seeds']))}, standard deviation, seeds", fontsize=10
-    )
+    seeds = _seeds(len(summary["seeds"]))
+    axis.set_title(f"{summary['title']}: mean and standard deviation of {seeds} (dots)", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, ncols=len(variants), loc="upper left", bbox_to_anchor=(0, -0.3))
     return pictures.save(figure, path)

@@ -107,12 +107,23 @@ def work(job: Job) -> None:
     """Do runs until none is left, here or in another process."""
     sweep = job.sweep()
     records = Records(sweep, job.records)
+    _tidy(sweep, job)
     while True:
         if _do_one(sweep, records, job):
             continue
         if _done(records) == sweep.size:
             return
         time.sleep(WAIT_SECONDS)
+
+
+def _tidy(sweep: Sweep, job: Job) -> None:
+    """Remove what processes left that were killed between a run's record and its end."""
+    for lock in [path for variant in sweep.configs for path in (job.records / variant).rglob("seed*.lock")]:
+        record = lock.with_suffix(".json")
+        if record.exists():
+            with claim(record) as mine:
+                if mine and not job.keep:
+                    shutil.rmtree(job.out / record.relative_to(job.records).with_suffix(""), ignore_errors=True)
 
 
 def _do_one(sweep: Sweep, records: Records, job: Job) -> bool:

@@ -49,7 +49,7 @@ def write(tmp_path, data):
 
     def write_sweep(**changes):
         path = tmp_path / "tiny.yaml"
-        path.write_text(yaml.safe_dump({**TINY, "data": {"path": str(data)}, **changes}))
+        path.write_text(yaml.safe_dump({**TINY, "data": {"path": str(data)}, **changes}, sort_keys=False))
         return path
 
     return write_sweep
