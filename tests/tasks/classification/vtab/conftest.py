@@ -13,7 +13,7 @@ TINY = {
     "selection_seeds": [0],
     "grid": {"trainer.learning_rate": [1e-2, 1e-3]},
     "model": {
-        "image_size": 8, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "pretrained": None, "image_size": 8, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
         "intermediate_size": 16,
     },
     "trainer": {

@@ -410,9 +410,26 @@ def test_choosing_keeps_the_order_of_the_file():
 # ---- shipped configurations -----------------------------------------------------------------------------------------
 
 
+TITLES = {
+    **{
+        "deit_tiny": "DeiT-T",
+        "deit_small": "DeiT-S",
+        "deit_base": "DeiT-B",
+        "dino_small": "DINO-S",
+        "dino_base": "DINO-B",
+    },
+    **{
+        "deit3_small": "DeiT-III-S",
+        "deit3_base": "DeiT-III-B",
+        "deit3_large": "DeiT-III-L",
+        "deit3_huge": "DeiT-III-H",
+    },
+}
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_sweep_is_the_recipe_of_table_29(path):
-    method = path.stem.rpartition("_")[2]
+    model, _, method = path.stem.rpartition("_")
     if method != "full" and "tuning" not in SECTIONS:
         pytest.skip("adapters are not a section of configurations here")
     sweep = load_sweep(path)
@@ -428,9 +445,9 @@ def test_every_shipped_sweep_is_the_recipe_of_table_29(path):
         "optim": "adamw_torch",
     }  # fmt: skip
     assert {key: trainer[key] for key in table} == table
-    if path.stem != method:  # one of a model
-        assert sweep.configs["violin"]["model"]["pretrained"] == f"checkpoints/{path.stem.rpartition('_')[0]}"
-        assert sweep.title.startswith("DeiT" if path.stem.startswith("deit") else "DINO")
+    assert sweep.configs["violin"]["model"]["pretrained"] == f"checkpoints/{model or 'deit_base'}"
+    if model:
+        assert sweep.title == TITLES[model] + {"full": "", "lora": ", LoRA", "dora": ", DoRA"}[method]
 
 
 def test_a_run_trains_without_augmentation_and_judges_the_last_step(trained, write):
