@@ -13,8 +13,8 @@ TINY = {
     "selection_seeds": [0],
     "grid": {"trainer.learning_rate": [1e-2, 1e-3]},
     "model": {
-        "pretrained": None, "image_size": 8, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "intermediate_size": 16,
+        "pretrained": None, "image_size": 8, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "intermediate_size": 16,
     },
     "trainer": {
         "num_train_epochs": 2, "per_device_train_batch_size": 16, "dataloader_num_workers": 0, "save_steps": 2,
