@@ -177,7 +177,7 @@ def run_comparison(
         if record is None:
             print(f"[{number}/{len(todo)}] {name}, seed {seed}", file=sys.stderr, flush=True)
             results = run(config, command=command)
-            record = {key: results[key] for key in RECORDED}
+            record = record_of(results)
             if PartialState().is_main_process:
                 write_results(records / name / f"seed{seed}.json", record)
         done[name].append(record)
@@ -207,6 +207,11 @@ def check_folder(config: dict[str, dict[str, Any]]) -> None:
     if (out / RUN_CONFIG).exists() and (differences := folder_differences(out, config)):
         different = "; ".join(differences)
         raise ValueError(f"{out} is of another configuration ({different}); remove it or choose another --out")
+
+
+def record_of(results: dict[str, Any]) -> dict[str, Any]:
+    """What a record keeps of a run's results."""
+    return {key: results[key] for key in RECORDED}
 
 
 def read_record(path: Path, config: dict[str, dict[str, Any]]) -> dict[str, Any] | None:

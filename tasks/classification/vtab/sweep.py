@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.command import RunStopped, run_command
-from tasks.classification.compare import RECORDED, check_seeds
+from tasks.classification.compare import check_seeds, record_of
 from tasks.classification.report import command_line, write_results
 from tasks.classification.sources.vtab import task_folder
 from tasks.classification.train import run as train
@@ -148,7 +148,7 @@ def _do(run: Run, sweep: Sweep, records: Records, job: Job) -> None:
         results = train(config, command=job.command)  # transformers prints its log, which is also in results.json
     test_images = sum(map(sum, results["confusion"]))
     record = {"task": run.task, "stage": run.stage, "point": sweep.points[run.point], "images_judged": test_images}
-    write_results(records.path(run), {**record, **{key: results[key] for key in RECORDED}})
+    write_results(records.path(run), {**record, **record_of(results)})
     if not job.keep:
         shutil.rmtree(folder, ignore_errors=True)
     accuracy, seconds = records.accuracy(run), results["seconds"]
