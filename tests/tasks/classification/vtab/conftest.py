@@ -38,18 +38,14 @@ def data(make, tmp_path_factory):
     return make.write_vtab(tmp_path_factory.mktemp("vtab"), ["eurosat", "kitti"])
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def write(tmp_path, data):
     """Write a sweep with keys changed; its file."""
 
     def write_sweep(**changes):
         path = tmp_path / "tiny.yaml"
-        path.write_text(yaml.safe_dump({**TINY, "data": {"path": str(data)}, **changes}, sort_keys=False))
+        content = {**TINY, "data": {"path": str(data), "corrupt": "unchecked"}, **changes}
+        path.write_text(yaml.safe_dump(content, sort_keys=False))  # the order of the grid's axes counts
         return path
 
     return write_sweep
