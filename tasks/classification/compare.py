@@ -19,7 +19,7 @@ import copy
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ RECORDED = (
 )
 # The same for what runs before the `tuning` section did not have.
 RECORDED_LATER = ("method", "trainable_parameters", "adapter_bytes")
+_OWNER = "the comparison's to choose; use `seeds`, --seeds and --out"
+OWNED = {"trainer.seed": _OWNER, "trainer.output_dir": _OWNER}
 
 
 @dataclass
@@ -77,11 +79,31 @@ def load_comparison(path: str | Path, overrides: Sequence[str] = ()) -> Comparis
     base, seeds, variants = (content.get(key) for key in ("base", "seeds", "variants"))
     if not isinstance(base, str):
         raise ValueError(f"{path}: base={base!r} must be the name of a configuration file")
+    check_seeds(seeds, str(path))
+    refuse_owned([override.partition("=")[0] for override in overrides], OWNED, "the command line")
+    shared = load_config(path.parent / base, overrides)
+    configs = variant_configs(variants, shared, overrides, OWNED, str(path))
+    return Comparison(path.stem, configs, seeds)
+
+
+def variant_configs(
+    variants: Any,
+    shared: dict[str, dict[str, Any]],
+    overrides: Sequence[str],
+    owned: Mapping[str, str],
+    path: str,
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """The checked configuration of each variant.
+
+    Args:
+        variants: {name: {section: {key: value}}}, what each changes.
+        shared: the configuration that they change.
+        overrides: `section.key=value` of the command line, which win.
+        owned: keys that no variant may set, and who does.
+        path: the file, for errors.
+    """
     if not isinstance(variants, dict) or not variants:
         raise ValueError(f"{path}: variants={variants!r} must hold a name and changes for each row")
-    check_seeds(seeds, str(path))
-    _refuse_own([override.partition("=")[0] for override in overrides], "the command line")
-    shared = load_config(path.parent / base, overrides)
     configs = {}
     for name, changes in variants.items():
         if not re.fullmatch(r"[\w+,=][\w+.,=-]*", str(name)):
@@ -96,7 +118,7 @@ def load_comparison(path: str | Path, overrides: Sequence[str] = ()) -> Comparis
         for section, values in changes.items():
             if not isinstance(values, dict):
                 raise ValueError(f"{where}: {section} must hold keys and values, got {values!r}")
-            _refuse_own([f"{section}.{key}" for key in values], where)
+            refuse_owned([f"{section}.{key}" for key in values], owned, where)
             config[section].update(values)
         try:
             apply_overrides(config, overrides)
@@ -104,7 +126,7 @@ def load_comparison(path: str | Path, overrides: Sequence[str] = ()) -> Comparis
             _check_model(config["model"])
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-    return Comparison(path.stem, configs, seeds)
+    return configs
 
 
 def check_seeds(seeds: Any, where: str) -> None:
@@ -114,10 +136,11 @@ def check_seeds(seeds: Any, where: str) -> None:
         raise ValueError(f"{where}: seeds={seeds!r} must be a list of different integers of 0 or more")
 
 
-def _refuse_own(keys: Sequence[str], where: str) -> None:
-    for key in ("trainer.seed", "trainer.output_dir"):
+def refuse_owned(keys: Sequence[str], owned: Mapping[str, str], where: str) -> None:
+    """Raise ValueError for a key that is not the user's to set."""
+    for key, owner in owned.items():
         if key in keys:
-            raise ValueError(f"{where}: {key} is the comparison's to choose; use `seeds`, --seeds and --out")
+            raise ValueError(f"{where}: {key} is {owner}")
 
 
 def _check_model(model: dict[str, Any]) -> None:
@@ -150,15 +173,14 @@ def run_comparison(
         config["trainer"].update(seed=seed, output_dir=str(out / name / f"seed{seed}"))
         configs.append(config)
         # All of them before anything runs.
-        found.append(_read_record(records / name / f"seed{seed}.json", config))
+        found.append(read_record(records / name / f"seed{seed}.json", config))
         if found[-1] is None:
-            _check_folder(config)
+            check_folder(config)
     for number, ((seed, name), config, record) in enumerate(zip(todo, configs, found, strict=True), start=1):
         if record is None:
             print(f"[{number}/{len(todo)}] {name}, seed {seed}", file=sys.stderr, flush=True)
             results = run(config, command=command)
-            record = {key: results[key] for key in RECORDED}
-            record.update({key: results[key] for key in RECORDED_LATER if key in results})
+            record = record_of(results)
             if PartialState().is_main_process:
                 write_results(records / name / f"seed{seed}.json", record)
         done[name].append(record)
@@ -176,13 +198,13 @@ def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[st
         for seed in seeds:
             expected = copy.deepcopy(config)
             expected["trainer"]["seed"] = seed
-            record = _read_record(records / name / f"seed{seed}.json", expected)
+            record = read_record(records / name / f"seed{seed}.json", expected)
             assert record is not None
             found.setdefault(name, []).append(record)
     return found
 
 
-def _check_folder(config: dict[str, dict[str, Any]]) -> None:
+def check_folder(config: dict[str, dict[str, Any]]) -> None:
     """Raise ValueError if the folder of a run belongs to another one."""
     out = Path(config["trainer"]["output_dir"])
     if (out / RUN_CONFIG).exists() and (differences := folder_differences(out, config)):
@@ -190,7 +212,12 @@ def _check_folder(config: dict[str, dict[str, Any]]) -> None:
         raise ValueError(f"{out} is of another configuration ({different}); remove it or choose another --out")
 
 
-def _read_record(path: Path, config: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+def record_of(results: dict[str, Any]) -> dict[str, Any]:
+    """What a record keeps of a run's results."""
+    return {key: results[key] for key in (*RECORDED, *RECORDED_LATER) if key in RECORDED or key in results}
+
+
+def read_record(path: Path, config: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     """A finished run's record; an error if it is of another configuration."""
     if not path.exists():
         return None

@@ -3,7 +3,7 @@
 base: digits_vit_dense.yaml      another file that this one changes, relative to it; or a list of files, later ones win
 data: {...}                      fields of DataConfig
 augmentation: {...}              fields of AugmentationConfig, what happens to training images
-model: {...}                     fields of SparsePriorViTConfig, plus `preset` and `pretrained`
+model: {...}                     fields of SparsePriorViTConfig, plus `preset`, `pretrained` and `classifier_init_std`
 tuning: {...}                    fields of TuningConfig, how much of the model is trained
 trainer: {...}                   fields of SparsePriorTrainingArguments, transformers.TrainingArguments among them
 """
@@ -21,9 +21,10 @@ import yaml
 
 from tasks.classification.augmentation import AugmentationConfig
 from tasks.classification.tuning import TuningConfig, check_tuning
+from tasks.classification.vtab.tasks import STAGES, TASKS
 
 SECTIONS = ("data", "augmentation", "model", "tuning", "trainer")
-MODEL_EXTRAS = ("preset", "pretrained")
+MODEL_EXTRAS = ("preset", "pretrained", "classifier_init_std")
 
 
 SOURCES = (
@@ -39,6 +40,7 @@ SOURCES = (
     "imagenet",
     "fashion_mnist",
     "mnist",
+    "vtab",
 )
 SPLITS = ("train", "validation", "test")
 TABLES = ("parquet", "arrow", "hub")
@@ -51,6 +53,8 @@ SOURCES_OF = {
     "label_column": ("csv", "cifar100", *TABLES),
     "classes": ("csv", *TABLES),
     "streaming": TABLES,
+    "task": ("vtab",),
+    "stage": ("vtab",),
 }
 
 
@@ -66,6 +70,8 @@ class DataConfig:
     image_column, label_column: of tables and CSV files; null: the only one that can be meant. cifar100: label_column
         fine (null) or coarse.
     classes: file of class names, one a line, in the order of the labels, for tables that do not say them.
+    task, stage: of vtab: one of its 19 tasks, and "selection" (train on train800, judge on val200) or "final" (train on
+        train800val200, test on test).
     published_validation: "test" or "validation": what the published val of tiny_imagenet and imagenet is. Papers report
         accuracy on it, so it is our test, looked at once, and our validation is cut from the training images.
     validation_fraction, test_fraction: cut, stratified, from the training images where the source has no such split.
@@ -87,6 +93,8 @@ class DataConfig:
     image_column: str | None = None
     label_column: str | None = None
     classes: str | None = None
+    task: str | None = None
+    stage: str | None = None
     published_validation: str = "test"
     validation_fraction: float = 0.2
     test_fraction: float = 0.2
@@ -102,10 +110,17 @@ class DataConfig:
         """Check the fields."""
         self._check_source()
         self._check_splits()
-        choices = {"published_validation": ("test", "validation"), "corrupt": ("fatal", "skip", "unchecked")}
+        choices: dict[str, tuple] = {
+            "published_validation": ("test", "validation"),
+            "corrupt": ("fatal", "skip", "unchecked"),
+            "task": (*TASKS, None),
+            "stage": (*STAGES, None),
+        }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"data.{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
+                raise ValueError(
+                    f"data.{name}={getattr(self, name)!r} must be one of {', '.join(filter(None, allowed))}"
+                )
         if not isinstance(self.streaming, bool):
             raise ValueError(f"data.streaming={self.streaming!r} must be true or false")
         if self.cache not in (None, True, False):
@@ -183,7 +198,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, di
         ValueError: for unknown keys, with the nearest known one, or text that is not YAML.
         OSError: for a missing file.
     """
-    config = _read(Path(path), seen=())
+    config = read_layers(Path(path))
     apply_overrides(config, overrides)
     return check_config(config)
 
@@ -273,7 +288,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, dict[str, Any]]:
+def read_layers(path: Path, others: Sequence[str] = (), seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The content of a file over that of the files that its `base` names.
+
+    Args:
+        path: the file.
+        others: names of top-level keys besides SECTIONS; a file's value replaces that of its bases as a whole.
+        seen: the files that led here.
+
+    Returns:
+        A dict for each of SECTIONS, and the other keys that some file has.
+    """
     if path.resolve() in seen:
         raise ValueError(f"{path}: `base` leads back to this file")
     content = read_yaml(path)
@@ -281,13 +306,14 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, dict[str, Any]]:
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ValueError(f"{path}: base={bases!r} must be the name of a file, or a list of names")
-    config: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for base in bases:
-        for section, values in _read(path.parent / base, (*seen, path.resolve())).items():
-            config[section].update(values)
-    check_known(content, SECTIONS, str(path))
-    for section, values in content.items():
-        if not isinstance(values, dict):
-            raise ValueError(f"{path}: section {section!r} must hold keys and values, got {values!r}")
-        config[section].update(values)
+    check_known(content, (*SECTIONS, *others), str(path))
+    layers = [read_layers(path.parent / base, others, (*seen, path.resolve())) for base in bases]
+    config: dict[str, Any] = {section: {} for section in SECTIONS}
+    for key, values in (pair for layer in (*layers, content) for pair in layer.items()):
+        if key in others:
+            config[key] = values
+        elif isinstance(values, dict):
+            config[key].update(values)
+        else:
+            raise ValueError(f"{path}: section {key!r} must hold keys and values, got {values!r}")
     return config

@@ -71,6 +71,25 @@ TRAINER_DEFAULTS: dict[str, Any] = {
 def build_model(model: dict[str, Any], classes: list[str]) -> SparsePriorViTForImageClassification:
     """The model of a configuration's `model` section, from scratch or from a saved folder."""
     options = dict(model)
+    std = options.pop("classifier_init_std", None)
+    built = _build_model(options, classes)
+    if std is not None:
+        _restart_classifier(built, std)
+    return built
+
+
+@torch.no_grad()
+def _restart_classifier(model: SparsePriorViTForImageClassification, std: float) -> None:
+    """New classifiers: weights from a normal distribution with this standard deviation, biases 0."""
+    if isinstance(std, bool) or not isinstance(std, (int, float)) or std < 0:
+        raise ValueError(f"model.classifier_init_std={std!r} must be a number of 0 or more")
+    for classifier in (model.classifier, model.distillation_classifier):
+        if classifier is not None:
+            torch.nn.init.trunc_normal_(classifier.weight, std=std)
+            torch.nn.init.zeros_(classifier.bias)
+
+
+def _build_model(options: dict[str, Any], classes: list[str]) -> SparsePriorViTForImageClassification:
     preset, pretrained = options.pop("preset", None), options.pop("pretrained", None)
     if preset and pretrained:
         raise ValueError(f"model.preset={preset!r} and model.pretrained={pretrained!r} exclude each other")

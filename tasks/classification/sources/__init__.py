@@ -22,6 +22,7 @@ from tasks.classification.sources.tables import (
     read_hub,
     read_parquet,
 )
+from tasks.classification.sources.vtab import read_vtab
 
 READERS: dict[str, Callable[[DataConfig], ImageData]] = {
     "digits": read_digits,
@@ -36,6 +37,7 @@ READERS: dict[str, Callable[[DataConfig], ImageData]] = {
     "imagenet": read_imagenet,
     "fashion_mnist": read_fashion_mnist,
     "mnist": read_mnist,
+    "vtab": read_vtab,
 }
 
 __all__ = [

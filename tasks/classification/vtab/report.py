@@ -1,0 +1,269 @@
+"""Tables of a VTAB-1K sweep: python -m tasks.classification.vtab.report --config FILE --records FOLDER
+
+In the layout of VIOLIN's Table 3 (groups) and Tables 19 to 21 (tasks), once with the mean of all seeds and once with
+the mean of the best three, as VIOLIN prints. `Avg.` is the mean over the 19 tasks, not over the three groups. A number
+that a missing run belongs to is left out, never made from the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_sparseprior.analysis import pictures
+from hf_sparseprior.hub import write_text
+from tasks.classification.command import run_command
+from tasks.classification.vtab.plan import Records, load_sweep, point_name
+from tasks.classification.vtab.tasks import GROUPS, TASKS, Task
+
+BEST = 3
+AVERAGE = "Avg."
+MISSING = "-"
+# Names of the groups in VIOLIN's Table 3.
+SHORT = {"Natural": "NAT.", "Specialized": "SPE.", "Structured": "STR.", AVERAGE: AVERAGE}
+
+
+# ---- arithmetic -----------------------------------------------------------------------------------------------------
+
+
+def mean_of_seeds(accuracies: Sequence[float | None]) -> float | None:
+    """The mean over seeds; None if one is missing."""
+    whole = [value for value in accuracies if value is not None]
+    return float(np.mean(whole)) if whole and len(whole) == len(accuracies) else None
+
+
+def best_of_seeds(accuracies: Sequence[float | None]) -> float | None:
+    """The mean of the three best seeds (VIOLIN, Section 4.1 and Appendix G.2); None if one of all is missing.
+
+    The best are chosen by the test accuracy that is reported, which makes it an optimistic number.
+    """
+    whole = [value for value in accuracies if value is not None]
+    return float(np.mean(sorted(whole)[-BEST:])) if whole and len(whole) == len(accuracies) else None
+
+
+def deviation(accuracies: Sequence[float | None]) -> float | None:
+    """Sample standard deviation over seeds; None if one is missing or there is only one."""
+    whole = [value for value in accuracies if value is not None]
+    return float(np.std(whole, ddof=1)) if len(whole) > 1 and len(whole) == len(accuracies) else None
+
+
+def means(values: Mapping[str, float | None]) -> dict[str, float | None]:
+    """The mean of each group and over all 19 tasks, each None if one of its tasks is missing.
+
+    Args:
+        values: accuracy by name of the task.
+
+    Returns:
+        By group, and "Avg.": the mean over tasks, in which a group counts by its number of tasks (7, 4 and 8), as in
+        VIOLIN's Tables 3 and 19 to 21.
+    """
+    members = {group: [name for name, task in TASKS.items() if task.group == group] for group in GROUPS}
+    return {
+        group: mean_of_seeds([values.get(name) for name in names])
+        for group, names in {**members, AVERAGE: list(TASKS)}.items()
+    }
+
+
+# ---- what the records say -------------------------------------------------------------------------------------------
+
+
+def summarize(records: Records) -> dict[str, Any]:
+    """Everything the tables and the picture need, in percent, as JSON values; None for what is missing."""
+    sweep = records.sweep
+    summary: dict[str, Any] = {"title": sweep.title, "seeds": sweep.seeds, "variants": {}}
+    for variant in sweep.configs:
+        tasks = {task: _summarize_task(records, variant, task) for task in sweep.tasks}
+        summary["variants"][variant] = {
+            "tasks": tasks,
+            **{
+                f"groups_{statistic}": means({task: tasks[task][statistic] for task in tasks})
+                for statistic in ("mean", "best")
+            },
+        }
+    return summary
+
+
+def _summarize_task(records: Records, variant: str, task: str) -> dict[str, Any]:
+    sweep, chosen = records.sweep, records.chosen_point(variant, task)
+    final = [] if chosen is None else sweep.final_runs(variant, task, chosen)
+    accuracies = [records.accuracy(run) for run in final] or [None] * len(sweep.seeds)
+    read = [record for run in final if (record := records.read(run)) is not None]
+    return {
+        "validation": dict(zip(map(point_name, sweep.points), records.selection(variant, task), strict=True)),
+        "chosen": None if chosen is None else sweep.points[chosen],
+        "accuracies": accuracies,
+        "mean": mean_of_seeds(accuracies),
+        "deviation": deviation(accuracies),
+        "best": best_of_seeds(accuracies),
+        "images_judged": read[0]["images_judged"] if read else None,
+    }
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def tables(summary: Mapping[str, Any]) -> str:
+    """All tables of a sweep and what is missing from them, in Markdown."""
+    count = len(summary["seeds"])
+    parts = [f"# {summary['title']} on VTAB-1K", "Test accuracy in %. Avg.: mean over the 19 tasks."]
+    for statistic, words in (
+        ("mean", f"Mean of {_seeds(count)}"),
+        ("best", f"Mean of the best {min(BEST, count)} of {_seeds(count)}, chosen on test"),
+    ):
+        parts += [f"## {words}", group_table(summary, statistic)]
+        for group in GROUPS:
+            tasks = [task for task in TASKS.values() if task.group == group]
+            parts.append(f"{group}:\n\n{task_table(summary, tasks, statistic)}")
+    parts += [lines for lines in (_missing(summary), _unpublished(summary)) if lines]
+    return "\n\n".join(parts) + "\n"
+
+
+def _seeds(count: int) -> str:
+    return f"{count} seeds" if count > 1 else "1 seed"
+
+
+def group_table(summary: Mapping[str, Any], statistic: str) -> str:
+    """Groups and average, with the difference to the first variant (VIOLIN, Table 3)."""
+    rows = {name: variant[f"groups_{statistic}"] for name, variant in summary["variants"].items()}
+    first = next(iter(rows.values()))
+    cells = {
+        name: [_cell(row[group]) + _difference(row[group], first[group], row is first) for group in SHORT]
+        for name, row in rows.items()
+    }
+    return _markdown(list(SHORT.values()), cells)
+
+
+def task_table(summary: Mapping[str, Any], tasks: Sequence[Task], statistic: str) -> str:
+    """One column a task (VIOLIN, Tables 19 to 21), the mean of all seeds with its standard deviation."""
+    cells = {
+        name: [_task_cell(variant["tasks"].get(task.name), statistic) for task in tasks]
+        for name, variant in summary["variants"].items()
+    }
+    return _markdown([task.title for task in tasks], cells)
+
+
+def _task_cell(result: Mapping[str, Any] | None, statistic: str) -> str:
+    if result is None:
+        return MISSING
+    spread = result["deviation"] if statistic == "mean" else None
+    return _cell(result[statistic]) + (f" ± {spread:.2f}" if spread is not None else "")
+
+
+def _cell(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.2f}"
+
+
+def _difference(value: float | None, baseline: float | None, is_baseline: bool) -> str:
+    return "" if is_baseline or value is None or baseline is None else f" ({value - baseline:+.2f})"
+
+
+def _markdown(columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    return "\n".join(lines + [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()])
+
+
+def _missing(summary: Mapping[str, Any]) -> str:
+    """What is not there yet, one line a variant."""
+    lines = []
+    for name, variant in summary["variants"].items():
+        short = []
+        for task, result in variant["tasks"].items():
+            done = sum(value is not None for value in result["accuracies"])
+            if result["chosen"] is None:
+                short.append(f"{task} (selection)")
+            elif done < len(result["accuracies"]):
+                short.append(f"{task} ({done} of {_seeds(len(result['accuracies']))})")
+        lines += [f"- {name}: {', '.join(short)}"] if short else []
+    return "Missing:\n\n" + "\n".join(lines) if lines else ""
+
+
+def _unpublished(summary: Mapping[str, Any]) -> str:
+    """Tasks whose list of test images is not the published one."""
+    judged = {
+        (task, result["images_judged"])
+        for variant in summary["variants"].values()
+        for task, result in variant["tasks"].items()
+        if result["images_judged"] not in (None, TASKS[task].test_images)
+    }
+    lines = [f"- {task}: {count} of {TASKS[task].test_images}" for task, count in sorted(judged)]
+    return "Test images, where they are not as many as published:\n\n" + "\n".join(lines) if lines else ""
+
+
+# ---- picture --------------------------------------------------------------------------------------------------------
+
+
+def draw(summary: Mapping[str, Any], path: Path) -> Path:
+    """Mean of seeds of each task and variant as bars, each seed as a dot; without a bar where a seed is missing."""
+    plt = pictures.pyplot()
+    figure, axis = plt.subplots(figsize=(13, 4.4), layout="constrained")
+    variants, width = summary["variants"], 0.8 / len(summary["variants"])
+    shades = plt.colormaps["viridis"](np.linspace(0.15, 0.85, max(1, len(variants) - 1)))
+    # Groups stand one place apart.
+    places = {name: place + GROUPS.index(task.group) for place, (name, task) in enumerate(TASKS.items())}
+    for number, (name, variant) in enumerate(variants.items()):
+        colour = pictures.INK if not number else pictures.ACCENT if len(variants) == 2 else shades[number - 1]
+        shift = (number - (len(variants) - 1) / 2) * width
+        results = {task: result for task, result in variant["tasks"].items() if result["mean"] is not None}
+        axis.bar(
+            [places[task] + shift for task in results],
+            [result["mean"] for result in results.values()],
+            width,
+            yerr=[result["deviation"] or 0.0 for result in results.values()],
+            color=colour,
+            ecolor="0.4",
+            label=name,
+        )
+        dots = [(places[task] + shift, value) for task, result in results.items() for value in result["accuracies"]]
+        if dots:
+            axis.plot(*zip(*dots, strict=True), ".", color="0.6", markersize=3)
+    axis.set_xticks(list(places.values()), [TASKS[name].title for name in places], rotation=45, ha="right")
+    for group in GROUPS:
+        inside = [place for name, place in places.items() if TASKS[name].group == group]
+        axis.text(np.mean(inside), 102, group, ha="center")
+    axis.set_ylim(0, 108)
+    axis.set_ylabel("test accuracy, %")
+    seeds = _seeds(len(summary["seeds"]))
+    axis.set_title(f"{summary['title']}: mean and standard deviation of {seeds} (dots)", fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, ncols=len(variants), loc="upper left", bbox_to_anchor=(0, -0.3))
+    return pictures.save(figure, path)
+
+
+# ---- command --------------------------------------------------------------------------------------------------------
+
+
+def write_report(records: Records, folder: Path) -> str:
+    """Write table.md, summary.json and results.png into a folder; the tables."""
+    summary = summarize(records)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "table.md", tables(summary))
+    write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+    draw(summary, folder / "results.png")
+    return f"{tables(summary)}\ntable: {folder}/table.md, numbers: {folder}/summary.json, picture: {folder}/results.png"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.classification.vtab.report", description="Tables and picture of a VTAB-1K sweep."
+    )
+    parser.add_argument("--config", required=True, help="YAML file of the sweep")
+    parser.add_argument("--records", type=Path, required=True, help="its folder of records")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as the sweep got them")
+    arguments = parser.parse_args(argv)
+
+    def work() -> None:
+        records = Records(load_sweep(arguments.config, arguments.overrides), arguments.records)
+        print(write_report(records, arguments.records))
+
+    return run_command(parser.prog, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,308 @@
+"""Fine-tune on all of VTAB-1K: python -m tasks.classification.vtab.sweep --config FILE [section.key=value ...]
+
+For each task and variant: every grid point on train800, judged on val200; the best one on train800val200, judged on
+test. Killed at any moment, the same command goes on where it stopped; started several times at once, also on several
+machines with one folder of records, no run is done twice. The file's keys are in `tasks.classification.vtab.plan`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from hf_sparseprior.training.allocator import keep_freed_memory
+from tasks.classification.command import RunStopped, run_command
+from tasks.classification.compare import check_seeds, record_of
+from tasks.classification.report import command_line, write_results
+from tasks.classification.sources.vtab import task_folder
+from tasks.classification.train import run as train
+from tasks.classification.vtab.plan import Records, Run, Sweep, choose, load_sweep
+from tasks.classification.vtab.report import write_report
+from tasks.classification.vtab.tasks import TASKS
+
+WAIT_SECONDS = 2.0  # before looking again for a run that another process may have given up
+
+
+@dataclass
+class Job:
+    """What a process of a sweep needs to know: the command line, and where runs and records lie.
+
+    tasks, variants, seeds: do only these; None: all. keep: leave a finished run's folder, with its model.
+    """
+
+    config: str
+    overrides: list[str]
+    out: Path
+    records: Path
+    tasks: list[str] | None = None
+    variants: list[str] | None = None
+    seeds: list[int] | None = None
+    keep: bool = False
+    command: str = field(default_factory=command_line)
+
+    def sweep(self) -> Sweep:
+        """The part of the sweep that is to be done."""
+        sweep = load_sweep(self.config, self.overrides)
+        if self.seeds is not None:
+            check_seeds(self.seeds, "--seeds")
+        names = choose("variants", self.variants, list(sweep.configs))
+        return replace(
+            sweep,
+            configs={name: sweep.configs[name] for name in names},
+            tasks=choose("tasks", self.tasks, sweep.tasks),
+            seeds=choose("seeds", self.seeds, sweep.seeds),
+        )
+
+
+# ---- claims ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def claim(record: Path) -> Iterator[bool]:
+    """Whether this process may do the run of a record; held until the block ends or the process dies.
+
+    The system's lock on a file beside the record, which a killed process cannot leave behind. Network file systems know
+    it from NFS 3 with its lock daemon on; one without locks is an OSError.
+    """
+    record.parent.mkdir(parents=True, exist_ok=True)
+    path = record.with_suffix(".lock")
+    with open(path, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError as error:
+            raise OSError(f"{path} cannot be locked ({error.strerror}); choose --records on another disk") from None
+        file.truncate(0)
+        file.write(f"{socket.gethostname()} {os.getpid()}\n")
+        file.flush()
+        yield True
+        # Another process may wait for this very file; that the record is there by now tells it.
+        if record.exists():
+            path.unlink(missing_ok=True)
+
+
+# ---- one process ----------------------------------------------------------------------------------------------------
+
+
+def work(job: Job) -> None:
+    """Do runs until none is left, here or in another process."""
+    sweep = job.sweep()
+    records = Records(sweep, job.records)
+    _tidy(sweep, job)
+    while True:
+        if _do_one(sweep, records, job):
+            continue
+        if _done(records) == sweep.size:
+            return
+        time.sleep(WAIT_SECONDS)
+
+
+def _tidy(sweep: Sweep, job: Job) -> None:
+    """Remove what processes left that were killed between a run's record and its end."""
+    for lock in [path for variant in sweep.configs for path in (job.records / variant).rglob("seed*.lock")]:
+        record = lock.with_suffix(".json")
+        if record.exists():
+            with claim(record) as mine:
+                if mine and not job.keep:
+                    shutil.rmtree(job.out / record.relative_to(job.records).with_suffix(""), ignore_errors=True)
+
+
+def _do_one(sweep: Sweep, records: Records, job: Job) -> bool:
+    """Do the first run that is missing and that no other process does; False if there is none."""
+    for run in records.missing():
+        with claim(records.path(run)) as mine:
+            if mine and not records.path(run).exists():
+                _do(run, sweep, records, job)
+                return True
+    return False
+
+
+def _done(records: Records) -> int:
+    return sum(done for variant in records.sweep.configs for done, _ in records.counts(variant).values())
+
+
+def _do(run: Run, sweep: Sweep, records: Records, job: Job) -> None:
+    """Train one run and write its record; its folder is removed unless it is kept."""
+    config, folder = sweep.config(run), job.out / run.name
+    config["trainer"]["output_dir"] = str(folder)
+    with open(os.devnull, "w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
+        results = train(config, command=job.command)  # transformers prints its log, which is also in results.json
+    test_images = sum(map(sum, results["confusion"]))
+    record = {"task": run.task, "stage": run.stage, "point": sweep.points[run.point], "images_judged": test_images}
+    write_results(records.path(run), {**record, **record_of(results)})
+    if not job.keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    accuracy, seconds = records.accuracy(run), results["seconds"]
+    progress = f"[{_done(records)}/{sweep.size}]"
+    print(f"{progress} {run.name}: {accuracy:.2f} % in {seconds:.0f} s", file=sys.stderr, flush=True)
+
+
+# ---- several processes ----------------------------------------------------------------------------------------------
+
+
+def run_jobs(job: Job, count: int) -> None:
+    """Let processes do the runs: as many as asked for, each with one GPU where there are any.
+
+    Raises:
+        OSError: if one of them failed; the others are stopped with a checkpoint.
+        RunStopped: on SIGTERM, after all of them saved a checkpoint.
+    """
+    gpus = _gpus()
+    if count == 1 and len(gpus) <= 1:  # with several visible, transformers would spread a batch over them
+        return work(job)
+    threads = str(max(1, torch.get_num_threads() // count))
+    processes = []
+    earlier = signal.signal(signal.SIGTERM, _stop)
+    try:
+        for number in range(count):
+            settings = {"OMP_NUM_THREADS": threads}
+            if gpus:
+                settings["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+            process = multiprocessing.get_context("spawn").Process(target=_process, args=(job, os.getpid()))
+            with _environment(settings):
+                process.start()
+            processes.append(process)
+        _wait(processes)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+        for process in processes:
+            process.join()
+        signal.signal(signal.SIGTERM, earlier)
+
+
+def _stop(signum: int, frame: Any) -> None:
+    raise RunStopped("stopped; the same command goes on from the checkpoints")
+
+
+def _gpus() -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
+    return names[: torch.cuda.device_count()]
+
+
+@contextlib.contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for a process that starts in this block; too late inside it, where libraries have read them."""
+    earlier = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in earlier.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _wait(processes: Sequence[Any]) -> None:
+    """Until all have ended; one that failed ends the wait."""
+    running = list(processes)
+    while running:
+        wait([process.sentinel for process in running])
+        for process in [process for process in running if process.exitcode is not None]:
+            running.remove(process)
+            if process.exitcode:
+                how = f"status {process.exitcode}" if process.exitcode > 0 else f"signal {-process.exitcode}"
+                raise OSError(f"a job ended with {how}; the same command goes on where it stopped")
+
+
+def _process(job: Job, parent: int) -> None:
+    """One of several processes; it stops with a checkpoint when the one that started it is gone."""
+    transformers_logging.disable_progress_bar()
+    keep_freed_memory()
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+    sys.exit(run_command("python -m tasks.classification.vtab.sweep", lambda: work(job), "where it stopped"))
+
+
+def _follow(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+# ---- command --------------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.classification.vtab.sweep",
+        description="Fine-tune on VTAB-1K. Goes on where it was stopped, and does no run twice.",
+    )
+    parser.add_argument("--config", required=True, help="YAML file of a sweep, see configs/classification/vtab")
+    parser.add_argument("--out", type=Path, help="folder of the runs while they last; default: outputs/NAME")
+    parser.add_argument("--records", type=Path, help="folder of one record a run, tables and picture; default: --out")
+    parser.add_argument("--tasks", nargs="+", metavar="NAME", help=f"only these of {', '.join(TASKS)}")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these rows")
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="only these of the final stage")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes, GPUs in turn; default: 1")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of finished runs, with their models")
+    parser.add_argument("--dry-run", action="store_true", help="say how many runs are done and still to do")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every run")
+    arguments = parser.parse_args(argv)
+    if arguments.jobs < 1:
+        parser.error(f"--jobs {arguments.jobs} must be 1 or more")
+    transformers_logging.disable_progress_bar()
+
+    def run() -> None:
+        keep_freed_memory()
+        out = arguments.out or Path("outputs") / Path(arguments.config).stem
+        job = Job(
+            arguments.config,
+            arguments.overrides,
+            out,
+            arguments.records or out,
+            *(arguments.tasks, arguments.variants, arguments.seeds, arguments.keep),
+        )
+        sweep = job.sweep()
+        if arguments.dry_run:
+            return print_counts(Records(sweep, job.records))
+        check_data(sweep)
+        run_jobs(job, arguments.jobs)
+        # The table is of the whole sweep, whatever part of it ran last.
+        whole = load_sweep(job.config, job.overrides)
+        print(write_report(Records(whole, job.records), job.records))
+
+    return run_command(parser.prog, run, "where it stopped")
+
+
+def check_data(sweep: Sweep) -> None:
+    """Raise OSError if a task's folder or list is missing, before others train for hours."""
+    for path in {config["data"].get("path") for config in sweep.configs.values()}:
+        for task in sweep.tasks:
+            task_folder(Path(path or ""), TASKS[task])
+
+
+def print_counts(records: Records) -> None:
+    """How many runs of each variant and stage are done and still to do."""
+    for variant in records.sweep.configs:
+        counts = records.counts(variant)
+        print(f"{variant}: " + ", ".join(f"{stage} {done} of {count}" for stage, (done, count) in counts.items()))
+    done, size = _done(records), records.sweep.size
+    print(f"{done} of {size} runs done, {size - done} to do")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""The published layout, read and refused."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from tasks.classification.config import DataConfig
+from tasks.classification.data import load_data
+from tasks.classification.sources import READERS
+from tasks.classification.train import build_model
+from tasks.classification.vtab.tasks import LISTS, TASKS
+
+PARTS = {
+    "selection": {"train": "train800", "validation": "val200", "test": "val200"},
+    "final": {"train": "train800val200", "validation": "val200", "test": "test"},
+}
+
+
+def config(root, task="eurosat", stage="selection"):
+    return DataConfig(source="vtab", path=str(root), task=task, stage=stage)
+
+
+@pytest.mark.parametrize("stage", PARTS)
+@pytest.mark.parametrize("task", ["eurosat", "kitti"])
+def test_each_split_is_the_list_of_the_stage(data, task, stage):
+    read = load_data(config(data, task, stage))
+    assert read.classes == [str(label) for label in range(TASKS[task].classes)]
+    for split, name in PARTS[stage].items():
+        lines = [line.split() for line in (data / task / f"{name}.txt").read_text().splitlines()]
+        images = read.splits[split]
+        assert [images.name(n) for n in range(len(images))] == [str(data / task / image) for image, _ in lines]
+        assert images.labels.tolist() == [int(label) for _, label in lines] and images.labels.dtype == np.int64
+        assert images.read(0).size == (8, 8) and images.read(0).mode == "RGB"
+
+
+def test_selection_looks_at_no_test_image(data):
+    splits = load_data(config(data)).splits
+    seen = {images.name(n) for images in splits.values() for n in range(len(images))}
+    final = load_data(config(data, stage="final")).splits
+    assert seen == {final["train"].name(n) for n in range(len(final["train"]))}
+    assert not seen & {final["test"].name(n) for n in range(len(final["test"]))}
+
+
+def test_the_script_writes_all_tasks(make, tmp_path):
+    root = make.write_vtab(tmp_path, list(TASKS), {"train800": 2, "val200": 1, "test": 1})
+    assert sorted(folder.name for folder in root.iterdir()) == sorted(TASKS)
+    for name in TASKS:
+        assert {path.stem for path in (root / name).glob("*.txt")} == set(LISTS)
+        # The head has every class, also where the lists have but some.
+        assert len(READERS["vtab"](config(root, name)).classes) == TASKS[name].classes
+
+
+NOT_A_LINE = r"is not an image and a label"
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        (
+            "train800",
+            "3.jpg 3\n",
+            "3.jpg 10\n",
+            r"train800.txt, line 4: label 10 must be below the 10 classes of eurosat",
+        ),
+        ("train800", "3.jpg 3\n", "3.jpg -1\n", rf"line 4: 'images/train800/000003.jpg -1' {NOT_A_LINE}"),
+        ("train800", "3.jpg 3\n", "3.jpg\n", rf"line 4: 'images/train800/000003.jpg' {NOT_A_LINE}"),
+        ("train800", "3.jpg 3\n", "3.jpg three\n", rf"line 4: .* {NOT_A_LINE}"),
+        ("train800", "3.jpg 3\n", "3.jpg ³\n", rf"line 4: .* {NOT_A_LINE}"),
+        ("train800", "3.jpg 3\n", "3.jpg 3\n\n", rf"line 5: '' {NOT_A_LINE} \(1 of 33 lines are bad\)"),
+        ("val200", "000032.jpg", "none.jpg", r"val200.txt, line 1: .*images/val200/none.jpg does not exist \(1 of 20"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_list_and_number(make, tmp_path, name, old, new, message):
+    path = make.write_task(tmp_path, "eurosat") / f"{name}.txt"
+    content = path.read_text()
+    assert old in content
+    path.write_text(content.replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        READERS["vtab"](config(tmp_path))
+
+
+def test_an_image_that_is_gone_is_named(make, tmp_path):
+    folder = make.write_task(tmp_path, "eurosat")
+    (folder / "images" / "test" / "000060.jpg").unlink()
+    READERS["vtab"](config(tmp_path))  # not of this stage
+    with pytest.raises(ValueError, match=r"test.txt, line 9: .*000060.jpg does not exist \(1 of 30 lines are bad\)"):
+        READERS["vtab"](config(tmp_path, stage="final"))
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_missing_list_is_named(make, tmp_path, name):
+    (make.write_task(tmp_path, "eurosat") / f"{name}.txt").unlink()
+    with pytest.raises(OSError, match=rf"eurosat has no list {name}.txt"):
+        READERS["vtab"](config(tmp_path))
+
+
+def test_an_empty_list_and_one_that_is_no_text_are_named(make, tmp_path):
+    folder = make.write_task(tmp_path, "eurosat")
+    (folder / "val200.txt").write_text("")
+    with pytest.raises(ValueError, match=r"val200.txt lists no images"):
+        READERS["vtab"](config(tmp_path))
+    (folder / "val200.txt").write_bytes(b"\xff\xd8")
+    with pytest.raises(ValueError, match=r"val200.txt is not text in UTF-8"):
+        READERS["vtab"](config(tmp_path))
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(OSError, match=rf"data.path={re.escape(str(tmp_path))} has no folder eurosat"):
+        READERS["vtab"](config(tmp_path))
+    with pytest.raises(OSError, match=r"data.path=.*none is not a folder"):
+        READERS["vtab"](config(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": "eurosta", "stage": "final"}, r"data.task='eurosta' must be one of cifar, .*, smallnorb_ele$"),
+        ({"task": "eurosat", "stage": "test"}, r"data.stage='test' must be one of selection, final$"),
+        ({"source": "csv", "task": "eurosat"}, r"data.task='eurosat' is for data.source vtab, not csv"),
+    ],
+)
+def test_bad_values_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**{"source": "vtab", "path": "x", **options})
+
+
+@pytest.mark.parametrize(("missing", "known"), [("task", "cifar"), ("stage", "selection")])
+def test_task_and_stage_are_needed_to_read(tmp_path, missing, known):
+    options = {"source": "vtab", "path": str(tmp_path), "task": "eurosat", "stage": "final", missing: None}
+    with pytest.raises(ValueError, match=rf"data.source='vtab' needs data.{missing}, one of {known}"):
+        READERS["vtab"](DataConfig(**options))
+
+
+# ---- the new classifier ---------------------------------------------------------------------------------------------
+
+MODEL = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "image_size": 8,
+         "patch_size": 4}  # fmt: skip
+
+
+def test_the_classifier_starts_anew_with_its_own_deviation(tmp_path):
+    classes = [str(label) for label in range(397)]
+    saved = build_model(dict(MODEL), classes)
+    torch.nn.init.ones_(saved.classifier.bias)
+    saved.save_pretrained(tmp_path)
+    model = build_model({"pretrained": str(tmp_path), "classifier_init_std": 2e-5}, classes)
+    weight = model.classifier.weight
+    assert weight.shape == (397, 64) and model.classifier.bias.eq(0).all() and weight.requires_grad
+    assert weight.std().item() == pytest.approx(2e-5, rel=0.03) and weight.mean().abs() < 1e-6
+    for (name, value), (_, other) in zip(model.named_parameters(), saved.named_parameters(), strict=True):
+        assert torch.equal(value, other) == (not name.startswith("classifier."))
+    kept = build_model({"pretrained": str(tmp_path)}, classes)
+    assert torch.equal(kept.classifier.weight, saved.classifier.weight)
+
+
+@pytest.mark.parametrize("std", [-1, "small", True])
+def test_a_bad_deviation_is_refused(std):
+    with pytest.raises(ValueError, match=r"model.classifier_init_std=.* must be a number of 0 or more"):
+        build_model({**MODEL, "classifier_init_std": std}, ["a", "b"])

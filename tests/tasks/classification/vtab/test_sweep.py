@@ -1,0 +1,486 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tasks.classification import train as training
+from tasks.classification.compare import RECORDED
+from tasks.classification.config import SECTIONS
+from tasks.classification.vtab import sweep as sweeping
+from tasks.classification.vtab.plan import Records, choose, load_sweep, point_name
+from tasks.classification.vtab.report import summarize
+from tasks.classification.vtab.sweep import Job, claim, main, work
+from tasks.classification.vtab.tasks import TASKS
+
+ROOT = Path(__file__).parents[4]
+CONFIGS = sorted((ROOT / "configs" / "classification" / "vtab").glob("*.yaml"))
+TASK = ["--tasks", "eurosat"]
+
+
+def judged(config, accuracy):
+    """What a training run returns."""
+    return {
+        **dict.fromkeys(RECORDED),
+        "metrics": {"test_accuracy": accuracy},
+        "config": config,
+        "seconds": 1.0,
+        "confusion": [[1, 2], [3, 4]],
+    }
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Runs take no time; the accuracy of one is what the function in the list says. -> the configurations of all."""
+    done, accuracy = [], [lambda config: 0.5]
+
+    def train(config, command=None):
+        done.append(config)
+        return judged(config, accuracy[0](config))
+
+    monkeypatch.setattr(sweeping, "train", train)
+    done_and_accuracy = done, accuracy
+    return done_and_accuracy
+
+
+def sweep_of(path, tasks=("eurosat",), **options):
+    return Job(str(path), [], path.parent / "out", path.parent / "records", list(tasks), **options)
+
+
+def key(config):
+    data, trainer = config["data"], config["trainer"]
+    return data["task"], data["stage"], config["model"].get("prior"), trainer["learning_rate"], trainer["seed"]
+
+
+# ---- selection ------------------------------------------------------------------------------------------------------
+
+
+def test_every_grid_point_is_tried_and_the_best_is_trained_with_every_seed(trained, write):
+    done, accuracy = trained
+    rates = {1e-2: 0.5, 1e-3: 0.8, 1e-4: 0.7}
+    accuracy[0] = lambda config: rates[config["trainer"]["learning_rate"]]
+    job = sweep_of(write(grid={"trainer.learning_rate": list(rates)}, selection_seeds=[5, 6]))
+    work(job)
+    expected = [
+        ("eurosat", stage, prior, rate, seed)
+        for prior in (None, "violin")
+        for stage, chosen, seeds in (("selection", rates, (5, 6)), ("final", [1e-3], (0, 1)))
+        for rate in chosen
+        for seed in seeds
+    ]
+    assert [key(config) for config in done] == expected
+    records = Records(job.sweep(), job.records)
+    assert records.selection("violin", "eurosat") == [50, 80, 70] and records.chosen_point("violin", "eurosat") == 1
+    work(job)
+    assert len(done) == len(expected)  # nothing is done twice
+
+
+def test_the_mean_over_seeds_decides_and_of_equal_points_the_first(trained, write):
+    done, accuracy = trained
+    # 0.1 + 0.2 and 0.3 + 0.0 are not the same number; 0.45 is the best single run.
+    values = {(1e-1, 0): 0.45, (1e-1, 1): 0.0, (1e-2, 0): 0.3, (1e-2, 1): 0.3, (1e-3, 0): 0.4, (1e-3, 1): 0.2}
+    accuracy[0] = lambda config: values[(config["trainer"]["learning_rate"], config["trainer"]["seed"])]
+    job = sweep_of(write(grid={"trainer.learning_rate": [1e-1, 1e-2, 1e-3]}, selection_seeds=[0, 1], seeds=[0]))
+    work(job)
+    assert [key(config)[3] for config in done if key(config)[1] == "final"] == [1e-2, 1e-2]
+
+
+def test_a_sum_in_another_order_does_not_decide(trained, write):
+    done, accuracy = trained
+    values = {1e-2: [0.1, 0.2, 0.3], 1e-3: [0.3, 0.2, 0.1]}
+    assert sum(values[1e-2]) != sum(values[1e-3])
+    for rates in ([1e-2, 1e-3], [1e-3, 1e-2]):
+        path = write(grid={"trainer.learning_rate": rates}, selection_seeds=[0, 1, 2], seeds=[3], variants={"a": {}})
+        accuracy[0] = lambda config: [*values[config["trainer"]["learning_rate"]], 0][config["trainer"]["seed"]]
+        job = sweep_of(path)
+        job.records = path.parent / f"records{rates[0]}"
+        work(job)
+        assert key(done[-1])[1] == "final" and key(done[-1])[3] == rates[0]
+
+
+def test_an_axis_of_the_grid_may_be_any_key(trained, write):
+    done, accuracy = trained
+    accuracy[0] = lambda config: config["trainer"]["learning_rate"] + config["model"]["drop_path_rate"]
+    grid = {"trainer.learning_rate": [1e-2, 1e-3], "model.drop_path_rate": [0.0, 0.1, 0.2]}
+    job = sweep_of(write(grid=grid, variants={"baseline": {}}, seeds=[0]))
+    work(job)
+    tried = [(config["trainer"]["learning_rate"], config["model"]["drop_path_rate"]) for config in done]
+    assert tried == [(rate, drop) for rate in (1e-2, 1e-3) for drop in (0.0, 0.1, 0.2)] + [(1e-2, 0.2)]
+    chosen = summarize(Records(job.sweep(), job.records))["variants"]["baseline"]["tasks"]["eurosat"]["chosen"]
+    assert chosen == {"trainer.learning_rate": 1e-2, "model.drop_path_rate": 0.2}
+    assert (job.records / "baseline/eurosat/final/learning_rate=0.01,drop_path_rate=0.2/seed0.json").exists()
+
+
+def test_without_all_of_selection_nothing_is_chosen(trained, write):
+    job = sweep_of(write())
+    work(job)
+    records = Records(job.sweep(), job.records)
+    lost = records.sweep.selection_runs("violin", "eurosat", 1)[0]
+    records.path(lost).unlink()
+    records = Records(job.sweep(), job.records)
+    assert records.chosen_point("violin", "eurosat") is None and records.chosen_point("baseline", "eurosat") == 0
+    assert list(records.missing()) == [lost]
+    result = summarize(records)["variants"]["violin"]["tasks"]["eurosat"]
+    assert result["accuracies"] == [None, None] and result["mean"] is None
+
+
+def test_a_record_of_another_configuration_is_refused(trained, write):
+    work(sweep_of(write()))
+    job = sweep_of(write(trainer={"weight_decay": 0.1}))
+    with pytest.raises(ValueError, match=r"learning_rate=0.01/seed0.json is of another configuration .*weight_decay"):
+        work(job)
+
+
+# ---- claims ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_claim_holds_until_its_process_is_dead(tmp_path):
+    record = tmp_path / "a" / "seed0.json"
+    ready, done = os.pipe()
+    child = os.fork()
+    if not child:
+        with claim(record) as mine:
+            os.write(done, b"1" if mine else b"0")
+            time.sleep(60)
+        os._exit(0)
+    assert os.read(ready, 1) == b"1"
+    with claim(record) as mine:
+        assert not mine
+    assert (tmp_path / "a" / "seed0.lock").read_text().split()[1] == str(child)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with claim(record) as mine:
+        assert mine
+        with claim(record) as twice:
+            assert not twice
+    with claim(record) as mine:  # given back
+        assert mine
+        record.write_text("{}")
+    assert not (tmp_path / "a" / "seed0.lock").exists()
+
+
+def test_a_run_of_another_process_is_left_to_it_and_taken_over_when_it_ends(trained, write, monkeypatch):
+    done, _ = trained
+    job = sweep_of(write(variants={"baseline": {}}))
+    records = Records(job.sweep(), job.records)
+    taken = records.sweep.selection_runs("baseline", "eurosat")[0]
+    other, waits = claim(records.path(taken)), []
+    assert other.__enter__()
+
+    def wait(seconds):
+        waits.append([key(config)[3] for config in done])
+        if len(waits) == 2:
+            other.__exit__(None, None, None)
+
+    monkeypatch.setattr(sweeping.time, "sleep", wait)
+    work(job)
+    assert waits == [[1e-3], [1e-3]]  # the other point only, and nothing of the final stage
+    assert [key(config)[1:4:2] for config in done[1:]] == [("selection", 1e-2), ("final", 1e-2), ("final", 1e-2)]
+
+
+def test_a_run_that_another_process_finished_meanwhile_is_not_done(trained, write, monkeypatch):
+    done, _ = trained
+    job = sweep_of(write(variants={"baseline": {}}))
+    whole = sweeping.claim
+
+    def late(path):
+        if "selection/learning_rate=0.001/" in str(path) and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            config = records.sweep.config(records.sweep.selection_runs("baseline", "eurosat", 1)[0])
+            path.write_text(json.dumps({"images_judged": 10, **judged(config, 0.9)}))
+        return whole(path)
+
+    records = Records(job.sweep(), job.records)
+    monkeypatch.setattr(sweeping, "claim", late)
+    work(job)
+    assert [key(config)[1:4:2] for config in done] == [("selection", 1e-2), ("final", 1e-3), ("final", 1e-3)]
+
+
+# ---- kills ----------------------------------------------------------------------------------------------------------
+
+KILLS = """
+import os, signal, sys
+from pathlib import Path
+from transformers import Trainer
+from tasks.classification.vtab import sweep
+
+job = sweep.Job(sys.argv[1], [], Path(sys.argv[2]) / "out", Path(sys.argv[2]) / "records", ["eurosat"], ["violin"])
+log = open(Path(sys.argv[2]) / "steps", "a", buffering=1)
+step, replace, remove = Trainer.training_step, os.replace, sweep.shutil.rmtree
+
+def logged(trainer, *args, **kwargs):
+    log.write(f"{Path(trainer.args.output_dir).relative_to(job.out)} {trainer.state.global_step}\\n")
+    return step(trainer, *args, **kwargs)
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def in_step(trainer, *args, **kwargs):
+    return die() if trainer.state.global_step == 3 else logged(trainer, *args, **kwargs)
+
+def before(name):
+    return lambda source, target: die() if Path(target).name == name else replace(source, target)
+
+def behind(name):
+    return lambda source, target: (replace(source, target), Path(target).name == name and die())
+
+Trainer.training_step = logged
+POINTS = [
+    (Trainer, "training_step", in_step),  # behind the checkpoint of step 2
+    (os, "replace", before("seed0.json")),  # trained, without a record
+    (os, "replace", behind("seed0.json")),  # with one, its folder not removed
+    (Trainer, "training_step", in_step),  # in the second run
+]
+for number, point in enumerate(POINTS):
+    child = os.fork()
+    if not child:
+        setattr(*point)
+        sweep.work(job)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (number, status)
+sweep.work(job)
+"""
+
+
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_same_command_goes_on_and_does_nothing_twice(write, tmp_path):
+    path = write()
+    process = subprocess.run(
+        [sys.executable, "-c", KILLS, str(path), str(tmp_path)], capture_output=True, text=True, check=False,
+        cwd=ROOT, env=environment(),
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr[-3000:]
+    names = [
+        "violin/eurosat/selection/learning_rate=0.01/seed0",
+        "violin/eurosat/selection/learning_rate=0.001/seed0",
+    ]
+    steps = Counter((tmp_path / "steps").read_text().splitlines())
+    finals = {line.split()[0] for line in steps} - set(names)
+    assert len(finals) == 2 and all("/final/" in name for name in finals)
+    # 32 and 52 images in batches of 16, the smaller last one left out, two epochs; every step once, but for the one
+    # between the last checkpoint and the kill.
+    expected = [f"{name} {step}" for name in names for step in (0, 1, 2, 2, 3)]
+    expected += [f"{name} {step}" for name in finals for step in range(6)]
+    assert steps == Counter(expected)
+    assert process.stderr.count("going on from") == 2
+    found = sorted(path.relative_to(tmp_path / "records") for path in (tmp_path / "records").rglob("*.json"))
+    assert sorted(map(str, found)) == sorted(f"{name}.json" for name in (*names, *finals))
+    assert not list((tmp_path / "records").rglob("*.lock"))
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    records = Records(load_sweep(path), tmp_path / "records")
+    for run in records.sweep.selection_runs("violin", "eurosat"):
+        record = records.read(run)
+        assert record["steps"] == 4 and record["images_judged"] == 20 and record["max_decay_change"] > 0
+        assert record["prior"] == "violin" and record["task"] == "eurosat" and record["stage"] == "selection"
+
+
+def command(path, folder, *more):
+    return [
+        *(sys.executable, "-m", "tasks.classification.vtab.sweep", "--config", str(path), *TASK),
+        *("--out", str(folder / "out"), "--records", str(folder / "records"), *more),
+    ]
+
+
+@pytest.mark.slow
+def test_jobs_and_commands_at_once_do_every_run_once(write, tmp_path):
+    path = write(selection_seeds=[0, 1, 2])
+    options = {"cwd": ROOT, "env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(command(path, tmp_path, *more), **options) for more in (["--jobs", "2"], [])]
+    outputs = [process.communicate(timeout=500) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    printed = [line.split()[1].rstrip(":") for _, errors in outputs for line in errors.splitlines() if line[:1] == "["]
+    found = [str(path.relative_to(tmp_path / "records"))[:-5] for path in (tmp_path / "records").rglob("seed*.json")]
+    assert len(found) == 2 * (2 * 3 + 2) and sorted(printed) == sorted(found)
+    assert all("eurosat" in text and "Missing:" in text for text, _ in outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_when_the_command_ends_its_jobs_end_with_a_checkpoint(write, tmp_path, number):
+    path = write(trainer={**json.loads(json.dumps(TINY_TRAINER)), "num_train_epochs": 5000})
+    options = {"cwd": ROOT, "env": environment(), "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command(path, tmp_path, "--jobs", "2"), **options)
+    deadline = time.time() + 200
+    while len({path.parent for path in (tmp_path / "out").rglob("checkpoint-*")}) < 2:
+        assert time.time() < deadline and process.poll() is None
+        time.sleep(0.2)
+    process.send_signal(number)
+    errors = process.communicate(timeout=200)[1]
+    assert process.returncode == (143 if number == signal.SIGTERM else -9)
+    assert errors.count("the same command goes on from there") == 2
+    locks = list((tmp_path / "records").rglob("*.lock"))
+    assert len(locks) == 2
+    for lock in locks:
+        with claim(lock.with_suffix(".json")) as mine:
+            assert mine
+
+
+TINY_TRAINER = {
+    "per_device_train_batch_size": 16, "dataloader_num_workers": 0, "save_steps": 50, "bf16": False, "use_cpu": True,
+}  # fmt: skip
+
+
+# ---- command --------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_tables_of_the_whole_sweep(trained, write, tmp_path, capsys):
+    arguments = ["--config", str(write()), "--out", str(tmp_path / "out"), *TASK]
+    assert main([*arguments, "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "baseline: selection 0 of 2, final 0 of 2",
+        "violin: selection 0 of 2, final 0 of 2",
+        "0 of 8 runs done, 8 to do",
+    ]
+    assert not (tmp_path / "out").exists()
+    assert main([*arguments, "--variants", "violin", "--seeds", "1"]) == 0
+    output = capsys.readouterr()
+    assert "[3/3] violin/eurosat/final/learning_rate=0.01/seed1: 50.00 % in 1 s" in output.err
+    # Whatever part of it ran, the table is of all variants, tasks and seeds.
+    assert "- violin: cifar (selection)" in output.out and "eurosat (1 of 2 seeds)" in output.out
+    assert (tmp_path / "out" / "table.md").read_text() in output.out
+    assert (tmp_path / "out" / "results.png").stat().st_size > 5000
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["variants"]["violin"]["tasks"]["eurosat"]["accuracies"] == [None, 50.0]
+    assert main([*arguments, "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "3 of 8 runs done, 5 to do"
+    assert main(arguments) == 0
+    assert "| violin | - | 50.00 ± 0.00 | - | - |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "eurosta"], "--tasks eurosta must be among cifar, caltech101"),
+        (["--variants", "violn"], "--variants violn must be among baseline, violin"),
+        (["--seeds", "7"], "--seeds 7 must be among 0, 1"),
+        (["--tasks", "cifar"], "has no folder cifar"),
+        (["data.path=none"], "data.path=none has no folder eurosat"),
+        (["trainer.seed=3"], "trainer.seed is the sweep's to choose"),
+        (["data.stage=final"], "data.stage is the sweep's to choose"),
+        (["trainer.learning_rate=1"], "trainer.learning_rate is an axis of the grid"),
+        (["data.source=digits"], "data.source='digits' must be 'vtab'"),
+        (["model.prior=violn"], "violn"),
+    ],
+)
+def test_the_command_line_reports_errors_in_one_line(write, tmp_path, capsys, arguments, message):
+    assert main([*TASK, "--config", str(write()), "--out", str(tmp_path / "out"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gird": {}}, "has no key 'gird'; did you mean 'grid'"),
+        ({"grid": {"trainer.learning_rate": []}}, "must be like"),
+        ({"grid": {"learning_rate": [1]}}, "grid key 'learning_rate' must be SECTION.KEY"),
+        ({"grid": {"trianer.learning_rate": [1]}}, "did you mean 'trainer'"),
+        ({"grid": {"trainer.learning_rat": [1]}}, "did you mean 'learning_rate'"),
+        ({"grid": {"trainer.learning_rate": ["fast"]}}, "trainer.learning_rate='fast' must be a number"),
+        ({"grid": {"trainer.learning_rate": [1, 1]}}, "must be different"),
+        ({"seeds": [1, 1]}, "must be a list of different integers"),
+        ({"selection_seeds": []}, "selection_seeds: seeds=[] must be a list of different integers"),
+        ({"variants": {"a": {"trainer": {"learning_rate": 1}}}}, "trainer.learning_rate is an axis of the grid"),
+        ({"variants": {"a": {"data": {"task": "cifar"}}}}, "data.task is the sweep's to choose"),
+        ({"trainer": {"output_dir": "x"}}, "trainer.output_dir is the sweep's to choose"),
+        ({"variants": {"../a": {}}}, "must be a name of letters"),
+    ],
+)
+def test_a_bad_file_is_named_before_anything_runs(write, changes, message):
+    with pytest.raises(ValueError) as error:
+        load_sweep(write(**changes))
+    assert message in str(error.value)
+
+
+def test_choosing_keeps_the_order_of_the_file():
+    assert choose("seeds", [2, 0], [0, 1, 2]) == [0, 2] and choose("seeds", None, [1]) == [1]
+
+
+# ---- shipped configurations -----------------------------------------------------------------------------------------
+
+
+TITLES = {
+    **{
+        "deit_tiny": "DeiT-T",
+        "deit_small": "DeiT-S",
+        "deit_base": "DeiT-B",
+        "dino_small": "DINO-S",
+        "dino_base": "DINO-B",
+    },
+    **{
+        "deit3_small": "DeiT-III-S",
+        "deit3_base": "DeiT-III-B",
+        "deit3_large": "DeiT-III-L",
+        "deit3_huge": "DeiT-III-H",
+    },
+}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_sweep_is_the_recipe_of_table_29(path):
+    model, _, method = path.stem.rpartition("_")
+    if method != "full" and "tuning" not in SECTIONS:
+        pytest.skip("adapters are not a section of configurations here")
+    sweep = load_sweep(path)
+    rates = [1e-3, 7.5e-4, 5e-4, 2.5e-4, 1e-4]
+    ranks = [{}] if method == "full" else [{"tuning.rank": rank} for rank in (2, 4, 8, 16)]
+    assert sweep.points == [{"trainer.learning_rate": rate, **rank} for rate in rates for rank in ranks]
+    assert sweep.seeds == sweep.selection_seeds == [0, 1, 2, 3, 4] and sweep.tasks == list(TASKS)
+    assert [config["model"].get("prior") for config in sweep.configs.values()] == [None, "violin"]
+    trainer = sweep.configs["baseline"]["trainer"]
+    table = {
+        "num_train_epochs": 50, "per_device_train_batch_size": 64, "adam_beta1": 0.9, "adam_beta2": 0.999,
+        "layer_decay": 0.65, "weight_decay": 0.05, "lr_scheduler_type": "cosine", "warmup_steps": 5 / 50, "bf16": True,
+        "optim": "adamw_torch",
+    }  # fmt: skip
+    assert {key: trainer[key] for key in table} == table
+    assert sweep.configs["violin"]["model"]["pretrained"] == f"checkpoints/{model or 'deit_base'}"
+    if model:
+        assert sweep.title == TITLES[model] + {"full": "", "lora": ", LoRA", "dora": ", DoRA"}[method]
+
+
+def test_a_run_trains_without_augmentation_and_judges_the_last_step(trained, write):
+    done, _ = trained
+    work(sweep_of(write()))
+    for config in done:
+        assert config["augmentation"] == {} and config["trainer"]["max_grad_norm"] == 0
+        assert config["trainer"]["eval_strategy"] == "no" and config["trainer"]["load_best_model_at_end"] is False
+    assert point_name({}) == "only" and load_sweep(write(grid={})).points == [{}]
+
+
+def test_training_sees_the_images_as_the_processor_makes_them(write, data, tmp_path, monkeypatch):
+    """No augmentation, no aspect kept, ImageNet's mean and deviation."""
+    import numpy as np
+    from PIL import Image
+
+    sweep, batches = load_sweep(write()), []
+    run = sweep.selection_runs("baseline", "eurosat")[0]
+    config = sweep.config(run)
+    config["trainer"].update(output_dir=str(tmp_path / "run"), max_steps=1)
+    step = training.SparsePriorTrainer.training_step
+    monkeypatch.setattr(
+        training.SparsePriorTrainer,
+        "training_step",
+        lambda self, model, inputs, *args: (batches.append(inputs), step(self, model, inputs, *args))[1],
+    )
+    training.run(config)
+    pixels = batches[0]["pixel_values"].double().numpy()
+    assert pixels.shape == (16, 3, 8, 8)
+    mean, deviation = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    images = [
+        (np.asarray(Image.open(path).convert("RGB")) / 255 - mean) / deviation
+        for path in (data / "eurosat" / "images" / "train800").iterdir()
+    ]
+    nearest = [min(np.abs(one.transpose(1, 2, 0) - image).max() for image in images) for one in pixels]
+    assert max(nearest) < 1e-5
