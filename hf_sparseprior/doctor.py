@@ -19,7 +19,7 @@ OPTIONAL = {
     "datasets": ("parquet, arrow and hub data", ".[classification]"),
     "kornia": ("augmentation", ".[classification]"),
     "scikit-learn": ("the digits of the demo", ".[classification]"),
-    "peft": ("LoRA and DoRA", "peft"),
+    "peft": ("LoRA and DoRA", ".[peft]"),
 }
 
 

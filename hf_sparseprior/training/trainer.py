@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_sparseprior.hub import check_whole
 from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTPreTrainedModel
@@ -249,7 +250,7 @@ class SparsePriorTrainer(Trainer):
             sharded = "SHARDED" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
             files += [f"{FSDP_MODEL_NAME}_0", "optimizer_0"] if sharded else ["optimizer.bin"]
         else:
-            files += [SAFE_WEIGHTS_NAME, OPTIMIZER_NAME]
+            files += [ADAPTER_SAFE_WEIGHTS_NAME if is_peft_model(self.model) else SAFE_WEIGHTS_NAME, OPTIMIZER_NAME]
         processes = self.args.world_size
         files += [f"rng_state_{rank}.pth" for rank in range(processes)] if processes > 1 else ["rng_state.pth"]
         return files + ([EMA_FILE] if getattr(self.args, "ema_decay", None) is not None else [])

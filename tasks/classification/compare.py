@@ -5,6 +5,7 @@ seeds: [0, 1, 2]
 variants:                              name of a row: what it changes
   dense: {}
   fibottention: {model: {prior: fibottention}}
+  lora: {tuning: {method: lora}}
 
 Runs of one seed see the same images in the same order, augmented alike. Seeds take turns, so that an early stop leaves
 a fair comparison. Every finished run leaves a record; killed at any moment, the same command goes on where it stopped,
@@ -50,6 +51,8 @@ RECORDED = (
     *("metrics", "prior", "prior_settings", "pruning_ratio", "max_decay_change", "parameters", "seed", "steps"),
     *("seconds", "seconds_per_step", "data_wait", "data", "versions", "hardware", "config"),
 )
+# The same for what runs before the `tuning` section did not have.
+RECORDED_LATER = ("method", "trainable_parameters", "adapter_bytes")
 
 
 @dataclass
@@ -155,6 +158,7 @@ def run_comparison(
             print(f"[{number}/{len(todo)}] {name}, seed {seed}", file=sys.stderr, flush=True)
             results = run(config, command=command)
             record = {key: results[key] for key in RECORDED}
+            record.update({key: results[key] for key in RECORDED_LATER if key in results})
             if PartialState().is_main_process:
                 write_results(records / name / f"seed{seed}.json", record)
         done[name].append(record)
@@ -205,13 +209,18 @@ def _read_record(path: Path, config: dict[str, dict[str, Any]]) -> dict[str, Any
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Accuracy, interactions kept, parameters and time of each variant, as a Markdown table."""
+    """Accuracy, interactions kept, parameters and time of each variant, as a Markdown table; what was trained, where
+    that is not everything.
+    """
     seeds = max(len(runs) for runs in results.values())
     averaged = any("test_ema_accuracy" in record["metrics"] for runs in results.values() for record in runs)
+    tuned = any(record.get("method", "full") != "full" for runs in results.values() for record in runs)
     columns = [f"test accuracy, %, mean ± std of {seeds}"]
     columns += ["of the moving average, %"] if averaged else []
-    columns += ["interactions kept, %", "parameters", "ms a step", "seconds a run"]
-    lines = ["| prior | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    columns += ["interactions kept, %", "parameters"]
+    columns += ["trained", "adapter, kB"] if tuned else []
+    columns += ["ms a step", "seconds a run"]
+    lines = [f"| {'run' if tuned else 'prior'} | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, runs in results.items():
         if not runs:
             continue
@@ -219,9 +228,12 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
         if averaged:
             values = [record["metrics"].get("test_ema_accuracy") for record in runs]
             cells.append(spread([value for value in values if value is not None]))
+        cells += [f"{100 - runs[0]['pruning_ratio']:.1f}", str(runs[0]["parameters"])]
+        if tuned:
+            adapter = runs[0].get("adapter_bytes")
+            cells.append(str(runs[0].get("trainable_parameters", runs[0]["parameters"])))
+            cells.append("-" if adapter is None else f"{adapter / 1000:.1f}")
         cells += [
-            f"{100 - runs[0]['pruning_ratio']:.1f}",
-            str(runs[0]["parameters"]),
             f"{1000 * np.median([record['seconds_per_step'] for record in runs]):.0f}",
             f"{np.mean([record['seconds'] for record in runs]):.1f}",
         ]

@@ -4,6 +4,7 @@ base: digits_vit_dense.yaml      another file that this one changes, relative to
 data: {...}                      fields of DataConfig
 augmentation: {...}              fields of AugmentationConfig, what happens to training images
 model: {...}                     fields of SparsePriorViTConfig, plus `preset` and `pretrained`
+tuning: {...}                    fields of TuningConfig, how much of the model is trained
 trainer: {...}                   fields of SparsePriorTrainingArguments, transformers.TrainingArguments among them
 """
 
@@ -19,8 +20,9 @@ from typing import Any
 import yaml
 
 from tasks.classification.augmentation import AugmentationConfig
+from tasks.classification.tuning import TuningConfig, check_tuning
 
-SECTIONS = ("data", "augmentation", "model", "trainer")
+SECTIONS = ("data", "augmentation", "model", "tuning", "trainer")
 MODEL_EXTRAS = ("preset", "pretrained")
 
 
@@ -206,6 +208,7 @@ def check_config(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
         check_known(config.setdefault(section, {}), known[section], f"section {section!r}")
     DataConfig(**config["data"])
     AugmentationConfig(**config["augmentation"])
+    check_tuning(config)
     if "label_smoothing_factor" in config["trainer"]:
         raise ValueError("trainer.label_smoothing_factor does not go with mixup; use augmentation.label_smoothing")
     for key, value in config["trainer"].items():
@@ -244,6 +247,7 @@ def known_keys() -> dict[str, list[str]]:
         "data": [field.name for field in fields(DataConfig)],
         "augmentation": [field.name for field in fields(AugmentationConfig)],
         "model": [*own, "out_features", "out_indices", *MODEL_EXTRAS],
+        "tuning": [field.name for field in fields(TuningConfig)],
         "trainer": [field.name for field in fields(SparsePriorTrainingArguments) if field.init],
     }
 

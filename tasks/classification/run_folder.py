@@ -20,6 +20,7 @@ RUN_CONFIG = "run_config.json"
 RESULTS = "results.json"
 MODEL = "model"
 AVERAGE = "model_ema"  # the same with the moving average of the weights
+ADAPTER = "adapter"  # what LoRA or DoRA learned, without the weights it changes; MODEL has both
 # Where a run lies and how it shows itself does not make it another run.
 COSMETIC = ("output_dir", "disable_tqdm", "dataloader_num_workers", "save_total_limit", "report_to")
 

@@ -42,7 +42,16 @@ from tasks.classification.report import (
     read_results,
     write_results,
 )
-from tasks.classification.run_folder import AVERAGE, MODEL, RESULTS, claim, finished_results, last_whole_checkpoint
+from tasks.classification.run_folder import (
+    ADAPTER,
+    AVERAGE,
+    MODEL,
+    RESULTS,
+    claim,
+    finished_results,
+    last_whole_checkpoint,
+)
+from tasks.classification.tuning import TuningConfig, merged, save_adapter, trainable_parameters, tuned
 
 # What a run does unless its configuration says otherwise.
 TRAINER_DEFAULTS: dict[str, Any] = {
@@ -137,7 +146,9 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     data_config, augmentation = DataConfig(**config["data"]), AugmentationConfig(**config["augmentation"])
     data, corrupt = read_data(data_config, arguments)
     set_seed(arguments.seed)
-    model = build_model(config["model"], data.classes)
+    tuning = TuningConfig(**config["tuning"])
+    model = tuned(build_model(config["model"], data.classes), tuning)
+    trained = trainable_parameters(model)  # counted here, because peft freezes what it reads back
     inputs = make_inputs(data, corrupt, data_config, augmentation, model.config, arguments)
     trainer = _trainer_errors(
         SparsePriorTrainer,
@@ -180,6 +191,8 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         "data": inputs.description,
         "corrupt_images": inputs.corrupt_images(),
         "seed": arguments.seed,
+        "method": tuning.method,
+        "trainable_parameters": trained,
         "steps": trainer.state.global_step,
         "seconds": round(seconds, 2),
         "seconds_per_step": seconds / max(1, trainer.state.global_step),
@@ -254,16 +267,18 @@ def _save_model(
     folder: Path, model: Any, weights: dict[str, Any] | None, processor: Any, results: dict[str, Any]
 ) -> None:
     """Write model, image processor and card, and what is known of the model into `results`."""
-    model.save_pretrained(folder, state_dict=weights)
+    whole = merged(model)
+    whole.save_pretrained(folder, state_dict=weights if whole is model else None)
     # Says which weights the metrics are of.
     results["model_sha256"] = file_sha256(folder / "model.safetensors")
     results.update(_about_model(load_whole_model(folder)))
     processor.save_pretrained(folder)
-    write_text(folder / CARD, model_card(model.config, results))
+    write_text(folder / CARD, model_card(whole.config, results))
 
 
 def _write_outputs(out: Path, results: dict[str, Any], model: Any, weights: dict[str, Any], processor: Any) -> None:
     _save_model(out / MODEL, model, weights, processor, results)
+    results["adapter_bytes"] = save_adapter(out / ADAPTER, model)
     heading = f"{results['prior']}, seed {results['seed']}"
     draw_history(results["history"], out / "curves.png", heading)
     accuracy = 100 * results["metrics"]["test_accuracy"]
@@ -303,6 +318,8 @@ def main(argv: list[str] | None = None) -> int:
 def _print_results(results: dict[str, Any], out: str) -> None:
     for name, value in results["metrics"].items():
         print(f"{name}: {100 * value:.2f} %")
+    if results.get("method", "full") != "full":  # runs before the `tuning` section have none
+        print(f"{results['method']}: {results['trainable_parameters']} parameters trained of {results['parameters']}")
     print(f"waiting for data: {100 * results['data_wait']:.1f} % of the training time")
     if results["max_decay_change"] is not None:
         print(f"max |M - 1| of the learned decay: {results['max_decay_change']:.4f}")

@@ -39,6 +39,7 @@ def test_every_shipped_comparison_builds_its_models(path):
     comparison = load_comparison(path)
     ratios = {}
     for name, config in comparison.configs.items():
+        config["model"].pop("pretrained", None)  # of a run that this machine need not have
         with torch.device("meta"):
             ratios[name] = build_model(config["model"], ["a", "b", "c"]).config.pruning_ratio
     assert len(comparison.seeds) >= 1 and len(ratios) >= 3

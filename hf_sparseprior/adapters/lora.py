@@ -1,0 +1,211 @@
+"""LoRA (Hu et al. 2022) and DoRA (Liu et al. 2024) by peft, with the names of each vision model.
+
+```python
+model = peft.get_peft_model(model, lora_config(model))
+```
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+# The module that holds a learned decay's scalars, and what classifiers are called in ours and in transformers' models.
+DECAY = "decay_bias"
+CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier")
+TARGETS = ("query+value", "attention", "attention+mlp")
+# Encoder layers: `decoder_layers` (ViTMAE, VideoMAE) and attention pooling (`head` of SigLIP) are no match, and text
+# encoders (CLIP, SigLIP) are left out by name.
+LAYER = r"(?!(?:.*\.)?text_model\.)(?:.*\.)?(?:layers?|blocks)\.\d+\."
+
+
+@dataclass(frozen=True)
+class LoraPreset:
+    """Names of projections below a transformer layer, and what is adapted unless the user says otherwise.
+
+    query_value, attention, mlp: of `targets` "query+value", "attention" and, with attention, "attention+mlp".
+    targets, rank: HF's image classification guide adapts query and value; with rank 8 that is 294,912 parameters on
+        DeiT-B, the ~0.3 M of VIOLIN Table 4 (DoRA's ~0.6 M there: rank 16). The paper does not say its targets; ranks
+        are chosen from 2, 4, 8, 16 (its G.2).
+    """
+
+    query_value: tuple[str, ...] = ("attention.q_proj", "attention.v_proj")
+    attention: tuple[str, ...] = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj")
+    mlp: tuple[str, ...] = ("mlp.fc1", "mlp.fc2")
+    targets: str = "query+value"
+    rank: int = 8
+
+
+_VIT = LoraPreset()
+_GATED = LoraPreset(mlp=("mlp.fc1", "mlp.fc2", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
+_CLIP = LoraPreset(
+    query_value=("self_attn.q_proj", "self_attn.v_proj"),
+    attention=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"),
+)
+_VIDEOMAE = LoraPreset(
+    query_value=("attention.attention.query", "attention.attention.value"),
+    attention=(
+        *("attention.attention.query", "attention.attention.key", "attention.attention.value"),
+        "attention.output.dense",
+    ),
+    mlp=("intermediate.dense", "output.dense"),
+)
+# By `config.model_type`; names as in transformers 5.
+PRESETS = {
+    "sparseprior_vit": _VIT,
+    "vit": _VIT,
+    "deit": _VIT,
+    "beit": _VIT,
+    "vit_mae": _VIT,
+    "ijepa": _VIT,
+    "swin": _VIT,
+    "dinov2": _GATED,
+    "dinov2_with_registers": _GATED,
+    "dinov3_vit": _GATED,
+    "clip": _CLIP,
+    "clip_vision_model": _CLIP,
+    "siglip": _CLIP,
+    "siglip_vision_model": _CLIP,
+    "videomae": _VIDEOMAE,
+}
+
+
+def lora_config(
+    model: nn.Module,
+    rank: int | None = None,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+    use_dora: bool = False,
+    targets: str | Sequence[str] | None = None,
+    modules_to_save: Sequence[str] = (),
+    **options: Any,
+) -> Any:
+    """A peft `LoraConfig` for a SparsePriorViT or one of transformers' vision models.
+
+    Classifiers and the scalars of learned decays are trained whole and saved with the adapter.
+
+    Args:
+        model: what will be adapted; one that has adapters already may get another.
+        rank: r of the update B A, of 1 or more; None: the preset's.
+        alpha: the update is scaled by alpha / rank; None: alpha = rank, as in HF's image classification guide.
+        dropout: of the update's input, in [0, 1).
+        use_dora: learn the magnitude of each output separately.
+        targets: "query+value", "attention" (query, key, value, output), "attention+mlp", or a list of module names or
+            their ends; None: the preset's.
+        modules_to_save: names of further modules that are trained whole.
+        options: other fields of `LoraConfig`.
+
+    Raises:
+        ImportError: without peft, with what to install.
+        ValueError: for a bad value, a target that is not in the model, a family whose names are not known, and for a
+            parameter in `modules_to_save`, which peft passes over in silence.
+    """
+    check_settings(rank, alpha, dropout, targets)
+    peft = import_peft()
+    if isinstance(model, peft.PeftModel):
+        model = model.get_base_model()
+    preset = PRESETS.get(_model_type(model))
+    if rank is None:
+        rank = (preset or _VIT).rank
+    names = [name for name, _ in model.named_modules()]
+    _check_modules(model, names, modules_to_save)
+    saved = {name.rpartition(".")[2] for name in [*classifier_names(model), *decay_names(model)]}
+    return peft.LoraConfig(
+        r=rank,
+        lora_alpha=rank if alpha is None else alpha,
+        lora_dropout=dropout,
+        use_dora=use_dora,
+        target_modules=_target_names(model, names, preset, targets),
+        modules_to_save=sorted({*saved, *modules_to_save}) or None,
+        **options,
+    )
+
+
+def import_peft() -> Any:
+    """The peft package."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("LoRA and DoRA need peft: pip install 'hf_sparseprior[peft]'") from error
+    return peft
+
+
+def classifier_names(model: nn.Module) -> list[str]:
+    """Names of the modules that classify, [] for a model without (a backbone, or one with no labels)."""
+    return _named(model, CLASSIFIERS)
+
+
+def decay_names(model: nn.Module) -> list[str]:
+    """Names of the modules that hold the scalars of learned decays, one for each layer that has a decay."""
+    return _named(model, (DECAY,))
+
+
+def _named(model: nn.Module, ends: Sequence[str]) -> list[str]:
+    return [name for name, module in model.named_modules() if name.rpartition(".")[2] in ends and module.state_dict()]
+
+
+def check_settings(
+    rank: int | None, alpha: float | None, dropout: float, targets: str | Sequence[str] | None, where: str = ""
+) -> None:
+    """Raise ValueError for a value that `lora_config` cannot take; `where` goes in front of the field's name."""
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+        raise ValueError(f"{where}rank={rank!r} must be an integer of 1 or more")
+    if alpha is not None and not (_is_number(alpha) and 0 < alpha < math.inf):
+        raise ValueError(f"{where}alpha={alpha!r} must be a number above 0")
+    if not _is_number(dropout) or not 0 <= dropout < 1:
+        raise ValueError(f"{where}dropout={dropout!r} must be in [0, 1)")
+    listed = isinstance(targets, (list, tuple)) and targets and all(isinstance(t, str) and t for t in targets)
+    if targets is not None and targets not in TARGETS and not listed:
+        raise ValueError(f"{where}targets={targets!r} must be one of {', '.join(TARGETS)}, or a list of module names")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _model_type(model: nn.Module) -> str:
+    return getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+
+
+def _target_names(
+    model: nn.Module, names: Sequence[str], preset: LoraPreset | None, targets: str | Sequence[str] | None
+) -> list[str]:
+    """Full names: an end such as `out_proj` would also match modules that LoRA cannot or should not adapt."""
+    if targets is None or isinstance(targets, str):
+        if preset is None:
+            raise ValueError(
+                f"the projections of {_model_type(model)!r} are not known, only those of {', '.join(PRESETS)}; "
+                "give targets as a list of module names"
+            )
+        choices = {
+            "query+value": preset.query_value,
+            "attention": preset.attention,
+            "attention+mlp": (*preset.attention, *preset.mlp),
+        }
+        ends = choices[targets or preset.targets]
+        pattern = re.compile(LAYER + f"(?:{'|'.join(re.escape(end) for end in ends)})")
+        found = [name for name in names if pattern.fullmatch(name)]
+        if not found:
+            raise ValueError(f"{type(model).__name__} has no modules named {', '.join(ends)} in transformer layers")
+        return found
+    found = []
+    for target in targets:
+        matches = [name for name in names if name == target or name.endswith(f".{target}")]
+        if not matches:
+            raise ValueError(f"targets: {type(model).__name__} has no module {target!r}")
+        found += [name for name in matches if name not in found]
+    return found
+
+
+def _check_modules(model: nn.Module, names: Sequence[str], wanted: Sequence[str]) -> None:
+    for target in wanted:
+        if any(name == target or name.endswith(f".{target}") for name in names):
+            continue
+        if any(name == target or name.endswith(f".{target}") for name, _ in model.named_parameters()):
+            raise ValueError(f"modules_to_save: {target!r} is a parameter; peft saves and trains whole modules only")
+        raise ValueError(f"modules_to_save: {type(model).__name__} has no module {target!r}")

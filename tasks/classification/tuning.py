@@ -1,0 +1,119 @@
+"""The `tuning` section: how much of a saved model a run trains."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import is_peft_model, parse_flag_from_env
+from torch import nn
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
+
+from hf_sparseprior.adapters.lora import check_settings, classifier_names, decay_names, import_peft, lora_config
+from hf_sparseprior.prior import parse_prior
+
+LOW_RANK = ("lora", "dora")
+METHODS = ("full", "linear", *LOW_RANK, "violin")
+
+
+@dataclass
+class TuningConfig:
+    """What is trained; everything else stays as `model.pretrained` has it.
+
+    method: "full": everything; "linear": the classifier; "violin": the classifier and the scalars of the prior's decay,
+        whatever that decay is; "lora", "dora": low-rank updates, the classifier and, where the prior has a decay, its
+        scalars (VIOLIN Table 4).
+    rank, alpha, dropout, targets: of lora and dora, as in `hf_sparseprior.adapters.lora_config`; null: its defaults.
+    """
+
+    method: str = "full"
+    rank: int | None = None
+    alpha: float | None = None
+    dropout: float | None = None
+    targets: str | list[str] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        if self.method not in METHODS:
+            raise ValueError(f"tuning.method={self.method!r} must be one of {', '.join(METHODS)}")
+        for name in ("rank", "alpha", "dropout", "targets"):
+            value = getattr(self, name)
+            if value is not None and self.method not in LOW_RANK:
+                raise ValueError(
+                    f"tuning.{name}={value!r} is for tuning.method {', '.join(LOW_RANK)}, not {self.method}"
+                )
+        check_settings(self.rank, self.alpha, self.dropout or 0.0, self.targets, where="tuning.")
+
+
+def check_tuning(config: dict[str, dict[str, Any]]) -> None:
+    """Raise ValueError if the other sections do not go with the `tuning` section."""
+    method = TuningConfig(**config["tuning"]).method
+    if method == "full":
+        return
+    if not config["model"].get("pretrained"):
+        raise ValueError(f"tuning.method={method} changes a part of a saved model; set model.pretrained=FOLDER")
+    # The variable is how `accelerate launch` asks for it.
+    if config["trainer"].get("fsdp") or parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise ValueError(f"tuning.method={method} cannot be used with FSDP, which is for tuning.method=full")
+    prior = config["model"].get("prior")
+    if method == "violin" and prior is not None and parse_prior(prior)["decay"] in (None, "none"):
+        raise ValueError(_no_decay(prior))
+
+
+def _no_decay(prior: Any) -> str:
+    return f"tuning.method=violin trains a decay, and model.prior={prior!r} has none; set model.prior=violin"
+
+
+def tuned(model: Any, config: TuningConfig) -> Any:
+    """The model with only what is to be trained asking for gradients, for lora and dora inside a `PeftModel`.
+
+    Raises:
+        ImportError: without peft, for lora and dora.
+        ValueError: for violin without learned scalars, and targets that the model does not have.
+    """
+    if config.method == "full":
+        return model
+    if config.method in LOW_RANK:
+        settings = lora_config(
+            model,
+            rank=config.rank,
+            alpha=config.alpha,
+            dropout=config.dropout or 0.0,
+            use_dora=config.method == "dora",
+            targets=config.targets,
+        )
+        with warnings.catch_warnings():
+            # peft asks transformers 5 for a name that it gave up.
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+            return import_peft().get_peft_model(model, settings)
+    trained = classifier_names(model)
+    if config.method == "violin":
+        decays = decay_names(model)
+        if not any(True for name in decays for _ in model.get_submodule(name).parameters()):
+            raise ValueError(_no_decay(model.config.prior_name))
+        trained += decays
+    model.requires_grad_(False)
+    for name in trained:
+        model.get_submodule(name).requires_grad_(True)
+    return model
+
+
+def trainable_parameters(model: nn.Module) -> int:
+    """How many numbers are trained."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def merged(model: Any) -> Any:
+    """The model itself, or, of one with a LoRA or DoRA adapter, a copy whose weights have taken the adapter in."""
+    return copy.deepcopy(model).merge_and_unload() if is_peft_model(model) else model
+
+
+def save_adapter(folder: Path, model: Any) -> int | None:
+    """Write an adapter alone; bytes of its weights, None for a model without one."""
+    if not is_peft_model(model):
+        return None
+    model.save_pretrained(folder)
+    return (folder / ADAPTER_SAFE_WEIGHTS_NAME).stat().st_size
