@@ -129,9 +129,7 @@ def paste(pixels: np.ndarray, light: np.ndarray, opacity: np.ndarray, left: int,
 def cut_out(garment: np.ndarray) -> tuple[Image.Image, Image.Image]:
     """A garment's (light, opacity) as grey images: light is 0 where it is transparent."""
     inside = binary_fill_holes(garment >= 8)
-    return Image.fromarray(np.where(inside, garment, 0).astype(np.uint8)), Image.fromarray(
-        inside.astype(np.uint8) * 255
-    )
+    return Image.fromarray(garment * inside), Image.fromarray(inside * np.uint8(255))
 
 
 def turned(garment: np.ndarray, angle: float, side: int) -> tuple[np.ndarray, np.ndarray]:

@@ -92,8 +92,9 @@ def _load_pretrained(folder: str, options: dict[str, Any]) -> SparsePriorViTForI
         folder, ignore_mismatched_sizes=True, output_loading_info=True, **options
     )
     fresh = made_up_keys(info)
-    if any("classifier" in key for key in fresh):
-        _draw_classifier(model)
+    for name in classifier_names(model):
+        if f"{name}.weight" in fresh:
+            _draw_classifier(model.get_submodule(name), model.config.initializer_range)
     fresh = [key for key in fresh if not _may_start_anew(key)]
     positions = "vit.embeddings.position_embeddings"
     if positions in fresh and positions not in info["missing_keys"] and _copy_positions(folder, model):
@@ -107,14 +108,12 @@ def _load_pretrained(folder: str, options: dict[str, Any]) -> SparsePriorViTForI
 
 
 @torch.no_grad()
-def _draw_classifier(model: SparsePriorViTForImageClassification) -> None:
-    """Draw the classifier from torch's seed alone: a decay draws before it, and priors would start from others."""
+def _draw_classifier(classifier: torch.nn.Linear, std: float) -> None:
+    """New weights from torch's seed alone: a decay draws before, and runs of one seed would differ by their prior."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(torch.initial_seed())
-        for name in classifier_names(model):
-            classifier = model.get_submodule(name)
-            torch.nn.init.trunc_normal_(classifier.weight, std=model.config.initializer_range)
-            torch.nn.init.zeros_(classifier.bias)
+        torch.nn.init.trunc_normal_(classifier.weight, std=std)
+        torch.nn.init.zeros_(classifier.bias)
 
 
 def pretrained_sha256(model: dict[str, Any]) -> str | None:

@@ -191,5 +191,6 @@ def test_every_prior_starts_from_the_same_adapter_and_the_checkpoint_is_recorded
         assert all(torch.equal(adapters[0][name], value) for name, value in other.items())
     assert {run["pretrained_sha256"] for run in results} == {file_sha256(saved / "model.safetensors")}
     assert results[0]["decay_change_at_start"] is None
-    # nothing was trained
-    assert all(run["decay_change_at_start"] == pytest.approx(run["max_decay_change"]) > 0 for run in results[1:])
+    for trained in results[1:]:  # with a learning rate of 0
+        assert trained["decay_change_at_start"] == pytest.approx(trained["max_decay_change"])
+        assert trained["max_decay_change"] > 1e-3
