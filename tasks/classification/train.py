@@ -16,9 +16,11 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import ProgressCallback, set_seed
+from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
+from hf_sparseprior.adapters.lora import classifier_names
 from hf_sparseprior.analysis.decays import learned_decay_masks
 from hf_sparseprior.hub import CARD, file_sha256, made_up_keys, model_card, write_text
 from hf_sparseprior.prior import of_prior
@@ -109,7 +111,11 @@ def _load_pretrained(folder: str, options: dict[str, Any]) -> SparsePriorViTForI
     model, info = SparsePriorViTForImageClassification.from_pretrained(
         folder, ignore_mismatched_sizes=True, output_loading_info=True, **options
     )
-    fresh = [key for key in made_up_keys(info) if not _may_start_anew(key)]
+    fresh = made_up_keys(info)
+    for name in classifier_names(model):
+        if f"{name}.weight" in fresh:
+            _draw_classifier(model.get_submodule(name), model.config.initializer_range)
+    fresh = [key for key in fresh if not _may_start_anew(key)]
     positions = "vit.embeddings.position_embeddings"
     if positions in fresh and positions not in info["missing_keys"] and _copy_positions(folder, model):
         fresh.remove(positions)
@@ -119,6 +125,21 @@ def _load_pretrained(folder: str, options: dict[str, Any]) -> SparsePriorViTForI
             f"model.pretrained={folder} does not fit this model: {', '.join(fresh[:3])}{more} would start at random"
         )
     return model
+
+
+@torch.no_grad()
+def _draw_classifier(classifier: torch.nn.Linear, std: float) -> None:
+    """New weights from torch's seed alone: a decay draws before, and runs of one seed would differ by their prior."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(torch.initial_seed())
+        torch.nn.init.trunc_normal_(classifier.weight, std=std)
+        torch.nn.init.zeros_(classifier.bias)
+
+
+def pretrained_sha256(model: dict[str, Any]) -> str | None:
+    """SHA-256 of the weights that a run started from; None for one from scratch, or from weights in several files."""
+    weights = Path(model.get("pretrained") or "") / SAFE_WEIGHTS_NAME
+    return file_sha256(weights) if model.get("pretrained") and weights.is_file() else None
 
 
 def _may_start_anew(key: str) -> bool:
@@ -167,7 +188,10 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     data, corrupt = read_data(data_config, arguments)
     set_seed(arguments.seed)
     tuning = TuningConfig(**config["tuning"])
-    model = tuned(build_model(config["model"], data.classes), tuning)
+    model = build_model(config["model"], data.classes)
+    decay_change_at_start = max_decay_change(model)
+    set_seed(arguments.seed)  # a decay draws too, and adapters of one seed would start differently beside it
+    model = tuned(model, tuning)
     trained = trainable_parameters(model)  # counted here, because peft freezes what it reads back
     inputs = make_inputs(data, corrupt, data_config, augmentation, model.config, arguments)
     trainer = _trainer_errors(
@@ -213,6 +237,8 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         "seed": arguments.seed,
         "method": tuning.method,
         "trainable_parameters": trained,
+        "pretrained_sha256": pretrained_sha256(config["model"]),
+        "decay_change_at_start": decay_change_at_start,
         "steps": trainer.state.global_step,
         "seconds": round(seconds, 2),
         "seconds_per_step": seconds / max(1, trainer.state.global_step),

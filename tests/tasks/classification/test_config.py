@@ -25,11 +25,10 @@ def test_every_shipped_configuration_builds_its_model(path):
     with torch.device("meta"):
         model = build_model(config["model"], ["a", "b", "c"])
     assert model.config.id2label == {0: "a", 1: "b", 2: "c"}
-    expected = re.search(r"dense|fibottention_violin|fibottention|violin|smoke|finetune", path.stem)[0].replace(
-        "_", "+"
-    )
+    kinds = r"dense|fibottention_violin|fibottention|violin|smoke|finetune|pretrain"
+    expected = re.search(kinds, path.stem)[0].replace("_", "+")
     # smoke has both; finetune takes the prior of the model that it starts from
-    expected = {"smoke": "fibottention+violin", "finetune": "dense"}.get(expected, expected)
+    expected = {"smoke": "fibottention+violin", "finetune": "dense", "pretrain": "dense"}.get(expected, expected)
     assert model.config.prior_name == expected
     assert model.config.prior["support"].get("modified", False) == ("modified" in path.stem)
 

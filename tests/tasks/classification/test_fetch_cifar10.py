@@ -11,7 +11,7 @@ from datasets import load_dataset
 from PIL import Image
 
 from tasks.classification import fetch_cifar10 as fetch
-from tasks.classification.sources import cifar
+from tasks.classification.sources import cifar, tables
 
 PER_BATCH = 20
 
@@ -152,4 +152,4 @@ def test_a_hub_without_network_gives_one_line(monkeypatch, tmp_path, capsys):
 
 def test_a_picture_survives_png(splits):
     pixels = splits["train"][0][0]
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(fetch._png(pixels)))), pixels)
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(tables._png(pixels)))), pixels)

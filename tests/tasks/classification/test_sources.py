@@ -21,7 +21,6 @@ from datasets.distributed import split_dataset_by_node
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from tasks.classification import fetch_cifar10
 from tasks.classification.config import SOURCES, SOURCES_OF, DataConfig
 from tasks.classification.data import load_data
 from tasks.classification.sources import (
@@ -36,6 +35,7 @@ from tasks.classification.sources import (
     row_name,
     scan,
     stream_data,
+    tables,
 )
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -475,7 +475,7 @@ def test_cifar10_as_fetch_cifar10_writes_it(tmp_path):
     made = make(cifar.CLASSES, {"train": 2, "test": 1}, size=32)
     for split, (pixels, names) in made.items():
         labels = np.array([cifar.CLASSES.index(name) for name in names], np.uint8)
-        fetch_cifar10.write_parquet(split, pixels, labels, tmp_path / f"{split}.parquet")
+        tables.write_parquet(pixels, labels, cifar.CLASSES, tmp_path / f"{split}.parquet")
     data = READERS["cifar10"](DataConfig(source="cifar10", path=str(tmp_path)))
     for split, images in data.splits.items():
         assert contents(images, data.classes) == written(made[split])

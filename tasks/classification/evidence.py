@@ -1,0 +1,214 @@
+"""Differences that priors make: python -m tasks.classification.evidence COMPARISON.yaml ... --records FOLDER
+
+The comparisons' rows are called METHOD-PRIOR, one prior of each method is `plain`. Every row is compared with the plain
+row of its method, seed by seed. Reads the records that `compare` left in FOLDER/COMPARISON and writes evidence.md and
+evidence.png; what is missing is shown as missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_sparseprior.analysis import pictures
+from hf_sparseprior.hub import write_text
+from tasks.classification.command import run_command
+from tasks.classification.compare import Comparison, all_records, load_comparison, spread
+
+PLAIN = "plain"
+
+
+@dataclass
+class Row:
+    """One method with one prior on one task, over seeds.
+
+    method, prior: of the row's name.
+    seeds: all that there should be.
+    accuracy: {seed: share of the test images} of the runs that there are.
+    difference: {seed: accuracy minus that of the plain row} where both are there; {} of the plain row itself.
+    records: of the runs, as `compare` wrote them.
+    """
+
+    method: str
+    prior: str
+    seeds: list[int]
+    accuracy: dict[int, float]
+    difference: dict[int, float]
+    records: list[dict[str, Any]]
+
+
+def make_rows(comparison: Comparison, records: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
+    """Every row of a comparison, with or without runs.
+
+    Raises:
+        ValueError: for a row that is not called METHOD-PRIOR, or whose method has no plain row.
+    """
+    accuracy = {
+        name: {record["seed"]: record["metrics"]["test_accuracy"] for record in records.get(name, [])}
+        for name in comparison.configs
+    }
+    rows = []
+    for name in comparison.configs:
+        method, dash, prior = name.partition("-")
+        plain = f"{method}-{PLAIN}"
+        if not dash or plain not in accuracy:
+            raise ValueError(f"{comparison.name}: row {name!r} must be called METHOD-PRIOR, beside a row {plain!r}")
+        shared = sorted(set(accuracy[name]) & set(accuracy[plain])) if name != plain else []
+        difference = {seed: accuracy[name][seed] - accuracy[plain][seed] for seed in shared}
+        seeds = sorted({*comparison.seeds, *accuracy[name]})
+        rows.append(Row(method, prior, seeds, accuracy[name], difference, list(records.get(name, []))))
+    return rows
+
+
+# ---- table ----------------------------------------------------------------------------------------------------------
+
+
+def task_table(rows: Sequence[Row]) -> str:
+    """A Markdown table of one task."""
+    head = (
+        *("method", "prior", "test accuracy, %", "minus plain, by seed", "mean ± std", "above plain"),
+        *("max abs(M - 1), start → end", "trained", "adapter, kB"),
+    )
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cells(row: Row) -> list[str]:
+    if not row.records:
+        return [row.method, row.prior, "missing", *[""] * 6]
+    missing = [str(seed) for seed in row.seeds if seed not in row.accuracy]
+    accuracy = spread(list(row.accuracy.values())) + (f" (seed {', '.join(missing)} missing)" if missing else "")
+    by_seed = ", ".join(f"{100 * value:+.2f}" for value in row.difference.values())
+    adapter = row.records[0].get("adapter_bytes")
+    return [
+        *(row.method, row.prior, accuracy, by_seed),
+        spread(list(row.difference.values())) if row.difference else "",
+        agreement(row),
+        mask_change(row),
+        str(row.records[0].get("trainable_parameters", row.records[0]["parameters"])),
+        "" if adapter is None else f"{adapter / 1000:.1f}",
+    ]
+
+
+def agreement(row: Row) -> str:
+    """ "2 of 3": how many seeds the prior is better with; equal is not better."""
+    above = sum(value > 0 for value in row.difference.values())
+    return f"{above} of {len(row.difference)}" if row.difference else ""
+
+
+def mask_change(row: Row) -> str:
+    """max |M - 1| over layers, heads, pairs and seeds, before and after training; "" without a decay."""
+    change: dict[str, list[float]] = {
+        key: [record[key] for record in row.records if record.get(key) is not None]
+        for key in ("decay_change_at_start", "max_decay_change")
+    }
+    return " → ".join(f"{max(values):.2g}" for values in change.values() if values)
+
+
+def overview(tasks: Mapping[str, Sequence[Row]]) -> str:
+    """Mean difference to plain of every row, percentage points, with a column for each task, as a Markdown table."""
+    names = {(row.method, row.prior): None for rows in tasks.values() for row in rows if row.prior != PLAIN}
+    lines = ["| method | prior | " + " | ".join(tasks) + " |", "|---" * (2 + len(tasks)) + "|"]
+    for method, prior in names:
+        cells = [method, prior]
+        for rows in tasks.values():
+            row = next((row for row in rows if (row.method, row.prior) == (method, prior)), None)
+            known = row.difference if row else {}
+            cells.append(f"{spread(list(known.values()))} ({agreement(row)})" if row and known else "missing")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def report(tasks: Mapping[str, Sequence[Row]]) -> str:
+    """The whole text in Markdown.
+
+    Raises:
+        ValueError: if the runs started from different checkpoints.
+    """
+    records = [record for rows in tasks.values() for row in rows for record in row.records]
+    checkpoints = sorted({str(record.get("pretrained_sha256")) for record in records})
+    if len(checkpoints) > 1:
+        raise ValueError(
+            f"the runs started from {len(checkpoints)} checkpoints ({', '.join(checkpoints)}), not from one"
+        )
+    total = sum(len(row.seeds) for rows in tasks.values() for row in rows)
+    parts = [f"{len(records)} of {total} runs, from the checkpoint with SHA-256 `{(checkpoints or ['?'])[0]}`."]
+    parts += ["Test accuracy minus that of plain, percentage points, mean ± std (seeds above plain):", overview(tasks)]
+    for task, rows in tasks.items():
+        data = next((record["data"] for row in rows for record in row.records), "no run yet")
+        parts += [f"## {task}", data, task_table(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+# ---- picture --------------------------------------------------------------------------------------------------------
+
+
+def draw_rows(tasks: Mapping[str, Sequence[Row]], path: Path) -> Path:
+    """A panel for each task: test accuracy of every seed, those of one seed and method joined; bars are means."""
+    plt = pictures.pyplot()
+    columns = min(2, len(tasks))
+    lines = -(-len(tasks) // columns)
+    size = (6.4 * columns, 3.9 * lines)
+    figure, axes = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+    for axis in axes.flat[len(tasks) :]:
+        axis.axis("off")
+    for axis, (task, rows) in zip(axes.flat, tasks.items(), strict=False):
+        _draw_task(axis, rows)
+        axis.set_title(task)
+        axis.set_ylabel("test accuracy, %")
+    return pictures.save(figure, path)
+
+
+def _draw_task(axis: Any, rows: Sequence[Row]) -> None:
+    for method in dict.fromkeys(row.method for row in rows):
+        places = [place for place, row in enumerate(rows) if row.method == method]
+        for seed in sorted({seed for place in places for seed in rows[place].accuracy}):
+            values = [100 * rows[place].accuracy.get(seed, np.nan) for place in places]
+            axis.plot(places, values, "o-", color=pictures.INK, alpha=0.5, linewidth=0.8, markersize=4)
+    for place, row in enumerate(rows):
+        if row.accuracy:
+            mean = 100 * np.mean(list(row.accuracy.values()))
+            axis.plot([place], [mean], "_", color=pictures.ACCENT, markersize=16, markeredgewidth=2.5)
+    labels = [f"{row.method} {row.prior}" + ("" if row.accuracy else " (missing)") for row in rows]
+    axis.set_xticks(range(len(rows)), labels, rotation=60, ha="right", fontsize=8)
+    axis.set_xlim(-0.6, len(rows) - 0.4)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="y", alpha=0.25)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.classification.evidence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("comparisons", nargs="+", type=Path, help="YAML files of `compare`, one a task")
+    parser.add_argument("--records", type=Path, default=Path("outputs"), help="folder of one folder a comparison")
+    parser.add_argument("--out", type=Path, help="folder for evidence.md and evidence.png; default: --records")
+    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="as compare was given them")
+    arguments = parser.parse_args(argv)
+
+    def work() -> None:
+        tasks = {}
+        for path in arguments.comparisons:
+            comparison = load_comparison(path, arguments.set)
+            tasks[comparison.name] = make_rows(comparison, all_records(comparison, arguments.records / comparison.name))
+        out = arguments.out or arguments.records
+        text = report(tasks)
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(out / "evidence.md", text)
+        print(f"{text}\npicture: {draw_rows(tasks, out / 'evidence.png')}, text: {out}/evidence.md")
+
+    return run_command(parser.prog, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

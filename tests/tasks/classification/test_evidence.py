@@ -1,0 +1,196 @@
+import copy
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
+from hf_sparseprior.hub import file_sha256
+from tasks.classification import evidence, train
+from tasks.classification.compare import RECORDED, Comparison, load_comparison
+from tasks.classification.report import write_results
+
+CONFIGS = Path(__file__).parents[3] / "configs" / "classification"
+TASKS = ("count", "position", "orientation", "fashion")
+NAMES = ("full-plain", "full-violin", "lora-plain", "lora-violin")
+ACCURACY = {
+    "full-plain": {0: 0.50, 1: 0.60, 2: 0.70},
+    "full-violin": {0: 0.52, 1: 0.59, 2: 0.75},  # +2, -1 and +5 points: 2 on average, 3 their sample deviation
+    "lora-plain": {0: 0.40, 1: 0.44},
+    "lora-violin": {1: 0.46, 2: 0.90},  # only seed 1 is in both
+}
+
+
+def record(name, seed, accuracy, **changes):
+    decay = {"max_decay_change": 0.31, "decay_change_at_start": 0.145} if "violin" in name else {}
+    made = {
+        "metrics": {"test_accuracy": accuracy}, "prior": "violin", "prior_settings": {}, "pruning_ratio": 0.0,
+        "max_decay_change": None, "parameters": 461536, "seed": seed, "steps": 400, "seconds": 1.0,
+        "seconds_per_step": 0.1, "data_wait": 0.0, "data": "parquet in count (1000 train)", "versions": {},
+        "hardware": {}, "config": {}, "trainable_parameters": 1234, "pretrained_sha256": "abc",
+        "adapter_bytes": 56_789 if "lora" in name else None, **decay, **changes,
+    }  # fmt: skip
+    assert set(RECORDED) <= set(made)
+    return made
+
+
+def records():
+    return {name: [record(name, *pair) for pair in values.items()] for name, values in ACCURACY.items()}
+
+
+def rows(names=NAMES, made=None):
+    comparison = Comparison("evidence_count", {name: {} for name in names}, [0, 1, 2])
+    return evidence.make_rows(comparison, records() if made is None else made)
+
+
+def cells(text, method, prior):
+    line = next(line for line in text.splitlines() if line.startswith(f"| {method} | {prior} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")][2:]
+
+
+def test_differences_are_taken_seed_by_seed():
+    found = {(row.method, row.prior): row for row in rows()}
+    assert found["full", "violin"].difference == pytest.approx({0: 0.02, 1: -0.01, 2: 0.05})
+    assert found["lora", "violin"].difference == pytest.approx({1: 0.02})
+    assert not found["full", "plain"].difference and not found["lora", "plain"].difference
+
+
+def test_the_table_of_a_task():
+    text = evidence.task_table(rows())
+    mean, std = 62.0, statistics.stdev([52, 59, 75])
+    assert cells(text, "full", "violin") == [
+        f"{mean:.2f} ± {std:.2f}", "+2.00, -1.00, +5.00", "2.00 ± 3.00", "2 of 3", "0.14 → 0.31", "1234", "",
+    ]  # fmt: skip
+    assert cells(text, "full", "plain") == ["60.00 ± 10.00", "", "", "", "", "1234", ""]
+    assert cells(text, "lora", "plain")[0] == "42.00 ± 2.83 (seed 2 missing)"
+    assert cells(text, "lora", "violin")[1:4] == ["+2.00", "2.00", "1 of 1"]
+    assert cells(text, "lora", "violin")[-1] == "56.8"
+
+
+def test_rows_without_runs_are_shown_as_missing():
+    made = records()
+    del made["lora-violin"], made["full-plain"]
+    tasks = {"evidence_count": rows(made=made), "evidence_position": rows(made={})}
+    text = evidence.report(tasks)
+    assert text.startswith("5 of 24 runs, from the checkpoint with SHA-256 `abc`.")
+    assert cells(text, "lora", "violin") == ["missing", "missing"]  # of the overview, the first table
+    assert cells(text.partition("## evidence_count")[2], "lora", "violin")[0] == "missing"
+    assert cells(text.partition("## evidence_count")[2], "full", "violin")[1:4] == ["", "", ""]
+    assert "no run yet" in text
+
+
+def test_the_overview_has_a_column_for_each_task():
+    better = records()
+    better["full-violin"] = [record("full-violin", seed, 0.9) for seed in range(3)]
+    text = evidence.overview({"count": rows(), "position": rows(made=better)})
+    assert text.splitlines()[0] == "| method | prior | count | position |"
+    assert cells(text, "full", "violin") == ["2.00 ± 3.00 (2 of 3)", "30.00 ± 10.00 (3 of 3)"]
+    assert "plain" not in text
+
+
+def test_equal_is_not_better():
+    made = {name: [record(name, seed, 0.5) for seed in range(3)] for name in NAMES}
+    assert evidence.agreement(rows(made=made)[1]) == "0 of 3"
+
+
+def test_runs_of_two_checkpoints_are_not_compared():
+    made = records()
+    made["lora-plain"][0]["pretrained_sha256"] = "def"
+    with pytest.raises(ValueError, match=r"from 2 checkpoints \(abc, def\), not from one"):
+        evidence.report({"evidence_count": rows(made=made)})
+
+
+@pytest.mark.parametrize("names", [("dense", "full-plain"), ("full-plain", "lora-violin")])
+def test_rows_need_a_plain_row_of_their_method(names):
+    with pytest.raises(ValueError, match="must be called METHOD-PRIOR, beside a row"):
+        rows(names)
+
+
+def test_the_command_reads_what_compare_leaves(tmp_path, capsys):
+    paths = [str(CONFIGS / "compare" / f"evidence_{task}.yaml") for task in TASKS]
+    config = copy.deepcopy(load_comparison(paths[0]).configs["full-plain"])
+    config["trainer"]["seed"] = 1
+    kept = record("full-plain", 1, 0.5, config=config)
+    write_results(tmp_path / "evidence_count" / "full-plain" / "seed1.json", kept)
+    assert evidence.main([*paths, "--records", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "evidence.md").read_text()
+    assert text in capsys.readouterr().out
+    assert re.match(r"1 of (\d+) runs", text) and cells(text, "full", "plain")[0] == "50.00 (seed 0, 2 missing)"
+    assert (tmp_path / "out" / "evidence.png").stat().st_size > 10_000
+
+
+# ---- configurations -------------------------------------------------------------------------------------------------
+
+
+def test_the_four_comparisons_differ_in_their_data_alone():
+    comparisons = {task: load_comparison(CONFIGS / "compare" / f"evidence_{task}.yaml") for task in TASKS}
+    for task, comparison in comparisons.items():
+        assert len(comparison.seeds) >= 3
+        for name, config in comparison.configs.items():
+            assert config["data"].pop("path") == f"data/spatial/{task}"
+            assert config == {**comparisons["count"].configs[name], "data": {"source": "parquet"}}
+    methods = {name.partition("-")[0] for name in comparisons["count"].configs}
+    assert methods == {"full", "lora", "dora"}
+    for name, config in comparisons["count"].configs.items():
+        assert config["tuning"].get("method", "full") == name.partition("-")[0]
+        plain = comparisons["count"].configs[name.partition("-")[0] + "-plain"]
+        assert {**config, "model": None} == {**plain, "model": None}
+
+
+# ---- equal starts ---------------------------------------------------------------------------------------------------
+
+MODEL = {
+    "image_size": 8, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 16,
+}  # fmt: skip
+PRIORS = ("dense", "violin", {"decay": {"name": "manhattan", "init": "moving"}})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    torch.manual_seed(0)
+    SparsePriorViTForImageClassification(SparsePriorViTConfig(**MODEL, num_labels=3)).save_pretrained(folder)
+    return folder
+
+
+def test_every_prior_starts_from_the_same_new_classifier(saved):
+    classes = [str(n) for n in range(10)]
+
+    def weight(seed, prior):
+        torch.manual_seed(seed)
+        return train.build_model({"pretrained": str(saved), "prior": prior}, classes).classifier.weight
+
+    first, *others = (weight(1, prior) for prior in PRIORS)
+    assert all(torch.equal(first, other) for other in others)
+    assert not torch.equal(first, weight(2, "dense"))
+    assert first.shape == (10, 8) and 0.01 < first.std() < 0.03  # initializer_range is 0.02
+
+
+def test_every_prior_starts_from_the_same_adapter_and_the_checkpoint_is_recorded(saved, tmp_path):
+    adapters, results = [], []
+    for number, prior in enumerate(PRIORS):
+        config = {
+            "data": {"source": "digits", "limit_train": 20, "limit_validation": 10, "limit_test": 10},
+            "model": {"pretrained": str(saved), "prior": prior},
+            "tuning": {"method": "lora", "rank": 2},
+            "trainer": {
+                "max_steps": 1, "learning_rate": 0.0, "seed": 5, "output_dir": str(tmp_path / str(number)),
+                "use_cpu": True, "disable_tqdm": True, "eval_strategy": "no", "save_strategy": "no",
+                "load_best_model_at_end": False,
+            },
+        }  # fmt: skip
+        results.append(train.run(config))
+        kept = load_file(tmp_path / str(number) / "adapter" / "adapter_model.safetensors")
+        adapters.append({name: value for name, value in kept.items() if "lora_A" in name or "classifier" in name})
+    assert len(adapters[0]) == 2 * 2 + 2
+    for other in adapters[1:]:
+        assert all(torch.equal(adapters[0][name], value) for name, value in other.items())
+    assert {run["pretrained_sha256"] for run in results} == {file_sha256(saved / "model.safetensors")}
+    assert results[0]["decay_change_at_start"] is None
+    for trained in results[1:]:  # with a learning rate of 0
+        assert trained["decay_change_at_start"] == pytest.approx(trained["max_decay_change"])
+        assert trained["max_decay_change"] > 1e-3
