@@ -144,8 +144,8 @@ def _do(run: Run, sweep: Sweep, records: Records, job: Job) -> None:
     """Train one run and write its record; its folder is removed unless it is kept."""
     config, folder = sweep.config(run), job.out / run.name
     config["trainer"]["output_dir"] = str(folder)
-    with open(os.devnull, "w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
-        results = train(config, command=job.command)  # transformers prints its log, which is also in results.json
+    with _quiet_transformers():
+        results = train(config, command=job.command)
     test_images = sum(map(sum, results["confusion"]))
     record = {"task": run.task, "stage": run.stage, "point": sweep.points[run.point], "images_judged": test_images}
     write_results(records.path(run), {**record, **record_of(results)})
@@ -154,6 +154,20 @@ def _do(run: Run, sweep: Sweep, records: Records, job: Job) -> None:
     accuracy, seconds = records.accuracy(run), results["seconds"]
     progress = f"[{_done(records)}/{sweep.size}]"
     print(f"{progress} {run.name}: {accuracy:.2f} % in {seconds:.0f} s", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Progress lines stay readable: no log of every epoch, which a record has no room for, and no list of new weights,
+    which `build_model` judges itself.
+    """
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with open(os.devnull, "w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
+            yield
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 # ---- several processes ----------------------------------------------------------------------------------------------

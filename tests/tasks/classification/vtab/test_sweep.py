@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -298,7 +299,7 @@ def test_jobs_and_commands_at_once_do_every_run_once(write, tmp_path):
     both = [subprocess.Popen(command(path, tmp_path, *more), **options) for more in (["--jobs", "2"], [])]
     outputs = [process.communicate(timeout=500) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
-    printed = [line.split()[1].rstrip(":") for _, errors in outputs for line in errors.splitlines() if line[:1] == "["]
+    printed = [name for _, errors in outputs for name in re.findall(r"^\[\d+/16\] (\S+): ", errors, re.MULTILINE)]
     found = [str(path.relative_to(tmp_path / "records"))[:-5] for path in (tmp_path / "records").rglob("seed*.json")]
     assert len(found) == 2 * (2 * 3 + 2) and sorted(printed) == sorted(found)
     assert all("eurosat" in text and "Missing:" in text for text, _ in outputs)
