@@ -74,8 +74,9 @@ def make_problem(setting: Setting, size: Size, trains: bool, seed: int = 0) -> P
     one (B, T, 3, H, D); "contiguous", (B, H, T, D) in memory.
     """
     support = resolve_support(setting.support, setting.heads, size.tokens)
-    settings = resolve_decay(setting.decay)
-    plan = AttentionPlan(setting.heads, nearly_square(size.tokens), setting.prefix, support, settings, layer=0)
+    grid = nearly_square(size.tokens)
+    settings = resolve_decay(setting.decay, grid)
+    plan = AttentionPlan(setting.heads, grid, setting.prefix, support, settings, layer=0)
     generator = torch.Generator(setting.device).manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -144,7 +145,8 @@ def _run_dense(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 def make_call(problem: Problem) -> Call:
     """The problem as the registry's backends and the chooser see it."""
     scale = problem.q.shape[-1] ** -0.5
-    return Call(problem.q, problem.k, problem.v, problem.plan, problem.decay, scale, 0.0, False, None, None)
+    inputs = (problem.q, problem.k, problem.v, problem.plan, problem.decay)
+    return Call(*inputs, scale, 0.0, False, bias=None, token_ids=None, mask=None, positions=None)
 
 
 def _backend_contender(name: str) -> Contender:

@@ -177,7 +177,8 @@ def test_operators_pass_torchs_own_checks(cpp, prefix):
             torch.library.opcheck(torch.ops.hf_sparseprior.decayed_forward.default, tuple(trained))
 
 
-@pytest.mark.parametrize("decay", DECAYS)
+# In a model a learned order is not the kernel's, which refuses it.
+@pytest.mark.parametrize("decay", [name for name in DECAYS if name != "learned_order"])
 def test_compiled_and_exported(cpp, decay):
     cpp.check_compiled({"support": "dense", "decay": decay})
 
