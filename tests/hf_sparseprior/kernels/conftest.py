@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_sparseprior.attention import SparsePriorAttention
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.kernels import diagonal_cpu
-from hf_sparseprior.ops import AttentionPlan, Call, _dense_weights, attention, plan_table
+from hf_sparseprior.ops import AttentionPlan, Call, _dense_decay, attention, plan_table
 from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.supports import resolve_support
 
@@ -119,8 +119,10 @@ class Kernels:
         if plan.offsets is not None:
             sizes = sizes * plan_table(plan, "mask", device)
         spec, positions = {"name": decay, **settings, **scalars}, plan_table(plan, "positions", device)
-        call = Call(wide["q"], wide["k"], wide["v"], plan, spec, 1.0, 0.0, False, None, positions)
-        weights = _dense_weights(call, torch.float64)
+        call = Call(wide["q"], wide["k"], wide["v"], plan, spec, 1.0, 0.0, False, None, None, None, positions)
+        weights = _dense_decay(call, torch.float64)
+        if (alpha := scalars.get("alpha")) is not None:
+            weights = weights * alpha.view(-1, 1, 1)
         sums = torch.autograd.grad(weights, list(scalars.values()), sizes, allow_unused=True)
         return {name: 0.0 if one is None else one.abs() for name, one in zip(scalars, sums, strict=True)}
 
