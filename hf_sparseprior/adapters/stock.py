@@ -16,7 +16,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import cached_file
 from transformers.utils.output_capturing import _active_collector
 
 from hf_sparseprior.attention import PriorAttention
+from hf_sparseprior.decay import Decay
 from hf_sparseprior.extras import EXTRAS, resolve_extras
 from hf_sparseprior.hub import write_bytes
 from hf_sparseprior.prior import parse_prior, resolve_prior
@@ -88,11 +90,13 @@ class TokenLayout:
     Args:
         family: of the model.
         num_prefix_tokens: class, distillation and register tokens.
+        layers: of the encoder, that may run again in the backward pass.
     """
 
-    def __init__(self, family: Family, num_prefix_tokens: int) -> None:
+    def __init__(self, family: Family, num_prefix_tokens: int, layers: Sequence[GradientCheckpointingLayer]) -> None:
         self.family = family
         self.num_prefix_tokens = num_prefix_tokens
+        self.layers: list[Any] = list(layers)
         self.grid: tuple[int, int] | None = None
         self.token_ids: Tensor | None = None
 
@@ -100,6 +104,11 @@ class TokenLayout:
         """Forward hook of the patch projection: its output is the grid."""
         *frames, height, width = output.shape[2:]
         self.grid = (math.prod(frames) * height, width)
+        # Now and not before: activation checkpointing may be switched on at any time.
+        for layer in self.layers:
+            checkpoint = getattr(layer, "_gradient_checkpointing_func", None)
+            if checkpoint is not None and not isinstance(checkpoint, LayoutKeeper):
+                layer._gradient_checkpointing_func = LayoutKeeper(self, checkpoint)
 
     def see_shuffled(self, module: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
         """Forward hook of embeddings that return how they shuffled the patches."""
@@ -136,6 +145,31 @@ class TokenLayout:
                 f"{visible} patches of a {self.grid[0]}x{self.grid[1]} grid"
             )
         return self.grid, self.num_prefix_tokens, self.token_ids
+
+
+@dataclass
+class LayoutKeeper:
+    """Activation checkpointing of a layer which, when the layer runs again, is told of the layout that it had.
+
+    By then another forward may have been seen: two views of an image, a student and a teacher, several crops.
+    """
+
+    layout: TokenLayout
+    checkpoint: Callable
+
+    def __call__(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer by `checkpoint`."""
+        layout, seen = self.layout, (self.layout.grid, self.layout.token_ids)
+
+        def run_as_seen(*inner: Any, **options: Any) -> Any:
+            now = layout.grid, layout.token_ids
+            layout.grid, layout.token_ids = seen
+            try:
+                return run(*inner, **options)
+            finally:
+                layout.grid, layout.token_ids = now
+
+        return self.checkpoint(run_as_seen, *args, **kwargs)
 
 
 class StockPrior(PriorAttention):
@@ -195,6 +229,8 @@ def prior_attention(
         attend = _own_attention(module, prior.config)
         return attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     grid, num_prefix_tokens, token_ids = prior.layout.of(query.shape[2])
+    # Rotary positions come out in float32 under autocast, values do not.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     bias = attention_mask
     if bias is not None and bias.dtype == torch.bool:
         bias = torch.zeros(bias.shape, dtype=query.dtype, device=bias.device).masked_fill(~bias, -math.inf)
@@ -355,7 +391,8 @@ def apply_prior(model: PreTrainedModel, prior: str | dict[str, Any]) -> PreTrain
     otherwise. Call it on the model that is saved, not on a part of it, and before an optimizer is made.
 
     Args:
-        model: ViT, DeiT, ViT-MSN, DINOv2, DINOv3, BEiT, CLIP, SigLIP, ViTMAE, I-JEPA, VideoMAE or Swin, any head.
+        model: ViT, DeiT, ViT-MSN, DINOv2, DINOv3, BEiT, CLIP, SigLIP, ViTMAE, I-JEPA, VideoMAE or Swin, any head; of a
+            peft model its base model gets the prior.
         prior: as in `SparsePriorViTConfig`; extras within attention only, and not on ViTMAE and VideoMAE.
 
     Returns:
@@ -364,13 +401,21 @@ def apply_prior(model: PreTrainedModel, prior: str | dict[str, Any]) -> PreTrain
     Raises:
         ValueError: for a bad prior, a model that has one, or one that cannot take one: which module, and why.
     """
-    if any(hasattr(module, SIDECAR) for module in model.modules()):
+    target: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if sidecars := sidecars_of(target):
         had = "a prior already; hf_sparseprior.remove_prior(model)"
-        if getattr(model, STATE, None) is None:
+        if sidecars[0].for_adapters:
             had = "an adapter with a decay, which goes on top of a prior; unload() of the peft model"
         raise ValueError(f"{type(model).__name__} has {had} comes first")
-    setattr(model, STATE, attach(model, _with_identity(parse_prior(prior))))
+    if not isinstance(target, PreTrainedModel):
+        raise ValueError(f"{type(model).__name__} must be a model of transformers, the one that is saved")
+    setattr(target, STATE, attach(target, _with_identity(parse_prior(prior))))
     return model
+
+
+def sidecars_of(model: nn.Module) -> list[StockPrior]:
+    """Every `StockPrior` in a model."""
+    return [module for module in model.modules() if isinstance(module, StockPrior)]
 
 
 def attach(model: nn.Module, slots: dict[str, Any], for_adapters: bool = False) -> Applied:
@@ -385,7 +430,8 @@ def attach(model: nn.Module, slots: dict[str, Any], for_adapters: bool = False) 
     """
     encoder = find_encoder(model)
     _check_extras(slots, encoder.family)
-    layout = TokenLayout(encoder.family, encoder.num_prefix_tokens)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layout = TokenLayout(encoder.family, encoder.num_prefix_tokens, layers)
     # All of them before the first is put in place: a refused setting must leave the model alone.
     sidecars = [
         StockPrior(
@@ -416,11 +462,16 @@ def remove_prior(model: PreTrainedModel) -> PreTrainedModel:
         ValueError: if the model has no prior of `apply_prior`, or an adapter that adds a decay to it.
     """
     applied = applied_prior(model)
-    if any(model.get_submodule(name).get_submodule(SIDECAR).decay_adapter is not None for name in applied.attention):
+    if any(has_adapter(sidecar) for sidecar in sidecars_of(model)):
         raise ValueError(f"{type(model).__name__} has an adapter with a decay; unload() of the peft model comes first")
     detach(model, applied)
     delattr(model, STATE)
     return model
+
+
+def has_adapter(sidecar: StockPrior) -> bool:
+    """Whether peft holds scalars in it: a decay of its own, or a copy of the prior's in `modules_to_save`."""
+    return sidecar.decay_adapter is not None or not isinstance(sidecar.decay_bias, Decay | None)
 
 
 def detach(model: nn.Module, applied: Applied) -> None:
@@ -432,6 +483,9 @@ def detach(model: nn.Module, applied: Applied) -> None:
         delattr(module, SIDECAR)
     for handle in applied.handles:
         handle.remove()
+    for module in model.modules():
+        if isinstance(checkpoint := getattr(module, "_gradient_checkpointing_func", None), LayoutKeeper):
+            module._gradient_checkpointing_func = checkpoint.checkpoint
 
 
 def applied_prior(model: PreTrainedModel) -> Applied:
@@ -457,7 +511,7 @@ def _check_extras(slots: dict[str, Any], family: Family) -> None:
 
 def _with_identity(slots: dict[str, Any]) -> dict[str, Any]:
     decay = slots["decay"]
-    if decay is None or decay == "none":
+    if not isinstance(decay, (str, Mapping)) or decay == "none":
         return slots
     decay = {"name": decay} if isinstance(decay, str) else decay
     return {**slots, "decay": {"init": "identity", **decay}}
@@ -503,16 +557,19 @@ def _recorded(model: PreTrainedModel) -> Iterator[None]:
     transformers refuses to load a config with an attention that it does not know, so where this package is not there,
     the saved model does not come back without its prior unnoticed.
     """
-    config, ignored = model.config, model._keys_to_ignore_on_save
-    prior = applied_prior(model).prior
-    setattr(config, CONFIG_FIELD, {"prior": prior})
-    config.attn_implementation = IMPLEMENTATIONS[1 if prior["decay"] else 0]
+    # Also in that of a vision tower, which a class for the tower alone reads.
+    configs = {id(config): config for config in (model.config, sidecars_of(model)[0].config)}
+    ignored, prior = model._keys_to_ignore_on_save, applied_prior(model).prior
+    for config in configs.values():
+        setattr(config, CONFIG_FIELD, {"prior": prior})
+        config.attn_implementation = IMPLEMENTATIONS[1 if prior["decay"] else 0]
     model._keys_to_ignore_on_save = {*(ignored or ()), *_scalar_names(model, model.state_dict())}
     try:
         yield
     finally:
-        delattr(config, CONFIG_FIELD)
-        del config.attn_implementation
+        for config in configs.values():
+            delattr(config, CONFIG_FIELD)
+            del config.attn_implementation
         model._keys_to_ignore_on_save = ignored
 
 
@@ -527,16 +584,26 @@ def restore_prior(model: PreTrainedModel, folder: str | os.PathLike, **source: A
     Raises:
         OSError: if the scalars are missing, damaged or of another shape.
     """
-    config = model.config
-    record = getattr(config, CONFIG_FIELD, None)
-    name = config._attn_implementation
-    if name in IMPLEMENTATIONS:
-        config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
+    record = name = None
+    for module in model.modules():  # decoders and towers have configs of their own
+        config = getattr(module, "config", None)
+        if not isinstance(config, PreTrainedConfig):
+            continue
+        if hasattr(config, CONFIG_FIELD):
+            record = getattr(config, CONFIG_FIELD)
+            delattr(config, CONFIG_FIELD)
+        if config._attn_implementation in IMPLEMENTATIONS:
+            name = config._attn_implementation
+            config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
+    if (record or name) and getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            f"{folder} is an adapter for a model with a prior: load that model, then "
+            "peft.PeftModel.from_pretrained(model, folder)"
+        )
     if record is None:
-        if name in IMPLEMENTATIONS:
+        if name is not None:
             apply_prior(model, name)
         return
-    delattr(config, CONFIG_FIELD)
     apply_prior(model, record["prior"])
     load_scalars(model, folder, **source)
 
@@ -572,19 +639,41 @@ _SOURCE_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token",
 
 @functools.wraps(_stock_save)
 def _save_pretrained(self: PreTrainedModel, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+    sidecars, file = sidecars_of(self), Path(save_directory) / SCALARS_FILE
+    if not sidecars:
+        result = _stock_save(self, save_directory, *args, **kwargs)
+        file.unlink(missing_ok=True)  # of a model that was saved there before
+        return result
+    if any(has_adapter(sidecar) for sidecar in sidecars) or getattr(self, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            f"{type(self).__name__} has a prior and an adapter: save the peft model, or unload() or merge first"
+        )
     if getattr(self, STATE, None) is None:
-        return _stock_save(self, save_directory, *args, **kwargs)
+        raise ValueError(
+            f"{type(self).__name__} has a prior that was applied to a part of it or to what it is a part of; "
+            "hf_sparseprior.apply_prior goes to the model that is saved"
+        )
     if kwargs.get("is_main_process", True):
         # First, because saving may go on to upload the folder.
         os.makedirs(save_directory, exist_ok=True)
         scalars = {name: tensor.contiguous() for name, tensor in scalars_of(self, kwargs.get("state_dict")).items()}
-        write_bytes(Path(save_directory) / SCALARS_FILE, save(scalars, {"format": "pt"}))
+        write_bytes(file, save(scalars, {"format": "pt"}))
     with _recorded(self):
         return _stock_save(self, save_directory, *args, **kwargs)
 
 
+def _mentions_prior(config: Any) -> bool:
+    parts = [getattr(config, name) for name in config.sub_configs if getattr(config, name, None) is not None]
+    return hasattr(config, CONFIG_FIELD) or any(_mentions_prior(part) for part in parts)
+
+
 @functools.wraps(_stock_load)
 def _from_pretrained(cls: type[PreTrainedModel], source: Any, *args: Any, **kwargs: Any) -> Any:
+    own = kwargs.get("config")
+    if isinstance(own, PreTrainedConfig) and not _mentions_prior(own):
+        file = Path(str(source)) / kwargs.get("subfolder", "") / SCALARS_FILE
+        if file.is_file():
+            raise ValueError(f"config={type(own).__name__} says nothing of the prior of {file}; leave it out")
     loaded = _stock_load(cls, source, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     restore_prior(model, source, **{name: kwargs[name] for name in _SOURCE_ARGUMENTS if name in kwargs})

@@ -7,18 +7,23 @@ import subprocess
 import sys
 
 import numpy as np
+import peft
 import pytest
 import torch
 from transformers import (
     AttentionInterface,
     AutoModel,
     AutoModelForImageClassification,
+    CLIPModel,
+    CLIPVisionModel,
     HieraConfig,
     HieraModel,
     TimesformerConfig,
     TimesformerModel,
     ViTConfig,
     ViTForImageClassification,
+    ViTMAEConfig,
+    ViTMAEForPreTraining,
     ViTModel,
     VivitConfig,
     VivitModel,
@@ -31,6 +36,10 @@ from hf_sparseprior.supports import build_mask
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
 from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY, tiny_clip, visible_patches
 
+DECODER = {
+    **{"decoder_hidden_size": 24, "decoder_num_hidden_layers": 1},
+    **{"decoder_num_attention_heads": 2, "decoder_intermediate_size": 32, "mask_ratio": 0.5},
+}
 families = pytest.mark.parametrize("name", STOCK)
 PRIORS = {
     "fibottention": "fibottention",
@@ -265,6 +274,42 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         torch.testing.assert_close(gradients[1][name], gradient)
 
 
+@pytest.mark.parametrize("name", ["vit", "mae"])
+def test_two_forwards_before_one_checkpointed_backward(name):
+    """The layers run again with the layout of their own forward: other patches are visible, or the grid is another."""
+    first, second = STOCK[name].example(1), STOCK[name].example(2)
+    if name == "mae":
+        second["noise"] = 1 - second["noise"]
+    else:
+        first, second = ({"pixel_values": torch.randn(2, 3, *size)} for size in ((32, 48), (48, 32)))
+        first["interpolate_pos_encoding"] = second["interpolate_pos_encoding"] = True
+    gradients = []
+    for checkpointed in (False, True):
+        model = sp.apply_prior(STOCK[name].build(), "fibottention+violin").train()
+        move_decays(model)
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        loss = sum(model(**view).last_hidden_state.square().sum() for view in (first, second))
+        loss.backward()
+        gradients.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], gradient)
+    sp.remove_prior(model)
+    assert not any(
+        isinstance(getattr(module, "_gradient_checkpointing_func", None), stock.LayoutKeeper)
+        for module in model.modules()
+    )
+
+
+@families
+def test_autocast(name):
+    """Rotary positions leave queries and keys in float32 beside values in bfloat16."""
+    model = sp.apply_prior(STOCK[name].build(), "fibottention+violin")
+    exact = output(model, name)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (output(model, name).float() - exact).abs().max() < 0.1 * exact.abs().max()
+
+
 def test_half_precision_keeps_the_scalars_precise():
     model = sp.apply_prior(STOCK["vit"].build().to(torch.bfloat16), "violin")
     model.to(torch.bfloat16)
@@ -346,6 +391,79 @@ def test_a_prior_survives_a_change_of_head(tmp_path):
     assert isinstance(AutoModelForImageClassification.from_pretrained(tmp_path), ViTForImageClassification)
 
 
+@pytest.mark.parametrize("prior", ["fibottention", "violin"])
+def test_a_decoder_stays_dense_when_the_model_comes_back(prior, tmp_path):
+    model = sp.apply_prior(ViTMAEForPreTraining(ViTMAEConfig(**TINY, **DECODER)).eval(), prior)
+    move_decays(model)
+    model.save_pretrained(tmp_path)
+    inputs = STOCK["mae"].example()
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        assert torch.equal(ViTMAEForPreTraining.from_pretrained(tmp_path)(**inputs).logits, expected)
+
+
+def test_the_tower_of_a_saved_pair_keeps_its_prior(tmp_path):
+    pair = sp.apply_prior(tiny_clip(), "fibottention+violin")
+    move_decays(pair)
+    pair.save_pretrained(tmp_path)
+    images = STOCK["clip"].example()
+    tower = CLIPVisionModel.from_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = pair.vision_model(**images).last_hidden_state
+        assert torch.equal(tower(**images).last_hidden_state, expected)
+        again = CLIPModel.from_pretrained(tmp_path)
+        assert torch.equal(again.vision_model(**images).last_hidden_state, expected)
+    script = f"from transformers import CLIPVisionModel; CLIPVisionModel.from_pretrained({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode != 0 and "violin" in done.stderr.splitlines()[-1]
+
+
+def test_saving_a_part_or_a_whole_that_has_no_record_is_refused(tmp_path):
+    config = ViTConfig(**TINY)
+    part, whole = ViTForImageClassification(config), ViTForImageClassification(config)
+    sp.apply_prior(part.vit, "fibottention")
+    sp.apply_prior(whole, "fibottention")
+    for model in (part, whole.vit):
+        with pytest.raises(ValueError, match="applied to a part of it or to what it is a part of"):
+            model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="Sequential must be a model of transformers"):
+        sp.apply_prior(torch.nn.Sequential(ViTModel(config)), "fibottention")
+
+
+def test_a_config_of_ones_own_does_not_drop_the_prior(tmp_path):
+    sp.apply_prior(STOCK["vit"].build(), "violin").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="config=ViTConfig says nothing of the prior"):
+        ViTModel.from_pretrained(tmp_path, config=ViTConfig(**TINY))
+    STOCK["vit"].build().save_pretrained(tmp_path)  # without a prior, over it
+    assert not (tmp_path / stock.SCALARS_FILE).exists()
+    assert isinstance(ViTModel.from_pretrained(tmp_path, config=ViTConfig(**TINY)), ViTModel)
+
+
+def test_of_a_peft_model_the_base_model_gets_the_prior(tmp_path):
+    model = ViTForImageClassification(ViTConfig(**TINY)).eval()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    sp.apply_prior(adapted, "fibottention")
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    images = STOCK["vit"].example()
+    with torch.no_grad():
+        expected = merged(**images).logits
+        assert torch.equal(ViTForImageClassification.from_pretrained(tmp_path)(**images).logits, expected)
+    sp.remove_prior(merged)
+
+
+def test_scalars_that_peft_holds_are_not_thrown_away(tmp_path):
+    model = sp.apply_prior(ViTForImageClassification(ViTConfig(**TINY)), "violin")
+    settings = {"target_modules": ["q_proj"], "modules_to_save": ["decay_bias"]}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    with pytest.raises(ValueError, match=r"unload\(\) of the peft model"):
+        sp.remove_prior(model)
+    with pytest.raises(ValueError, match="save the peft model, or unload"):
+        model.save_pretrained(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+
+
 def test_without_the_package_a_saved_model_does_not_load_as_a_dense_one(tmp_path):
     sp.apply_prior(STOCK["vit"].build(), "fibottention").save_pretrained(tmp_path)
     script = f"from transformers import ViTModel; ViTModel.from_pretrained({str(tmp_path)!r})"
@@ -379,6 +497,7 @@ def test_twice_is_refused_and_changes_nothing():
         ("fibotention", "did you mean 'fibottention'"),
         ({"support": {"name": "fibottention", "w_min": -1}}, "w_min=-1"),
         ({"decay": {"name": "violin", "init": "none"}}, "init='none'"),
+        ({"decay": 7}, "decay=7"),
     ],
 )
 def test_a_bad_prior_leaves_the_model_alone(prior, message):
@@ -395,7 +514,7 @@ def test_a_bad_prior_leaves_the_model_alone(prior, message):
         (lambda: TimesformerModel(TimesformerConfig(**TINY, num_frames=2)), r"TimesformerSelfAttention\) computes"),
         (lambda: HieraModel(HieraConfig(image_size=[32, 32], embed_dim=16)), "itself"),
         (lambda: VivitModel(VivitConfig(**TINY, num_frames=2)), r"VivitAttention\) is not known"),
-        (lambda: torch.nn.Linear(2, 2), "has no attention module"),
+        (lambda: torch.nn.Linear(2, 2), "Linear must be a model of transformers"),
         (lambda: sp.SparsePriorViTModel(sp.SparsePriorViTConfig(**TINY)), "config's `prior`"),
     ],
 )
