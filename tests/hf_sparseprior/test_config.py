@@ -218,7 +218,7 @@ BAD = {
     "predictor": ({"prior": {"predictor": "sparsifiner"}}, ["predictor='sparsifiner'", "None"]),
     "mixer": ({"prior": {"mixer": "linear"}}, ["mixer='linear'", "softmax"]),
     "mixer of another type": ({"prior": {"mixer": ["softmax"]}}, ["mixer=['softmax']"]),
-    "extras": ({"prior": {"extras": ["lora"]}}, ["extras=['lora']", "empty"]),
+    "extras": ({"prior": {"extras": ["lora"]}}, ["extras='lora'", "swin_rpb"]),
     "w_min": (fibottention(w_min=-1), ["w_min=-1", "1 or more", "64 patch tokens", "8x8 grid"]),
     "w_min as float": (fibottention(w_min=2.0), ["w_min=2.0", "integer"]),
     "w_max": (fibottention(w_max=0), ["w_max=0", "1 or more"]),

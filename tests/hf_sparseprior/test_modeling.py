@@ -114,6 +114,15 @@ def decay_by_hand(config, scalars, grid, prefix):
     rows, columns = np.indices(grid).reshape(2, -1)
     if decay["name"] == "manhattan":
         distances = [abs(rows[:, None] - rows) + abs(columns[:, None] - columns)]
+    elif decay["name"] == "random_order":
+        order = list(range(len(rows)))
+        random.Random(decay["seed"]).shuffle(order)
+        turned = np.array(order).reshape(grid[::-1]).T.ravel()  # the order of the transposed grid
+        distances = [abs(rank[:, None] - rank) for rank in (np.array(order), turned)]
+    elif decay["name"] == "learned_order":
+        assert list(grid) == decay["grid"]
+        place = scalars["order"].flatten()
+        distances = [abs(place[:, None] - place).numpy()]
     else:
         ranks = [curve_rank(curve, grid).ravel() for curve in decay["curves"]]
         distances = [abs(rank[:, None] - rank) for rank in ranks]

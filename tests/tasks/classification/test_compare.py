@@ -314,7 +314,12 @@ def test_a_bad_variant_is_named_before_anything_runs(tmp_path, variants, message
     assert message in str(error.value) and "variant 'a'" in str(error.value)
 
 
-@pytest.mark.parametrize("variants", [{}, None, ["dense"], "dense"])
+def test_a_missing_file_of_variants_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no_such_rows"):
+        load_comparison(write(tmp_path, "no_such_rows.yaml"))
+
+
+@pytest.mark.parametrize("variants", [{}, None, ["dense"]])
 def test_without_variants_there_is_nothing_to_compare(tmp_path, variants):
     with pytest.raises(ValueError, match=r"variants=.* must hold a name and changes for each row"):
         load_comparison(write(tmp_path, variants))
