@@ -6,8 +6,8 @@ seeds: [0, 1, 2, 3, 4]                 of the final stage
 selection_seeds: [0, 1, 2, 3, 4]       of every grid point
 grid: {trainer.learning_rate: [1e-3, 1e-4]}    {section.key: values}; every combination is tried
 variants:                              name of a row: what it changes; the first is the baseline
-  baseline: {}
-  violin: {model: {prior: violin}}
+  baseline: {model: {prior: dense}}
+  violin: {model: {prior: {decay: {name: violin, init: finetune}}}}
 data, augmentation, model, trainer:    as in a training configuration, shared by all variants
 """
 

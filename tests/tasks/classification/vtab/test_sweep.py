@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from hf_sparseprior import SparsePriorViTConfig
 from tasks.classification import train as training
 from tasks.classification.compare import RECORDED
-from tasks.classification.config import SECTIONS
 from tasks.classification.vtab import sweep as sweeping
 from tasks.classification.vtab.plan import Records, choose, load_sweep, point_name
 from tasks.classification.vtab.report import summarize
@@ -45,8 +45,7 @@ def trained(monkeypatch):
         return judged(config, accuracy[0](config))
 
     monkeypatch.setattr(sweeping, "train", train)
-    done_and_accuracy = done, accuracy
-    return done_and_accuracy
+    return done, accuracy
 
 
 def sweep_of(path, tasks=("eurosat",), **options):
@@ -431,14 +430,16 @@ TITLES = {
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_sweep_is_the_recipe_of_table_29(path):
     model, _, method = path.stem.rpartition("_")
-    if method != "full" and "tuning" not in SECTIONS:
-        pytest.skip("adapters are not a section of configurations here")
     sweep = load_sweep(path)
     rates = [1e-3, 7.5e-4, 5e-4, 2.5e-4, 1e-4]
     ranks = [{}] if method == "full" else [{"tuning.rank": rank} for rank in (2, 4, 8, 16)]
     assert sweep.points == [{"trainer.learning_rate": rate, **rank} for rate in rates for rank in ranks]
     assert sweep.seeds == sweep.selection_seeds == [0, 1, 2, 3, 4] and sweep.tasks == list(TASKS)
-    assert [config["model"].get("prior") for config in sweep.configs.values()] == [None, "violin"]
+    priors = {name: SparsePriorViTConfig(prior=config["model"]["prior"]) for name, config in sweep.configs.items()}
+    assert {name: (prior.prior_name, (prior.prior["decay"] or {}).get("init")) for name, prior in priors.items()} == {
+        "baseline": ("dense", None), "violin": ("violin", "finetune"), "violin_moving": ("violin", "moving"),
+    }  # fmt: skip
+    assert {config["tuning"].get("method", "full") for config in sweep.configs.values()} == {method or path.stem}
     trainer = sweep.configs["baseline"]["trainer"]
     table = {
         "num_train_epochs": 50, "per_device_train_batch_size": 64, "adam_beta1": 0.9, "adam_beta2": 0.999,
