@@ -8,8 +8,8 @@ variants:                              name of a row: what it changes
   lora: {tuning: {method: lora}}
 
 `variants` may also name a file of them, relative to this one. Runs of one seed see the same images in the same order,
-augmented alike, and start from the same new classifier and adapters. Seeds take turns, so that an early stop leaves a
-fair comparison. Every finished run leaves a record; killed at any moment, the same command goes on where it stopped,
+augmented alike, and with `model.pretrained` start from the same new classifier and adapters. Seeds take turns, so that
+an early stop leaves a fair comparison. Every finished run leaves a record; killed at any moment, the same command goes on where it stopped,
 and does no finished run again. Prints one table and draws one picture.
 """
 
