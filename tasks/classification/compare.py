@@ -9,8 +9,8 @@ variants:                              name of a row: what it changes
 
 `variants` may also name a file of them, relative to this one. Runs of one seed see the same images in the same order,
 augmented alike, and with `model.pretrained` start from the same new classifier and adapters. Seeds take turns, so that
-an early stop leaves a fair comparison. Every finished run leaves a record; killed at any moment, the same command goes on where it stopped,
-and does no finished run again. Prints one table and draws one picture.
+an early stop leaves a fair comparison. Every finished run leaves a record; killed at any moment, the same command goes
+on where it stopped, and does no finished run again. Prints one table and draws one picture.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import copy
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from tasks.classification.config import (
 )
 from tasks.classification.report import read_results, write_results
 from tasks.classification.run_folder import RUN_CONFIG, config_differences, folder_differences
-from tasks.classification.train import run
+from tasks.classification.train import check_pretrained, pretrained_sha256, run
 
 # What a record keeps of a run's results.json; the rest stays in the run's folder.
 RECORDED = (
@@ -147,7 +147,7 @@ def refuse_owned(keys: Sequence[str], owned: Mapping[str, str], where: str) -> N
 
 
 def _check_model(model: dict[str, Any]) -> None:
-    """Let the model's configuration check itself, before other variants train for hours."""
+    """Let the configuration of a model from scratch check itself; a saved one need not be there to read records."""
     options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
     if model.get("preset"):
         SparsePriorViTConfig.from_preset(model["preset"], **options)
@@ -179,6 +179,8 @@ def run_comparison(
         found.append(read_record(records / name / f"seed{seed}.json", config))
         if found[-1] is None:
             check_folder(config)
+    pending = [config for config, record in zip(configs, found, strict=True) if record is None]
+    check_start(pending, [record for record in found if record is not None])
     for number, ((seed, name), config, record) in enumerate(zip(todo, configs, found, strict=True), start=1):
         if record is None:
             print(f"[{number}/{len(todo)}] {name}, seed {seed}", file=sys.stderr, flush=True)
@@ -193,6 +195,10 @@ def run_comparison(
 def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[str, Any]]]:
     """Every record of the comparison's variants, whatever part of it ran last, seeds in order; variants with none left
     out.
+
+    Raises:
+        ValueError: for a record that is damaged or of another configuration, and for weights of `model.pretrained` that
+            changed between runs.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for name, config in comparison.configs.items():
@@ -204,7 +210,42 @@ def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[st
             record = read_record(records / name / f"seed{seed}.json", expected)
             assert record is not None
             found.setdefault(name, []).append(record)
+    check_one_checkpoint(record for runs in found.values() for record in runs)
     return found
+
+
+def check_one_checkpoint(records: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError if runs from one `model.pretrained` started from different weights."""
+    found: dict[str | None, set[str]] = {}
+    for record in records:
+        folder = record["config"].get("model", {}).get("pretrained")
+        found.setdefault(folder, set()).add(record.get("pretrained_sha256") or "unknown")
+    for folder, checksums in found.items():
+        if len(checksums) > 1:
+            raise ValueError(
+                f"runs with model.pretrained={folder} started from {len(checksums)} checkpoints "
+                f"({', '.join(sorted(checksums))}), not from one; remove the records of the others or choose another "
+                "--records"
+            )
+
+
+def check_start(pending: Sequence[dict[str, dict[str, Any]]], records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError or OSError if a run cannot start from its `model.pretrained`, or not from the weights of the
+    records.
+
+    Args:
+        pending: configurations of the runs still to do.
+        records: of those that are done.
+    """
+    for config in pending:
+        check_pretrained(config["model"])
+    starts = {config["model"].get("pretrained"): config for config in pending}
+    check_one_checkpoint(
+        [
+            *records,
+            *({"config": c, "pretrained_sha256": pretrained_sha256(c["model"])} for c in starts.values()),
+        ]
+    )
 
 
 def check_folder(config: dict[str, dict[str, Any]]) -> None:

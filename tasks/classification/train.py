@@ -17,7 +17,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import ProgressCallback, set_seed
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
@@ -34,7 +34,7 @@ from hf_sparseprior.training import (
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.augmentation import AugmentationConfig
 from tasks.classification.command import RunStopped, run_command
-from tasks.classification.config import DataConfig, check_config, load_config
+from tasks.classification.config import MODEL_EXTRAS, DataConfig, check_config, load_config
 from tasks.classification.evaluate import load_whole_model
 from tasks.classification.inputs import make_inputs, read_data
 from tasks.classification.metrics import compute_metrics, confusion_matrix
@@ -97,8 +97,7 @@ def _build_model(options: dict[str, Any], classes: list[str]) -> SparsePriorViTF
 
 def _load_pretrained(folder: str, options: dict[str, Any]) -> SparsePriorViTForImageClassification:
     """A saved model with changed options: only classifier and prior may start anew, positions are interpolated."""
-    if not Path(folder).is_dir():
-        raise OSError(f"model.pretrained={folder} is not a folder of a saved model")
+    _check_folder(folder)
     model, info = SparsePriorViTForImageClassification.from_pretrained(
         folder, ignore_mismatched_sizes=True, output_loading_info=True, **options
     )
@@ -115,6 +114,26 @@ def _load_pretrained(folder: str, options: dict[str, Any]) -> SparsePriorViTForI
             f"model.pretrained={folder} does not fit this model: {', '.join(fresh[:3])}{more} would start at random"
         )
     return model
+
+
+def check_pretrained(model: dict[str, Any]) -> None:
+    """Let the configuration in `model.pretrained`, with the options of this section over it, check itself.
+
+    Raises:
+        ValueError: for bad options.
+        OSError: if the folder is missing or has no configuration.
+    """
+    if not (folder := model.get("pretrained")):
+        return
+    _check_folder(folder)
+    saved, _ = SparsePriorViTConfig.get_config_dict(folder)
+    options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
+    SparsePriorViTConfig.from_dict({**saved, **options})
+
+
+def _check_folder(folder: str) -> None:
+    if not (Path(folder) / CONFIG_NAME).is_file():
+        raise OSError(f"model.pretrained={folder} is not a folder of a saved model")
 
 
 @torch.no_grad()

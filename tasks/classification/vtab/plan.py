@@ -22,7 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from tasks.classification.compare import check_seeds, read_record, refuse_owned, variant_configs
+from tasks.classification.compare import (
+    check_one_checkpoint,
+    check_seeds,
+    check_start,
+    read_record,
+    refuse_owned,
+    variant_configs,
+)
 from tasks.classification.config import SECTIONS, apply_overrides, check_config, check_known, read_layers
 from tasks.classification.vtab.tasks import FINAL, SELECTION, TASKS
 
@@ -167,6 +174,7 @@ class Records:
         self.sweep = sweep
         self.folder = folder
         self._read: dict[Run, dict[str, Any]] = {}
+        self._started: dict[str | None, dict[str, Any]] = {}  # by `model.pretrained`, the first record that was read
 
     def path(self, run: Run) -> Path:
         """The file of a run's record."""
@@ -176,14 +184,22 @@ class Records:
         """A run's record, None if there is none.
 
         Raises:
-            ValueError: if it is damaged, or of another configuration.
+            ValueError: if it is damaged, of another configuration, or of other weights in `model.pretrained` than one
+                read before.
         """
         if run not in self._read:
             record = read_record(self.path(run), self.sweep.config(run))
             if record is None:
                 return None
+            first = self._started.setdefault(record["config"]["model"].get("pretrained"), record)
+            check_one_checkpoint([first, record])
             self._read[run] = record
         return self._read[run]
+
+    def check_start(self) -> None:
+        """Raise ValueError or OSError if a missing run cannot start, or not from the weights of the records."""
+        variants = {run.variant: None for run in self.missing()}
+        check_start([self.sweep.configs[variant] for variant in variants], list(self._started.values()))
 
     def accuracy(self, run: Run) -> float | None:
         """In percent: of val200 in selection, of test in the final stage."""

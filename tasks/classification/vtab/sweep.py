@@ -294,6 +294,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.dry_run:
             return print_counts(Records(sweep, job.records))
         check_data(sweep)
+        Records(sweep, job.records).check_start()
         run_jobs(job, arguments.jobs)
         # The table is of the whole sweep, whatever part of it ran last.
         whole = load_sweep(job.config, job.overrides)

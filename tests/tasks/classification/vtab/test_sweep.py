@@ -136,6 +136,15 @@ def test_a_record_of_another_configuration_is_refused(trained, write):
         work(job)
 
 
+def test_records_of_two_checkpoints_are_not_put_in_one_table(trained, write):
+    job = sweep_of(write())
+    work(job)
+    path = next(job.records.rglob("seed0.json"))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pretrained_sha256": "abc"}))
+    with pytest.raises(ValueError, match=r"started from 2 checkpoints \(abc, unknown\), not from one"):
+        summarize(Records(job.sweep(), job.records))
+
+
 # ---- claims ---------------------------------------------------------------------------------------------------------
 
 
@@ -370,6 +379,7 @@ def test_the_command_writes_tables_of_the_whole_sweep(trained, write, tmp_path, 
         (["trainer.learning_rate=1"], "trainer.learning_rate is an axis of the grid"),
         (["data.source=digits"], "data.source='digits' must be 'vtab'"),
         (["model.prior=violn"], "violn"),
+        (["model.pretrained=nowhere"], "model.pretrained=nowhere is not a folder of a saved model"),
     ],
 )
 def test_the_command_line_reports_errors_in_one_line(write, tmp_path, capsys, arguments, message):
