@@ -43,7 +43,7 @@ from tasks.classification.config import (
     load_config,
     read_yaml,
 )
-from tasks.classification.report import read_results, write_results
+from tasks.classification.report import count_of_seeds, markdown_table, plus_minus, read_results, write_results
 from tasks.classification.run_folder import RUN_CONFIG, config_differences, folder_differences
 from tasks.classification.train import check_pretrained, pretrained_sha256, run
 
@@ -281,24 +281,29 @@ def read_record(path: Path, config: dict[str, dict[str, Any]]) -> dict[str, Any]
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """Accuracy, interactions kept, parameters and time of each variant, as a Markdown table; what was trained, where
-    that is not everything.
+    that is not everything; how far the mask is from none after training, the most of all seeds, where there is a decay.
     """
-    seeds = max(len(runs) for runs in results.values())
-    averaged = any("test_ema_accuracy" in record["metrics"] for runs in results.values() for record in runs)
-    tuned = any(record.get("method", "full") != "full" for runs in results.values() for record in runs)
-    columns = [f"test accuracy, %, mean ± std of {seeds}"]
+    results = {name: runs for name, runs in results.items() if runs}
+    records = [record for runs in results.values() for record in runs]
+    seeds = max(map(len, results.values()))
+    averaged = any("test_ema_accuracy" in record["metrics"] for record in records)
+    decayed = any(record.get("max_decay_change") is not None for record in records)
+    tuned = any(record.get("method", "full") != "full" for record in records)
+    columns = ["run" if tuned else "prior", f"test accuracy, %, mean ± std of {seeds}"]
     columns += ["of the moving average, %"] if averaged else []
+    columns += ["max abs(M - 1)"] if decayed else []
     columns += ["interactions kept, %", "parameters"]
     columns += ["trained", "adapter, kB"] if tuned else []
     columns += ["ms a step", "seconds a run"]
-    lines = [f"| {'run' if tuned else 'prior'} | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    rows = []
     for name, runs in results.items():
-        if not runs:
-            continue
-        cells = [spread([record["metrics"]["test_accuracy"] for record in runs])]
+        cells = [name, spread([record["metrics"]["test_accuracy"] for record in runs])]
+        cells[-1] += "" if len(runs) == seeds else f" ({count_of_seeds(len(runs))})"
         if averaged:
-            values = [record["metrics"].get("test_ema_accuracy") for record in runs]
-            cells.append(spread([value for value in values if value is not None]))
+            cells.append(spread(_known(record["metrics"].get("test_ema_accuracy") for record in runs)))
+        if decayed:
+            changes = _known(record.get("max_decay_change") for record in runs)
+            cells.append(f"{max(changes):.2g}" if changes else "-")
         cells += [f"{100 - runs[0]['pruning_ratio']:.1f}", str(runs[0]["parameters"])]
         if tuned:
             adapter = runs[0].get("adapter_bytes")
@@ -308,8 +313,12 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
             f"{1000 * np.median([record['seconds_per_step'] for record in runs]):.0f}",
             f"{np.mean([record['seconds'] for record in runs]):.1f}",
         ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return markdown_table(columns, rows)
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def spread(shares: Sequence[float]) -> str:
@@ -317,7 +326,7 @@ def spread(shares: Sequence[float]) -> str:
     if not shares:
         return "-"
     percent = 100 * np.array(shares)
-    return f"{percent.mean():.2f}" + (f" ± {percent.std(ddof=1):.2f}" if len(percent) > 1 else "")
+    return plus_minus(percent.mean(), percent.std(ddof=1) if len(percent) > 1 else None)
 
 
 def draw_results(results: dict[str, list[dict[str, Any]]], path: Path) -> Path:

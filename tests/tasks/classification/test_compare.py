@@ -434,7 +434,15 @@ def test_the_table_has_mean_and_sample_standard_deviation():
     lines = table({"a": [record(0.5), record(0.7), record(0.9, seconds=5.0)], "b": [record(0.25)]}).split("\n")
     assert lines[0].startswith("| prior | test accuracy, %, mean ± std of 3 |") and "average" not in lines[0]
     assert lines[2] == "| a | 70.00 ± 20.00 | 40.0 | 123 | 10 | 3.0 |"
-    assert lines[3] == "| b | 25.00 | 40.0 | 123 | 10 | 2.0 |"  # a single seed has no deviation
+    assert lines[3] == "| b | 25.00 (1 seed) | 40.0 | 123 | 10 | 2.0 |"  # a single seed has no deviation
+
+
+def test_the_table_shows_the_largest_change_of_the_mask_where_there_is_a_decay():
+    decayed = [{**record(0.5), "max_decay_change": change} for change in (0.0125, 0.25)]
+    lines = table({"a": [record(0.5)], "b": decayed}).split("\n")
+    assert lines[0].split(" | ")[2] == "max abs(M - 1)"
+    assert [line.split(" | ")[2] for line in lines[2:]] == ["-", "0.25"]
+    assert lines[2].split(" | ")[1] == "50.00 (1 seed)" and lines[3].split(" | ")[1] == "50.00 ± 0.00"
 
 
 def test_the_table_shows_the_moving_average_where_there_is_one():
