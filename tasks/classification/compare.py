@@ -109,11 +109,7 @@ def variant_configs(
         raise ValueError(f"{path}: variants={variants!r} must hold a name and changes for each row")
     configs = {}
     for name, changes in variants.items():
-        if not re.fullmatch(r"[\w+,=][\w+.,=-]*", str(name)):
-            raise ValueError(
-                f"{path}: variant {name!r} must be a name of letters, digits and + - _ . , = only, not starting with "
-                "- or ."
-            )
+        check_name(str(name), f"{path}: variant")
         config, where, changes = copy.deepcopy(shared), f"{path}, variant {name!r}", changes or {}
         if not isinstance(changes, dict):
             raise ValueError(f"{where} must hold sections, got {changes!r}")
@@ -130,6 +126,14 @@ def variant_configs(
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     return configs
+
+
+def check_name(name: str, where: str) -> None:
+    """Raise ValueError unless this can be the name of a folder."""
+    if not re.fullmatch(r"[\w+,=][\w+.,=-]*", name):
+        raise ValueError(
+            f"{where} {name!r} must be a name of letters, digits and + - _ . , = only, not starting with - or ."
+        )
 
 
 def check_seeds(seeds: Any, where: str) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from tasks.classification.compare import (
+    check_name,
     check_one_checkpoint,
     check_seeds,
     check_start,
@@ -151,8 +152,13 @@ def _read_grid(grid: Any, path: str) -> list[dict[str, Any]]:
         if not dot:
             raise ValueError(f"{path}: grid key {key!r} must be SECTION.KEY, for example trainer.learning_rate")
         check_known([section], SECTIONS, f"{path}: grid")
-        if any(values.count(value) > 1 for value in values):
+        names = [point_name({key: value}) for value in values]
+        for name in names:
+            check_name(name, f"{path}: grid value")
+        if len(set(names)) < len(names) or any(values.count(value) > 1 for value in values):
             raise ValueError(f"{path}: grid values {key}={values} must be different")
+    if len({key.partition(".")[2] for key in grid}) < len(grid):
+        raise ValueError(f"{path}: grid keys {', '.join(grid)} must differ behind the dot")
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 

@@ -169,8 +169,34 @@ def test_a_claim_holds_until_its_process_is_dead(tmp_path):
             assert not twice
     with claim(record) as mine:  # given back
         assert mine
-        record.write_text("{}")
     assert not (tmp_path / "a" / "seed0.lock").exists()
+
+
+def test_a_lock_file_that_its_owner_removed_meanwhile_is_no_claim(tmp_path, monkeypatch):
+    record, lock = tmp_path / "seed0.json", sweeping.fcntl.flock
+    late = lambda file, how: (record.with_suffix(".lock").unlink(), lock(file, how))  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(sweeping.fcntl, "flock", late)
+        with claim(record) as mine:
+            assert not mine
+    with claim(record) as mine:
+        assert mine
+
+
+def test_nothing_empty_is_left_behind(write, tmp_path, monkeypatch, capsys):
+    def train(config, command=None):
+        if config["trainer"]["learning_rate"] == 1e-3 and config["data"]["stage"] == "selection":
+            raise ValueError("refused")
+        Path(config["trainer"]["output_dir"]).mkdir(parents=True)
+        return judged(config, 0.5)
+
+    monkeypatch.setattr(sweeping, "train", train)
+    arguments = ["--config", str(write()), "--out", str(tmp_path / "out"), "--records", str(tmp_path / "records")]
+    assert main([*arguments, *TASK]) == 2 and "refused" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    left = [path.relative_to(tmp_path / "records") for path in (tmp_path / "records").rglob("*") if not path.is_dir()]
+    assert [str(path) for path in left] == ["baseline/eurosat/selection/learning_rate=0.01/seed0.json"]
+    assert not [path for path in (tmp_path / "records").rglob("*") if path.is_dir() and not list(path.iterdir())]
 
 
 def test_a_run_of_another_process_is_left_to_it_and_taken_over_when_it_ends(trained, write, monkeypatch):
@@ -327,11 +353,7 @@ def test_when_the_command_ends_its_jobs_end_with_a_checkpoint(write, tmp_path, n
     errors = process.communicate(timeout=200)[1]
     assert process.returncode == (143 if number == signal.SIGTERM else -9)
     assert errors.count("the same command goes on from there") == 2
-    locks = list((tmp_path / "records").rglob("*.lock"))
-    assert len(locks) == 2
-    for lock in locks:
-        with claim(lock.with_suffix(".json")) as mine:
-            assert mine
+    assert not list((tmp_path / "records").rglob("*.lock"))
 
 
 TINY_TRAINER = {
@@ -399,6 +421,10 @@ def test_the_command_line_reports_errors_in_one_line(write, tmp_path, capsys, ar
         ({"grid": {"trainer.learning_rat": [1]}}, "did you mean 'learning_rate'"),
         ({"grid": {"trainer.learning_rate": ["fast"]}}, "trainer.learning_rate='fast' must be a number"),
         ({"grid": {"trainer.learning_rate": [1, 1]}}, "must be different"),
+        ({"grid": {"model.pooling": ["../mean"]}}, "'pooling=../mean' must be a name of letters"),
+        ({"grid": {"model.prior": [{"support": "window"}]}}, "must be a name of letters"),
+        ({"grid": {"model.x": [1], "trainer.x": [2]}}, "grid keys model.x, trainer.x must differ behind the dot"),
+        ({"grid": {"model.pooling": [1, "1"]}}, "grid values model.pooling=[1, '1'] must be different"),
         ({"seeds": [1, 1]}, "must be a list of different integers"),
         ({"selection_seeds": []}, "selection_seeds: seeds=[] must be a list of different integers"),
         ({"variants": {"a": {"trainer": {"learning_rate": 1}}}}, "trainer.learning_rate is an axis of the grid"),
