@@ -8,9 +8,9 @@ variants:                              name of a row: what it changes
   lora: {tuning: {method: lora}}
 
 `variants` may also name a file of them, relative to this one. Runs of one seed see the same images in the same order,
-augmented alike, and start from the same new classifier and adapters. Seeds take turns, so that an early stop leaves a
-fair comparison. Every finished run leaves a record; killed at any moment, the same command goes on where it stopped,
-and does no finished run again. Prints one table and draws one picture.
+augmented alike, and with `model.pretrained` start from the same new classifier and adapters. Seeds take turns, so that
+an early stop leaves a fair comparison. Every finished run leaves a record; killed at any moment, the same command goes
+on where it stopped, and does no finished run again. Prints one table and draws one picture.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import copy
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,9 @@ from tasks.classification.config import (
     load_config,
     read_yaml,
 )
-from tasks.classification.report import read_results, write_results
+from tasks.classification.report import count_of_seeds, markdown_table, plus_minus, read_results, write_results
 from tasks.classification.run_folder import RUN_CONFIG, config_differences, folder_differences
-from tasks.classification.train import run
+from tasks.classification.train import check_pretrained, pretrained_sha256, run
 
 # What a record keeps of a run's results.json; the rest stays in the run's folder.
 RECORDED = (
@@ -109,11 +109,7 @@ def variant_configs(
         raise ValueError(f"{path}: variants={variants!r} must hold a name and changes for each row")
     configs = {}
     for name, changes in variants.items():
-        if not re.fullmatch(r"[\w+,=][\w+.,=-]*", str(name)):
-            raise ValueError(
-                f"{path}: variant {name!r} must be a name of letters, digits and + - _ . , = only, not starting with "
-                "- or ."
-            )
+        check_name(str(name), f"{path}: variant")
         config, where, changes = copy.deepcopy(shared), f"{path}, variant {name!r}", changes or {}
         if not isinstance(changes, dict):
             raise ValueError(f"{where} must hold sections, got {changes!r}")
@@ -132,6 +128,14 @@ def variant_configs(
     return configs
 
 
+def check_name(name: str, where: str) -> None:
+    """Raise ValueError unless this can be the name of a folder."""
+    if not re.fullmatch(r"[\w+,=][\w+.,=-]*", name):
+        raise ValueError(
+            f"{where} {name!r} must be a name of letters, digits and + - _ . , = only, not starting with - or ."
+        )
+
+
 def check_seeds(seeds: Any, where: str) -> None:
     """Raise ValueError unless these are different seeds."""
     whole = isinstance(seeds, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in seeds)
@@ -147,7 +151,7 @@ def refuse_owned(keys: Sequence[str], owned: Mapping[str, str], where: str) -> N
 
 
 def _check_model(model: dict[str, Any]) -> None:
-    """Let the model's configuration check itself, before other variants train for hours."""
+    """Let the configuration of a model from scratch check itself; a saved one need not be there to read records."""
     options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
     if model.get("preset"):
         SparsePriorViTConfig.from_preset(model["preset"], **options)
@@ -179,6 +183,8 @@ def run_comparison(
         found.append(read_record(records / name / f"seed{seed}.json", config))
         if found[-1] is None:
             check_folder(config)
+    pending = [config for config, record in zip(configs, found, strict=True) if record is None]
+    check_start(pending, [record for record in found if record is not None])
     for number, ((seed, name), config, record) in enumerate(zip(todo, configs, found, strict=True), start=1):
         if record is None:
             print(f"[{number}/{len(todo)}] {name}, seed {seed}", file=sys.stderr, flush=True)
@@ -193,6 +199,10 @@ def run_comparison(
 def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[str, Any]]]:
     """Every record of the comparison's variants, whatever part of it ran last, seeds in order; variants with none left
     out.
+
+    Raises:
+        ValueError: for a record that is damaged or of another configuration, and for weights of `model.pretrained` that
+            changed between runs.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for name, config in comparison.configs.items():
@@ -204,7 +214,42 @@ def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[st
             record = read_record(records / name / f"seed{seed}.json", expected)
             assert record is not None
             found.setdefault(name, []).append(record)
+    check_one_checkpoint(record for runs in found.values() for record in runs)
     return found
+
+
+def check_one_checkpoint(records: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError if runs from one `model.pretrained` started from different weights."""
+    found: dict[str | None, set[str]] = {}
+    for record in records:
+        folder = record["config"].get("model", {}).get("pretrained")
+        found.setdefault(folder, set()).add(record.get("pretrained_sha256") or "unknown")
+    for folder, checksums in found.items():
+        if len(checksums) > 1:
+            raise ValueError(
+                f"runs with model.pretrained={folder} started from {len(checksums)} checkpoints "
+                f"({', '.join(sorted(checksums))}), not from one; remove the records of the others or choose another "
+                "--records"
+            )
+
+
+def check_start(pending: Sequence[dict[str, dict[str, Any]]], records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError or OSError if a run cannot start from its `model.pretrained`, or not from the weights of the
+    records.
+
+    Args:
+        pending: configurations of the runs still to do.
+        records: of those that are done.
+    """
+    for config in pending:
+        check_pretrained(config["model"])
+    starts = {config["model"].get("pretrained"): config for config in pending}
+    check_one_checkpoint(
+        [
+            *records,
+            *({"config": c, "pretrained_sha256": pretrained_sha256(c["model"])} for c in starts.values()),
+        ]
+    )
 
 
 def check_folder(config: dict[str, dict[str, Any]]) -> None:
@@ -240,24 +285,29 @@ def read_record(path: Path, config: dict[str, dict[str, Any]]) -> dict[str, Any]
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """Accuracy, interactions kept, parameters and time of each variant, as a Markdown table; what was trained, where
-    that is not everything.
+    that is not everything; how far the mask is from none after training, the most of all seeds, where there is a decay.
     """
-    seeds = max(len(runs) for runs in results.values())
-    averaged = any("test_ema_accuracy" in record["metrics"] for runs in results.values() for record in runs)
-    tuned = any(record.get("method", "full") != "full" for runs in results.values() for record in runs)
-    columns = [f"test accuracy, %, mean ± std of {seeds}"]
+    results = {name: runs for name, runs in results.items() if runs}
+    records = [record for runs in results.values() for record in runs]
+    seeds = max(map(len, results.values()))
+    averaged = any("test_ema_accuracy" in record["metrics"] for record in records)
+    decayed = any(record.get("max_decay_change") is not None for record in records)
+    tuned = any(record.get("method", "full") != "full" for record in records)
+    columns = ["run" if tuned else "prior", f"test accuracy, %, mean ± std of {seeds}"]
     columns += ["of the moving average, %"] if averaged else []
+    columns += ["max abs(M - 1)"] if decayed else []
     columns += ["interactions kept, %", "parameters"]
     columns += ["trained", "adapter, kB"] if tuned else []
     columns += ["ms a step", "seconds a run"]
-    lines = [f"| {'run' if tuned else 'prior'} | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    rows = []
     for name, runs in results.items():
-        if not runs:
-            continue
-        cells = [spread([record["metrics"]["test_accuracy"] for record in runs])]
+        cells = [name, spread([record["metrics"]["test_accuracy"] for record in runs])]
+        cells[-1] += "" if len(runs) == seeds else f" ({count_of_seeds(len(runs))})"
         if averaged:
-            values = [record["metrics"].get("test_ema_accuracy") for record in runs]
-            cells.append(spread([value for value in values if value is not None]))
+            cells.append(spread(_known(record["metrics"].get("test_ema_accuracy") for record in runs)))
+        if decayed:
+            changes = _known(record.get("max_decay_change") for record in runs)
+            cells.append(f"{max(changes):.2g}" if changes else "-")
         cells += [f"{100 - runs[0]['pruning_ratio']:.1f}", str(runs[0]["parameters"])]
         if tuned:
             adapter = runs[0].get("adapter_bytes")
@@ -267,8 +317,12 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
             f"{1000 * np.median([record['seconds_per_step'] for record in runs]):.0f}",
             f"{np.mean([record['seconds'] for record in runs]):.1f}",
         ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return markdown_table(columns, rows)
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def spread(shares: Sequence[float]) -> str:
@@ -276,7 +330,7 @@ def spread(shares: Sequence[float]) -> str:
     if not shares:
         return "-"
     percent = 100 * np.array(shares)
-    return f"{percent.mean():.2f}" + (f" ± {percent.std(ddof=1):.2f}" if len(percent) > 1 else "")
+    return plus_minus(percent.mean(), percent.std(ddof=1) if len(percent) > 1 else None)
 
 
 def draw_results(results: dict[str, list[dict[str, Any]]], path: Path) -> Path:

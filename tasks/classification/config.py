@@ -11,6 +11,7 @@ trainer: {...}                   fields of SparsePriorTrainingArguments, transfo
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -71,7 +72,8 @@ class DataConfig:
         fine (null) or coarse.
     classes: file of class names, one a line, in the order of the labels, for tables that do not say them.
     task, stage: of vtab: one of its 19 tasks, and "selection" (train on train800, judge on val200) or "final" (train on
-        train800val200, test on test).
+        train800val200, test on test). In "selection" val200 is both validation and test, so a test accuracy is
+        optimistic where validation chose the epoch; in "final" nothing may be chosen.
     published_validation: "test" or "validation": what the published val of tiny_imagenet and imagenet is. Papers report
         accuracy on it, so it is our test, looked at once, and our validation is cut from the training images.
     validation_fraction, test_fraction: cut, stratified, from the training images where the source has no such split.
@@ -224,6 +226,9 @@ def check_config(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
     DataConfig(**config["data"])
     AugmentationConfig(**config["augmentation"])
     check_tuning(config)
+    std = config["model"].get("classifier_init_std")
+    if std is not None and (isinstance(std, bool) or not isinstance(std, (int, float)) or not 0 <= std < math.inf):
+        raise ValueError(f"model.classifier_init_std={std!r} must be a number of 0 or more")
     if "label_smoothing_factor" in config["trainer"]:
         raise ValueError("trainer.label_smoothing_factor does not go with mixup; use augmentation.label_smoothing")
     for key, value in config["trainer"].items():

@@ -7,7 +7,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,22 @@ from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 from hf_sparseprior.hub import write_text
 
 PACKAGES = ("hf_sparseprior", "torch", "transformers", "accelerate", "datasets", "evaluate", "numpy", "scikit-learn")
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table of these cells."""
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(cells) + " |" for cells in rows])
+
+
+def plus_minus(mean: float, deviation: float | None, sign: str = "") -> str:
+    """ "70.35 ± 0.12", the mean alone where there is no deviation; with sign="+" a plus before what is not below 0."""
+    return f"{mean:{sign}.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
+
+
+def count_of_seeds(count: int) -> str:
+    """ "3 seeds" or "1 seed"."""
+    return f"{count} seeds" if count > 1 else "1 seed"
 
 
 def environment() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import ProgressCallback, set_seed
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
@@ -33,7 +34,7 @@ from hf_sparseprior.training import (
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.augmentation import AugmentationConfig
 from tasks.classification.command import RunStopped, run_command
-from tasks.classification.config import DataConfig, check_config, load_config
+from tasks.classification.config import MODEL_EXTRAS, DataConfig, check_config, load_config
 from tasks.classification.evaluate import load_whole_model
 from tasks.classification.inputs import make_inputs, read_data
 from tasks.classification.metrics import compute_metrics, confusion_matrix
@@ -55,6 +56,7 @@ from tasks.classification.run_folder import (
     last_whole_checkpoint,
 )
 from tasks.classification.tuning import TuningConfig, merged, save_adapter, trainable_parameters, tuned
+from tasks.classification.vtab.tasks import FINAL
 
 # What a run does unless its configuration says otherwise.
 TRAINER_DEFAULTS: dict[str, Any] = {
@@ -76,19 +78,8 @@ def build_model(model: dict[str, Any], classes: list[str]) -> SparsePriorViTForI
     std = options.pop("classifier_init_std", None)
     built = _build_model(options, classes)
     if std is not None:
-        _restart_classifier(built, std)
+        _draw_classifiers(built, classifier_names(built), std)
     return built
-
-
-@torch.no_grad()
-def _restart_classifier(model: SparsePriorViTForImageClassification, std: float) -> None:
-    """New classifiers: weights from a normal distribution with this standard deviation, biases 0."""
-    if isinstance(std, bool) or not isinstance(std, (int, float)) or std < 0:
-        raise ValueError(f"model.classifier_init_std={std!r} must be a number of 0 or more")
-    for classifier in (model.classifier, model.distillation_classifier):
-        if classifier is not None:
-            torch.nn.init.trunc_normal_(classifier.weight, std=std)
-            torch.nn.init.zeros_(classifier.bias)
 
 
 def _build_model(options: dict[str, Any], classes: list[str]) -> SparsePriorViTForImageClassification:
@@ -106,15 +97,13 @@ def _build_model(options: dict[str, Any], classes: list[str]) -> SparsePriorViTF
 
 def _load_pretrained(folder: str, options: dict[str, Any]) -> SparsePriorViTForImageClassification:
     """A saved model with changed options: only classifier and prior may start anew, positions are interpolated."""
-    if not Path(folder).is_dir():
-        raise OSError(f"model.pretrained={folder} is not a folder of a saved model")
+    _check_folder(folder)
     model, info = SparsePriorViTForImageClassification.from_pretrained(
         folder, ignore_mismatched_sizes=True, output_loading_info=True, **options
     )
     fresh = made_up_keys(info)
-    for name in classifier_names(model):
-        if f"{name}.weight" in fresh:
-            _draw_classifier(model.get_submodule(name), model.config.initializer_range)
+    new = [name for name in classifier_names(model) if f"{name}.weight" in fresh]
+    _draw_classifiers(model, new, model.config.initializer_range)
     fresh = [key for key in fresh if not _may_start_anew(key)]
     positions = "vit.embeddings.position_embeddings"
     if positions in fresh and positions not in info["missing_keys"] and _copy_positions(folder, model):
@@ -127,13 +116,37 @@ def _load_pretrained(folder: str, options: dict[str, Any]) -> SparsePriorViTForI
     return model
 
 
+def check_pretrained(model: dict[str, Any]) -> None:
+    """Let the configuration in `model.pretrained`, with the options of this section over it, check itself.
+
+    Raises:
+        ValueError: for bad options.
+        OSError: if the folder is missing or has no configuration.
+    """
+    if not (folder := model.get("pretrained")):
+        return
+    _check_folder(folder)
+    saved, _ = SparsePriorViTConfig.get_config_dict(folder)
+    options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
+    SparsePriorViTConfig.from_dict({**saved, **options})
+
+
+def _check_folder(folder: str) -> None:
+    if not (Path(folder) / CONFIG_NAME).is_file():
+        raise OSError(f"model.pretrained={folder} is not a folder of a saved model")
+
+
 @torch.no_grad()
-def _draw_classifier(classifier: torch.nn.Linear, std: float) -> None:
-    """New weights from torch's seed alone: a decay draws before, and runs of one seed would differ by their prior."""
+def _draw_classifiers(model: SparsePriorViTForImageClassification, names: Sequence[str], std: float) -> None:
+    """New weights from a normal distribution with this standard deviation, biases 0.
+
+    They follow from torch's seed alone: a decay draws before, and runs of one seed would differ by their prior.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(torch.initial_seed())
-        torch.nn.init.trunc_normal_(classifier.weight, std=std)
-        torch.nn.init.zeros_(classifier.bias)
+        for classifier in map(model.get_submodule, names):
+            torch.nn.init.trunc_normal_(classifier.weight, std=std)
+            torch.nn.init.zeros_(classifier.bias)
 
 
 def pretrained_sha256(model: dict[str, Any]) -> str | None:
@@ -185,9 +198,15 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     trainer_section = copy.deepcopy(config["trainer"])
     arguments = _trainer_errors(SparsePriorTrainingArguments, **{**defaults, **trainer_section})
     data_config, augmentation = DataConfig(**config["data"]), AugmentationConfig(**config["augmentation"])
+    if data_config.stage == FINAL and arguments.load_best_model_at_end:
+        raise ValueError(
+            "data.stage=final has its validation images among its training images and cannot choose the best epoch; "
+            "set trainer.load_best_model_at_end=false"
+        )
     data, corrupt = read_data(data_config, arguments)
     set_seed(arguments.seed)
     tuning = TuningConfig(**config["tuning"])
+    checksum = pretrained_sha256(config["model"])
     model = build_model(config["model"], data.classes)
     decay_change_at_start = max_decay_change(model)
     set_seed(arguments.seed)  # a decay draws too, and adapters of one seed would start differently beside it
@@ -237,7 +256,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         "seed": arguments.seed,
         "method": tuning.method,
         "trainable_parameters": trained,
-        "pretrained_sha256": pretrained_sha256(config["model"]),
+        "pretrained_sha256": checksum,
         "decay_change_at_start": decay_change_at_start,
         "steps": trainer.state.global_step,
         "seconds": round(seconds, 2),

@@ -6,8 +6,8 @@ seeds: [0, 1, 2, 3, 4]                 of the final stage
 selection_seeds: [0, 1, 2, 3, 4]       of every grid point
 grid: {trainer.learning_rate: [1e-3, 1e-4]}    {section.key: values}; every combination is tried
 variants:                              name of a row: what it changes; the first is the baseline
-  baseline: {}
-  violin: {model: {prior: violin}}
+  baseline: {model: {prior: dense}}
+  violin: {model: {prior: {decay: {name: violin, init: finetune}}}}
 data, augmentation, model, trainer:    as in a training configuration, shared by all variants
 """
 
@@ -22,7 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from tasks.classification.compare import check_seeds, read_record, refuse_owned, variant_configs
+from tasks.classification.compare import (
+    check_name,
+    check_one_checkpoint,
+    check_seeds,
+    check_start,
+    read_record,
+    refuse_owned,
+    variant_configs,
+)
 from tasks.classification.config import SECTIONS, apply_overrides, check_config, check_known, read_layers
 from tasks.classification.vtab.tasks import FINAL, SELECTION, TASKS
 
@@ -144,8 +152,13 @@ def _read_grid(grid: Any, path: str) -> list[dict[str, Any]]:
         if not dot:
             raise ValueError(f"{path}: grid key {key!r} must be SECTION.KEY, for example trainer.learning_rate")
         check_known([section], SECTIONS, f"{path}: grid")
-        if any(values.count(value) > 1 for value in values):
+        names = [point_name({key: value}) for value in values]
+        for name in names:
+            check_name(name, f"{path}: grid value")
+        if len(set(names)) < len(names) or any(values.count(value) > 1 for value in values):
             raise ValueError(f"{path}: grid values {key}={values} must be different")
+    if len({key.partition(".")[2] for key in grid}) < len(grid):
+        raise ValueError(f"{path}: grid keys {', '.join(grid)} must differ behind the dot")
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
@@ -167,6 +180,7 @@ class Records:
         self.sweep = sweep
         self.folder = folder
         self._read: dict[Run, dict[str, Any]] = {}
+        self._started: dict[str | None, dict[str, Any]] = {}  # by `model.pretrained`, the first record that was read
 
     def path(self, run: Run) -> Path:
         """The file of a run's record."""
@@ -176,14 +190,22 @@ class Records:
         """A run's record, None if there is none.
 
         Raises:
-            ValueError: if it is damaged, or of another configuration.
+            ValueError: if it is damaged, of another configuration, or of other weights in `model.pretrained` than one
+                read before.
         """
         if run not in self._read:
             record = read_record(self.path(run), self.sweep.config(run))
             if record is None:
                 return None
+            first = self._started.setdefault(record["config"]["model"].get("pretrained"), record)
+            check_one_checkpoint([first, record])
             self._read[run] = record
         return self._read[run]
+
+    def check_start(self) -> None:
+        """Raise ValueError or OSError if a missing run cannot start, or not from the weights of the records."""
+        variants = {run.variant: None for run in self.missing()}
+        check_start([self.sweep.configs[variant] for variant in variants], list(self._started.values()))
 
     def accuracy(self, run: Run) -> float | None:
         """In percent: of val200 in selection, of test in the final stage."""

@@ -19,6 +19,7 @@ import numpy as np
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.hub import write_text
 from tasks.classification.command import run_command
+from tasks.classification.report import count_of_seeds, markdown_table, plus_minus
 from tasks.classification.vtab.plan import Records, load_sweep, point_name
 from tasks.classification.vtab.tasks import GROUPS, TASKS, Task
 
@@ -70,6 +71,24 @@ def means(values: Mapping[str, float | None]) -> dict[str, float | None]:
     }
 
 
+def paired_deviations(
+    tasks: Mapping[str, Mapping[str, Any]], baseline: Mapping[str, Mapping[str, Any]]
+) -> dict[str, float | None]:
+    """Sample standard deviation over seeds of a row's difference to the baseline, of each group and of the average.
+
+    Args:
+        tasks, baseline: results by task, whose `accuracies` are of the same seeds in the same order.
+    """
+
+    def difference(task: str, seed: int) -> float | None:
+        pair = [results[task]["accuracies"][seed] for results in (tasks, baseline)]
+        return None if None in pair else pair[0] - pair[1]
+
+    seeds = range(max((len(result["accuracies"]) for result in tasks.values()), default=0))
+    by_seed = [means({task: difference(task, seed) for task in tasks}) for seed in seeds]
+    return {group: deviation([row[group] for row in by_seed]) for group in SHORT}
+
+
 # ---- what the records say -------------------------------------------------------------------------------------------
 
 
@@ -94,6 +113,7 @@ def _summarize_task(records: Records, variant: str, task: str) -> dict[str, Any]
     final = [] if chosen is None else sweep.final_runs(variant, task, chosen)
     accuracies = [records.accuracy(run) for run in final] or [None] * len(sweep.seeds)
     read = [record for run in final if (record := records.read(run)) is not None]
+    changes = [record["max_decay_change"] for record in read if record["max_decay_change"] is not None]
     return {
         "validation": dict(zip(map(point_name, sweep.points), records.selection(variant, task), strict=True)),
         "chosen": None if chosen is None else sweep.points[chosen],
@@ -101,6 +121,7 @@ def _summarize_task(records: Records, variant: str, task: str) -> dict[str, Any]
         "mean": mean_of_seeds(accuracies),
         "deviation": deviation(accuracies),
         "best": best_of_seeds(accuracies),
+        "decay_change": max(changes, default=None),
         "images_judged": read[0]["images_judged"] if read else None,
     }
 
@@ -113,59 +134,71 @@ def tables(summary: Mapping[str, Any]) -> str:
     count = len(summary["seeds"])
     parts = [f"# {summary['title']} on VTAB-1K", "Test accuracy in %. Avg.: mean over the 19 tasks."]
     for statistic, words in (
-        ("mean", f"Mean of {_seeds(count)}"),
-        ("best", f"Mean of the best {min(BEST, count)} of {_seeds(count)}, chosen on test"),
+        ("mean", f"Mean of {count_of_seeds(count)}"),
+        ("best", f"Mean of the best {min(BEST, count)} of {count_of_seeds(count)}, chosen on test"),
     ):
         parts += [f"## {words}", group_table(summary, statistic)]
         for group in GROUPS:
             tasks = [task for task in TASKS.values() if task.group == group]
             parts.append(f"{group}:\n\n{task_table(summary, tasks, statistic)}")
+    if decays := decay_table(summary):
+        parts += ["## Largest abs(M - 1) after training, of all seeds", decays]
     parts += [lines for lines in (_missing(summary), _unpublished(summary)) if lines]
     return "\n\n".join(parts) + "\n"
 
 
-def _seeds(count: int) -> str:
-    return f"{count} seeds" if count > 1 else "1 seed"
-
-
 def group_table(summary: Mapping[str, Any], statistic: str) -> str:
-    """Groups and average, with the difference to the first variant (VIOLIN, Table 3)."""
+    """Groups and average, with the difference to the first variant (VIOLIN, Table 3); the means of all seeds with its
+    standard deviation, seed by seed.
+    """
     rows = {name: variant[f"groups_{statistic}"] for name, variant in summary["variants"].items()}
-    first = next(iter(rows.values()))
-    cells = {
-        name: [_cell(row[group]) + _difference(row[group], first[group], row is first) for group in SHORT]
-        for name, row in rows.items()
-    }
-    return _markdown(list(SHORT.values()), cells)
+    baseline, *others = rows
+    lines = [[baseline, *(_cell(rows[baseline][group]) for group in SHORT)]]
+    for name in others:
+        tasks = [summary["variants"][row]["tasks"] for row in (name, baseline)]
+        spreads = paired_deviations(*tasks) if statistic == "mean" else dict.fromkeys(SHORT)
+        cells = [_compared(rows[name][group], rows[baseline][group], spreads[group]) for group in SHORT]
+        lines.append([name, *cells])
+    return markdown_table(["row", *SHORT.values()], lines)
+
+
+def decay_table(summary: Mapping[str, Any]) -> str:
+    """max |M - 1| after training over all final runs that there are, by group and of all; "" without a decay."""
+    groups = {**{SHORT[group]: (group,) for group in GROUPS}, "all": GROUPS}
+    rows = []
+    for name, variant in summary["variants"].items():
+        changes = {task: result.get("decay_change") for task, result in variant["tasks"].items()}
+        within = [
+            [value for task, value in changes.items() if value is not None and TASKS[task].group in members]
+            for members in groups.values()
+        ]
+        rows += [[name, *(f"{max(values):.2g}" if values else MISSING for values in within)]] if any(within) else []
+    return markdown_table(["row", *groups], rows) if rows else ""
 
 
 def task_table(summary: Mapping[str, Any], tasks: Sequence[Task], statistic: str) -> str:
     """One column a task (VIOLIN, Tables 19 to 21), the mean of all seeds with its standard deviation."""
-    cells = {
-        name: [_task_cell(variant["tasks"].get(task.name), statistic) for task in tasks]
+    rows = [
+        [name, *(_task_cell(variant["tasks"].get(task.name), statistic) for task in tasks)]
         for name, variant in summary["variants"].items()
-    }
-    return _markdown([task.title for task in tasks], cells)
+    ]
+    return markdown_table(["row", *(task.title for task in tasks)], rows)
 
 
 def _task_cell(result: Mapping[str, Any] | None, statistic: str) -> str:
-    if result is None:
+    if result is None or result[statistic] is None:
         return MISSING
-    spread = result["deviation"] if statistic == "mean" else None
-    return _cell(result[statistic]) + (f" ± {spread:.2f}" if spread is not None else "")
+    return plus_minus(result[statistic], result["deviation"] if statistic == "mean" else None)
 
 
 def _cell(value: float | None) -> str:
     return MISSING if value is None else f"{value:.2f}"
 
 
-def _difference(value: float | None, baseline: float | None, is_baseline: bool) -> str:
-    return "" if is_baseline or value is None or baseline is None else f" ({value - baseline:+.2f})"
-
-
-def _markdown(columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
-    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    return "\n".join(lines + [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()])
+def _compared(value: float | None, baseline: float | None, spread: float | None) -> str:
+    if value is None or baseline is None:
+        return _cell(value)
+    return f"{value:.2f} ({plus_minus(value - baseline, spread, '+')})"
 
 
 def _missing(summary: Mapping[str, Any]) -> str:
@@ -178,7 +211,7 @@ def _missing(summary: Mapping[str, Any]) -> str:
             if result["chosen"] is None:
                 short.append(f"{task} (selection)")
             elif done < len(result["accuracies"]):
-                short.append(f"{task} ({done} of {_seeds(len(result['accuracies']))})")
+                short.append(f"{task} ({done} of {count_of_seeds(len(result['accuracies']))})")
         lines += [f"- {name}: {', '.join(short)}"] if short else []
     return "Missing:\n\n" + "\n".join(lines) if lines else ""
 
@@ -228,7 +261,7 @@ def draw(summary: Mapping[str, Any], path: Path) -> Path:
         axis.text(np.mean(inside), 102, group, ha="center")
     axis.set_ylim(0, 108)
     axis.set_ylabel("test accuracy, %")
-    seeds = _seeds(len(summary["seeds"]))
+    seeds = count_of_seeds(len(summary["seeds"]))
     axis.set_title(f"{summary['title']}: mean and standard deviation of {seeds} (dots)", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, ncols=len(variants), loc="upper left", bbox_to_anchor=(0, -0.3))

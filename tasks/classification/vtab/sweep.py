@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -91,13 +91,32 @@ def claim(record: Path) -> Iterator[bool]:
             return
         except OSError as error:
             raise OSError(f"{path} cannot be locked ({error.strerror}); choose --records on another disk") from None
+        if not _is_file(path, file.fileno()):  # its owner removed it between our opening and locking
+            yield False
+            return
         file.truncate(0)
         file.write(f"{socket.gethostname()} {os.getpid()}\n")
         file.flush()
-        yield True
-        # Another process may wait for this very file; that the record is there by now tells it.
-        if record.exists():
+        try:
+            yield True
+        finally:
             path.unlink(missing_ok=True)
+
+
+def _is_file(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def remove_empty_folders(root: Path, names: Iterable[str]) -> None:
+    """Remove what is empty of these folders in `root`, and `root` if nothing is left in it."""
+    folders = [root, *(root / name for name in names)]
+    folders += [path for folder in folders[1:] for path in sorted(folder.rglob("*")) if path.is_dir()]
+    for folder in reversed(folders):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 # ---- one process ----------------------------------------------------------------------------------------------------
@@ -294,7 +313,12 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.dry_run:
             return print_counts(Records(sweep, job.records))
         check_data(sweep)
-        run_jobs(job, arguments.jobs)
+        Records(sweep, job.records).check_start()
+        try:
+            run_jobs(job, arguments.jobs)
+        finally:
+            for folder in (job.out, job.records):
+                remove_empty_folders(folder, sweep.configs)
         # The table is of the whole sweep, whatever part of it ran last.
         whole = load_sweep(job.config, job.overrides)
         print(write_report(Records(whole, job.records), job.records))

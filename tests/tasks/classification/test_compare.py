@@ -8,8 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
+from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
+from hf_sparseprior.hub import file_sha256
 from hf_sparseprior.training import SoftTargetCollator
 from tasks.classification import compare
 from tasks.classification import train as training
@@ -145,6 +148,81 @@ def test_a_damaged_record_is_named(finished, content, tmp_path):
     (tmp_path / "dense" / "seed0.json").write_text(content)
     with pytest.raises(ValueError, match=r"seed0.json is not a whole record, .*; remove it"):
         run_comparison(load_comparison(path), tmp_path / "out", tmp_path)
+
+
+# ---- saved models ---------------------------------------------------------------------------------------------------
+
+
+def save_model(folder, seed=0):
+    torch.manual_seed(seed)
+    config = SparsePriorViTConfig(**BASE["model"], num_labels=10)
+    SparsePriorViTForImageClassification(config).save_pretrained(folder)
+    return folder
+
+
+def from_saved(folder, variants=VARIANTS):
+    return load_comparison(write(folder, variants), [f"model.pretrained={folder / 'model'}"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patch_size": 3}, "image_size=8 must be a multiple of patch_size=3"),
+        ({"prior": "violn"}, "violn"),
+        ({"num_attention_heads": 3}, "hidden_size=8 must be a multiple"),
+        ({"pretrained": "nowhere"}, "model.pretrained=nowhere is not a folder of a saved model"),
+    ],
+)
+def test_what_does_not_fit_a_saved_model_is_named_before_anything_runs(tmp_path, monkeypatch, options, message):
+    forbid(monkeypatch)
+    variants = {"ok": {}, "bad": {"model": options}}
+    save_model(tmp_path / "model")
+    monkeypatch.setitem(BASE["model"], "pretrained", str(tmp_path / "model"))
+    with pytest.raises((ValueError, OSError), match=message):
+        run_comparison(load_comparison(write(tmp_path, variants)), tmp_path / "out", tmp_path / "records")
+    assert not (tmp_path / "out").exists()
+
+
+def leave_record(records, name, config, checksum):
+    kept = {**dict.fromkeys(compare.RECORDED), "config": copy.deepcopy(config), "pretrained_sha256": checksum}
+    kept["config"]["trainer"]["seed"] = 0
+    (records / name).mkdir(parents=True)
+    (records / name / "seed0.json").write_text(json.dumps(kept))
+
+
+def test_records_of_two_checkpoints_are_not_put_in_one_table(tmp_path):
+    comparison = from_saved(tmp_path)
+    for name, checksum in (("dense", "abc"), ("violin", "def")):
+        leave_record(tmp_path / "records", name, comparison.configs[name], checksum)
+    with pytest.raises(ValueError, match=r"model started from 2 checkpoints \(abc, def\), not from one"):
+        compare.all_records(comparison, tmp_path / "records")
+
+
+def test_another_checkpoint_than_that_of_the_records_is_refused_before_anything_runs(tmp_path, monkeypatch):
+    comparison = from_saved(tmp_path)
+    save_model(tmp_path / "model")
+    checksum = file_sha256(tmp_path / "model" / "model.safetensors")
+    leave_record(tmp_path / "records", "dense", comparison.configs["dense"], checksum)
+    started = []
+    monkeypatch.setattr(compare, "run", lambda config, **_: started.append(config) or dict.fromkeys(compare.RECORDED))
+    run_comparison(comparison, tmp_path / "out", tmp_path / "elsewhere", ["dense"])
+    run_comparison(comparison, tmp_path / "out", tmp_path / "records", ["dense"])
+    assert len(started) == 2 + 1
+    (tmp_path / "records" / "dense" / "seed1.json").unlink()
+    forbid(monkeypatch)
+    save_model(tmp_path / "model", seed=1)
+    with pytest.raises(ValueError, match="started from 2 checkpoints"):
+        run_comparison(comparison, tmp_path / "out", tmp_path / "records", ["dense"])
+
+
+def test_the_checksum_is_of_the_weights_that_were_read(tmp_path, monkeypatch):
+    checksum = file_sha256(save_model(tmp_path / "model") / "model.safetensors")
+    config = from_saved(tmp_path).configs["dense"]
+    config["trainer"].update(output_dir=str(tmp_path / "out"), max_steps=1)
+    train = training.SparsePriorTrainer.train
+    replace = lambda self, **options: (save_model(tmp_path / "model", seed=1), train(self, **options))[1]  # noqa: E731
+    monkeypatch.setattr(training.SparsePriorTrainer, "train", replace)
+    assert training.run(config)["pretrained_sha256"] == checksum
 
 
 # ---- kills ----------------------------------------------------------------------------------------------------------
@@ -319,7 +397,7 @@ def test_a_missing_file_of_variants_is_named(tmp_path):
         load_comparison(write(tmp_path, "no_such_rows.yaml"))
 
 
-@pytest.mark.parametrize("variants", [{}, None, ["dense"]])
+@pytest.mark.parametrize("variants", [{}, None, ["dense"], 5])
 def test_without_variants_there_is_nothing_to_compare(tmp_path, variants):
     with pytest.raises(ValueError, match=r"variants=.* must hold a name and changes for each row"):
         load_comparison(write(tmp_path, variants))
@@ -361,7 +439,15 @@ def test_the_table_has_mean_and_sample_standard_deviation():
     lines = table({"a": [record(0.5), record(0.7), record(0.9, seconds=5.0)], "b": [record(0.25)]}).split("\n")
     assert lines[0].startswith("| prior | test accuracy, %, mean ± std of 3 |") and "average" not in lines[0]
     assert lines[2] == "| a | 70.00 ± 20.00 | 40.0 | 123 | 10 | 3.0 |"
-    assert lines[3] == "| b | 25.00 | 40.0 | 123 | 10 | 2.0 |"  # a single seed has no deviation
+    assert lines[3] == "| b | 25.00 (1 seed) | 40.0 | 123 | 10 | 2.0 |"  # a single seed has no deviation
+
+
+def test_the_table_shows_the_largest_change_of_the_mask_where_there_is_a_decay():
+    decayed = [{**record(0.5), "max_decay_change": change} for change in (0.0125, 0.25)]
+    lines = table({"a": [record(0.5)], "b": decayed}).split("\n")
+    assert lines[0].split(" | ")[2] == "max abs(M - 1)"
+    assert [line.split(" | ")[2] for line in lines[2:]] == ["-", "0.25"]
+    assert lines[2].split(" | ")[1] == "50.00 (1 seed)" and lines[3].split(" | ")[1] == "50.00 ± 0.00"
 
 
 def test_the_table_shows_the_moving_average_where_there_is_one():

@@ -45,6 +45,7 @@ TRAINED = {
     "lora": (CLASSIFIER | LORA, 250 + 2 * 2 * 2 * 8 * WIDTH),
     "dora": (CLASSIFIER | LORA | MAGNITUDES, 250 + 2 * 2 * 2 * 8 * WIDTH + 2 * 2 * WIDTH),
 }
+NO_DECAY = r"model\.prior='dense' has none; set 'model\.prior={decay: {name: violin, init: finetune}}'"
 NUM_SCALARS = LAYERS * HEADS * (CURVES + 1)
 
 
@@ -102,7 +103,7 @@ def train(model, steps):
 @pytest.mark.parametrize("method", METHODS)
 def test_names_and_count_of_what_each_method_trains(saved, method, prior):
     if (method, prior) == ("violin", "dense"):
-        with pytest.raises(ValueError, match=r"'dense' has none; set model\.prior=violin"):
+        with pytest.raises(ValueError, match=NO_DECAY):
             build(saved, method, prior)
         return
     model = build(saved, method, prior)
@@ -326,7 +327,7 @@ def test_targets_that_the_model_lacks_leave_no_folder(saved, tmp_path):
 def test_violin_on_a_saved_model_without_a_decay(saved, tmp_path):
     config = config_of(saved, "violin", tmp_path / "run")
     del config["model"]["prior"]  # that of the saved model
-    with pytest.raises(ValueError, match=r"model\.prior='dense' has none; set model\.prior=violin"):
+    with pytest.raises(ValueError, match=NO_DECAY):
         training.run(config)
 
 

@@ -12,6 +12,7 @@ TINY = {
     "seeds": [0, 1],
     "selection_seeds": [0],
     "grid": {"trainer.learning_rate": [1e-2, 1e-3]},
+    "variants": {"baseline": {}, "violin": {"model": {"prior": "violin"}}},
     "model": {
         "pretrained": None, "image_size": 8, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 1,
         "num_attention_heads": 2, "intermediate_size": 16,

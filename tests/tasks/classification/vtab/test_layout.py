@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.classification.config import DataConfig
+from tasks.classification.config import DataConfig, check_config
 from tasks.classification.data import load_data
 from tasks.classification.sources import READERS
-from tasks.classification.train import build_model
+from tasks.classification.train import build_model, run
 from tasks.classification.vtab.tasks import LISTS, TASKS
 
 PARTS = {
@@ -154,7 +154,30 @@ def test_the_classifier_starts_anew_with_its_own_deviation(tmp_path):
     assert torch.equal(kept.classifier.weight, saved.classifier.weight)
 
 
-@pytest.mark.parametrize("std", [-1, "small", True])
+@pytest.mark.parametrize("options", [{}, {"classifier_init_std": 0.1}])
+def test_every_prior_starts_from_the_same_two_classifiers(tmp_path, options):
+    build_model({**MODEL, "use_distillation_token": True}, ["a", "b", "c"]).save_pretrained(tmp_path)
+
+    def weights(prior):
+        torch.manual_seed(1)
+        model = build_model({"pretrained": str(tmp_path), "prior": prior, **options}, ["a", "b"])
+        return model.classifier.weight, model.distillation_classifier.weight
+
+    first = weights("dense")
+    for prior in ("violin", {"decay": {"name": "violin", "init": "finetune"}}):
+        assert all(map(torch.equal, first, weights(prior)))
+    assert not torch.equal(*first)
+
+
+@pytest.mark.parametrize("std", [-1, "small", True, float("nan")])
 def test_a_bad_deviation_is_refused(std):
     with pytest.raises(ValueError, match=r"model.classifier_init_std=.* must be a number of 0 or more"):
-        build_model({**MODEL, "classifier_init_std": std}, ["a", "b"])
+        check_config({"model": {**MODEL, "classifier_init_std": std}})
+
+
+def test_the_final_stage_chooses_no_epoch(data, tmp_path):
+    settings = {"source": "vtab", "path": str(data), "task": "eurosat", "stage": "final"}
+    trainer = {"output_dir": str(tmp_path / "run"), "use_cpu": True}
+    with pytest.raises(ValueError, match=r"data.stage=final .*; set trainer.load_best_model_at_end=false"):
+        run({"data": settings, "model": dict(MODEL), "trainer": trainer})
+    assert not (tmp_path / "run").exists()

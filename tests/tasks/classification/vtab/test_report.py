@@ -108,18 +108,47 @@ def test_the_tables_of_a_whole_sweep_are_the_papers():
     text = report.tables(summary(ROWS))
     # 85.525 and 57.0025; the paper's 86.29 - 85.52 is of rounded numbers
     assert "| baseline | 76.92 | 85.52 | 57.00 | 70.35 |" in text
-    assert "| violin | 77.96 (+1.03) | 86.29 (+0.77) | 61.89 (+4.89) | 72.95 (+2.60) |" in text
+    # Every seed is as far from the mean in both rows.
+    cells = "77.96 (+1.03 ± 0.00) | 86.29 (+0.77 ± 0.00) | 61.89 (+4.89 ± 0.00) | 72.95 (+2.60 ± 0.00)"
+    assert f"| violin | {cells} |" in text
+    assert "| violin | 78.96 (+1.03) | 87.29 (+0.77) | 62.89 (+4.89) | 73.95 (+2.60) |" in text
     assert "| baseline | 77.92 | 86.52 | 58.00 | 71.35 |" in text  # best three of -2 .. 2: one above the mean
-    assert "| | Patch Camelyon | EuroSAT | Resisc45 | Diabetic Retinopathy |" in text
+    assert "| row | Patch Camelyon | EuroSAT | Resisc45 | Diabetic Retinopathy |" in text
     assert "| violin | 86.74 ± 1.58 | 95.91 ± 1.58 | 87.31 ± 1.58 | 75.20 ± 1.58 |" in text
     assert "| violin | 87.74 | 96.91 | 88.31 | 76.20 |" in text
     assert "issing" not in text and "as published" not in text
 
 
+def test_the_spread_of_a_groups_difference_is_that_of_its_seeds():
+    draw = np.random.default_rng(0).normal
+    accuracies = {name: draw(80, 3, (len(TASKS), 5)) for name in ROWS}
+    variants = {}
+    for name, values in accuracies.items():
+        tasks = {task: result(list(row)) for task, row in zip(TASKS, values, strict=True)}
+        variants[name] = {"tasks": tasks, "groups_mean": report.means({task: tasks[task]["mean"] for task in tasks})}
+    text = report.group_table({"variants": variants}, "mean")
+    difference = accuracies["violin"] - accuracies["baseline"]
+    expected = []
+    for rows in (slice(0, 7), slice(7, 11), slice(11, 19), slice(0, 19)):
+        by_seed = difference[rows].mean(0)
+        expected.append(f"({by_seed.mean():+.2f} ± {by_seed.std(ddof=1):.2f})")
+    found = text.splitlines()[-1].split("|")[2:-1]
+    assert [cell.strip().partition(" ")[2] for cell in found] == expected
+
+
+def test_the_largest_change_of_the_mask_stands_in_a_table_of_its_own():
+    made = summary(ROWS, kitti={**result([80.0] * 5), "decay_change": 0.25})
+    made["variants"]["violin"]["tasks"]["cifar"]["decay_change"] = 0.0625
+    text = report.tables(made)
+    table = text.partition("## Largest abs(M - 1) after training, of all seeds\n\n")[2].splitlines()
+    assert table[0] == "| row | NAT. | SPE. | STR. | all |" and table[2] == "| violin | 0.062 | - | 0.25 | 0.25 |"
+    assert len(table) == 3 and "Largest" not in report.tables(summary(ROWS))
+
+
 def test_what_is_missing_is_shown_and_in_no_mean():
     changes = {"kitti": result([80.0, None, 82.0, None, 81.0]), "cifar": result([None] * 5, chosen=False)}
     text = report.tables(summary(ROWS, **changes))
-    assert "| violin | - | 86.29 (+0.77) | - | - |" in text
+    assert "| violin | - | 86.29 (+0.77 ± 0.00) | - | - |" in text
     assert "- violin: cifar (selection), kitti (3 of 5 seeds)" in text
     assert "| baseline | 76.92 | 85.52 | 57.00 | 70.35 |" in text
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from hf_sparseprior import SparsePriorViTConfig
 from tasks.classification import train as training
 from tasks.classification.compare import RECORDED
-from tasks.classification.config import SECTIONS
 from tasks.classification.vtab import sweep as sweeping
 from tasks.classification.vtab.plan import Records, choose, load_sweep, point_name
 from tasks.classification.vtab.report import summarize
@@ -45,8 +45,7 @@ def trained(monkeypatch):
         return judged(config, accuracy[0](config))
 
     monkeypatch.setattr(sweeping, "train", train)
-    done_and_accuracy = done, accuracy
-    return done_and_accuracy
+    return done, accuracy
 
 
 def sweep_of(path, tasks=("eurosat",), **options):
@@ -137,6 +136,15 @@ def test_a_record_of_another_configuration_is_refused(trained, write):
         work(job)
 
 
+def test_records_of_two_checkpoints_are_not_put_in_one_table(trained, write):
+    job = sweep_of(write())
+    work(job)
+    path = next(job.records.rglob("seed0.json"))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pretrained_sha256": "abc"}))
+    with pytest.raises(ValueError, match=r"started from 2 checkpoints \(abc, unknown\), not from one"):
+        summarize(Records(job.sweep(), job.records))
+
+
 # ---- claims ---------------------------------------------------------------------------------------------------------
 
 
@@ -161,8 +169,34 @@ def test_a_claim_holds_until_its_process_is_dead(tmp_path):
             assert not twice
     with claim(record) as mine:  # given back
         assert mine
-        record.write_text("{}")
     assert not (tmp_path / "a" / "seed0.lock").exists()
+
+
+def test_a_lock_file_that_its_owner_removed_meanwhile_is_no_claim(tmp_path, monkeypatch):
+    record, lock = tmp_path / "seed0.json", sweeping.fcntl.flock
+    late = lambda file, how: (record.with_suffix(".lock").unlink(), lock(file, how))  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(sweeping.fcntl, "flock", late)
+        with claim(record) as mine:
+            assert not mine
+    with claim(record) as mine:
+        assert mine
+
+
+def test_nothing_empty_is_left_behind(write, tmp_path, monkeypatch, capsys):
+    def train(config, command=None):
+        if config["trainer"]["learning_rate"] == 1e-3 and config["data"]["stage"] == "selection":
+            raise ValueError("refused")
+        Path(config["trainer"]["output_dir"]).mkdir(parents=True)
+        return judged(config, 0.5)
+
+    monkeypatch.setattr(sweeping, "train", train)
+    arguments = ["--config", str(write()), "--out", str(tmp_path / "out"), "--records", str(tmp_path / "records")]
+    assert main([*arguments, *TASK]) == 2 and "refused" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    left = [path.relative_to(tmp_path / "records") for path in (tmp_path / "records").rglob("*") if not path.is_dir()]
+    assert [str(path) for path in left] == ["baseline/eurosat/selection/learning_rate=0.01/seed0.json"]
+    assert not [path for path in (tmp_path / "records").rglob("*") if path.is_dir() and not list(path.iterdir())]
 
 
 def test_a_run_of_another_process_is_left_to_it_and_taken_over_when_it_ends(trained, write, monkeypatch):
@@ -319,11 +353,7 @@ def test_when_the_command_ends_its_jobs_end_with_a_checkpoint(write, tmp_path, n
     errors = process.communicate(timeout=200)[1]
     assert process.returncode == (143 if number == signal.SIGTERM else -9)
     assert errors.count("the same command goes on from there") == 2
-    locks = list((tmp_path / "records").rglob("*.lock"))
-    assert len(locks) == 2
-    for lock in locks:
-        with claim(lock.with_suffix(".json")) as mine:
-            assert mine
+    assert not list((tmp_path / "records").rglob("*.lock"))
 
 
 TINY_TRAINER = {
@@ -371,6 +401,7 @@ def test_the_command_writes_tables_of_the_whole_sweep(trained, write, tmp_path, 
         (["trainer.learning_rate=1"], "trainer.learning_rate is an axis of the grid"),
         (["data.source=digits"], "data.source='digits' must be 'vtab'"),
         (["model.prior=violn"], "violn"),
+        (["model.pretrained=nowhere"], "model.pretrained=nowhere is not a folder of a saved model"),
     ],
 )
 def test_the_command_line_reports_errors_in_one_line(write, tmp_path, capsys, arguments, message):
@@ -390,6 +421,10 @@ def test_the_command_line_reports_errors_in_one_line(write, tmp_path, capsys, ar
         ({"grid": {"trainer.learning_rat": [1]}}, "did you mean 'learning_rate'"),
         ({"grid": {"trainer.learning_rate": ["fast"]}}, "trainer.learning_rate='fast' must be a number"),
         ({"grid": {"trainer.learning_rate": [1, 1]}}, "must be different"),
+        ({"grid": {"model.pooling": ["../mean"]}}, "'pooling=../mean' must be a name of letters"),
+        ({"grid": {"model.prior": [{"support": "window"}]}}, "must be a name of letters"),
+        ({"grid": {"model.x": [1], "trainer.x": [2]}}, "grid keys model.x, trainer.x must differ behind the dot"),
+        ({"grid": {"model.pooling": [1, "1"]}}, "grid values model.pooling=[1, '1'] must be different"),
         ({"seeds": [1, 1]}, "must be a list of different integers"),
         ({"selection_seeds": []}, "selection_seeds: seeds=[] must be a list of different integers"),
         ({"variants": {"a": {"trainer": {"learning_rate": 1}}}}, "trainer.learning_rate is an axis of the grid"),
@@ -431,14 +466,16 @@ TITLES = {
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_sweep_is_the_recipe_of_table_29(path):
     model, _, method = path.stem.rpartition("_")
-    if method != "full" and "tuning" not in SECTIONS:
-        pytest.skip("adapters are not a section of configurations here")
     sweep = load_sweep(path)
     rates = [1e-3, 7.5e-4, 5e-4, 2.5e-4, 1e-4]
     ranks = [{}] if method == "full" else [{"tuning.rank": rank} for rank in (2, 4, 8, 16)]
     assert sweep.points == [{"trainer.learning_rate": rate, **rank} for rate in rates for rank in ranks]
     assert sweep.seeds == sweep.selection_seeds == [0, 1, 2, 3, 4] and sweep.tasks == list(TASKS)
-    assert [config["model"].get("prior") for config in sweep.configs.values()] == [None, "violin"]
+    priors = {name: SparsePriorViTConfig(prior=config["model"]["prior"]) for name, config in sweep.configs.items()}
+    assert {name: (prior.prior_name, (prior.prior["decay"] or {}).get("init")) for name, prior in priors.items()} == {
+        "baseline": ("dense", None), "violin": ("violin", "finetune"), "violin_moving": ("violin", "moving"),
+    }  # fmt: skip
+    assert {config["tuning"].get("method", "full") for config in sweep.configs.values()} == {method or path.stem}
     trainer = sweep.configs["baseline"]["trainer"]
     table = {
         "num_train_epochs": 50, "per_device_train_batch_size": 64, "adam_beta1": 0.9, "adam_beta2": 0.999,
