@@ -8,8 +8,9 @@ evidence.png; what is missing is shown as missing.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def task_table(rows: Sequence[Row]) -> str:
     """A Markdown table of one task."""
     head = (
         *("method", "prior", "test accuracy, %", "minus plain, by seed", "mean ± std", "above plain"),
-        *("max abs(M - 1), start → end", "trained", "adapter, kB"),
+        *("max abs(M - 1), start → end", "mean(1 - M)", "max abs(alpha - 1)", "trained", "adapter, kB"),
     )
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
@@ -82,7 +83,7 @@ def task_table(rows: Sequence[Row]) -> str:
 
 def _cells(row: Row) -> list[str]:
     if not row.records:
-        return [row.method, row.prior, "missing", *[""] * 6]
+        return [row.method, row.prior, "missing", *[""] * 8]
     missing = [str(seed) for seed in row.seeds if seed not in row.accuracy]
     accuracy = spread(list(row.accuracy.values())) + (f" (seed {', '.join(missing)} missing)" if missing else "")
     by_seed = ", ".join(f"{100 * value:+.2f}" for value in row.difference.values())
@@ -91,7 +92,9 @@ def _cells(row: Row) -> list[str]:
         *(row.method, row.prior, accuracy, by_seed),
         spread(list(row.difference.values())) if row.difference else "",
         agreement(row),
-        mask_change(row),
+        change(row, ("decay_change_at_start", "max_decay_change"), max),
+        change(row, ("mean_decay_change_at_start", "mean_decay_change"), statistics.fmean),
+        change(row, ("alpha_change_at_start", "max_alpha_change"), max),
         str(row.records[0].get("trainable_parameters", row.records[0]["parameters"])),
         "" if adapter is None else f"{adapter / 1000:.1f}",
     ]
@@ -103,13 +106,10 @@ def agreement(row: Row) -> str:
     return f"{above} of {len(row.difference)}" if row.difference else ""
 
 
-def mask_change(row: Row) -> str:
-    """max |M - 1| over layers, heads, pairs and seeds, before and after training; "" without a decay."""
-    change: dict[str, list[float]] = {
-        key: [record[key] for record in row.records if record.get(key) is not None]
-        for key in ("decay_change_at_start", "max_decay_change")
-    }
-    return " → ".join(f"{max(values):.2g}" for values in change.values() if values)
+def change(row: Row, keys: Sequence[str], combine: Callable[[list[float]], float]) -> str:
+    """What the records have under two keys, before and after training, combined over seeds; "" without a decay."""
+    known = [[record[key] for record in row.records if record.get(key) is not None] for key in keys]
+    return " → ".join(f"{combine(values):.2g}" for values in known if values)
 
 
 def overview(tasks: Mapping[str, Sequence[Row]]) -> str:
