@@ -24,6 +24,13 @@ from tasks.classification.compare import Comparison, all_records, load_compariso
 
 PLAIN = "plain"
 
+SPREAD = (
+    "± is the standard deviation over seeds: over the order of the training images, and over what starts anew, "
+    "which is adapters, decays and the classifier (where the number of classes is the checkpoint's, its classifier "
+    "starts the same in every seed). Training and test images, the checkpoint and the permutation of a random order "
+    "are the same in every seed; what another draw of them would change is not in it."
+)
+
 
 @dataclass
 class Row:
@@ -112,6 +119,16 @@ def change(row: Row, keys: Sequence[str], combine: Callable[[list[float]], float
     return " → ".join(f"{combine(values):.2g}" for values in known if values)
 
 
+def by_chance(rows: Sequence[Row]) -> str:
+    """How many rows are above plain in every seed, and how many would be if a seed were above with probability 1/2."""
+    above = sum(all(value > 0 for value in row.difference.values()) for row in rows)
+    expected = sum(0.5 ** len(row.difference) for row in rows)
+    return (
+        f"{above} of {len(rows)} differences are above plain in every seed; if no prior changed anything, up to "
+        f"{expected:.1f} would be on average, by chance."
+    )
+
+
 def overview(tasks: Mapping[str, Sequence[Row]]) -> str:
     """Mean difference to plain of every row, percentage points, with a column for each task, as a Markdown table."""
     names = {(row.method, row.prior): None for rows in tasks.values() for row in rows if row.prior != PLAIN}
@@ -133,14 +150,19 @@ def report(tasks: Mapping[str, Sequence[Row]]) -> str:
         ValueError: if the runs started from different checkpoints.
     """
     records = [record for rows in tasks.values() for row in rows for record in row.records]
-    checkpoints = sorted({str(record.get("pretrained_sha256")) for record in records})
+    known = {record.get("pretrained_sha256") for record in records}
+    checkpoints = sorted(checkpoint or "one not recorded" for checkpoint in known)
     if len(checkpoints) > 1:
         raise ValueError(
             f"the runs started from {len(checkpoints)} checkpoints ({', '.join(checkpoints)}), not from one"
         )
     total = sum(len(row.seeds) for rows in tasks.values() for row in rows)
-    parts = [f"{len(records)} of {total} runs, from the checkpoint with SHA-256 `{(checkpoints or ['?'])[0]}`."]
+    start = f"the checkpoint with SHA-256 `{checkpoints[0]}`" if any(known) else "a checkpoint that no record names"
+    parts = [f"{len(records)} of {total} runs, from {start}."]
     parts += ["Test accuracy minus that of plain, percentage points, mean ± std (seeds above plain):", overview(tasks)]
+    parts.append(SPREAD)
+    if compared := [row for rows in tasks.values() for row in rows if row.difference]:
+        parts.append(by_chance(compared))
     for task, rows in tasks.items():
         data = next((record["data"] for row in rows for record in row.records), "no run yet")
         parts += [f"## {task}", data, task_table(rows)]
@@ -197,6 +219,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     def work() -> None:
+        if not arguments.records.is_dir():
+            raise OSError(f"--records {arguments.records} is not a folder; give the one that `compare` left records in")
         tasks = {}
         for path in arguments.comparisons:
             comparison = load_comparison(path, arguments.set)

@@ -104,6 +104,34 @@ def test_equal_is_not_better():
     assert evidence.agreement(rows(made=made)[1]) == "0 of 3"
 
 
+def test_the_report_says_what_the_spread_is_and_what_chance_would_give():
+    made = records()
+    made["full-violin"] = [record("full-violin", seed, 0.9) for seed in range(3)]
+    text = evidence.report({"count": rows(made=made), "position": rows()})
+    assert evidence.SPREAD in text
+    # Above in every seed: full violin of count with three, lora violin of both with the one seed that plain has too.
+    assert "3 of 4 differences are above plain in every seed" in text
+    assert f"up to {1 / 8 + 1 / 8 + 1 / 2 + 1 / 2:.1f} would be on average" in text
+    assert "by chance" not in evidence.report({"count": rows(made={})})
+
+
+def test_a_checkpoint_that_no_record_names_is_said_so():
+    made = {"full-plain": [record("full-plain", 0, 0.5, pretrained_sha256=None)]}
+    for runs in (made, {}):
+        start = f"{len(runs)} of 12 runs, from a checkpoint that no record names."
+        assert evidence.report({"count": rows(made=runs)}).startswith(start)
+    made["full-plain"].append(record("full-plain", 1, 0.5))
+    with pytest.raises(ValueError, match=r"from 2 checkpoints \(abc, one not recorded\), not from one"):
+        evidence.report({"count": rows(made=made)})
+
+
+def test_a_folder_of_records_that_is_not_there_is_refused_and_not_made(tmp_path, capsys):
+    comparison, typo = str(CONFIGS / "compare" / "evidence_count.yaml"), tmp_path / "typo"
+    assert evidence.main([comparison, "--records", str(typo), "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].count(f"--records {typo} is not a folder") == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_runs_of_two_checkpoints_are_not_compared():
     made = records()
     made["lora-plain"][0]["pretrained_sha256"] = "def"
