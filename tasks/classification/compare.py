@@ -53,7 +53,10 @@ RECORDED = (
     *("seconds", "seconds_per_step", "data_wait", "data", "versions", "hardware", "config"),
 )
 # The same for what runs before the `tuning` section did not have.
-RECORDED_LATER = ("method", "trainable_parameters", "adapter_bytes", "pretrained_sha256", "decay_change_at_start")
+RECORDED_LATER = (
+    *("method", "trainable_parameters", "adapter_bytes", "pretrained_sha256", "decay_change_at_start"),
+    *("mean_decay_change", "mean_decay_change_at_start", "max_alpha_change", "alpha_change_at_start"),
+)
 _OWNER = "the comparison's to choose; use `seeds`, --seeds and --out"
 OWNED = {"trainer.seed": _OWNER, "trainer.output_dir": _OWNER}
 

@@ -8,8 +8,9 @@ evidence.png; what is missing is shown as missing.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,13 @@ from tasks.classification.command import run_command
 from tasks.classification.compare import Comparison, all_records, load_comparison, spread
 
 PLAIN = "plain"
+
+SPREAD = (
+    "± is the standard deviation over seeds: over the order of the training images, and over what starts anew, "
+    "which is adapters, decays and the classifier (where the number of classes is the checkpoint's, its classifier "
+    "starts the same in every seed). Training and test images, the checkpoint and the permutation of a random order "
+    "are the same in every seed; what another draw of them would change is not in it."
+)
 
 
 @dataclass
@@ -73,7 +81,7 @@ def task_table(rows: Sequence[Row]) -> str:
     """A Markdown table of one task."""
     head = (
         *("method", "prior", "test accuracy, %", "minus plain, by seed", "mean ± std", "above plain"),
-        *("max abs(M - 1), start → end", "trained", "adapter, kB"),
+        *("max abs(M - 1), start → end", "mean(1 - M)", "max abs(alpha - 1)", "trained", "adapter, kB"),
     )
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
@@ -82,7 +90,7 @@ def task_table(rows: Sequence[Row]) -> str:
 
 def _cells(row: Row) -> list[str]:
     if not row.records:
-        return [row.method, row.prior, "missing", *[""] * 6]
+        return [row.method, row.prior, "missing", *[""] * 8]
     missing = [str(seed) for seed in row.seeds if seed not in row.accuracy]
     accuracy = spread(list(row.accuracy.values())) + (f" (seed {', '.join(missing)} missing)" if missing else "")
     by_seed = ", ".join(f"{100 * value:+.2f}" for value in row.difference.values())
@@ -91,7 +99,9 @@ def _cells(row: Row) -> list[str]:
         *(row.method, row.prior, accuracy, by_seed),
         spread(list(row.difference.values())) if row.difference else "",
         agreement(row),
-        mask_change(row),
+        change(row, ("decay_change_at_start", "max_decay_change"), max),
+        change(row, ("mean_decay_change_at_start", "mean_decay_change"), statistics.fmean),
+        change(row, ("alpha_change_at_start", "max_alpha_change"), max),
         str(row.records[0].get("trainable_parameters", row.records[0]["parameters"])),
         "" if adapter is None else f"{adapter / 1000:.1f}",
     ]
@@ -103,13 +113,20 @@ def agreement(row: Row) -> str:
     return f"{above} of {len(row.difference)}" if row.difference else ""
 
 
-def mask_change(row: Row) -> str:
-    """max |M - 1| over layers, heads, pairs and seeds, before and after training; "" without a decay."""
-    change: dict[str, list[float]] = {
-        key: [record[key] for record in row.records if record.get(key) is not None]
-        for key in ("decay_change_at_start", "max_decay_change")
-    }
-    return " → ".join(f"{max(values):.2g}" for values in change.values() if values)
+def change(row: Row, keys: Sequence[str], combine: Callable[[list[float]], float]) -> str:
+    """What the records have under two keys, before and after training, combined over seeds; "" without a decay."""
+    known = [[record[key] for record in row.records if record.get(key) is not None] for key in keys]
+    return " → ".join(f"{combine(values):.2g}" for values in known if values)
+
+
+def by_chance(rows: Sequence[Row]) -> str:
+    """How many rows are above plain in every seed, and how many would be if a seed were above with probability 1/2."""
+    above = sum(all(value > 0 for value in row.difference.values()) for row in rows)
+    expected = sum(0.5 ** len(row.difference) for row in rows)
+    return (
+        f"{above} of {len(rows)} differences are above plain in every seed; if no prior changed anything, up to "
+        f"{expected:.1f} would be on average, by chance."
+    )
 
 
 def overview(tasks: Mapping[str, Sequence[Row]]) -> str:
@@ -133,14 +150,19 @@ def report(tasks: Mapping[str, Sequence[Row]]) -> str:
         ValueError: if the runs started from different checkpoints.
     """
     records = [record for rows in tasks.values() for row in rows for record in row.records]
-    checkpoints = sorted({str(record.get("pretrained_sha256")) for record in records})
+    known = {record.get("pretrained_sha256") for record in records}
+    checkpoints = sorted(checkpoint or "one not recorded" for checkpoint in known)
     if len(checkpoints) > 1:
         raise ValueError(
             f"the runs started from {len(checkpoints)} checkpoints ({', '.join(checkpoints)}), not from one"
         )
     total = sum(len(row.seeds) for rows in tasks.values() for row in rows)
-    parts = [f"{len(records)} of {total} runs, from the checkpoint with SHA-256 `{(checkpoints or ['?'])[0]}`."]
+    start = f"the checkpoint with SHA-256 `{checkpoints[0]}`" if any(known) else "a checkpoint that no record names"
+    parts = [f"{len(records)} of {total} runs, from {start}."]
     parts += ["Test accuracy minus that of plain, percentage points, mean ± std (seeds above plain):", overview(tasks)]
+    parts.append(SPREAD)
+    if compared := [row for rows in tasks.values() for row in rows if row.difference]:
+        parts.append(by_chance(compared))
     for task, rows in tasks.items():
         data = next((record["data"] for row in rows for record in row.records), "no run yet")
         parts += [f"## {task}", data, task_table(rows)]
@@ -197,6 +219,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     def work() -> None:
+        if not arguments.records.is_dir():
+            raise OSError(f"--records {arguments.records} is not a folder; give the one that `compare` left records in")
         tasks = {}
         for path in arguments.comparisons:
             comparison = load_comparison(path, arguments.set)

@@ -208,7 +208,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     tuning = TuningConfig(**config["tuning"])
     checksum = pretrained_sha256(config["model"])
     model = build_model(config["model"], data.classes)
-    decay_change_at_start = max_decay_change(model)
+    decay_at_start = decay_change(model)
     set_seed(arguments.seed)  # a decay draws too, and adapters of one seed would start differently beside it
     model = tuned(model, tuning)
     trained = trainable_parameters(model)  # counted here, because peft freezes what it reads back
@@ -257,7 +257,9 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         "method": tuning.method,
         "trainable_parameters": trained,
         "pretrained_sha256": checksum,
-        "decay_change_at_start": decay_change_at_start,
+        "decay_change_at_start": decay_at_start["max_decay_change"],
+        "mean_decay_change_at_start": decay_at_start["mean_decay_change"],
+        "alpha_change_at_start": decay_at_start["max_alpha_change"],
         "steps": trainer.state.global_step,
         "seconds": round(seconds, 2),
         "seconds_per_step": seconds / max(1, trainer.state.global_step),
@@ -312,17 +314,30 @@ def _trainer_errors(make: Any, **options: Any) -> Any:
         raise ValueError(f"trainer: {error}") from None
 
 
-def max_decay_change(model: SparsePriorViTForImageClassification) -> float | None:
-    """max |M - 1| over layers, heads and pairs: how far the learned decay is from none; None without a decay."""
+@torch.no_grad()
+def decay_change(model: SparsePriorViTForImageClassification) -> dict[str, float | None]:
+    """How far the learned decay is from none, over layers, heads and pairs; None without a decay.
+
+    Returns:
+        max_decay_change: max |M - 1|; mean_decay_change: mean 1 - M; max_alpha_change: max |alpha - 1|, 0 where alpha
+        is not learned.
+    """
     masks = learned_decay_masks(model.vit.layers, model.config)
-    return max(((mask - 1).abs().max().item() for mask in masks), default=None)
+    if not masks:
+        return dict.fromkeys(("max_decay_change", "mean_decay_change", "max_alpha_change"))
+    alphas = [alpha for layer in model.vit.layers if (alpha := layer.attention.decay_bias.alpha) is not None]
+    return {
+        "max_decay_change": max((mask - 1).abs().max().item() for mask in masks),
+        "mean_decay_change": sum((1 - mask).mean().item() for mask in masks) / len(masks),
+        "max_alpha_change": max(((alpha - 1).abs().max().item() for alpha in alphas), default=0.0),
+    }
 
 
 def _about_model(model: SparsePriorViTForImageClassification) -> dict[str, Any]:
     return {
         "prior": model.config.prior_name,
         "prior_settings": model.config.prior,
-        "max_decay_change": max_decay_change(model),
+        **decay_change(model),
         "pruning_ratio": model.config.pruning_ratio,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }

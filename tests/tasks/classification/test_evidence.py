@@ -3,14 +3,18 @@ import re
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
+from hf_sparseprior.decay import init_values
 from hf_sparseprior.hub import file_sha256
+from hf_sparseprior.prior import resolve_prior
 from tasks.classification import evidence, train
-from tasks.classification.compare import RECORDED, Comparison, load_comparison
+from tasks.classification.compare import RECORDED, Comparison, load_comparison, record_of
+from tasks.classification.config import load_config
 from tasks.classification.report import write_results
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "classification"
@@ -25,13 +29,16 @@ ACCURACY = {
 
 
 def record(name, seed, accuracy, **changes):
-    decay = {"max_decay_change": 0.31, "decay_change_at_start": 0.145} if "violin" in name else {}
+    decay = {
+        "max_decay_change": 0.31, "decay_change_at_start": 0.145, "mean_decay_change": 0.04 + 0.01 * seed,
+        "mean_decay_change_at_start": 0.022, "max_alpha_change": 0.1 * (1 + seed), "alpha_change_at_start": 0.0,
+    }  # fmt: skip
     made = {
         "metrics": {"test_accuracy": accuracy}, "prior": "violin", "prior_settings": {}, "pruning_ratio": 0.0,
         "max_decay_change": None, "parameters": 461536, "seed": seed, "steps": 400, "seconds": 1.0,
         "seconds_per_step": 0.1, "data_wait": 0.0, "data": "parquet in count (1000 train)", "versions": {},
         "hardware": {}, "config": {}, "trainable_parameters": 1234, "pretrained_sha256": "abc",
-        "adapter_bytes": 56_789 if "lora" in name else None, **decay, **changes,
+        "adapter_bytes": 56_789 if "lora" in name else None, **(decay if "violin" in name else {}), **changes,
     }  # fmt: skip
     assert set(RECORDED) <= set(made)
     return made
@@ -62,9 +69,10 @@ def test_the_table_of_a_task():
     text = evidence.task_table(rows())
     mean, std = 62.0, statistics.stdev([52, 59, 75])
     assert cells(text, "full", "violin") == [
-        f"{mean:.2f} ± {std:.2f}", "+2.00, -1.00, +5.00", "2.00 ± 3.00", "2 of 3", "0.14 → 0.31", "1234", "",
+        f"{mean:.2f} ± {std:.2f}", "+2.00, -1.00, +5.00", "2.00 ± 3.00", "2 of 3", "0.14 → 0.31",
+        "0.022 → 0.05", "0 → 0.3", "1234", "",
     ]  # fmt: skip
-    assert cells(text, "full", "plain") == ["60.00 ± 10.00", "", "", "", "", "1234", ""]
+    assert cells(text, "full", "plain") == ["60.00 ± 10.00", *[""] * 6, "1234", ""]
     assert cells(text, "lora", "plain")[0] == "42.00 ± 2.83 (seed 2 missing)"
     assert cells(text, "lora", "violin")[1:4] == ["+2.00", "2.00", "1 of 1"]
     assert cells(text, "lora", "violin")[-1] == "56.8"
@@ -94,6 +102,34 @@ def test_the_overview_has_a_column_for_each_task():
 def test_equal_is_not_better():
     made = {name: [record(name, seed, 0.5) for seed in range(3)] for name in NAMES}
     assert evidence.agreement(rows(made=made)[1]) == "0 of 3"
+
+
+def test_the_report_says_what_the_spread_is_and_what_chance_would_give():
+    made = records()
+    made["full-violin"] = [record("full-violin", seed, 0.9) for seed in range(3)]
+    text = evidence.report({"count": rows(made=made), "position": rows()})
+    assert evidence.SPREAD in text
+    # Above in every seed: full violin of count with three, lora violin of both with the one seed that plain has too.
+    assert "3 of 4 differences are above plain in every seed" in text
+    assert f"up to {1 / 8 + 1 / 8 + 1 / 2 + 1 / 2:.1f} would be on average" in text
+    assert "by chance" not in evidence.report({"count": rows(made={})})
+
+
+def test_a_checkpoint_that_no_record_names_is_said_so():
+    made = {"full-plain": [record("full-plain", 0, 0.5, pretrained_sha256=None)]}
+    for runs in (made, {}):
+        start = f"{len(runs)} of 12 runs, from a checkpoint that no record names."
+        assert evidence.report({"count": rows(made=runs)}).startswith(start)
+    made["full-plain"].append(record("full-plain", 1, 0.5))
+    with pytest.raises(ValueError, match=r"from 2 checkpoints \(abc, one not recorded\), not from one"):
+        evidence.report({"count": rows(made=made)})
+
+
+def test_a_folder_of_records_that_is_not_there_is_refused_and_not_made(tmp_path, capsys):
+    comparison, typo = str(CONFIGS / "compare" / "evidence_count.yaml"), tmp_path / "typo"
+    assert evidence.main([comparison, "--records", str(typo), "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].count(f"--records {typo} is not a folder") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_runs_of_two_checkpoints_are_not_compared():
@@ -140,13 +176,59 @@ def test_the_four_comparisons_differ_in_their_data_alone():
         assert {**config, "model": None} == {**plain, "model": None}
 
 
+MEAN_AT_START = 0.0223  # of 1 - M for gamma = sigmoid(beta), beta from 6 to 8, over all pairs of 64 patches in a line
+
+
+def expected_change(beta_low, beta_high, distances):
+    gammas = 1 / (1 + np.exp(-np.linspace(beta_low, beta_high, 4001)))
+    values, counts = np.unique(distances, return_counts=True)
+    return float((1 - gammas[:, None] ** values).mean(0) @ counts / counts.sum())
+
+
+def test_every_method_has_the_same_priors_and_the_controls_start_as_far_from_no_mask_as_the_moving_one():
+    pretrained = load_config(CONFIGS / "cifar10_pretrain_tiny.yaml")["model"]
+    assert pretrained["image_size"] // pretrained["patch_size"] == 8
+    configs = load_comparison(CONFIGS / "compare" / "evidence_count.yaml").configs
+    decays = {}
+    for name, config in configs.items():
+        method, _, prior = name.partition("-")
+        decays.setdefault(method, {})[prior] = resolve_prior(config["model"]["prior"], 4, (8, 8))["decay"]
+    assert decays["full"] == decays["lora"] == decays["dora"]
+    decays = decays["full"]
+    assert {prior: decay and decay["name"] for prior, decay in decays.items()} == {
+        "plain": None, "alpha": "violin", "violin": "violin", "violin_moving": "violin", "manhattan": "manhattan",
+        "random": "random_order",
+    }  # fmt: skip
+    assert {prior for prior, decay in decays.items() if decay and not decay["learn_beta"]} == {"alpha"}
+    assert all(decay["learn_alpha"] for decay in decays.values() if decay)
+    starts = {prior: init_values(decay["init"]) for prior, decay in decays.items() if decay}
+    assert starts["violin"] == (1.0, 0.02, 15.0, 20.0)
+    assert all(start[:2] == (1.0, 0.0) for prior, start in starts.items() if prior != "violin")
+    # Ranks along a curve and in a random order are a line of 64 in another order.
+    line = np.abs(np.subtract.outer(range(64), range(64)))
+    rows, columns = np.divmod(np.arange(64), 8)
+    square = np.abs(np.subtract.outer(rows, rows)) + np.abs(np.subtract.outer(columns, columns))
+    found = {
+        prior: expected_change(*starts[prior][2:], square if prior == "manhattan" else line)
+        for prior in ("violin_moving", "manhattan", "random")
+    }
+    assert found == {prior: pytest.approx(MEAN_AT_START, rel=0.01) for prior in found}
+    assert expected_change(*starts["alpha"][2:], line) < 1e-6
+
+
 # ---- equal starts ---------------------------------------------------------------------------------------------------
 
 MODEL = {
     "image_size": 8, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
     "intermediate_size": 16,
 }  # fmt: skip
-PRIORS = ("dense", "violin", {"decay": {"name": "manhattan", "init": "moving"}})
+PRIORS = (
+    "dense",
+    {"decay": {"name": "violin", "init": "finetune"}},
+    {"decay": {"name": "manhattan", "init": "moving"}},
+    {"decay": {"name": "random_order", "init": "moving"}},
+    {"decay": {"name": "violin", "init": "identity", "learn_beta": False}},
+)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +272,20 @@ def test_every_prior_starts_from_the_same_adapter_and_the_checkpoint_is_recorded
     for other in adapters[1:]:
         assert all(torch.equal(adapters[0][name], value) for name, value in other.items())
     assert {run["pretrained_sha256"] for run in results} == {file_sha256(saved / "model.safetensors")}
-    assert results[0]["decay_change_at_start"] is None
+    assert results[0]["decay_change_at_start"] is results[0]["max_alpha_change"] is None
     for trained in results[1:]:  # with a learning rate of 0
-        assert trained["decay_change_at_start"] == pytest.approx(trained["max_decay_change"])
-        assert trained["max_decay_change"] > 1e-3
+        for end in ("max_decay_change", "mean_decay_change", "max_alpha_change"):
+            start = end.removeprefix("max_") + "_at_start"
+            assert trained[end] == pytest.approx(trained[start]) and {start, end} <= set(record_of(trained))
+    distances = np.array([[0, 1, 1, 2], [1, 0, 2, 1], [1, 2, 0, 1], [2, 1, 1, 0]])
+    weights = load_file(tmp_path / "2" / "model" / "model.safetensors")
+    betas = np.concatenate([weights[name].double().flatten() for name in weights if name.endswith("beta")])
+    change = 1 - (1 / (1 + np.exp(-betas)))[:, None, None] ** distances
+    assert results[2]["mean_decay_change"] == pytest.approx(change.mean(), rel=1e-3)
+    assert results[2]["max_decay_change"] == pytest.approx(change.max(), rel=1e-3)
+    weights = load_file(tmp_path / "1" / "model" / "model.safetensors")
+    alphas = np.concatenate([weights[name] for name in weights if name.endswith("alpha")])
+    assert results[1]["max_alpha_change"] == pytest.approx(np.abs(alphas - 1).max()) and np.ptp(alphas) > 0.005
+    assert results[4]["max_decay_change"] < 1e-6 and results[4]["max_alpha_change"] == 0
+    # The scalars of a control are trained beside the adapter; without beta those are alpha alone, 2 layers of 2 heads.
+    assert results[4]["trainable_parameters"] - results[0]["trainable_parameters"] == 2 * 2

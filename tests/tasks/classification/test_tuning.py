@@ -352,6 +352,15 @@ def test_every_shipped_way_of_tuning_is_what_its_name_says():
             assert (config["tuning"].get("method", "full"), prior) == expected
 
 
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_starts_anew_in_every_layer_has_one_learning_rate_and_no_drop_path(name):
+    config = load_config(CONFIGS / "tuning" / f"{name}.yaml", ["model.pretrained=x"])
+    everywhere = config["tuning"].get("method", "full") in ("lora", "dora", "violin")
+    assert everywhere or name.startswith(("full", "linear"))
+    assert (config["trainer"]["layer_decay"] == 1.0) == everywhere
+    assert config["model"]["drop_path_rate"] == (0.1 if name.startswith("full") else 0.0)
+
+
 def test_rows_of_a_comparison_tune_differently(saved, tmp_path, capsys):
     config = config_of(saved, "full", "", num_train_epochs=1)
     del config["trainer"]["output_dir"], config["trainer"]["seed"]
