@@ -22,7 +22,7 @@ import torch
 from peft import LoraConfig, LoraModel, PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
 from torch import Tensor, nn
 
 from hf_sparseprior.adapters.stock import Applied, attach, detach, find_encoder
@@ -252,7 +252,6 @@ class _DecayTuner:
         configs[adapter_name].decay = resolve_decay(configs[adapter_name].decay, _patch_grid(model))
         try:
             super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]
-            self._check_injected(model, adapter_name)
             configs[adapter_name].decay_heads = [module.num_heads for module in _attention_layers(model).values()]
         except Exception:
             layers = [module for module in model.modules() if isinstance(module, DecayLayer)]
@@ -262,9 +261,6 @@ class _DecayTuner:
             if not any(layer.decay_biases for layer in layers):
                 remove_decays(model)
             raise
-
-    def _check_injected(self, model: nn.Module, adapter_name: str) -> None:
-        """Refuse what peft did not."""
 
     def delete_adapter(self, adapter_name: str) -> None:
         """As peft's; where the deleted one was active, the first of those left takes its place in every layer."""
@@ -310,13 +306,16 @@ class LoraViolinModel(_DecayTuner, LoraModel):
     tuner_layer_cls = (LoraLayer, DecayLayer)
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:
-        return key in self._targets or LoraModel._check_target_module_exists(peft_config, key)
+        return key in self._targets or BaseTuner._check_target_module_exists(peft_config, key)
 
-    def _check_injected(self, model: nn.Module, adapter_name: str) -> None:
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        super()._prepare_model(peft_config, model)
+        if peft_config.target_parameters:
+            return
         # peft refuses names that match nothing, but here the layers of the decay always match.
-        layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-        if not any(adapter_name in layer._get_available_adapters() for layer in layers):
-            names = self.peft_config[adapter_name].target_modules
+        config = _maybe_include_all_linear_layers(copy.copy(peft_config), model)
+        if not any(BaseTuner._check_target_module_exists(config, name) for name, _ in model.named_modules()):
+            names = peft_config.target_modules
             raise ValueError(f"target_modules={names!r} match no module of {type(model).__name__}")
 
 

@@ -535,7 +535,10 @@ def test_a_model_that_cannot_take_it_says_why():
 
 
 def test_lora_names_that_match_nothing_are_refused():
-    model = build("vit")
-    with pytest.raises(ValueError, match=r"target_modules=\{'query'\} match no module of ViTModel"):
-        peft.get_peft_model(model, sp.LoraViolinConfig(r=2, target_modules=["query"]))
-    assert not any("decay" in name for name in model.state_dict())
+    model = ViTForImageClassification(ViTConfig(**TINY, num_labels=3))
+    states, parameters = set(model.state_dict()), trainable(model)
+    config = sp.LoraViolinConfig(r=2, target_modules=["query"], modules_to_save=["classifier"])
+    with pytest.raises(ValueError, match=r"target_modules=\{'query'\} match no module of ViTForImageClassification"):
+        peft.get_peft_model(model, config)
+    assert set(model.state_dict()) == states and trainable(model) == parameters
+    peft.get_peft_model(model, sp.LoraViolinConfig(r=2, target_modules="all-linear"))
