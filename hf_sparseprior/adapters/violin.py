@@ -194,6 +194,10 @@ _NO_MERGE = (
     "a learned decay cannot be merged: M multiplies the logits of pairs of patches, and no weight of the model does; "
     "keep the adapter, or remove it with unload()"
 )
+_NO_WEIGHTING = (
+    "adapters with a learned decay have no weighted sum: M is not linear in its scalars; "
+    "activate one of them with set_adapter"
+)
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
@@ -304,6 +308,14 @@ class LoraViolinModel(_DecayTuner, LoraModel):
     """LoRA or DoRA on a model's projections, and a decay in each of its attention layers, in place."""
 
     tuner_layer_cls = (LoraLayer, DecayLayer)
+
+    def add_weighted_adapter(self, *args: Any, **options: Any) -> None:
+        """Refused, as merging is.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(_NO_WEIGHTING)
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:
         return key in self._targets or BaseTuner._check_target_module_exists(peft_config, key)

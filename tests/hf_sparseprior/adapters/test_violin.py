@@ -199,6 +199,15 @@ def test_merging_is_refused_before_anything_changes(make_config):
     assert torch.equal(output(model), moved)
 
 
+def test_weighted_sums_are_refused():
+    model = peft.get_peft_model(build("vit"), CONFIGS["lora"]())
+    model.add_adapter("other", CONFIGS["lora"]())
+    states = set(model.state_dict())
+    with pytest.raises(ValueError, match="adapters with a learned decay have no weighted sum"):
+        model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "sum", combination_type="linear")
+    assert set(model.state_dict()) == states and list(model.peft_config) == ["default", "other"]
+
+
 LOADING = """
 import importlib.util, sys, torch
 import hf_sparseprior
