@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import enum
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -303,11 +304,19 @@ class ViolinModel(_DecayTuner, BaseTuner):
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
         return peft_config
 
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> AbstractContextManager:
+        _check_one_adapter(kwargs)
+        return nullcontext()
+
 
 class LoraViolinModel(_DecayTuner, LoraModel):
     """LoRA or DoRA on a model's projections, and a decay in each of its attention layers, in place."""
 
     tuner_layer_cls = (LoraLayer, DecayLayer)
+
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> AbstractContextManager:
+        _check_one_adapter(kwargs)
+        return super()._enable_peft_forward_hooks(*args, **kwargs)
 
     def add_weighted_adapter(self, *args: Any, **options: Any) -> None:
         """Refused, as merging is.
@@ -362,6 +371,15 @@ def _check_names(model: nn.Module, adapter_name: str, state_dict: dict[str, Tens
         raise ValueError(
             f"the adapter was made on another class of model than {type(base).__name__}: "
             f"it has {sorted(found - expected)[:1]} where the model has {sorted(expected - found)[:1]}"
+        )
+
+
+def _check_one_adapter(arguments: dict[str, Any]) -> None:
+    """Refuse peft's batches of several adapters."""
+    if (names := arguments.get("adapter_names")) is not None:
+        raise ValueError(
+            f"adapter_names={names!r} gives each image its own adapter, but a learned decay is one for the whole "
+            "batch: split the batch, and activate one adapter with set_adapter"
         )
 
 

@@ -208,6 +208,14 @@ def test_weighted_sums_are_refused():
     assert set(model.state_dict()) == states and list(model.peft_config) == ["default", "other"]
 
 
+@methods
+def test_an_adapter_for_each_image_is_refused(make_config):
+    model = peft.get_peft_model(build("vit"), make_config()).eval()
+    model.add_adapter("other", make_config())
+    with pytest.raises(ValueError, match=r"adapter_names=\['default', 'other'\] gives each image its own adapter"):
+        model(**STOCK["vit"].example(), adapter_names=["default", "other"])
+
+
 LOADING = """
 import importlib.util, sys, torch
 import hf_sparseprior
