@@ -15,8 +15,10 @@ from typing import Any
 
 from torch import nn
 
-# The module that holds a learned decay's scalars, and what classifiers are called in ours and in transformers' models.
+# The modules that hold a learned decay's scalars and an extra, and what classifiers are called in ours and in
+# transformers' models.
 DECAY = "decay_bias"
+EXTRA = re.compile(r"(?:.*\.)?(?:relative_position|locality)\.\w+")
 CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier")
 TARGETS = ("query+value", "attention", "attention+mlp")
 # Encoder layers: `decoder_layers` (ViTMAE, VideoMAE) and attention pooling (`head` of SigLIP) are no match, and text
@@ -87,7 +89,7 @@ def lora_config(
 ) -> Any:
     """A peft `LoraConfig` for a SparsePriorViT or one of transformers' vision models.
 
-    Classifiers and the scalars of learned decays are trained whole and saved with the adapter.
+    Classifiers, the scalars of learned decays and the extras of a prior are trained whole and saved with the adapter.
 
     Args:
         model: what will be adapted; one that has adapters already may get another.
@@ -114,7 +116,7 @@ def lora_config(
         rank = (preset or _VIT).rank
     names = [name for name, _ in model.named_modules()]
     _check_modules(model, names, modules_to_save)
-    saved = {name.rpartition(".")[2] for name in [*classifier_names(model), *decay_names(model)]}
+    saved = {name.rpartition(".")[2] for name in [*classifier_names(model), *decay_names(model), *extra_names(model)]}
     return peft.LoraConfig(
         r=rank,
         lora_alpha=rank if alpha is None else alpha,
@@ -143,6 +145,11 @@ def classifier_names(model: nn.Module) -> list[str]:
 def decay_names(model: nn.Module) -> list[str]:
     """Names of the modules that hold the scalars of learned decays, one for each layer that has a decay."""
     return _named(model, (DECAY,))
+
+
+def extra_names(model: nn.Module) -> list[str]:
+    """Names of the extras of a prior, one for each layer that has one."""
+    return [name for name, module in model.named_modules() if EXTRA.fullmatch(name) and module.state_dict()]
 
 
 def _named(model: nn.Module, ends: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import enum
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from peft import LoraConfig, LoraModel, PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
 from torch import Tensor, nn
 
 from hf_sparseprior.adapters.stock import Applied, attach, detach, find_encoder
@@ -194,6 +195,10 @@ _NO_MERGE = (
     "a learned decay cannot be merged: M multiplies the logits of pairs of patches, and no weight of the model does; "
     "keep the adapter, or remove it with unload()"
 )
+_NO_WEIGHTING = (
+    "adapters with a learned decay have no weighted sum: M is not linear in its scalars; "
+    "activate one of them with set_adapter"
+)
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
@@ -252,7 +257,6 @@ class _DecayTuner:
         configs[adapter_name].decay = resolve_decay(configs[adapter_name].decay, _patch_grid(model))
         try:
             super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]
-            self._check_injected(model, adapter_name)
             configs[adapter_name].decay_heads = [module.num_heads for module in _attention_layers(model).values()]
         except Exception:
             layers = [module for module in model.modules() if isinstance(module, DecayLayer)]
@@ -262,9 +266,6 @@ class _DecayTuner:
             if not any(layer.decay_biases for layer in layers):
                 remove_decays(model)
             raise
-
-    def _check_injected(self, model: nn.Module, adapter_name: str) -> None:
-        """Refuse what peft did not."""
 
     def delete_adapter(self, adapter_name: str) -> None:
         """As peft's; where the deleted one was active, the first of those left takes its place in every layer."""
@@ -303,20 +304,39 @@ class ViolinModel(_DecayTuner, BaseTuner):
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
         return peft_config
 
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> AbstractContextManager:
+        _check_one_adapter(kwargs)
+        return nullcontext()
+
 
 class LoraViolinModel(_DecayTuner, LoraModel):
     """LoRA or DoRA on a model's projections, and a decay in each of its attention layers, in place."""
 
     tuner_layer_cls = (LoraLayer, DecayLayer)
 
-    def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:
-        return key in self._targets or LoraModel._check_target_module_exists(peft_config, key)
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> AbstractContextManager:
+        _check_one_adapter(kwargs)
+        return super()._enable_peft_forward_hooks(*args, **kwargs)
 
-    def _check_injected(self, model: nn.Module, adapter_name: str) -> None:
+    def add_weighted_adapter(self, *args: Any, **options: Any) -> None:
+        """Refused, as merging is.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(_NO_WEIGHTING)
+
+    def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:
+        return key in self._targets or BaseTuner._check_target_module_exists(peft_config, key)
+
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        super()._prepare_model(peft_config, model)
+        if peft_config.target_parameters:
+            return
         # peft refuses names that match nothing, but here the layers of the decay always match.
-        layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-        if not any(adapter_name in layer._get_available_adapters() for layer in layers):
-            names = self.peft_config[adapter_name].target_modules
+        config = _maybe_include_all_linear_layers(copy.copy(peft_config), model)
+        if not any(BaseTuner._check_target_module_exists(config, name) for name, _ in model.named_modules()):
+            names = peft_config.target_modules
             raise ValueError(f"target_modules={names!r} match no module of {type(model).__name__}")
 
 
@@ -351,6 +371,15 @@ def _check_names(model: nn.Module, adapter_name: str, state_dict: dict[str, Tens
         raise ValueError(
             f"the adapter was made on another class of model than {type(base).__name__}: "
             f"it has {sorted(found - expected)[:1]} where the model has {sorted(expected - found)[:1]}"
+        )
+
+
+def _check_one_adapter(arguments: dict[str, Any]) -> None:
+    """Refuse peft's batches of several adapters."""
+    if (names := arguments.get("adapter_names")) is not None:
+        raise ValueError(
+            f"adapter_names={names!r} gives each image its own adapter, but a learned decay is one for the whole "
+            "batch: split the batch, and activate one adapter with set_adapter"
         )
 
 

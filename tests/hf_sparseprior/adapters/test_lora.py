@@ -9,6 +9,7 @@ import transformers
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
 from hf_sparseprior.adapters import lora_config
 from hf_sparseprior.adapters.lora import PRESETS
+from hf_sparseprior.extras import EXTRAS
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
@@ -184,6 +185,21 @@ def test_training_changes_what_is_trained_and_merging_changes_nothing(use_dora, 
     merged = again.merge_and_unload()
     assert merged.state_dict().keys() == base.state_dict().keys()
     torch.testing.assert_close(merged(images()).logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_extras_are_trained_saved_and_merged(name, tmp_path):
+    base = ours(prior=name, pooling="mean")
+    assert lora_config(base).modules_to_save == ["classifier", name]
+    model = peft.get_peft_model(copy.deepcopy(base), lora_config(base, rank=2))
+    train(model, 3)
+    model.eval().save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).eval()
+    with torch.no_grad():
+        assert again(images()).logits.equal(model(images()).logits)
+    before, after = base.state_dict(), again.merge_and_unload().state_dict()
+    own = [key for key in before if f".{name}." in key]
+    assert own and [key for key in own if after[key].equal(before[key])] == []
 
 
 def test_fixed_gammas_are_saved_although_they_are_not_trained(tmp_path):

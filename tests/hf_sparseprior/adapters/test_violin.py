@@ -199,6 +199,23 @@ def test_merging_is_refused_before_anything_changes(make_config):
     assert torch.equal(output(model), moved)
 
 
+def test_weighted_sums_are_refused():
+    model = peft.get_peft_model(build("vit"), CONFIGS["lora"]())
+    model.add_adapter("other", CONFIGS["lora"]())
+    states = set(model.state_dict())
+    with pytest.raises(ValueError, match="adapters with a learned decay have no weighted sum"):
+        model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "sum", combination_type="linear")
+    assert set(model.state_dict()) == states and list(model.peft_config) == ["default", "other"]
+
+
+@methods
+def test_an_adapter_for_each_image_is_refused(make_config):
+    model = peft.get_peft_model(build("vit"), make_config()).eval()
+    model.add_adapter("other", make_config())
+    with pytest.raises(ValueError, match=r"adapter_names=\['default', 'other'\] gives each image its own adapter"):
+        model(**STOCK["vit"].example(), adapter_names=["default", "other"])
+
+
 LOADING = """
 import importlib.util, sys, torch
 import hf_sparseprior
@@ -535,7 +552,10 @@ def test_a_model_that_cannot_take_it_says_why():
 
 
 def test_lora_names_that_match_nothing_are_refused():
-    model = build("vit")
-    with pytest.raises(ValueError, match=r"target_modules=\{'query'\} match no module of ViTModel"):
-        peft.get_peft_model(model, sp.LoraViolinConfig(r=2, target_modules=["query"]))
-    assert not any("decay" in name for name in model.state_dict())
+    model = ViTForImageClassification(ViTConfig(**TINY, num_labels=3))
+    states, parameters = set(model.state_dict()), trainable(model)
+    config = sp.LoraViolinConfig(r=2, target_modules=["query"], modules_to_save=["classifier"])
+    with pytest.raises(ValueError, match=r"target_modules=\{'query'\} match no module of ViTForImageClassification"):
+        peft.get_peft_model(model, config)
+    assert set(model.state_dict()) == states and trainable(model) == parameters
+    peft.get_peft_model(model, sp.LoraViolinConfig(r=2, target_modules="all-linear"))
