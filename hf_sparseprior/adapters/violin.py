@@ -14,6 +14,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import functools
+import json
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -29,9 +31,10 @@ from torch import Tensor, nn
 from hf_sparseprior.adapters.stock import Applied, attach, detach, find_encoder
 from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
 from hf_sparseprior.decay import DECAYS, Decay, make_decay, resolve_decay
-from hf_sparseprior.prior import parse_prior
+from hf_sparseprior.prior import of_prior, parse_prior
 
 ATTACHED = "_sparse_prior_adapters"  # the attribute of a stock model whose side-cars are there for adapters alone
+PEFT_ROOT = "base_model.model."  # in front of the names of a model within a PeftModel
 
 
 class AdapterType(str, enum.Enum):  # noqa: UP042, peft's own types are of this kind
@@ -52,6 +55,10 @@ LAYERS_HELP = "Numbers of the attention layers that get the decay, from 0. None:
 HEADS_HELP = (
     "Written when the adapter is made: the heads of each attention layer of its model. Another model is refused."
 )
+BASE_HELP = (
+    "Written when the adapter is made: the support of its model and the names of its extras. A model with others is "
+    "refused; None takes every model."
+)
 
 
 @dataclass
@@ -62,6 +69,7 @@ class ViolinAdapterConfig(PeftConfig):
         decay: name, or dict of a name and settings; "violin" with init "identity" is the default.
         decay_layers: numbers of the layers that get it; None for all.
         decay_heads: the heads of each layer of the model, written when the adapter is made; not to be given.
+        base_prior: the support and the extras of the model, written when the adapter is made; not to be given.
         modules_to_save: further modules that are trained and saved whole.
 
     Raises:
@@ -73,6 +81,7 @@ class ViolinAdapterConfig(PeftConfig):
     decay: str | dict[str, Any] = field(default="violin", metadata={"help": DECAY_HELP})
     decay_layers: list[int] | None = field(default=None, metadata={"help": LAYERS_HELP})
     decay_heads: list[int] | None = field(default=None, metadata={"help": HEADS_HELP})
+    base_prior: dict[str, Any] | None = field(default=None, metadata={"help": BASE_HELP})
     modules_to_save: list[str] | None = field(
         default=None,
         metadata={"help": "Modules that are trained and saved whole, such as a new head: ['classifier']."},
@@ -90,13 +99,14 @@ class LoraViolinConfig(LoraConfig):
     """Config of LoRA, or DoRA, with a learned decay in the same adapter, for one file and one name.
 
     Args:
-        decay, decay_layers, decay_heads: as in `ViolinAdapterConfig`.
+        decay, decay_layers, decay_heads, base_prior: as in `ViolinAdapterConfig`.
         and everything of peft's `LoraConfig`.
     """
 
     decay: str | dict[str, Any] = field(default="violin", metadata={"help": DECAY_HELP})
     decay_layers: list[int] | None = field(default=None, metadata={"help": LAYERS_HELP})
     decay_heads: list[int] | None = field(default=None, metadata={"help": HEADS_HELP})
+    base_prior: dict[str, Any] | None = field(default=None, metadata={"help": BASE_HELP})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -225,6 +235,13 @@ class _DecayTuner:
         if peft_config.decay_heads not in (None, heads):
             made_for = _describe(peft_config.decay_heads)
             raise ValueError(f"the adapter is for {made_for}; {type(model).__name__} has {_describe(heads)}")
+        prior = _base_prior(model)
+        if peft_config.base_prior not in (None, prior):
+            made_for, has = (json.dumps(one, sort_keys=True) for one in (peft_config.base_prior, prior))
+            raise ValueError(
+                f"the adapter is for a model with the prior {made_for}; {type(model).__name__} has {has}: "
+                "apply the same prior first, or set base_prior to None in the adapter's config"
+            )
         self._targets = {name for index, name in enumerate(targets) if index in layers}
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:
@@ -258,6 +275,7 @@ class _DecayTuner:
         try:
             super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]
             configs[adapter_name].decay_heads = [module.num_heads for module in _attention_layers(model).values()]
+            configs[adapter_name].base_prior = _base_prior(model)
         except Exception:
             layers = [module for module in model.modules() if isinstance(module, DecayLayer)]
             for layer in layers:
@@ -361,6 +379,12 @@ def _attention_layers(model: nn.Module) -> dict[str, PriorAttention]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PriorAttention)}
 
 
+def _base_prior(model: nn.Module) -> dict[str, Any]:
+    """What a decay is trained on top of: the support of the first layer, and the names of the extras."""
+    prior = next(iter(_attention_layers(model).values())).prior
+    return {"support": prior["support"], "extras": [extra["name"] for extra in prior["extras"]]}
+
+
 def _check_names(model: nn.Module, adapter_name: str, state_dict: dict[str, Tensor]) -> None:
     """Refuse scalars that peft would leave out without a word, because the model has them under other names."""
     expected = {name for name in model.state_dict() if f".decay_biases.{adapter_name}." in name}
@@ -371,6 +395,23 @@ def _check_names(model: nn.Module, adapter_name: str, state_dict: dict[str, Tens
         raise ValueError(
             f"the adapter was made on another class of model than {type(base).__name__}: "
             f"it has {sorted(found - expected)[:1]} where the model has {sorted(expected - found)[:1]}"
+        )
+
+
+def _check_prior(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
+    """Refuse an adapter with a prior's scalars for which the model has no place: peft would leave them out in silence.
+
+    Args:
+        model: what the adapter is loaded into; as peft's PeftModel, or with the adapter's layers put straight into it.
+        state_dict: the adapter's, under the names of the model.
+    """
+    found = {name.removeprefix(PEFT_ROOT) for name in model.state_dict()}
+    lost = sorted(name for name in state_dict if of_prior(name) and name.removeprefix(PEFT_ROOT) not in found)
+    if lost:
+        base = getattr(model, "get_base_model", lambda: model)()
+        raise ValueError(
+            f"the adapter was made on a model with a prior: it has {lost[0]!r}, which {type(base).__name__} has not; "
+            "give the model that prior first"
         )
 
 
@@ -387,6 +428,21 @@ def _describe(heads: list[int]) -> str:
     """[12, 12] -> "2 layers of 12 heads"."""
     return " and ".join(f"{count} layers of {number} heads" for number, count in Counter(heads).items())
 
+
+_remap = BaseTuner._remap_adapter_state_dict_for_load.__func__
+
+
+@functools.wraps(_remap)
+def _remap_and_check(
+    cls: type[BaseTuner], model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    mapped = _remap(cls, model, config, adapter_name, state_dict)
+    _check_prior(model, mapped)
+    return mapped
+
+
+# Of every method of peft: plain LoRA may hold a prior's scalars too, in `modules_to_save`.
+BaseTuner._remap_adapter_state_dict_for_load = classmethod(_remap_and_check)
 
 # `register_peft_method` takes no name outside peft's own list.
 PEFT_TYPE_TO_CONFIG_MAPPING[AdapterType.VIOLIN] = ViolinAdapterConfig

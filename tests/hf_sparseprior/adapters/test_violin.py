@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import hf_sparseprior as sp
-from hf_sparseprior.adapters import violin
+from hf_sparseprior.adapters import lora_config, violin
 from hf_sparseprior.adapters.stock import StockPrior
 from hf_sparseprior.attention import PriorAttention
 from hf_sparseprior.decay import DECAYS
@@ -476,6 +476,7 @@ def test_a_saved_config_has_every_setting(tmp_path):
         "learn_beta": True,
         "learn_prefix": False,
     }
+    assert saved["base_prior"]["support"]["name"] == "dense" and saved["base_prior"]["extras"] == []
     assert saved["peft_type"] == "VIOLIN" and saved["decay_heads"] == [4, 4, 4] and config.decay_heads is None
 
 
@@ -519,6 +520,39 @@ def test_a_base_model_of_another_shape_is_refused(tmp_path):
             assert torch.equal(output(model), before) and not any("sparse_prior" in name for name in model.state_dict())
     with pytest.raises(ValueError, match="made on another class of model than ViTForImageClassification: it has"):
         peft.PeftModel.from_pretrained(ViTForImageClassification(ViTConfig(**TINY)), tmp_path)
+
+
+@methods
+def test_a_base_model_with_another_prior_is_refused(make_config, tmp_path):
+    sparse = sp.apply_prior(build("vit"), "fibottention+swin_rpb")
+    model = peft.get_peft_model(copy.deepcopy(sparse), make_config())
+    move(model)
+    model.save_pretrained(tmp_path)
+    window = {"support": {"name": "fibottention", "w_min": 2}, "extras": ["swin_rpb"]}
+    others = (build("vit"), sp.apply_prior(build("vit"), "fibottention"), sp.apply_prior(build("vit"), window))
+    for other in others:
+        before = output(other)
+        with pytest.raises(ValueError, match=r'model with the prior {"extras": \["swin_rpb"\].*"w_min": 5}}; ViT'):
+            peft.PeftModel.from_pretrained(other, tmp_path)
+        assert torch.equal(output(other), before)
+    assert torch.equal(output(peft.PeftModel.from_pretrained(sparse, tmp_path)), output(model))
+    config = peft.PeftConfig.from_pretrained(tmp_path)
+    config.base_prior = None
+    peft.PeftModel.from_pretrained(build("vit"), tmp_path, config=config)
+
+
+@pytest.mark.parametrize("prior", ["violin", "swin_rpb"])
+def test_plain_lora_of_a_model_with_a_prior_is_refused_elsewhere(prior, tmp_path):
+    base = sp.apply_prior(build("vit"), prior)
+    model = peft.get_peft_model(copy.deepcopy(base), lora_config(base, rank=2)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(output(peft.PeftModel.from_pretrained(base, tmp_path).eval()), output(model))
+    with pytest.raises(ValueError, match=r"made on a model with a prior: it has .*, which ViTModel has not"):
+        peft.PeftModel.from_pretrained(build("vit"), tmp_path)
 
 
 def test_layers_that_the_model_does_not_have_are_refused():
