@@ -21,6 +21,7 @@ from hf_sparseprior.analysis import pictures
 from hf_sparseprior.hub import write_text
 from tasks.classification.command import run_command
 from tasks.classification.compare import Comparison, all_records, load_comparison, spread
+from tasks.classification.report import markdown_table
 
 PLAIN = "plain"
 
@@ -83,9 +84,7 @@ def task_table(rows: Sequence[Row]) -> str:
         *("method", "prior", "test accuracy, %", "minus plain, by seed", "mean ± std", "above plain"),
         *("max abs(M - 1), start → end", "mean(1 - M)", "max abs(alpha - 1)", "trained", "adapter, kB"),
     )
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
-    return "\n".join(lines)
+    return markdown_table(head, [_cells(row) for row in rows])
 
 
 def _cells(row: Row) -> list[str]:
@@ -132,15 +131,15 @@ def by_chance(rows: Sequence[Row]) -> str:
 def overview(tasks: Mapping[str, Sequence[Row]]) -> str:
     """Mean difference to plain of every row, percentage points, with a column for each task, as a Markdown table."""
     names = {(row.method, row.prior): None for rows in tasks.values() for row in rows if row.prior != PLAIN}
-    lines = ["| method | prior | " + " | ".join(tasks) + " |", "|---" * (2 + len(tasks)) + "|"]
+    lines = []
     for method, prior in names:
         cells = [method, prior]
         for rows in tasks.values():
             row = next((row for row in rows if (row.method, row.prior) == (method, prior)), None)
             known = row.difference if row else {}
             cells.append(f"{spread(list(known.values()))} ({agreement(row)})" if row and known else "missing")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown_table(["method", "prior", *tasks], lines)
 
 
 def report(tasks: Mapping[str, Sequence[Row]]) -> str:
