@@ -640,11 +640,12 @@ _SOURCE_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token",
 @functools.wraps(_stock_save)
 def _save_pretrained(self: PreTrainedModel, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
     sidecars, file = sidecars_of(self), Path(save_directory) / SCALARS_FILE
-    if not sidecars:
+    by_adapter = getattr(self, "_hf_peft_config_loaded", False)  # then transformers saves adapters and nothing else
+    if not sidecars or (by_adapter and all(sidecar.for_adapters for sidecar in sidecars)):
         result = _stock_save(self, save_directory, *args, **kwargs)
         file.unlink(missing_ok=True)  # of a model that was saved there before
         return result
-    if any(has_adapter(sidecar) for sidecar in sidecars) or getattr(self, "_hf_peft_config_loaded", False):
+    if by_adapter or any(has_adapter(sidecar) for sidecar in sidecars):
         raise ValueError(
             f"{type(self).__name__} has a prior and an adapter: save the peft model, or unload() or merge first"
         )
