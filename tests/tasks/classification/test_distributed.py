@@ -141,7 +141,8 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_weights(alone, tmp_path, 
 def test_a_killed_worker_ends_the_run_which_goes_on_from_the_last_checkpoint(alone, tmp_path, overrides):
     overrides = ["trainer.per_device_train_batch_size=32", *overrides]
     process = start(tmp_path, "torchrun", *overrides)
-    wait_for(tmp_path / "run" / "checkpoint-8" / "trainer_state.json", process)
+    for name in ("trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"):  # a whole checkpoint, of both processes
+        wait_for(tmp_path / "run" / "checkpoint-8" / name, process)
     worker = psutil.Process(process.pid).children()[-1]
     worker.kill()
     code, log = finish(process, tmp_path)
