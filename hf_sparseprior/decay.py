@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .curves import CURVES, TRANSPOSED_SUFFIX, curve_names, curve_rank
-from .supports import check_boolean, check_integer, check_keys, plain, split_spec
+from .supports import check_boolean, check_integer, check_keys, plain, registering, split_spec
 
 DECAYS: dict[str, type[Decay]] = {}
 
@@ -55,15 +55,7 @@ PLACEMENTS: dict[str, str] = {
 
 def register_decay(name: str) -> Callable[[type[Decay]], type[Decay]]:
     """Register a subclass of `Decay` under `name`."""
-
-    def register(cls: type[Decay]) -> type[Decay]:
-        if name in DECAYS:
-            raise ValueError(f"decay {name!r} is registered already")
-        cls.name = name
-        DECAYS[name] = cls
-        return cls
-
-    return register
+    return registering("decay", DECAYS, name)
 
 
 def resolve_decay(decay: str | dict[str, Any] | None, grid: Sequence[int] | None = None) -> dict[str, Any] | None:

@@ -11,22 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .supports import check_keys, split_spec
+from .supports import check_keys, registering, split_spec
 
 EXTRAS: dict[str, type[Extra]] = {}
 
 
 def register_extra(name: str) -> Callable[[type[Extra]], type[Extra]]:
     """Register a subclass of `Extra` under `name`."""
-
-    def register(cls: type[Extra]) -> type[Extra]:
-        if name in EXTRAS:
-            raise ValueError(f"extra {name!r} is registered already")
-        cls.name = name
-        EXTRAS[name] = cls
-        return cls
-
-    return register
+    return registering("extra", EXTRAS, name)
 
 
 class Extra(nn.Module):

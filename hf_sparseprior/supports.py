@@ -26,20 +26,27 @@ MASK_FILLS = ("neg_inf", "zero")
 COMMON_SETTINGS = {"shuffle_seed": 0, "mask_fill": "neg_inf"}
 
 
+def registering(kind: str, registry: dict[str, Any], name: str) -> Callable[[Any], Any]:
+    """A decorator that puts a function or class into a registry; a class keeps its name there as `name`."""
+
+    def register(entry: Any) -> Any:
+        if name in registry:
+            raise ValueError(f"{kind} {name!r} is registered already")
+        if isinstance(entry, type):
+            entry.name = name  # type: ignore[attr-defined]
+        registry[name] = entry
+        return entry
+
+    return register
+
+
 def register_support(name: str) -> Callable[[Callable], Callable]:
     """Register `function(num_heads, num_tokens, **settings) -> offsets of each head` under `name`.
 
     Keyword-only arguments are the support's settings with their defaults; the function checks their values. Offsets
     lie in 0..num_tokens-1 (0 is the diagonal) and are sorted. `shuffle_seed` and `mask_fill` belong to every support.
     """
-
-    def register(function: Callable) -> Callable:
-        if name in SUPPORTS:
-            raise ValueError(f"support {name!r} is registered already")
-        SUPPORTS[name] = function
-        return function
-
-    return register
+    return registering("support", SUPPORTS, name)
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------
