@@ -19,7 +19,7 @@ import json
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from peft import LoraConfig, LoraModel, PeftConfig
@@ -62,7 +62,25 @@ BASE_HELP = (
 
 
 @dataclass
-class ViolinAdapterConfig(PeftConfig):
+class _DecayFields:
+    """What the configs below share, in front of one of peft's."""
+
+    adapter_type: ClassVar[AdapterType]
+
+    decay: str | dict[str, Any] = field(default="violin", metadata={"help": DECAY_HELP})
+    decay_layers: list[int] | None = field(default=None, metadata={"help": LAYERS_HELP})
+    decay_heads: list[int] | None = field(default=None, metadata={"help": HEADS_HELP})
+    base_prior: dict[str, Any] | None = field(default=None, metadata={"help": BASE_HELP})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        self.peft_type = self.adapter_type
+        self.decay = _resolve_adapter_decay(self.decay)
+        _check_layers(self.decay_layers)
+
+
+@dataclass
+class ViolinAdapterConfig(_DecayFields, PeftConfig):
     """Config of an adapter that is a learned decay: L * H * (C + 1) scalars for VIOLIN, 1296 on DeiT-B.
 
     Args:
@@ -76,26 +94,17 @@ class ViolinAdapterConfig(PeftConfig):
         ValueError: naming the value and what is allowed.
     """
 
+    adapter_type = AdapterType.VIOLIN
     target_modules = None  # peft asks every config for it; the layers are found from the model
 
-    decay: str | dict[str, Any] = field(default="violin", metadata={"help": DECAY_HELP})
-    decay_layers: list[int] | None = field(default=None, metadata={"help": LAYERS_HELP})
-    decay_heads: list[int] | None = field(default=None, metadata={"help": HEADS_HELP})
-    base_prior: dict[str, Any] | None = field(default=None, metadata={"help": BASE_HELP})
     modules_to_save: list[str] | None = field(
         default=None,
         metadata={"help": "Modules that are trained and saved whole, such as a new head: ['classifier']."},
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.peft_type = AdapterType.VIOLIN
-        self.decay = _resolve_adapter_decay(self.decay)
-        _check_layers(self.decay_layers)
-
 
 @dataclass
-class LoraViolinConfig(LoraConfig):
+class LoraViolinConfig(_DecayFields, LoraConfig):
     """Config of LoRA, or DoRA, with a learned decay in the same adapter, for one file and one name.
 
     Args:
@@ -103,16 +112,7 @@ class LoraViolinConfig(LoraConfig):
         and everything of peft's `LoraConfig`.
     """
 
-    decay: str | dict[str, Any] = field(default="violin", metadata={"help": DECAY_HELP})
-    decay_layers: list[int] | None = field(default=None, metadata={"help": LAYERS_HELP})
-    decay_heads: list[int] | None = field(default=None, metadata={"help": HEADS_HELP})
-    base_prior: dict[str, Any] | None = field(default=None, metadata={"help": BASE_HELP})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.peft_type = AdapterType.LORA_VIOLIN
-        self.decay = _resolve_adapter_decay(self.decay)
-        _check_layers(self.decay_layers)
+    adapter_type = AdapterType.LORA_VIOLIN
 
     @classmethod
     def from_lora(cls, config: LoraConfig, **settings: Any) -> LoraViolinConfig:
