@@ -22,6 +22,7 @@ from hf_sparseprior import (
     ops,
 )
 from hf_sparseprior.hub import model_card
+from tests.hf_sparseprior.without_package import WITHOUT_PACKAGE
 
 CLASSES = {
     "AutoConfig": SparsePriorViTConfig,
@@ -193,17 +194,10 @@ def test_labels_are_kept(tmp_path):
 # ---- without the package --------------------------------------------------------------------------------------------
 
 # Runs where `import hf_sparseprior` fails; {folders} hold one model each. Prints where the classes came from.
-REMOTE = """
-import json, sys
-
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "hf_sparseprior":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-sys.meta_path.insert(0, Absent())
+REMOTE = (
+    WITHOUT_PACKAGE
+    + """
+import json
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -243,6 +237,7 @@ with open("report.json", "w") as file:
         file,
     )
 """
+)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassific
 from hf_sparseprior.convert import convert_checkpoint
 from hf_sparseprior.extras import EXTRAS
 from hf_sparseprior.locality import LocalityBranch
+from tests.hf_sparseprior.without_package import WITHOUT_PACKAGE
 
 GRID = (3, 4)
 SETTINGS = [{}, {"kernel_size": 5}, {"squeeze_excitation": 2}]
@@ -147,17 +148,9 @@ def test_a_converted_model_takes_extras_and_keeps_them(tmp_path):
         convert_checkpoint(tmp_path / "trained", tmp_path / "vit", to="vit")
 
 
-REMOTE = """
-import sys
-
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "hf_sparseprior":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-sys.meta_path.insert(0, Absent())
+REMOTE = (
+    WITHOUT_PACKAGE
+    + """
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageClassification
 
@@ -165,6 +158,7 @@ model = AutoModelForImageClassification.from_pretrained("model", trust_remote_co
 logits = model(load_file("pixels.safetensors")["pixels"]).logits
 save_file({"logits": logits.detach().contiguous()}, "logits.safetensors")
 """
+)
 
 
 def test_every_extra_runs_without_the_package(tmp_path):
