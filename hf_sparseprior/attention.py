@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .decay import Decay, make_decay
-from .extras import make_extras
+from .extras import make_extras, make_module
+from .low_rank import MIXERS, Mixer
 from .ops import AttentionPlan, run_plan
+from .predictor import PREDICTORS, Predictor
 from .relative_position import RelativePosition
 from .supports import support_notes
 
@@ -22,6 +24,8 @@ NO_DECAY = "null"  # as JSON
 
 class PriorAttention(nn.Module):
     """What a prior adds to an attention layer: its decay, its relative positions, and how queries meet keys.
+
+    Of the modules decay_bias, predictor and mixer those are None that the prior has not.
 
     Args:
         num_heads: H.
@@ -45,6 +49,12 @@ class PriorAttention(nn.Module):
         self.decay_bias: Decay | None = None
         if (decay := prior["decay"]) is not None:
             self.decay_bias = make_decay(decay, num_heads)
+        self.predictor: Predictor | None = None
+        if prior["predictor"] is not None:
+            self.predictor = make_module(prior["predictor"], PREDICTORS, num_heads, head_dim)  # type: ignore[assignment]
+        self.mixer: Mixer | None = None
+        if prior["mixer"] != "softmax":
+            self.mixer = make_module(prior["mixer"], MIXERS, num_heads, head_dim)  # type: ignore[assignment]
         self.relative_position = make_extras(prior["extras"], True, num_heads, head_dim)
         # Decays that can be switched (`hf_sparseprior.adapters.violin.DecayLayer`), where `decay_bias` is None.
         self.decay_adapter: Any = None
@@ -96,12 +106,20 @@ class PriorAttention(nn.Module):
         token_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of projected queries, keys and values (B, H, T, D), as `ops.run_plan`, with relative positions."""
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
         decay = self.active_decay()
         decay_key = NO_DECAY if decay is None else decay.key
         # A grid decides the tables, so a symbolic size becomes a number here: one compiled graph per grid.
         sizes = (operator.index(grid[0]), operator.index(grid[1]), operator.index(num_prefix_tokens))
         plan = self._constant_plan(self.support_key, decay_key, *sizes)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if self.mixer is not None:
+            if bias is not None:
+                raise ValueError(f"mixer {self.mixer.name!r} has no logits of pairs to which a bias could be added")
+            return self.mixer(q, k, v, plan, scale, dropout_p, need_weights, token_ids)
+        keys = top_k = None
+        if self.predictor is not None:
+            top_k = self.predictor.top_k(q.shape[2])
+            keys = self.predictor(q, k, scale, plan, token_ids) if top_k is None else None
         relative: list[RelativePosition] = list(self.relative_position.values())  # type: ignore[arg-type]
         for position in relative:
             own = position(q, k, scale, plan)
@@ -119,6 +137,8 @@ class PriorAttention(nn.Module):
             backend=backend,
             bias=bias,
             token_ids=token_ids,
+            keys=keys,
+            top_k=top_k,
         )
         for position in on_values:
             assert weights is not None
@@ -149,10 +169,12 @@ class SparsePriorAttention(PriorAttention):
         attention_dropout: float = 0.0,
     ) -> None:
         nn.Module.__init__(self)
-        self.head_dim = hidden_size // num_heads
+        self.head_dim = self.key_dim = hidden_size // num_heads
+        if prior["mixer"] != "softmax":
+            self.key_dim = MIXERS[prior["mixer"]["name"]].key_width(prior["mixer"], self.head_dim)
         self.attention_dropout = attention_dropout
-        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
-        self.k_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.key_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(hidden_size, num_heads * self.key_dim, bias=qkv_bias)
         self.v_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=proj_bias)
         # Last, so that random weights are drawn in the order in which published seeds drew them.
@@ -179,10 +201,10 @@ class SparsePriorAttention(PriorAttention):
             (B, T, hidden_size) and the weights (B, H, T, T) or None.
         """
         batch, total = hidden_states.shape[:2]
-        shape = (batch, total, self.num_heads, self.head_dim)
-        q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
-        k = self.k_proj(hidden_states).view(shape).transpose(1, 2)
-        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        key_shape = (batch, total, self.num_heads, self.key_dim)
+        q = self.q_proj(hidden_states).view(key_shape).transpose(1, 2)
+        k = self.k_proj(hidden_states).view(key_shape).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(batch, total, self.num_heads, self.head_dim).transpose(1, 2)
         out, weights = self.attend(
             q,
             k,

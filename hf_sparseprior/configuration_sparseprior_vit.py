@@ -185,8 +185,9 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
 
     @property
     def pruning_ratio(self) -> float:
-        """Percentage of query-key pairs that the support leaves out, prefix tokens included."""
-        return prior_pruning_ratio(self.prior, self.num_attention_heads, self.grid, self.num_prefix_tokens)
+        """Percentage of query-key pairs that the prior leaves out, prefix tokens included."""
+        heads = self.num_attention_heads
+        return prior_pruning_ratio(self.prior, heads, self.hidden_size // heads, self.grid, self.num_prefix_tokens)
 
     @property
     def prior_name(self) -> str:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +21,14 @@ def register_extra(name: str) -> Callable[[type[Extra]], type[Extra]]:
     return registering("extra", EXTRAS, name)
 
 
-class Extra(nn.Module):
-    """Base of all extras.
+class PriorModule(nn.Module):
+    """Base of what a prior adds that has settings: extras, predictors, mixers.
 
-    SETTINGS: with their defaults. in_attention: whether the attention layer holds it; if not, the MLP does.
+    SETTINGS: with their defaults.
     """
 
     name: str
     SETTINGS: dict[str, Any] = {}
-    in_attention = True
 
     @classmethod
     def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
@@ -41,14 +40,50 @@ class Extra(nn.Module):
         return settings
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Fresh values of every parameter: zeros, with which nothing changes."""
+        """Fresh values of every parameter: zeros."""
         return {name: torch.zeros(parameter.shape) for name, parameter in self.named_parameters(recurse=False)}
+
+    @classmethod
+    def kept_pairs(cls, settings: dict[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
+        """Pairs of a head whose products with keys and values cost as much, of T^2 in dense attention.
+
+        Only predictors and mixers are asked.
+        """
+        raise NotImplementedError
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set every parameter to its initial value."""
         for name, value in self.initial_values().items():
             getattr(self, name).copy_(value)
+
+
+class Extra(PriorModule):
+    """Base of all extras; with its initial values, zeros unless said otherwise, nothing changes.
+
+    in_attention: whether the attention layer holds it; if not, the MLP does.
+    """
+
+    in_attention = True
+
+
+def resolve_module(
+    spec: str | dict[str, Any], slot: str, registry: Mapping[str, type[PriorModule]], grid: Sequence[int]
+) -> dict[str, Any]:
+    """The full form of what fills a slot: its name with every setting, checked.
+
+    Raises:
+        ValueError: naming what it is, the setting, the value and what is allowed.
+    """
+    name, given = split_spec(spec, slot, registry)
+    settings = dict(registry[name].SETTINGS)
+    check_keys(given, list(settings), f"{slot.removesuffix('s')} {name!r}")
+    return {"name": name, **registry[name].check_settings({**settings, **given}, grid)}
+
+
+def make_module(resolved: dict[str, Any], registry: Mapping[str, type[PriorModule]], *sizes: int) -> PriorModule:
+    """The module of a resolved slot."""
+    return registry[resolved["name"]](*sizes, **{key: value for key, value in resolved.items() if key != "name"})
 
 
 def resolve_extras(extras: Sequence[str | dict[str, Any]] | None, grid: Sequence[int]) -> list[dict[str, Any]]:
@@ -59,12 +94,7 @@ def resolve_extras(extras: Sequence[str | dict[str, Any]] | None, grid: Sequence
     """
     if extras is not None and (isinstance(extras, str) or not isinstance(extras, Sequence)):
         raise ValueError(f"extras={extras!r} must be a list of {', '.join(EXTRAS)}")
-    resolved = []
-    for extra in extras or ():
-        name, spec = split_spec(extra, "extras", EXTRAS)
-        settings = dict(EXTRAS[name].SETTINGS)
-        check_keys(spec, list(settings), f"extra {name!r}")
-        resolved.append({"name": name, **EXTRAS[name].check_settings({**settings, **spec}, grid)})
+    resolved = [resolve_module(extra, "extras", EXTRAS, grid) for extra in extras or ()]
     names = [extra["name"] for extra in resolved]
     if len(set(names)) != len(names):
         raise ValueError(f"extras={names!r} must not repeat a name")
@@ -75,7 +105,7 @@ def make_extras(extras: Sequence[dict[str, Any]], in_attention: bool, *sizes: in
     """The modules of resolved extras by name: those of the attention layer, or those of the MLP."""
     return nn.ModuleDict(
         {
-            extra["name"]: EXTRAS[extra["name"]](*sizes, **{k: v for k, v in extra.items() if k != "name"})
+            extra["name"]: make_module(extra, EXTRAS, *sizes)
             for extra in extras
             if EXTRAS[extra["name"]].in_attention == in_attention
         }

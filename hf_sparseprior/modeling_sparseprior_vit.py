@@ -25,10 +25,12 @@ from .attention import SparsePriorAttention
 from .configuration_sparseprior_vit import AUTO_MAP, SparsePriorViTConfig, as_pair
 from .curves import CURVES  # noqa: F401  every helper is named here, older releases do not follow chains of imports
 from .decay import Decay
-from .extras import Extra, make_extras
+from .extras import PriorModule, make_extras
 from .hub import check_source, complete_folder, load_errors_in_one_line
 from .locality import LocalityBranch  # noqa: F401
+from .low_rank import MIXERS  # noqa: F401
 from .ops import BACKENDS  # noqa: F401
+from .predictor import PREDICTORS  # noqa: F401
 from .prior import SLOTS  # noqa: F401
 from .relative_offsets import BUCKET_METHODS  # noqa: F401
 from .relative_position import RelativePosition  # noqa: F401
@@ -253,7 +255,7 @@ class SparsePriorViTPreTrainedModel(PreTrainedModel):
             for parameter in module._parameters.values():
                 if parameter is not None:
                     init.trunc_normal_(parameter, mean=0.0, std=std)
-        elif isinstance(module, (Decay, Extra)):
+        elif isinstance(module, (Decay, PriorModule)):
             for name, value in module.initial_values().items():
                 init.copy_(getattr(module, name), value)
 

@@ -33,11 +33,14 @@ from .decay import (
 )
 from .relative_offsets import relative_table
 from .supports import (
+    Pairs,
     check_integer,
     check_keys,
-    count_nonzeros,
+    key_lists,
     layer_offsets,
+    layer_pairs,
     mask_from_offsets,
+    pruning_ratio,
     resolve_support,
     self_rows,
     split_spec,
@@ -85,11 +88,12 @@ class AttentionPlan:
         self.layer = layer
         # None stands for the dense support: no mask, no offsets.
         self.offsets: list[list[int]] | None = None
+        self.pairs: Pairs = None  # off the diagonals
         self.density = 1.0
         if support["name"] != "dense":
-            self.offsets = layer_offsets(support, num_heads=num_heads, num_tokens=self.num_tokens, layer=layer)
-            kept = sum(count_nonzeros(own, self.num_tokens, num_prefix_tokens) for own in self.offsets)
-            self.density = kept / (num_heads * self.total**2)
+            sizes = {"num_heads": num_heads, "num_tokens": self.num_tokens, "layer": layer}
+            self.offsets, self.pairs = layer_offsets(support, **sizes), layer_pairs(support, **sizes)
+            self.density = 1.0 - pruning_ratio(self.offsets, self.num_tokens, num_prefix_tokens, self.pairs) / 100.0
         self.tables: dict[tuple[str, torch.device], Tensor] = {}
         # The arguments as text: `from_key` makes the same plan again.
         self.key = json.dumps([num_heads, grid, num_prefix_tokens, support, decay, layer], sort_keys=True)
@@ -103,7 +107,8 @@ class AttentionPlan:
     def build_table(self, name: str) -> np.ndarray:
         """A table as an array.
 
-        "mask": bool (H, T, T), True = attended. "attended": bool (H, N), at which distances. "positions" of the decay:
+        "mask": bool (H, T, T), True = attended. "keys": int32 (H, N, K), see `key_lists`. "attended": bool (H, N), at
+        which distances, of a support without other pairs. "positions" of the decay:
         int64 (C, A, N); "positions_int32" and "positions_float32". "relative_...": see `relative_table`. For the
         compiled kernels: "signed_offsets", int32, head after head, "offset_counts", int32 (H,), and "offset_begin",
         int32 (H + 1,), where those of each head begin; with a decay "pair_distances", float32 (C, pairs), the N - o
@@ -119,7 +124,9 @@ class AttentionPlan:
             return self.build_table("positions").astype(name.removeprefix("positions_"))
         assert self.offsets is not None
         if name == "mask":
-            return mask_from_offsets(self.offsets, self.num_tokens, self.num_prefix_tokens)
+            return mask_from_offsets(self.offsets, self.num_tokens, self.num_prefix_tokens, self.pairs)
+        if name == "keys":
+            return key_lists(self.offsets, self.num_tokens, self.num_prefix_tokens, self.pairs)
         if name == "attended":
             return np.array([np.isin(np.arange(self.num_tokens), own) for own in self.offsets])
         if name == "pair_distances":
@@ -183,6 +190,8 @@ class Call(NamedTuple):
     need_weights: bool
     bias: Tensor | None  # added to the logits last, broadcastable to (B, H, T, T)
     token_ids: Tensor | None  # (B, N): which of the grid's patches the tokens are; None: all, in raster order
+    keys: Tensor | None  # (B, H, N, K): the tokens that each image's patches see, -1 behind the last; None: all
+    top_k: int | None  # a query keeps as many keys, those of its largest logits; None: all
     mask: Tensor | None  # this and the next: filled in by the caller for backends that need it
     positions: Tensor | None
 
@@ -221,12 +230,20 @@ def _reference(call: Call) -> tuple[Tensor, Tensor | None]:
         logits = logits.masked_fill(~call.mask, -math.inf if call.plan.mask_fill == "neg_inf" else 0.0)
     if call.bias is not None:
         logits = logits + call.bias
+    if call.top_k is not None and call.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(~largest(logits, call.top_k), -math.inf)
     weights = torch.softmax(logits, -1)
     if call.decay is not None and decay_HTT is not None:
         weights = _decayed_weights(call.decay, decay_HTT, weights, call.mask)
     weights = F.dropout(weights, call.dropout_p)
     out = weights @ call.v.to(dtype)
     return out.to(call.q.dtype), weights.to(call.q.dtype) if call.need_weights else None
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Mask of the `count` largest of the last dimension; of equal ones those in front."""
+    chosen = torch.sort(values.detach(), dim=-1, descending=True, stable=True).indices[..., :count]
+    return torch.zeros_like(values, dtype=torch.bool).scatter_(-1, chosen, True)
 
 
 def _placement(decay: dict[str, Any] | None) -> str:
@@ -283,6 +300,8 @@ def _sdpa_can_run(call: Call) -> str | None:
         return "mask_fill='zero' keeps exp(0) for masked pairs, which scaled_dot_product_attention cannot do"
     if call.need_weights:
         return "scaled_dot_product_attention does not return attention weights"
+    if call.top_k is not None:
+        return "only the largest logits are kept, which scaled_dot_product_attention does not return"
     return None
 
 
@@ -308,15 +327,26 @@ def _needs_dense(call: Call) -> str | None:
         return f"placement={placement!r} of the decay is for the reference alone"
     if call.bias is not None:
         return "a bias is added to the logits of all pairs"
+    if call.top_k is not None:
+        return "only the largest logits are kept, so all are needed"
+    return None
+
+
+def _needs_lists(call: Call) -> str | None:
+    """Why the pairs do not lie on the same diagonals in every image."""
     if call.token_ids is not None:
         return "only some patches of the grid are there, others in each image"
+    if call.keys is not None:
+        return "a predictor chose the keys of each image"
+    if call.plan.pairs is not None:
+        return f"support {call.plan.support['name']!r} has pairs off its diagonals"
     return None
 
 
 def _diagonal_can_run(call: Call) -> str | None:
     if call.plan.offsets is None:
         return "the support is dense, it has no offsets"
-    return _needs_dense(call) or _sparse_dropout_can_run(call)
+    return _needs_dense(call) or _needs_lists(call) or _sparse_dropout_can_run(call)
 
 
 def _sparse_dropout_can_run(call: Call) -> str | None:
@@ -444,6 +474,141 @@ def _scatter_weights(
     return dense if floor is None else dense + floor
 
 
+# ---- gather ---------------------------------------------------------------------------------------------------------
+
+
+def _gather_can_run(call: Call) -> str | None:
+    if call.plan.offsets is None and call.keys is None:
+        return "every patch sees every token"
+    if call.plan.mask_fill == "zero" and call.plan.offsets is not None:
+        return "mask_fill='zero' keeps exp(0) for masked pairs, which are not gathered"
+    if call.dropout_p > 0:
+        return "the gathered path has no dropout"
+    if call.need_weights:
+        return "the gathered path does not return attention weights"
+    if call.token_ids is not None and call.keys is None:
+        return "only some patches of the grid are there, others in each image"
+    return _needs_dense(call)
+
+
+def _gather(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Every patch gathers the keys and values that it sees; nothing grows with N x N. Prefix rows are dense."""
+    plan, dtype = call.plan, call.compute_dtype
+    prefix = plan.num_prefix_tokens
+    q, k, v = call.q.to(dtype) * call.scale, call.k.to(dtype), call.v.to(dtype)
+    keys = plan_table(plan, "keys", q.device)[None] if call.keys is None else call.keys
+    factor = None
+    if call.decay is not None:
+        if (alpha_H := call.decay.get("alpha")) is not None:
+            q = q * alpha_H.to(dtype).view(-1, 1, 1)
+        factor = _gathered_decay(call, keys, dtype)
+    out = GatheredAttention.apply(q[:, :, prefix:], k, v, keys, factor)
+    if prefix:
+        logits = q[:, :, :prefix] @ k.transpose(-1, -2)
+        if call.decay is not None and (gamma_H := prefix_weights(call.decay, dtype)) is not None:
+            logits = logits * gamma_H.view(-1, 1, 1)
+        out = torch.cat([torch.softmax(logits, -1) @ v, out], 2)
+    return out.to(call.q.dtype), None
+
+
+def _gathered_decay(call: Call, keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """M at the listed pairs, (1 or B, H, N, K); what it is at places without a key has no effect."""
+    assert call.decay is not None and call.positions is not None
+    prefix, positions = call.plan.num_prefix_tokens, call.positions
+    others = (keys - prefix).clamp_min(0).long()  # patches
+    beta_CH = call.decay["beta"]
+    gamma_H = prefix_weights(call.decay, dtype)
+    heads = []
+    for head in range(call.plan.num_heads):
+        own = others[:, head]
+        if call.token_ids is None:  # positions (C, A, N)
+            distances = (positions[:, :, None, :, None] - positions[:, :, own]).abs().sum(1)
+        else:  # (C, A, B, n)
+            there = (
+                positions.unsqueeze(-2)
+                .expand(*positions.shape[:-1], *own.shape[-2:-1], -1)
+                .gather(-1, own.expand(*positions.shape[:2], *own.shape))
+            )
+            distances = (positions.unsqueeze(-1) - there).abs().sum(1)
+        weights = decay_weights(beta_CH[:, head : head + 1], distances, dtype)[0]
+        outside = 1.0 if gamma_H is None else gamma_H[head]
+        heads.append(torch.where(keys[:, head] < prefix, outside, weights))
+    return torch.stack(heads, 1)
+
+
+class GatheredAttention(torch.autograd.Function):
+    """softmax(q k^T * factor) v over lists of keys, block of rows after block, so that few keys are copied at a time.
+
+    q: (B, H, N, D), scaled; k, v: (B, H, T, D); keys: (1 or B, H, N, K) of integers, -1 where there is none, at least
+    one key a row; factor: (1 or B, H, N, K) or None. Returns (B, H, N, D).
+    """
+
+    BLOCK = 1 << 22  # numbers in the gathered keys of a block
+
+    @staticmethod
+    def blocks(q: Tensor, keys: Tensor) -> range:
+        """First rows of the blocks."""
+        batch, heads, tokens, width = q.shape
+        rows = max(1, GatheredAttention.BLOCK // max(1, batch * heads * keys.shape[-1] * width))
+        return range(0, tokens, rows)
+
+    @staticmethod
+    def gathered(tokens: Tensor, places: Tensor) -> Tensor:
+        """(B, H, T, D) at places (B, H, R, K) in all B H T rows: (B, H, R, K, D)."""
+        return tokens.reshape(-1, tokens.shape[-1])[places]
+
+    @staticmethod
+    def block(
+        q: Tensor, k: Tensor, keys: Tensor, factor: Tensor | None, rows: slice
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Of some rows: queries, gathered keys, where in all rows of k they are, products, probabilities."""
+        batch, heads, total = k.shape[:3]
+        own = keys[:, :, rows].long().expand(batch, -1, -1, -1)
+        places = own.clamp_min(0) + total * torch.arange(batch * heads, device=k.device).view(batch, heads, 1, 1)
+        queries, gathered = q[:, :, rows], GatheredAttention.gathered(k, places)
+        products = (gathered @ queries.unsqueeze(-1)).squeeze(-1)
+        logits = products if factor is None else products * factor[:, :, rows]
+        return queries, gathered, places, products, torch.softmax(logits.masked_fill(own < 0, -math.inf), -1)
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, factor: Tensor | None) -> Tensor:
+        """See the class."""
+        ctx.save_for_backward(q, k, v, keys, factor)
+        out = torch.empty_like(q)
+        blocks = GatheredAttention.blocks(q, keys)
+        for first in blocks:
+            rows = slice(first, first + blocks.step)
+            _, _, places, _, probs = GatheredAttention.block(q, k, keys, factor, rows)
+            out[:, :, rows] = (probs.unsqueeze(-2) @ GatheredAttention.gathered(v, places)).squeeze(-2)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Recomputes each block's probabilities."""
+        q, k, v, keys, factor = ctx.saved_tensors
+        width = q.shape[-1]
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros(k.shape).to(k), torch.zeros(v.shape).to(v)
+        grad_factor = None if factor is None else torch.empty_like(factor)
+        blocks = GatheredAttention.blocks(q, keys)
+        for first in blocks:
+            rows = slice(first, first + blocks.step)
+            queries, gathered, places, products, probs = GatheredAttention.block(q, k, keys, factor, rows)
+            own_grad, flat = grad[:, :, rows].unsqueeze(-1), places.flatten()
+            values = GatheredAttention.gathered(v, places)
+            grad_v.view(-1, width).index_add_(0, flat, (probs.unsqueeze(-1) * own_grad.mT).reshape(-1, width))
+            grad_probs = (values @ own_grad).squeeze(-1)
+            grad_logits = probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True))
+            grad_products = grad_logits
+            if factor is not None and grad_factor is not None:
+                grad_products = grad_logits * factor[:, :, rows]
+                own = grad_logits * products
+                grad_factor[:, :, rows] = own if factor.shape[0] == own.shape[0] else own.sum(0, keepdim=True)
+            grad_q[:, :, rows] = (grad_products.unsqueeze(-2) @ gathered).squeeze(-2)
+            pairs = grad_products.unsqueeze(-1) * queries.unsqueeze(-2)
+            grad_k.view(-1, width).index_add_(0, flat, pairs.reshape(-1, width))
+        return grad_q, grad_k, grad_v, None, grad_factor
+
+
 # ---- compiled kernels -----------------------------------------------------------------------------------------------
 
 
@@ -451,7 +616,7 @@ def _kernel_can_run(call: Call) -> str | None:
     """What the compiled kernels have in common."""
     if call.plan.offsets is None and call.decay is None:
         return "dense attention without a decay is what scaled_dot_product_attention is for"
-    if reason := _needs_dense(call):
+    if reason := _needs_dense(call) or _needs_lists(call):
         return reason
     if call.need_weights:
         return "the compiled kernels do not return attention weights"
@@ -551,6 +716,7 @@ BACKENDS = {
     "reference": Backend(_reference_can_run, _reference, needs_mask=True, needs_positions=True),
     "sdpa": Backend(_sdpa_can_run, _sdpa, needs_mask=True),
     "diagonal": Backend(_diagonal_can_run, _diagonal, needs_mask=False, needs_positions=True),
+    "gather": Backend(_gather_can_run, _gather, needs_mask=False, needs_positions=True),
     "cpp": Backend(_cpp_can_run, _cpp, needs_mask=False),
     "triton": Backend(_triton_can_run, _triton, needs_mask=False),
 }
@@ -586,7 +752,7 @@ CROSSOVERS = {
     **{("diagonal", "cuda", trains, "reference"): Crossover(2048, 1 / 16) for trains in (False, True)},
 }
 # From the fastest on, where they can run and nothing else is faster; `reference` runs everything.
-ORDER = ("cpp", "triton", "diagonal", "sdpa", "reference")
+ORDER = ("cpp", "triton", "diagonal", "gather", "sdpa", "reference")
 
 
 def slower_than_dense(name: str, plan: AttentionPlan, device_type: str, trains: bool, dense_path: str) -> str | None:
@@ -641,11 +807,32 @@ def _log_choice(plan: AttentionPlan, name: str, refused: list[tuple[str, str]]) 
     logger.debug("layer %d: %s (%s%s)", plan.layer, name, size, others)
 
 
+def _call_mask(call: Call) -> Tensor:
+    """Mask (H, T, T) or (B, H, T, T) of the keys that each query sees."""
+    if call.keys is not None:
+        return listed_mask(call.keys, call.plan.num_prefix_tokens, call.q.shape[2])
+    if call.token_ids is not None:
+        return _subset_mask(call.plan, call.token_ids)
+    return plan_table(call.plan, "mask", call.q.device)
+
+
+def listed_mask(keys: Tensor, num_prefix_tokens: int, total: int) -> Tensor:
+    """Mask (B, H, T, T) of the lists of keys (B, H, N, K) that the patches see; prefix tokens see everything."""
+    seen = torch.zeros(*keys.shape[:-1], total + 1, dtype=torch.bool, device=keys.device)
+    seen.scatter_(-1, torch.where(keys < 0, total, keys), True)  # no key is the column behind the last
+    return F.pad(seen[..., :total], (0, 0, num_prefix_tokens, 0), value=True)
+
+
 def _subset_mask(plan: AttentionPlan, token_ids: Tensor) -> Tensor:
     """Mask (B, H, T, T) of some patches of the grid, (B, n), each image's own."""
-    attended = plan_table(plan, "attended", token_ids.device)
-    mask = attended[:, (token_ids.unsqueeze(-1) - token_ids.unsqueeze(-2)).abs()].transpose(0, 1)
     prefix = plan.num_prefix_tokens
+    if plan.pairs is None:
+        attended = plan_table(plan, "attended", token_ids.device)
+        mask = attended[:, (token_ids.unsqueeze(-1) - token_ids.unsqueeze(-2)).abs()].transpose(0, 1)
+    else:
+        places = token_ids + prefix
+        whole = plan_table(plan, "mask", token_ids.device)
+        mask = whole[:, places.unsqueeze(-1), places.unsqueeze(-2)].transpose(0, 1)
     if not prefix:  # a patch none of whose keys is there attends to itself
         alone = ~mask.any(-1, keepdim=True)
         mask = mask | (alone & torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device))
@@ -672,6 +859,8 @@ def run_plan(
     backend: str = "auto",
     bias: Tensor | None = None,
     token_ids: Tensor | None = None,
+    keys: Tensor | None = None,
+    top_k: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over a prepared plan; `decay` holds the tensors of this step.
 
@@ -680,6 +869,9 @@ def run_plan(
         token_ids: int64 (B, n) where the tokens behind the prefix are not all patches of the grid in raster order but
             these of them, others in each image (masked autoencoders, token pruning). Support and decay go by where
             the patches lie in the grid.
+        keys: int64 (B, H, n, K), the tokens that each patch of each image sees, prefix tokens counted, -1 where it sees
+            fewer than K; the support is dense.
+        top_k: a query keeps as many of its keys, those of the largest logits.
 
     Returns:
         out (B, H, T, D) and the attention weights (B, H, T, T) if `need_weights`, else None.
@@ -696,11 +888,10 @@ def run_plan(
             f"{plan.total} in all"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    call = Call(q, k, v, plan, decay, scale, dropout_p, need_weights, bias, token_ids, None, None)
+    call = Call(q, k, v, plan, decay, scale, dropout_p, need_weights, bias, token_ids, keys, top_k, None, None)
     chosen = BACKENDS[choose_backend(call, backend)]
-    if chosen.needs_mask and plan.offsets is not None:
-        mask = plan_table(plan, "mask", q.device) if token_ids is None else _subset_mask(plan, token_ids)
-        call = call._replace(mask=mask)
+    if chosen.needs_mask and (plan.offsets is not None or keys is not None):
+        call = call._replace(mask=_call_mask(call))
     if chosen.needs_positions and decay is not None:
         positions = decay_positions(plan, decay, q.device)
         call = call._replace(positions=positions if token_ids is None else positions[..., token_ids])

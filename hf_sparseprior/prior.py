@@ -2,8 +2,8 @@
 
 support    which pairs are computed, known before the data        dense, fibottention, window, ...
 decay      learned weights of pairs                                none, violin, manhattan, ...
-predictor  keys chosen per image                                   none
-mixer      what is computed over the pairs                         softmax
+predictor  keys chosen per image                                   none, topk
+mixer      what is computed over the pairs                         softmax, linformer, efficient
 extras     further modules, a list                                 swin_rpb, irpe_k, localvit, ...
 """
 
@@ -14,17 +14,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from .decay import DECAYS, resolve_decay
-from .extras import EXTRAS, resolve_extras
+from .extras import EXTRAS, PriorModule, resolve_extras, resolve_module
 from .locality import LocalityBranch  # noqa: F401  registers itself
+from .low_rank import MIXERS
+from .predictor import PREDICTORS
 from .relative_position import RelativePosition  # noqa: F401  registers its kinds
-from .supports import SUPPORTS, check_keys, head_offsets, pruning_ratio, resolve_support
+from .supports import SUPPORTS, check_keys, head_offsets, layer_pairs, pruning_ratio, resolve_support
 
-# What a prior's modules are called within attention layers and MLPs: decay and extras.
-PRIOR_MODULES = frozenset({"decay_bias", "relative_position", "locality"})
+# What a prior's modules are called within attention layers and MLPs: decay, predictor, mixer and extras.
+PRIOR_MODULES = frozenset({"decay_bias", "predictor", "mixer", "relative_position", "locality"})
 SLOTS = ("support", "decay", "predictor", "mixer", "extras")
-# Filled by later mechanisms; named here so that a name finds its slot and an error can list what there is.
-PREDICTORS: dict[str, Any] = {}
-MIXERS: dict[str, Any] = {"softmax": None}
 
 
 def prior_names() -> list[str]:
@@ -75,22 +74,54 @@ def resolve_prior(prior: str | dict[str, Any] | None, num_heads: int, grid: Sequ
         decay = resolve_decay(slots["decay"], grid)
     except ValueError as error:
         raise ValueError(f"prior: {error}") from None
-    if slots["predictor"] is not None:
-        raise ValueError(f"prior: predictor={slots['predictor']!r} must be None; this version has no predictor")
-    mixer = "softmax" if slots["mixer"] is None else slots["mixer"]
-    if not isinstance(mixer, str) or mixer not in MIXERS:
-        raise ValueError(f"prior: mixer={mixer!r} must be one of {', '.join(MIXERS)}")
     try:
+        predictor = slots["predictor"] and resolve_module(slots["predictor"], "predictor", PREDICTORS, grid)
+        mixer = resolve_mixer(slots["mixer"], grid)
         extras = resolve_extras(slots["extras"], grid)
     except ValueError as error:
         raise ValueError(f"prior: {error}") from None
-    return {"support": support, "decay": decay, "predictor": None, "mixer": mixer, "extras": extras}
+    resolved = {"support": support, "decay": decay, "predictor": predictor or None, "mixer": mixer, "extras": extras}
+    check_together(resolved)
+    return resolved
+
+
+def resolve_mixer(mixer: str | dict[str, Any] | None, grid: Sequence[int]) -> str | dict[str, Any]:
+    """The full form of a mixer; the softmax has no settings and stays a name."""
+    resolved = resolve_module("softmax" if mixer is None else mixer, "mixer", MIXERS, grid)
+    return "softmax" if resolved["name"] == "softmax" else resolved
+
+
+def check_together(prior: dict[str, Any]) -> None:
+    """Raise where what fills one slot has nothing to act on, because of another."""
+    if prior["predictor"] is not None and prior["support"]["name"] != "dense":
+        raise ValueError(
+            f"prior: predictor {prior['predictor']['name']!r} chooses among all keys; with it support="
+            f"{prior['support']['name']!r} must be 'dense'"
+        )
+    if prior["mixer"] == "softmax":
+        return
+    others = {"support": prior["support"]["name"] != "dense", "decay": prior["decay"], "predictor": prior["predictor"]}
+    others["extras"] = [extra["name"] for extra in prior["extras"] if EXTRAS[extra["name"]].in_attention]
+    for slot, filled in others.items():
+        if filled:
+            name = ", ".join(filled) if slot == "extras" else prior[slot]["name"]
+            raise ValueError(f"prior: mixer {prior['mixer']['name']!r} has no softmax over pairs for {slot} {name!r}")
+
+
+def chooser_of(prior: dict[str, Any]) -> tuple[dict[str, Any], type[PriorModule]] | None:
+    """Settings and class of the mixer or the predictor of a resolved prior; None: the support decides the pairs."""
+    if prior["mixer"] != "softmax":
+        return prior["mixer"], MIXERS[prior["mixer"]["name"]]
+    if prior["predictor"] is not None:
+        return prior["predictor"], PREDICTORS[prior["predictor"]["name"]]
+    return None
 
 
 def prior_name(prior: dict[str, Any]) -> str:
     """Short name of a resolved prior: "fibottention+violin"."""
     parts = [prior["support"]["name"]] if prior["support"]["name"] != "dense" else []
-    parts += [prior["decay"]["name"]] if prior["decay"] else []
+    parts += [prior[slot]["name"] for slot in ("decay", "predictor") if prior[slot]]
+    parts += [prior["mixer"]["name"]] if prior["mixer"] != "softmax" else []
     parts += [extra["name"] for extra in prior["extras"]]
     return "+".join(parts) or "dense"
 
@@ -100,8 +131,18 @@ def of_prior(key: str) -> bool:
     return not PRIOR_MODULES.isdisjoint(key.split("."))
 
 
-def prior_pruning_ratio(prior: dict[str, Any], num_heads: int, grid: Sequence[int], num_prefix_tokens: int) -> float:
-    """Percentage of all pairs, prefix included, that the prior's support leaves out."""
+def prior_pruning_ratio(
+    prior: dict[str, Any], num_heads: int, head_dim: int, grid: Sequence[int], num_prefix_tokens: int
+) -> float:
+    """Percentage of all pairs, prefix included, that are left out by the support or the predictor.
+
+    Mixers have no pairs: for them it is the percentage of the multiply-adds of Q K^T and (softmax) V that they save.
+    """
     num_tokens = grid[0] * grid[1]
+    if (found := chooser_of(prior)) is not None:
+        settings, kind = found
+        kept = kind.kept_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
+        return 100.0 * (1.0 - kept / (num_tokens + num_prefix_tokens) ** 2)
     offsets = head_offsets(prior["support"], num_heads=num_heads, num_tokens=num_tokens)
-    return pruning_ratio(offsets, num_tokens, num_prefix_tokens)
+    pairs = layer_pairs(prior["support"], num_heads=num_heads, num_tokens=num_tokens, layer=0)
+    return pruning_ratio(offsets, num_tokens, num_prefix_tokens, pairs)

@@ -2,7 +2,10 @@
 
 A support is a function that returns the offsets |j - k| of every head over the patch tokens in raster order.
 `register_support` makes it a value of `prior` in every config, of `explain`, and of the tests that run over the
-registry. Prefix tokens (class, distillation, registers) attend to everything and everything attends to them.
+registry. `register_pairs` adds pairs that lie on no diagonal. Prefix tokens (class, distillation, registers) attend to
+everything and everything attends to them; they are what Longformer and BigBird call global tokens.
+
+A pruning ratio is the percentage of pairs left out; that which a support can be given counts pairs of patches only.
 
 N is the number of patch tokens, P of prefix tokens, T = P + N; heads and rows of the Wythoff array count from 1 in
 the papers and in messages, from 0 in arrays.
@@ -10,6 +13,7 @@ the papers and in messages, from 0 in arrays.
 
 from __future__ import annotations
 
+import bisect
 import difflib
 import inspect
 import operator
@@ -22,6 +26,7 @@ import numpy as np
 from .sequences import SEQUENCES, SETTING_MINIMUM, head_sequence, sequence_settings
 
 SUPPORTS: dict[str, Callable[..., list[list[int]]]] = {}
+PAIRS: dict[str, Callable[..., list[np.ndarray]]] = {}
 MASK_FILLS = ("neg_inf", "zero")
 COMMON_SETTINGS = {"shuffle_seed": 0, "mask_fill": "neg_inf"}
 
@@ -47,6 +52,15 @@ def register_support(name: str) -> Callable[[Callable], Callable]:
     lie in 0..num_tokens-1 (0 is the diagonal) and are sorted. `shuffle_seed` and `mask_fill` belong to every support.
     """
     return registering("support", SUPPORTS, name)
+
+
+def register_pairs(name: str) -> Callable[[Callable], Callable]:
+    """Register `function(num_heads, num_tokens, layer, **settings) -> pairs of each head` beside the support `name`.
+
+    It takes the support's settings. Pairs (query, key) of patches are int64 (n, 2), in order, each once, none of them
+    on one of the head's diagonals. `shuffle_seed` does not move them.
+    """
+    return registering("pairs of support", PAIRS, name)
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------
@@ -89,6 +103,13 @@ def check_integer(name: str, value: Any, minimum: int, note: str = "") -> int:
     if integer is None or isinstance(value, (bool, np.bool_)) or integer < minimum:
         raise ValueError(f"{name}={value!r} must be an integer of {minimum} or more{note}")
     return integer
+
+
+def check_percentage(name: str, value: Any) -> float:
+    """`value` as it is if it is a number from 0 to 100."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 100:
+        raise ValueError(f"{name}={value!r} must be a percentage from 0 to 100")
+    return value
 
 
 def check_boolean(name: str, value: Any) -> bool:
@@ -211,6 +232,19 @@ def layer_offsets(support: dict[str, Any], *, num_heads: int, num_tokens: int, l
     return [offsets[number] for number in layer_order(num_heads, layer, seed)]
 
 
+def layer_pairs(support: dict[str, Any], *, num_heads: int, num_tokens: int, layer: int) -> list[np.ndarray] | None:
+    """Pairs (query, key) of patches off the diagonals of each head of one layer, int64 (n, 2); None: there are none.
+
+    Args:
+        support: resolved (`resolve_support`).
+    """
+    name = support["name"]
+    if name not in PAIRS:
+        return None
+    own = {key: value for key, value in support.items() if key != "name" and key not in COMMON_SETTINGS}
+    return PAIRS[name](num_heads, num_tokens, layer, **own)
+
+
 @register_support("dense")
 def dense(num_heads: int, num_tokens: int) -> list[list[int]]:
     """Every pair of tokens."""
@@ -243,19 +277,240 @@ def fibottention(
 
 
 @register_support("window")
-def window(num_heads: int, num_tokens: int, *, w: int = 15, diagonal: bool = True) -> list[list[int]]:
-    """|j - k| <= w, with or without the diagonal, the same for all heads (Fibottention Tables 12 and 13)."""
+def window(
+    num_heads: int,
+    num_tokens: int,
+    *,
+    w: int | None = None,
+    diagonal: bool = True,
+    pruning_ratio: float | None = None,
+) -> list[list[int]]:
+    """|j - k| <= w, with or without the diagonal, the same for all heads (Fibottention Tables 12 and 13); w = 15."""
     diagonal = check_boolean("diagonal", diagonal)
-    w = check_integer("w", w, 0 if diagonal else 1)
-    offsets = list(range(0 if diagonal else 1, min(w, num_tokens - 1) + 1))
-    return [list(offsets) for _ in range(num_heads)]
+    first = 0 if diagonal else 1
+
+    def offsets(w: int) -> list[int]:
+        return list(range(first, min(w, num_tokens - 1) + 1))
+
+    w = setting_for("w", w, pruning_ratio, 15, range(first, max(first + 1, num_tokens)), offsets, num_tokens)
+    return [offsets(w) for _ in range(num_heads)]
+
+
+# ---- baselines ------------------------------------------------------------------------------------------------------
+# The same pattern in every head, as in Fibottention's comparisons (section 6.1).
+
+
+def setting_for(
+    name: str,
+    value: int | None,
+    pruning_ratio: float | None,
+    default: int,
+    choices: range,
+    offsets: Callable[[int], list[int]],
+    num_tokens: int,
+) -> int:
+    """A support's one number: as given, or that of `choices` whose pruning ratio is nearest to the one given.
+
+    Args:
+        name, value, default: of the number; the least of `choices` is the least allowed.
+        offsets: of a head, by the number; how many pairs they keep rises with it or falls.
+    """
+    check_not_both(name, value, pruning_ratio)
+    if pruning_ratio is None:
+        return default if value is None else check_integer(name, value, choices.start)
+    kept = kept_pairs(pruning_ratio, num_tokens)
+
+    def pairs(choice: int) -> int:
+        return count_nonzeros(offsets(choice), num_tokens)
+
+    sign = 1 if pairs(choices[0]) <= pairs(choices[-1]) else -1
+    place = bisect.bisect_left(choices, sign * kept, key=lambda choice: sign * pairs(choice))
+    near = choices[max(0, place - 1) : place + 1]
+    return min(near, key=lambda choice: abs(pairs(choice) - kept))
+
+
+def check_not_both(name: str, value: Any, pruning_ratio: float | None) -> None:
+    """Raise if a number is given and a pruning ratio, which decides it, as well."""
+    if value is not None and pruning_ratio is not None:
+        raise ValueError(f"{name}={value!r} and pruning_ratio={pruning_ratio!r} cannot both be given")
+
+
+def kept_pairs(pruning_ratio: float, num_tokens: int) -> int:
+    """How many of the N^2 pairs of patches a pruning ratio in percent leaves."""
+    return round((1.0 - check_percentage("pruning_ratio", pruning_ratio) / 100.0) * num_tokens**2)
+
+
+def kept_share(name: str, pruning_ratio: float, count: int) -> int:
+    """How many of `count` things a pruning ratio in percent leaves, one at least; `name` is whose ratio it is."""
+    return max(1, round((1.0 - check_percentage(f"{name}: pruning_ratio", pruning_ratio) / 100.0) * count))
+
+
+@register_support("longformer")
+def longformer(
+    num_heads: int, num_tokens: int, *, w: int | None = None, pruning_ratio: float | None = None
+) -> list[list[int]]:
+    """A sliding window of w tokens, both sides together, and the diagonal; prefix tokens are global.
+
+    Beltagy et al. 2020. w = 2 is Fibottention's Table 2 (98.47 % at N = 196). More global tokens are more registers
+    (`num_register_tokens`).
+    """
+    return sliding_window(num_heads, num_tokens, w, pruning_ratio)
+
+
+def sliding_window(num_heads: int, num_tokens: int, w: int | None, pruning_ratio: float | None) -> list[list[int]]:
+    """The diagonal and w / 2 diagonals on either side of it."""
+    check_not_both("w", w, pruning_ratio)
+    if w is not None and check_integer("w", w, 0) % 2:
+        raise ValueError(f"w={w} must be even, it counts both sides of the diagonal together")
+
+    def offsets(half: int) -> list[int]:
+        return list(range(min(half, num_tokens - 1) + 1))
+
+    half = None if w is None else w // 2
+    half = setting_for("w", half, pruning_ratio, 1, range(num_tokens), offsets, num_tokens)
+    return [offsets(half) for _ in range(num_heads)]
+
+
+@register_support("strided")
+def strided(
+    num_heads: int,
+    num_tokens: int,
+    *,
+    stride: int | None = None,
+    local: int = 0,
+    pruning_ratio: float | None = None,
+) -> list[list[int]]:
+    """The nearest `local` tokens on either side, and every stride-th token of the whole sequence.
+
+    Sparse Transformer (Child et al. 2019, section 4.2), its two patterns merged into one head and without causality.
+    Stride 65 keeps 590 of 196^2 pairs, 98.46 %; Fibottention's Table 2 prints 98.47, which no stride gives.
+    """
+    local = check_integer("local", local, 0)
+
+    def offsets(stride: int) -> list[int]:
+        return sorted({*range(min(local, num_tokens - 1) + 1), *range(0, num_tokens, stride)})
+
+    stride = setting_for("stride", stride, pruning_ratio, 65, range(1, max(2, num_tokens)), offsets, num_tokens)
+    return [offsets(stride) for _ in range(num_heads)]
+
+
+@register_support("random")
+def random_support(
+    num_heads: int, num_tokens: int, *, pruning_ratio: float = 98.52, seed: int = 0, per_head: bool = False
+) -> list[list[int]]:
+    """Pairs drawn uniformly at random, the same for every image, others in each layer; none is on a diagonal as such.
+
+    Fibottention Tables 2 and 10. `per_head` draws them for every head anew.
+    """
+    check_integer("seed", seed, 0)
+    check_boolean("per_head", per_head)
+    kept_pairs(pruning_ratio, num_tokens)
+    return [[] for _ in range(num_heads)]
+
+
+@register_pairs("random")
+def random_pairs(
+    num_heads: int, num_tokens: int, layer: int, *, pruning_ratio: float, seed: int, per_head: bool
+) -> list[np.ndarray]:
+    """round((1 - pruning_ratio / 100) N^2) pairs of a head."""
+    kept = kept_pairs(pruning_ratio, num_tokens)
+    return draw_pairs(num_heads, num_tokens, layer, kept, [], seed, per_head)
+
+
+@register_support("bigbird")
+def bigbird(
+    num_heads: int,
+    num_tokens: int,
+    *,
+    w: int = 2,
+    random_keys: float | None = None,
+    seed: int = 0,
+    per_head: bool = False,
+    pruning_ratio: float | None = None,
+) -> list[list[int]]:
+    """A sliding window as in `longformer`, global prefix tokens, and random pairs, others in each layer.
+
+    Zaheer et al. 2020. `random_keys` random pairs a query on average, r = random_keys N in all (Fibottention Table 11;
+    1 in its Table 2: 97.96 % at N = 196). A pruning ratio decides it, with the window as it is.
+    """
+    check_integer("seed", seed, 0)
+    check_boolean("per_head", per_head)
+    offsets = sliding_window(num_heads, num_tokens, w, None)
+    bigbird_count(num_tokens, offsets[0], random_keys, pruning_ratio)
+    return offsets
+
+
+def bigbird_count(
+    num_tokens: int, offsets: Sequence[int], random_keys: float | None, pruning_ratio: float | None
+) -> int:
+    """How many random pairs a head of BigBird has; not more than its window leaves."""
+    window_pairs = count_nonzeros(offsets, num_tokens)
+    check_not_both("random_keys", random_keys, pruning_ratio)
+    if pruning_ratio is not None:
+        wanted = max(0, kept_pairs(pruning_ratio, num_tokens) - window_pairs)
+    else:
+        keys = 1 if random_keys is None else random_keys
+        if isinstance(keys, bool) or not isinstance(keys, (int, float)) or not 0 <= keys < np.inf:
+            raise ValueError(f"random_keys={random_keys!r} must be a number of 0 or more, pairs a query on average")
+        wanted = round(keys * num_tokens)
+    return min(wanted, num_tokens**2 - window_pairs)
+
+
+@register_pairs("bigbird")
+def bigbird_pairs(
+    num_heads: int,
+    num_tokens: int,
+    layer: int,
+    *,
+    w: int,
+    random_keys: float | None,
+    seed: int,
+    per_head: bool,
+    pruning_ratio: float | None,
+) -> list[np.ndarray]:
+    """The random pairs of each head."""
+    offsets = sliding_window(1, num_tokens, w, None)[0]
+    count = bigbird_count(num_tokens, offsets, random_keys, pruning_ratio)
+    return draw_pairs(num_heads, num_tokens, layer, count, offsets, seed, per_head)
+
+
+def draw_pairs(
+    num_heads: int, num_tokens: int, layer: int, count: int, offsets: Sequence[int], seed: int, per_head: bool
+) -> list[np.ndarray]:
+    """`count` pairs of patches, uniformly without repetition from those on none of the offsets, (count, 2) a head."""
+    drawn = []
+    for head in range(num_heads if per_head else 1):
+        # Independent of everything else that is random; PCG64's streams are the same on every platform.
+        generator = np.random.Generator(np.random.PCG64([seed, layer, head]))
+        drawn.append(_draw(generator, num_tokens, count, offsets))
+    return drawn if per_head else drawn * num_heads
+
+
+def _draw(generator: np.random.Generator, num_tokens: int, count: int, offsets: Sequence[int]) -> np.ndarray:
+    pairs = np.empty(0, dtype=np.int64)
+    diagonals = np.array(offsets, dtype=np.int64)
+    if 2 * count > num_tokens**2:  # drawn one by one, the last ones would hardly be hit
+        everything = np.arange(num_tokens**2)
+        free = everything[~np.isin(np.abs(everything // num_tokens - everything % num_tokens), diagonals)]
+        pairs = generator.choice(free, count, replace=False)
+    while len(pairs) < count:
+        more = generator.integers(num_tokens**2, size=2 * (count - len(pairs)) + 16)
+        more = more[~np.isin(np.abs(more // num_tokens - more % num_tokens), diagonals)]
+        everything = np.concatenate([pairs, more])
+        first = np.sort(np.unique(everything, return_index=True)[1])  # in the order in which they were drawn
+        pairs = everything[first][:count]
+    pairs = np.sort(pairs)
+    return np.stack([pairs // num_tokens, pairs % num_tokens], 1)
 
 
 # ---- masks and counts -----------------------------------------------------------------------------------------------
 
+Pairs = Sequence[np.ndarray] | None
+
 
 def self_rows(offsets: Sequence[int], num_tokens: int, num_prefix_tokens: int) -> range:
-    """Patch rows whose support is empty; they attend to themselves only, so that no softmax is over nothing.
+    """Patch rows whose diagonals are empty; without other pairs they attend to themselves only, so that no softmax is
+    over nothing.
 
     Row j has no partner at distance o when o > max(j, N - 1 - j), so the empty rows are the middle ones. There are
     none once a prefix token is there to attend to.
@@ -264,6 +519,11 @@ def self_rows(offsets: Sequence[int], num_tokens: int, num_prefix_tokens: int) -
         return range(0)
     smallest = min(offsets, default=num_tokens)
     return range(max(0, num_tokens - smallest), min(num_tokens, smallest))
+
+
+def lonely_rows(offsets: Sequence[int], pairs: np.ndarray, num_tokens: int, num_prefix_tokens: int) -> np.ndarray:
+    """As `self_rows`, of a head that has pairs off its diagonals, too: int64, in order."""
+    return np.setdiff1d(np.array(self_rows(offsets, num_tokens, num_prefix_tokens), dtype=np.int64), pairs[:, 0])
 
 
 def build_mask(
@@ -290,11 +550,14 @@ def build_mask(
     num_prefix_tokens = check_integer("num_prefix_tokens", num_prefix_tokens, 0)
     layer = check_integer("layer", layer, 0)
     offsets = layer_offsets(resolved, num_heads=num_heads, num_tokens=num_tokens, layer=layer)
-    return mask_from_offsets(offsets, num_tokens, num_prefix_tokens)
+    pairs = layer_pairs(resolved, num_heads=num_heads, num_tokens=num_tokens, layer=layer)
+    return mask_from_offsets(offsets, num_tokens, num_prefix_tokens, pairs)
 
 
-def mask_from_offsets(offsets: Sequence[Sequence[int]], num_tokens: int, num_prefix_tokens: int) -> np.ndarray:
-    """Boolean mask (heads, T, T) of given offsets per head."""
+def mask_from_offsets(
+    offsets: Sequence[Sequence[int]], num_tokens: int, num_prefix_tokens: int, pairs: Pairs = None
+) -> np.ndarray:
+    """Boolean mask (heads, T, T) of given offsets and pairs per head."""
     position = np.arange(num_tokens)
     distance = np.abs(position[:, None] - position[None, :])
     total = num_prefix_tokens + num_tokens
@@ -303,23 +566,68 @@ def mask_from_offsets(offsets: Sequence[Sequence[int]], num_tokens: int, num_pre
         attended = np.zeros(num_tokens, dtype=bool)
         attended[list(own)] = True
         patches = attended[distance]
-        rows = self_rows(own, num_tokens, num_prefix_tokens)
+        rows: Any = self_rows(own, num_tokens, num_prefix_tokens)
+        if pairs is not None:
+            rows = lonely_rows(own, pairs[head], num_tokens, num_prefix_tokens)
+            patches[pairs[head][:, 0], pairs[head][:, 1]] = True
         patches[rows, rows] = True
         mask[head, num_prefix_tokens:, num_prefix_tokens:] = patches
     return mask
 
 
-def count_nonzeros(offsets: Sequence[int], num_tokens: int, num_prefix_tokens: int = 0) -> int:
-    """Attended pairs of one head in closed form: sum of 2 (N - o), N for the diagonal, and the prefix."""
+def key_lists(
+    offsets: Sequence[Sequence[int]], num_tokens: int, num_prefix_tokens: int, pairs: Pairs = None
+) -> np.ndarray:
+    """The keys of every patch: int32 (heads, N, K) token numbers in order, prefix included, -1 behind the last one.
+
+    K is the most that any patch of any head has; nothing here grows with N x N.
+    """
+    position = np.arange(num_tokens)
+    lines, columns = [], []
+    for head, own in enumerate(offsets):
+        signed = np.array(sorted({sign * o for o in own for sign in (1, -1)}), dtype=np.int64)
+        keys = position[:, None] + signed[None]
+        row, place = np.nonzero((keys >= 0) & (keys < num_tokens))
+        column = keys[row, place]
+        alone = np.array(self_rows(own, num_tokens, num_prefix_tokens), dtype=np.int64)
+        if pairs is not None:
+            alone = lonely_rows(own, pairs[head], num_tokens, num_prefix_tokens)
+            row, column = np.concatenate([row, pairs[head][:, 0]]), np.concatenate([column, pairs[head][:, 1]])
+        lines += [head * num_tokens + row, head * num_tokens + alone]
+        columns += [column, alone]
+    line, column = np.concatenate(lines), np.concatenate(columns)
+    order = np.lexsort((column, line))
+    line, column = line[order], column[order]
+    counts = np.bincount(line, minlength=len(offsets) * num_tokens)
+    place = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
+    lists = np.full((len(offsets) * num_tokens, num_prefix_tokens + counts.max(initial=0)), -1, dtype=np.int32)
+    lists[:, :num_prefix_tokens] = np.arange(num_prefix_tokens)
+    lists[line, num_prefix_tokens + place] = num_prefix_tokens + column
+    return lists.reshape(len(offsets), num_tokens, -1)
+
+
+def count_nonzeros(
+    offsets: Sequence[int], num_tokens: int, num_prefix_tokens: int = 0, pairs: np.ndarray | None = None
+) -> int:
+    """Attended pairs of one head in closed form: sum of 2 (N - o), N for the diagonal, other pairs, and the prefix."""
     patches = sum(num_tokens if o == 0 else 2 * (num_tokens - o) for o in offsets)
     total = num_prefix_tokens + num_tokens
-    return patches + len(self_rows(offsets, num_tokens, num_prefix_tokens)) + total**2 - num_tokens**2
+    alone = len(self_rows(offsets, num_tokens, num_prefix_tokens))
+    if pairs is not None:
+        alone = len(lonely_rows(offsets, pairs, num_tokens, num_prefix_tokens))
+        patches += len(pairs)
+    return patches + alone + total**2 - num_tokens**2
 
 
-def pruning_ratio(offsets: Sequence[Sequence[int]], num_tokens: int, num_prefix_tokens: int = 0) -> float:
+def pruning_ratio(
+    offsets: Sequence[Sequence[int]], num_tokens: int, num_prefix_tokens: int = 0, pairs: Pairs = None
+) -> float:
     """Percentage of the heads * T^2 pairs that are not computed (Fibottention appendix E.1)."""
     total = len(offsets) * (num_prefix_tokens + num_tokens) ** 2
-    kept = sum(count_nonzeros(own, num_tokens, num_prefix_tokens) for own in offsets)
+    kept = sum(
+        count_nonzeros(own, num_tokens, num_prefix_tokens, None if pairs is None else pairs[head])
+        for head, own in enumerate(offsets)
+    )
     return 100.0 * (total - kept) / total
 
 
@@ -332,6 +640,8 @@ def support_notes(support: dict[str, Any], num_heads: int, grid: Sequence[int], 
         for key in ("w_min", "w_max")
         if isinstance(support.get(key), int) and support[key] > num_tokens
     ]
+    if support["name"] in PAIRS:
+        return notes
     offsets = head_offsets(support, num_heads=num_heads, num_tokens=num_tokens)
     empty = [str(number) for number, own in enumerate(offsets, start=1) if not own]
     if empty and num_tokens > 1:

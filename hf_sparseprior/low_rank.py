@@ -1,0 +1,210 @@
+"""Mixers: what takes the place of the softmax over all pairs (Fibottention Tables 2 and 10, Sparsifiner Table 4).
+
+`register_mixer` makes a class a value of the `mixer` of a prior.
+
+Shape letters: B batch, H heads, D head width, N patch tokens, P prefix tokens, T = P + N, R projected tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .extras import PriorModule
+from .ops import AttentionPlan
+from .supports import check_boolean, check_integer, check_not_both, kept_share, registering
+
+MIXERS: dict[str, type[Mixer]] = {}
+
+
+def register_mixer(name: str) -> Callable[[type[Mixer]], type[Mixer]]:
+    """Register a subclass of `Mixer` under `name`."""
+    return registering("mixer", MIXERS, name)
+
+
+class Mixer(PriorModule):
+    """Base of all mixers but the softmax itself, which has no module.
+
+    Args:
+        num_heads: H.
+        head_dim: D, of the values.
+        settings: resolved.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, **settings: Any) -> None:
+        super().__init__()
+
+    @staticmethod
+    def key_width(settings: dict[str, Any], head_dim: int) -> int:
+        """Width of the queries and keys of a head."""
+        return head_dim
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        dropout_p: float,
+        need_weights: bool,
+        token_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output (B, H, T, D) of q, k (B, H, T, key width) and v (B, H, T, D); weights (B, H, T, T) if wanted.
+
+        `token_ids` (B, n) are the patches that are there, in each image its own; None: all.
+        """
+        raise NotImplementedError
+
+
+@register_mixer("softmax")
+class Softmax(Mixer):
+    """Softmax attention; what a prior's other slots are about. Never built."""
+
+
+def resize_tokens(weight: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+    """(R, N) over one patch grid as (R, N) over another, interpolated bicubic in float32 at least."""
+    if old == new:
+        return weight
+    precise = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    resized = F.interpolate(precise.unflatten(1, old)[None], size=new, mode="bicubic", align_corners=False)
+    return resized[0].flatten(1).to(weight.dtype)
+
+
+@register_mixer("linformer")
+class Linformer(Mixer):
+    """Softmax over R mixtures of the patches, not the patches themselves, and over the prefix (Wang et al. 2020).
+
+    The mixtures of keys and of values are learned, the same for all heads of a layer, as Linformer's headwise sharing.
+    R is `projected_tokens`, or what a pruning ratio leaves of N keys: 4 of 196 at 97.96 % (Fibottention Table 2), the
+    default. On another grid the mixtures are interpolated, their sums kept.
+    """
+
+    SETTINGS = {"projected_tokens": None, "share_key_value": False, "grid": None, "pruning_ratio": None}
+    DEFAULT_RATIO = 97.96
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        **settings: Any,
+    ) -> None:
+        super().__init__(num_heads, head_dim)
+        self.grid = (settings["grid"][0], settings["grid"][1])
+        shape = (settings["projected_tokens"], self.grid[0] * self.grid[1])
+        self.mix_keys = nn.Parameter(torch.empty(shape))
+        self.mix_values = None if settings["share_key_value"] else nn.Parameter(torch.empty(shape))
+        self.reset_parameters()
+
+    @classmethod
+    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
+        """As `PriorModule`; the grid that the mixtures are made for is kept in the settings."""
+        sides = grid if settings["grid"] is None else settings["grid"]
+        if isinstance(sides, str) or not isinstance(sides, Sequence) or len(sides) != 2:
+            raise ValueError(f"linformer: grid={sides!r} must be (height, width) in patches")
+        sides = [check_integer("linformer: grid", side, 1) for side in sides]
+        number, ratio = settings["projected_tokens"], settings["pruning_ratio"]
+        check_not_both("linformer: projected_tokens", number, ratio)
+        if number is None:
+            number = kept_share("linformer", cls.DEFAULT_RATIO if ratio is None else ratio, sides[0] * sides[1])
+        return {
+            "projected_tokens": check_integer("linformer: projected_tokens", number, 1),
+            "share_key_value": check_boolean("linformer: share_key_value", settings["share_key_value"]),
+            "grid": sides,
+            "pruning_ratio": None,  # it has decided the number, which is the size of a weight
+        }
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """Normal, so that a mixture of independent keys has their variance."""
+        std = (self.grid[0] * self.grid[1]) ** -0.5
+        return {name: torch.randn(weight.shape) * std for name, weight in self.named_parameters(recurse=False)}
+
+    @classmethod
+    def kept_pairs(cls, settings: dict[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
+        """As `PriorModule`; without the mixing, 2 R N D multiply-adds more."""
+        total = num_tokens + num_prefix_tokens
+        return total * (num_prefix_tokens + settings["projected_tokens"])
+
+    def _mix(self, weight: Tensor, tokens: Tensor, plan: AttentionPlan, token_ids: Tensor | None) -> Tensor:
+        """(B, H, T, D) to (B, H, P + R, D)."""
+        prefix = plan.num_prefix_tokens
+        weight = resize_tokens(weight, self.grid, plan.grid).to(tokens.dtype)
+        weight = weight * (self.grid[0] * self.grid[1] / plan.num_tokens)
+        if token_ids is not None:
+            weight = weight[:, token_ids].transpose(0, 1).unsqueeze(1)  # (B, 1, R, n)
+        return torch.cat([tokens[:, :, :prefix], weight @ tokens[:, :, prefix:]], 2)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        dropout_p: float,
+        need_weights: bool,
+        token_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `Mixer`; the weights are those of the values, through their mixtures."""
+        value_weight = self.mix_keys if self.mix_values is None else self.mix_values
+        k, mixed = self._mix(self.mix_keys, k, plan, token_ids), self._mix(value_weight, v, plan, token_ids)
+        if not need_weights:
+            return F.scaled_dot_product_attention(q, k, mixed, dropout_p=dropout_p, scale=scale), None
+        probs = F.dropout(torch.softmax((q * scale) @ k.transpose(-1, -2), -1), dropout_p)
+        identity = torch.eye(v.shape[2], dtype=v.dtype, device=v.device)[None, None]
+        return probs @ mixed, probs @ self._mix(value_weight, identity, plan, token_ids)
+
+
+@register_mixer("efficient")
+class EfficientAttention(Mixer):
+    """softmax over features of Q, times (softmax over tokens of K)^T V: linear in the tokens (Shen et al. 2021, Eq. 5).
+
+    Its products cost 2 T w D multiply-adds a head, w = `key_width` of queries and keys, where dense attention's cost
+    2 T^2 D: a pruning ratio of 100 (1 - w / N) %. With the head's own width 64 that is 67.3 % at N = 196;
+    Fibottention's Table 2 prints 97.98, which needs w = 4. A pruning ratio decides w.
+    """
+
+    SETTINGS = {"key_width": None, "pruning_ratio": None}
+
+    @classmethod
+    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
+        """As `PriorModule`."""
+        width, ratio = settings["key_width"], settings["pruning_ratio"]
+        check_not_both("efficient: key_width", width, ratio)
+        if ratio is not None:
+            width = kept_share("efficient", ratio, grid[0] * grid[1])
+        return {
+            "key_width": None if width is None else check_integer("efficient: key_width", width, 1),
+            "pruning_ratio": None,
+        }
+
+    @staticmethod
+    def key_width(settings: dict[str, Any], head_dim: int) -> int:
+        """As `Mixer`."""
+        return head_dim if settings["key_width"] is None else settings["key_width"]
+
+    @classmethod
+    def kept_pairs(cls, settings: dict[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
+        """As `PriorModule`."""
+        return (num_tokens + num_prefix_tokens) * cls.key_width(settings, head_dim)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        dropout_p: float,
+        need_weights: bool,
+        token_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `Mixer`; `scale` and dropout have no place in it."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        queries, keys = torch.softmax(q.to(dtype), -1).to(q.dtype), torch.softmax(k.to(dtype), -2).to(q.dtype)
+        weights = queries @ keys.transpose(-1, -2) if need_weights else None
+        return queries @ (keys.transpose(-1, -2) @ v), weights

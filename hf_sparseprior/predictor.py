@@ -1,0 +1,82 @@
+"""Predictors: which keys each query sees, chosen for each image.
+
+`register_predictor` makes a class a value of the `predictor` of a prior.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .extras import PriorModule
+from .ops import AttentionPlan
+from .supports import check_integer, check_not_both, kept_share, registering
+
+PREDICTORS: dict[str, type[Predictor]] = {}
+
+
+def register_predictor(name: str) -> Callable[[type[Predictor]], type[Predictor]]:
+    """Register a subclass of `Predictor` under `name`."""
+    return registering("predictor", PREDICTORS, name)
+
+
+class Predictor(PriorModule):
+    """Base of all predictors: either `top_k` says how many keys a query keeps, or `forward` which ones.
+
+    Args:
+        num_heads: H.
+        head_dim: D.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+
+    def top_k(self, total: int) -> int | None:
+        """How many of `total` keys a query keeps, those of the largest logits; None: `forward` chooses."""
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan, token_ids: Tensor | None) -> Tensor:
+        """Keys of each patch, int64 (B, H, n, K) token numbers, -1 where there are fewer; of q and k (B, H, T, D)."""
+        raise NotImplementedError
+
+
+@register_predictor("topk")
+class TopK(Predictor):
+    """The keys with the largest logits of each query, prefix tokens like all others (Gupta et al. 2021).
+
+    All logits are computed first, so it costs what dense attention costs. `keys` of them are kept, or those that a
+    pruning ratio leaves: 3 of 197 at 98.48 % (Fibottention Table 2), the default. Equal logits go by their index.
+    """
+
+    SETTINGS = {"keys": None, "pruning_ratio": None}
+    DEFAULT_RATIO = 98.48
+
+    def __init__(self, num_heads: int, head_dim: int, keys: int | None, pruning_ratio: float | None) -> None:
+        super().__init__(num_heads, head_dim)
+        self.keys, self.pruning_ratio = keys, pruning_ratio
+
+    @classmethod
+    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
+        """As `PriorModule`."""
+        keys, ratio = settings["keys"], settings["pruning_ratio"]
+        check_not_both("topk: keys", keys, ratio)
+        if keys is not None:
+            return {"keys": check_integer("topk: keys", keys, 1), "pruning_ratio": None}
+        ratio = cls.DEFAULT_RATIO if ratio is None else ratio
+        kept_share("topk", ratio, 1)
+        return {"keys": None, "pruning_ratio": ratio}
+
+    @classmethod
+    def kept_pairs(cls, settings: dict[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
+        """As `PriorModule`; of the logits that are kept, not of those that are computed."""
+        total = num_tokens + num_prefix_tokens
+        return total * cls(1, head_dim, **{key: settings[key] for key in cls.SETTINGS}).top_k(total)
+
+    def top_k(self, total: int) -> int:
+        """As `Predictor`."""
+        if self.keys is not None:
+            return min(total, self.keys)
+        assert self.pruning_ratio is not None
+        return kept_share("topk", self.pruning_ratio, total)
