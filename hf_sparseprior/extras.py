@@ -51,6 +51,18 @@ class PriorModule(nn.Module):
         """
         raise NotImplementedError
 
+    @classmethod
+    def products(
+        cls, settings: dict[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
+    ) -> int:
+        """Multiply-adds of a layer beside those of the pairs; only predictors and mixers are asked."""
+        return 0
+
+    @classmethod
+    def projection_change(cls, settings: dict[str, Any], num_heads: int, width: int, total: int) -> int:
+        """Multiply-adds by which the projections of a layer differ from dense attention's; as `products`."""
+        return 0
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set every parameter to its initial value."""

@@ -125,9 +125,15 @@ class Linformer(Mixer):
 
     @classmethod
     def kept_pairs(cls, settings: dict[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
-        """As `PriorModule`; without the mixing, 2 R N D multiply-adds more."""
-        total = num_tokens + num_prefix_tokens
-        return total * (num_prefix_tokens + settings["projected_tokens"])
+        """As `PriorModule`."""
+        return (num_tokens + num_prefix_tokens) * (num_prefix_tokens + settings["projected_tokens"])
+
+    @classmethod
+    def products(
+        cls, settings: dict[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
+    ) -> int:
+        """As `PriorModule`: the mixing of keys and of values."""
+        return 2 * settings["projected_tokens"] * num_tokens * num_heads * head_dim
 
     def _mix(self, weight: Tensor, tokens: Tensor, plan: AttentionPlan, token_ids: Tensor | None) -> Tensor:
         """(B, H, T, D) to (B, H, P + R, D)."""
@@ -191,6 +197,11 @@ class EfficientAttention(Mixer):
     def kept_pairs(cls, settings: dict[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
         """As `PriorModule`."""
         return (num_tokens + num_prefix_tokens) * cls.key_width(settings, head_dim)
+
+    @classmethod
+    def projection_change(cls, settings: dict[str, Any], num_heads: int, width: int, total: int) -> int:
+        """As `PriorModule`: queries and keys of another width."""
+        return 2 * total * width * (num_heads * cls.key_width(settings, width // num_heads) - width)
 
     def forward(
         self,

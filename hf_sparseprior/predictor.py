@@ -74,6 +74,14 @@ class TopK(Predictor):
         total = num_tokens + num_prefix_tokens
         return total * cls(1, head_dim, **{key: settings[key] for key in cls.SETTINGS}).top_k(total)
 
+    @classmethod
+    def products(
+        cls, settings: dict[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
+    ) -> int:
+        """As `PriorModule`: all logits, without those that are kept."""
+        kept = cls.kept_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
+        return num_heads * head_dim * ((num_tokens + num_prefix_tokens) ** 2 - kept)
+
     def top_k(self, total: int) -> int:
         """As `Predictor`."""
         if self.keys is not None:

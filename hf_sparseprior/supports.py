@@ -619,16 +619,29 @@ def count_nonzeros(
     return patches + alone + total**2 - num_tokens**2
 
 
+def attended_pairs(
+    offsets: Sequence[Sequence[int]], num_tokens: int, num_prefix_tokens: int, pairs: Pairs = None
+) -> int:
+    """Query-key pairs that all heads of a layer attend to, at a cost of O(number of offsets and other pairs).
+
+    Args:
+        offsets: of each head, as `head_offsets` returns them.
+        num_tokens: patch tokens N.
+        num_prefix_tokens: P; 0 counts the patch tokens only.
+        pairs: off the diagonals, as `layer_pairs` returns them.
+    """
+    return sum(
+        count_nonzeros(own, num_tokens, num_prefix_tokens, None if pairs is None else pairs[head])
+        for head, own in enumerate(offsets)
+    )
+
+
 def pruning_ratio(
     offsets: Sequence[Sequence[int]], num_tokens: int, num_prefix_tokens: int = 0, pairs: Pairs = None
 ) -> float:
     """Percentage of the heads * T^2 pairs that are not computed (Fibottention appendix E.1)."""
     total = len(offsets) * (num_prefix_tokens + num_tokens) ** 2
-    kept = sum(
-        count_nonzeros(own, num_tokens, num_prefix_tokens, None if pairs is None else pairs[head])
-        for head, own in enumerate(offsets)
-    )
-    return 100.0 * (total - kept) / total
+    return 100.0 * (total - attended_pairs(offsets, num_tokens, num_prefix_tokens, pairs)) / total
 
 
 def support_notes(support: dict[str, Any], num_heads: int, grid: Sequence[int], num_prefix_tokens: int) -> list[str]:

@@ -18,11 +18,14 @@ from hf_sparseprior.prior import parse_prior, resolve_prior
 from hf_sparseprior.sequences import SEQUENCES
 from hf_sparseprior.supports import (
     SUPPORTS,
+    attended_pairs,
     check_integer,
     check_keys,
     count_nonzeros,
     head_offsets,
     layer_order,
+    layer_pairs,
+    lonely_rows,
     mask_from_offsets,
     pruning_ratio,
     self_rows,
@@ -112,21 +115,28 @@ def explain_support(support: dict[str, Any], arguments: argparse.Namespace) -> l
     heads, grid, prefix = arguments.heads, arguments.grid, arguments.prefix
     tokens = grid[0] * grid[1]
     offsets = head_offsets(support, num_heads=heads, num_tokens=tokens)
+    pairs = layer_pairs(support, num_heads=heads, num_tokens=tokens, layer=arguments.layer or 0)
     settings = ", ".join(f"{key}={json.dumps(value)}" for key, value in support.items() if key != "name")
     print(f"{support['name']} on a {grid[0]}x{grid[1]} grid, {heads} heads, {prefix} prefix tokens\n{settings}\n")
     print(f"{'support':>7}  {'nonzeros':>8}  {'empty rows':>10}  offsets")
     for number, own in enumerate(offsets, start=1):
         shown = " ".join(map(str, own)) if len(own) <= 16 else f"{own[0]} .. {own[-1]} ({len(own)})"
-        print(f"{number:>7}  {count_nonzeros(own, tokens):>8}  {len(self_rows(own, tokens, 0)):>10}  {shown or '-'}")
-    patch_nonzeros = sum(count_nonzeros(own, tokens) for own in offsets)
-    nonzeros = sum(count_nonzeros(own, tokens, prefix) for own in offsets)
-    flops = attention_flops(offsets, tokens, prefix, arguments.head_dim, arguments.layers)
-    patch_flops = attention_flops(offsets, tokens, 0, arguments.head_dim, arguments.layers)
+        empty = self_rows(own, tokens, 0)
+        kept = count_nonzeros(own, tokens)
+        if pairs is not None:
+            random = pairs[number - 1]
+            empty, kept = lonely_rows(own, random, tokens, 0), count_nonzeros(own, tokens, 0, random)
+            shown = f"{shown} and {len(random)} random pairs".removeprefix(" and ")
+        print(f"{number:>7}  {kept:>8}  {len(empty):>10}  {shown or '-'}")
+    patch_nonzeros = attended_pairs(offsets, tokens, 0, pairs)
+    nonzeros = attended_pairs(offsets, tokens, prefix, pairs)
+    flops = attention_flops(offsets, tokens, prefix, arguments.head_dim, arguments.layers, pairs=pairs)
+    patch_flops = attention_flops(offsets, tokens, 0, arguments.head_dim, arguments.layers, pairs=pairs)
     dense = dense_attention_flops(heads, tokens + prefix, arguments.head_dim, arguments.layers)
     print(
         f"\nnonzeros       {patch_nonzeros} patch tokens only, {nonzeros} with prefix tokens\n"
-        f"pruning ratio  {pruning_ratio(offsets, tokens):.3f} % patch tokens only, "
-        f"{pruning_ratio(offsets, tokens, prefix):.3f} % with prefix tokens\n"
+        f"pruning ratio  {pruning_ratio(offsets, tokens, 0, pairs):.3f} % patch tokens only, "
+        f"{pruning_ratio(offsets, tokens, prefix, pairs):.3f} % with prefix tokens\n"
         f"multiply-adds  {flops / 1e9:.4f} G with prefix tokens ({patch_flops / 1e9:.4f} G patch tokens only), "
         f"dense {dense / 1e9:.4f} G: {100 * flops / dense:.2f} %\n"
         f"               ({arguments.layers} layers, head width {arguments.head_dim}, Q K^T and softmax V)"
@@ -142,9 +152,11 @@ def explain_support(support: dict[str, Any], arguments: argparse.Namespace) -> l
     drawn, where = list(range(heads)), "supports in order"
     if arguments.layer is not None:
         drawn, where = layer_order(heads, arguments.layer, support["shuffle_seed"]), f"layer {arguments.layer}"
-    masks = mask_from_offsets([offsets[number] for number in drawn], tokens, prefix)
+    masks = mask_from_offsets([offsets[number] for number in drawn], tokens, prefix, pairs)
     titles = [f"{number + 1}: {_shorten(offsets[number])}" for number in drawn]
-    heading = f"{support['name']}, {grid[0]}x{grid[1]}, {where}: {pruning_ratio(offsets, tokens, prefix):.1f} % pruned"
+    heading = (
+        f"{support['name']}, {grid[0]}x{grid[1]}, {where}: {pruning_ratio(offsets, tokens, prefix, pairs):.1f} % pruned"
+    )
     path = arguments.out / f"support_{support['name']}_{grid[0]}x{grid[1]}.png"
     return [pictures.draw_support(masks, titles, path, heading, prefix)]
 

@@ -2,8 +2,8 @@
 
 Counted: patch projection, linear layers, Q K^T and (softmax) V over the attended pairs, and softmax where the
 convention says so. Never counted: biases, norms, activations, residuals, the interpolation of positions. A support
-costs 2 nnz d_h multiply-adds a layer, nnz the attended pairs of all heads; every layer has the same supports in another
-order of heads, so all cost the same. `mask_fill="zero"` adds sums of V, no multiply-add.
+costs 2 nnz d_h multiply-adds a layer, nnz the attended pairs of all heads. `mask_fill="zero"` adds sums of V, no
+multiply-add. What a predictor or mixer computes beside the pairs is "chooser".
 
 What the papers' numbers count is in `paper_numbers`.
 
@@ -18,8 +18,8 @@ from typing import Any
 
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.prior import prior_name, resolve_prior
-from hf_sparseprior.supports import check_integer, count_nonzeros, head_offsets
+from hf_sparseprior.prior import chooser_of, prior_name, resolve_prior
+from hf_sparseprior.supports import Pairs, attended_pairs, check_integer, head_offsets, layer_pairs
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,6 @@ def convention_of(name: str) -> Convention:
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-def attended_pairs(offsets: Sequence[Sequence[int]], num_tokens: int, num_prefix_tokens: int) -> int:
-    """Query-key pairs that all heads of a layer attend to, at a cost of O(number of offsets).
-
-    Args:
-        offsets: of each head, as `supports.head_offsets` returns them.
-        num_tokens: patch tokens N.
-        num_prefix_tokens: P; 0 counts the patch tokens only.
-    """
-    return sum(count_nonzeros(own, num_tokens, num_prefix_tokens) for own in offsets)
-
-
 def attention_parts(pairs: int, head_dim: int, convention: str = "multiply_adds") -> dict[str, int]:
     """FLOPs of Q K^T, softmax and (softmax) V over attended pairs, without the projections."""
     rule = convention_of(convention)
@@ -75,17 +64,18 @@ def attention_flops(
     head_dim: int,
     num_layers: int = 1,
     convention: str = "multiply_adds",
+    pairs: Pairs = None,
 ) -> int:
     """FLOPs of Q K^T, softmax and (softmax) V over a support in `num_layers` layers.
 
     Args:
-        offsets, num_tokens, num_prefix_tokens: as in `attended_pairs`.
+        offsets, num_tokens, num_prefix_tokens, pairs: as in `supports.attended_pairs`.
         head_dim: d_h.
         num_layers: L.
         convention: one of CONVENTIONS.
     """
-    pairs = attended_pairs(offsets, num_tokens, num_prefix_tokens)
-    return num_layers * sum(attention_parts(pairs, head_dim, convention).values())
+    kept = attended_pairs(offsets, num_tokens, num_prefix_tokens, pairs)
+    return num_layers * sum(attention_parts(kept, head_dim, convention).values())
 
 
 def dense_attention_flops(
@@ -105,8 +95,8 @@ class ModelFlops:
     image_size, grid: (height, width) in pixels and in patches.
     tokens: in words, which tokens the layers count. num_prefix_tokens: P of the last layer.
     attended_pairs: of each layer, all heads. patch_embedding, classifier: FLOPs.
-    layers: of each layer the FLOPs of "projections" (Q, K, V, output), "qk", "softmax", "av", "mlp" and, for gated
-    positional attention, "positions".
+    layers: of each layer the FLOPs of "projections" (Q, K, V, output), "qk", "softmax", "av", "mlp" and, where there
+    is such a thing, "chooser" and "positions" (of gated positional attention).
     decay: operations of VIOLIN's mask M in all layers, none of them a multiply-add of a matrix product and so not in
     `total`: "build" once a step for the whole batch, "apply" for each image.
     """
@@ -133,8 +123,8 @@ class ModelFlops:
 
     @property
     def attention(self) -> int:
-        """Q K^T, positions, softmax and (softmax) V of all layers, without the projections."""
-        return self.part("qk", "positions", "softmax", "av")
+        """Q K^T, positions, softmax, (softmax) V and "chooser" of all layers, without the projections."""
+        return self.part("qk", "positions", "softmax", "av", "chooser")
 
     @property
     def total(self) -> int:
@@ -172,8 +162,16 @@ def model_flops(
     num_tokens = grid[0] * grid[1]
     resolved = resolve_prior(config.prior if prior is None else prior, heads, grid)
     offsets = head_offsets(resolved["support"], num_heads=heads, num_tokens=num_tokens)
-    pairs = attended_pairs(offsets, num_tokens, prefix)
-    layer = _layer_flops(num_tokens + prefix, width, config.intermediate_size, pairs, heads, convention)
+    pairs = [_layer_pairs(resolved, offsets, num_tokens, prefix, width // heads, layer) for layer in range(num_layers)]
+    layers = [
+        _layer_flops(num_tokens + prefix, width, config.intermediate_size, own, heads, convention) for own in pairs
+    ]
+    if (found := chooser_of(resolved)) is not None:
+        settings, kind = found
+        rule = convention_of(convention).multiply_add
+        for layer in layers:
+            layer["chooser"] = rule * kind.products(settings, heads, width // heads, num_tokens, prefix)
+            layer["projections"] += rule * kind.projection_change(settings, heads, width, num_tokens + prefix)
     patch_inputs = config.num_channels * as_pair(config.patch_size)[0] * as_pair(config.patch_size)[1]
     multiply_add = convention_of(convention).multiply_add
     inputs = config.pooled_size
@@ -188,12 +186,29 @@ def model_flops(
         tokens=f"{prefix} prefix token{'' if prefix == 1 else 's'} and the patches" if prefix else "the patches only",
         num_prefix_tokens=prefix,
         convention=convention,
-        attended_pairs=[pairs] * num_layers,
+        attended_pairs=pairs,
         patch_embedding=multiply_add * num_tokens * patch_inputs * width,
-        layers=[layer] * num_layers,
+        layers=layers,
         classifier=multiply_add * inputs * config.num_labels,
         decay=None if decay is None else decay_operations(decay, offsets, grid, prefix, num_layers),
     )
+
+
+def _layer_pairs(
+    prior: dict[str, Any],
+    offsets: Sequence[Sequence[int]],
+    num_tokens: int,
+    num_prefix_tokens: int,
+    head_dim: int,
+    layer: int,
+) -> int:
+    """Pairs of all heads of a layer, or what a predictor or mixer does that costs as much as so many pairs."""
+    heads = len(offsets)
+    if (found := chooser_of(prior)) is not None:
+        settings, kind = found
+        return heads * kind.kept_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
+    pairs = layer_pairs(prior["support"], num_heads=heads, num_tokens=num_tokens, layer=layer)
+    return attended_pairs(offsets, num_tokens, num_prefix_tokens, pairs)
 
 
 def decay_operations(

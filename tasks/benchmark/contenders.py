@@ -1,7 +1,6 @@
 """Ways to compute attention over a support that `python -m tasks.benchmark.attention` compares.
 
-Shape letters as in `hf_sparseprior.ops`: B batch, H heads, D head width, N patch tokens, P prefix tokens, T = P + N;
-K columns of a row, those of the head with the most.
+Shape letters as in `hf_sparseprior.ops`: B batch, H heads, D head width, N patch tokens, P prefix tokens, T = P + N.
 """
 
 from __future__ import annotations
@@ -127,7 +126,6 @@ def contenders() -> dict[str, Contender]:
     others = {
         DENSE: Contender("scaled_dot_product_attention, no support, no decay", _always, _run_dense, dense=True),
         "flex": Contender("FlexAttention, compiled, block mask of the support", _flex_can_run, _run_flex),
-        "gather": Contender("keys and values gathered by a table (N, columns)", _gather_can_run, _run_gather),
     }
     if taken := [name for name in (*others, COPY, FRESH_COPY) if name in BACKENDS]:
         raise ValueError(f"backends {taken} of the library are called like contenders of the benchmark")
@@ -146,7 +144,7 @@ def make_call(problem: Problem) -> Call:
     """The problem as the registry's backends and the chooser see it."""
     scale = problem.q.shape[-1] ** -0.5
     inputs = (problem.q, problem.k, problem.v, problem.plan, problem.decay)
-    return Call(*inputs, scale, 0.0, False, bias=None, token_ids=None, mask=None, positions=None)
+    return Call(*inputs, scale, 0.0, False, *[None] * (len(Call._fields) - 8))
 
 
 def _backend_contender(name: str) -> Contender:
@@ -184,6 +182,8 @@ FLEX_BLOCK = 128
 def _flex_can_run(problem: Problem, trains: bool) -> str | None:
     if reason := _plain_support(problem):
         return reason
+    if problem.plan.pairs is not None:
+        return "the block mask is made from offsets, and the support has other pairs"
     if trains and problem.q.device.type == "cpu":
         return "FlexAttention has no backward on CPU"
     if problem.plan.num_prefix_tokens > FLEX_BLOCK:
@@ -230,57 +230,6 @@ def flex_mask(plan: AttentionPlan, device: torch.device) -> BlockMask:
     return BlockMask.from_kv_blocks(
         counts[None], order[None], BLOCK_SIZE=FLEX_BLOCK, mask_mod=mask_mod, seq_lengths=(total, total)
     )
-
-
-# ---- gather ---------------------------------------------------------------------------------------------------------
-
-
-def _gather_can_run(problem: Problem, trains: bool) -> str | None:
-    return _plain_support(problem)
-
-
-def _run_gather(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    index, valid = gather_table(problem.plan, problem.q.device)
-    prefix = problem.plan.num_prefix_tokens
-    return lambda q, k, v: gather_attention(q, k, v, index, valid, prefix)
-
-
-def gather_table(plan: AttentionPlan, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Keys of every patch row: token numbers int64 (H, N, K) and which of them count, bool (H, N, K)."""
-    assert plan.offsets is not None
-    prefix, tokens = plan.num_prefix_tokens, plan.num_tokens
-    row_N1 = torch.arange(tokens)[:, None]
-    indices, valids = [], []
-    for own in plan.offsets:
-        key_NK = row_N1 + torch.tensor(sorted({sign * offset for offset in own for sign in (1, -1)}), dtype=torch.int64)
-        rows = self_rows(own, tokens, prefix)
-        alone_N1 = (row_N1 >= rows.start) & (row_N1 < rows.stop)
-        front = torch.arange(prefix).expand(tokens, -1)
-        indices.append(torch.cat([front, prefix + key_NK.clamp(0, tokens - 1), row_N1], 1))
-        inside = (key_NK >= 0) & (key_NK < tokens)
-        valids.append(torch.cat([torch.ones_like(front, dtype=torch.bool), inside, alone_N1], 1))
-    columns = max(index.shape[1] for index in indices)
-    index_HNK = torch.stack([F.pad(index, (0, columns - index.shape[1])) for index in indices])
-    valid_HNK = torch.stack([F.pad(valid, (0, columns - valid.shape[1])) for valid in valids])
-    return index_HNK.to(device), valid_HNK.to(device)
-
-
-def gather_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, valid: Tensor, prefix: int) -> Tensor:
-    """Attention over gathered keys: every patch row gets copies of its keys and values, (B, H, N, K, D).
-
-    Args:
-        q, k, v: (B, H, T, D).
-        index, valid: as `gather_table` makes them.
-        prefix: P; prefix rows are dense.
-    """
-    scale = q.shape[-1] ** -0.5
-    heads = torch.arange(q.shape[1], device=q.device).view(-1, 1, 1)
-    logits = torch.einsum("bhnd,bhnkd->bhnk", q[:, :, prefix:] * scale, k[:, heads, index])
-    probs = torch.softmax(logits.masked_fill(~valid, -math.inf), -1)
-    out = torch.einsum("bhnk,bhnkd->bhnd", probs, v[:, heads, index])
-    if not prefix:
-        return out
-    return torch.cat([F.scaled_dot_product_attention(q[:, :, :prefix], k, v), out], 2)
 
 
 # ---- copy bound -----------------------------------------------------------------------------------------------------
@@ -396,6 +345,10 @@ def expected_rows(problem: Problem, rows: Tensor, doubles: dict[Tensor, Tensor],
     if plan.offsets is not None and not dense:
         distance = (rows[:, None] - keys).abs()
         mask = torch.stack([torch.isin(distance, torch.tensor(own, device=device)) for own in plan.offsets])
+        for head, pairs in enumerate(plan.pairs or ()):
+            query, key = (torch.from_numpy(column).to(device) + plan.num_prefix_tokens for column in pairs.T)
+            place, there = (rows[:, None] == query).nonzero(as_tuple=True)
+            mask[head, place, key[there]] = True
         mask = mask | ~of_patches
         mask = mask | ((distance == 0) & ~mask.any(-1, keepdim=True))
         logits = logits.masked_fill(~mask, -math.inf if plan.mask_fill == "neg_inf" else 0.0)

@@ -11,7 +11,6 @@ from hf_sparseprior.analysis.flops import (
     CONVENTIONS,
     FIGURE_3,
     ModelFlops,
-    attended_pairs,
     attention_flops,
     attention_parts,
     convit_base_flops,
