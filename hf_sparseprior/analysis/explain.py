@@ -121,13 +121,12 @@ def explain_support(support: dict[str, Any], arguments: argparse.Namespace) -> l
     print(f"{'support':>7}  {'nonzeros':>8}  {'empty rows':>10}  offsets")
     for number, own in enumerate(offsets, start=1):
         shown = " ".join(map(str, own)) if len(own) <= 16 else f"{own[0]} .. {own[-1]} ({len(own)})"
-        empty = self_rows(own, tokens, 0)
-        kept = count_nonzeros(own, tokens)
+        empty, kept = len(self_rows(own, tokens, 0)), count_nonzeros(own, tokens)
         if pairs is not None:
             random = pairs[number - 1]
-            empty, kept = lonely_rows(own, random, tokens, 0), count_nonzeros(own, tokens, 0, random)
+            empty, kept = len(lonely_rows(own, random, tokens, 0)), count_nonzeros(own, tokens, 0, random)
             shown = f"{shown} and {len(random)} random pairs".removeprefix(" and ")
-        print(f"{number:>7}  {kept:>8}  {len(empty):>10}  {shown or '-'}")
+        print(f"{number:>7}  {kept:>8}  {empty:>10}  {shown or '-'}")
     patch_nonzeros = attended_pairs(offsets, tokens, 0, pairs)
     nonzeros = attended_pairs(offsets, tokens, prefix, pairs)
     flops = attention_flops(offsets, tokens, prefix, arguments.head_dim, arguments.layers, pairs=pairs)
@@ -154,9 +153,8 @@ def explain_support(support: dict[str, Any], arguments: argparse.Namespace) -> l
         drawn, where = layer_order(heads, arguments.layer, support["shuffle_seed"]), f"layer {arguments.layer}"
     masks = mask_from_offsets([offsets[number] for number in drawn], tokens, prefix, pairs)
     titles = [f"{number + 1}: {_shorten(offsets[number])}" for number in drawn]
-    heading = (
-        f"{support['name']}, {grid[0]}x{grid[1]}, {where}: {pruning_ratio(offsets, tokens, prefix, pairs):.1f} % pruned"
-    )
+    pruned = pruning_ratio(offsets, tokens, prefix, pairs)
+    heading = f"{support['name']}, {grid[0]}x{grid[1]}, {where}: {pruned:.1f} % pruned"
     path = arguments.out / f"support_{support['name']}_{grid[0]}x{grid[1]}.png"
     return [pictures.draw_support(masks, titles, path, heading, prefix)]
 

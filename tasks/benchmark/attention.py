@@ -1,7 +1,7 @@
 """Time and memory of attention: python -m tasks.benchmark.attention
 
-Dense attention, every backend of the library and FlexAttention take turns in one process, beside the
-copy bound: reading q, k, v and writing the output once. Every output is checked before it is timed.
+Dense attention, every backend of the library and FlexAttention take turns in one process, beside the copy bound:
+reading q, k, v and writing the output once. Every output is checked before it is timed.
 """
 
 from __future__ import annotations

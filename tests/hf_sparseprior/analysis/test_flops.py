@@ -24,7 +24,7 @@ from hf_sparseprior.analysis.flops import (
 from hf_sparseprior.configuration_sparseprior_vit import PRESETS
 from hf_sparseprior.decay import DECAYS, resolve_decay
 from hf_sparseprior.sequences import SEQUENCES
-from hf_sparseprior.supports import SUPPORTS, build_mask, head_offsets, layer_offsets, resolve_support
+from hf_sparseprior.supports import SUPPORTS, attended_pairs, build_mask, head_offsets, layer_offsets, resolve_support
 
 SETTINGS = [
     *({"name": name} for name in SUPPORTS),
