@@ -187,7 +187,7 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
     def pruning_ratio(self) -> float:
         """Percentage of query-key pairs that the prior leaves out, prefix tokens included."""
         heads = self.num_attention_heads
-        return prior_pruning_ratio(self.prior, heads, self.hidden_size // heads, self.grid, self.num_prefix_tokens)
+        return prior_pruning_ratio(self.prior, heads, self.grid, self.num_prefix_tokens, self.hidden_size // heads)
 
     @property
     def prior_name(self) -> str:

@@ -132,7 +132,7 @@ def of_prior(key: str) -> bool:
 
 
 def prior_pruning_ratio(
-    prior: dict[str, Any], num_heads: int, head_dim: int, grid: Sequence[int], num_prefix_tokens: int
+    prior: dict[str, Any], num_heads: int, grid: Sequence[int], num_prefix_tokens: int, head_dim: int
 ) -> float:
     """Percentage of all pairs, prefix included, that are left out by the support or the predictor.
 
