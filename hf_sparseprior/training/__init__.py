@@ -1,6 +1,15 @@
 """Additions to transformers' Trainer: what the recipes of vision transformers need and it lacks."""
 
 from hf_sparseprior.training.arguments import SparsePriorTrainingArguments
+from hf_sparseprior.training.distillation import (
+    LOSSES,
+    Distillation,
+    Teacher,
+    attention_loss,
+    class_loss,
+    register_loss,
+    token_loss,
+)
 from hf_sparseprior.training.ema import WeightAverage
 from hf_sparseprior.training.layer_decay import layer_of_parameter, parameter_groups
 from hf_sparseprior.training.mixing import Mixing, SoftTargetCollator
@@ -10,6 +19,8 @@ from hf_sparseprior.training.stopping import StopOnSignal
 from hf_sparseprior.training.trainer import SparsePriorTrainer, soft_target_loss
 
 __all__ = [
+    "LOSSES",
+    "Distillation",
     "Draw",
     "DrawSampler",
     "Mixing",
@@ -18,8 +29,13 @@ __all__ = [
     "SparsePriorTrainer",
     "SparsePriorTrainingArguments",
     "StopOnSignal",
+    "Teacher",
     "WeightAverage",
+    "attention_loss",
+    "class_loss",
     "layer_of_parameter",
     "parameter_groups",
+    "register_loss",
     "soft_target_loss",
+    "token_loss",
 ]
