@@ -158,7 +158,7 @@ def test_the_pruning_ratio_of_the_paper():
         ({"predictor": {"name": "topk", "pruning_ratio": 101}}, r"topk: pruning_ratio=101 must be a percentage from 0"),
         (
             "fibottention+topk",
-            r"predictor 'topk' chooses among all keys; with it support='fibottention' must be 'dense'",
+            r"'topk' chooses among all keys; with it support='fibottention' must be 'dense'",
         ),
         ({"mixer": "linformr"}, r"prior: mixer='linformr' must be one of softmax, .*did you mean 'linformer'"),
         ({"mixer": {"name": "softmax", "x": 1}}, r"prior: mixer 'softmax' has no setting 'x'"),
@@ -166,7 +166,7 @@ def test_the_pruning_ratio_of_the_paper():
         ({"mixer": {"name": "linformer", "grid": 4}}, r"linformer: grid=4 must be \(height, width\)"),
         (
             {"mixer": {"name": "efficient", "key_width": 2.5}},
-            r"efficient: key_width=2.5 must be an integer of 1 or more",
+            r"efficient: key_width=2.5 must be an integer",
         ),
         ("fibottention+linformer", r"mixer 'linformer' has no softmax over pairs for support 'fibottention'"),
         ("violin+efficient", r"mixer 'efficient' has no softmax over pairs for decay 'violin'"),
@@ -174,7 +174,7 @@ def test_the_pruning_ratio_of_the_paper():
         ("irpe_k+efficient", r"mixer 'efficient' has no softmax over pairs for extras 'irpe_k'"),
         (
             {"support": {"name": "random", "pruning_ratio": "98"}},
-            r"pruning_ratio='98' must be a percentage from 0 to 100",
+            r"pruning_ratio='98' must be a percentage",
         ),
         ({"support": {"name": "longformer", "w": 3}}, r"w=3 must be even, it counts both sides"),
         ({"support": {"name": "longformer", "w": 2, "pruning_ratio": 9}}, r"w=2 and pruning_ratio=9 cannot both be"),

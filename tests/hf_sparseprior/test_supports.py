@@ -375,7 +375,7 @@ def test_every_baseline_is_brought_to_a_pruning_ratio(name, ratio):
     num_tokens = 100
     mask = build_mask({"name": name, "pruning_ratio": ratio}, num_heads=2, num_tokens=num_tokens, num_prefix_tokens=1)
     kept = mask[:, 1:, 1:].sum() / 2
-    wanted = (1 - ratio / 100) * num_tokens**2
+    wanted = round((1 - ratio / 100) * num_tokens**2)
     if name in ("random", "bigbird"):
         # BigBird's window alone keeps 298 pairs.
         assert kept == max(wanted, 298 if name == "bigbird" else 0)
@@ -407,7 +407,7 @@ def test_random_pairs(name):
 
 
 @pytest.mark.parametrize(("name", "free"), [("random", 12 * 12), ("bigbird", 12 * 12 - 34)])
-@pytest.mark.parametrize("ratio", [80.0, 30.0])
+@pytest.mark.parametrize("ratio", [60.0, 30.0])
 def test_random_pairs_are_uniform(name, free, ratio):
     # Over many layers every pair that may be drawn is drawn equally often: a chi-square statistic, 5 standard
     # deviations at most. Drawing without repetition makes it smaller than that of independent draws.
