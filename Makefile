@@ -32,7 +32,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is %d.%d; give another with PYTHON=" % sys.version_info[:2])'
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --constraint constraints.txt torch
-	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[classification,dev]'
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[analysis,classification,dev]'
+	$(RUN) -m pip install --quiet --constraint constraints.txt --no-deps imagecorruptions
 	$(RUN) -m hf_sparseprior doctor
 	touch $@
 

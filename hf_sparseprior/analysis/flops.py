@@ -190,7 +190,7 @@ def model_flops(
         patch_embedding=multiply_add * num_tokens * patch_inputs * width,
         layers=layers,
         classifier=multiply_add * inputs * config.num_labels,
-        decay=None if decay is None else decay_operations(decay, offsets, grid, prefix, num_layers),
+        decay=None if decay is None else _decay_sums(resolved, offsets, grid, prefix, num_layers),
     )
 
 
@@ -211,12 +211,26 @@ def _layer_pairs(
     return attended_pairs(offsets, num_tokens, num_prefix_tokens, pairs)
 
 
+def _decay_sums(
+    prior: dict[str, Any], offsets: Sequence[Sequence[int]], grid: tuple[int, int], prefix: int, num_layers: int
+) -> dict[str, int]:
+    """`decay_operations` of all layers of a model."""
+    num_tokens = grid[0] * grid[1]
+    sums = {"build": 0, "apply": 0}
+    for layer in range(num_layers):
+        pairs = layer_pairs(prior["support"], num_heads=len(offsets), num_tokens=num_tokens, layer=layer)
+        for key, value in decay_operations(prior["decay"], offsets, grid, prefix, pairs=pairs).items():
+            sums[key] += value
+    return sums
+
+
 def decay_operations(
     decay: dict[str, Any],
     offsets: Sequence[Sequence[int]],
     grid: tuple[int, int],
     num_prefix_tokens: int,
     num_layers: int = 1,
+    pairs: Pairs = None,
 ) -> dict[str, int]:
     """Elementary operations of a decay in `num_layers` layers, each counted as one.
 
@@ -229,10 +243,11 @@ def decay_operations(
     prefix_pairs = len(offsets) * ((num_tokens + num_prefix_tokens) ** 2 - num_tokens**2)
     # Not `attended_pairs`: where a patch has no partner but itself, M is 1 and not computed.
     weighed = sum(num_tokens if offset == 0 else 2 * (num_tokens - offset) for own in offsets for offset in own)
+    weighed += sum(map(len, pairs or ()))
     curves = DECAYS[decay["name"]].positions(decay, (1, 1)).shape[0]
     apply = weighed + prefix_pairs * decay["learn_prefix"]
     if decay["learn_alpha"]:
-        apply += attended_pairs(offsets, num_tokens, num_prefix_tokens)
+        apply += attended_pairs(offsets, num_tokens, num_prefix_tokens, pairs)
     return {"build": num_layers * 3 * curves * weighed, "apply": num_layers * apply}
 
 

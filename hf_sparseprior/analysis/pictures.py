@@ -15,6 +15,9 @@ from hf_sparseprior.curves import curve_rank
 
 INK = "#1b3a4b"
 ACCENT = "#c8553d"
+# Of models side by side, which are few; further ones take the same again.
+COLOURS = (INK, ACCENT, "#7a9e48", "#8a6fae", "#e0a030", "#4f97a3", "#9c6b4e", "#c76b98")
+MARKERS = "os^DvPX*"
 
 
 def pyplot() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tasks.classification.data import ImageDataset, Preparation, load_data
 from tasks.classification.metrics import compute_metrics, confusion_matrix
 from tasks.classification.report import command_line, draw_confusion, environment, write_results
 from tasks.classification.run_folder import RUN_CONFIG
-from tasks.classification.sources import SPLITS, drop_corrupt
+from tasks.classification.sources import SPLITS, ImageData, drop_corrupt
 
 
 def load_whole_model(folder: str | Path) -> Any:
@@ -34,6 +35,21 @@ def load_whole_model(folder: str | Path) -> Any:
     return model
 
 
+def load_split(config: DataConfig, split: str) -> ImageData:
+    """The data with this split alone, damaged images left out if the configuration says so."""
+    data = load_data(config)
+    data.splits = {split: data.splits[split]}
+    drop_corrupt(data, config, show_progress=True)
+    return data
+
+
+def check_classes(model: Any, classes: Sequence[str]) -> None:
+    """Raise ValueError unless a saved classifier's classes are these, in this order."""
+    expected = [model.config.id2label[index] for index in range(model.config.num_labels)]
+    if expected != classes:
+        raise ValueError(f"the model's classes {expected} are not those of the data, {classes}")
+
+
 def evaluate_model(
     model_folder: str | Path, config: dict[str, dict[str, Any]], split: str, out: Path, batch_size: int = 64
 ) -> dict[str, Any]:
@@ -41,12 +57,8 @@ def evaluate_model(
     model = load_whole_model(model_folder)
     processor = AutoImageProcessor.from_pretrained(model_folder)
     data_config = DataConfig(**config["data"])
-    data = load_data(data_config)
-    expected = [model.config.id2label[index] for index in range(model.config.num_labels)]
-    if expected != data.classes:
-        raise ValueError(f"the model's classes {expected} are not those of the data, {data.classes}")
-    data.splits = {split: data.splits[split]}
-    drop_corrupt(data, data_config, show_progress=True)
+    data = load_split(data_config, split)
+    check_classes(model, data.classes)
     dataset = ImageDataset(data.splits[split], Preparation(processor, model.config.num_channels), data_config.cache)
     arguments = TrainingArguments(
         output_dir=str(out),
@@ -94,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--batch-size {arguments.batch_size} must be 1 or more")
     transformers_logging.disable_progress_bar()
     try:
-        config = _config(arguments)
+        config = run_config(arguments.model, arguments.config, arguments.overrides)
         out = arguments.out or arguments.model.resolve().parent / "evaluation" / arguments.model.resolve().name
         results = evaluate_model(arguments.model, config, arguments.split, out, arguments.batch_size)
     except (ValueError, OSError, TypeError) as error:
@@ -109,14 +121,15 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _config(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    if arguments.config:
-        return load_config(arguments.config, arguments.overrides)
-    stored = arguments.model.resolve().parent / RUN_CONFIG
+def run_config(model_folder: Path, file: str | None = None, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """The configuration of a YAML file, or of the run that saved the model, with overrides of its `data`."""
+    if file:
+        return load_config(file, overrides)
+    stored = model_folder.resolve().parent / RUN_CONFIG
     if not stored.exists():
         raise OSError(f"{stored} is missing, so the data is not known; give --config")
     config = json.loads(stored.read_text(encoding="utf-8"))
-    apply_overrides(config, arguments.overrides, sections=("data",))
+    apply_overrides(config, overrides, sections=("data",))
     return check_config(config)
 
 

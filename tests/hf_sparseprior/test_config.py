@@ -215,7 +215,7 @@ BAD = {
     "support of another type": ({"prior": {"support": 5}}, ["support", "5", "fibottention"]),
     "unknown decay": ({"prior": {"decay": "violn"}}, ["decay='violn'", "violin"]),
     "decay of another type": ({"prior": {"decay": 5}}, ["decay", "5", "violin"]),
-    "predictor": ({"prior": {"predictor": "sparsifiner"}}, ["predictor='sparsifiner'", "None"]),
+    "predictor": ({"prior": {"predictor": "sparsifier"}}, ["predictor='sparsifier'", "topk"]),
     "mixer": ({"prior": {"mixer": "linear"}}, ["mixer='linear'", "softmax"]),
     "mixer of another type": ({"prior": {"mixer": ["softmax"]}}, ["mixer=['softmax']"]),
     "extras": ({"prior": {"extras": ["lora"]}}, ["extras='lora'", "swin_rpb"]),

@@ -18,7 +18,15 @@ from hf_sparseprior.curves import curve_names, curve_rank
 from hf_sparseprior.decay import DECAYS, resolve_decay
 from hf_sparseprior.ops import BACKENDS, AttentionPlan, attention, plan_table, run_plan
 from hf_sparseprior.prior import resolve_prior
-from hf_sparseprior.supports import MASK_FILLS, SUPPORTS, build_mask, head_offsets, layer_order, resolve_support
+from hf_sparseprior.supports import (
+    MASK_FILLS,
+    SUPPORTS,
+    build_mask,
+    head_offsets,
+    layer_order,
+    layer_pairs,
+    resolve_support,
+)
 
 OTHERS = [name for name in BACKENDS if name != "reference"]
 # These take any dtype on any device; what compiled kernels do is tested in kernels/.
@@ -33,6 +41,9 @@ MORE = {
         {"w_min": 2, "w_max": 4, "shuffle_seed": None},
     ],
     "window": [{"w": 2, "diagonal": False}, {"w": 0}],
+    "strided": [{"stride": 3, "local": 1}],
+    "random": [{"pruning_ratio": 70.0, "per_head": True, "seed": 3}, {"pruning_ratio": 100}],
+    "bigbird": [{"random_keys": 2, "per_head": True}, {"pruning_ratio": 60}],
 }
 CASES = [
     pytest.param({"name": name, **more}, id="-".join([name, *(f"{key}={value}" for key, value in more.items())]))
@@ -99,12 +110,15 @@ def brute_mask(support, heads, grid, prefix, layer=2):
     # attended[h][j][k] from the definition of the support, for the heads of one layer.
     num_tokens = grid[0] * grid[1]
     offsets = head_offsets(support, num_heads=heads, num_tokens=num_tokens)
-    seed = resolve_support(support, heads, num_tokens)["shuffle_seed"]
+    resolved = resolve_support(support, heads, num_tokens)
+    pairs = layer_pairs(resolved, num_heads=heads, num_tokens=num_tokens, layer=layer)
     total = prefix + num_tokens
     masks = []
-    for number in layer_order(heads, layer, seed):
+    for head, number in enumerate(layer_order(heads, layer, resolved["shuffle_seed"])):
         own = set(offsets[number])
         mask = [[j < prefix or k < prefix or abs(j - k) in own for k in range(total)] for j in range(total)]
+        for j, k in [] if pairs is None else pairs[head]:
+            mask[prefix + j][prefix + k] = True
         for j in range(total):
             mask[j][j] = mask[j][j] or not any(mask[j])
         masks.append(mask)

@@ -116,7 +116,7 @@ def test_a_given_prior_is_not_changed():
 def test_every_name_is_accepted_on_its_own():
     assert prior_names() == [*SUPPORTS, *DECAYS, *PREDICTORS, *MIXERS, *EXTRAS]
     assert len(set(prior_names())) == len(prior_names())
-    for name in [*SUPPORTS, *DECAYS, *MIXERS, *EXTRAS]:
+    for name in prior_names():
         resolve_prior(name, 4, GRID)
 
 
@@ -125,13 +125,13 @@ def test_every_name_is_accepted_on_its_own():
 def test_the_pruning_ratio_counts_what_the_mask_leaves_out(support, decay, prefix):
     prior = resolve_prior(joined(support, decay), 4, GRID)
     mask = build_mask(support, num_heads=4, num_tokens=42, num_prefix_tokens=prefix)
-    assert prior_pruning_ratio(prior, 4, GRID, prefix) == pytest.approx(100 * (1 - mask.mean()), abs=1e-9)
+    assert prior_pruning_ratio(prior, 4, GRID, prefix, 8) == pytest.approx(100 * (1 - mask.mean()), abs=1e-9)
 
 
 def test_the_pruning_ratio_of_the_paper():
     prior = resolve_prior({"support": {"name": "fibottention", "w_max": 65}}, 12, (14, 14))
-    assert f"{prior_pruning_ratio(prior, 12, (14, 14), 0):.2f}" == "98.01"  # Fibottention Table 2
-    assert prior_pruning_ratio(resolve_prior(None, 12, (14, 14)), 12, (14, 14), 1) == 0
+    assert f"{prior_pruning_ratio(prior, 12, (14, 14), 0, 64):.2f}" == "98.01"  # Fibottention Table 2
+    assert prior_pruning_ratio(resolve_prior(None, 12, (14, 14)), 12, (14, 14), 1, 64) == 0
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,34 @@ def test_the_pruning_ratio_of_the_paper():
         ({"support": {"name": "fibottention", "w_mx": 1}}, r"prior: .*'w_mx'.*mean 'w_max'.*6x7 grid"),
         ({"decay": "fibottention"}, r"prior: decay='fibottention' must be one of none, violin"),
         ({"decay": {"name": "violin", "curves": ["x"]}}, r"prior: curves: 'x' must be one of z, z_t"),
-        ({"predictor": "sparsifiner"}, r"prior: predictor='sparsifiner' must be "),
-        ({"mixer": "linformer"}, r"prior: mixer='linformer' must be one of softmax"),
+        ({"predictor": "sparsifier"}, r"prior: predictor='sparsifier' must be one of topk"),
+        ({"predictor": {"name": "topk", "keys": 0}}, r"prior: topk: keys=0 must be an integer of 1 or more"),
+        ({"predictor": {"name": "topk", "keys": 2, "pruning_ratio": 9}}, r"keys=2 and .*ratio=9 cannot both be given"),
+        ({"predictor": {"name": "topk", "pruning_ratio": 101}}, r"topk: pruning_ratio=101 must be a percentage from 0"),
+        (
+            "fibottention+topk",
+            r"'topk' chooses among all keys; with it support='fibottention' must be 'dense'",
+        ),
+        ({"mixer": "linformr"}, r"prior: mixer='linformr' must be one of softmax, .*did you mean 'linformer'"),
+        ({"mixer": {"name": "softmax", "x": 1}}, r"prior: mixer 'softmax' has no setting 'x'"),
+        ({"mixer": {"name": "linformer", "projected_tokens": 0}}, r"linformer: projected_tokens=0 must be an integer"),
+        ({"mixer": {"name": "linformer", "grid": 4}}, r"linformer: grid=4 must be \(height, width\)"),
+        (
+            {"mixer": {"name": "efficient", "key_width": 2.5}},
+            r"efficient: key_width=2.5 must be an integer",
+        ),
+        ("fibottention+linformer", r"mixer 'linformer' has no softmax over pairs for support 'fibottention'"),
+        ("violin+efficient", r"mixer 'efficient' has no softmax over pairs for decay 'violin'"),
+        ("topk+efficient", r"mixer 'efficient' has no softmax over pairs for predictor 'topk'"),
+        ("irpe_k+efficient", r"mixer 'efficient' has no softmax over pairs for extras 'irpe_k'"),
+        (
+            {"support": {"name": "random", "pruning_ratio": "98"}},
+            r"pruning_ratio='98' must be a percentage",
+        ),
+        ({"support": {"name": "longformer", "w": 3}}, r"w=3 must be even, it counts both sides"),
+        ({"support": {"name": "longformer", "w": 2, "pruning_ratio": 9}}, r"w=2 and pruning_ratio=9 cannot both be"),
+        ({"support": {"name": "bigbird", "random_keys": -1}}, r"random_keys=-1 must be a number of 0 or more"),
+        ({"support": {"name": "strided", "stride": 0}}, r"stride=0 must be an integer of 1 or more"),
         ({"extras": ["irpe"]}, r"prior: extras='irpe' must be one of swin_rpb, .*did you mean 'irpe_k'"),
         ({"extras": "irpe_k"}, r"prior: extras='irpe_k' must be a list of .*swin_rpb"),
         ({"extras": 5}, r"prior: extras=5 must be a list of .*swin_rpb"),

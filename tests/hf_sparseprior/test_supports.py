@@ -19,8 +19,10 @@ from hf_sparseprior.supports import (
     build_mask,
     count_nonzeros,
     head_offsets,
+    key_lists,
     layer_offsets,
     layer_order,
+    layer_pairs,
     mask_from_offsets,
     pruning_ratio,
     register_support,
@@ -44,7 +46,18 @@ MORE = {
         {"w_min": 1, "w_max": 1},  # all heads but the first are empty
         *({"sequence": name} for name in SEQUENCES if name != "wythoff"),
     ],
-    "window": [{"w": 0}, {"w": 1, "diagonal": False}, {"w": 3}, {"diagonal": False}, {"w": 10**6}],
+    "window": [
+        {"w": 0},
+        {"w": 1, "diagonal": False},
+        {"w": 3},
+        {"diagonal": False},
+        {"w": 10**6},
+        {"pruning_ratio": 9},
+    ],
+    "longformer": [{"w": 0}, {"w": 4}, {"pruning_ratio": 80}],
+    "strided": [{"stride": 1}, {"stride": 3, "local": 2}, {"pruning_ratio": 80}],
+    "random": [{"pruning_ratio": 0}, {"pruning_ratio": 60.0, "per_head": True}, {"pruning_ratio": 100}],
+    "bigbird": [{"w": 4, "random_keys": 0.5}, {"random_keys": 10**6}, {"pruning_ratio": 70, "per_head": True}],
 }
 CASES = [
     pytest.param({"name": name, **more}, id="-".join([name, *(f"{key}={value}" for key, value in more.items())]))
@@ -80,13 +93,16 @@ def brute_fibottention(num_heads, num_tokens, w_min, w_max, modified):
     return heads
 
 
-def brute_mask(offsets, num_tokens, num_prefix_tokens):
+def brute_mask(offsets, num_tokens, num_prefix_tokens, pairs=None):
     total = num_prefix_tokens + num_tokens
     mask = [[False] * total for _ in range(total)]
     for row in range(total):
         for column in range(total):
             prefix = row < num_prefix_tokens or column < num_prefix_tokens
             mask[row][column] = prefix or abs(row - column) in offsets
+        for query, key in [] if pairs is None else pairs:
+            if num_prefix_tokens + query == row:
+                mask[row][num_prefix_tokens + key] = True
         if not any(mask[row]):
             mask[row][row] = True
     return np.array(mask)
@@ -329,6 +345,86 @@ def test_only_pairs_up_to_the_window_are_kept():
     assert head_offsets("fibottention", num_heads=3, num_tokens=196, w_min=3, w_max=3) == [[1, 2, 3], [], []]
 
 
+# ---- baselines ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("support", "ratio"),
+    [
+        ({"name": "longformer"}, "98.47"),  # Fibottention Table 2
+        ({"name": "bigbird"}, "97.96"),  # Table 2
+        ({"name": "strided"}, "98.46"),  # the nearest to Table 2's 98.47
+        ({"name": "window", "w": 3, "diagonal": False}, "96.97"),  # Table 13
+    ],
+)
+def test_published_pruning_ratios_of_baselines(support, ratio):
+    mask = build_mask(support, num_heads=12, num_tokens=196)
+    assert f"{100 * (1 - mask.mean()):.2f}" == ratio
+
+
+@pytest.mark.parametrize(("random_keys", "ratio"), [(1, "96.97"), (2, "96.47")])
+def test_bigbird_of_table_11(random_keys, ratio):
+    # Fibottention Table 11, over 197 tokens; its third row follows from no reading.
+    mask = build_mask("bigbird", num_heads=12, num_tokens=196, num_prefix_tokens=1, random_keys=random_keys)
+    assert f"{100 * (1 - mask.mean()):.2f}" == ratio
+
+
+@pytest.mark.parametrize("name", ["window", "longformer", "strided", "random", "bigbird"])
+@pytest.mark.parametrize("ratio", [98.0, 90.0, 50.0, 3.0])
+def test_every_baseline_is_brought_to_a_pruning_ratio(name, ratio):
+    num_tokens = 100
+    mask = build_mask({"name": name, "pruning_ratio": ratio}, num_heads=2, num_tokens=num_tokens, num_prefix_tokens=1)
+    kept = mask[:, 1:, 1:].sum() / 2
+    wanted = round((1 - ratio / 100) * num_tokens**2)
+    if name in ("random", "bigbird"):
+        # BigBird's window alone keeps 298 pairs.
+        assert kept == max(wanted, 298 if name == "bigbird" else 0)
+    else:
+        number = {"window": "w", "longformer": "w", "strided": "stride"}[name]
+        even = 2 if name == "longformer" else 1
+        least = 1 if name == "strided" else 0
+        counts = [
+            build_mask({"name": name, number: even * choice}, num_heads=1, num_tokens=num_tokens).sum()
+            for choice in range(least, num_tokens)
+        ]
+        assert abs(kept - wanted) == min(abs(count - wanted) for count in counts)
+
+
+@pytest.mark.parametrize("name", ["random", "bigbird"])
+def test_random_pairs(name):
+    support = {"name": name, "pruning_ratio": 90.0}
+
+    def masks(layer=0, **settings):
+        return build_mask({**support, **settings}, num_heads=3, num_tokens=60, num_prefix_tokens=1, layer=layer)
+
+    first = masks()
+    assert np.array_equal(first, masks()), "the same for every image, process and reload"
+    assert (first == first[:1]).all(), "the same in every head"
+    assert not np.array_equal(first, masks(layer=1)) and not np.array_equal(first, masks(seed=1))
+    own = masks(per_head=True)
+    assert not np.array_equal(own[0], own[1]) and np.array_equal(own[0], first[0])
+    assert np.array_equal(first, masks(shuffle_seed=3))
+
+
+@pytest.mark.parametrize(("name", "free"), [("random", 12 * 12), ("bigbird", 12 * 12 - 34)])
+@pytest.mark.parametrize("ratio", [60.0, 30.0])
+def test_random_pairs_are_uniform(name, free, ratio):
+    # Over many layers every pair that may be drawn is drawn equally often: a chi-square statistic, 5 standard
+    # deviations at most. Drawing without repetition makes it smaller than that of independent draws.
+    layers = 400
+    support = resolve_support({"name": name, "pruning_ratio": ratio}, 1, 12)
+    counts = np.zeros((12, 12))
+    for layer in range(layers):
+        pairs = layer_pairs(support, num_heads=1, num_tokens=12, layer=layer)[0]
+        assert len({tuple(pair) for pair in pairs.tolist()}) == len(pairs)
+        counts[pairs[:, 0], pairs[:, 1]] += 1
+    drawn = counts[counts > 0]
+    assert len(drawn) == free
+    expected = counts.sum() / free
+    statistic = ((drawn - expected) ** 2 / (expected * (1 - expected / layers))).sum()
+    assert abs(statistic - free) < 5 * math.sqrt(2 * free)
+
+
 # ---- properties of every support ------------------------------------------------------------------------------------
 
 
@@ -341,24 +437,34 @@ def test_masks_and_counts_match_brute_force(support, num_heads, num_tokens, pref
     for own in offsets:
         assert all(type(o) is int and 0 <= o < num_tokens for o in own)
         assert all(low < high for low, high in pairwise(own))
-    masks = [brute_mask(own, num_tokens, prefix) for own in offsets]
-    for own, mask in zip(offsets, masks, strict=True):
-        assert count_nonzeros(own, num_tokens, prefix) == mask.sum()
+    resolved = resolve_support(support, num_heads, num_tokens)
+    pairs = layer_pairs(resolved, num_heads=num_heads, num_tokens=num_tokens, layer=layer)
+    others = [None] * num_heads if pairs is None else pairs
+    masks = [brute_mask(own, num_tokens, prefix, more) for own, more in zip(offsets, others, strict=True)]
+    for own, more, mask in zip(offsets, others, masks, strict=True):
+        assert count_nonzeros(own, num_tokens, prefix, more) == mask.sum()
     kept = sum(mask.sum() for mask in masks) / (num_heads * (num_tokens + prefix) ** 2)
-    assert pruning_ratio(offsets, num_tokens, prefix) == pytest.approx(100 * (1 - kept), abs=1e-9)
+    assert pruning_ratio(offsets, num_tokens, prefix, pairs) == pytest.approx(100 * (1 - kept), abs=1e-9)
+    lists = key_lists(offsets, num_tokens, prefix, pairs)
+    for mask, rows in zip(masks, lists, strict=True):
+        for attended, keys in zip(mask[prefix:], rows, strict=True):
+            assert np.array_equal(keys[keys >= 0], np.flatnonzero(attended))
+            assert (keys[attended.sum() :] == -1).all()
+    assert lists.shape[2] == max(mask[prefix:].sum(1).max() for mask in masks)
 
     sizes = {"num_heads": num_heads, "num_tokens": num_tokens, "num_prefix_tokens": prefix}
     plain = build_mask(support, **sizes, layer=layer, shuffle_seed=None)
     assert plain.dtype == bool
     assert np.array_equal(plain, masks)
-    assert np.array_equal(mask_from_offsets(offsets, num_tokens, prefix), plain)
-    assert np.array_equal(plain, plain.transpose(0, 2, 1))
+    assert np.array_equal(mask_from_offsets(offsets, num_tokens, prefix, pairs), plain)
+    assert pairs is not None or np.array_equal(plain, plain.transpose(0, 2, 1))
     assert plain[:, :prefix].all() and plain[:, :, :prefix].all()
     assert plain.any(-1).all()
 
-    # Shuffling moves whole heads: head j of the layer has support number perm[j].
+    # Shuffling moves whole heads: head j of the layer has support number perm[j]. Random pairs stay with their head.
     order = list(range(num_heads))
-    random.Random(7 + layer).shuffle(order)
+    if pairs is None:
+        random.Random(7 + layer).shuffle(order)
     assert np.array_equal(build_mask(support, **sizes, layer=layer, shuffle_seed=7), plain[order])
 
 

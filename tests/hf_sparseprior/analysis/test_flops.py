@@ -24,7 +24,15 @@ from hf_sparseprior.analysis.flops import (
 from hf_sparseprior.configuration_sparseprior_vit import PRESETS
 from hf_sparseprior.decay import DECAYS, resolve_decay
 from hf_sparseprior.sequences import SEQUENCES
-from hf_sparseprior.supports import SUPPORTS, attended_pairs, build_mask, head_offsets, layer_offsets, resolve_support
+from hf_sparseprior.supports import (
+    SUPPORTS,
+    attended_pairs,
+    build_mask,
+    head_offsets,
+    layer_offsets,
+    layer_pairs,
+    resolve_support,
+)
 
 SETTINGS = [
     *({"name": name} for name in SUPPORTS),
@@ -66,7 +74,9 @@ def test_pairs_equal_the_mask_on_random_grids(settings, prefix):
         mask = build_mask(support, num_heads=heads, num_tokens=tokens, num_prefix_tokens=prefix, layer=layer)
         shuffled = layer_offsets(support, num_heads=heads, num_tokens=tokens, layer=layer)
         in_order = head_offsets(support, num_heads=heads, num_tokens=tokens)
-        assert attended_pairs(shuffled, tokens, prefix) == attended_pairs(in_order, tokens, prefix) == mask.sum()
+        pairs = layer_pairs(support, num_heads=heads, num_tokens=tokens, layer=layer)
+        counted = attended_pairs(shuffled, tokens, prefix, pairs)
+        assert counted == attended_pairs(in_order, tokens, prefix, pairs) == mask.sum()
 
 
 @pytest.mark.parametrize("prefix", range(4))
@@ -84,10 +94,13 @@ def test_the_cost_of_counting_does_not_grow_with_the_tokens():
 @pytest.mark.parametrize("support", SUPPORTS)
 @pytest.mark.parametrize("prefix", range(4))
 def test_flops_equal_a_count_of_the_mask(support, prefix):
-    offsets = head_offsets(support, num_heads=4, num_tokens=30)
-    pairs = build_mask(support, num_heads=4, num_tokens=30, num_prefix_tokens=prefix).sum()
+    sizes = {"num_heads": 4, "num_tokens": 30}
+    offsets = head_offsets(support, **sizes)
+    others = layer_pairs(resolve_support(support, 4, 30), **sizes, layer=0)
+    pairs = build_mask(support, **sizes, num_prefix_tokens=prefix).sum()
     for name, per_pair in (("multiply_adds", 2 * 8), ("torch", 4 * 8), ("torch_and_softmax", 4 * 8 + 5)):
-        assert attention_flops(offsets, 30, prefix, head_dim=8, num_layers=2, convention=name) == 2 * per_pair * pairs
+        counted = attention_flops(offsets, 30, prefix, head_dim=8, num_layers=2, convention=name, pairs=others)
+        assert counted == 2 * per_pair * pairs
 
 
 def test_dense_flops_of_vit_b():
@@ -182,14 +195,17 @@ def test_counted_without_prefix_tokens():
 @pytest.mark.parametrize("prefix", range(3))
 def test_decay_operations_equal_a_count_of_the_mask(name, support, prefix):
     offsets = head_offsets(support, num_heads=3, num_tokens=20)
+    pairs = layer_pairs(resolve_support(support, 3, 20), num_heads=3, num_tokens=20, layer=0)
     mask = build_mask(support, num_heads=3, num_tokens=20, num_prefix_tokens=prefix, shuffle_seed=None)
     # M is not computed where a patch attends to itself for want of a partner.
     lonely = sum(mask[head].diagonal().sum() for head in range(3) if 0 not in offsets[head]) if not prefix else 0
+    if pairs is not None and not prefix:
+        lonely -= sum((own[:, 0] == own[:, 1]).sum() for own in pairs if support == "random")
     patches = mask[:, prefix:, prefix:].sum() - lonely
     for learn_alpha, learn_prefix in itertools.product((True, False), repeat=2):
         decay = resolve_decay({"name": name, "learn_alpha": learn_alpha, "learn_prefix": learn_prefix})
         curves = len(decay.get("curves", [name])) * (1 + decay.get("with_transpose", False))
-        counted = decay_operations(decay, offsets, (4, 5), prefix, num_layers=2)
+        counted = decay_operations(decay, offsets, (4, 5), prefix, num_layers=2, pairs=pairs)
         applied = patches + learn_prefix * (mask.sum() - mask[:, prefix:, prefix:].sum()) + learn_alpha * mask.sum()
         assert counted == {"build": 2 * 3 * curves * patches, "apply": 2 * applied}
 

@@ -1,0 +1,284 @@
+"""Accuracy on corrupted test images: python -m tasks.analysis.robustness RUN [RUN ...]
+
+Every corruption of CIFAR-10-C or ImageNet-C at every severity is made on the fly from the test images at their own
+size, once for all models. What is random in a corrupted image follows from the image, the corruption and the severity:
+every model, batch size and subset sees the same. Each accuracy is kept as soon as it is known; stopped at any moment,
+the same command goes on, and a model that has changed starts anew. Writes robustness.md, .json and four pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from transformers.utils import logging as transformers_logging
+
+from hf_sparseprior.hub import write_text
+from tasks.analysis import robustness_pictures as pictures
+from tasks.analysis.corruptions import (
+    BENCHMARK_CORRUPTIONS,
+    BENCHMARKS,
+    CORRUPTIONS,
+    SEVERITIES,
+    check_size,
+    corrupt,
+    versions,
+)
+from tasks.analysis.trained import (
+    Cells,
+    Change,
+    SharedImages,
+    Trained,
+    add_arguments,
+    check_arguments,
+    fill_cells,
+    load_trained,
+)
+from tasks.classification.command import run_command
+from tasks.classification.config import check_known
+from tasks.classification.report import command_line, environment, markdown_table, write_results
+
+CLEAN = "clean"
+
+
+@dataclass
+class Robustness:
+    """Accuracy of one model, shares of the test images.
+
+    name: of the model.
+    clean: on the images as they are.
+    accuracy: {corruption: {severity: accuracy}}.
+    """
+
+    name: str
+    clean: float
+    accuracy: dict[str, dict[int, float]]
+
+    def of_corruption(self, corruption: str) -> float:
+        """Mean over severities (Fibottention Figure 6)."""
+        return statistics.fmean(self.accuracy[corruption].values())
+
+    def of_severity(self, severity: int) -> float:
+        """Mean over corruptions (Fibottention Figure 4)."""
+        return statistics.fmean(severities[severity] for severities in self.accuracy.values())
+
+    @property
+    def mean(self) -> float:
+        """Mean over corruptions and severities."""
+        return statistics.fmean(map(self.of_corruption, self.accuracy))
+
+
+def corruption_errors(model: Robustness, baseline: Robustness) -> dict[str, float | None]:
+    """Corruption error CE of each corruption: the model's errors over the baseline's, each summed over severities
+    (Hendrycks & Dietterich 2019, Section 4; their baseline is AlexNet). None where the baseline makes no error.
+    """
+    errors = {}
+    for corruption, own in model.accuracy.items():
+        of_baseline = sum(1 - share for share in baseline.accuracy[corruption].values())
+        errors[corruption] = sum(1 - share for share in own.values()) / of_baseline if of_baseline else None
+    return errors
+
+
+def mean_corruption_error(errors: Mapping[str, float | None], corruptions: Sequence[str]) -> float | None:
+    """mCE, the mean of CE over these corruptions; None if one of them has no CE."""
+    values = [errors[corruption] for corruption in corruptions]
+    return None if None in values else statistics.fmean(values)
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def corruption_table(models: Sequence[Robustness]) -> str:
+    """A line for each corruption, mean over severities, then the means and mCE, as a Markdown table in percent."""
+    corruptions = list(models[0].accuracy)
+    rows = [[name, *(_percent(model.of_corruption(name)) for model in models)] for name in corruptions]
+    rows.append([f"mean of {len(corruptions)}", *(_percent(model.mean) for model in models)])
+    rows.append([CLEAN, *(_percent(model.clean) for model in models)])
+    errors = [corruption_errors(model, models[0]) for model in models]
+    for title, names in _error_groups(corruptions).items():
+        values = (mean_corruption_error(own, names) for own in errors)
+        rows.append([f"{title}, % of {models[0].name}", *(_percent(value) for value in values)])
+    return markdown_table(["corruption", *(model.name for model in models)], rows)
+
+
+def _error_groups(corruptions: Sequence[str]) -> dict[str, Sequence[str]]:
+    """Over which corruptions mCE is taken: all of them and, if there are others too, the paper's 15."""
+    groups = {f"mCE of {len(corruptions)}": corruptions}
+    if set(BENCHMARK_CORRUPTIONS) < set(corruptions):
+        groups[f"mCE of the benchmark's {len(BENCHMARK_CORRUPTIONS)}"] = BENCHMARK_CORRUPTIONS
+    return groups
+
+
+def severity_table(models: Sequence[Robustness]) -> str:
+    """A line for each severity, mean over corruptions, as a Markdown table in percent."""
+    severities = next(iter(models[0].accuracy.values()))
+    rows = [[str(severity), *(_percent(model.of_severity(severity)) for model in models)] for severity in severities]
+    return markdown_table(["severity", *(model.name for model in models)], rows)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f}"
+
+
+# ---- command --------------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.analysis.robustness",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser, "outputs/analysis/robustness")
+    parser.add_argument(
+        "--benchmark",
+        default=BENCHMARKS[0],
+        help=f"whose severities: {' or '.join(BENCHMARKS)} (default %(default)s, for 32x32 pixels)",
+    )
+    parser.add_argument("--corruptions", nargs="+", default=CORRUPTIONS, metavar="NAME", help=", ".join(CORRUPTIONS))
+    parser.add_argument("--severities", nargs="+", type=int, default=SEVERITIES, metavar="N", help="1 to 5")
+    arguments = parser.parse_args(argv)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    return run_command(parser.prog, lambda: run(arguments), "where it stopped")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Count what is not known yet, print the tables, write them and the pictures."""
+    check_arguments(arguments)
+    corruptions, severities = chosen(arguments)
+    made_with = versions()
+    models, shared = load_trained(arguments)
+    for height, width in shared.sizes:
+        check_size(height, width, arguments.benchmark)
+    cells = [
+        Cells(
+            arguments.out / "cells",
+            {
+                "model_sha256": model.sha256,
+                "images_sha256": shared.sha256,
+                "benchmark": arguments.benchmark,
+                "versions": made_with,
+            },
+            len(shared.images),
+        )
+        for model in models
+    ]
+    changes: dict[str, Change | None] = {CLEAN: None}
+    for corruption in corruptions:
+        for severity in severities:
+            changes[_cell(corruption, severity)] = partial(
+                corrupted, name=corruption, severity=severity, benchmark=arguments.benchmark
+            )
+    preparations = [model.preparation() for model in models]
+    work = {cell: (change, preparations) for cell, change in changes.items()}
+    fill_cells(models, cells, shared.images, work, arguments.batch_size, arguments.workers)
+    results = [_from_cells(model.name, own, corruptions, severities) for model, own in zip(models, cells, strict=True)]
+    _write(arguments, models, results, shared, made_with)
+
+
+def chosen(arguments: argparse.Namespace) -> tuple[list[str], list[int]]:
+    """Corruptions and severities of the command line, each once, in the benchmark's order.
+
+    Raises:
+        ValueError: for an unknown name, with the nearest known one, and for a severity that does not exist.
+    """
+    check_known([arguments.benchmark], BENCHMARKS, "--benchmark")
+    check_known(arguments.corruptions, CORRUPTIONS, "--corruptions")
+    for severity in arguments.severities:
+        if severity not in SEVERITIES:
+            raise ValueError(f"--severities {severity} must be from {SEVERITIES[0]} to {SEVERITIES[-1]}")
+    corruptions = [name for name in CORRUPTIONS if name in arguments.corruptions]
+    return corruptions, sorted(set(arguments.severities))
+
+
+def corrupted(image: Image.Image, name: str, severity: int, benchmark: str) -> Image.Image:
+    """`corrupt` for PIL images."""
+    return Image.fromarray(corrupt(np.asarray(image), name, severity, benchmark))
+
+
+def _cell(corruption: str, severity: int) -> str:
+    return f"{corruption}_{severity}"
+
+
+def _from_cells(name: str, cells: Cells, corruptions: Sequence[str], severities: Sequence[int]) -> Robustness:
+    accuracy = {
+        corruption: {severity: cells.accuracy(_cell(corruption, severity)) for severity in severities}
+        for corruption in corruptions
+    }
+    return Robustness(name, cells.accuracy(CLEAN), accuracy)
+
+
+def _write(
+    arguments: argparse.Namespace,
+    models: Sequence[Trained],
+    results: Sequence[Robustness],
+    shared: SharedImages,
+    made_with: Mapping[str, str],
+) -> None:
+    out, benchmark = arguments.out, arguments.benchmark
+    first = results[0]
+    severities = list(next(iter(first.accuracy.values())))
+    text = "\n\n".join(
+        [
+            f"Accuracy, %, on {len(shared.images)} test images of {shared.data.description}, corrupted as in "
+            f"{benchmark}, severities {', '.join(map(str, severities))}.",
+            corruption_table(results),
+            "Mean over corruptions:",
+            severity_table(results),
+        ]
+    )
+    write_results(
+        out / "robustness.json",
+        {
+            "task": "robustness",
+            "benchmark": benchmark,
+            "baseline": first.name,
+            "images": len(shared.images),
+            "images_sha256": shared.sha256,
+            "data": shared.data.description,
+            "models": [_record(*pair, first) for pair in zip(models, results, strict=True)],
+            "corruption_versions": made_with,
+            "command": command_line(),
+            **environment(),
+        },
+    )
+    write_text(out / "robustness.md", text + "\n")
+    heading = f"{benchmark}, {len(shared.images)} test images"
+    image = np.asarray(shared.images.read(0))
+    drawn = [
+        pictures.draw_severities(results, out / "by_severity.png", heading),
+        pictures.draw_corruptions(results, out / "by_corruption.png", heading),
+        pictures.draw_four(results, out / "four_corruptions.png", heading),
+        pictures.draw_image(image, list(first.accuracy), severities, benchmark, out / "corruptions.png"),
+    ]
+    print(f"{text}\n\n{out / 'robustness.json'}, pictures: {', '.join(map(str, drawn))}")
+
+
+def _record(model: Trained, result: Robustness, baseline: Robustness) -> dict[str, Any]:
+    errors = corruption_errors(result, baseline)
+    return {
+        "name": model.name,
+        "folder": str(model.folder),
+        "sha256": model.sha256,
+        "prior": getattr(model.network.config, "prior_name", None),
+        "clean_accuracy": result.clean,
+        "accuracy": result.accuracy,
+        "mean_accuracy": result.mean,
+        "corruption_errors": errors,
+        "mean_corruption_error": {
+            title: mean_corruption_error(errors, names) for title, names in _error_groups(list(errors)).items()
+        },
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""Trained models side by side on the same test images: what the commands that change those images have in common."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from tqdm.auto import tqdm
+from transformers import AutoImageProcessor
+
+from hf_sparseprior.hub import PROCESSOR, file_sha256
+from tasks.classification.config import DataConfig
+from tasks.classification.data import Preparation
+from tasks.classification.evaluate import check_classes, load_split, load_whole_model, run_config
+from tasks.classification.report import read_results, write_results
+from tasks.classification.run_folder import MODEL
+from tasks.classification.sources import ImageData, Images
+
+Change = Callable[[Image.Image], Image.Image]
+
+
+@dataclass
+class Trained:
+    """One model: its name in tables, its folder and checksum, the network, and how its images are prepared."""
+
+    name: str
+    folder: Path
+    sha256: str
+    network: Any
+    processor: Any
+
+    def preparation(self, processor: Any = None) -> Preparation:
+        """What makes pixel values of an image, with the model's own image processor or another one."""
+        return Preparation(processor or self.processor, self.network.config.num_channels)
+
+
+@dataclass
+class SharedImages:
+    """The split "test" of all models' data; sha256: of its pixels and labels; sizes: (height, width) that occur."""
+
+    data: ImageData
+    sha256: str
+    sizes: list[tuple[int, int]]
+
+    @property
+    def images(self) -> Images:
+        """The images and their labels."""
+        return self.data.splits["test"]
+
+
+# ---- models and images ----------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
+    """Arguments of `load_trained` and `count_right`."""
+    parser.add_argument("models", nargs="+", type=Path, metavar="RUN", help="folder of a run or of a saved model")
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="of the models; default: what tells them apart")
+    parser.add_argument("--config", help="YAML file with a data section; default: that of the run that trained each")
+    parser.add_argument("--set", nargs="+", default=[], metavar="data.key=value", help="changes the data")
+    parser.add_argument("--limit", type=int, metavar="N", help="this many test images, of every class as many")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=0, help="processes that prepare images (default: this one)")
+    parser.add_argument("--out", type=Path, default=Path(out), help="folder (default %(default)s)")
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for a number that is out of range."""
+    for name, least in (("batch_size", 1), ("workers", 0), ("limit", 1)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be {least} or more")
+
+
+def load_trained(arguments: argparse.Namespace) -> tuple[list[Trained], SharedImages]:
+    """The models of a command line, and the test images that they share.
+
+    Raises:
+        ValueError, OSError: for a folder without a whole model, and for models with different test images.
+    """
+    folders = [model_folder(path) for path in arguments.models]
+    names = model_names(folders, arguments.names)
+    models, shared, data_config = [], None, None
+    for name, folder in zip(names, folders, strict=True):
+        network = load_whole_model(folder).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        config = run_config(folder, arguments.config, arguments.set)["data"]
+        if arguments.limit is not None:
+            config["limit_test"] = arguments.limit
+        if shared is None or DataConfig(**config) != data_config:
+            own = survey(load_split(data_config := DataConfig(**config), "test"))
+            if shared is not None and own.sha256 != shared.sha256:
+                raise ValueError(f"{folder} has other test images than {folders[0]}; models are compared on the same")
+            shared = own
+        check_classes(network, shared.data.classes)
+        models.append(Trained(name, folder, model_sha256(folder), network, AutoImageProcessor.from_pretrained(folder)))
+    assert shared is not None
+    return models, shared
+
+
+def model_folder(path: Path) -> Path:
+    """The saved model in a folder that is one, or a run's.
+
+    Raises:
+        OSError: if there is none.
+    """
+    for folder in (path, path / MODEL):
+        if (folder / "config.json").is_file():
+            return folder
+    raise OSError(f"{path} is no folder of a saved model or of a run that has saved one in {MODEL}/")
+
+
+def model_names(folders: Sequence[Path], given: Sequence[str] | None = None) -> list[str]:
+    """The given names or, without any, the part of each path that tells it from the others.
+
+    Raises:
+        ValueError: if names or folders are not as many and all different.
+    """
+    paths = [folder.resolve().parts for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"a model is given twice: {', '.join(map(str, folders))}")
+    if given:
+        if len(given) != len(folders) or len(set(given)) < len(given):
+            raise ValueError(f"--names {' '.join(given)} must be {len(folders)} different names, one for each model")
+        return list(given)
+    if len(paths) == 1:
+        return ["/".join(part for part in paths[0][-2:] if part != MODEL)]
+    end = _common_start([path[::-1] for path in paths])
+    # Of a folder and one inside it, something is left.
+    start = max(0, min(_common_start(paths), min(map(len, paths)) - end - 1))
+    return ["/".join(path[start : len(path) - end]) for path in paths]
+
+
+def _common_start(paths: Sequence[Sequence[str]]) -> int:
+    """How many first parts all paths have in common."""
+    levels = zip(*paths, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda level: len(set(level)) == 1, levels))
+
+
+def model_sha256(folder: Path) -> str:
+    """One checksum of everything that decides what a saved model answers: weights, config and image processor."""
+    files = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
+    files += [folder / name for name in ("config.json", PROCESSOR)]
+    return hashlib.sha256("".join(map(file_sha256, files)).encode()).hexdigest()
+
+
+def survey(data: ImageData) -> SharedImages:
+    """Look at every test image once."""
+    images = data.splits["test"]
+    digest, sizes = hashlib.sha256(np.ascontiguousarray(images.labels).tobytes()), set()
+    for index in tqdm(range(len(images)), desc="reading test images", disable=len(images) < 2000):
+        pixels = np.asarray(images.read(index))
+        digest.update(f"{pixels.shape}".encode() + pixels.tobytes())
+        sizes.add(pixels.shape[:2])
+    return SharedImages(data, digest.hexdigest(), sorted(sizes))
+
+
+# ---- right answers --------------------------------------------------------------------------------------------------
+
+
+class _Prepared(Dataset):
+    """index -> (the changed image as each model wants it, label). An image is changed once, for all models."""
+
+    def __init__(self, images: Images, change: Change | None, preparations: Sequence[Preparation]) -> None:
+        self.images = images
+        self.change = change
+        self.preparations = preparations
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[list[Tensor], int]:
+        image = self.images.read(index)
+        if self.change is not None:
+            image = self.change(image)
+        return [prepare(image) for prepare in self.preparations], int(self.images.labels[index])
+
+
+@torch.inference_mode()
+def count_right(
+    networks: Sequence[Any],
+    preparations: Sequence[Preparation],
+    images: Images,
+    change: Change | None = None,
+    batch_size: int = 64,
+    workers: int = 0,
+    progress: tqdm | None = None,
+) -> list[int]:
+    """How many images each model classifies rightly.
+
+    Args:
+        networks: classifiers, in evaluation mode.
+        preparations: of the images, one for each.
+        images: with labels.
+        change: what is done to each image first; picklable if there are workers.
+        batch_size: images of a forward pass.
+        workers: processes that change and prepare images; 0: this one.
+        progress: bar to move on, one unit an image.
+    """
+    dataset = _Prepared(images, change, preparations)
+    right = [0] * len(networks)
+    for batch in DataLoader(dataset, batch_size, num_workers=workers, collate_fn=list):
+        labels = torch.tensor([label for _, label in batch])
+        for place, network in enumerate(networks):
+            pixels = torch.stack([prepared[place] for prepared, _ in batch]).to(network.device)
+            right[place] += int((network(pixel_values=pixels).logits.argmax(-1).cpu() == labels).sum())
+        if progress is not None:
+            progress.update(len(batch))
+    return right
+
+
+# ---- cells ----------------------------------------------------------------------------------------------------------
+
+
+class Cells:
+    """Counts of right answers of one model, a file for each, so that a command goes on where it was stopped.
+
+    Args:
+        folder: of all models' cells.
+        owner: what the answers depend on; cells of another owner are not seen.
+        images: how many there are.
+    """
+
+    def __init__(self, folder: Path, owner: Mapping[str, Any], images: int) -> None:
+        self.owner = dict(owner)
+        self.images = images
+        self.folder = folder / hashlib.sha256(json.dumps(self.owner, sort_keys=True).encode()).hexdigest()[:16]
+
+    def accuracy(self, cell: str) -> float | None:
+        """Share of right answers, None if it is not known yet."""
+        path = self.folder / f"{cell}.json"
+        if not path.exists():
+            return None
+        try:
+            return read_results(path)["right"] / self.images
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} is not a whole record; remove it") from None
+
+    def write(self, cell: str, right: int, model: Path) -> None:
+        """Keep a count."""
+        found = {"model": str(model), "cell": cell, "right": right, "images": self.images, "owner": self.owner}
+        write_results(self.folder / f"{cell}.json", found)
+
+
+def fill_cells(
+    models: Sequence[Trained],
+    cells: Sequence[Cells],
+    images: Images,
+    work: Mapping[str, tuple[Change | None, Sequence[Preparation]]],
+    batch_size: int,
+    workers: int,
+) -> None:
+    """Count what no cell holds yet, and keep each count as soon as it is known.
+
+    Args:
+        models: all of them.
+        cells: one for each model.
+        images: with labels.
+        work: by cell: what is done to the images, and how each model has them prepared.
+        batch_size, workers: as in `count_right`.
+    """
+    missing = {cell: [place for place, own in enumerate(cells) if own.accuracy(cell) is None] for cell in work}
+    missing = {cell: places for cell, places in missing.items() if places}
+    with tqdm(total=len(missing) * len(images), unit=" images", disable=not missing) as bar:
+        for cell, places in missing.items():
+            bar.set_description(cell)
+            change, preparations = work[cell]
+            right = count_right(
+                [models[place].network for place in places],
+                [preparations[place] for place in places],
+                images, change, batch_size, workers, bar,
+            )  # fmt: skip
+            for place, count in zip(places, right, strict=True):
+                cells[place].write(cell, count, models[place].folder)

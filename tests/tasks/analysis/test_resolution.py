@@ -1,0 +1,116 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hf_sparseprior import SparsePriorViTForImageClassification
+from tasks.analysis import resolution
+from tests.tasks.analysis.saved_runs import CLASSES, accuracy_by_evaluate, write_images, write_run
+
+# The middle 28 of 32 pixels, as augmentation.eval_crop_ratio=0.875 saves it.
+CROP = {
+    "image_processor_type": "BitImageProcessor",
+    "do_center_crop": True,
+    "crop_size": {"height": 28, "width": 28},
+    "size": {"shortest_edge": 32},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    data = write_images(folder / "images")
+    return [
+        write_run(folder / "violin", data, "fibottention+violin", 0),
+        write_run(folder / "cropped", data, "dense", 1, **CROP),
+    ]
+
+
+def prepared(file, size, cropped):
+    """What the image processors do, with Pillow and numpy alone."""
+    image = Image.open(file)
+    if cropped:
+        whole = round(size * 32 / 28)
+        image = image.resize((whole, whole), Image.Resampling.BICUBIC)
+        start = (whole - size) // 2
+        image = image.crop((start, start, start + size, start + size))
+    else:
+        image = image.resize((size, size), Image.Resampling.BICUBIC)
+    pixels = (np.asarray(image) / 255 - 0.5) / 0.5
+    return torch.tensor(pixels, dtype=torch.float32).permute(2, 0, 1)[None]
+
+
+def test_accuracies_are_those_of_a_plain_loop_and_of_evaluate(runs, tmp_path, capsys):
+    assert resolution.main([*map(str, runs), "--sizes", "42", "28", "21", "42", "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    results = json.loads((tmp_path / "resolution.json").read_text())
+    files = sorted((runs[0].parent / "images" / "test").glob("*/*.png"))
+    for run, model in zip(runs, results["models"], strict=True):
+        network = SparsePriorViTForImageClassification.from_pretrained(run / "model").eval()
+        assert list(model["accuracy"]) == ["21", "28", "42"] and model["trained_at"] == [28, 28]
+        for size, accuracy in model["accuracy"].items():
+            right = 0
+            for file in files:
+                with torch.no_grad():
+                    logits = network(prepared(file, int(size), run.name == "cropped")).logits
+                right += CLASSES[int(logits.argmax())] == file.parent.name
+            assert accuracy == right / len(files)
+        assert model["accuracy"]["28"] == accuracy_by_evaluate(run, tmp_path / run.name)
+        assert f"{100 * model['accuracy']['28']:.2f}*" in text
+    assert text.count("*") == 2 + 1  # the two at 28 and the legend
+
+
+def test_nothing_is_counted_twice(runs, tmp_path, monkeypatch):
+    arguments = [*map(str, runs), "--out", str(tmp_path)]
+    assert resolution.main([*arguments, "--sizes", "14", "28"]) == 0
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("cells/*/*.json")}
+    assert len(before) == 4
+    assert resolution.main([*arguments, "--sizes", "14", "28", "35"]) == 0
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.glob("cells/*/*.json")}
+    assert len(after) == 6 and before.items() <= after.items()
+
+
+def test_the_picture_rings_the_size_trained_at(runs, tmp_path):
+    for sizes, rings in ((["14", "35"], False), (["14", "28", "35"], True)):
+        assert resolution.main([str(runs[0]), "--sizes", *sizes, "--out", str(tmp_path)]) == 0
+        image = np.asarray(Image.open(tmp_path / "resolution.png").convert("RGB")).astype(int)
+        assert ((np.abs(image - np.array([255, 0, 0])).sum(-1) < 60).sum() > 10) == rings
+
+
+def test_sizes_that_nobody_gave_are_the_papers(runs, tmp_path):
+    assert resolution.main([str(runs[0]), "--limit", "3", "--out", str(tmp_path)]) == 0
+    (model,) = json.loads((tmp_path / "resolution.json").read_text())["models"]
+    # 144 to 512 of a model trained at 224 are 18 to 64 at 28, in whole patches of 7.
+    assert list(model["accuracy"]) == ["21", "28", "35", "42", "49", "56", "63"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (["30"], "--sizes 30 must be a multiple of the models' patch of 7 pixels, as 28 or 35"),
+        (["3"], "--sizes 3 must be a multiple of the models' patch of 7 pixels, as 7"),
+        (["-7"], "--sizes -7 must be a multiple"),
+    ],
+)
+def test_bad_sizes_give_one_line(runs, sizes, message, tmp_path, capsys):
+    assert resolution.main([str(runs[0]), "--sizes", *sizes, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_a_model_of_another_kind_gives_one_line(runs, tmp_path, capsys):
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        image_size=28, patch_size=7, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        id2label=dict(enumerate(CLASSES)), label2id={name: index for index, name in enumerate(CLASSES)},
+    )  # fmt: skip
+    ViTForImageClassification(config).save_pretrained(tmp_path / "model")
+    processor = (runs[0] / "model" / "preprocessor_config.json").read_text()
+    (tmp_path / "model" / "preprocessor_config.json").write_text(processor)
+    (tmp_path / "run_config.json").write_text((runs[0] / "run_config.json").read_text())
+    assert resolution.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "holds a 'vit' model" in error and error.count("\n") == 1
