@@ -115,8 +115,10 @@ class TokenPruning(Extra):
         raise NotImplementedError
 
     @classmethod
-    def pruning_products(cls, settings: dict[str, Any], width: int, attended: int, left: int) -> int:
-        """Multiply-adds of one pruning, of a block with so many tokens in attention and so many left."""
+    def pruning_products(
+        cls, settings: dict[str, Any], num_layers: int, width: int, num_tokens: int, num_prefix_tokens: int
+    ) -> dict[int, int]:
+        """Multiply-adds of deciding what is dropped, by layer (from 0), in evaluation and of matrix products alone."""
         raise NotImplementedError
 
     def before(
@@ -186,10 +188,15 @@ class EViT(TokenPruning):
         return sizes
 
     @classmethod
-    def pruning_products(cls, settings: dict[str, Any], width: int, attended: int, left: int) -> int:
-        """As `TokenPruning`: the class token's logits once more, and the fusing."""
-        fused = attended - (left - 1) if settings["fuse"] else 0
-        return (attended + fused) * width
+    def pruning_products(
+        cls, settings: dict[str, Any], num_layers: int, width: int, num_tokens: int, num_prefix_tokens: int
+    ) -> dict[int, int]:
+        """As `TokenPruning`: the class token's logits once more."""
+        if settings["keep_rate"] == 1.0:
+            return {}
+        sizes = cls.layer_tokens(settings, num_layers, num_tokens)
+        layers = [block - 1 for block in cls.pruning_blocks(settings, num_layers)]
+        return {layer: (sizes[layer][0] + num_prefix_tokens) * width for layer in layers}
 
     def within(self, layer_idx: int) -> bool:
         """As `TokenPruning`."""
@@ -299,9 +306,15 @@ class DynamicViT(TokenPruning):
         return [(count, count) for count in counts]
 
     @classmethod
-    def pruning_products(cls, settings: dict[str, Any], width: int, attended: int, left: int) -> int:
-        """As `TokenPruning`: the linear layers of a prediction module."""
-        return attended * (width**2 + width * (width // 2) + (width // 2) * (width // 4) + (width // 4) * 2)
+    def pruning_products(
+        cls, settings: dict[str, Any], num_layers: int, width: int, num_tokens: int, num_prefix_tokens: int
+    ) -> dict[int, int]:
+        """As `TokenPruning`: the linear layers of the prediction modules, over the patches that are there before."""
+        if settings["keep_rate"] == 1.0:
+            return {}
+        a_patch = width**2 + width * (width // 2) + (width // 2) * (width // 4) + (width // 4) * 2
+        sizes = [(num_tokens, num_tokens), *cls.layer_tokens(settings, num_layers, num_tokens)]
+        return {block - 1: sizes[block - 1][0] * a_patch for block in cls.pruning_blocks(settings, num_layers)}
 
     def before(
         self, layer_idx: int, hidden_states: Tensor, tokens: Tokens, grid: tuple[int, int], num_prefix_tokens: int
