@@ -391,6 +391,21 @@ def test_a_prior_survives_a_change_of_head(tmp_path):
     assert isinstance(AutoModelForImageClassification.from_pretrained(tmp_path), ViTForImageClassification)
 
 
+@pytest.mark.parametrize("name", ["vit", "dinov3", "mae", "swin"])
+@pytest.mark.parametrize("prior", ["topk", "linformer", "efficient", "bigbird", "random"])
+def test_baselines_change_the_model_and_are_saved(name, prior, tmp_path):
+    model = STOCK[name].build()
+    before = output(model, name)
+    torch.manual_seed(2)
+    apply_prior(model, prior)
+    expected = output(model, name)
+    assert not torch.allclose(expected, before, atol=1e-3)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert output(again, name).equal(expected)
+    assert output(remove_prior(model), name).equal(before)
+
+
 @pytest.mark.parametrize("prior", ["fibottention", "violin"])
 def test_a_decoder_stays_dense_when_the_model_comes_back(prior, tmp_path):
     model = sp.apply_prior(ViTMAEForPreTraining(ViTMAEConfig(**TINY, **DECODER)).eval(), prior)
