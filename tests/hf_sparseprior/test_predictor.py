@@ -1,0 +1,116 @@
+import math
+
+import pytest
+import torch
+
+from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
+from hf_sparseprior.attention import PriorAttention
+from hf_sparseprior.ops import AttentionPlan, run_plan
+from hf_sparseprior.predictor import PREDICTORS, TopK
+from hf_sparseprior.prior import prior_pruning_ratio, resolve_prior
+from hf_sparseprior.supports import resolve_support
+
+GRID, HEADS = (3, 4), 2
+SETTINGS = {"topk": {"keys": 3}}  # of 17 keys the default keeps one, whose weight is always 1
+
+
+def inputs(prefix=1, batch=2, width=5, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, HEADS, prefix + 12, width)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3)]
+
+
+def brute_topk(q, k, v, count, factor=None):
+    # Python floats: of each query the `count` keys with the largest logits, equal ones by their index.
+    out = torch.zeros_like(v)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            for j in range(q.shape[2]):
+                logits = [(q[b, h, j] @ key).item() / math.sqrt(q.shape[-1]) for key in k[b, h]]
+                if factor is not None:
+                    logits = [logit * weight for logit, weight in zip(logits, factor[h][j], strict=True)]
+                kept = sorted(range(len(logits)), key=lambda t: (-logits[t], t))[:count]
+                total = sum(math.exp(logits[t]) for t in kept)
+                for t in kept:
+                    out[b, h, j] += math.exp(logits[t]) / total * v[b, h, t].detach()
+    return out
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_topk_equals_brute_force(prefix, count):
+    q, k, v = inputs(prefix)
+    attention = PriorAttention(HEADS, resolve_prior({"predictor": {"name": "topk", "keys": count}}, HEADS, GRID))
+    out, weights = attention.attend(q, k, v, GRID, prefix, need_weights=True)
+    torch.testing.assert_close(out, brute_topk(q, k, v, count), rtol=0, atol=1e-12)
+    assert ((weights > 0).sum(-1) == count).all()
+    torch.testing.assert_close(weights @ v, out)
+    assert attention.attend(q, k, v, GRID, prefix)[0].equal(out)
+
+
+def test_topk_acts_on_the_decayed_logits():
+    q, k, v = inputs(0)
+    prior = resolve_prior({"predictor": {"name": "topk", "keys": 3}, "decay": "manhattan"}, HEADS, GRID)
+    attention = PriorAttention(HEADS, prior).double()
+    with torch.no_grad():
+        attention.decay_bias.beta.fill_(0.0)  # gamma 1/2
+    distance = [[abs(j // 4 - t // 4) + abs(j % 4 - t % 4) for t in range(12)] for j in range(12)]
+    alpha = attention.decay_bias().get("alpha", torch.ones(HEADS)).tolist()
+    factor = [[[alpha[h] * 0.5**d for d in row] for row in distance] for h in range(HEADS)]
+    out, _ = attention.attend(q, k, v, GRID)
+    torch.testing.assert_close(out, brute_topk(q, k, v, 3, factor), rtol=0, atol=1e-12)
+
+
+def test_topk_of_all_keys_is_dense():
+    q, k, v = inputs()
+    plan = AttentionPlan(HEADS, GRID, 1, resolve_support(None, HEADS, 12), None, 0)
+    dense, _ = run_plan(plan, q, k, v, None, backend="reference")
+    for count in (13, 14, 10**6):
+        out, _ = run_plan(plan, q, k, v, None, top_k=count)
+        assert out.equal(dense)
+
+
+def test_equal_logits_go_by_their_index():
+    q, k, v = inputs()
+    q, same = torch.ones_like(q), torch.ones_like(k)  # no rounding makes a difference
+    attention = PriorAttention(HEADS, resolve_prior({"predictor": {"name": "topk", "keys": 4}}, HEADS, GRID))
+    weights = attention.attend(q, same, v, GRID, 1, need_weights=True)[1]
+    assert (weights[..., :4] == 0.25).all() and (weights[..., 4:] == 0).all()
+
+
+def test_topk_gradients_equal_those_of_the_kept_keys():
+    q, k, v = inputs()
+    attention = PriorAttention(HEADS, resolve_prior({"predictor": {"name": "topk", "keys": 4}}, HEADS, GRID))
+    out, weights = attention.attend(q, k, v, GRID, 1, need_weights=True)
+    logits = (q @ k.transpose(-1, -2) / math.sqrt(5)).masked_fill(weights == 0, -math.inf)
+    expected = torch.softmax(logits, -1) @ v
+    direction = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for own, other in zip(
+        torch.autograd.grad(out, (q, k, v), direction), torch.autograd.grad(expected, (q, k, v), direction), strict=True
+    ):
+        torch.testing.assert_close(own, other, rtol=0, atol=1e-12)
+
+
+def test_topk_of_fibottention_table_2():
+    prior = resolve_prior("topk", 12, (14, 14))
+    assert TopK(12, 64, None, 98.48).top_k(197) == 3
+    assert f"{prior_pruning_ratio(prior, 12, (14, 14), 1, 64):.2f}" == "98.48"
+
+
+@pytest.mark.parametrize("name", PREDICTORS)
+def test_every_predictor_trains_and_is_saved(name, tmp_path):
+    config = SparsePriorViTConfig(
+        image_size=16, patch_size=4, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, num_labels=3, prior={"predictor": {"name": name, **SETTINGS.get(name, {})}},
+    )  # fmt: skip
+    assert SparsePriorViTConfig(**config.to_dict()).prior == config.prior and config.prior_name == name
+    torch.manual_seed(0)
+    model = SparsePriorViTForImageClassification(config)
+    pixels = torch.randn(2, 3, 16, 16)
+    model(pixels, labels=torch.tensor([0, 2])).loss.backward()
+    assert all(layer.attention.q_proj.weight.grad.abs().sum() > 0 for layer in model.vit.layers)
+    assert model(torch.randn(1, 3, 20, 12)).logits.isfinite().all()
+    model.save_pretrained(tmp_path)
+    model.eval()
+    again = SparsePriorViTForImageClassification.from_pretrained(tmp_path)
+    assert again(pixels).logits.equal(model(pixels).logits)
