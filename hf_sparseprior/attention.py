@@ -124,7 +124,7 @@ class PriorAttention(nn.Module):
         keys = top_k = None
         if self.predictor is not None:
             top_k = self.predictor.top_k(q.shape[2])
-            keys = self.predictor(q, k, scale, plan, token_ids) if top_k is None else None
+            keys = self.predictor(q, k, scale, plan, token_ids, kept) if top_k is None else None
         relative: list[RelativePosition] = list(self.relative_position.values())  # type: ignore[arg-type]
         for position in relative:
             own = position(q, k, scale, plan)
@@ -146,6 +146,7 @@ class PriorAttention(nn.Module):
             top_k=top_k,
             kept=kept,
             weight_rows=weight_rows,
+            renormalise=self.predictor is None or self.predictor.renormalise,
         )
         for position in on_values:
             assert weights is not None

@@ -52,6 +52,11 @@ class PriorModule(nn.Module):
         raise NotImplementedError
 
     @classmethod
+    def settings_for(cls, settings: dict[str, Any], total: int) -> dict[str, Any]:
+        """The settings of layers that have lost some of a grid's T tokens; only predictors and mixers are asked."""
+        return settings
+
+    @classmethod
     def products(
         cls, settings: dict[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
     ) -> int:

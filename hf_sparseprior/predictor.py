@@ -50,11 +50,17 @@ class Predictor(PriorModule):
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan, token_ids: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        plan: AttentionPlan,
+        token_ids: Tensor | None,
+        kept: Tensor | None = None,
     ) -> Tensor | None:
         """Keys of each patch, int64 (B, H, n, K) token numbers, -1 where there are fewer; of q and k (B, H, T, D).
 
-        None: all keys.
+        None: all keys. Those that `kept` (B, T) says are dropped have no part in anything.
         """
         raise NotImplementedError
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.decay import DECAYS
+from hf_sparseprior.extras import PriorModule
 from hf_sparseprior.prior import chooser_of, prior_name, pruning_of, resolve_prior
 from hf_sparseprior.supports import Pairs, attended_pairs, check_integer, head_offsets, layer_pairs
 from hf_sparseprior.token_pruning import EViT
@@ -167,15 +168,17 @@ def model_flops(
     resolved = resolve_prior(config.prior if prior is None else prior, heads, grid)
     offsets = head_offsets(resolved["support"], num_heads=heads, num_tokens=num_tokens)
     sizes = layer_tokens(resolved, num_layers, num_tokens)
+    if (found := chooser_of(resolved)) is not None:
+        found = found[1].settings_for(found[0], num_tokens + prefix), found[1]
     pairs = [
-        _layer_pairs(resolved, offsets, attended, prefix, width // heads, layer)
+        _layer_pairs(resolved, found, offsets, attended, prefix, width // heads, layer)
         for layer, (attended, _) in enumerate(sizes)
     ]
     layers = [
         _layer_flops(attended + prefix, left + prefix, width, config.intermediate_size, own, heads, convention)
         for own, (attended, left) in zip(pairs, sizes, strict=True)
     ]
-    if (found := chooser_of(resolved)) is not None:
+    if found is not None:
         settings, kind = found
         rule = convention_of(convention).multiply_add
         for layer, (attended, _) in zip(layers, sizes, strict=True):
@@ -244,17 +247,21 @@ def _tokens_in_words(prefix: int, sizes: Sequence[tuple[int, int]]) -> str:
 
 def _layer_pairs(
     prior: dict[str, Any],
+    found: tuple[dict[str, Any], type[PriorModule]] | None,
     offsets: Sequence[Sequence[int]],
     num_tokens: int,
     num_prefix_tokens: int,
     head_dim: int,
     layer: int,
 ) -> int:
-    """Pairs of all heads of a layer, or what a predictor or mixer does that costs as much as so many pairs."""
+    """Pairs of all heads of a layer, or what a predictor or mixer does that costs as much as so many pairs.
+
+    `found` is what `chooser_of` found.
+    """
     heads = len(offsets)
-    if prior["support"]["name"] == "dense" and chooser_of(prior) is None:
+    if prior["support"]["name"] == "dense" and found is None:
         return heads * (num_tokens + num_prefix_tokens) ** 2
-    if (found := chooser_of(prior)) is not None:
+    if found is not None:
         settings, kind = found
         return heads * kind.kept_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
     pairs = layer_pairs(prior["support"], num_heads=heads, num_tokens=num_tokens, layer=layer)
