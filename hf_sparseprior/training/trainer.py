@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ class SparsePriorTrainer(Trainer):
         distillation: the losses of training, in place of the labels' alone; evaluation knows only that one.
 
     `data_wait` in the log is the share of the time since the last entry in which training waited for data; with a
-    distillation `loss_NAME` is the mean of each loss since then, before its weight.
+    distillation `loss_NAME` is the mean of each loss since then, before its weight. So is, with its weight, each
+    auxiliary loss of a prior (`keep_ratio` of DynamicViT), which is part of the loss.
 
     Raises:
         ValueError: for a teacher or losses that do not go with the model, and for distillation with FSDP.
@@ -73,7 +75,7 @@ class SparsePriorTrainer(Trainer):
         if getattr(self.args, "ema_decay", None) is not None and self.is_fsdp_enabled:
             raise ValueError(f"ema_decay={self.args.ema_decay} cannot be used with FSDP; leave it out")
         self.distillation = distillation
-        self._losses: list[dict[str, Tensor]] = []
+        self._losses: dict[str, list[Tensor]] = {}
         if distillation is not None:
             self._check_distillation(distillation)
         self.add_callback(_StepCallback(self))
@@ -144,12 +146,9 @@ class SparsePriorTrainer(Trainer):
         now = time.perf_counter()
         if "loss" in logs and now > self._logged_at:
             logs["data_wait"] = round((self.clock.data_seconds - self._logged_data) / (now - self._logged_at), 4)
-        if "loss" in logs and self._losses:
-            logs |= {
-                f"loss_{name}": torch.stack([losses[name] for losses in self._losses]).mean().item()
-                for name in self._losses[0]
-            }
-            self._losses = []
+        if "loss" in logs:
+            logs |= {f"loss_{name}": torch.stack(losses).mean().item() for name, losses in self._losses.items()}
+            self._losses = {}
         self._logged_at, self._logged_data = now, self.clock.data_seconds
         super().log(logs, start_time)
 
@@ -185,6 +184,8 @@ class SparsePriorTrainer(Trainer):
             loss, outputs = self._distilled_loss(self.distillation, model, inputs)
         else:
             loss, outputs = self._label_loss(model, inputs)
+        if model.training:
+            self._record(auxiliary_losses(outputs))
         # transformers would divide by the number of micro-batches, right only where they are equally large.
         self.loss_is_scaled_for_ga = num_items_in_batch is not None and size is not None
         if self.loss_is_scaled_for_ga:
@@ -196,11 +197,16 @@ class SparsePriorTrainer(Trainer):
         labels: Any = inputs.get("labels")
         if self._are_probabilities(labels):
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-            return soft_target_loss(outputs, labels), outputs
+            return soft_target_loss(outputs, labels) + sum(auxiliary_losses(outputs).values()), outputs
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         if not model.training and labels is not None and labels.eq(-100).all():
             loss = torch.zeros_like(loss)  # nothing to judge in this batch; the mean of no losses is NaN
         return loss, outputs
+
+    def _record(self, losses: Mapping[str, Tensor]) -> None:
+        """Keep losses for the next entry of the log."""
+        for name, loss in losses.items():
+            self._losses.setdefault(name, []).append(loss.detach().float())
 
     def _check_distillation(self, distillation: Distillation) -> None:
         if self.is_fsdp_enabled:
@@ -219,7 +225,7 @@ class SparsePriorTrainer(Trainer):
         with distillation.observed(student) as scores:
             label_loss, outputs = self._label_loss(model, {**inputs, **distillation.student_options()})
         losses = distillation.losses(student, outputs, label_loss, scores, inputs["pixel_values"])
-        self._losses.append({name: loss.detach().float() for name, loss in losses.items()})
+        self._record(losses)
         return distillation.total(losses), outputs
 
     def _are_probabilities(self, labels: Any) -> bool:
@@ -368,6 +374,11 @@ class _StepCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.clock.stop()
+
+
+def auxiliary_losses(outputs: Any) -> Mapping[str, Tensor]:
+    """The losses, by name and weighted, that a model's outputs bring along; part of its own `loss` already."""
+    return getattr(outputs, "auxiliary_losses", None) or {}
 
 
 def soft_target_loss(outputs: Any, targets: Tensor) -> Tensor:
