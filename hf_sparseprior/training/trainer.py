@@ -21,6 +21,7 @@ from hf_sparseprior.hub import check_whole
 from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTPreTrainedModel
 from hf_sparseprior.training.distillation import Distillation
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
+from hf_sparseprior.training.keep_rate import KeepRateSchedule, evit_modules
 from hf_sparseprior.training.layer_decay import parameter_groups
 from hf_sparseprior.training.sampling import DrawSampler
 from hf_sparseprior.training.stopping import WorkerStart
@@ -78,6 +79,7 @@ class SparsePriorTrainer(Trainer):
         self._losses: dict[str, list[Tensor]] = {}
         if distillation is not None:
             self._check_distillation(distillation)
+        self._schedule_keep_rate()
         self.add_callback(_StepCallback(self))
 
     # ---- optimizer --------------------------------------------------------------------------------------------------
@@ -95,18 +97,22 @@ class SparsePriorTrainer(Trainer):
         ]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The optimizer, with one learning rate a layer where `layer_decay` is below 1."""
+        """The optimizer; one learning rate a layer or a prior where `layer_decay` or `backbone_learning_rate` ask."""
         layer_decay = getattr(self.args, "layer_decay", 1.0)
-        if self.optimizer is not None or layer_decay == 1.0:
+        backbone = getattr(self.args, "backbone_learning_rate", 1.0)
+        if self.optimizer is not None or (layer_decay == 1.0 and backbone == 1.0):
             return super().create_optimizer(model)
         model = self.model if model is None else model
         optimizer, options = self.get_optimizer_cls_and_kwargs(self.args, model)
         if {"params", "model", "optimizer_dict"} & set(options):
             raise ValueError(
-                f"layer_decay={layer_decay} cannot be used with optim={self.args.optim}, which groups itself"
+                f"layer_decay={layer_decay} and backbone_learning_rate={backbone} cannot be used with "
+                f"optim={self.args.optim}, which groups itself"
             )
         decayed = self.get_decay_parameter_names(model)
-        groups = parameter_groups(model, decayed, self.args.learning_rate, self.args.weight_decay, layer_decay)
+        groups = parameter_groups(
+            model, decayed, self.args.learning_rate, self.args.weight_decay, layer_decay, backbone
+        )
         for group in groups:
             del group["names"]  # with them torch asks every later group for names
         self.optimizer = optimizer(groups, **options)
@@ -202,6 +208,14 @@ class SparsePriorTrainer(Trainer):
         if not model.training and labels is not None and labels.eq(-100).all():
             loss = torch.zeros_like(loss)  # nothing to judge in this batch; the mean of no losses is NaN
         return loss, outputs
+
+    def _schedule_keep_rate(self) -> None:
+        start, epochs = (getattr(self.args, f"keep_rate_{name}", 0.0) for name in ("start_epoch", "epochs"))
+        if not start and not epochs:
+            return
+        if not evit_modules(self.model):
+            raise ValueError(f"keep_rate_start_epoch={start} and keep_rate_epochs={epochs} are for priors with evit")
+        self.add_callback(KeepRateSchedule(start, epochs))
 
     def _record(self, losses: Mapping[str, Tensor]) -> None:
         """Keep losses for the next entry of the log."""
