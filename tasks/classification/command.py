@@ -24,7 +24,7 @@ def run_command(program: str, work: Callable[[], None], goes_on: str | None = No
     """
     try:
         work()
-    except (ValueError, OSError, TypeError) as error:
+    except (ValueError, OSError, TypeError, ImportError) as error:
         print(f"{program}: {one_line(error)}", file=sys.stderr)
         return 2
     except RunStopped as stopped:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ from tasks.classification.run_folder import RUN_CONFIG
 from tasks.classification.sources import SPLITS, drop_corrupt
 
 
-def load_whole_model(folder: str | Path) -> Any:
-    """A saved classifier of which every weight is in the folder."""
+def load_whole_model(folder: str | Path, auto_class: Any = AutoModelForImageClassification, **options: Any) -> Any:
+    """A saved model, by default a classifier, of which every weight is in the folder; `options` of from_pretrained."""
     if not Path(folder).is_dir():
         raise OSError(f"{folder} is not a folder of a saved model")
-    model, info = AutoModelForImageClassification.from_pretrained(
-        folder, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True
+    model, info = auto_class.from_pretrained(
+        folder, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True, **options
     )
     check_whole(folder, info)
     return model
@@ -94,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--batch-size {arguments.batch_size} must be 1 or more")
     transformers_logging.disable_progress_bar()
     try:
-        config = _config(arguments)
+        config = config_of(arguments.model, arguments.config, arguments.overrides)
         out = arguments.out or arguments.model.resolve().parent / "evaluation" / arguments.model.resolve().name
         results = evaluate_model(arguments.model, config, arguments.split, out, arguments.batch_size)
     except (ValueError, OSError, TypeError) as error:
@@ -109,14 +110,21 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _config(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    if arguments.config:
-        return load_config(arguments.config, arguments.overrides)
-    stored = arguments.model.resolve().parent / RUN_CONFIG
+def config_of(model_folder: Path, config_file: str | None, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The configuration that says a model's data: a file's, or else that of the run that trained it.
+
+    Args:
+        model_folder: of a saved model; a run has it beside its configuration.
+        config_file: YAML.
+        overrides: `data.key=value`.
+    """
+    if config_file:
+        return load_config(config_file, overrides)
+    stored = model_folder.resolve().parent / RUN_CONFIG
     if not stored.exists():
         raise OSError(f"{stored} is missing, so the data is not known; give --config")
     config = json.loads(stored.read_text(encoding="utf-8"))
-    apply_overrides(config, arguments.overrides, sections=("data",))
+    apply_overrides(config, overrides, sections=("data",))
     return check_config(config)
 
 
