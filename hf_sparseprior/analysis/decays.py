@@ -61,7 +61,6 @@ class LearnedDecay:
         return decay_mask(one, self.positions[curve : curve + 1], torch.float64)[0]
 
 
-@torch.no_grad()
 def learned_decays(model: nn.Module) -> list[LearnedDecay]:
     """The decays of a model's layers: of its own prior, of `apply_prior` or of an active adapter of peft.
 
@@ -83,11 +82,11 @@ def learned_decays(model: nn.Module) -> list[LearnedDecay]:
 def _learned(layer: int, decay: Decay, plan: AttentionPlan) -> LearnedDecay:
     values = decay()
     alpha, beta, prefix_beta = (
-        None if (value := values[name]) is None else value.to("cpu", torch.float64)
+        None if (value := values[name]) is None else value.detach().to("cpu", torch.float64)
         for name in ("alpha", "beta", "prefix_beta")
     )
     assert beta is not None
-    positions = decay_positions(plan, values, decay.beta.device).cpu()
+    positions = decay_positions(plan, values, decay.beta.device).detach().cpu()
     return LearnedDecay(layer, position_names(decay.settings, len(beta)), beta, alpha, prefix_beta, positions)
 
 

@@ -296,8 +296,8 @@ def draw_gammas(
     figure, axes = pyplot().subplots(
         rows, columns, figsize=(size[0] * columns + 2.4, size[1] * rows + 0.5), squeeze=False, layout="constrained"
     )
-    # The smallest normal number stands for a gamma that float64 rounds to 1.
-    missing = np.maximum(1.0 - gammas, np.finfo(np.float64).tiny)
+    # A gamma that float64 rounds to 1 is drawn as the one before.
+    missing = np.maximum(1.0 - gammas, np.finfo(np.float64).epsneg)
     norm = LogNorm(missing.min(), max(missing.max(), missing.min() * 1.01))
     extent = (0.5, heads + 0.5, len(layers) + 0.5, 0.5)
     image = None

@@ -251,9 +251,9 @@ def main(argv: list[str] | None = None) -> int:
         check_counts(arguments)
         if not arguments.images and not arguments.indices:
             raise ValueError("no image is given; give --images FILE ... or --indices N ...")
-        models = [work_on(saved, arguments) for saved in open_models(arguments.models, arguments.device)]
-        print(f"{table(models)}\n\n{NOTE}")
+        models = [work_on(saved, arguments) for saved in open_models(arguments)]
         write_analysis(arguments.out / "attention.json", {"task": "attention", "note": NOTE, "models": models})
+        print(f"{table(models)}\n\n{NOTE}")
         for found in models:
             print("\n".join(f"picture: {path}" for path in found["pictures"]))
         print(f"results: {arguments.out / 'attention.json'}")

@@ -245,14 +245,14 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("--images FOLDER and --boxes FILE go together")
         models, panels = [], []
         own = folder_images(arguments.images, arguments.boxes, arguments.limit) if arguments.boxes else None
-        for saved in open_models(arguments.models, arguments.device):
+        for saved in open_models(arguments):
             about, examples = measure(saved, own or data_images(saved, arguments), arguments)
             models.append(about)
             panels.append(examples)
-        print(f"{table(models)}\n\n{NOTE}")
         drawn = _draw(models, panels, arguments.out)
         results = {"task": "box_variance", "note": NOTE, "models": models}
         write_analysis(arguments.out / "box_variance.json", results)
+        print(f"{table(models)}\n\n{NOTE}")
         print(f"results: {arguments.out / 'box_variance.json'}, pictures: {' '.join(map(str, drawn))}")
 
     return run_command(parser.prog, work)

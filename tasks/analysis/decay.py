@@ -136,15 +136,15 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> None:
         check_counts(arguments)
         models, drawn = [], []
-        for saved in open_models(arguments.models, arguments.device):
+        for saved in open_models(arguments):
             try:
                 decays = learned_decays(saved.model)
             except ValueError as error:
                 raise ValueError(f"{saved.folder}: {error}") from None
             models.append(measure(saved, decays))
             drawn += draw(saved, decays, arguments.out)
-        print(table(models))
         write_analysis(arguments.out / "decay.json", {"task": "decay", "models": models})
+        print(table(models))
         print("\n".join(f"picture: {path}" for path in drawn))
         print(f"results: {arguments.out / 'decay.json'}")
 

@@ -92,8 +92,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         check_counts(arguments)
-        models = [measure(saved, arguments) for saved in open_models(arguments.models, arguments.device)]
-        print(f"{table(models)}\n\n{NOTE}")
+        models = [measure(saved, arguments) for saved in open_models(arguments)]
         picture = pictures.draw_quartiles(
             {m["name"]: {key: 100 * value for key, value in m["last_layer"]["diversity"].items()} for m in models},
             {m["name"]: [100 * layer["diversity"]["median"] for layer in m["layers"]] for m in models},
@@ -102,6 +101,7 @@ def main(argv: list[str] | None = None) -> int:
             f"head diversity, {models[0]['data']}",
         )
         write_analysis(arguments.out / "diversity.json", {"task": "head_diversity", "note": NOTE, "models": models})
+        print(f"{table(models)}\n\n{NOTE}")
         print(f"results: {arguments.out / 'diversity.json'}, picture: {picture}")
 
     return run_command(parser.prog, work)

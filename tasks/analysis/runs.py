@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,7 +22,7 @@ from hf_sparseprior.adapters.lora import import_peft
 from hf_sparseprior.analysis.layers import AttentionLayers, find_attention
 from tasks.classification.config import DataConfig
 from tasks.classification.data import ImageDataset, Preparation, load_data
-from tasks.classification.evaluate import config_of, load_whole_model
+from tasks.classification.evaluate import load_whole_model, run_config
 from tasks.classification.report import command_line, environment, write_results
 from tasks.classification.run_folder import MODEL, RUN_CONFIG
 from tasks.classification.sources import SPLITS, balanced_subset, drop_corrupt
@@ -66,23 +65,34 @@ def model_folder(path: Path) -> Path:
     raise OSError(f"{path} is neither the folder of a run nor of a saved model or adapter")
 
 
-def short_names(paths: Sequence[Path]) -> list[str]:
-    """The parts in which these paths differ: "dense" and "violin" of runs/dense/seed0 and runs/violin/seed0."""
-    parts = [Path(os.path.abspath(path)).parts for path in paths]
-    parts = [own[:-1] if own[-1] == MODEL else own for own in parts]
-    while len(parts) > 1 and min(map(len, parts)) > 1 and len({own[0] for own in parts}) == 1:
-        parts = [own[1:] for own in parts]
-    while len(parts) > 1 and min(map(len, parts)) > 1 and len({own[-1] for own in parts}) == 1:
-        parts = [own[:-1] for own in parts]
-    return ["/".join(own) if len(parts) > 1 else own[-1] for own in parts]
+def model_names(folders: Sequence[Path], given: Sequence[str] | None = None) -> list[str]:
+    """The given names or, without any, the part of each path that tells it from the others.
+
+    Raises:
+        ValueError: if names or folders are not as many and all different.
+    """
+    paths = [folder.resolve().parts for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"a model is given twice: {', '.join(map(str, folders))}")
+    if given:
+        if len(given) != len(folders) or len(set(given)) < len(given):
+            raise ValueError(f"--names {' '.join(given)} must be {len(folders)} different names, one for each model")
+        return list(given)
+    if len(paths) == 1:
+        return ["/".join(part for part in paths[0][-2:] if part != MODEL)]
+    for end in (0, -1):
+        # Of a folder and one inside it, something is left.
+        while min(map(len, paths)) > 1 and len({path[end] for path in paths}) == 1:
+            paths = [path[:-1] if end else path[1:] for path in paths]
+    return ["/".join(path) for path in paths]
 
 
-def open_models(paths: Sequence[Path], device: str) -> Iterator[SavedModel]:
-    """The models of these folders, one after the other, so that only one is in memory."""
-    paths = list(dict.fromkeys(paths))
-    folders = [model_folder(path) for path in paths]  # before the first is worked on
-    for name, folder in zip(short_names(paths), folders, strict=True):
-        model = load_model(folder).eval().to(device)
+def open_models(arguments: argparse.Namespace) -> Iterator[SavedModel]:
+    """The models of a command line, one after the other, so that only one is in memory."""
+    folders = [model_folder(path) for path in arguments.models]
+    names = model_names(folders, arguments.names)
+    for name, folder in zip(names, folders, strict=True):
+        model = load_model(folder).eval().to(arguments.device)
         yield SavedModel(name, folder, model, find_attention(model))
 
 
@@ -143,7 +153,7 @@ def normalisation(processor: Any) -> tuple[Any, Any]:
 
 def open_images(saved: SavedModel, arguments: argparse.Namespace) -> tuple[ImageDataset, str]:
     """The images that `add_data_arguments` asked for, ready for the model, and what they are."""
-    config = DataConfig(**config_of(saved.folder, arguments.config, arguments.overrides)["data"])
+    config = DataConfig(**run_config(saved.folder, arguments.config, arguments.set)["data"])
     data = load_data(config)
     images = data.splits[arguments.split]
     if arguments.limit is not None and arguments.limit < len(images):
@@ -171,6 +181,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     parser.add_argument(
         "models", nargs="+", type=Path, metavar="RUN", help="folder of a run, a saved model or an adapter of peft"
     )
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="of the models; default: what tells them apart")
     parser.add_argument("--out", type=Path, default=Path("outputs/analysis") / out, help="folder (default %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
 
@@ -185,7 +196,7 @@ def add_data_arguments(parser: argparse.ArgumentParser, limit: int | None, batch
     )
     if batch_size is not None:
         parser.add_argument("--batch-size", type=int, default=batch_size, help="default %(default)s")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="data.key=value")
+    parser.add_argument("--set", nargs="+", default=[], metavar="data.key=value", help="changes the data")
 
 
 def check_counts(arguments: argparse.Namespace) -> None:

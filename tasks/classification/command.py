@@ -12,7 +12,7 @@ class RunStopped(Exception):
 
 
 def run_command(program: str, work: Callable[[], None], goes_on: str | None = None) -> int:
-    """Do the work of a command; a bad value, SIGTERM and Ctrl-C end it with one line.
+    """Do the work of a command; a bad value, a missing package, SIGTERM and Ctrl-C end it with one line.
 
     Args:
         program: its name.
@@ -20,7 +20,7 @@ def run_command(program: str, work: Callable[[], None], goes_on: str | None = No
         goes_on: where the same command goes on after Ctrl-C; None where it starts anew.
 
     Returns:
-        The exit status: 0, 2 for a bad value, 143 for SIGTERM, 130 for Ctrl-C.
+        The exit status: 0, 2 for a bad value or a missing package, 143 for SIGTERM, 130 for Ctrl-C.
     """
     try:
         work()

@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--batch-size {arguments.batch_size} must be 1 or more")
     transformers_logging.disable_progress_bar()
     try:
-        config = config_of(arguments.model, arguments.config, arguments.overrides)
+        config = run_config(arguments.model, arguments.config, arguments.overrides)
         out = arguments.out or arguments.model.resolve().parent / "evaluation" / arguments.model.resolve().name
         results = evaluate_model(arguments.model, config, arguments.split, out, arguments.batch_size)
     except (ValueError, OSError, TypeError) as error:
@@ -110,16 +110,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def config_of(model_folder: Path, config_file: str | None, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The configuration that says a model's data: a file's, or else that of the run that trained it.
-
-    Args:
-        model_folder: of a saved model; a run has it beside its configuration.
-        config_file: YAML.
-        overrides: `data.key=value`.
-    """
-    if config_file:
-        return load_config(config_file, overrides)
+def run_config(model_folder: Path, file: str | None = None, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """The configuration of a YAML file, or of the run that saved the model, with overrides of its `data`."""
+    if file:
+        return load_config(file, overrides)
     stored = model_folder.resolve().parent / RUN_CONFIG
     if not stored.exists():
         raise OSError(f"{stored} is missing, so the data is not known; give --config")
