@@ -239,16 +239,13 @@ def draw_quartiles(
     """
     height = 1.6 + 0.45 * max(4, len(spreads))
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(11.0, height), layout="constrained")
-    # matplotlib's names of what `bxp` draws.
-    boxes = [
-        {"whislo": s["min"], "q1": s["q1"], "med": s["median"], "q3": s["q3"], "whishi": s["max"], "label": name}
-        for name, s in spreads.items()
-    ]
-    drawn = left.bxp(boxes, orientation="horizontal", showfliers=False, patch_artist=True, widths=0.55)
-    for number, box in enumerate(drawn["boxes"]):
-        box.set(facecolor=f"C{number}", alpha=0.55, edgecolor=INK)
-    for median in drawn["medians"]:
-        median.set(color=INK, linewidth=2)
+    # Not `bxp`, which draws across by one argument before matplotlib 3.10 and by another from there on.
+    for number, spread in enumerate(spreads.values()):
+        left.plot([spread["min"], spread["max"]], [number, number], "|-", color=INK, markersize=12)
+        box = spread["q3"] - spread["q1"]
+        left.barh(number, box, left=spread["q1"], height=0.55, color=f"C{number}", edgecolor=INK, zorder=3)
+        left.vlines(spread["median"], number - 0.275, number + 0.275, color="white", linewidth=2.5, zorder=4)
+    left.set_yticks(range(len(spreads)), list(spreads))
     left.invert_yaxis()
     left.set_xlabel(f"{label}, last layer")
     for number, name in enumerate(spreads):

@@ -154,11 +154,11 @@ def patches_inside(box: Sequence[float], image: Image.Image, saved: SavedModel, 
 
 def measure(
     saved: SavedModel, images: BoxedImages, arguments: argparse.Namespace
-) -> tuple[dict[str, Any], list[Panel]]:
-    """Means and variances of every layer, and panels of the first images."""
+) -> tuple[dict[str, Any], dict[str, Panel]]:
+    """Means and variances of every layer, and panels of the first images by their names."""
     prepare, grid, prefix = preparation(saved), saved.attention.grid, saved.attention.num_prefix_tokens
     found: list[list[np.ndarray]] = []  # an image: layers x (mean, variance, head variance)
-    panels: list[Panel] = []
+    panels: dict[str, Panel] = {}
     left_out = boxes_used = 0
     for index in tqdm(range(images.count), desc=saved.name, disable=None, leave=False):
         image, name = images.read(index), images.name(index)
@@ -173,7 +173,7 @@ def measure(
         check_pairs(weights[0], grid, prefix)
         found.append(np.array([_mean_over_boxes(layer[0], used, prefix) for layer in weights]))
         if len(panels) < EXAMPLES:
-            panels.append(_example(saved, pixel_values, weights[-1][0].cpu(), used[0]))
+            panels[name] = _example(saved, pixel_values, weights[-1][0].cpu(), used[0])
     if not found:
         raise ValueError(
             f"{images.description}: no box holds two patches of the {grid[0]}x{grid[1]} grid of {saved.name}"
@@ -258,10 +258,13 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(parser.prog, work)
 
 
-def _draw(models: list[dict[str, Any]], panels: list[list[Panel]], out: Path) -> list[Path]:
+def _draw(models: list[dict[str, Any]], panels: list[dict[str, Panel]], out: Path) -> list[Path]:
     names = [found["name"] for found in models]
     spreads = [found["last_layer_variance_of_images"] for found in models]
-    return [
+    # A box may be too small for the patches of one model.
+    shared = [name for name in panels[0] if all(name in own for own in panels)]
+    examples = [[own[name] for name in shared] for own in panels]
+    drawn = [
         pictures.draw_quartiles(
             {name: {key: 1e5 * value for key, value in own.items()} for name, own in zip(names, spreads, strict=True)},
             {found["name"]: [1e5 * value for value in found["layer_variance_medians"]] for found in models},
@@ -269,14 +272,13 @@ def _draw(models: list[dict[str, Any]], panels: list[list[Panel]], out: Path) ->
             "variance inside boxes, 1e-5",
             f"variance of the attention inside object boxes, {models[0]['data']}",
             log=True,
-        ),
-        draw_panels(
-            [[replace(panel, heat=None) for panel in panels[0]], *panels],
-            ["image", *names],
-            out / "box_examples.png",
-            "what the patches of a box attend to: last layer, mean over heads and patches; light is high",
-        ),
+        )
     ]
+    if shared:
+        rows = [[replace(panel, heat=None) for panel in examples[0]], *examples]
+        heading = "what the patches of a box attend to: last layer, mean over heads and patches; light is high"
+        drawn.append(draw_panels(rows, ["image", *names], out / "box_examples.png", heading))
+    return drawn
 
 
 if __name__ == "__main__":
