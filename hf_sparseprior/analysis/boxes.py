@@ -12,18 +12,22 @@ from torch.nn import functional as F
 class InsideAttention(NamedTuple):
     """Of the weights from each patch of a box to each patch of it, scalars in float64.
 
-    mean: of all of them. variance: after the mean over the heads. head_variance: of each head, the mean over the heads.
+    mean: of all of them. variance: over the pairs, of the mean over the heads. head_variance: over the pairs of each
+    head, the mean over the heads. patch_variance: over the patches, of what each receives in the mean over heads and
+    querying patches.
     """
 
     mean: float
     variance: float
     head_variance: float
+    patch_variance: float
 
 
 def inside_attention(weights: Tensor, inside: Tensor, num_prefix_tokens: int) -> InsideAttention:
-    """Mean and variance of the "inside-to-inside" attention of one image in one layer.
+    """Mean and variances of the "inside-to-inside" attention of one image in one layer.
 
-    Variances are those of all pairs, divided by their number; a pair outside a head's support has weight 0 and counts.
+    The paper gives no formula for its variance; these are the three that its text can mean. Variances are divided by
+    the number of values; a pair outside a head's support has weight 0 and counts.
 
     Args:
         weights: (H, T, T).
@@ -41,6 +45,7 @@ def inside_attention(weights: Tensor, inside: Tensor, num_prefix_tokens: int) ->
         pairs.mean().item(),
         pairs.mean(0).var(correction=0).item(),
         pairs.flatten(1).var(1, correction=0).mean().item(),
+        pairs.mean((0, 1)).var(correction=0).item(),
     )
 
 

@@ -111,7 +111,7 @@ def attention_rows(
     rows = []
     for number in layers:
         maps = look(weights[number], *where)
-        panels = [_heat_panel(image, maps.mean(0), "mean of heads")]
+        panels = [_heat_panel(image, maps.mean(0), "mean")]
         if rollout:
             panels.append(_heat_panel(image, look(rolled[number][0], *where), "rollout"))
         rows.append(panels + [_heat_panel(image, maps[head], f"head {head + 1}") for head in heads])

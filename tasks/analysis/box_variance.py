@@ -50,8 +50,9 @@ EXAMPLES = 6
 PAPER_IMAGES = 100  # "Results averaged over 100 images", section 6.2
 NOTE = (
     "Weights behind the softmax, from each patch of a box to each patch of it, of the last layer; a patch is in a box "
-    "that covers half of it. Variance: of the mean over the heads; of each head: their mean. A pair outside a head's "
-    "support has weight 0. The mean over the boxes of an image, then over images."
+    "that covers half of it. Variances: over the pairs, of the mean over the heads; over the pairs of each head, the "
+    "mean over heads; over the patches, of what each receives in the mean over heads and patches. A pair outside a "
+    "head's support has weight 0. Means over the boxes of an image, then over images."
 )
 
 
@@ -157,7 +158,7 @@ def measure(
 ) -> tuple[dict[str, Any], dict[str, Panel]]:
     """Means and variances of every layer, and panels of the first images by their names."""
     prepare, grid, prefix = preparation(saved), saved.attention.grid, saved.attention.num_prefix_tokens
-    found: list[list[np.ndarray]] = []  # an image: layers x (mean, variance, head variance)
+    found: list[list[np.ndarray]] = []  # an image: layers x fields of InsideAttention
     panels: dict[str, Panel] = {}
     left_out = boxes_used = 0
     for index in tqdm(range(images.count), desc=saved.name, disable=None, leave=False):
@@ -178,7 +179,7 @@ def measure(
         raise ValueError(
             f"{images.description}: no box holds two patches of the {grid[0]}x{grid[1]} grid of {saved.name}"
         )
-    values = np.stack(found)  # (images, layers, 3)
+    values = np.stack(found)  # (images, layers, 4)
     layers = [dict(zip(InsideAttention._fields, layer, strict=True)) for layer in values.mean(0).tolist()]
     about = {
         **saved.about(),
@@ -214,12 +215,13 @@ def _example(saved: SavedModel, pixel_values: Tensor, weights: Tensor, inside: T
 
 def table(models: list[dict[str, Any]]) -> str:
     """A row for each model, as a Markdown table; variances in units of 1e-5, as in the paper's text."""
-    columns = ["model", "prior", "tokens", "mean weight", "variance, 1e-5", "of each head, 1e-5"]
-    columns += ["variance of all layers, 1e-5", "images", "boxes"]
+    columns = ["model", "prior", "tokens", "mean weight", "variance over pairs, 1e-5", "of each head", "over patches"]
+    columns += ["over pairs, all layers", "images", "boxes"]
     rows = []
     for found in models:
         last = found["last_layer"]
-        variances = (last["variance"], last["head_variance"], found["all_layers"]["variance"])
+        variances = [last[key] for key in ("variance", "head_variance", "patch_variance")]
+        variances.append(found["all_layers"]["variance"])
         cells = [found["name"], found["prior"], str(found["tokens"]), f"{last['mean']:.5f}"]
         rows.append(cells + [f"{1e5 * value:.3f}" for value in variances] + [str(found["images"]), str(found["boxes"])])
     return markdown_table(columns, rows)

@@ -140,6 +140,9 @@ def test_attention_inside_a_box_by_hand():
     variance = 304 / 9 - (46 / 9) ** 2
     assert found.head_variance == pytest.approx(variance / 2)
     assert found.variance == pytest.approx(variance / 4)  # of the mean of a head and a constant
+    # The patches receive 12, 15 and 19 of head 1 and 6 of head 2.
+    received = [(12 + 6) / 6, (15 + 6) / 6, (19 + 6) / 6]
+    assert found.patch_variance == pytest.approx(np.var(received))
 
 
 def test_attention_inside_a_box_equals_numpy(weights):
@@ -152,11 +155,12 @@ def test_attention_inside_a_box_equals_numpy(weights):
         assert found.mean == pytest.approx(pairs.mean())
         assert found.variance == pytest.approx(np.var(pairs.mean(0)))
         assert found.head_variance == pytest.approx(np.mean([np.var(head) for head in pairs]))
+        assert found.patch_variance == pytest.approx(np.var([pairs[:, :, key].mean() for key in range(4)]))
 
 
 def test_uniform_attention_does_not_vary():
     found = inside_attention(torch.full((3, 5, 5), 0.2, dtype=torch.float64), torch.ones(2, 2, dtype=torch.bool), 1)
-    assert found == pytest.approx((0.2, 0.0, 0.0))
+    assert found == pytest.approx((0.2, 0.0, 0.0, 0.0))
 
 
 def test_a_single_patch_has_no_variance():

@@ -95,7 +95,7 @@ def test_own_files_on_several_models(runs, stock, picture, capsys, figures, tmp_
         "ours_own.png", "ours_own_query_3_3.png", "stock_own.png", "stock_own_query_3_3.png",
     ]  # fmt: skip
     _, titles, arrays = panels_of(figures["stock_own.png"], 1)
-    assert [title.split(",")[0] for title in titles[0]] == ["image", "mean of heads", "head 1", "head 3"]
+    assert [title.split(",")[0] for title in titles[0]] == ["image", "mean", "head 1", "head 3"]
     # As the model sees it: scaled to its size, whatever the file's.
     scaled = np.asarray(Image.open(picture).resize((16, 16), Image.Resampling.BILINEAR)) / 255
     np.testing.assert_allclose(arrays[0][0], scaled, atol=0.02)

@@ -31,7 +31,7 @@ def covered(box):
 
 
 def expected_values(folder, images, boxes):
-    """Means over images of (mean, variance, variance of each head), for each layer, written out."""
+    """Means over images of (mean, variance, that of each head, that of patches), for each layer, written out."""
     model = sp.SparsePriorViTForImageClassification.from_pretrained(folder / "model").eval()
     pixels = torch.tensor(images.transpose(0, 3, 1, 2) / 255, dtype=torch.float32) * 2 - 1
     with torch.no_grad():
@@ -48,7 +48,11 @@ def expected_values(folder, images, boxes):
                 pairs = np.array([[[head[j, k] for k in places] for j in places] for head in layer[number]])
                 mean_head = np.mean(pairs, axis=0)
                 deviations = [np.mean((head - head.mean()) ** 2) for head in pairs]
-                layers.append((pairs.mean(), np.mean((mean_head - mean_head.mean()) ** 2), np.mean(deviations)))
+                pair_variance = np.mean((mean_head - mean_head.mean()) ** 2)
+                received = mean_head.mean(0)
+                layers.append(
+                    (pairs.mean(), pair_variance, np.mean(deviations), np.mean((received - received.mean()) ** 2))
+                )
             per_box.append(layers)
         if per_box:
             per_image.append(np.mean(per_box, axis=0))
@@ -66,12 +70,12 @@ def test_every_number_equals_numpy(boxed_runs, capsys, figures, tmp_path):
         # A third of the images have no box that covers two patches.
         assert found["images"] == count == 8 and found["boxes"] == 12 and found["boxes_of_less_than_two_patches"] == 4
         for layer, values in zip(found["layers"], expected, strict=True):
-            assert list(layer) == ["mean", "variance", "head_variance"]
+            assert list(layer) == ["mean", "variance", "head_variance", "patch_variance"]
             np.testing.assert_allclose(list(layer.values()), values, rtol=1e-4)
         np.testing.assert_allclose(list(found["all_layers"].values()), expected.mean(0), rtol=1e-4)
         assert found["last_layer"] == found["layers"][-1] and found["tokens"] == 17
-        shown = [*expected[-1] * (1, 1e5, 1e5), 1e5 * expected[:, 1].mean()]
-        np.testing.assert_allclose([float(cell) for cell in row[3:7]], shown, rtol=2e-3)
+        shown = [*expected[-1] * (1, 1e5, 1e5, 1e5), 1e5 * expected[:, 1].mean()]
+        np.testing.assert_allclose([float(cell) for cell in row[3:8]], shown, rtol=2e-3)
     axes = np.array(figures["box_examples.png"].axes).reshape(3, -1)
     assert [axis.get_ylabel() for axis in axes[:, 0]] == ["image", "dense", "fibottention"]
     np.testing.assert_allclose(axes[0, 0].images[0].get_array(), images[0] / 255, atol=1e-6)
