@@ -114,7 +114,9 @@ def test_the_heads_of_our_models_are_weights_times_values(prior):
 
 
 @pytest.mark.parametrize("prior", [None, "fibottention+violin"])
-@pytest.mark.parametrize("family", ["vit", "deit", "dinov2_registers", "dinov3", "beit", "clip", "siglip", "ijepa"])
+@pytest.mark.parametrize(
+    "family", ["vit", "deit", "msn", "dinov2", "dinov2_registers", "dinov3", "beit", "clip", "siglip", "ijepa"]
+)
 def test_the_heads_of_stock_models_are_weights_times_values(family, prior):
     case = STOCK[family]
     model = case.build()

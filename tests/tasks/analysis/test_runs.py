@@ -10,6 +10,7 @@ from PIL import Image
 from transformers import ViTForImageClassification
 
 import hf_sparseprior as sp
+from hf_sparseprior.analysis.layers import attention_weights, watch_heads
 from tasks.analysis import attention, box_variance, decay, diversity
 from tasks.analysis.runs import model_folder, model_names, open_models, preparation, shown_image
 
@@ -46,8 +47,12 @@ def test_names_are_what_tells_paths_apart(tmp_path):
         model_names([tmp_path / "a", tmp_path / "a"])
 
 
-def test_an_adapter_is_put_on_its_model(stock, tmp_path):
-    config = sp.ViolinAdapterConfig(decay={"name": "violin", "init": "moving"})
+@pytest.mark.parametrize("low_rank", [False, True])
+def test_an_adapter_is_put_on_its_model(low_rank, stock, tmp_path):
+    decay = {"name": "violin", "init": "moving"}
+    config = sp.ViolinAdapterConfig(decay=decay)
+    if low_rank:
+        config = sp.LoraViolinConfig(decay=decay, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
     adapted = peft.get_peft_model(ViTForImageClassification.from_pretrained(stock), config)
     adapted.save_pretrained(tmp_path / "adapter")
     (saved,) = opened(tmp_path / "adapter")
@@ -56,6 +61,11 @@ def test_an_adapter_is_put_on_its_model(stock, tmp_path):
     with torch.no_grad():
         expected = adapted.eval()(pixel_values=pixels).logits
         torch.testing.assert_close(saved.model(pixel_values=pixels).logits, expected)
+    assert len(attention_weights(saved.model, pixels)) == 2
+    seen = []
+    with watch_heads(saved.attention, lambda layer, heads: seen.append(heads.shape)):
+        saved.model(pixel_values=pixels)
+    assert seen == [(2, 3, 17, 8)] * 2
     assert saved.processor.size == {"height": 16, "width": 16}
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     settings["base_model_name_or_path"] = "somewhere/else"
