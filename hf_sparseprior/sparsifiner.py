@@ -144,7 +144,21 @@ class Sparsifiner(Predictor):
         if cls._keeps_all(settings):
             return 0
         down = 2 * settings["num_down"] * num_tokens * num_heads * head_dim
-        return down + num_heads * settings["num_down"] * num_tokens**2
+        return down + cls.up_products(settings, num_heads, num_tokens)
+
+    @staticmethod
+    def up_products(settings: dict[str, Any], num_heads: int, num_tokens: int) -> int:
+        """Multiply-adds of A_down W_up in a layer; `up_share` says how many of them have no zero in them."""
+        return num_heads * settings["num_down"] * num_tokens**2
+
+    def up_share(self, coefficients: Tensor) -> float:
+        """Share of the multiply-adds of A_down W_up that a product of sparse matrices needs (Sparsifiner section 3).
+
+        Args:
+            coefficients: (B, H, N, R), see `coefficients`.
+        """
+        above = (coefficients > self.settings["threshold"]).to(torch.float64).mean((0, 1, 2))
+        return (above * (self.w_up != 0).to(torch.float64).mean(1)).mean().item()
 
     # ---- the prediction ---------------------------------------------------------------------------------------------
 

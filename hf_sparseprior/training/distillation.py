@@ -259,17 +259,25 @@ class Distillation:
         return {"output_hidden_states": True} if "hidden_states" in self.needs else {}
 
     @contextmanager
-    def observed(self, model: nn.Module) -> Iterator[list[Tensor]]:
-        """Inside the block the scores of the student's predictors are collected, where they are needed."""
+    def observed(self, model: Any) -> Iterator[list[Tensor]]:
+        """Inside the block the scores of the student's predictors are collected, where they are needed.
+
+        Raises:
+            ValueError: for scores without gradients.
+        """
         scores: list[Tensor] = []
         watched = predictors(model) if "scores" in self.needs else []
         for predictor in watched:
             predictor.recorder = scores.append
+        # With gradient checkpointing, layers run again in the backward pass and have to do the same as here.
+        later = _discard if watched and getattr(model, "is_gradient_checkpointing", False) else None
         try:
             yield scores
         finally:
             for predictor in watched:
-                predictor.recorder = None
+                predictor.recorder = later
+        if model.training and not all(own.requires_grad for own in scores):
+            raise ValueError("the attention loss needs gradient checkpointing to be without reentrance")
 
     def losses(
         self, model: nn.Module, outputs: Any, label_loss: Tensor, scores: Sequence[Tensor], pixel_values: Tensor
@@ -290,6 +298,10 @@ class Distillation:
     def total(self, losses: Mapping[str, Tensor]) -> Tensor:
         """Their weighted sum."""
         return torch.stack([weight * losses[name] for name, weight in self.weights.items()]).sum()
+
+
+def _discard(scores: Tensor) -> None:
+    pass
 
 
 def predictors(model: nn.Module) -> list[Predictor]:

@@ -705,27 +705,25 @@ def test_flops_that_differ_between_images_are_not_counted(prior):
 
 
 @pytest.mark.parametrize("keep_rate", [0.7, 0.5])
-@pytest.mark.parametrize("attention_keep_rate", [1.0, 0.25])
-def test_sparsifiners_table_1_counts_masks(keep_rate, attention_keep_rate):
+def test_sparsifiners_table_1_counts_masks(keep_rate):
     """Nonzeros of masks as the published code makes them: all of the class token's row, of others the kept alone."""
     pairs, patches = 0, 196
     for block in range(1, 13):
         if block in (5, 8, 11):
             patches = math.ceil(keep_rate ** ((block - 2) // 3) * 196)
         mask = torch.zeros(197, 197, dtype=torch.bool)
-        if patches == 196 and attention_keep_rate == 1.0:
-            mask[:] = True
-        else:
-            mask[1 : 1 + patches, 1 : 1 + min(patches, math.ceil(attention_keep_rate * 197))] = True
+        mask[1 : 1 + patches, 1 : 1 + patches] = True
+        if patches == 196:
+            mask[:, 0] = True
         mask[0] = True
         pairs += int(mask.sum())
-    assert masked_pruning_flops(keep_rate, attention_keep_rate=attention_keep_rate) == 2 * pairs * 384
+    assert masked_pruning_flops(keep_rate) == 2 * pairs * 384
 
 
 def test_numbers_without_a_formula_are_not_reproduced():
     assert len(unexplained_numbers()) == 4
     for number in unexplained_numbers():
-        assert abs(number.count - number.printed) > 1.0 and number.includes
+        assert abs(number.count - number.printed) > 0.1 and number.includes
 
 
 # ---- schedules ------------------------------------------------------------------------------------------------------

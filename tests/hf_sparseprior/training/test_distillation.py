@@ -15,6 +15,12 @@ from hf_sparseprior.training import (
     class_loss,
     token_loss,
 )
+from hf_sparseprior.training.distillation import (
+    freeze_predictors,
+    predictors,
+    prune_predictors,
+    train_predictors_alone,
+)
 
 SIZES = {
     "image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -165,6 +171,105 @@ def test_resumed_run_equals_the_uninterrupted_one_and_the_teacher_stays(tmp_path
     assert entry["loss"] == pytest.approx(
         entry["loss_labels"] + 0.5 * entry["loss_token"] + 0.5 * entry["loss_class"], abs=2e-4
     )
+
+
+# ---- Sparsifiner's phases ------------------------------------------------------------------------------------------
+
+SPARSIFINER = {"predictor": {"name": "sparsifiner", "num_down": 3, "keep_rate": 0.5, "threshold": 0.2}}
+
+
+def projected(model, pixels):
+    # Queries and keys of every layer of a model without a prior, and its attention, by hand.
+    out = model(pixels, output_hidden_states=True, output_attentions=True)
+    heads = []
+    for layer, hidden in zip(model.vit.layers, out.hidden_states[:-1], strict=True):
+        normed = layer.layernorm_before(hidden)
+        q, k = (
+            own(normed).view(*normed.shape[:2], 2, 8).transpose(1, 2)
+            for own in (layer.attention.q_proj, layer.attention.k_proj)
+        )
+        heads.append((q, k))
+    return heads, out.attentions
+
+
+def eq_10(model, dense, pixels):
+    heads, attentions = projected(dense, pixels)
+    losses = []
+    for layer, (q, k), weights in zip(model.vit.layers, heads, attentions, strict=True):
+        predictor = layer.attention.predictor
+        down = torch.softmax(q[:, :, 1:] @ (predictor.w_down @ k[:, :, 1:]).mT / math.sqrt(8), -1)
+        scores = (down * (down > 0.2)) @ predictor.w_up
+        losses.append((scores - weights[:, :, 1:, 1:]).square().mean())
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_phase_1_trains_the_predictor_alone_with_eq_10(tmp_path, checkpointing):
+    model, teacher = make_model(0, prior=SPARSIFINER), make_model(0)
+    train_predictors_alone(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    trainer = make_trainer(model, Distillation({"attention": 1.0}, Teacher(teacher)), tmp_path)
+    loss = trainer.compute_loss(model.train(), batch())
+    loss.backward()
+    weights = {name: p for name, p in model.named_parameters() if ".predictor." in name}
+    assert len(weights) == 4 and all(p.grad is None for name, p in model.named_parameters() if name not in weights)
+    own = {name: p.grad.clone() for name, p in weights.items()}
+    expected = eq_10(model, teacher, batch()["pixel_values"])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for (name, gradient), other in zip(own.items(), torch.autograd.grad(expected, list(weights.values())), strict=True):
+        assert gradient.abs().sum() > 0
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-8, msg=name)
+
+
+def test_scores_without_gradients_are_refused(tmp_path):
+    model = make_model(0, prior=SPARSIFINER)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    trainer = make_trainer(model, Distillation({"attention": 1.0}, Teacher(make_model(0))), tmp_path)
+    with pytest.raises(ValueError, match="needs gradient checkpointing to be without reentrance"):
+        trainer.compute_loss(model.train(), batch())
+
+
+def test_phase_1_moves_nothing_else_and_ends_pruned(tmp_path):
+    model = make_model(0, prior=SPARSIFINER)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    train_predictors_alone(model)
+    teacher = Teacher(make_model(0))
+    make_trainer(model, Distillation({"attention": 1.0}, teacher), tmp_path, optim="adamw_torch").train()
+    for name, value in model.state_dict().items():
+        assert value.equal(before[name]) == (".predictor." not in name), name
+    with torch.no_grad():
+        predictors(model)[0].w_up[0, 0] = 0.005
+    prune_predictors(model)
+    for predictor in predictors(model):
+        assert ((predictor.w_up == 0) | (predictor.w_up.abs() > 0.01)).all()
+    assert predictors(model)[0].w_up[0, 0] == 0
+    # In evaluation it is sparse, as it will be.
+    kept = model.eval()(batch()["pixel_values"], output_attentions=True).attentions
+    assert all(((layer > 0).sum(-1)[:, :, 1:] <= 1 + math.ceil(0.5 * 5)).all() for layer in kept)
+
+
+@pytest.mark.parametrize("attention", [0.0, 1.0])
+def test_phase_2_has_a_gradient_for_the_predictor_with_the_attention_loss_alone(tmp_path, attention):
+    model = make_model(0, prior=SPARSIFINER)
+    weights = {"labels": 1.0, "token": 0.5, "class": 0.5, "attention": attention}
+    trainer = make_trainer(model, Distillation(weights, Teacher(make_model(0))), tmp_path)
+    trainer.compute_loss(model.train(), batch()).backward()
+    for name, parameter in model.named_parameters():
+        if ".predictor." in name:
+            assert (parameter.grad is not None and parameter.grad.abs().sum() > 0) == bool(attention), name
+        else:
+            assert parameter.grad is not None, name
+
+
+def test_phase_2_as_published_leaves_the_predictor(tmp_path):
+    model = make_model(0, prior=SPARSIFINER)
+    freeze_predictors(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weights = {"labels": 1.0, "token": 0.5, "class": 0.5}
+    make_trainer(model, Distillation(weights, Teacher(make_model(0))), tmp_path, weight_decay=0.5).train()
+    for name, value in model.state_dict().items():
+        assert value.equal(before[name]) == (".predictor." in name), name
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
