@@ -631,7 +631,7 @@ def unexplained_numbers() -> list[PaperNumber]:
             printed,
             sum(sparsifiner_mhsa(1, 6, 384, own, min(50, own), share) for own in masked_patches(rate)) / 1e6,
             "M",
-            f"what gives Table 2, for the patches that are left, with its {share:.2%} of A_down W_up. That share is of a "
+            f"what gives Table 2, for the patches that are left and with its {share:.2%} of A_down W_up, that of a "
             "model that drops no tokens; the shares of these models are not printed",
         )
         for rate, printed in _TABLE_1_SPARSE.items()
