@@ -68,7 +68,7 @@ def test_recipes_are_those_of_the_published_scripts():
 def test_the_comparison_builds_its_models():
     comparison = load_comparison(FOLDER / "compare" / "token_pruning_digits.yaml")
     priors = {name: built(config).config.prior_name for name, config in comparison.configs.items()}
-    assert priors == {name: name.partition(" ")[0] for name in comparison.configs}
+    assert priors == {name: name.partition("_")[0] for name in comparison.configs}
 
 
 TINY = [
