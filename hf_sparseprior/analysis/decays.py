@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hf_sparseprior.decay import decay_mask
-from hf_sparseprior.ops import decay_positions
+from hf_sparseprior.analysis.layers import find_attention
+from hf_sparseprior.decay import Decay, decay_mask
+from hf_sparseprior.ops import AttentionPlan, decay_positions
 
 
 @torch.no_grad()
@@ -26,3 +29,68 @@ def learned_decay_masks(layers: Any, config: Any) -> list[Tensor]:
             decay = layer.attention.decay_bias()
             masks.append(decay_mask(decay, decay_positions(plan, decay, decay["beta"].device), torch.float32))
     return masks
+
+
+@dataclass(frozen=True)
+class LearnedDecay:
+    """The decay of one layer; tensors in float64 on the CPU.
+
+    layer: number from 0. curves: names of what distances are measured along. beta: (C, H). alpha: (H,), None where it
+    is not learned. prefix_beta: (H,), of prefix tokens, None where their gamma is 1. positions: (C, A, N).
+    """
+
+    layer: int
+    curves: list[str]
+    beta: Tensor
+    alpha: Tensor | None
+    prefix_beta: Tensor | None
+    positions: Tensor
+
+    @property
+    def gamma(self) -> Tensor:
+        """sigmoid(beta), (C, H) (VIOLIN Eq. 12)."""
+        return torch.sigmoid(self.beta)
+
+    def masks(self) -> Tensor:
+        """M (H, N, N) over the patches (VIOLIN Eq. 13)."""
+        return decay_mask({"beta": self.beta}, self.positions, torch.float64)
+
+    def curve_mask(self, curve: int, beta: float) -> Tensor:
+        """gamma^distance (N, N) along one curve alone, for any beta (VIOLIN Figures 4 and 11)."""
+        one = {"beta": torch.full((1, 1), beta, dtype=torch.float64)}
+        return decay_mask(one, self.positions[curve : curve + 1], torch.float64)[0]
+
+
+def learned_decays(model: nn.Module) -> list[LearnedDecay]:
+    """The decays of a model's layers: of its own prior, of `apply_prior` or of an active adapter of peft.
+
+    Raises:
+        ValueError: if no layer has one.
+    """
+    attention = find_attention(model)
+    found = []
+    for layer in attention.layers:
+        decay = None if layer.prior is None else layer.prior.active_decay()
+        if layer.prior is not None and decay is not None:
+            plan = layer.prior.plan(attention.grid, attention.num_prefix_tokens)
+            found.append(_learned(layer.number, decay, plan))
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no decay, its prior is {attention.prior_name!r}")
+    return found
+
+
+def _learned(layer: int, decay: Decay, plan: AttentionPlan) -> LearnedDecay:
+    values = decay()
+    alpha, beta, prefix_beta = (
+        None if (value := values[name]) is None else value.detach().to("cpu", torch.float64)
+        for name in ("alpha", "beta", "prefix_beta")
+    )
+    assert beta is not None
+    positions = decay_positions(plan, values, decay.beta.device).detach().cpu()
+    return LearnedDecay(layer, position_names(decay.settings, len(beta)), beta, alpha, prefix_beta, positions)
+
+
+def position_names(settings: dict[str, Any], count: int) -> list[str]:
+    """What the positions of a resolved decay are called: its curves, or its own name and that name with `_t`."""
+    names: Sequence[str] = settings.get("curves", [settings["name"], f"{settings['name']}_t"])
+    return list(names)[:count]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hf_sparseprior.analysis import pictures
+from hf_sparseprior.analysis.decays import position_names
 from hf_sparseprior.analysis.flops import attention_flops, dense_attention_flops
 from hf_sparseprior.curves import curve_names, curve_rank
 from hf_sparseprior.decay import DECAYS, PLACEMENTS, decay_mask, initial_beta, make_decay
@@ -171,7 +172,7 @@ def explain_decay(decay: dict[str, Any], arguments: argparse.Namespace) -> list[
     beta = (low + high) / 2
     gamma = torch.sigmoid(torch.tensor(beta, dtype=torch.float64)).item()
     positions = torch.tensor(DECAYS[decay["name"]].positions(decay, grid))
-    curves = decay.get("curves", [decay["name"], f"{decay['name']}_t"][: positions.shape[0]])
+    curves = position_names(decay, positions.shape[0])
     print(f"{decay['name']} on a {grid[0]}x{grid[1]} grid, init {decay['init']}: beta ~ U({low:g}, {high:g})")
     print(f"placement {decay['placement']}: {PLACEMENTS[decay['placement']]}")
     print(f"shown for beta = {beta:g}, gamma = {gamma:.6f}\n")

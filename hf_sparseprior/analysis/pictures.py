@@ -220,3 +220,142 @@ def draw_flops(curves: Mapping[str, Mapping[str, Sequence[ModelFlops]]], path: s
     axes[0].legend(frameon=False, fontsize=8)
     figure.suptitle(heading, fontsize=11)
     return save(figure, path)
+
+
+def draw_quartiles(
+    spreads: Mapping[str, Mapping[str, float]],
+    lines: Mapping[str, Sequence[float]],
+    path: str | os.PathLike,
+    label: str,
+    heading: str,
+    log: bool = False,
+) -> Path:
+    """Left a box for each name, whiskers to the extremes; right in the same colours a line over the layers.
+
+    Args:
+        spreads: {"min", "q1", "median", "q3", "max"} by name.
+        lines: a value for each layer by the same names.
+        path: of the PNG.
+        label: of the values.
+        heading: above both panels.
+        log: values on a logarithmic axis.
+    """
+    height = 1.6 + 0.45 * max(4, len(spreads))
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(11.0, height), layout="constrained")
+    # Not `bxp`, which draws across by one argument before matplotlib 3.10 and by another from there on.
+    for number, spread in enumerate(spreads.values()):
+        left.plot([spread["min"], spread["max"]], [number, number], "|-", color=INK, markersize=12)
+        box = spread["q3"] - spread["q1"]
+        left.barh(number, box, left=spread["q1"], height=0.55, color=f"C{number}", edgecolor=INK, zorder=3)
+        left.vlines(spread["median"], number - 0.275, number + 0.275, color="white", linewidth=2.5, zorder=4)
+    left.set_yticks(range(len(spreads)), list(spreads))
+    left.invert_yaxis()
+    left.set_xlabel(f"{label}, last layer")
+    for number, name in enumerate(spreads):
+        right.plot(range(1, len(lines[name]) + 1), lines[name], color=f"C{number}", marker="o", markersize=4)
+    right.xaxis.get_major_locator().set_params(integer=True)
+    right.set_xlabel("layer")
+    right.set_ylabel(f"{label}, median")
+    for axis in (left, right):
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    if log:
+        left.set_xscale("log")
+        right.set_yscale("log")
+    figure.suptitle(heading, fontsize=11)
+    return save(figure, path)
+
+
+def draw_gammas(
+    gammas: np.ndarray,
+    alphas: np.ndarray | None,
+    curves: Sequence[str],
+    layers: Sequence[int],
+    path: str | os.PathLike,
+    heading: str,
+) -> Path:
+    """A panel for each curve, layers down and heads across, coloured by 1 - gamma; one for alpha (VIOLIN Figure 7).
+
+    Most gammas are just below 1, where only the logarithm of 1 - gamma tells them apart.
+
+    Args:
+        gammas: (layers, curves, heads), each above 0 and below 1.
+        alphas: (layers, heads), None for no such panel.
+        curves: names.
+        layers: their numbers as drawn.
+        path: of the PNG.
+        heading: above all panels.
+    """
+    from matplotlib.colors import LogNorm
+
+    count = len(curves) + (alphas is not None)
+    columns = min(5, count)
+    rows = math.ceil(count / columns)
+    heads = gammas.shape[2]
+    size = (1.0 + 0.16 * max(8, heads), 0.75 + 0.16 * max(6, len(layers)))
+    figure, axes = pyplot().subplots(
+        rows, columns, figsize=(size[0] * columns + 2.4, size[1] * rows + 0.5), squeeze=False, layout="constrained"
+    )
+    # A gamma that float64 rounds to 1 is drawn as the one before.
+    missing = np.maximum(1.0 - gammas, np.finfo(np.float64).epsneg)
+    norm = LogNorm(missing.min(), max(missing.max(), missing.min() * 1.01))
+    extent = (0.5, heads + 0.5, len(layers) + 0.5, 0.5)
+    image = None
+    for axis, name, values in zip(axes.flat, curves, missing.swapaxes(0, 1), strict=False):
+        image = axis.imshow(values, norm=norm, cmap="viridis_r", extent=extent, aspect="auto", interpolation="nearest")
+        axis.set_title(name, fontsize=9)
+    figure.colorbar(image, ax=axes, shrink=0.8, label="1 - gamma (light: reaches far)", pad=0.01)
+    if alphas is not None:
+        axis = axes.flat[len(curves)]
+        reach = max(float(np.abs(alphas - 1).max()), 1e-3)
+        image = axis.imshow(
+            alphas, vmin=1 - reach, vmax=1 + reach, cmap="RdBu_r", extent=extent, aspect="auto", interpolation="nearest"
+        )
+        axis.set_title("alpha", fontsize=9)
+        figure.colorbar(image, ax=axes, shrink=0.8, label="alpha", pad=0.01)
+    for number, axis in enumerate(axes.flat):
+        axis.set_visible(number < count)
+        axis.set_yticks(range(1, len(layers) + 1), [str(layer) for layer in layers], fontsize=7)
+        axis.set_xticks(range(1, heads + 1), [str(head) for head in range(1, heads + 1)], fontsize=7)
+        if number % columns == 0:
+            axis.set_ylabel("layer", fontsize=8)
+        if number + columns >= count:
+            axis.set_xlabel("head", fontsize=8)
+    figure.suptitle(heading, fontsize=11)
+    return save(figure, path)
+
+
+def draw_mask_rows(
+    masks: np.ndarray,
+    row_labels: Sequence[str],
+    column_labels: Sequence[str],
+    query: tuple[int, int],
+    path: str | os.PathLike,
+    heading: str,
+) -> Path:
+    """Panels of decay masks as one patch sees them, all in one scale (VIOLIN Figure 11).
+
+    Args:
+        masks: (rows, columns, height, width): the row of M that belongs to the patch, on the grid.
+        row_labels, column_labels: of the panels.
+        query: (row, column) of the patch, marked.
+        path: of the PNG.
+        heading: above all panels.
+    """
+    rows, columns = masks.shape[:2]
+    side = 1.5 if columns <= 8 else 1.1
+    figure, axes = pyplot().subplots(
+        rows, columns, figsize=(side * columns + 1.6, side * rows + 0.9), squeeze=False, layout="constrained"
+    )
+    image = None
+    for line, label, own in zip(axes, row_labels, masks, strict=True):
+        for axis, values in zip(line, own, strict=True):
+            image = axis.imshow(values, vmin=masks.min(), vmax=1.0, cmap="viridis")
+            axis.plot(query[1], query[0], "o", color=ACCENT, markersize=3)
+            axis.set(xticks=[], yticks=[])
+        line[0].set_ylabel(label, fontsize=8)
+    for axis, label in zip(axes[0], column_labels, strict=True):
+        axis.set_title(label, fontsize=8)
+    figure.colorbar(image, ax=axes, shrink=0.8, label="M", pad=0.01)
+    figure.suptitle(heading, fontsize=11)
+    return save(figure, path)

@@ -1,1 +1,1 @@
-"""Numbers about models and mechanisms that need no training: python -m tasks.analysis.<what>."""
+"""Numbers and pictures of models and mechanisms: python -m tasks.analysis.<what>."""

@@ -24,12 +24,12 @@ from tasks.classification.run_folder import RUN_CONFIG
 from tasks.classification.sources import SPLITS, ImageData, drop_corrupt
 
 
-def load_whole_model(folder: str | Path) -> Any:
-    """A saved classifier of which every weight is in the folder."""
+def load_whole_model(folder: str | Path, auto_class: Any = AutoModelForImageClassification, **options: Any) -> Any:
+    """A saved model, by default a classifier, of which every weight is in the folder; `options` of from_pretrained."""
     if not Path(folder).is_dir():
         raise OSError(f"{folder} is not a folder of a saved model")
-    model, info = AutoModelForImageClassification.from_pretrained(
-        folder, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True
+    model, info = auto_class.from_pretrained(
+        folder, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True, **options
     )
     check_whole(folder, info)
     return model

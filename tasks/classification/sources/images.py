@@ -29,6 +29,7 @@ class Images:
     name: index -> how errors call the image: its file, or "train row 12" of a table.
     stamp: index -> text that changes when the stored image does; None: unknown, a scan for damage is not remembered.
     checked: True if no image can be damaged, because all were made from arrays that were checked when read.
+    boxes: index -> [left, top, width, height] in pixels of each object in the image; None: not known.
     """
 
     read: Callable[[int], Any]
@@ -36,6 +37,7 @@ class Images:
     name: Callable[[int], str] = "image {}".format
     stamp: Callable[[int], str] | None = None
     checked: bool = False
+    boxes: Callable[[int], list[list[float]]] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -48,6 +50,7 @@ class Images:
             partial(_at, self.name, indices),
             self.stamp and partial(_at, self.stamp, indices),
             self.checked,
+            self.boxes and partial(_at, self.boxes, indices),
         )
 
 

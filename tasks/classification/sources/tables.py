@@ -29,6 +29,7 @@ from tasks.classification.sources.images import (
 
 IMAGE_COLUMNS = ("image", "img", "images", "picture", "pixels")
 LABEL_COLUMNS = ("label", "labels", "class", "target")
+BOX_COLUMN = "boxes"  # as `Images.boxes`; `spatial` writes it
 # Seconds to wait for the hub's first answer; `datasets` alone would try for more than twenty.
 HUB_TIMEOUT = 5
 
@@ -137,13 +138,21 @@ def _tables_data(tables: Mapping[str, Any], config: DataConfig, where: str, titl
             raise ValueError(f"{where}: column {image!r} holds no images ({first_line(error)})") from None
         place = f"{where}, {split}"
         splits[split] = Images(
-            partial(_read_row, rows, image, place), labels[split], f"{place} row {{}}".format, _stamper(rows, image)
+            partial(_read_row, rows, image, place),
+            labels[split],
+            f"{place} row {{}}".format,
+            _stamper(rows, image),
+            boxes=partial(_read_value, table, BOX_COLUMN) if BOX_COLUMN in table.column_names else None,
         )
     return ImageData(splits, classes, f"{title} ({counts(splits)})")
 
 
 def _read_row(rows: Any, column: str, where: str, index: int) -> Any:
     return decode_row(rows[index][column], f"{where} row {index}")
+
+
+def _read_value(table: Any, column: str, index: int) -> Any:
+    return table.select_columns([column])[index][column]
 
 
 def decode_row(value: dict[str, Any] | None, name: str) -> Any:

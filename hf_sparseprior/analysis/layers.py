@@ -1,0 +1,138 @@
+"""The attention layers of a model, ours or a stock transformers one, and what they compute for a batch of images.
+
+Shape letters: B batch, H heads, D head width, N patch tokens, P prefix tokens, T = P + N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_sparseprior.adapters.stock import SIDECAR, find_encoder, num_heads_of
+from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
+from hf_sparseprior.ops import plan_table
+from hf_sparseprior.prior import prior_name
+
+# What the linear layer behind the heads is called, in our models and in transformers'.
+PROJECTIONS = ("o_proj", "out_proj")
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention layer.
+
+    number: from 0. prior: what a prior adds to it, None in a stock model without one. projection: the linear layer that
+    takes the outputs of all heads, one behind the other.
+    """
+
+    number: int
+    num_heads: int
+    prior: PriorAttention | None
+    projection: nn.Module
+
+
+@dataclass(frozen=True)
+class AttentionLayers:
+    """Every attention layer of a model in order, and where its tokens lie: P prefix tokens, then a grid of patches."""
+
+    layers: list[AttentionLayer]
+    grid: tuple[int, int]
+    num_prefix_tokens: int
+
+    @property
+    def prior_name(self) -> str:
+        """Short name of support, decay (an active adapter's too) and extras: "fibottention+violin"."""
+        priors = [layer.prior for layer in self.layers if layer.prior is not None]
+        if not priors:
+            return "dense"
+        decays = [decay for prior in priors if (decay := prior.active_decay()) is not None]
+        return prior_name({**priors[0].prior, "decay": decays[0].settings if decays else None})
+
+
+def find_attention(model: nn.Module) -> AttentionLayers:
+    """The attention layers of a model, which may be inside a peft model.
+
+    Raises:
+        ValueError: for a model whose tokens are not its patches in raster order (windows, random parts of the patches),
+            or whose attention layers are not known.
+    """
+    base: Any = getattr(model, "get_base_model", lambda: model)()
+    own = [module for module in base.modules() if isinstance(module, SparsePriorAttention)]
+    if own:
+        layers = [AttentionLayer(number, module.num_heads, module, module.o_proj) for number, module in enumerate(own)]
+        return AttentionLayers(layers, base.config.grid, base.config.num_prefix_tokens)
+    encoder = find_encoder(base)
+    if encoder.family.windows or encoder.family.shuffled or encoder.family.masked:
+        raise ValueError(
+            f"{type(base).__name__} cannot be analysed: its attention layers do not see all patches of the grid"
+        )
+    layers = [
+        AttentionLayer(number, num_heads_of(module), getattr(module, SIDECAR, None), _projection(module))
+        for number, module in enumerate(encoder.attention.values())
+    ]
+    return AttentionLayers(layers, encoder.grid, encoder.num_prefix_tokens)
+
+
+def _projection(attention: nn.Module) -> nn.Module:
+    for name in PROJECTIONS:
+        if (module := getattr(attention, name, None)) is not None:
+            return module
+    raise ValueError(f"{type(attention).__name__} has no output projection named {' or '.join(PROJECTIONS)}")
+
+
+@contextmanager
+def watch_heads(layers: AttentionLayers, see: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """For the time of the block, show the heads' outputs of every forward as each layer computes them.
+
+    Args:
+        layers: of the model.
+        see: called with the layer's number and Y (B, H, T, D), the output softmax(...) V of each head in front of the
+            output projection. No attention map is needed for it, so sparse backends run as they always do.
+    """
+
+    def hook(layer: AttentionLayer, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        see(layer.number, args[0].unflatten(-1, (layer.num_heads, -1)).transpose(1, 2))
+
+    with ExitStack() as stack:
+        for layer in layers.layers:
+            stack.callback(layer.projection.register_forward_pre_hook(partial(hook, layer)).remove)
+        yield
+
+
+@torch.no_grad()
+def attention_weights(model: nn.Module, pixel_values: Tensor) -> tuple[Tensor, ...]:
+    """The weights (B, H, T, T) of every layer.
+
+    Raises:
+        ValueError: if the model returns none, as stock models with an attention that forms no weights do.
+    """
+    weights = model(pixel_values=pixel_values, output_attentions=True).attentions
+    if not weights or any(each is None for each in weights):
+        raise ValueError(
+            f"{type(model).__name__} returns no attention weights; load it with attn_implementation='eager'"
+        )
+    return tuple(weights)
+
+
+def connectivity(layer: AttentionLayer, weights: Tensor, layers: AttentionLayers) -> Tensor:
+    """Which keys each query sees, bool (B, H, T, T).
+
+    The mask of the layer's support where it has one. Elsewhere the pairs whose weight is not exactly 0, which are those
+    of any mask in front of the softmax, also of one that is another for each image.
+
+    Args:
+        layer: whose weights they are.
+        weights: (B, H, T, T).
+        layers: all of the model.
+    """
+    if layer.prior is not None:
+        plan = layer.prior.plan(layers.grid, layers.num_prefix_tokens)
+        if plan.offsets is not None:
+            return plan_table(plan, "mask", weights.device).expand_as(weights)
+    return weights != 0

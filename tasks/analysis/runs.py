@@ -1,0 +1,219 @@
+"""What the commands on saved models share: the models, the images they are shown, and the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, IMAGE_PROCESSOR_NAME
+
+from hf_sparseprior import SparsePriorViTConfig
+from hf_sparseprior.adapters.lora import import_peft
+from hf_sparseprior.analysis.layers import AttentionLayers, find_attention
+from tasks.classification.config import DataConfig
+from tasks.classification.data import ImageDataset, Preparation, load_data
+from tasks.classification.evaluate import load_whole_model, run_config
+from tasks.classification.report import command_line, environment, write_results
+from tasks.classification.run_folder import MODEL, RUN_CONFIG
+from tasks.classification.sources import SPLITS, balanced_subset, drop_corrupt
+
+
+@dataclass
+class SavedModel:
+    """A model that a command works on.
+
+    name: short, different from those of the other models of the command. folder: of the model itself. attention: its
+    layers.
+    """
+
+    name: str
+    folder: Path
+    model: Any
+    attention: AttentionLayers
+
+    @cached_property
+    def processor(self) -> Any:
+        """The image processor, read when images are there to prepare."""
+        return load_processor(self.folder)
+
+    def about(self) -> dict[str, Any]:
+        """What a results file says of it."""
+        return {"name": self.name, "model": str(self.folder), "prior": self.attention.prior_name}
+
+
+def model_folder(path: Path) -> Path:
+    """The folder of a saved model or adapter: that of a run, or the one that is given.
+
+    Raises:
+        OSError: if there is none.
+    """
+    for folder in (path / MODEL, path):
+        if any((folder / name).is_file() for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME)):
+            return folder
+    if (path / RUN_CONFIG).is_file():
+        raise OSError(f"{path} is a run that is not finished, it has no {MODEL}")
+    raise OSError(f"{path} is neither the folder of a run nor of a saved model or adapter")
+
+
+def model_names(folders: Sequence[Path], given: Sequence[str] | None = None) -> list[str]:
+    """The given names or, without any, the part of each path that tells it from the others.
+
+    Raises:
+        ValueError: if names or folders are not as many and all different.
+    """
+    paths = [folder.resolve().parts for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"a model is given twice: {', '.join(map(str, folders))}")
+    if given:
+        if len(given) != len(folders) or len(set(given)) < len(given):
+            raise ValueError(f"--names {' '.join(given)} must be {len(folders)} different names, one for each model")
+        return list(given)
+    if len(paths) == 1:
+        return ["/".join(part for part in paths[0][-2:] if part != MODEL)]
+    for end in (0, -1):
+        # Of a folder and one inside it, something is left.
+        while min(map(len, paths)) > 1 and len({path[end] for path in paths}) == 1:
+            paths = [path[:-1] if end else path[1:] for path in paths]
+    return ["/".join(path) for path in paths]
+
+
+def open_models(arguments: argparse.Namespace) -> Iterator[SavedModel]:
+    """The models of a command line, one after the other, so that only one is in memory."""
+    folders = [model_folder(path) for path in arguments.models]
+    names = model_names(folders, arguments.names)
+    for name, folder in zip(names, folders, strict=True):
+        model = load_model(folder).eval().to(arguments.device)
+        yield SavedModel(name, folder, model, find_attention(model))
+
+
+def load_model(folder: Path) -> Any:
+    """A saved model, ours or a stock transformers one, or an adapter of peft on the model that it was made for."""
+    if (folder / CONFIG_NAME).is_file():
+        config = _read_json(folder / CONFIG_NAME)
+        classifies = any("ImageClassification" in name for name in config.get("architectures") or [])
+        ours = config.get("model_type") == SparsePriorViTConfig.model_type
+        # Of transformers' own attention, only the one that is written out gives weights.
+        options = {} if ours else {"attn_implementation": "eager"}
+        return load_whole_model(folder, AutoModelForImageClassification if classifies else AutoModel, **options)
+    return import_peft().PeftModel.from_pretrained(load_model(_base_folder(folder)), folder)
+
+
+def _base_folder(adapter: Path) -> Path:
+    base = _read_json(adapter / ADAPTER_CONFIG_NAME).get("base_model_name_or_path") or ""
+    if not (Path(base) / CONFIG_NAME).is_file():
+        raise OSError(f"{adapter} is an adapter of the model {base!r}, which is no folder of a saved model here")
+    return Path(base)
+
+
+def load_processor(folder: Path) -> Any:
+    """The image processor of a saved model; of an adapter that of its model."""
+    if not (folder / IMAGE_PROCESSOR_NAME).is_file() and (folder / ADAPTER_CONFIG_NAME).is_file():
+        folder = _base_folder(folder)
+    if not (folder / IMAGE_PROCESSOR_NAME).is_file():
+        raise OSError(f"{folder} has no image processor, {IMAGE_PROCESSOR_NAME} is missing")
+    return AutoImageProcessor.from_pretrained(folder)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise OSError(f"{path} is not a JSON object")
+    return content
+
+
+def preparation(saved: SavedModel, **options: Any) -> Preparation:
+    """What becomes of an image before the model sees it; `options` of the image processor."""
+    return Preparation(partial(saved.processor, **options), getattr(saved.model.config, "num_channels", 3))
+
+
+def shown_image(saved: SavedModel, pixel_values: Tensor) -> np.ndarray:
+    """An image as the model sees it, cut and scaled, in colours again: (height, width, 3), 0 to 1."""
+    mean, std = (np.broadcast_to(value, len(pixel_values)) for value in normalisation(saved.processor))
+    pixels = pixel_values.cpu().numpy().transpose(1, 2, 0) * std + mean
+    return np.clip(np.broadcast_to(pixels, (*pixels.shape[:2], 3)), 0, 1)
+
+
+def normalisation(processor: Any) -> tuple[Any, Any]:
+    """Mean and standard deviation that a processor takes away."""
+    return (processor.image_mean, processor.image_std) if getattr(processor, "do_normalize", False) else (0.0, 1.0)
+
+
+def open_images(saved: SavedModel, arguments: argparse.Namespace) -> tuple[ImageDataset, str]:
+    """The images that `add_data_arguments` asked for, ready for the model, and what they are."""
+    config = DataConfig(**run_config(saved.folder, arguments.config, arguments.set)["data"])
+    data = load_data(config)
+    images = data.splits[arguments.split]
+    if arguments.limit is not None and arguments.limit < len(images):
+        images = images.subset(balanced_subset(images.labels, arguments.limit, config.split_seed))
+    data.splits = {arguments.split: images}
+    drop_corrupt(data, config)
+    # Nothing is read twice, so nothing is kept.
+    dataset = ImageDataset(data.splits[arguments.split], preparation(saved), cache=False)
+    return dataset, f"{data.description}, {len(dataset)} {arguments.split} images"
+
+
+def pixel_batches(dataset: ImageDataset, batch_size: int, device: str, title: str) -> Iterator[Tensor]:
+    """Pixel values (B, channels, height, width) of the images in order, with a progress bar on a terminal."""
+    starts = range(0, len(dataset), batch_size)
+    for start in tqdm(starts, desc=title, disable=None, leave=False):
+        chosen = range(start, min(start + batch_size, len(dataset)))
+        yield torch.stack([dataset[index]["pixel_values"] for index in chosen]).to(device)
+
+
+# ---- command line ---------------------------------------------------------------------------------------------------
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, out: str) -> None:
+    """Models, device and output folder."""
+    parser.add_argument(
+        "models", nargs="+", type=Path, metavar="RUN", help="folder of a run, a saved model or an adapter of peft"
+    )
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="of the models; default: what tells them apart")
+    parser.add_argument("--out", type=Path, default=Path("outputs/analysis") / out, help="folder (default %(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
+
+
+def add_data_arguments(
+    parser: argparse.ArgumentParser, limit: int | None, batch_size: int | None = None, split: bool = True
+) -> None:
+    """Which images of which data set, and how many at a time where a command takes several."""
+    parser.add_argument("--config", help="YAML file with a data section; default: that of the run that trained it")
+    if split:
+        parser.add_argument("--split", choices=SPLITS, default="test")
+    shown = "all" if limit is None else limit
+    parser.add_argument(
+        "--limit", type=int, default=limit, help=f"so many images at most, of every class (default {shown})"
+    )
+    if batch_size is not None:
+        parser.add_argument("--batch-size", type=int, default=batch_size, help="default %(default)s")
+    parser.add_argument("--set", nargs="+", default=[], metavar="data.key=value", help="changes the data")
+
+
+def check_counts(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for numbers below 1 and a device that is not there."""
+    for name in ("limit", "batch_size"):
+        value = getattr(arguments, name, None)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be 1 or more")
+    try:
+        torch.empty(0, device=arguments.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {arguments.device} cannot be used ({str(error).splitlines()[0]})") from None
+
+
+def write_analysis(path: Path, results: dict[str, Any]) -> None:
+    """Write a results file with the command, versions and hardware."""
+    write_results(path, {**results, "command": command_line(), **environment()})

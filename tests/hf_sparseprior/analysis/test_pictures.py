@@ -1,0 +1,133 @@
+import numpy as np
+import pytest
+from matplotlib import colormaps
+from matplotlib.colors import LogNorm
+
+from hf_sparseprior.analysis.image_maps import (
+    HEAT,
+    SEEN,
+    UNSEEN,
+    Panel,
+    darkened,
+    draw_panels,
+    over_pixels,
+    with_heat,
+)
+from hf_sparseprior.analysis.pictures import draw_gammas, draw_mask_rows, draw_quartiles
+
+
+@pytest.fixture
+def image():
+    return np.random.default_rng(0).random((10, 14, 3))
+
+
+# ---- maps over images -----------------------------------------------------------------------------------------------
+
+
+def test_every_pixel_has_the_value_of_its_patch():
+    values = np.arange(6).reshape(2, 3)
+    pixels = over_pixels(values, 8, 9)
+    for row, column in np.ndindex(8, 9):
+        assert pixels[row, column] == values[row // 4, column // 3]
+    # Sides that are no multiple: every patch is there, in order.
+    assert over_pixels(values, 5, 7)[:, 0].tolist() == [0, 0, 0, 3, 3]
+
+
+def test_a_heat_map_is_scaled_to_its_largest_value_and_laid_over_grey(image):
+    heat = np.array([[0.0, 0.2], [0.05, -1.0]])
+    drawn = with_heat(image, heat)
+    for row, column in np.ndindex(10, 14):
+        value = max(heat[row // 5, column // 7], 0) / 0.2
+        expected = HEAT * np.array(colormaps["inferno"](value)[:3]) + (1 - HEAT) * image[row, column].mean()
+        np.testing.assert_allclose(drawn[row, column], expected)
+    dark = np.array(colormaps["inferno"](0.0)[:3])
+    np.testing.assert_allclose(
+        with_heat(np.zeros((4, 4, 3)), np.zeros((2, 2))), np.broadcast_to(HEAT * dark, (4, 4, 3))
+    )
+
+
+def test_patches_that_are_seen_are_lighter_than_all_others(image):
+    seen = np.array([[True, False], [False, False]])
+    drawn = darkened(image, seen)
+    np.testing.assert_allclose(drawn[:5, :7], SEEN[0] + (SEEN[1] - SEEN[0]) * image[:5, :7])
+    np.testing.assert_allclose(drawn[5:], UNSEEN[1] * image[5:])
+    for plain in (np.zeros_like(image), np.ones_like(image)):
+        assert darkened(plain, seen)[0, 0, 0] > UNSEEN[1] >= darkened(plain, seen)[9, 9, 0]
+
+
+def test_panels_show_the_maps_and_frame_queries_and_boxes(image, figures, tmp_path):
+    heat, seen = np.array([[0.1, 0.2]]), np.array([[True, False]])
+    panels = [
+        [Panel(image, title="image"), Panel(image, heat=heat, query=(1, 2), grid=(2, 7), title="heat")],
+        [Panel(image, seen=seen, box=(3, 1, 4.5, 6))],
+    ]
+    draw_panels(panels, ["first", "second"], tmp_path / "panels.png", "heading")
+    axes = np.array(figures[0].axes).reshape(2, 2)
+    arrays = [axis.images[0].get_array() for axis in axes.flat[:3]]
+    for drawn, expected in zip(arrays, (image, with_heat(image, heat), darkened(image, seen)), strict=True):
+        np.testing.assert_allclose(drawn, expected)
+    assert not axes[1, 1].images and [axis.get_ylabel() for axis in axes[:, 0]] == ["first", "second"]
+    assert [axis.get_title() for axis in axes[0]] == ["image", "heat"]
+    (query,), (box,) = axes[0, 1].patches, axes[1, 0].patches
+    assert (*query.get_xy(), query.get_width(), query.get_height()) == (4, 5, 2, 5)  # patches of 5x2 pixels
+    assert (*box.get_xy(), box.get_width(), box.get_height()) == (3, 1, 4.5, 6)
+    # Pixel edges lie at whole numbers, the first row on top.
+    assert axes[0, 0].images[0].get_extent() == [0, 14, 10, 0]
+
+
+# ---- decays and spreads ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_alpha", [True, False])
+def test_gammas_are_drawn_curve_by_curve(figures, tmp_path, with_alpha):
+    generator = np.random.default_rng(0)
+    gammas = 1 - 10 ** generator.uniform(-6, -1, (3, 2, 5))  # layers, curves, heads
+    alphas = generator.normal(1, 0.1, (3, 5)) if with_alpha else None
+    draw_gammas(gammas, alphas, ["snake", "hilbert_t"], [1, 2, 4], tmp_path / "gamma.png", "heading")
+    panels = {axis.get_title(): axis for axis in figures[0].axes if axis.get_title()}
+    assert list(panels) == ["snake", "hilbert_t"] + ["alpha"] * with_alpha
+    for number, curve in enumerate(("snake", "hilbert_t")):
+        drawn = panels[curve].images[0]
+        np.testing.assert_allclose(drawn.get_array(), 1 - gammas[:, number])
+        assert isinstance(drawn.norm, LogNorm)
+        assert [label.get_text() for label in panels[curve].get_yticklabels()] == ["1", "2", "4"]
+    if with_alpha:
+        drawn = panels["alpha"].images[0]
+        np.testing.assert_array_equal(drawn.get_array(), alphas)
+        assert drawn.norm.vmax - 1 == pytest.approx(1 - drawn.norm.vmin)
+
+
+def test_gammas_that_round_to_one_can_be_drawn(figures, tmp_path):
+    draw_gammas(np.ones((2, 1, 3)), None, ["snake"], [1, 2], tmp_path / "gamma.png", "heading")
+    assert (figures[0].axes[0].images[0].get_array() > 0).all()
+
+
+def test_mask_rows_share_one_scale(figures, tmp_path):
+    masks = np.random.default_rng(0).uniform(0.5, 1, (2, 3, 4, 6))
+    draw_mask_rows(masks, ["a", "b"], ["x", "y", "z"], (1, 5), tmp_path / "masks.png", "heading")
+    axes = np.array(figures[0].axes[:6]).reshape(2, 3)
+    for place in np.ndindex(2, 3):
+        drawn = axes[place].images[0]
+        np.testing.assert_array_equal(drawn.get_array(), masks[place])
+        assert drawn.get_clim() == (masks.min(), 1.0)
+        assert axes[place].lines[0].get_xydata().tolist() == [[5, 1]]
+
+
+def test_quartiles_are_those_that_are_given(figures, tmp_path):
+    spreads = {
+        "dense": {"min": 1.0, "q1": 2.0, "median": 4.0, "q3": 5.0, "max": 9.0},
+        "sparse": {"min": 2.0, "q1": 3.0, "median": 3.5, "q3": 6.0, "max": 7.0},
+    }
+    lines = {"dense": [3.0, 4.0], "sparse": [1.0, 2.0, 3.5]}
+    draw_quartiles(spreads, lines, tmp_path / "spread.png", "diversity", "heading", log=True)
+    left, right = figures[0].axes
+    assert [label.get_text() for label in left.get_yticklabels()] == ["dense", "sparse"]
+    for box, whiskers, median, spread in zip(left.patches, left.lines, left.collections, spreads.values(), strict=True):
+        assert (box.get_x(), box.get_x() + box.get_width()) == (spread["q1"], spread["q3"])
+        assert list(whiskers.get_xdata()) == [spread["min"], spread["max"]]
+        assert median.get_segments()[0][:, 0].tolist() == [spread["median"]] * 2
+    assert [line.get_xydata().tolist() for line in right.lines] == [
+        [[1, 3.0], [2, 4.0]],
+        [[1, 1.0], [2, 2.0], [3, 3.5]],
+    ]
+    assert (left.get_xscale(), right.get_yscale()) == ("log", "log")
