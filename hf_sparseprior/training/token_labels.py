@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from hf_sparseprior.hub import write_bytes, write_text
 
 HEADER = "label_maps.json"
-IMAGES_A_FILE = 4096
+IMAGES_PER_FILE = 4096
 MOST_CLASSES = 2**15 - 1  # classes are stored in 16 bits
 # Half precision may make the probabilities add up to a little more than 1.
 SUM_TOLERANCE = 1e-2
@@ -155,7 +155,7 @@ class MapHeader:
 
     images: number of maps. classes: names of the classes, in order. grid: (h, w). top_k: classes kept of each cell.
     teacher: SHA-256 of the weights that made the maps. data: fingerprint of the images, see `fingerprint`.
-    images_a_file: of every file but the last.
+    images_per_file: of every file but the last.
     """
 
     images: int
@@ -164,12 +164,12 @@ class MapHeader:
     top_k: int
     teacher: str
     data: str
-    images_a_file: int = IMAGES_A_FILE
+    images_per_file: int = IMAGES_PER_FILE
 
     def __post_init__(self) -> None:
-        numbers = (self.images, *self.grid, self.top_k, self.images_a_file)
+        numbers = (self.images, *self.grid, self.top_k, self.images_per_file)
         if any(not isinstance(number, int) or isinstance(number, bool) or number < 1 for number in numbers):
-            raise ValueError(f"images, grid, top_k and images_a_file must be integers of 1 or more, got {numbers}")
+            raise ValueError(f"images, grid, top_k and images_per_file must be integers of 1 or more, got {numbers}")
         if len(self.grid) != 2 or not self.top_k <= len(self.classes) <= MOST_CLASSES:
             raise ValueError(
                 f"a grid of {self.grid} and {self.top_k} of {len(self.classes)} classes must be (height, width) and at "
@@ -179,12 +179,12 @@ class MapHeader:
     @property
     def files(self) -> list[str]:
         """Names of the files of maps."""
-        count = -(-self.images // self.images_a_file)
+        count = -(-self.images // self.images_per_file)
         return [f"maps-{number:05d}-of-{count:05d}.safetensors" for number in range(count)]
 
     def images_of(self, number: int) -> range:
         """The images of a file."""
-        return range(number * self.images_a_file, min(self.images, (number + 1) * self.images_a_file))
+        return range(number * self.images_per_file, min(self.images, (number + 1) * self.images_per_file))
 
 
 def fingerprint(labels: Sequence[int], names: Iterable[str]) -> str:
@@ -261,7 +261,7 @@ class LabelMaps:
 
     def read(self, index: int) -> tuple[Tensor, Tensor]:
         """An image's classes int16 (h, w, k) and their probabilities float16 (h, w, k), the largest first."""
-        number, place = divmod(index, self.header.images_a_file)
+        number, place = divmod(index, self.header.images_per_file)
         if number not in self._open:
             self._open[number] = safe_open(self.folder / self.header.files[number], "pt")
         file = self._open[number]
@@ -297,6 +297,8 @@ def file_damage(path: Path, header: MapHeader, number: int) -> str | None:
         return str(error).splitlines()[0]
     if damage := _shape_damage({name: tuple(value.shape) for name, value in tensors.items()}, header, number):
         return damage
+    if (tensors["classes"].dtype, tensors["scores"].dtype) != (torch.int16, torch.float16):
+        return "its classes must be int16, its scores float16"
     classes, scores = tensors["classes"], tensors["scores"].float()
     if stored != _checksum(tensors):
         return "its content does not fit its checksum"

@@ -21,7 +21,13 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.hub import file_sha256
 from hf_sparseprior.training import LabelMaps, MapHeader, write_label_maps
-from hf_sparseprior.training.token_labels import check_teacher, fingerprint, patch_probabilities, top_classes
+from hf_sparseprior.training.token_labels import (
+    IMAGES_PER_FILE,
+    check_teacher,
+    fingerprint,
+    patch_probabilities,
+    top_classes,
+)
 from tasks.classification.command import run_command
 from tasks.classification.config import DataConfig, load_config
 from tasks.classification.data import ImageDataset, Preparation, load_data
@@ -81,6 +87,7 @@ def make_label_maps(
     batch_size: int = 64,
     workers: int = 0,
     show_progress: bool = True,
+    images_per_file: int = IMAGES_PER_FILE,
 ) -> MapHeader:
     """Write the maps of a data set's training images; those that are there already stay.
 
@@ -107,6 +114,7 @@ def make_label_maps(
         top_k=top_k,
         teacher=file_sha256(Path(teacher) / SAFE_WEIGHTS_NAME),
         data=images_fingerprint(images),
+        images_per_file=images_per_file,
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.eval().to(device)
@@ -141,10 +149,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--top-k", type=int, default=TOP_K, help="classes kept of each patch (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--workers", type=int, default=0, help="processes that read images (default %(default)s)")
+    parser.add_argument(
+        "--images-per-file", type=int, default=IMAGES_PER_FILE, help="what a kill loses at most (default %(default)s)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="data.key=value")
-    arguments = parser.parse_args(argv)
-    if arguments.batch_size < 1 or arguments.workers < 0:
-        parser.error(f"--batch-size {arguments.batch_size} must be 1 or more, --workers {arguments.workers} 0 or more")
+    arguments = parser.parse_intermixed_args(argv)
+    for name, low in (("batch_size", 1), ("workers", 0), ("images_per_file", 1)):
+        if getattr(arguments, name) < low:
+            parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be {low} or more")
     transformers_logging.disable_progress_bar()
 
     def work() -> None:
@@ -155,7 +167,13 @@ def main(argv: list[str] | None = None) -> int:
         data.splits = {"train": data.splits["train"]}
         drop_corrupt(data, config, arguments.workers, show_progress=True)
         header = make_label_maps(
-            arguments.teacher, data, arguments.out, arguments.top_k, arguments.batch_size, arguments.workers
+            arguments.teacher,
+            data,
+            arguments.out,
+            arguments.top_k,
+            arguments.batch_size,
+            arguments.workers,
+            images_per_file=arguments.images_per_file,
         )
         height, width = header.grid
         print(f"{arguments.out}: maps of {header.images} images, {height}x{width}, top {header.top_k} classes")
