@@ -7,11 +7,14 @@ from hf_sparseprior.training.mixing import Mixing, SoftTargetCollator
 from hf_sparseprior.training.progress import OneLineProgress
 from hf_sparseprior.training.sampling import Draw, DrawSampler
 from hf_sparseprior.training.stopping import StopOnSignal
+from hf_sparseprior.training.token_labels import LabelMaps, MapHeader, token_label_loss, token_targets, write_label_maps
 from hf_sparseprior.training.trainer import SparsePriorTrainer, soft_target_loss
 
 __all__ = [
     "Draw",
     "DrawSampler",
+    "LabelMaps",
+    "MapHeader",
     "Mixing",
     "OneLineProgress",
     "SoftTargetCollator",
@@ -22,4 +25,7 @@ __all__ = [
     "layer_of_parameter",
     "parameter_groups",
     "soft_target_loss",
+    "token_label_loss",
+    "token_targets",
+    "write_label_maps",
 ]
