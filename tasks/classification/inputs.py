@@ -72,7 +72,8 @@ def make_inputs(
     arguments.dataloader_drop_last = False
     sampler = DrawSampler(len(datasets["train"]), arguments.seed, augmentation.repeats, whole_batches)
     sizes = ", ".join(f"{len(dataset)} {split}" for split, dataset in datasets.items())
-    description = f"{data.description} ({sizes})"
+    # Sizes behind the cut and the limits, where those have changed what the source says.
+    description = data.description if f"({sizes})" in data.description else f"{data.description} ({sizes})"
     return Inputs(datasets, processor, sampler, collate, default_data_collator, description, corrupt)
 
 
