@@ -36,11 +36,17 @@ from hf_sparseprior.attention import PriorAttention
 from hf_sparseprior.decay import Decay
 from hf_sparseprior.extras import EXTRAS, resolve_extras
 from hf_sparseprior.hub import write_bytes
+from hf_sparseprior.low_rank import MIXERS
 from hf_sparseprior.prior import parse_prior, resolve_prior
 
 IMPLEMENTATIONS = ("fibottention", "violin")  # names in `AttentionInterface`, one function
 SIDECAR = "sparse_prior"  # the submodule of an attention module that holds its prior
-OWN = ("decay_bias.", "relative_position.")  # what of that is the prior's; the rest is adapters'
+OWN = (
+    "decay_bias.",
+    "predictor.",
+    "mixer.",
+    "relative_position.",
+)  # what of that is the prior's; the rest is adapters'
 STATE = "_sparse_prior"  # the attribute of a model that says what was done to it
 SCALARS_FILE = "sparse_prior.safetensors"
 CONFIG_FIELD = "sparse_prior"
@@ -447,6 +453,8 @@ def attach(model: nn.Module, slots: dict[str, Any], for_adapters: bool = False) 
     ]
     module: Any
     for module, sidecar in zip(encoder.attention.values(), sidecars, strict=True):
+        _check_mixer(sidecar.prior, head_dim_of(module))
+    for module, sidecar in zip(encoder.attention.values(), sidecars, strict=True):
         weight = next(module.parameters())
         sidecar.to(weight.device, torch.float64 if weight.dtype == torch.float64 else None)
         module.add_module(SIDECAR, sidecar.train(module.training))
@@ -507,6 +515,15 @@ def _check_extras(slots: dict[str, Any], family: Family) -> None:
             raise ValueError(f"{extra['name']!r} changes the MLP; apply_prior reaches attention alone")
         if family.shuffled or family.masked:
             raise ValueError(f"{extra['name']!r} cannot follow a shuffled part of the patches ({family.attention})")
+
+
+def _check_mixer(prior: dict[str, Any], head_dim: int) -> None:
+    """Raise for a mixer that wants other queries and keys than those that a stock model has."""
+    if prior["mixer"] == "softmax":
+        return
+    width = MIXERS[prior["mixer"]["name"]].key_width(prior["mixer"], head_dim)
+    if width != head_dim:
+        raise ValueError(f"key_width={width} is not the {head_dim} that the model's queries and keys have")
 
 
 def _with_identity(slots: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ augmentation: {...}              fields of AugmentationConfig, what happens to t
 model: {...}                     fields of SparsePriorViTConfig, plus `preset`, `pretrained` and `classifier_init_std`
 tuning: {...}                    fields of TuningConfig, how much of the model is trained
 distillation: {...}              fields of DistillationConfig, a teacher and its losses
+token_labels: {...}              fields of TokenLabelConfig, label maps for the patch tokens
 trainer: {...}                   fields of SparsePriorTrainingArguments, transformers.TrainingArguments among them
 """
 
@@ -23,10 +24,11 @@ import yaml
 
 from tasks.classification.augmentation import AugmentationConfig
 from tasks.classification.distillation import DistillationConfig, check_distillation
+from tasks.classification.token_label_config import TokenLabelConfig
 from tasks.classification.tuning import TuningConfig, check_tuning
 from tasks.classification.vtab.tasks import STAGES, TASKS
 
-SECTIONS = ("data", "augmentation", "model", "tuning", "distillation", "trainer")
+SECTIONS = ("data", "augmentation", "model", "tuning", "distillation", "token_labels", "trainer")
 MODEL_EXTRAS = ("preset", "pretrained", "classifier_init_std")
 
 
@@ -225,10 +227,12 @@ def check_config(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
     known = known_keys()
     for section in SECTIONS:
         check_known(config.setdefault(section, {}), known[section], f"section {section!r}")
-    DataConfig(**config["data"])
+    data = DataConfig(**config["data"])
     AugmentationConfig(**config["augmentation"])
     check_tuning(config)
     check_distillation(config)
+    if TokenLabelConfig(**config["token_labels"]).path and data.streaming:
+        raise ValueError("token_labels.path needs images in any order, not a stream; set data.streaming=false")
     std = config["model"].get("classifier_init_std")
     if std is not None and (isinstance(std, bool) or not isinstance(std, (int, float)) or not 0 <= std < math.inf):
         raise ValueError(f"model.classifier_init_std={std!r} must be a number of 0 or more")
@@ -272,6 +276,7 @@ def known_keys() -> dict[str, list[str]]:
         "model": [*own, "out_features", "out_indices", *MODEL_EXTRAS],
         "tuning": [field.name for field in fields(TuningConfig)],
         "distillation": [field.name for field in fields(DistillationConfig)],
+        "token_labels": [field.name for field in fields(TokenLabelConfig)],
         "trainer": [field.name for field in fields(SparsePriorTrainingArguments) if field.init],
     }
 
