@@ -139,6 +139,7 @@ class PriorAttention(nn.Module):
             token_ids=token_ids,
             keys=keys,
             top_k=top_k,
+            renormalise=self.predictor is None or self.predictor.renormalise,
         )
         for position in on_values:
             assert weights is not None

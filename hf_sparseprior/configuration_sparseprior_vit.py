@@ -23,6 +23,7 @@ from .prior import prior_name, prior_pruning_ratio, resolve_prior
 from .relative_offsets import BUCKET_METHODS  # noqa: F401
 from .relative_position import RelativePosition  # noqa: F401
 from .sequences import SEQUENCES  # noqa: F401
+from .sparsifiner import Sparsifiner  # noqa: F401
 from .supports import check_boolean, check_integer, support_notes
 
 logger = logging.getLogger("hf_sparseprior.config")

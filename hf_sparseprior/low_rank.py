@@ -66,6 +66,18 @@ class Softmax(Mixer):
     """Softmax attention; what a prior's other slots are about. Never built."""
 
 
+def check_sides(name: str, sides: Any, grid: Sequence[int]) -> list[int]:
+    """The grid [height, width] that the weights of `name` are made for: its setting, or the grid of the model.
+
+    Raises:
+        ValueError: unless it is a pair of integers of 1 or more.
+    """
+    sides = grid if sides is None else sides
+    if isinstance(sides, str) or not isinstance(sides, Sequence) or len(sides) != 2:
+        raise ValueError(f"{name}: grid={sides!r} must be (height, width) in patches")
+    return [check_integer(f"{name}: grid", side, 1) for side in sides]
+
+
 def resize_tokens(weight: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
     """(R, N) over one patch grid as (R, N) over another, interpolated bicubic in float32 at least."""
     if old == new:
@@ -103,10 +115,7 @@ class Linformer(Mixer):
     @classmethod
     def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
         """As `PriorModule`; the grid that the mixtures are made for is kept in the settings."""
-        sides = grid if settings["grid"] is None else settings["grid"]
-        if isinstance(sides, str) or not isinstance(sides, Sequence) or len(sides) != 2:
-            raise ValueError(f"linformer: grid={sides!r} must be (height, width) in patches")
-        sides = [check_integer("linformer: grid", side, 1) for side in sides]
+        sides = check_sides("linformer", settings["grid"], grid)
         number, ratio = settings["projected_tokens"], settings["pruning_ratio"]
         check_not_both("linformer: projected_tokens", number, ratio)
         if number is None:

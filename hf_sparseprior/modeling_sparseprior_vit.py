@@ -35,6 +35,7 @@ from .prior import SLOTS  # noqa: F401
 from .relative_offsets import BUCKET_METHODS  # noqa: F401
 from .relative_position import RelativePosition  # noqa: F401
 from .sequences import SEQUENCES  # noqa: F401
+from .sparsifiner import Sparsifiner  # noqa: F401
 from .supports import SUPPORTS  # noqa: F401
 
 

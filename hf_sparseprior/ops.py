@@ -194,6 +194,7 @@ class Call(NamedTuple):
     top_k: int | None  # a query keeps as many keys, those of its largest logits; None: all
     mask: Tensor | None  # this and the next: filled in by the caller for backends that need it
     positions: Tensor | None
+    unnormalised: bool | None = None  # the softmax runs over all keys, of whose weights those of `keys` are taken
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -226,13 +227,15 @@ def _reference(call: Call) -> tuple[Tensor, Tensor | None]:
     if call.decay is not None:
         decay_HTT = _dense_decay(call, dtype)
         logits = _decayed_logits(call.decay, decay_HTT, logits)
-    if call.mask is not None:
+    if call.mask is not None and not call.unnormalised:
         logits = logits.masked_fill(~call.mask, -math.inf if call.plan.mask_fill == "neg_inf" else 0.0)
     if call.bias is not None:
         logits = logits + call.bias
     if call.top_k is not None and call.top_k < logits.shape[-1]:
         logits = logits.masked_fill(~largest(logits, call.top_k), -math.inf)
     weights = torch.softmax(logits, -1)
+    if call.mask is not None and call.unnormalised:
+        weights = weights * call.mask
     if call.decay is not None and decay_HTT is not None:
         weights = _decayed_weights(call.decay, decay_HTT, weights, call.mask)
     weights = F.dropout(weights, call.dropout_p)
@@ -242,8 +245,20 @@ def _reference(call: Call) -> tuple[Tensor, Tensor | None]:
 
 def largest(values: Tensor, count: int) -> Tensor:
     """Mask of the `count` largest of the last dimension; of equal ones those in front."""
-    chosen = torch.sort(values.detach(), dim=-1, descending=True, stable=True).indices[..., :count]
+    chosen = largest_indices(values.detach(), count)
     return torch.zeros_like(values, dtype=torch.bool).scatter_(-1, chosen, True)
+
+
+def largest_indices(values: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest of the last dimension, in any order; of equal ones those in front."""
+    if values.dtype == torch.float64:
+        return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :count]
+    # topk is faster than a stable sort, but takes any of equal values: integers in the order of the floats, followed by
+    # the place, are never equal. Adding 0 makes -0 equal to 0.
+    bits = (values.float() + 0.0).view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    places = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
+    return torch.topk(ordered | places, count, dim=-1, sorted=False).indices
 
 
 def _placement(decay: dict[str, Any] | None) -> str:
@@ -302,6 +317,8 @@ def _sdpa_can_run(call: Call) -> str | None:
         return "scaled_dot_product_attention does not return attention weights"
     if call.top_k is not None:
         return "only the largest logits are kept, which scaled_dot_product_attention does not return"
+    if call.unnormalised:
+        return "the softmax runs over all keys before some are dropped, which scaled_dot_product_attention cannot do"
     return None
 
 
@@ -329,6 +346,8 @@ def _needs_dense(call: Call) -> str | None:
         return "a bias is added to the logits of all pairs"
     if call.top_k is not None:
         return "only the largest logits are kept, so all are needed"
+    if call.unnormalised:
+        return "renormalise=False: the softmax runs over all keys before some are dropped"
     return None
 
 
@@ -543,6 +562,9 @@ def _gathered_decay(call: Call, keys: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack(heads, 1)
 
 
+GATHERED_BLOCK = 1 << 22  # numbers in the gathered keys of a block
+
+
 class GatheredAttention(torch.autograd.Function):
     """softmax(q k^T * factor) v over lists of keys, block of rows after block, so that few keys are copied at a time.
 
@@ -550,13 +572,11 @@ class GatheredAttention(torch.autograd.Function):
     one key a row; factor: (1 or B, H, N, K) or None. Returns (B, H, N, D).
     """
 
-    BLOCK = 1 << 22  # numbers in the gathered keys of a block
-
     @staticmethod
     def blocks(q: Tensor, keys: Tensor) -> range:
         """First rows of the blocks."""
         batch, heads, tokens, width = q.shape
-        rows = max(1, GatheredAttention.BLOCK // max(1, batch * heads * keys.shape[-1] * width))
+        rows = max(1, GATHERED_BLOCK // max(1, batch * heads * keys.shape[-1] * width))
         return range(0, tokens, rows)
 
     @staticmethod
@@ -762,9 +782,10 @@ class Crossover(NamedTuple):
 
 # By (sparse path, device type, needs gradients, dense path). CPU: measured on two cores in float32, interleaved,
 # medians. cpp: Fibottention and windows of growing width, 4 to 1024 patches, 6 heads of 64, batches of 1 to 8.
-# diagonal: Fibottention, 3 to 12 heads of 16 to 64, batches of 2 to 64; a pair costs it ten times as much. CUDA: not
-# measured. On a GPU nothing sparse beats ideal dense attention below some 400 tokens, and diagonal's hundreds of small
-# launches a layer cost milliseconds.
+# diagonal: Fibottention, 3 to 12 heads of 16 to 64, batches of 2 to 64; a pair costs it ten times as much. gather: keys
+# of a predictor, 64 to 2304 patches, 6 heads of 64, on one busy core (`tasks.benchmark.predictor`); copying a key costs
+# as much as thirty to fifty dense ones. CUDA: not measured. On a GPU nothing sparse beats ideal dense attention below
+# some 400 tokens, and diagonal's hundreds of small launches a layer cost milliseconds.
 CROSSOVERS = {
     ("cpp", "cpu", False, "sdpa"): Crossover(16, 0.5),
     ("cpp", "cpu", True, "sdpa"): Crossover(36, 0.45),
@@ -774,6 +795,8 @@ CROSSOVERS = {
     ("diagonal", "cpu", True, "sdpa"): Crossover(400, 1 / 16),
     ("diagonal", "cpu", False, "reference"): Crossover(144, 1 / 16),
     ("diagonal", "cpu", True, "reference"): Crossover(196, 1 / 16),
+    ("gather", "cpu", False, "sdpa"): Crossover(400, 1 / 50),
+    ("gather", "cpu", True, "sdpa"): Crossover(1024, 1 / 64),
     **{
         ("triton", "cuda", trains, dense): Crossover(400, 1 / 16)
         for trains in (False, True)
@@ -781,22 +804,29 @@ CROSSOVERS = {
     },
     **{("diagonal", "cuda", trains, "sdpa"): Crossover(4096, 1 / 16) for trains in (False, True)},
     **{("diagonal", "cuda", trains, "reference"): Crossover(2048, 1 / 16) for trains in (False, True)},
+    **{("gather", "cuda", trains, "sdpa"): Crossover(4096, 1 / 64) for trains in (False, True)},
 }
 # From the fastest on, where they can run and nothing else is faster; `reference` runs everything.
 ORDER = ("cpp", "triton", "diagonal", "gather", "sdpa", "reference")
 
 
-def slower_than_dense(name: str, plan: AttentionPlan, device_type: str, trains: bool, dense_path: str) -> str | None:
-    """Why a backend would be slower than `dense_path` ("sdpa" or "reference"), None if it would not."""
-    if plan.offsets is None:
+def slower_than_dense(
+    name: str, plan: AttentionPlan, device_type: str, trains: bool, dense_path: str, listed: int | None = None
+) -> str | None:
+    """Why a backend would be slower than `dense_path` ("sdpa" or "reference"), None if it would not.
+
+    `listed` is how many keys a predictor has listed for each patch.
+    """
+    if plan.offsets is None and listed is None:
         return None
+    density = plan.density if listed is None else listed / plan.total
     device_type = device_type if device_type in ("cpu", "cuda") else "cuda"
     limits = CROSSOVERS.get((name, device_type, trains, dense_path))
     if limits is None:
         return None
     if plan.num_tokens < limits.tokens:
         return f"dense is faster below {limits.tokens} patches"
-    if plan.density > limits.density:
+    if density > limits.density:
         return f"dense is faster with more than {100 * limits.density:.1f} % of the pairs"
     return None
 
@@ -821,19 +851,26 @@ def choose_backend(call: Call, backend: str = "auto") -> str:
     trains = torch.is_grad_enabled() and (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad)
     dense_path = "reference" if _sdpa_can_run(call) else "sdpa"
     device_type = call.q.device.type
+    listed = None if call.keys is None else call.keys.shape[-1]
     refused: list[tuple[str, str]] = []
     for name in ORDER:
-        reason = slower_than_dense(name, call.plan, device_type, trains, dense_path) or BACKENDS[name].can_run(call)
+        lists = listed if name == "gather" else None
+        reason = slower_than_dense(name, call.plan, device_type, trains, dense_path, lists)
+        reason = reason or BACKENDS[name].can_run(call)
         if reason is None:
             if not torch.compiler.is_compiling() and logger.isEnabledFor(logging.DEBUG):
-                _log_choice(call.plan, name, refused)
+                _log_choice(call, name, refused)
             return name
         refused.append((name, reason))
     raise AssertionError("unreachable: reference runs everything")
 
 
-def _log_choice(plan: AttentionPlan, name: str, refused: list[tuple[str, str]]) -> None:
-    size = f"{plan.num_tokens} patches, {100 * plan.density:.1f} % of the pairs kept"
+def _log_choice(call: Call, name: str, refused: list[tuple[str, str]]) -> None:
+    plan = call.plan
+    if call.keys is None:
+        size = f"{plan.num_tokens} patches, {100 * plan.density:.1f} % of the pairs kept"
+    else:
+        size = f"{plan.num_tokens} patches, up to {call.keys.shape[-1]} keys of each listed"
     others = "".join(f"; not {other}: {reason}" for other, reason in refused)
     logger.debug("layer %d: %s (%s%s)", plan.layer, name, size, others)
 
@@ -892,6 +929,7 @@ def run_plan(
     token_ids: Tensor | None = None,
     keys: Tensor | None = None,
     top_k: int | None = None,
+    renormalise: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over a prepared plan; `decay` holds the tensors of this step.
 
@@ -903,6 +941,7 @@ def run_plan(
         keys: int64 (B, H, n, K), the tokens that each patch of each image sees, prefix tokens counted, -1 where it sees
             fewer than K; the support is dense.
         top_k: a query keeps as many of its keys, those of the largest logits.
+        renormalise: the softmax runs over `keys`; False: over all keys, and the weights of the others are dropped.
 
     Returns:
         out (B, H, T, D) and the attention weights (B, H, T, T) if `need_weights`, else None.
@@ -920,6 +959,8 @@ def run_plan(
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     call = Call(q, k, v, plan, decay, scale, dropout_p, need_weights, bias, token_ids, keys, top_k, None, None)
+    if keys is not None and not renormalise:
+        call = call._replace(unnormalised=True)
     chosen = BACKENDS[choose_backend(call, backend)]
     if chosen.needs_mask and (plan.offsets is not None or keys is not None):
         call = call._replace(mask=_call_mask(call))

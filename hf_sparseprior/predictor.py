@@ -25,10 +25,20 @@ def register_predictor(name: str) -> Callable[[type[Predictor]], type[Predictor]
 class Predictor(PriorModule):
     """Base of all predictors: either `top_k` says how many keys a query keeps, or `forward` which ones.
 
+    GIVES_SCORES: whether `forward` hands connectivity scores (B, H, n, n) to `recorder`.
+    renormalise: the softmax runs over the kept keys; if False over all, and the others' weights are dropped.
+    recorder: where scores go, with their gradients; set while somebody wants them.
+    dense_in_training: while training, every key is kept, and scores are only recorded.
+
     Args:
         num_heads: H.
         head_dim: D.
     """
+
+    GIVES_SCORES = False
+    renormalise = True
+    recorder: Callable[[Tensor], None] | None = None
+    dense_in_training = False
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -37,9 +47,17 @@ class Predictor(PriorModule):
         """How many of `total` keys a query keeps, those of the largest logits; None: `forward` chooses."""
         return None
 
-    def forward(self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan, token_ids: Tensor | None) -> Tensor:
-        """Keys of each patch, int64 (B, H, n, K) token numbers, -1 where there are fewer; of q and k (B, H, T, D)."""
+    def forward(
+        self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan, token_ids: Tensor | None
+    ) -> Tensor | None:
+        """Keys of each patch, int64 (B, H, n, K) token numbers, -1 where there are fewer; of q and k (B, H, T, D).
+
+        None: all keys.
+        """
         raise NotImplementedError
+
+    def prune(self) -> None:
+        """Drop what training has left too small to count."""
 
 
 @register_predictor("topk")

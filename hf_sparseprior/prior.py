@@ -2,7 +2,7 @@
 
 support    which pairs are computed, known before the data        dense, fibottention, window, ...
 decay      learned weights of pairs                                none, violin, manhattan, ...
-predictor  keys chosen per image                                   none, topk
+predictor  keys chosen per image                                   none, topk, sparsifiner
 mixer      what is computed over the pairs                         softmax, linformer, efficient
 extras     further modules, a list                                 swin_rpb, irpe_k, localvit, ...
 """
@@ -19,6 +19,7 @@ from .locality import LocalityBranch  # noqa: F401  registers itself
 from .low_rank import MIXERS
 from .predictor import PREDICTORS
 from .relative_position import RelativePosition  # noqa: F401  registers its kinds
+from .sparsifiner import Sparsifiner  # noqa: F401  registers itself
 from .supports import SUPPORTS, check_keys, head_offsets, layer_pairs, pruning_ratio, resolve_support
 
 # What a prior's modules are called within attention layers and MLPs: decay, predictor, mixer and extras.
@@ -97,6 +98,11 @@ def check_together(prior: dict[str, Any]) -> None:
         raise ValueError(
             f"prior: predictor {prior['predictor']['name']!r} chooses among all keys; with it support="
             f"{prior['support']['name']!r} must be 'dense'"
+        )
+    if prior["predictor"] is not None and prior["support"]["mask_fill"] != "neg_inf":
+        raise ValueError(
+            f"prior: predictor {prior['predictor']['name']!r} leaves keys out whole; mask_fill="
+            f"{prior['support']['mask_fill']!r} must be 'neg_inf'"
         )
     if prior["mixer"] == "softmax":
         return

@@ -12,6 +12,7 @@ Symbols: N patch tokens, P prefix tokens, T = P + N, L layers, h heads, d width,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.prior import chooser_of, prior_name, resolve_prior
+from hf_sparseprior.sparsifiner import Sparsifiner
 from hf_sparseprior.supports import Pairs, attended_pairs, check_integer, head_offsets, layer_pairs
 
 
@@ -355,7 +357,7 @@ class PaperNumber:
 
 def paper_numbers() -> list[PaperNumber]:
     """The papers' FLOPs with what they include; in all of them a multiply-add is 1 FLOP and softmax none."""
-    return [*_fibottention_numbers(), *_other_numbers()]
+    return [*_fibottention_numbers(), *_other_numbers(), *_sparsifiner_numbers()]
 
 
 def _fibottention_numbers() -> list[PaperNumber]:
@@ -440,3 +442,89 @@ def _other_numbers() -> list[PaperNumber]:
             f"({base.total / 1e9:.2f} with it; at 224 px {preset_flops('deit_base').total / 1e9:.2f})",
         ),
     ]
+
+
+# Sparsifiner's count has a part that its data decide: the products of A_down W_up without a zero. The share of them all
+# that its tables need, one for each base model; the paper gives neither these shares nor a formula.
+UP_SHARES = {"DeiT-S": 0.1974, "LV-ViT-S": 0.2053, "DeiT-T at 384 px": 0.0043}
+
+
+def sparsifiner_mhsa(
+    num_layers: int, num_heads: int, width: int, num_tokens: int, budget: int, up_share: float, num_down: int = 32
+) -> float:
+    """MHSA as Sparsifiner's tables count it, in multiply-adds: the patches alone, B keys for each, and the prediction.
+
+    Args:
+        num_layers, num_heads, width: of the model.
+        num_tokens: N.
+        budget: B.
+        up_share: share of the products of A_down W_up that are counted; see `Sparsifiner.up_share`.
+        num_down: R.
+    """
+    settings = {"num_down": num_down, "keep_rate": None}
+    up = Sparsifiner.up_products(settings, num_heads, num_tokens)
+    prediction = Sparsifiner.products(settings, num_heads, width // num_heads, num_tokens, 0) - (1 - up_share) * up
+    return num_layers * (2 * budget * num_tokens * width + prediction)
+
+
+def _sparsifiner_numbers() -> list[PaperNumber]:
+    """Those rows of its tables that come out with one share for each base model."""
+    small = {178: 396.8, 79: 218.0, 40: 147.5, 20: 111.4, 10: 93.3, 2: 78.9}
+    includes = (
+        "B keys for each of 196 patch tokens, W_down K, Q (W_down K)^T and {:.2%} of A_down W_up, in {} layers; class "
+        "token NOT included"
+    )
+    numbers = [
+        PaperNumber(
+            f"Sparsifiner Table 2, MHSA at B = {budget}",
+            printed,
+            sparsifiner_mhsa(12, 6, 384, 196, budget, UP_SHARES["DeiT-S"]) / 1e6,
+            "M",
+            includes.format(UP_SHARES["DeiT-S"], 12)
+            + "; at B = 158, 138, 119, 99 and 60 within 0.1 of what is printed",
+        )
+        for budget, printed in small.items()
+    ]
+    numbers += [
+        PaperNumber(
+            "Sparsifiner Table 1, MHSA of dense LV-ViT-S",
+            476.9,
+            dense_attention_flops(6, 197, 64, 16) / 1e6,
+            "M",
+            "Q K^T and (softmax) V of 16 layers over 197 tokens: class token included",
+        )
+    ]
+    numbers += [
+        PaperNumber(
+            f"Sparsifiner Table 1, MHSA of Sparsif-LV-S at B = {budget}",
+            printed,
+            sparsifiner_mhsa(16, 6, 384, 196, budget, UP_SHARES["LV-ViT-S"]) / 1e6,
+            "M",
+            includes.format(UP_SHARES["LV-ViT-S"], 16),
+        )
+        for budget, printed in {99: 339.7, 50: 221.7, 20: 149.5}.items()
+    ]
+    mlp = preset_flops("deit_tiny", 384).part("mlp")
+    for keep_rate, budget, printed, overall in (
+        (0.5, 288, 851.0, 2.89),
+        (0.25, 138, 452.9, 2.49),
+        (0.1, 58, 240.5, 2.28),
+    ):
+        count = sparsifiner_mhsa(12, 3, 192, 576, budget, UP_SHARES["DeiT-T at 384 px"])
+        where = f"Sparsifiner Table 3, DeiT-T at 384 px, keep rate {keep_rate}"
+        other = "" if keep_rate == 0.1 else f", where ceil({keep_rate} 577) is {math.ceil(keep_rate * 577)}"
+        text = (
+            f"{budget} keys{other}, for each of 576 patch tokens, W_down K, Q (W_down K)^T and "
+            f"{UP_SHARES['DeiT-T at 384 px']:.2%} of A_down W_up; class token NOT included"
+        )
+        numbers += [
+            PaperNumber(f"{where}, MHSA", printed, count / 1e6, "M", text),
+            PaperNumber(
+                f"{where}, overall",
+                overall,
+                (count + mlp) / 1e9,
+                "G",
+                "the same and the MLPs over 577 tokens; projections, patch embedding and classifier NOT included",
+            ),
+        ]
+    return numbers

@@ -1,6 +1,15 @@
 """Additions to transformers' Trainer: what the recipes of vision transformers need and it lacks."""
 
 from hf_sparseprior.training.arguments import SparsePriorTrainingArguments
+from hf_sparseprior.training.distillation import (
+    LOSSES,
+    Distillation,
+    Teacher,
+    attention_loss,
+    class_loss,
+    register_loss,
+    token_loss,
+)
 from hf_sparseprior.training.ema import WeightAverage
 from hf_sparseprior.training.layer_decay import layer_of_parameter, parameter_groups
 from hf_sparseprior.training.mixing import Mixing, SoftTargetCollator
@@ -11,6 +20,8 @@ from hf_sparseprior.training.token_labels import LabelMaps, MapHeader, token_lab
 from hf_sparseprior.training.trainer import SparsePriorTrainer, soft_target_loss
 
 __all__ = [
+    "LOSSES",
+    "Distillation",
     "Draw",
     "DrawSampler",
     "LabelMaps",
@@ -21,11 +32,16 @@ __all__ = [
     "SparsePriorTrainer",
     "SparsePriorTrainingArguments",
     "StopOnSignal",
+    "Teacher",
     "WeightAverage",
+    "attention_loss",
+    "class_loss",
     "layer_of_parameter",
     "parameter_groups",
+    "register_loss",
     "soft_target_loss",
     "token_label_loss",
+    "token_loss",
     "token_targets",
     "write_label_maps",
 ]

@@ -18,6 +18,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAM
 
 from hf_sparseprior.hub import check_whole
 from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTPreTrainedModel
+from hf_sparseprior.training.distillation import Distillation
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.layer_decay import parameter_groups
 from hf_sparseprior.training.sampling import DrawSampler
@@ -45,8 +46,13 @@ class SparsePriorTrainer(Trainer):
         train_sampler: order of the training samples; the Trainer tells it the epoch.
         train_collator: makes batches of training samples; `data_collator` does so elsewhere, and here without this.
         token_label_weight: of the loss of the patch tokens, where a batch has token targets (`training.token_labels`).
+        distillation: the losses of training, in place of the labels' alone; evaluation knows only that one.
 
-    `data_wait` in the log is the share of the time since the last entry in which training waited for data.
+    `data_wait` in the log is the share of the time since the last entry in which training waited for data; with a
+    distillation `loss_NAME` is the mean of each loss since then, before its weight.
+
+    Raises:
+        ValueError: for a teacher or losses that do not go with the model, and for distillation with FSDP.
     """
 
     data_collator: Any
@@ -58,6 +64,7 @@ class SparsePriorTrainer(Trainer):
         train_sampler: DrawSampler | None = None,
         train_collator: Any = None,
         token_label_weight: float = 0.5,
+        distillation: Distillation | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -69,6 +76,10 @@ class SparsePriorTrainer(Trainer):
         self._logged_at = self._logged_data = 0.0
         if getattr(self.args, "ema_decay", None) is not None and self.is_fsdp_enabled:
             raise ValueError(f"ema_decay={self.args.ema_decay} cannot be used with FSDP; leave it out")
+        self.distillation = distillation
+        self._losses: list[dict[str, Tensor]] = []
+        if distillation is not None:
+            self._check_distillation(distillation)
         self.add_callback(_StepCallback(self))
 
     # ---- optimizer --------------------------------------------------------------------------------------------------
@@ -137,6 +148,12 @@ class SparsePriorTrainer(Trainer):
         now = time.perf_counter()
         if "loss" in logs and now > self._logged_at:
             logs["data_wait"] = round((self.clock.data_seconds - self._logged_data) / (now - self._logged_at), 4)
+        if "loss" in logs and self._losses:
+            logs |= {
+                f"loss_{name}": torch.stack([losses[name] for losses in self._losses]).mean().item()
+                for name in self._losses[0]
+            }
+            self._losses = []
         self._logged_at, self._logged_data = now, self.clock.data_seconds
         super().log(logs, start_time)
 
@@ -168,7 +185,10 @@ class SparsePriorTrainer(Trainer):
         """The loss of a micro-batch, weighted so that a step's gradient is that of the mean over its samples."""
         labels: Any = inputs.get("labels")
         size = None if labels is None else len(labels)
-        loss, outputs = self._label_loss(model, inputs)
+        if self.distillation is not None and model.training:
+            loss, outputs = self._distilled_loss(self.distillation, model, inputs)
+        else:
+            loss, outputs = self._label_loss(model, inputs)
         # transformers would divide by the number of micro-batches, right only where they are equally large.
         self.loss_is_scaled_for_ga = num_items_in_batch is not None and size is not None
         if self.loss_is_scaled_for_ga:
@@ -194,6 +214,26 @@ class SparsePriorTrainer(Trainer):
             learned = token_targets(targets, logits.shape[-1], grid)
             loss = loss + self.token_label_weight * token_label_loss(logits, learned, outputs.get("token_ids"))
         return loss, outputs
+
+    def _check_distillation(self, distillation: Distillation) -> None:
+        if self.is_fsdp_enabled:
+            raise ValueError("distillation cannot be used with FSDP, use DDP")
+        if self.args.torch_compile and "scores" in distillation.needs:
+            raise ValueError("torch_compile cannot be used with the attention loss, leave it out")
+        distillation.check(self.model)
+        if distillation.teacher is not None:
+            distillation.teacher.model.to(self.args.device)
+
+    def _distilled_loss(
+        self, distillation: Distillation, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[Tensor, Any]:
+        """Mean over the micro-batch of the weighted losses, and the model's outputs."""
+        student = self.accelerator.unwrap_model(model)
+        with distillation.observed(student) as scores:
+            label_loss, outputs = self._label_loss(model, {**inputs, **distillation.student_options()})
+        losses = distillation.losses(student, outputs, label_loss, scores, inputs["pixel_values"])
+        self._losses.append({name: loss.detach().float() for name, loss in losses.items()})
+        return distillation.total(losses), outputs
 
     def _are_probabilities(self, labels: Any) -> bool:
         problem = getattr(getattr(self.model, "config", None), "problem_type", None)

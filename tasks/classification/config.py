@@ -6,6 +6,7 @@ augmentation: {...}              fields of AugmentationConfig, what happens to t
 model: {...}                     fields of SparsePriorViTConfig, plus `preset`, `pretrained` and `classifier_init_std`
 tuning: {...}                    fields of TuningConfig, how much of the model is trained
 token_labels: {...}              fields of TokenLabelConfig, label maps for the patch tokens
+distillation: {...}              fields of DistillationConfig, a teacher and its losses
 trainer: {...}                   fields of SparsePriorTrainingArguments, transformers.TrainingArguments among them
 """
 
@@ -22,11 +23,12 @@ from typing import Any
 import yaml
 
 from tasks.classification.augmentation import AugmentationConfig
+from tasks.classification.distillation import DistillationConfig, check_distillation
 from tasks.classification.token_label_config import TokenLabelConfig
 from tasks.classification.tuning import TuningConfig, check_tuning
 from tasks.classification.vtab.tasks import STAGES, TASKS
 
-SECTIONS = ("data", "augmentation", "model", "tuning", "token_labels", "trainer")
+SECTIONS = ("data", "augmentation", "model", "tuning", "distillation", "token_labels", "trainer")
 MODEL_EXTRAS = ("preset", "pretrained", "classifier_init_std")
 
 
@@ -230,6 +232,7 @@ def check_config(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
     check_tuning(config)
     if TokenLabelConfig(**config["token_labels"]).path and data.streaming:
         raise ValueError("token_labels.path needs images in any order, not a stream; set data.streaming=false")
+    check_distillation(config)
     std = config["model"].get("classifier_init_std")
     if std is not None and (isinstance(std, bool) or not isinstance(std, (int, float)) or not 0 <= std < math.inf):
         raise ValueError(f"model.classifier_init_std={std!r} must be a number of 0 or more")
@@ -273,6 +276,7 @@ def known_keys() -> dict[str, list[str]]:
         "model": [*own, "out_features", "out_indices", *MODEL_EXTRAS],
         "tuning": [field.name for field in fields(TuningConfig)],
         "token_labels": [field.name for field in fields(TokenLabelConfig)],
+        "distillation": [field.name for field in fields(DistillationConfig)],
         "trainer": [field.name for field in fields(SparsePriorTrainingArguments) if field.init],
     }
 

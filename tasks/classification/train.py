@@ -35,6 +35,13 @@ from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.augmentation import AugmentationConfig
 from tasks.classification.command import RunStopped, run_command
 from tasks.classification.config import MODEL_EXTRAS, DataConfig, check_config, load_config
+from tasks.classification.distillation import (
+    DistillationConfig,
+    end_phase,
+    make_distillation,
+    start_phase,
+    teacher_folder,
+)
 from tasks.classification.evaluate import load_whole_model
 from tasks.classification.inputs import make_inputs, read_data
 from tasks.classification.label_maps import check_token_classifier, open_label_maps
@@ -153,8 +160,12 @@ def _draw_classifiers(model: SparsePriorViTForImageClassification, names: Sequen
 
 def pretrained_sha256(model: dict[str, Any]) -> str | None:
     """SHA-256 of the weights that a run started from; None for one from scratch, or from weights in several files."""
-    weights = Path(model.get("pretrained") or "") / SAFE_WEIGHTS_NAME
-    return file_sha256(weights) if model.get("pretrained") and weights.is_file() else None
+    return _weights_sha256(model.get("pretrained"))
+
+
+def _weights_sha256(folder: str | None) -> str | None:
+    weights = Path(folder or "") / SAFE_WEIGHTS_NAME
+    return file_sha256(weights) if folder and weights.is_file() else None
 
 
 def _may_start_anew(key: str) -> bool:
@@ -208,11 +219,13 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     data, corrupt = read_data(data_config, arguments)
     set_seed(arguments.seed)
     tuning = TuningConfig(**config["tuning"])
+    phase = DistillationConfig(**config["distillation"])
     checksum = pretrained_sha256(config["model"])
     model = build_model(config["model"], data.classes)
     decay_at_start = decay_change(model)
     set_seed(arguments.seed)  # a decay draws too, and adapters of one seed would start differently beside it
     model = tuned(model, tuning)
+    start_phase(model, phase)
     trained = trainable_parameters(model)  # counted here, because peft freezes what it reads back
     token_labels = TokenLabelConfig(**config["token_labels"])
     check_token_classifier(model.config, token_labels)
@@ -231,6 +244,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         train_collator=inputs.train_collator,
         data_collator=inputs.eval_collator,
         token_label_weight=token_labels.weight,
+        distillation=make_distillation(config),
     )
     if inputs.train_sampler is not None:
         for dataset in inputs.datasets.values():
@@ -246,6 +260,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     trainer.train(resume_from_checkpoint=checkpoint)
     if stop.stopped:
         raise RunStopped(f"stopped behind step {trainer.state.global_step}; the same command goes on from there")
+    end_phase(trainer.accelerator.unwrap_model(trainer.model), phase)
     prediction = trainer.predict(inputs.datasets["test"], metric_key_prefix="test")
     seconds = trainer.clock.seconds()
     predicted = np.argmax(prediction.predictions, -1)
@@ -265,6 +280,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         "trainable_parameters": trained,
         "pretrained_sha256": checksum,
         "label_maps_teacher_sha256": maps and maps.header.teacher,
+        "teacher_sha256": _weights_sha256(teacher_folder(config)),
         "decay_change_at_start": decay_at_start["max_decay_change"],
         "mean_decay_change_at_start": decay_at_start["mean_decay_change"],
         "alpha_change_at_start": decay_at_start["max_alpha_change"],

@@ -1,0 +1,247 @@
+"""Sparsifiner: the keys of each query, predicted for each image from a low-rank attention map (Wei et al. 2023).
+
+Shape letters: B batch, H heads, D head width, N patches of the grid, n of them that are there, P prefix tokens,
+T = P + N, R reduced dimension, K listed keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .low_rank import check_sides, resize_tokens
+from .ops import AttentionPlan, largest_indices
+from .predictor import Predictor, register_predictor
+from .supports import check_boolean, check_integer
+
+# Of the plane-filling sequence of points that starts W_down and W_up: 1 / p, 1 / p^2, p^3 = p + 1 (Roberts 2018).
+PLASTIC = (0.7548776662466927, 0.5698402909980532)
+# A weight of W_up that is 0 stays 0, so none may start there.
+LEAST_UP = 1e-4
+
+
+@register_predictor("sparsifiner")
+class Sparsifiner(Predictor):
+    """The B keys of the largest connectivity scores; a key that scores 0 is not kept (Sparsifiner Eqs. 1-3).
+
+    W_down and W_up, (R, N) each and shared by the layer's heads, have a column for every patch. Prefix tokens are no
+    part of them: they see everything and every patch sees them, whatever B is. On another grid both are interpolated.
+    A weight of W_up that is 0 stays 0, in training too, so what `prune` drops stays dropped.
+
+    Nothing leads from an attention's output back to W_down and W_up: they learn from `scores` (Eq. 10) alone. They
+    start as R blobs, spread evenly over the grid: each row of W_down has norm 1, so that logits vary as those of single
+    keys, and more than 5 % of A_down are above tau where those of dense attention have a deviation of 1; each row of
+    W_up spreads a weight of 1 over its blob.
+
+    Settings:
+        keep_rate: in (0, 1]; B = ceil(keep_rate T), of all tokens of the grid also where some were pruned away
+            (Table 1). 1: every key is kept and nothing predicted. The default is 0.25.
+        budget: B itself, in place of a keep rate.
+        num_down: R. threshold: tau (Eq. 2). up_threshold: up to which size `prune` sets a weight of W_up to 0.
+        renormalise: the softmax runs over the kept keys, as in the published code; False: over all keys, of which
+            the kept ones are taken (Eq. 5 as printed).
+        grid: (height, width) that W_down and W_up are made for.
+    """
+
+    SETTINGS = {
+        "keep_rate": None,
+        "budget": None,
+        "num_down": 32,
+        "threshold": 0.05,
+        "up_threshold": 0.01,
+        "renormalise": True,
+        "grid": None,
+    }
+    DEFAULT_KEEP_RATE = 0.25
+    GIVES_SCORES = True
+
+    def __init__(self, num_heads: int, head_dim: int, **settings: Any) -> None:
+        super().__init__(num_heads, head_dim)
+        self.settings = settings
+        self.renormalise = settings["renormalise"]
+        self.grid = (settings["grid"][0], settings["grid"][1])
+        shape = (settings["num_down"], self.grid[0] * self.grid[1])
+        self.w_down = nn.Parameter(torch.empty(shape))
+        self.w_up = nn.Parameter(torch.empty(shape))
+        self.reset_parameters()
+
+    @classmethod
+    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
+        """As `PriorModule`; the grid that W_down and W_up are made for is kept in the settings."""
+        sides = check_sides("sparsifiner", settings["grid"], grid)
+        keep_rate, budget = settings["keep_rate"], settings["budget"]
+        if keep_rate is not None and budget is not None:
+            raise ValueError(f"sparsifiner: keep_rate={keep_rate!r} and budget={budget!r} cannot both be given")
+        if budget is not None:
+            budget = check_integer("sparsifiner: budget", budget, 1)
+            if budget > sides[0] * sides[1]:
+                raise ValueError(
+                    f"sparsifiner: budget={budget} must be at most the {sides[0] * sides[1]} patches of a "
+                    f"{sides[0]}x{sides[1]} grid"
+                )
+        else:
+            keep_rate = cls.DEFAULT_KEEP_RATE if keep_rate is None else keep_rate
+            _check_number("sparsifiner: keep_rate", keep_rate, 0.0, 1.0, "above 0 and at most 1")
+            if keep_rate == 0:
+                raise ValueError(f"sparsifiner: keep_rate={keep_rate!r} must be above 0 and at most 1")
+        return {
+            "keep_rate": keep_rate,
+            "budget": budget,
+            "num_down": check_integer("sparsifiner: num_down", settings["num_down"], 1),
+            "threshold": _check_number("sparsifiner: threshold", settings["threshold"], 0.0, 1.0, "from 0 to 1"),
+            "up_threshold": _check_number(
+                "sparsifiner: up_threshold", settings["up_threshold"], 0.0, math.inf, "0 or more"
+            ),
+            "renormalise": check_boolean("sparsifiner: renormalise", settings["renormalise"]),
+            "grid": sides,
+        }
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """Blobs, the same at every start; see the class."""
+        blobs = torch.tensor(_blobs(self.settings["num_down"], self.grid))
+        spread = (blobs / blobs.sum(1, keepdim=True)).clamp_min(LEAST_UP)
+        return {"w_down": (blobs / blobs.norm(dim=1, keepdim=True)).float(), "w_up": spread.float()}
+
+    # ---- cost -------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def budget_of(settings: dict[str, Any], total: int) -> int:
+        """B of a grid with T tokens."""
+        if settings["budget"] is not None:
+            return settings["budget"]
+        return math.ceil(round(settings["keep_rate"] * total, 9))  # 0.1 * 30 is above 3
+
+    @staticmethod
+    def _keeps_all(settings: dict[str, Any]) -> bool:
+        return settings["keep_rate"] == 1
+
+    @classmethod
+    def kept_pairs(cls, settings: dict[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
+        """As `PriorModule`: the most that can be kept, B patches and the prefix for each patch."""
+        total = num_tokens + num_prefix_tokens
+        if cls._keeps_all(settings):
+            return total**2
+        budget = min(num_tokens, cls.budget_of(settings, total))
+        return num_prefix_tokens * total + num_tokens * (num_prefix_tokens + budget)
+
+    @classmethod
+    def products(
+        cls, settings: dict[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
+    ) -> int:
+        """As `PriorModule`: W_down K, Q (W_down K)^T and A_down W_up, the last one dense, as it is run."""
+        if cls._keeps_all(settings):
+            return 0
+        down = 2 * settings["num_down"] * num_tokens * num_heads * head_dim
+        return down + cls.up_products(settings, num_heads, num_tokens)
+
+    @staticmethod
+    def up_products(settings: dict[str, Any], num_heads: int, num_tokens: int) -> int:
+        """Multiply-adds of A_down W_up in a layer; `up_share` says how many of them have no zero in them."""
+        return num_heads * settings["num_down"] * num_tokens**2
+
+    def up_share(self, coefficients: Tensor) -> float:
+        """Share of the multiply-adds of A_down W_up that a product of sparse matrices needs (Sparsifiner section 3).
+
+        Args:
+            coefficients: (B, H, N, R), see `coefficients`.
+        """
+        above = (coefficients > self.settings["threshold"]).to(torch.float64).mean((0, 1, 2))
+        return (above * (self.w_up != 0).to(torch.float64).mean(1)).mean().item()
+
+    # ---- the prediction ---------------------------------------------------------------------------------------------
+
+    def sparse_basis(self, grid: tuple[int, int]) -> Tensor:
+        """W_up (R, N) on a grid; what is 0 stays 0, on another grid where more than half of the weight around is 0."""
+        kept = self.w_up != 0
+        basis = self.w_up * kept
+        if grid == self.grid:
+            return basis
+        nearby = resize_tokens(kept.to(basis.dtype), self.grid, grid) > 0.5
+        return resize_tokens(basis, self.grid, grid) * nearby * self._sum_kept(grid)
+
+    def _sum_kept(self, grid: tuple[int, int]) -> float:
+        """What keeps the sum of a row that is interpolated to a grid."""
+        return self.grid[0] * self.grid[1] / (grid[0] * grid[1])
+
+    def coefficients(self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan, token_ids: Tensor | None) -> Tensor:
+        """A_down of the patches before the threshold, (B, H, n, R) in float32 at least (Eq. 1)."""
+        prefix, dtype = plan.num_prefix_tokens, torch.promote_types(q.dtype, torch.float32)
+        down = (resize_tokens(self.w_down, self.grid, plan.grid) * self._sum_kept(plan.grid)).to(dtype)
+        if token_ids is not None:
+            down = down[:, token_ids].transpose(0, 1).unsqueeze(1)  # (B, 1, R, n)
+        keys = down @ k[:, :, prefix:].to(dtype)
+        return torch.softmax((q[:, :, prefix:].to(dtype) * scale) @ keys.transpose(-1, -2), -1)
+
+    def scores(self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan, token_ids: Tensor | None) -> Tensor:
+        """Connectivity scores of the patches, (B, H, n, n) in float32 at least (Eqs. 2 and 3 before top-k).
+
+        Args:
+            q, k: (B, H, P + n, D).
+            scale: of the logits.
+            plan: of the layer.
+            token_ids: int64 (B, n), which patches are there; None: all.
+        """
+        with torch.autocast(q.device.type, enabled=False):  # what is close to tau must not hang on rounding
+            down = self.coefficients(q, k, scale, plan, token_ids)
+            down = torch.where(down > self.settings["threshold"], down, 0.0)
+            basis = self.sparse_basis(plan.grid).to(down.dtype)
+            if token_ids is not None:
+                basis = basis[:, token_ids].transpose(0, 1).unsqueeze(1)
+            return down @ basis
+
+    def forward(
+        self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan, token_ids: Tensor | None
+    ) -> Tensor | None:
+        """As `Predictor`."""
+        dense = self._keeps_all(self.settings) or (self.training and self.dense_in_training)
+        if dense and self.recorder is None:
+            return None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.recorder is not None):
+            scores = self.scores(q, k, scale, plan, token_ids)
+        if self.recorder is not None:
+            self.recorder(scores)
+        return None if dense else self.listed_keys(scores, plan)
+
+    @torch.no_grad()
+    def listed_keys(self, scores: Tensor, plan: AttentionPlan) -> Tensor:
+        """Token numbers (B, H, n, P + B): the prefix, then the keys of the B largest scores that are not 0, else -1.
+
+        Equal scores go by their index. A patch that is left without any key, which needs P = 0, sees itself.
+        """
+        prefix, tokens = plan.num_prefix_tokens, scores.shape[-1]
+        budget = min(tokens, self.budget_of(self.settings, plan.total))
+        scores = scores.masked_fill(scores == 0, -math.inf)
+        chosen = largest_indices(scores, budget)
+        chosen = torch.where(torch.isneginf(scores.gather(-1, chosen)), -1, chosen + prefix)
+        if not prefix:
+            own = torch.arange(tokens, device=scores.device).unsqueeze(-1)
+            return torch.where((chosen < 0).all(-1, keepdim=True), own, chosen)
+        always = torch.arange(prefix, device=scores.device).expand(*chosen.shape[:-1], -1)
+        return torch.cat([always, chosen], -1)
+
+    @torch.no_grad()
+    def prune(self) -> None:
+        """Set the weights of W_up of at most `up_threshold` to 0 (Sparsifiner section 4)."""
+        self.w_up.masked_fill_(self.w_up.abs() <= self.settings["up_threshold"], 0.0)
+
+
+def _blobs(count: int, grid: tuple[int, int]) -> np.ndarray:
+    """`count` Gaussians (count, N) over a patch grid, their middles spread evenly, each as wide as its share of it."""
+    height, width = grid
+    steps = np.arange(1, count + 1)[:, None] * np.array(PLASTIC)
+    middles = (steps + 0.5) % 1.0 * (height, width) - 0.5
+    rows, columns = np.divmod(np.arange(height * width), width)
+    squared = (rows - middles[:, :1]) ** 2 + (columns - middles[:, 1:]) ** 2
+    deviation = max(0.5, 0.5 * math.sqrt(height * width / count))
+    return np.exp(-squared / (2 * deviation**2))
+
+
+def _check_number(name: str, value: Any, low: float, high: float, allowed: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ValueError(f"{name}={value!r} must be {allowed}")
+    return value

@@ -1,0 +1,299 @@
+"""Knowledge distillation: a frozen teacher and the losses that bring a model close to it (Sparsifiner Eqs. 8-10, 12).
+
+`register_loss` makes a function a loss that a `Distillation` can weigh.
+
+Shape letters: B batch, L layers, H heads, T tokens of the teacher, t of the student, N patches of the teacher, n of the
+student, P prefix tokens, C width.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_sparseprior.configuration_sparseprior_vit import as_pair
+from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTForImageClassification
+from hf_sparseprior.predictor import Predictor
+from hf_sparseprior.supports import check_keys
+
+# ---- the losses of the papers, of tensors ---------------------------------------------------------------------------
+
+
+def token_loss(
+    tokens: Tensor, teacher_tokens: Tensor, token_ids: Tensor | None = None, num_prefix_tokens: int = 0
+) -> Tensor:
+    """Mean squared difference of the tokens after the last block, before the last norm (Sparsifiner Eq. 8).
+
+    Args:
+        tokens: (B, t, C) of the student.
+        teacher_tokens: (B, T, C).
+        token_ids: int64 (B, n), which of the N patches the student has kept, where it has not kept all; the others
+            have no say.
+        num_prefix_tokens: P, in front of the patches.
+    """
+    if token_ids is not None:
+        places = (token_ids + num_prefix_tokens).unsqueeze(-1).expand(-1, -1, teacher_tokens.shape[-1])
+        teacher_tokens = torch.cat([teacher_tokens[:, :num_prefix_tokens], teacher_tokens.gather(1, places)], 1)
+    return F.mse_loss(tokens.float(), teacher_tokens.float())
+
+
+def class_loss(logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """KL(y || y_teacher), the mean over the batch (Sparsifiner Eq. 9).
+
+    In this order, as printed: the expectation is taken over the student's classes. logits: (B, classes).
+    """
+    own, teacher = F.log_softmax(logits.float(), -1), F.log_softmax(teacher_logits.float(), -1)
+    return (own.exp() * (own - teacher)).sum(-1).mean()
+
+
+def attention_loss(scores: Sequence[Tensor], attentions: Sequence[Tensor], num_prefix_tokens: int) -> Tensor:
+    """Mean squared difference of connectivity scores and the teacher's attention (Sparsifiner Eq. 10).
+
+    The mean of all layers. Pairs with a prefix token have no score: they are always kept.
+
+    Args:
+        scores: of each layer (B, H, N, N).
+        attentions: of each layer the teacher's weights (B, H, T, T).
+        num_prefix_tokens: P = T - N.
+    """
+    losses = [
+        F.mse_loss(own.float(), weights[..., num_prefix_tokens:, num_prefix_tokens:].float())
+        for own, weights in zip(scores, attentions, strict=True)
+    ]
+    return torch.stack(losses).mean()
+
+
+# ---- the losses by name ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    """What the losses of a step see.
+
+    model: the student. outputs: of the student. label_loss: against the labels. teacher: outputs of the teacher, None
+    where no loss needs one. scores: of each layer that has a predictor, its connectivity scores.
+    """
+
+    model: Any
+    outputs: Any
+    label_loss: Tensor
+    teacher: Any
+    scores: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """compute: the loss of a step. needs: of NEEDS, what has to be there for it; a teacher for any of them."""
+
+    compute: Callable[[Step], Tensor]
+    needs: frozenset[str]
+
+
+LOSSES: dict[str, Loss] = {}
+# What a loss can need, and the fields of a config in which student and teacher must then be the same.
+NEEDS = {
+    "logits": ("num_labels",),
+    "hidden_states": ("hidden_size", "num_prefix_tokens", "grid"),
+    "attentions": ("num_hidden_layers", "num_attention_heads", "num_prefix_tokens", "grid"),
+    "scores": (),
+}
+# The teacher is given the student's pixels.
+PIXELS = ("num_channels", "image_size", "image_mean", "image_std")
+
+
+def register_loss(name: str, *needs: str) -> Callable[[Callable[[Step], Tensor]], Callable[[Step], Tensor]]:
+    """Register a loss under `name`, with what of NEEDS it needs."""
+
+    def register(compute: Callable[[Step], Tensor]) -> Callable[[Step], Tensor]:
+        LOSSES[name] = Loss(compute, frozenset(needs))
+        return compute
+
+    return register
+
+
+@register_loss("labels")
+def _labels(step: Step) -> Tensor:
+    return step.label_loss
+
+
+@register_loss("token", "hidden_states")
+def _token(step: Step) -> Tensor:
+    return token_loss(
+        step.outputs.hidden_states[-1],
+        step.teacher.hidden_states[-1],
+        step.outputs.get("token_ids"),
+        step.model.config.num_prefix_tokens,
+    )
+
+
+@register_loss("class", "logits")
+def _class(step: Step) -> Tensor:
+    return class_loss(step.outputs.logits, step.teacher.logits)
+
+
+@register_loss("attention", "attentions", "scores")
+def _attention(step: Step) -> Tensor:
+    return attention_loss(step.scores, step.teacher.attentions, step.model.config.num_prefix_tokens)
+
+
+# ---- teacher and student --------------------------------------------------------------------------------------------
+
+
+class Teacher:
+    """A classifier that is asked and never trained.
+
+    Args:
+        model: put into evaluation mode, its parameters frozen.
+        name: for errors.
+    """
+
+    def __init__(self, model: SparsePriorViTForImageClassification, name: str = "the teacher") -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.name = name
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike, **options: Any) -> Teacher:
+        """A saved model as a teacher; `options` are fields of its config, `prior="dense"` for one before its prior."""
+        return cls(SparsePriorViTForImageClassification.from_pretrained(folder, **options), f"teacher {folder}")
+
+    def check(self, config: Any, needs: frozenset[str]) -> None:
+        """Raise ValueError unless the teacher goes with a student of this config, for what the losses need of it."""
+        own = self.model.config
+        fields = dict.fromkeys(field for need in NEEDS if need in needs for field in NEEDS[need])
+        for field in (*PIXELS, *fields):
+            there, here = getattr(own, field), getattr(config, field)
+            if field == "image_size":
+                there, here = as_pair(there), as_pair(here)
+            if there != here:
+                raise ValueError(f"{self.name} has {field}={there!r}, the model {here!r}; they must be the same")
+        if "logits" in needs and {str(name) for name in own.id2label.values()} == set(config.id2label.values()):
+            moved = next((name for index, name in config.id2label.items() if own.id2label[index] != name), None)
+            if moved is not None:
+                raise ValueError(f"{self.name} has the model's classes in another order, from {moved!r} on")
+
+    @torch.no_grad()
+    def __call__(self, pixel_values: Tensor, needs: frozenset[str]) -> Any:
+        """Outputs of the teacher, with hidden states and attentions where these are needed."""
+        return self.model(
+            pixel_values,
+            output_hidden_states="hidden_states" in needs,
+            output_attentions="attentions" in needs,
+            return_dict=True,
+        )
+
+
+class Distillation:
+    """The loss of a training step: a weighted sum of losses by name (Sparsifiner Eq. 12).
+
+    Args:
+        weights: of the losses, by name; those of weight 0 are not computed.
+        teacher: what the student learns from; None where no loss needs one.
+
+    Raises:
+        ValueError: for unknown losses, weights below 0, none above 0, and a missing teacher.
+    """
+
+    def __init__(self, weights: Mapping[str, float], teacher: Teacher | None = None) -> None:
+        check_keys(weights, list(LOSSES), "distillation")
+        for name, weight in weights.items():
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+                raise ValueError(f"weight {weight!r} of the {name} loss must be a number of 0 or more")
+        self.weights = {name: weight for name, weight in weights.items() if weight}
+        if not self.weights:
+            raise ValueError(f"the weights {dict(weights)!r} leave no loss to train with")
+        self.needs = frozenset(need for name in self.weights for need in LOSSES[name].needs)
+        if self.needs and teacher is None:
+            raise ValueError(f"the losses {', '.join(self.weights)} need a teacher")
+        self.teacher = teacher
+
+    def check(self, model: Any) -> None:
+        """Raise ValueError unless a model can learn this way."""
+        if self.teacher is not None:
+            self.teacher.check(model.config, self.needs)
+        if "scores" in self.needs and not any(predictor.GIVES_SCORES for predictor in predictors(model)):
+            raise ValueError(
+                f"the attention loss is for priors whose predictor has connectivity scores (sparsifiner), not for "
+                f"{model.config.prior_name!r}"
+            )
+
+    def student_options(self) -> dict[str, bool]:
+        """Arguments with which the student is called."""
+        return {"output_hidden_states": True} if "hidden_states" in self.needs else {}
+
+    @contextmanager
+    def observed(self, model: Any) -> Iterator[list[Tensor]]:
+        """Inside the block the scores of the student's predictors are collected, where they are needed.
+
+        Raises:
+            ValueError: for scores without gradients.
+        """
+        scores: list[Tensor] = []
+        watched = predictors(model) if "scores" in self.needs else []
+        for predictor in watched:
+            predictor.recorder = scores.append
+        # With gradient checkpointing, layers run again in the backward pass and have to do the same as here.
+        later = _discard if watched and getattr(model, "is_gradient_checkpointing", False) else None
+        try:
+            yield scores
+        finally:
+            for predictor in watched:
+                predictor.recorder = later
+        if model.training and not all(own.requires_grad for own in scores):
+            raise ValueError("the attention loss needs gradient checkpointing to be without reentrance")
+
+    def losses(
+        self, model: nn.Module, outputs: Any, label_loss: Tensor, scores: Sequence[Tensor], pixel_values: Tensor
+    ) -> dict[str, Tensor]:
+        """The losses of a step by name, not yet weighed.
+
+        Args:
+            model: the student itself, not what a Trainer wraps around it.
+            outputs: of the student.
+            label_loss: the loss against the labels.
+            scores: what `observed` collected.
+            pixel_values: what the student saw.
+        """
+        teacher = self.teacher(pixel_values, self.needs) if self.teacher is not None and self.needs else None
+        step = Step(model, outputs, label_loss, teacher, scores)
+        return {name: LOSSES[name].compute(step) for name in self.weights}
+
+    def total(self, losses: Mapping[str, Tensor]) -> Tensor:
+        """Their weighted sum."""
+        return torch.stack([weight * losses[name] for name, weight in self.weights.items()]).sum()
+
+
+def _discard(scores: Tensor) -> None:
+    pass
+
+
+def predictors(model: nn.Module) -> list[Predictor]:
+    """The predictors of a model, layer after layer."""
+    return [module for module in model.modules() if isinstance(module, Predictor)]
+
+
+def train_predictors_alone(model: nn.Module) -> None:
+    """Phase 1 of Sparsifiner: only predictors ask for gradients, and while they train the attention is dense."""
+    model.requires_grad_(False)
+    for predictor in predictors(model):
+        predictor.requires_grad_(True)
+        predictor.dense_in_training = True
+
+
+def freeze_predictors(model: nn.Module) -> None:
+    """Phase 2 of Sparsifiner as published: nothing leads from its losses to the predictors, they stay as they are."""
+    for predictor in predictors(model):
+        predictor.requires_grad_(False)
+
+
+def prune_predictors(model: nn.Module) -> None:
+    """The end of phase 1: predictors drop what is too small to count (Sparsifiner section 4)."""
+    for predictor in predictors(model):
+        predictor.prune()

@@ -1,0 +1,125 @@
+"""Sparsifiner's prediction and the ways to attend to predicted keys: python -m tasks.benchmark.predictor
+
+Whether a prediction pays: dense attention without one, the prediction itself, and attention over its lists of keys,
+once gathered and once dense with a mask. The last two decide `hf_sparseprior.ops.CROSSOVERS` of "gather".
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from hf_sparseprior.attention import PriorAttention
+from hf_sparseprior.ops import run_plan
+from hf_sparseprior.prior import resolve_prior
+from tasks.benchmark import report
+from tasks.benchmark.timing import SetUp, measure
+from tasks.classification.command import run_command
+from tasks.classification.report import write_results
+
+DENSE, PREDICTION, GATHERED, MASKED = "dense", "prediction", "gather", "sdpa with a mask"
+PASSES = {False: "forward", True: "forward and backward"}
+
+
+def set_ups(side: int, batch: int, keep_rate: float, trains: bool, arguments: argparse.Namespace) -> dict[str, SetUp]:
+    """What is timed on a grid of side x side patches and a class token, by name.
+
+    The prediction has no backward pass: nothing leads from an attention to its predictor.
+    """
+    dtype, device = report.machine_of(arguments)
+    grid, heads, width = (side, side), arguments.heads, arguments.width
+    prior = resolve_prior({"predictor": {"name": "sparsifiner", "keep_rate": keep_rate}}, heads, grid)
+    layer = PriorAttention(heads, prior, head_dim=width).to(device)
+    predictor, plan, scale = layer.predictor, layer.plan(grid, 1), width**-0.5
+    assert predictor is not None
+    shape = (3, batch, heads, side * side + 1, width)
+    q, k, v = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype).unbind(0)
+    tensors = [tensor.detach().requires_grad_(trains) for tensor in (q, k, v)]
+    keys = predictor(q, k, scale, plan, None)
+
+    def passes(forward: Any) -> SetUp:
+        def call() -> None:
+            with torch.set_grad_enabled(trains):
+                out = forward()
+            if trains:
+                torch.autograd.grad(out.sum(), tensors)
+
+        return lambda: call
+
+    timed = {
+        DENSE: passes(lambda: F.scaled_dot_product_attention(*tensors, scale=scale)),
+        GATHERED: passes(lambda: run_plan(plan, *tensors, None, scale=scale, backend="gather", keys=keys)[0]),
+        MASKED: passes(lambda: run_plan(plan, *tensors, None, scale=scale, backend="sdpa", keys=keys)[0]),
+    }
+    if not trains:
+        timed[PREDICTION] = lambda: lambda: predictor(q, k, scale, plan, None)
+    return timed
+
+
+def measured(side: int, batch: int, keep_rate: float, trains: bool, arguments: argparse.Namespace) -> dict[str, Any]:
+    """`timing.measure` of one size, keep rate and pass."""
+    _, device = report.machine_of(arguments)
+    own = set_ups(side, batch, keep_rate, trains, arguments)
+    result = measure(own, device, arguments.budget, arguments.rounds, (DENSE, MASKED), {})
+    return {"tokens": side**2, "batch": batch, "keep_rate": keep_rate, "pass": PASSES[trains], **result}
+
+
+def row(entry: dict[str, Any]) -> list[str]:
+    """A line of the table."""
+    contenders = entry["contenders"]
+    cells = [f"{entry['tokens']} x {entry['batch']}", f"{entry['keep_rate']:g}", entry["pass"]]
+    for name in (DENSE, PREDICTION, GATHERED, MASKED):
+        cells.append(report.milliseconds(contenders[name]["seconds"]) if name in contenders else "-")
+    cells.append(f"{contenders[GATHERED][f'times_{MASKED}']['median']:.2f}" if GATHERED in contenders else "-")
+    return cells
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, print and write."""
+    report.check_positive(
+        heads=arguments.heads, width=arguments.width, rounds=arguments.rounds, budget=arguments.budget
+    )
+    sizes = report.parse_sizes("--sizes", arguments.sizes)
+    rates = report.from_yaml("--keep-rates", f"[{arguments.keep_rates}]")
+    for rate in rates:
+        resolve_prior({"predictor": {"name": "sparsifiner", "keep_rate": rate}}, arguments.heads, (2, 2))
+    report.machine_of(arguments)
+    results = report.provenance("predictor", arguments)
+    report.print_provenance(results)
+    results["entries"] = [
+        measured(side, batch, rate, trains, arguments) for side, batch in sizes for rate in rates for trains in PASSES
+    ]
+    header = ["patches x images", "keep rate", "pass", DENSE, PREDICTION, GATHERED, MASKED, "gather / mask"]
+    print("\nmilliseconds, median (quartiles)\n" + report.text_table(header, [row(e) for e in results["entries"]]))
+    write_results(arguments.out, results)
+    print(f"\n{arguments.out}")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tasks.benchmark.predictor", description=__doc__)
+    parser.add_argument("--sizes", default="14x8,24x2,32x1", help="side of the patch grid x images")
+    parser.add_argument("--keep-rates", default="0.25,0.1,0.05,0.01")
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--width", type=int, default=64, help="of a head")
+    parser.add_argument("--rounds", type=int, default=20, help="of each size, keep rate and pass, at most")
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds for the rounds of each")
+    parser.add_argument("--out", type=Path, default=Path("outputs/benchmark/predictor.json"))
+    report.add_machine_arguments(parser)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    return run_command(parser.prog, lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The `distillation` section: a teacher, its losses, and which phase of Sparsifiner's training a run is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.utils import parse_flag_from_env
+
+from hf_sparseprior import SparsePriorViTForImageClassification
+from hf_sparseprior.training.distillation import (
+    Distillation,
+    Teacher,
+    freeze_predictors,
+    predictors,
+    prune_predictors,
+    train_predictors_alone,
+)
+
+SELF = "self"
+# Weights of the losses where the section does not say them (Sparsifiner section 4).
+PHASES: dict[str, dict[str, float]] = {
+    "predictor": {"labels": 0.0, "token": 0.0, "class": 0.0, "attention": 1.0},
+    "model": {"labels": 1.0, "token": 0.5, "class": 0.5, "attention": 0.0},
+}
+
+
+@dataclass
+class DistillationConfig:
+    """Training with a teacher.
+
+    teacher: a folder of a saved model, or "self": what `model.pretrained` holds, without its prior; null: no teacher.
+    phase: "predictor", phase 1 of Sparsifiner: attention is dense and the predictor alone learns; at the end of the run
+        its W_up is pruned. "model", phase 2, and what other models do: everything learns, but the predictor only where
+        lambda_attention is above 0: without it nothing leads from the losses to the predictor, and it is frozen.
+    lambda_labels, lambda_token, lambda_class, lambda_attention: weights of the losses against the labels, the
+        teacher's last tokens (Eq. 8), classes (Eq. 9) and attention (Eq. 10); null: what Sparsifiner's phase has, 0, 0,
+        0, 1 in phase 1 and 1, 0.5, 0.5, 0 in phase 2.
+    """
+
+    teacher: str | None = None
+    phase: str = "model"
+    lambda_labels: float | None = None
+    lambda_token: float | None = None
+    lambda_class: float | None = None
+    lambda_attention: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        if self.teacher is not None and (not isinstance(self.teacher, str) or not self.teacher):
+            raise ValueError(f"distillation.teacher={self.teacher!r} must be a folder, 'self' or null")
+        if self.phase not in PHASES:
+            raise ValueError(f"distillation.phase={self.phase!r} must be one of {', '.join(PHASES)}")
+        for loss in PHASES[self.phase]:
+            name, value = f"lambda_{loss}", getattr(self, f"lambda_{loss}")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and 0 <= value < math.inf):
+                raise ValueError(f"distillation.{name}={value!r} must be a number of 0 or more")
+            if value is not None and self.teacher is None:
+                raise ValueError(f"distillation.{name}={value} needs distillation.teacher")
+        if self.phase != "model" and self.teacher is None:
+            raise ValueError(f"distillation.phase={self.phase} needs distillation.teacher")
+        if self.teacher is not None and not any(self.weights().values()):
+            raise ValueError("distillation: the weights of all losses are 0, there is nothing to train with")
+
+    def weights(self) -> dict[str, float]:
+        """Weights of the losses by name."""
+        given = {loss: getattr(self, f"lambda_{loss}") for loss in PHASES[self.phase]}
+        return {loss: PHASES[self.phase][loss] if value is None else value for loss, value in given.items()}
+
+
+def check_distillation(config: dict[str, dict[str, Any]]) -> None:
+    """Raise ValueError if the other sections do not go with the `distillation` section."""
+    distillation = DistillationConfig(**config["distillation"])
+    if distillation.teacher is None:
+        return
+    trainer = config["trainer"]
+    # The variable is how `accelerate launch` asks for it.
+    if trainer.get("fsdp") or parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise ValueError("distillation cannot be used with FSDP, use DDP")
+    if distillation.teacher == SELF and not config["model"].get("pretrained"):
+        raise ValueError("distillation.teacher=self is what model.pretrained holds; set model.pretrained=FOLDER")
+    if distillation.phase != "predictor":
+        return
+    if not config["model"].get("pretrained"):
+        raise ValueError("distillation.phase=predictor leaves the model as it is; set model.pretrained=FOLDER")
+    if not distillation.weights()["attention"]:
+        raise ValueError("distillation.phase=predictor trains with the attention loss alone; lambda_attention is 0")
+    if config["tuning"].get("method", "full") != "full":
+        raise ValueError(f"distillation.phase=predictor has no use for tuning.method={config['tuning']['method']}")
+    if trainer.get("ema_decay") is not None:
+        raise ValueError("distillation.phase=predictor prunes at its end, which trainer.ema_decay would not know of")
+
+
+def teacher_folder(config: dict[str, dict[str, Any]]) -> str | None:
+    """The folder that the teacher of a run comes from."""
+    teacher = config.get("distillation", {}).get("teacher")
+    return config["model"]["pretrained"] if teacher == SELF else teacher
+
+
+def make_distillation(config: dict[str, dict[str, Any]]) -> Distillation | None:
+    """What the `distillation` section asks for, its teacher loaded."""
+    settings = DistillationConfig(**config["distillation"])
+    folder = teacher_folder(config)
+    if folder is None:
+        return None
+    options = {"prior": "dense"} if settings.teacher == SELF else {}
+    return Distillation(settings.weights(), Teacher.from_pretrained(folder, **options))
+
+
+def start_phase(model: SparsePriorViTForImageClassification, config: DistillationConfig) -> None:
+    """Let only those parameters ask for gradients that the phase trains."""
+    if config.phase == "predictor":
+        if not predictors(model):
+            raise ValueError(
+                f"distillation.phase=predictor needs a predictor, and model.prior={model.config.prior_name!r} has none"
+            )
+        train_predictors_alone(model)
+    elif not config.weights()["attention"]:
+        freeze_predictors(model)
+
+
+def end_phase(model: SparsePriorViTForImageClassification, config: DistillationConfig) -> None:
+    """What is done to the model behind its last step."""
+    if config.phase == "predictor":
+        prune_predictors(model)

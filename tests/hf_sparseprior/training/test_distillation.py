@@ -1,0 +1,319 @@
+import math
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+from transformers import TrainerCallback, TrainingArguments
+
+import hf_sparseprior as sp
+from hf_sparseprior.training import (
+    LOSSES,
+    Distillation,
+    SparsePriorTrainer,
+    Teacher,
+    attention_loss,
+    class_loss,
+    token_loss,
+)
+from hf_sparseprior.training.distillation import (
+    freeze_predictors,
+    predictors,
+    prune_predictors,
+    train_predictors_alone,
+)
+
+SIZES = {
+    "image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 32, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+def make_model(seed=0, **options):
+    torch.manual_seed(seed)
+    return sp.SparsePriorViTForImageClassification(sp.SparsePriorViTConfig(**{**SIZES, **options}))
+
+
+class Noise(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return {"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": index % 2}
+
+
+class StopAt(TrainerCallback):
+    """Stands for a kill."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def make_trainer(model, distillation, folder, **options):
+    arguments = TrainingArguments(
+        output_dir=str(folder), num_train_epochs=2, learning_rate=1e-2, report_to="none", disable_tqdm=True,
+        remove_unused_columns=False, use_cpu=True, save_strategy="steps", save_steps=2, logging_steps=1,
+        **{"per_device_train_batch_size": 4, "optim": "sgd", **options},
+    )  # fmt: skip
+    return SparsePriorTrainer(
+        model=model, args=arguments, train_dataset=Noise(), eval_dataset=Noise(), distillation=distillation
+    )
+
+
+def batch():
+    items = [Noise()[index] for index in range(4)]
+    return {
+        "pixel_values": torch.stack([item["pixel_values"] for item in items]),
+        "labels": torch.tensor([item["labels"] for item in items]),
+    }
+
+
+# ---- the losses, by hand ---------------------------------------------------------------------------------------------
+
+
+def test_token_loss_by_hand():
+    tokens = torch.tensor([[[1.0, 2.0], [0.0, -1.0]]])
+    teacher = torch.tensor([[[1.0, 0.0], [3.0, -1.0]]])
+    assert token_loss(tokens, teacher).item() == (0 + 4 + 9 + 0) / 4
+
+
+def test_token_loss_of_kept_patches_by_hand():
+    teacher = torch.arange(10.0).reshape(1, 5, 2)  # a class token and four patches
+    tokens = torch.tensor([[[0.0, 1.0], [8.0, 9.0], [4.0, 7.0]]])  # the class token, patches 3 and 1, the last off by 2
+    assert token_loss(tokens, teacher, torch.tensor([[3, 1]]), num_prefix_tokens=1).item() == pytest.approx(4 / 6)
+
+
+def test_class_loss_by_hand_and_in_the_order_of_the_paper():
+    own, teacher = torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([[0.25, 0.75], [0.5, 0.5]])
+    expected = (0.5 * math.log(2) + 0.5 * math.log(2 / 3) + math.log(2)) / 2
+    assert class_loss(own.log().clamp_min(-50), teacher.log()).item() == pytest.approx(expected, abs=1e-6)
+    assert class_loss(torch.tensor([[3.0, 1.0]]), torch.tensor([[13.0, 11.0]])).item() == pytest.approx(0, abs=1e-6)
+
+
+def test_attention_loss_by_hand():
+    scores = [torch.zeros(1, 1, 2, 2), torch.full((1, 1, 2, 2), 0.5)]
+    weights = torch.tensor([[[[9.0, 9.0, 9.0], [9.0, 0.2, 0.4], [9.0, 0.0, 1.0]]]])  # those of the class token are 9
+    first, second = 0.04 + 0.16 + 1.0, 0.09 + 0.01 + 0.25 + 0.25
+    assert attention_loss(scores, [weights] * 2, num_prefix_tokens=1).item() == pytest.approx((first + second) / 8)
+
+
+# ---- the Trainer -----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_has_the_weighted_sum_of_the_losses(tmp_path):
+    student, teacher, inputs = make_model(0), make_model(1), batch()
+    expected = make_model(0).train()
+    out = expected(**inputs, output_hidden_states=True)
+    with torch.no_grad():
+        told = teacher(inputs["pixel_values"], output_hidden_states=True)
+    loss = (
+        2 * torch.nn.functional.cross_entropy(out.logits, inputs["labels"])
+        + 0.5 * (out.hidden_states[-1] - told.hidden_states[-1]).square().mean()
+        + 3 * (out.logits.softmax(-1) * (out.logits.log_softmax(-1) - told.logits.log_softmax(-1))).sum() / 4
+    )
+    loss.backward()
+    trainer = make_trainer(student, Distillation({"labels": 2, "token": 0.5, "class": 3}, Teacher(teacher)), tmp_path)
+    own = trainer.compute_loss(student.train(), inputs)
+    own.backward()
+    assert own.item() == pytest.approx(loss.item(), rel=1e-6)
+    for parameter, other in zip(student.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-5, atol=1e-6)
+    assert all(parameter.grad is None for parameter in trainer.distillation.teacher.model.parameters())
+    # Evaluation judges by the labels alone.
+    plain = torch.nn.functional.cross_entropy(student.eval()(inputs["pixel_values"]).logits, inputs["labels"])
+    assert trainer.compute_loss(student, inputs).item() == pytest.approx(plain.item(), rel=1e-6)
+
+
+def test_accumulation_and_soft_labels_leave_the_gradient(tmp_path):
+    def trained(**options):
+        student = make_model(0)
+        weights = {"labels": 1, "token": 1, "class": 1}
+        trainer = make_trainer(
+            student, Distillation(weights, Teacher(make_model(1))), tmp_path / str(len(options)), **options
+        )
+        trainer.data_collator = lambda items: {
+            "pixel_values": torch.stack([item["pixel_values"] for item in items]),
+            "labels": torch.tensor([[0.8, 0.2], [0.1, 0.9]])[[item["labels"] for item in items]],
+        }
+        trainer.train_collator = trainer.data_collator
+        trainer.train()
+        return student
+
+    whole, parts = trained(), trained(per_device_train_batch_size=1, gradient_accumulation_steps=4)
+    for own, other in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+def test_resumed_run_equals_the_uninterrupted_one_and_the_teacher_stays(tmp_path):
+    def trainer(folder):
+        distillation = Distillation({"labels": 1, "token": 0.5, "class": 0.5}, Teacher(make_model(1)))
+        return make_trainer(make_model(0, hidden_dropout_prob=0.1), distillation, folder, optim="adamw_torch")
+
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    broken = trainer(tmp_path / "broken")
+    broken.add_callback(StopAt(3))
+    with pytest.raises(KeyboardInterrupt):
+        broken.train()
+    torch.manual_seed(99)
+    resumed = trainer(tmp_path / "broken")
+    resumed.train(resume_from_checkpoint=True)
+    for own, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(own, other)
+    for own, other in zip(resumed.distillation.teacher.model.parameters(), make_model(1).parameters(), strict=True):
+        assert torch.equal(own, other) and not own.requires_grad
+    assert not resumed.distillation.teacher.model.training
+    entry = next(entry for entry in whole.state.log_history if "loss_token" in entry)
+    assert entry["loss"] == pytest.approx(
+        entry["loss_labels"] + 0.5 * entry["loss_token"] + 0.5 * entry["loss_class"], abs=2e-4
+    )
+
+
+# ---- Sparsifiner's phases ------------------------------------------------------------------------------------------
+
+SPARSIFINER = {"predictor": {"name": "sparsifiner", "num_down": 3, "keep_rate": 0.5, "threshold": 0.2}}
+
+
+def projected(model, pixels):
+    # Queries and keys of every layer of a model without a prior, and its attention, by hand.
+    out = model(pixels, output_hidden_states=True, output_attentions=True)
+    heads = []
+    for layer, hidden in zip(model.vit.layers, out.hidden_states[:-1], strict=True):
+        normed = layer.layernorm_before(hidden)
+        q, k = (
+            own(normed).view(*normed.shape[:2], 2, 8).transpose(1, 2)
+            for own in (layer.attention.q_proj, layer.attention.k_proj)
+        )
+        heads.append((q, k))
+    return heads, out.attentions
+
+
+def eq_10(model, dense, pixels):
+    heads, attentions = projected(dense, pixels)
+    losses = []
+    for layer, (q, k), weights in zip(model.vit.layers, heads, attentions, strict=True):
+        predictor = layer.attention.predictor
+        down = torch.softmax(q[:, :, 1:] @ (predictor.w_down @ k[:, :, 1:]).mT / math.sqrt(8), -1)
+        scores = (down * (down > 0.2)) @ predictor.w_up
+        losses.append((scores - weights[:, :, 1:, 1:]).square().mean())
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_phase_1_trains_the_predictor_alone_with_eq_10(tmp_path, checkpointing):
+    model, teacher = make_model(0, prior=SPARSIFINER), make_model(0)
+    train_predictors_alone(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    trainer = make_trainer(model, Distillation({"attention": 1.0}, Teacher(teacher)), tmp_path)
+    loss = trainer.compute_loss(model.train(), batch())
+    loss.backward()
+    weights = {name: p for name, p in model.named_parameters() if ".predictor." in name}
+    assert len(weights) == 4 and all(p.grad is None for name, p in model.named_parameters() if name not in weights)
+    own = {name: p.grad.clone() for name, p in weights.items()}
+    expected = eq_10(model, teacher, batch()["pixel_values"])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for (name, gradient), other in zip(own.items(), torch.autograd.grad(expected, list(weights.values())), strict=True):
+        assert gradient.abs().sum() > 0
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-8, msg=name)
+
+
+def test_scores_without_gradients_are_refused(tmp_path):
+    model = make_model(0, prior=SPARSIFINER)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    trainer = make_trainer(model, Distillation({"attention": 1.0}, Teacher(make_model(0))), tmp_path)
+    with pytest.raises(ValueError, match="needs gradient checkpointing to be without reentrance"):
+        trainer.compute_loss(model.train(), batch())
+
+
+def test_phase_1_moves_nothing_else_and_ends_pruned(tmp_path):
+    model = make_model(0, prior=SPARSIFINER)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    train_predictors_alone(model)
+    teacher = Teacher(make_model(0))
+    make_trainer(model, Distillation({"attention": 1.0}, teacher), tmp_path, optim="adamw_torch").train()
+    for name, value in model.state_dict().items():
+        assert value.equal(before[name]) == (".predictor." not in name), name
+    with torch.no_grad():
+        predictors(model)[0].w_up[0, 0] = 0.005
+    prune_predictors(model)
+    for predictor in predictors(model):
+        assert ((predictor.w_up == 0) | (predictor.w_up.abs() > 0.01)).all()
+    assert predictors(model)[0].w_up[0, 0] == 0
+    # In evaluation it is sparse, as it will be.
+    kept = model.eval()(batch()["pixel_values"], output_attentions=True).attentions
+    assert all(((layer > 0).sum(-1)[:, :, 1:] <= 1 + math.ceil(0.5 * 5)).all() for layer in kept)
+
+
+@pytest.mark.parametrize("attention", [0.0, 1.0])
+def test_phase_2_has_a_gradient_for_the_predictor_with_the_attention_loss_alone(tmp_path, attention):
+    model = make_model(0, prior=SPARSIFINER)
+    weights = {"labels": 1.0, "token": 0.5, "class": 0.5, "attention": attention}
+    trainer = make_trainer(model, Distillation(weights, Teacher(make_model(0))), tmp_path)
+    trainer.compute_loss(model.train(), batch()).backward()
+    for name, parameter in model.named_parameters():
+        if ".predictor." in name:
+            assert (parameter.grad is not None and parameter.grad.abs().sum() > 0) == bool(attention), name
+        else:
+            assert parameter.grad is not None, name
+
+
+def test_phase_2_as_published_leaves_the_predictor(tmp_path):
+    model = make_model(0, prior=SPARSIFINER)
+    freeze_predictors(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weights = {"labels": 1.0, "token": 0.5, "class": 0.5}
+    make_trainer(model, Distillation(weights, Teacher(make_model(0))), tmp_path, weight_decay=0.5).train()
+    for name, value in model.state_dict().items():
+        assert value.equal(before[name]) == (".predictor." in name), name
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "losses", "message"),
+    [
+        ({"num_hidden_layers": 3}, ["attention"], "the teacher has num_hidden_layers=3, the model 2; they must be the"),
+        ({"num_attention_heads": 4}, ["attention"], "num_attention_heads=4, the model 2"),
+        ({"patch_size": 2}, ["token"], r"grid=\(4, 4\), the model \(2, 2\)"),
+        ({"image_size": 16, "patch_size": 8}, ["class"], r"image_size=\(16, 16\), the model \(8, 8\)"),
+        ({"num_register_tokens": 1}, ["token"], "num_prefix_tokens=2, the model 1"),
+        ({"hidden_size": 32}, ["token"], "hidden_size=32, the model 16"),
+        ({"num_labels": 3}, ["class"], "num_labels=3, the model 2"),
+        ({"image_mean": 0.1}, ["class"], r"image_mean=\[0.1, 0.1, 0.1\], the model \[0.5, 0.5, 0.5\]"),
+        ({"id2label": {0: "LABEL_1", 1: "LABEL_0"}}, ["class"], "classes in another order, from 'LABEL_0' on"),
+    ],
+)
+def test_a_teacher_of_another_shape_is_refused(options, losses, message):
+    distillation = Distillation(dict.fromkeys(losses, 1.0), Teacher(make_model(**options)))
+    with pytest.raises(ValueError, match=message):
+        distillation.check(make_model())
+
+
+def test_only_what_the_losses_need_has_to_agree():
+    teacher = Teacher(make_model(num_hidden_layers=1, num_attention_heads=4, hidden_size=32))
+    Distillation({"class": 1.0}, teacher).check(make_model())
+
+
+def test_bad_weights_and_a_missing_teacher_are_refused():
+    with pytest.raises(ValueError, match="distillation has no setting 'tokens'; did you mean 'token'"):
+        Distillation({"tokens": 1.0})
+    with pytest.raises(ValueError, match="weight -1 of the class loss must be a number of 0 or more"):
+        Distillation({"class": -1})
+    with pytest.raises(ValueError, match="leave no loss to train with"):
+        Distillation({"labels": 0})
+    with pytest.raises(ValueError, match="the losses token need a teacher"):
+        Distillation({"token": 1})
+    assert Distillation({"labels": 1}).teacher is None
+    assert set(LOSSES) >= {"labels", "token", "class", "attention"}
+
+
+def test_attention_loss_without_scores_is_refused():
+    for prior in ("dense", "topk"):
+        with pytest.raises(ValueError, match=f"predictor has connectivity scores .sparsifiner., not for '{prior}'"):
+            Distillation({"attention": 1}, Teacher(make_model())).check(make_model(prior=prior))
