@@ -45,8 +45,8 @@ class SparsePriorTrainer(Trainer):
     Args:
         train_sampler: order of the training samples; the Trainer tells it the epoch.
         train_collator: makes batches of training samples; `data_collator` does so elsewhere, and here without this.
-        distillation: the losses of training, in place of the labels' alone; evaluation knows only that one.
         token_label_weight: of the loss of the patch tokens, where a batch has token targets (`training.token_labels`).
+        distillation: the losses of training, in place of the labels' alone; evaluation knows only that one.
 
     `data_wait` in the log is the share of the time since the last entry in which training waited for data; with a
     distillation `loss_NAME` is the mean of each loss since then, before its weight.
@@ -63,8 +63,8 @@ class SparsePriorTrainer(Trainer):
         *args: Any,
         train_sampler: DrawSampler | None = None,
         train_collator: Any = None,
-        distillation: Distillation | None = None,
         token_label_weight: float = 0.5,
+        distillation: Distillation | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)

@@ -5,8 +5,8 @@ data: {...}                      fields of DataConfig
 augmentation: {...}              fields of AugmentationConfig, what happens to training images
 model: {...}                     fields of SparsePriorViTConfig, plus `preset`, `pretrained` and `classifier_init_std`
 tuning: {...}                    fields of TuningConfig, how much of the model is trained
-distillation: {...}              fields of DistillationConfig, a teacher and its losses
 token_labels: {...}              fields of TokenLabelConfig, label maps for the patch tokens
+distillation: {...}              fields of DistillationConfig, a teacher and its losses
 trainer: {...}                   fields of SparsePriorTrainingArguments, transformers.TrainingArguments among them
 """
 
@@ -230,9 +230,9 @@ def check_config(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
     data = DataConfig(**config["data"])
     AugmentationConfig(**config["augmentation"])
     check_tuning(config)
-    check_distillation(config)
     if TokenLabelConfig(**config["token_labels"]).path and data.streaming:
         raise ValueError("token_labels.path needs images in any order, not a stream; set data.streaming=false")
+    check_distillation(config)
     std = config["model"].get("classifier_init_std")
     if std is not None and (isinstance(std, bool) or not isinstance(std, (int, float)) or not 0 <= std < math.inf):
         raise ValueError(f"model.classifier_init_std={std!r} must be a number of 0 or more")
@@ -275,8 +275,8 @@ def known_keys() -> dict[str, list[str]]:
         "augmentation": [field.name for field in fields(AugmentationConfig)],
         "model": [*own, "out_features", "out_indices", *MODEL_EXTRAS],
         "tuning": [field.name for field in fields(TuningConfig)],
-        "distillation": [field.name for field in fields(DistillationConfig)],
         "token_labels": [field.name for field in fields(TokenLabelConfig)],
+        "distillation": [field.name for field in fields(DistillationConfig)],
         "trainer": [field.name for field in fields(SparsePriorTrainingArguments) if field.init],
     }
 

@@ -243,8 +243,8 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         train_sampler=inputs.train_sampler,
         train_collator=inputs.train_collator,
         data_collator=inputs.eval_collator,
-        distillation=make_distillation(config),
         token_label_weight=token_labels.weight,
+        distillation=make_distillation(config),
     )
     if inputs.train_sampler is not None:
         for dataset in inputs.datasets.values():
@@ -279,8 +279,8 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         "method": tuning.method,
         "trainable_parameters": trained,
         "pretrained_sha256": checksum,
-        "teacher_sha256": _weights_sha256(teacher_folder(config)),
         "label_maps_teacher_sha256": maps and maps.header.teacher,
+        "teacher_sha256": _weights_sha256(teacher_folder(config)),
         "decay_change_at_start": decay_at_start["max_decay_change"],
         "mean_decay_change_at_start": decay_at_start["mean_decay_change"],
         "alpha_change_at_start": decay_at_start["max_alpha_change"],
