@@ -250,7 +250,7 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 
 def largest_indices(values: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest of the last dimension, in any order; of equal ones those in front."""
+    """Indices of the `count` largest of the last dimension, from the largest on; of equal ones those in front first."""
     if values.dtype == torch.float64:
         return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :count]
     # topk is faster than a stable sort, but takes any of equal values: integers in the order of the floats, followed by
@@ -258,7 +258,7 @@ def largest_indices(values: Tensor, count: int) -> Tensor:
     bits = (values.float() + 0.0).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     places = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
-    return torch.topk(ordered | places, count, dim=-1, sorted=False).indices
+    return torch.topk(ordered | places, count, dim=-1).indices
 
 
 def _placement(decay: dict[str, Any] | None) -> str:
