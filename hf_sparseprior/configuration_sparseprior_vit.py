@@ -1,4 +1,4 @@
-"""Configuration of SparsePriorViT: ViT, DeiT, DeiT-III and DINO backbones with a prior in their attention."""
+"""Configuration of SparsePriorViT: ViT, DeiT, DeiT-III, DINO and LV-ViT backbones with a prior in their attention."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ logger = logging.getLogger("hf_sparseprior.config")
 POOLINGS = ("class_token", "mean", "class_token_and_mean")
 POSITION_EMBEDDINGS = ("learned", "none")
 INTERPOLATIONS = ("bicubic", "bilinear")
+STEMS = ("patch", "convolution")
 
 _TINY = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}
 _SMALL = {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536}
@@ -40,6 +41,11 @@ _LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4
 _HUGE = {"hidden_size": 1280, "num_attention_heads": 16, "intermediate_size": 5120, "num_hidden_layers": 32}
 _IMAGENET = {"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)}
 _DEIT3 = {"position_embedding_for_class_token": False, "layerscale_value": 1e-4, **_IMAGENET}
+# Jiang et al. 2021, "All tokens matter": an MLP three times as wide, skip_lam 2.
+_LVVIT = {
+    **{"qkv_bias": False, "layer_norm_eps": 1e-5, "stem": "convolution", "residual_scale": 0.5},
+    **{"token_classifier": True, **_IMAGENET},
+}
 
 # Architectures of the papers; every value can be overridden.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -57,6 +63,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "deit3_huge": {**_HUGE, **_DEIT3, "patch_size": 14},
     "dino_small": {**_SMALL, **_IMAGENET},
     "dino_base": {**_BASE, **_IMAGENET},
+    "lvvit_small": {**_SMALL, "intermediate_size": 1152, "num_hidden_layers": 16, **_LVVIT},
 }
 
 
@@ -71,6 +78,7 @@ OTHER_NAMES = {
     "in_chans": "num_channels",
     "drop_path": "drop_path_rate",
     "init_values": "layerscale_value",
+    "skip_lam": "residual_scale",
     "support": "prior",
     "decay": "prior",
 }
@@ -96,6 +104,13 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
         position_embedding: "learned" (interpolated for other grids) or "none".
         position_embedding_for_class_token: False for DeiT-III, whose class token has no position. Registers never do.
         interpolation: "bicubic" or "bilinear", for grids other than the configured one.
+        stem: "patch" (one projection a patch) or "convolution" (LV-ViT: 7x7 at stride 2 and twice 3x3, each with batch
+            norm and ReLU, then the projection; the patch size is even).
+        stem_channels: of the convolutions; "patch" has none.
+        residual_scale: factor of both residual branches, LV-ViT's 1 / skip_lam.
+        token_classifier: a second classifier, for each patch token (LV-ViT), which `training.token_labels` trains.
+        token_logits_weight: in evaluation the logits are the classifier's plus this times the largest of the patch
+            tokens' for each class, as LV-ViT was published; 0 for the classifier's alone.
         layerscale_value: initial value of LayerScale (DeiT-III), None for none.
         drop_path_rate: stochastic depth of the last layer, rising linearly from 0 at the first.
         hidden_dropout_prob, attention_probs_dropout_prob: dropout.
@@ -106,7 +121,7 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
 
     model_type = "sparseprior_vit"
     keys_to_ignore_at_inference = [
-        *("hidden_states", "attentions", "class_logits", "distillation_logits"),
+        *("hidden_states", "attentions", "class_logits", "distillation_logits", "token_logits"),
         *("token_ids", "kept", "auxiliary_losses"),
     ]
 
@@ -130,6 +145,11 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
     position_embedding: str = "learned"
     position_embedding_for_class_token: bool = True
     interpolation: str = "bicubic"
+    stem: str = "patch"
+    stem_channels: int = 64
+    residual_scale: float | int = 1.0
+    token_classifier: bool = False
+    token_logits_weight: float | int = 0.5
     layerscale_value: float | int | None = None
     drop_path_rate: float | int = 0.0
     hidden_dropout_prob: float | int = 0.0
@@ -223,7 +243,8 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
             logger.warning(note)
 
     def _validate_sizes(self) -> None:
-        for name in ("num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+        sizes = ("num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        for name in (*sizes, "stem_channels"):
             setattr(self, name, check_integer(name, getattr(self, name), 1))
         self.num_register_tokens = check_integer("num_register_tokens", self.num_register_tokens, 0)
         if self.hidden_size % self.num_attention_heads:
@@ -241,14 +262,18 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
         for image, patch in zip(as_pair(self.image_size), as_pair(self.patch_size), strict=True):
             if image % patch:
                 raise ValueError(f"image_size={self.image_size} must be a multiple of patch_size={self.patch_size}")
+            if self.stem == "convolution" and patch % 2:
+                raise ValueError(
+                    f"patch_size={self.patch_size} must be even with stem='convolution', which has stride 2"
+                )
 
     def _validate_choices(self) -> None:
-        tokens = ("use_class_token", "use_distillation_token", "position_embedding_for_class_token")
+        tokens = ("use_class_token", "use_distillation_token", "position_embedding_for_class_token", "token_classifier")
         biases = ("qkv_bias", "proj_bias", "mlp_bias")
         for name in (*biases, *tokens, "use_distillation_classifier", "apply_layernorm", "reshape_hidden_states"):
             setattr(self, name, check_boolean(name, getattr(self, name)))
         choices = (("pooling", POOLINGS), ("position_embedding", POSITION_EMBEDDINGS))
-        for name, allowed in (*choices, ("interpolation", INTERPOLATIONS)):
+        for name, allowed in (*choices, ("interpolation", INTERPOLATIONS), ("stem", STEMS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
         if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2FN:
@@ -257,10 +282,16 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
             raise ValueError(f"pooling={self.pooling!r} needs use_class_token=True; without a class token use 'mean'")
         if self.use_distillation_token and not self.use_class_token:
             raise ValueError("use_distillation_token=True needs use_class_token=True (DeiT has both)")
+        if self.use_distillation_token and self.token_classifier:
+            raise ValueError("token_classifier=True and use_distillation_token=True exclude each other")
         for name in ("drop_path_rate", "hidden_dropout_prob", "attention_probs_dropout_prob"):
             check_number(name, getattr(self, name), 0.0, 1.0)
         check_number("layer_norm_eps", self.layer_norm_eps, 0.0, 1.0)
         check_number("initializer_range", self.initializer_range, 0.0, math.inf)
+        check_number("residual_scale", self.residual_scale, 0.0, math.inf)
+        if not self.residual_scale:
+            raise ValueError(f"residual_scale={self.residual_scale!r} must be above 0; the layers would do nothing")
+        check_number("token_logits_weight", self.token_logits_weight, 0.0, math.inf)
         if self.layerscale_value is not None:
             check_number("layerscale_value", self.layerscale_value, -math.inf, math.inf)
         for name in ("image_mean", "image_std"):

@@ -184,7 +184,8 @@ _FEATURES = (
 def _architecture(config: Any) -> str:
     prefix = ", ".join(name for name, used in _prefix_tokens(config) if used) or "none"
     layers, heads, width = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
-    return f"ViT, {layers} layers, {heads} heads, width {width}, {config.pooling} pooling, prefix: {prefix}"
+    stem = ", convolutional stem" if config.stem == "convolution" else ""
+    return f"ViT, {layers} layers, {heads} heads, width {width}{stem}, {config.pooling} pooling, prefix: {prefix}"
 
 
 def _prefix_tokens(config: Any) -> list[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""SparsePriorViT: ViT, DeiT, DeiT-III and DINO backbones whose attention has a prior.
+"""SparsePriorViT: ViT, DeiT, DeiT-III, DINO and LV-ViT backbones whose attention has a prior.
 
 Parameter names are those of transformers' ViT (q_proj, k_proj, v_proj, o_proj, fc1, fc2), so LoRA configs carry over.
 
@@ -61,6 +61,7 @@ class SparsePriorViTImageClassifierOutput(ModelOutput):
     loss: scalar, when labels are given, the auxiliary losses included. logits: (B, num_labels), the mean of both heads
     with a distillation classifier.
     class_logits, distillation_logits: (B, num_labels) of the two heads, with a distillation classifier.
+    token_logits: (B, N, num_labels) of the patch tokens, with a token classifier.
     hidden_states: L + 1 of (B, T, C). attentions: L of (B, H, T, T).
     token_ids, kept, auxiliary_losses: as in `SparsePriorViTModelOutput`.
     """
@@ -69,6 +70,7 @@ class SparsePriorViTImageClassifierOutput(ModelOutput):
     logits: Tensor | None = None
     class_logits: Tensor | None = None
     distillation_logits: Tensor | None = None
+    token_logits: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     token_ids: Tensor | None = None
@@ -76,8 +78,40 @@ class SparsePriorViTImageClassifierOutput(ModelOutput):
     auxiliary_losses: dict[str, Tensor] | None = None
 
 
+class SparsePriorViTStem(nn.Module):
+    """Three convolutions with batch norm and ReLU before the patch projection (LV-ViT), which halve the sides.
+
+    Frozen, they also keep the statistics of their batch norms.
+    """
+
+    def __init__(self, config: SparsePriorViTConfig) -> None:
+        super().__init__()
+        width = config.stem_channels
+        self.convolutions = nn.ModuleList(
+            [
+                nn.Conv2d(config.num_channels, width, kernel_size=7, stride=2, padding=3, bias=False),
+                nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False),
+                nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False),
+            ]
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in self.convolutions)
+
+    def train(self, mode: bool = True) -> SparsePriorViTStem:
+        """As torch's; the norms of a frozen stem stay in evaluation mode."""
+        super().train(mode)
+        for norm in self.norms:
+            norm.train(mode and all(parameter.requires_grad for parameter in norm.parameters()))
+        return self
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """(B, channels, height, width) to (B, stem_channels, height / 2, width / 2)."""
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            pixel_values = F.relu(norm(convolution(pixel_values)))
+        return pixel_values
+
+
 class SparsePriorViTEmbeddings(nn.Module):
-    """Patch projection, prefix tokens and position embedding."""
+    """Stem, patch projection, prefix tokens and position embedding."""
 
     def __init__(self, config: SparsePriorViTConfig) -> None:
         super().__init__()
@@ -85,7 +119,12 @@ class SparsePriorViTEmbeddings(nn.Module):
         width = config.hidden_size
         self.patch_size = as_pair(config.patch_size)
         self.grid = config.grid
-        self.projection = nn.Conv2d(config.num_channels, width, kernel_size=self.patch_size, stride=self.patch_size)
+        channels, kernel = config.num_channels, self.patch_size
+        self.stem: nn.Module = nn.Identity()
+        if config.stem == "convolution":
+            self.stem = SparsePriorViTStem(config)
+            channels, kernel = config.stem_channels, (kernel[0] // 2, kernel[1] // 2)
+        self.projection = nn.Conv2d(channels, width, kernel_size=kernel, stride=kernel)
         self.class_token = nn.Parameter(torch.empty(1, 1, width)) if config.use_class_token else None
         self.distillation_token = nn.Parameter(torch.empty(1, 1, width)) if config.use_distillation_token else None
         registers = config.num_register_tokens
@@ -118,8 +157,12 @@ class SparsePriorViTEmbeddings(nn.Module):
         prefix = self.position_embeddings[:, : self.num_prefix_positions]
         return torch.cat([prefix, self.patch_positions(grid)], 1)
 
-    def forward(self, pixel_values: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Tokens (B, T, C) and the patch grid of images (B, channels, height, width)."""
+    def forward(self, pixel_values: Tensor, token_sources: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
+        """Tokens (B, T, C) and the patch grid of images (B, channels, height, width).
+
+        `token_sources` int64 (B, N): the image of the batch that each patch is taken from, before it gets its position
+        (MixToken; Jiang et al. 2021).
+        """
         channels, patch = self.config.num_channels, self.patch_size
         if pixel_values.dim() != 4 or pixel_values.shape[1] != channels:
             raise ValueError(
@@ -131,7 +174,15 @@ class SparsePriorViTEmbeddings(nn.Module):
                 f"image of {height}x{width} pixels must be a multiple of the {patch[0]}x{patch[1]} patch in both sides"
             )
         grid = (height // patch[0], width // patch[1])
-        patches = self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
+        pixel_values = pixel_values.to(self.projection.weight.dtype)
+        patches = self.projection(self.stem(pixel_values)).flatten(2).transpose(1, 2)
+        if token_sources is not None:
+            if token_sources.shape != patches.shape[:2]:
+                raise ValueError(
+                    f"token_sources of shape {tuple(token_sources.shape)} must be (batch, patches), "
+                    f"{tuple(patches.shape[:2])}"
+                )
+            patches = patches[token_sources, torch.arange(patches.shape[1], device=patches.device)]
         prefix: list[Tensor] = [token for token in (self.class_token, self.distillation_token) if token is not None]
         if self.position_embeddings is not None:
             patches = patches + self.patch_positions(grid)
@@ -219,6 +270,7 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
         self.layerscale_attention = SparsePriorViTLayerScale(width, scale) if scale is not None else nn.Identity()
         self.layerscale_mlp = SparsePriorViTLayerScale(width, scale) if scale is not None else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.residual_scale = config.residual_scale
         self.drop_path = SparsePriorViTDropPath(
             config.drop_path_rate * layer_idx / max(1, config.num_hidden_layers - 1)
         )
@@ -258,11 +310,13 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
             kept,
             1 if pruning is not None and not output_attentions else None,
         )
-        hidden_states = hidden_states + self.drop_path(self.layerscale_attention(self.dropout(out)))
+        branch = self.drop_path(self.layerscale_attention(self.dropout(out)))
+        hidden_states = torch.add(hidden_states, branch, alpha=self.residual_scale)
         if pruning is not None:
             hidden_states, token_ids = pruning(hidden_states, weights[:, :, 0], token_ids, num_prefix_tokens)
         out = self.mlp(self.layernorm_after(hidden_states), grid, num_prefix_tokens)
-        hidden_states = hidden_states + self.drop_path(self.layerscale_mlp(self.dropout(out)))
+        branch = self.drop_path(self.layerscale_mlp(self.dropout(out)))
+        hidden_states = torch.add(hidden_states, branch, alpha=self.residual_scale)
         return hidden_states, weights if output_attentions else None, token_ids
 
 
@@ -299,6 +353,8 @@ class SparsePriorViTPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
+        elif isinstance(module, nn.BatchNorm2d):
+            super()._init_weights(module)
         elif isinstance(module, SparsePriorViTLayerScale):
             init.constant_(module.scale, module.value)
         elif isinstance(module, SparsePriorViTEmbeddings):
@@ -379,12 +435,16 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         return self.embeddings.projection
 
     def encode(
-        self, pixel_values: Tensor, output_attentions: bool, output_hidden_states: bool
+        self,
+        pixel_values: Tensor,
+        output_attentions: bool,
+        output_hidden_states: bool,
+        token_sources: Tensor | None = None,
     ) -> tuple[Tensor, tuple[int, int], tuple[Tensor, ...] | None, tuple[Tensor, ...] | None, Tokens]:
         """Embeddings and blocks, before the last norm: tokens (B, T, C), grid, hidden states, attentions, which are
         left.
         """
-        hidden_states, grid = self.embeddings(pixel_values)
+        hidden_states, grid = self.embeddings(pixel_values, token_sources)
         prefix, tokens = self.config.num_prefix_tokens, Tokens()
         states, attentions = [hidden_states], []
         for index, layer in enumerate(self.layers):
@@ -420,6 +480,7 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        token_sources: Tensor | None = None,
     ) -> SparsePriorViTModelOutput | tuple:
         """Encode images.
 
@@ -429,6 +490,7 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
             output_hidden_states: also return the L + 1 hidden states (B, T, C). With token pruning T differs between
                 layers, in weights and hidden states.
             return_dict: False for a tuple.
+            token_sources: int64 (B, N), the image of the batch that each patch is taken from (MixToken); None: its own.
 
         Returns:
             last_hidden_state (B, T, C) after the last norm; pooler_output (B, C), the class token or the average of
@@ -438,7 +500,7 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
             self.config, output_attentions, output_hidden_states, return_dict
         )
         hidden_states, _, states, attentions, tokens = self.encode(
-            pixel_values, output_attentions, output_hidden_states
+            pixel_values, output_attentions, output_hidden_states, token_sources
         )
         last, pruning = self.layernorm(hidden_states), self.active_pruning()
         output = SparsePriorViTModelOutput(
@@ -466,7 +528,9 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
 
 
 class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
-    """SparsePriorViT with a linear classifier, two of them with a distillation token (DeiT) that has its own."""
+    """SparsePriorViT with a linear classifier, two of them with a distillation token (DeiT) that has its own, or with a
+    classifier of the patch tokens (LV-ViT).
+    """
 
     def __init__(self, config: SparsePriorViTConfig) -> None:
         super().__init__(config)
@@ -479,6 +543,8 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
         self.classifier = head(config.pooled_size)
         distills = config.use_distillation_token and config.use_distillation_classifier
         self.distillation_classifier = head(config.hidden_size) if distills else None
+        labels_tokens = config.token_classifier and config.num_labels
+        self.token_classifier = head(config.hidden_size) if labels_tokens else None
         self.post_init()
 
     def forward(
@@ -489,6 +555,7 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        token_sources: Tensor | None = None,
     ) -> SparsePriorViTImageClassifierOutput | tuple:
         """Classify images.
 
@@ -498,11 +565,13 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
             pixel_values: (B, channels, height, width).
             labels: (B,) class indices (cross entropy), or what `config.problem_type` asks for.
             distillation_targets: (B,) a teacher's decisions for the distillation head; default: `labels`.
-            output_attentions, output_hidden_states, return_dict: as in `SparsePriorViTModel`.
+            output_attentions, output_hidden_states, return_dict, token_sources: as in `SparsePriorViTModel`.
 
         Returns:
             logits (B, num_labels), with the loss if labels are given. With a distillation classifier the loss is the
-            mean of both heads' (DeiT's hard distillation) and the logits are the mean of both heads'.
+            mean of both heads' (DeiT's hard distillation) and the logits are the mean of both heads'. With a token
+            classifier `token_logits` (B, N, num_labels); the logits are the classifier's in training, and in evaluation
+            with the largest of the tokens' added (`token_logits_weight`). Its loss is `training.token_label_loss`.
         """
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
@@ -512,9 +581,14 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             return_dict=True,
+            token_sources=token_sources,
         )
         logits = self.classifier(encoded.pooler_output)
-        class_logits = distillation_logits = None
+        class_logits = distillation_logits = token_logits = None
+        if self.token_classifier is not None:
+            token_logits = self.token_classifier(encoded.last_hidden_state[:, self.config.num_prefix_tokens :])
+            if not self.training and self.config.token_logits_weight:
+                logits = logits + self.config.token_logits_weight * token_logits.amax(1)
         if self.distillation_classifier is not None:
             class_logits, distillation_logits = logits, self.distillation_classifier(encoded.last_hidden_state[:, 1])
             logits = (class_logits + distillation_logits) / 2
@@ -531,6 +605,7 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
             logits=logits,
             class_logits=class_logits,
             distillation_logits=distillation_logits,
+            token_logits=token_logits,
             hidden_states=encoded.hidden_states,
             attentions=encoded.attentions,
             token_ids=encoded.token_ids,

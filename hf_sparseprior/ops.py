@@ -48,9 +48,9 @@ from .supports import (
 )
 
 try:  # a saved model runs without the package, and then without compiled kernels
-    from hf_sparseprior.kernels import decayed_cpu, diagonal_cpu, triton_device
+    from hf_sparseprior.kernels import decayed_cpu, diagonal_cpu, listed_cpu, triton_device
 except ImportError:
-    decayed_cpu = diagonal_cpu = triton_device = None  # type: ignore[assignment]
+    decayed_cpu = diagonal_cpu = listed_cpu = triton_device = None  # type: ignore[assignment]
 
 logger = logging.getLogger("hf_sparseprior.ops")
 
@@ -257,7 +257,7 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 
 def largest_indices(values: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest of the last dimension, in any order; of equal ones those in front."""
+    """Indices of the `count` largest of the last dimension, from the largest on; of equal ones those in front first."""
     if values.dtype == torch.float64:
         return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :count]
     # topk is faster than a stable sort, but takes any of equal values: integers in the order of the floats, followed by
@@ -265,7 +265,7 @@ def largest_indices(values: Tensor, count: int) -> Tensor:
     bits = (values.float() + 0.0).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     places = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
-    return torch.topk(ordered | places, count, dim=-1, sorted=False).indices
+    return torch.topk(ordered | places, count, dim=-1).indices
 
 
 def _kept_pairs(kept: Tensor) -> Tensor:
@@ -565,7 +565,7 @@ def _gather(call: Call) -> tuple[Tensor, Tensor | None]:
     plan, dtype = call.plan, call.compute_dtype
     prefix = plan.num_prefix_tokens
     q, k, v = call.q.to(dtype) * call.scale, call.k.to(dtype), call.v.to(dtype)
-    keys = plan_table(plan, "keys", q.device)[None] if call.keys is None else call.keys
+    keys = _key_lists(call)
     factor = None
     if call.decay is not None:
         if (alpha_H := call.decay.get("alpha")) is not None:
@@ -580,10 +580,17 @@ def _gather(call: Call) -> tuple[Tensor, Tensor | None]:
     return out.to(call.q.dtype), None
 
 
+def _key_lists(call: Call) -> Tensor:
+    """The tokens that each patch sees, (1 or B, H, N, K), -1 behind the last."""
+    return plan_table(call.plan, "keys", call.q.device)[None] if call.keys is None else call.keys
+
+
 def _gathered_decay(call: Call, keys: Tensor, dtype: torch.dtype) -> Tensor:
     """M at the listed pairs, (1 or B, H, N, K); what it is at places without a key has no effect."""
-    assert call.decay is not None and call.positions is not None
-    prefix, positions = call.plan.num_prefix_tokens, call.positions
+    assert call.decay is not None
+    prefix, positions = call.plan.num_prefix_tokens, decay_positions(call.plan, call.decay, call.q.device)
+    if call.token_ids is not None:
+        positions = positions[..., call.token_ids]
     others = (keys - prefix).clamp_min(0).long()  # patches
     beta_CH = call.decay["beta"]
     gamma_H = prefix_weights(call.decay, dtype)
@@ -682,8 +689,14 @@ class GatheredAttention(torch.autograd.Function):
 # ---- compiled kernels -----------------------------------------------------------------------------------------------
 
 
+def _package_is_there() -> str | None:
+    if diagonal_cpu is None:
+        return "the package hf_sparseprior is not installed, its kernels are not part of a saved model"
+    return None
+
+
 def _kernel_can_run(call: Call) -> str | None:
-    """What the compiled kernels have in common."""
+    """What the compiled kernels along diagonals, and over all pairs with a decay, have in common."""
     if call.plan.offsets is None and call.decay is None:
         return "dense attention without a decay is what scaled_dot_product_attention is for"
     if reason := _needs_dense(call) or _needs_lists(call):
@@ -692,12 +705,12 @@ def _kernel_can_run(call: Call) -> str | None:
         return "the compiled kernels do not return attention weights"
     if call.decay is not None and call.decay.get("order") is not None:
         return "the compiled kernels have tables of whole ranks, and this order is learned"
-    if diagonal_cpu is None:
-        return "the package hf_sparseprior is not installed, its kernels are not part of a saved model"
-    return _sparse_dropout_can_run(call)
+    return _package_is_there() or _sparse_dropout_can_run(call)
 
 
 def _cpp_can_run(call: Call) -> str | None:
+    if _has_lists(call):
+        return _gather_can_run(call) or _package_is_there() or diagonal_cpu.can_run(call.q)
     if call.plan.offsets is None and call.dropout_p > 0:
         return "the C++ kernel has no dropout of dense attention"
     return _kernel_can_run(call) or diagonal_cpu.can_run(call.q)
@@ -707,8 +720,15 @@ def _triton_can_run(call: Call) -> str | None:
     return _kernel_can_run(call) or triton_device.can_run(call.q)
 
 
+def _has_lists(call: Call) -> bool:
+    """Whether pairs lie off diagonals that all images share."""
+    return call.keys is not None or call.plan.pairs is not None
+
+
 def _cpp(call: Call) -> tuple[Tensor, Tensor | None]:
-    """The C++ kernels: along diagonals, or over all pairs with a decay."""
+    """The C++ kernels: along diagonals, over lists of keys, or over all pairs with a decay."""
+    if _has_lists(call):
+        return _listed_kernel(call), None
     if call.plan.offsets is not None:
         return _diagonal_kernel(call, diagonal_cpu.diagonal_attention, "offset_counts"), None
     scalars = _decay_scalars(call)
@@ -751,6 +771,17 @@ def _decay_scalars(call: Call) -> DecayScalars:
     )
 
 
+def _listed_kernel(call: Call) -> Tensor:
+    """Attention over lists of keys by the C++ kernel."""
+    keys, factor, prefix_factor = _key_lists(call).int(), None, None
+    if call.decay is not None:
+        scalars = _decay_scalars(call)
+        factor = _gathered_decay(call, keys, torch.float32) * scalars.alpha.view(-1, 1, 1)
+        prefix_factor = scalars.alpha * scalars.prefix_gamma
+    prefix = call.plan.num_prefix_tokens
+    return listed_cpu.listed_attention(call.q, call.k, call.v, keys, prefix, call.scale, factor, prefix_factor)
+
+
 def _diagonal_kernel(call: Call, kernel: Callable[..., Tensor], heads_table: str) -> Tensor:
     """Attention along diagonals; `heads_table` says how the kernel wants to know which offsets a head has."""
     plan, device = call.plan, call.q.device
@@ -786,7 +817,7 @@ BACKENDS = {
     "reference": Backend(_reference_can_run, _reference, needs_mask=True, needs_positions=True),
     "sdpa": Backend(_sdpa_can_run, _sdpa, needs_mask=True),
     "diagonal": Backend(_diagonal_can_run, _diagonal, needs_mask=False, needs_positions=True),
-    "gather": Backend(_gather_can_run, _gather, needs_mask=False, needs_positions=True),
+    "gather": Backend(_gather_can_run, _gather, needs_mask=False),
     "cpp": Backend(_cpp_can_run, _cpp, needs_mask=False),
     "triton": Backend(_triton_can_run, _triton, needs_mask=False),
 }

@@ -50,6 +50,15 @@ def take(tokens: Tensor, places: Tensor) -> Tensor:
     return tokens.gather(1, places.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
 
 
+def counted_patches(errors: Tensor, token_ids: Tensor | None, kept: Tensor | None) -> Tensor:
+    """Which of the errors (B, n) of tokens behind the prefix count in a loss, 1 or 0: those of patches that are kept.
+
+    `token_ids` (B, n) and `kept` (B, N) are those of the model's output.
+    """
+    counted = torch.ones_like(errors) if token_ids is None else (token_ids >= 0).to(errors.dtype)
+    return counted if kept is None else counted * kept.detach().to(errors.dtype)
+
+
 def all_ids(patches: Tensor) -> Tensor:
     """(B, N) numbers of all patches (B, N, C)."""
     return torch.arange(patches.shape[1], device=patches.device).expand(patches.shape[0], -1)

@@ -19,7 +19,7 @@ from torch import nn
 # transformers' models.
 DECAY = "decay_bias"
 EXTRA = re.compile(r"(?:.*\.)?(?:relative_position|locality|token_pruning)\.\w+")
-CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier")
+CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier", "token_classifier")
 TARGETS = ("query+value", "attention", "attention+mlp")
 # Encoder layers: `decoder_layers` (ViTMAE, VideoMAE) and attention pooling (`head` of SigLIP) are no match, and text
 # encoders (CLIP, SigLIP) are left out by name.

@@ -359,3 +359,42 @@ def draw_mask_rows(
     figure.colorbar(image, ax=axes, shrink=0.8, label="M", pad=0.01)
     figure.suptitle(heading, fontsize=11)
     return save(figure, path)
+
+
+def draw_matrices(
+    rows: Sequence[Sequence[np.ndarray]],
+    row_labels: Sequence[str],
+    path: str | os.PathLike,
+    heading: str,
+    titles: Sequence[str] = (),
+) -> Path:
+    """Rows of matrices, dark for 0 and light for the largest value of each.
+
+    Args:
+        rows: of arrays (height, width), none below 0.
+        row_labels: at the left of each row.
+        path: of the PNG.
+        heading: above all of them.
+        titles: above the columns.
+    """
+    columns = max(map(len, rows))
+    height, width = rows[0][0].shape
+    size = max(0.45, min(1.6, 14 / columns))
+    figure, axes = pyplot().subplots(
+        len(rows),
+        columns,
+        figsize=(size * columns + 0.5, (size * height / width + 0.06) * len(rows) + 0.6),
+        squeeze=False,
+        layout="constrained",
+    )
+    for line, matrices, label in zip(axes, rows, row_labels, strict=True):
+        for axis in line:
+            axis.set(xticks=[], yticks=[])
+            axis.spines[:].set_visible(False)
+        for axis, matrix in zip(line, matrices, strict=False):
+            axis.imshow(matrix, vmin=0, vmax=max(float(matrix.max()), 1e-12), interpolation="nearest")
+        line[0].set_ylabel(label, fontsize=8)
+    for axis, title in zip(axes[0], titles, strict=False):
+        axis.set_title(title, fontsize=7, pad=2)
+    figure.suptitle(heading, fontsize=10)
+    return save(figure, path)

@@ -16,13 +16,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hf_sparseprior.adapters.lora import CLASSIFIERS
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
-from hf_sparseprior.convert import sparseprior_vit, timm_vit, transformers_vit
+from hf_sparseprior.convert import lvvit, sparseprior_vit, timm_vit, transformers_vit
 from hf_sparseprior.hub import PROCESSOR, check_new, whole_file, whole_folder
 from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTForImageClassification, SparsePriorViTModel
 from hf_sparseprior.prior import of_prior
 
-FORMATS: tuple[ModuleType, ...] = (sparseprior_vit, transformers_vit, timm_vit)
+FORMATS: tuple[ModuleType, ...] = (sparseprior_vit, transformers_vit, lvvit, timm_vit)
 TARGETS: dict[str, ModuleType] = {name: module for module in FORMATS for name in module.TARGETS}
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".bin")
 # What a target is written as; a folder where nothing is said.
@@ -189,7 +190,7 @@ def _fill(
 
     A prior's weights are among them if `with_prior`, else they have their initial values.
     """
-    heads = {key for key in state if key.split(".")[0] in ("classifier", "distillation_classifier")}
+    heads = {key for key in state if key.split(".")[0] in CLASSIFIERS}
     if drop_classifier or not heads:
         model: Any = SparsePriorViTModel(config)
         state = {key.removeprefix("vit."): value for key, value in state.items() if key not in heads}

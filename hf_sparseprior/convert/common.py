@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from hf_sparseprior.prior import of_prior
 
+# What SparsePriorViT has and the models of other libraries lack.
+ONLY_OURS: dict[str, tuple[Any, ...]] = {"stem": ("patch",), "residual_scale": (1.0,), "token_classifier": (False,)}
+
 
 def field_problems(config: Any, allowed: dict[str, tuple[Any, ...]]) -> list[str]:
     """One text for each field of a config whose value is not among the allowed ones."""

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
-from hf_sparseprior.convert.common import field_problems, one_if_square, plain_weights, refuse
+from hf_sparseprior.convert.common import ONLY_OURS, field_problems, one_if_square, plain_weights, refuse
 from hf_sparseprior.hub import write_text
 
 TARGETS = ("timm", "original")
@@ -192,6 +192,7 @@ def check(model: Any, target: str, out: Path) -> None:
     """Raise ValueError naming every field of the model that the target's ViT, or a bare file of it, cannot express."""
     config = model.config
     allowed: dict[str, tuple[Any, ...]] = {
+        **ONLY_OURS,
         "hidden_act": ("gelu",),
         "position_embedding": ("learned",),
         "interpolation": ("bicubic",),

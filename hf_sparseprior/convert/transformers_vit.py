@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
-from hf_sparseprior.convert.common import field_problems, one_if_square, plain_weights, refuse
+from hf_sparseprior.convert.common import ONLY_OURS, field_problems, one_if_square, plain_weights, refuse
 from hf_sparseprior.hub import PROCESSOR, check_whole, image_processor_settings, write_text
 
 TARGETS = ("vit", "deit", "dinov2", "dinov2_with_registers")
@@ -62,6 +62,7 @@ SHARED = [
 ]
 # What the classes compute and their configs have no field for.
 _FIXED: dict[str, tuple[Any, ...]] = {
+    **ONLY_OURS,
     "use_class_token": (True,),
     "position_embedding": ("learned",),
     "position_embedding_for_class_token": (True,),

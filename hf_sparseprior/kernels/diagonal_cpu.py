@@ -33,11 +33,12 @@ def ready() -> str | None:
     """None once the operators are there, else why they are not; compiles at the first use on a machine."""
     reason = load()
     if reason is None and not _registered:
-        from hf_sparseprior.kernels import decayed_cpu
+        from hf_sparseprior.kernels import decayed_cpu, listed_cpu
 
         _registered.append(True)
         _register()
         decayed_cpu.register()
+        listed_cpu.register()
     return reason
 
 

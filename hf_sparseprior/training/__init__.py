@@ -16,6 +16,7 @@ from hf_sparseprior.training.mixing import Mixing, SoftTargetCollator
 from hf_sparseprior.training.progress import OneLineProgress
 from hf_sparseprior.training.sampling import Draw, DrawSampler
 from hf_sparseprior.training.stopping import StopOnSignal
+from hf_sparseprior.training.token_labels import LabelMaps, MapHeader, token_label_loss, token_targets, write_label_maps
 from hf_sparseprior.training.trainer import SparsePriorTrainer, soft_target_loss
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "Distillation",
     "Draw",
     "DrawSampler",
+    "LabelMaps",
+    "MapHeader",
     "Mixing",
     "OneLineProgress",
     "SoftTargetCollator",
@@ -37,5 +40,8 @@ __all__ = [
     "parameter_groups",
     "register_loss",
     "soft_target_loss",
+    "token_label_loss",
     "token_loss",
+    "token_targets",
+    "write_label_maps",
 ]

@@ -24,7 +24,7 @@ from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTForImageClassi
 from hf_sparseprior.predictor import Predictor
 from hf_sparseprior.prior import pruning_of
 from hf_sparseprior.supports import check_keys
-from hf_sparseprior.token_pruning import take
+from hf_sparseprior.token_pruning import counted_patches, take
 
 # ---- the losses of the papers, of tensors ---------------------------------------------------------------------------
 
@@ -48,16 +48,13 @@ def token_loss(
         num_prefix_tokens: P, in front of the patches.
         kept: (B, N), 1 for patches that are kept and 0 for dropped ones; None: all that are there.
     """
-    counted = torch.ones(tokens.shape[0], tokens.shape[1] - num_prefix_tokens, device=tokens.device)
     if token_ids is not None:
         prefix, patches = teacher_tokens[:, :num_prefix_tokens], teacher_tokens[:, num_prefix_tokens:]
         teacher_tokens = torch.cat([prefix, take(patches, token_ids.clamp_min(0))], 1)
-        counted = (token_ids >= 0).float()
-    if kept is not None:
-        counted = kept.detach().float()
-    counted = F.pad(counted, (num_prefix_tokens, 0), value=1.0)
     errors = (tokens.float() - teacher_tokens.float()).square().mean(-1)
-    return (errors * counted).sum() / counted.sum()
+    counted = counted_patches(errors[:, num_prefix_tokens:], token_ids, kept)
+    counted = F.pad(counted, (num_prefix_tokens, 0), value=1.0)
+    return (errors * counted).sum() / counted.sum().clamp_min(1.0)
 
 
 def class_loss(logits: Tensor, teacher_logits: Tensor) -> Tensor:

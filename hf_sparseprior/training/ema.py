@@ -16,7 +16,8 @@ EMA_FILE = "ema.safetensors"
 
 
 class WeightAverage:
-    """ema <- decay * ema + (1 - decay) * weight after every step, for the weights that are trained (DeiT, FIB Table 9).
+    """ema <- decay * ema + (1 - decay) * weight after every step, for the weights that are trained (DeiT, FIB Table 9)
+    and the running statistics of batch norms.
 
     In float32 at least. The decay is constant from the first step on, as in timm and DeiT.
 
@@ -26,7 +27,14 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters |= {
+            f"{norm}.{name}": statistic
+            for norm, module in model.named_modules()
+            if isinstance(module, nn.BatchNorm2d)
+            for name, statistic in module.named_buffers()
+            if statistic.is_floating_point()
+        }
         self.averages = {
             name: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
             for name, parameter in self.parameters.items()

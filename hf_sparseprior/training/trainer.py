@@ -25,6 +25,7 @@ from hf_sparseprior.training.keep_rate import KeepRateSchedule, evit_modules
 from hf_sparseprior.training.layer_decay import parameter_groups
 from hf_sparseprior.training.sampling import DrawSampler
 from hf_sparseprior.training.stopping import WorkerStart
+from hf_sparseprior.training.token_labels import token_label_loss, token_targets
 
 CLOCK_FILE = "clock.json"
 PROCESSES_FILE = "processes.txt"
@@ -46,6 +47,7 @@ class SparsePriorTrainer(Trainer):
     Args:
         train_sampler: order of the training samples; the Trainer tells it the epoch.
         train_collator: makes batches of training samples; `data_collator` does so elsewhere, and here without this.
+        token_label_weight: of the loss of the patch tokens, where a batch has token targets (`training.token_labels`).
         distillation: the losses of training, in place of the labels' alone; evaluation knows only that one.
 
     `data_wait` in the log is the share of the time since the last entry in which training waited for data; with a
@@ -64,12 +66,14 @@ class SparsePriorTrainer(Trainer):
         *args: Any,
         train_sampler: DrawSampler | None = None,
         train_collator: Any = None,
+        token_label_weight: float = 0.5,
         distillation: Distillation | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.train_sampler = train_sampler
         self.train_collator = train_collator or self.data_collator
+        self.token_label_weight = token_label_weight
         self.weight_average: WeightAverage | None = None
         self.clock = TrainingClock()
         self._logged_at = self._logged_data = 0.0
@@ -199,14 +203,25 @@ class SparsePriorTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _label_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """Mean over the micro-batch of the loss against the labels, and the model's outputs."""
+        """Mean over the micro-batch of the loss against labels and token targets, and the model's outputs."""
         labels: Any = inputs.get("labels")
+        targets = inputs.get("token_targets")
+        inputs = {name: value for name, value in inputs.items() if name != "token_targets"}
         if self._are_probabilities(labels):
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-            return soft_target_loss(outputs, labels) + sum(auxiliary_losses(outputs).values()), outputs
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-        if not model.training and labels is not None and labels.eq(-100).all():
-            loss = torch.zeros_like(loss)  # nothing to judge in this batch; the mean of no losses is NaN
+            loss = soft_target_loss(outputs, labels) + sum(auxiliary_losses(outputs).values())
+        else:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+            if not model.training and labels is not None and labels.eq(-100).all():
+                loss = torch.zeros_like(loss)  # nothing to judge in this batch; the mean of no losses is NaN
+        if targets is not None:
+            if (logits := outputs.get("token_logits")) is None:
+                raise ValueError("the batch has token targets, the model no token_classifier that could learn them")
+            grid = self.accelerator.unwrap_model(model).config.grid
+            learned = token_targets(targets, logits.shape[-1], grid)
+            loss = loss + self.token_label_weight * token_label_loss(
+                logits, learned, outputs.get("token_ids"), outputs.get("kept")
+            )
         return loss, outputs
 
     def _schedule_keep_rate(self) -> None:

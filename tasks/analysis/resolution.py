@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_arguments(parser, "outputs/analysis/resolution")
+    add_arguments(parser, "resolution")
     parser.add_argument(
         "--sizes",
         nargs="+",

@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_arguments(parser, "outputs/analysis/robustness")
+    add_arguments(parser, "robustness")
     parser.add_argument(
         "--benchmark",
         default=BENCHMARKS[0],

@@ -186,10 +186,13 @@ def add_model_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
 
 
-def add_data_arguments(parser: argparse.ArgumentParser, limit: int | None, batch_size: int | None = None) -> None:
+def add_data_arguments(
+    parser: argparse.ArgumentParser, limit: int | None, batch_size: int | None = None, split: bool = True
+) -> None:
     """Which images of which data set, and how many at a time where a command takes several."""
     parser.add_argument("--config", help="YAML file with a data section; default: that of the run that trained it")
-    parser.add_argument("--split", choices=SPLITS, default="test")
+    if split:
+        parser.add_argument("--split", choices=SPLITS, default="test")
     shown = "all" if limit is None else limit
     parser.add_argument(
         "--limit", type=int, default=limit, help=f"so many images at most, of every class (default {shown})"

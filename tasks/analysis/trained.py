@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from tqdm.auto import tqdm
 from transformers import AutoImageProcessor
 
 from hf_sparseprior.hub import PROCESSOR, file_sha256
+from tasks.analysis.runs import add_data_arguments, add_model_arguments, check_counts, model_folder, model_names
 from tasks.classification.config import DataConfig
 from tasks.classification.data import Preparation
 from tasks.classification.evaluate import check_classes, load_split, load_whole_model, run_config
 from tasks.classification.report import read_results, write_results
-from tasks.classification.run_folder import MODEL
 from tasks.classification.sources import ImageData, Images
 
 Change = Callable[[Image.Image], Image.Image]
@@ -64,22 +63,16 @@ class SharedImages:
 
 def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     """Arguments of `load_trained` and `count_right`."""
-    parser.add_argument("models", nargs="+", type=Path, metavar="RUN", help="folder of a run or of a saved model")
-    parser.add_argument("--names", nargs="+", metavar="NAME", help="of the models; default: what tells them apart")
-    parser.add_argument("--config", help="YAML file with a data section; default: that of the run that trained each")
-    parser.add_argument("--set", nargs="+", default=[], metavar="data.key=value", help="changes the data")
-    parser.add_argument("--limit", type=int, metavar="N", help="this many test images, of every class as many")
-    parser.add_argument("--batch-size", type=int, default=64)
+    add_model_arguments(parser, out)
+    add_data_arguments(parser, None, 64, split=False)
     parser.add_argument("--workers", type=int, default=0, help="processes that prepare images (default: this one)")
-    parser.add_argument("--out", type=Path, default=Path(out), help="folder (default %(default)s)")
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise ValueError for a number that is out of range."""
-    for name, least in (("batch_size", 1), ("workers", 0), ("limit", 1)):
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be {least} or more")
+    check_counts(arguments)
+    if arguments.workers < 0:
+        raise ValueError(f"--workers {arguments.workers} must be 0 or more")
 
 
 def load_trained(arguments: argparse.Namespace) -> tuple[list[Trained], SharedImages]:
@@ -92,7 +85,7 @@ def load_trained(arguments: argparse.Namespace) -> tuple[list[Trained], SharedIm
     names = model_names(folders, arguments.names)
     models, shared, data_config = [], None, None
     for name, folder in zip(names, folders, strict=True):
-        network = load_whole_model(folder).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        network = load_whole_model(folder).eval().to(arguments.device)
         config = run_config(folder, arguments.config, arguments.set)["data"]
         if arguments.limit is not None:
             config["limit_test"] = arguments.limit
@@ -105,45 +98,6 @@ def load_trained(arguments: argparse.Namespace) -> tuple[list[Trained], SharedIm
         models.append(Trained(name, folder, model_sha256(folder), network, AutoImageProcessor.from_pretrained(folder)))
     assert shared is not None
     return models, shared
-
-
-def model_folder(path: Path) -> Path:
-    """The saved model in a folder that is one, or a run's.
-
-    Raises:
-        OSError: if there is none.
-    """
-    for folder in (path, path / MODEL):
-        if (folder / "config.json").is_file():
-            return folder
-    raise OSError(f"{path} is no folder of a saved model or of a run that has saved one in {MODEL}/")
-
-
-def model_names(folders: Sequence[Path], given: Sequence[str] | None = None) -> list[str]:
-    """The given names or, without any, the part of each path that tells it from the others.
-
-    Raises:
-        ValueError: if names or folders are not as many and all different.
-    """
-    paths = [folder.resolve().parts for folder in folders]
-    if len(set(paths)) < len(paths):
-        raise ValueError(f"a model is given twice: {', '.join(map(str, folders))}")
-    if given:
-        if len(given) != len(folders) or len(set(given)) < len(given):
-            raise ValueError(f"--names {' '.join(given)} must be {len(folders)} different names, one for each model")
-        return list(given)
-    if len(paths) == 1:
-        return ["/".join(part for part in paths[0][-2:] if part != MODEL)]
-    end = _common_start([path[::-1] for path in paths])
-    # Of a folder and one inside it, something is left.
-    start = max(0, min(_common_start(paths), min(map(len, paths)) - end - 1))
-    return ["/".join(path[start : len(path) - end]) for path in paths]
-
-
-def _common_start(paths: Sequence[Sequence[str]]) -> int:
-    """How many first parts all paths have in common."""
-    levels = zip(*paths, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda level: len(set(level)) == 1, levels))
 
 
 def model_sha256(folder: Path) -> str:

@@ -6,6 +6,7 @@ kornia's crop does not.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from hf_sparseprior.training import Mixing
+from hf_sparseprior.training.token_labels import FLIPPED, WHOLE, box_view
 from tasks.classification.randaugment import parse_policy, randaugment
 
 logger = logging.getLogger("hf_sparseprior.augmentation")
@@ -42,6 +44,8 @@ class AugmentationConfig:
         force_color_jitter is true: so it is in timm, with which DeiT and Fibottention trained.
     erasing, erasing_mode: probability of random erasing; with noise ("pixel") or the mean colour ("constant").
     mixup, cutmix: alpha of each, 0 for off; mix_probability: that a batch is mixed; switch_probability: by CutMix.
+    mixtoken: alpha of MixToken, CutMix of the tokens behind the patch projection (LV-ViT: 1), 0 for off; with neither
+        mixup nor cutmix.
     label_smoothing: share of the label that goes to all classes alike.
     repeats: repeated augmentation (DeiT: 3).
     eval_crop_ratio: images are resized to 1 / ratio of the model's size by their shorter side and cut in the centre;
@@ -63,6 +67,7 @@ class AugmentationConfig:
     cutmix: float = 0.0
     mix_probability: float = 1.0
     switch_probability: float = 0.5
+    mixtoken: float = 0.0
     label_smoothing: float = 0.0
     repeats: int = 1
     eval_crop_ratio: float | None = None
@@ -75,8 +80,12 @@ class AugmentationConfig:
                 raise ValueError(f"augmentation.{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
         for name in ("flip", "erasing", "mix_probability", "switch_probability"):
             _check_range(name, getattr(self, name), 0.0, 1.0)
-        for name in ("color_jitter", "mixup", "cutmix"):
+        for name in ("color_jitter", "mixup", "cutmix", "mixtoken"):
             _check_range(name, getattr(self, name), 0.0, float("inf"))
+        if self.mixtoken and (self.mixup or self.cutmix):
+            raise ValueError(
+                f"augmentation.mixtoken={self.mixtoken!r} goes with neither mixup nor cutmix; set both to 0"
+            )
         _check_range("label_smoothing", self.label_smoothing, 0.0, 0.999)
         for name, high in (("scale", 1.0), ("ratio", float("inf"))):
             value = getattr(self, name)
@@ -102,8 +111,8 @@ class AugmentationConfig:
 
     @property
     def mixing(self) -> Mixing:
-        """Settings of mixup and CutMix."""
-        return Mixing(self.mixup, self.cutmix, self.mix_probability, self.switch_probability)
+        """Settings of mixup, CutMix and MixToken."""
+        return Mixing(self.mixup, self.cutmix, self.mix_probability, self.switch_probability, self.mixtoken)
 
     @property
     def changes_images(self) -> bool:
@@ -162,14 +171,20 @@ class Augmentation:
 
     def __call__(self, image: Image.Image, random: np.random.Generator) -> Tensor:
         """Augment one image with the numbers that `random` gives."""
+        return self.with_view(image, random)[0]
+
+    def with_view(self, image: Image.Image, random: np.random.Generator) -> tuple[Tensor, np.ndarray]:
+        """The augmented image, and what of the whole one is seen (a view of `training.token_labels`)."""
         with torch.random.fork_rng(devices=[]):  # kornia draws from torch's global generator
             # Not torch.manual_seed, which seeds accelerators too, and with them dropout in training.
             torch.default_generator.manual_seed(int(random.integers(2**63)))
-            image = self._crop(image)
+            image, view = self._crop(image)
+            views = [view]
             if random.random() < self.config.flip:
                 image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+                views.append(FLIPPED)
             if self.policy is not None:
-                image = randaugment(image, self.policy, random, self.fill, self.resample)
+                image = randaugment(image, self.policy, random, self.fill, self.resample, views)
             pixels = to_tensor(image)
             if self.jitter is not None:
                 pixels = self.jitter(pixels[None])[0]
@@ -178,19 +193,25 @@ class Augmentation:
             pixels = (pixels - self.mean) / self.std
             if self.erasing is not None and random.random() < self.config.erasing:
                 pixels = self._erase(pixels)
-        return pixels
+        return pixels, functools.reduce(np.matmul, views)
 
-    def _crop(self, image: Image.Image) -> Image.Image:
+    def _crop(self, image: Image.Image) -> tuple[Image.Image, np.ndarray]:
+        """The part of an image that is seen, in the model's size, and its view."""
         height, width = self.size
+        whole = image.size
         if self.config.crop == "random":
             image = _pad(image, self.config.padding, self.size)
         if self.box is None:
-            return image.resize((width, height), self.resample)
+            return image.resize((width, height), self.resample), WHOLE
         corners = self.box.forward_parameters(torch.Size((1, 3, image.height, image.width)))["src"][0]
         left, top = corners[0].tolist()
         right, bottom = (corners[2] + 1).tolist()  # kornia names the last pixel, Pillow the first behind it
+        box = int(left), int(top), int(right), int(bottom)
+        # Padding is the same on both sides.
+        margins = [(padded - side) // 2 for padded, side in zip(image.size, whole, strict=True)] * 2
+        shares = [(end - margin) / side for end, margin, side in zip(box, margins, whole * 2, strict=True)]
         # Cut first: resize(box=...) would look at pixels outside the box.
-        return image.crop((int(left), int(top), int(right), int(bottom))).resize((width, height), self.resample)
+        return image.crop(box).resize((width, height), self.resample), box_view(*shares)
 
     def _erase(self, pixels: Tensor) -> Tensor:
         assert self.erasing is not None

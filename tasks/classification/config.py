@@ -5,6 +5,7 @@ data: {...}                      fields of DataConfig
 augmentation: {...}              fields of AugmentationConfig, what happens to training images
 model: {...}                     fields of SparsePriorViTConfig, plus `preset`, `pretrained` and `classifier_init_std`
 tuning: {...}                    fields of TuningConfig, how much of the model is trained
+token_labels: {...}              fields of TokenLabelConfig, label maps for the patch tokens
 distillation: {...}              fields of DistillationConfig, a teacher and its losses
 trainer: {...}                   fields of SparsePriorTrainingArguments, transformers.TrainingArguments among them
 """
@@ -23,10 +24,11 @@ import yaml
 
 from tasks.classification.augmentation import AugmentationConfig
 from tasks.classification.distillation import DistillationConfig, check_distillation
+from tasks.classification.token_label_config import TokenLabelConfig
 from tasks.classification.tuning import TuningConfig, check_tuning
 from tasks.classification.vtab.tasks import STAGES, TASKS
 
-SECTIONS = ("data", "augmentation", "model", "tuning", "distillation", "trainer")
+SECTIONS = ("data", "augmentation", "model", "tuning", "distillation", "token_labels", "trainer")
 MODEL_EXTRAS = ("preset", "pretrained", "classifier_init_std")
 
 
@@ -225,9 +227,11 @@ def check_config(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
     known = known_keys()
     for section in SECTIONS:
         check_known(config.setdefault(section, {}), known[section], f"section {section!r}")
-    DataConfig(**config["data"])
+    data = DataConfig(**config["data"])
     AugmentationConfig(**config["augmentation"])
     check_tuning(config)
+    if TokenLabelConfig(**config["token_labels"]).path and data.streaming:
+        raise ValueError("token_labels.path needs images in any order, not a stream; set data.streaming=false")
     check_distillation(config)
     std = config["model"].get("classifier_init_std")
     if std is not None and (isinstance(std, bool) or not isinstance(std, (int, float)) or not 0 <= std < math.inf):
@@ -271,6 +275,7 @@ def known_keys() -> dict[str, list[str]]:
         "augmentation": [field.name for field in fields(AugmentationConfig)],
         "model": [*own, "out_features", "out_indices", *MODEL_EXTRAS],
         "tuning": [field.name for field in fields(TuningConfig)],
+        "token_labels": [field.name for field in fields(TokenLabelConfig)],
         "distillation": [field.name for field in fields(DistillationConfig)],
         "trainer": [field.name for field in fields(SparsePriorTrainingArguments) if field.init],
     }

@@ -10,7 +10,8 @@ from PIL import Image
 from torch.utils.data import Dataset, get_worker_info
 from tqdm.auto import tqdm
 
-from hf_sparseprior.training import Draw
+from hf_sparseprior.training import Draw, LabelMaps
+from hf_sparseprior.training.token_labels import WHOLE
 from tasks.classification.augmentation import Augmentation
 from tasks.classification.config import DataConfig
 from tasks.classification.sources import READERS, SPLITS, ImageData, Images, balanced_subset
@@ -76,12 +77,16 @@ class Preparation:
 
     def __call__(self, image: Image.Image, draw: Draw | None = None) -> torch.Tensor:
         """Prepare one RGB image."""
+        return self.with_view(image, draw)[0]
+
+    def with_view(self, image: Image.Image, draw: Draw | None = None) -> tuple[torch.Tensor, np.ndarray]:
+        """The same, and what of the whole image is seen, unless a processor cuts it."""
         if self.augmentation is not None:
             if draw is None:
                 raise TypeError("a dataset with augmentation is indexed by Draw, as DrawSampler gives them")
-            return self.augmentation(image, draw.random(self.seed))
+            return self.augmentation.with_view(image, draw.random(self.seed))
         pixels: Any = image if self.num_channels == 3 else np.asarray(image.convert("L"))[..., None]
-        return self.processor(pixels, return_tensors="pt")["pixel_values"][0]
+        return self.processor(pixels, return_tensors="pt")["pixel_values"][0], WHOLE
 
 
 class ImageDataset(Dataset):
@@ -94,12 +99,16 @@ class ImageDataset(Dataset):
         images: the split.
         prepare: what becomes of an image.
         cache: keep images in memory; None: if they stay below 1 GiB.
+        label_maps: of these images; a sample then also has "label_map", its classes, scores and view (2, 3).
     """
 
-    def __init__(self, images: Images, prepare: Preparation, cache: bool | None = None) -> None:
+    def __init__(
+        self, images: Images, prepare: Preparation, cache: bool | None = None, label_maps: LabelMaps | None = None
+    ) -> None:
         self.images = images
         self.prepare = prepare
         self.cache = cache
+        self.label_maps = label_maps
         self.full: bool | None = None  # whether everything is in memory; None: not tried
         self.pixels: torch.Tensor | None = None
         self.decoded: list[np.ndarray] | None = None
@@ -136,11 +145,14 @@ class ImageDataset(Dataset):
             self.fill_cache()
         draw = item if isinstance(item, Draw) else None
         index = draw.index if draw is not None else int(item)
-        sample = {"pixel_values": self._pixel_values(index, draw), "labels": int(self.images.labels[index])}
+        pixels, view = self._pixel_values(index, draw)
+        sample: dict[str, Any] = {"pixel_values": pixels, "labels": int(self.images.labels[index])}
+        if self.label_maps is not None:
+            sample["label_map"] = (*self.label_maps.read(index), torch.from_numpy(view[:2]).float())
         return sample if draw is None else {**sample, "draw": draw}
 
-    def _pixel_values(self, index: int, draw: Draw | None) -> torch.Tensor:
+    def _pixel_values(self, index: int, draw: Draw | None) -> tuple[torch.Tensor, np.ndarray]:
         if self.pixels is not None:
-            return self.pixels[index]
+            return self.pixels[index], WHOLE
         image = self.images.read(index) if self.decoded is None else Image.fromarray(self.decoded[index])
-        return self.prepare(image, draw)
+        return self.prepare.with_view(image, draw)

@@ -33,7 +33,7 @@ class DistillationConfig:
     teacher: a folder of a saved model, or "self": what `model.pretrained` holds, without its prior; null: no teacher.
     phase: "predictor", phase 1 of Sparsifiner: attention is dense and the predictor alone learns; at the end of the run
         its W_up is pruned. "model", phase 2, and what other models do: everything learns, but the predictor only where
-        lambda_attention is above 0, because without it nothing leads from the losses to the predictor.
+        lambda_attention is above 0: without it nothing leads from the losses to the predictor, and it is frozen.
     lambda_labels, lambda_token, lambda_class, lambda_attention: weights of the losses against the labels, the
         teacher's last tokens (Eq. 8), classes (Eq. 9) and attention (Eq. 10); null: what Sparsifiner's phase has, 0, 0,
         0, 1 in phase 1 and 1, 0.5, 0.5, 0 in phase 2.
@@ -117,7 +117,7 @@ def start_phase(model: SparsePriorViTForImageClassification, config: Distillatio
                 f"distillation.phase=predictor needs a predictor, and model.prior={model.config.prior_name!r} has none"
             )
         train_predictors_alone(model)
-    elif config.teacher is not None and not config.weights()["attention"]:
+    elif not config.weights()["attention"]:
         freeze_predictors(model)
 
 

@@ -11,7 +11,7 @@ from transformers import BitImageProcessorPil, ViTImageProcessorPil, default_dat
 
 from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.hub import image_processor_settings
-from hf_sparseprior.training import DrawSampler, Mixing, SoftTargetCollator
+from hf_sparseprior.training import DrawSampler, LabelMaps, Mixing, SoftTargetCollator
 from tasks.classification.augmentation import Augmentation, AugmentationConfig
 from tasks.classification.config import DataConfig
 from tasks.classification.data import ImageDataset, Preparation, load_data
@@ -60,18 +60,20 @@ def make_inputs(
     augmentation: AugmentationConfig,
     model_config: SparsePriorViTConfig,
     arguments: Any,
+    label_maps: LabelMaps | None = None,
 ) -> Inputs:
-    """Datasets, order and collators for the Trainer."""
-    collate = make_collator(augmentation, len(data.classes), arguments)
+    """Datasets, order and collators for the Trainer; `label_maps` are the training images'."""
+    collate = make_collator(augmentation, len(data.classes), arguments, model_config.grid)
     if isinstance(data, StreamData):
         return _stream_inputs(data, config, augmentation, model_config, arguments, collate)
-    datasets, processor = make_datasets(data, config, model_config, augmentation, arguments.seed)
+    datasets, processor = make_datasets(data, config, model_config, augmentation, arguments.seed, label_maps)
     # transformers would leave out the last, smaller batch of evaluation too, and with it images from the metrics.
     whole_batches = global_batch(arguments) if arguments.dataloader_drop_last else 1
     arguments.dataloader_drop_last = False
     sampler = DrawSampler(len(datasets["train"]), arguments.seed, augmentation.repeats, whole_batches)
     sizes = ", ".join(f"{len(dataset)} {split}" for split, dataset in datasets.items())
-    description = f"{data.description} ({sizes})"
+    # Sizes behind the cut and the limits, where those have changed what the source says.
+    description = data.description if f"({sizes})" in data.description else f"{data.description} ({sizes})"
     return Inputs(datasets, processor, sampler, collate, default_data_collator, description, corrupt)
 
 
@@ -122,14 +124,22 @@ def make_datasets(
     model_config: SparsePriorViTConfig,
     augmentation: AugmentationConfig | None = None,
     seed: int = 0,
+    label_maps: LabelMaps | None = None,
 ) -> tuple[dict[str, ImageDataset], Any]:
     """The splits as torch datasets, training images augmented by `seed`, and the image processor they use."""
     augmentation = augmentation or AugmentationConfig()
     processor = make_processor(model_config, augmentation.eval_crop_ratio)
+    if label_maps is not None and augmentation.eval_crop_ratio is not None and not augmentation.changes_images:
+        raise ValueError(
+            f"token_labels.path with augmentation.eval_crop_ratio={augmentation.eval_crop_ratio} needs training images "
+            "that are cut at random, for example augmentation.crop=resized"
+        )
     plain = Preparation(processor, model_config.num_channels)
     train = Preparation(processor, model_config.num_channels, _make_augmentation(augmentation, model_config), seed)
     datasets = {
-        split: ImageDataset(images, train if split == "train" else plain, config.cache)
+        split: ImageDataset(images, train, config.cache, label_maps)
+        if split == "train"
+        else ImageDataset(images, plain, config.cache)
         for split, images in data.splits.items()
     }
     return datasets, processor
@@ -165,15 +175,17 @@ def _make_augmentation(config: AugmentationConfig, model_config: SparsePriorViTC
     )
 
 
-def make_collator(augmentation: AugmentationConfig, num_classes: int, arguments: Any) -> SoftTargetCollator:
-    """Makes training batches, with mixing and label smoothing."""
+def make_collator(
+    augmentation: AugmentationConfig, num_classes: int, arguments: Any, grid: tuple[int, int] | None = None
+) -> SoftTargetCollator:
+    """Makes training batches, with mixing, label smoothing and, on the model's patch grid, token targets."""
     if augmentation.mixing.enabled and arguments.train_batch_size % 2:
         raise ValueError(
             f"trainer.per_device_train_batch_size={arguments.per_device_train_batch_size} must be even with "
-            "augmentation.mixup or cutmix, which mix images in pairs"
+            "augmentation.mixup, cutmix or mixtoken, which mix images in pairs"
         )
     return SoftTargetCollator(
-        num_classes, augmentation.mixing, augmentation.label_smoothing, arguments.seed, global_batch(arguments)
+        num_classes, augmentation.mixing, augmentation.label_smoothing, arguments.seed, global_batch(arguments), grid
     )
 
 

@@ -8,12 +8,15 @@ Source: RandAugment (Cubuk et al. 2020) with the operations, ranges and settings
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
+
+from hf_sparseprior.training.token_labels import affine_view
 
 # Of the numbers in the notation. (timm takes a larger mstd for evenly spread magnitudes, which no recipe here uses.)
 LIMITS = {"mstd": (0, 100), "inc": (0, 1), "m": (0, 100), "n": (1, 100), "p": (0, 1)}
@@ -66,6 +69,7 @@ def randaugment(
     random: np.random.Generator,
     fill: tuple[int, int, int] = (128, 128, 128),
     resample: Image.Resampling = Image.Resampling.BICUBIC,
+    views: list[np.ndarray] | None = None,
 ) -> Image.Image:
     """Apply `policy.operations` operations, drawn with replacement, each with `policy.probability`.
 
@@ -75,6 +79,7 @@ def randaugment(
         random: every number is drawn from it.
         fill: colour of what a geometric operation uncovers.
         resample: interpolation of geometric operations.
+        views: gets the view of every geometric operation, in their order (`training.token_labels`).
     """
     names = list(OPERATIONS)
     for choice in random.integers(len(names), size=policy.operations):
@@ -85,7 +90,10 @@ def randaugment(
             level = random.normal(level, policy.magnitude_std)
         level = float(np.clip(level, 0.0, MAX_LEVEL))
         sign = -1.0 if random.random() < 0.5 else 1.0
-        image = OPERATIONS[names[choice]](image, level / MAX_LEVEL, sign, policy.increasing, resample, fill)
+        share, name = level / MAX_LEVEL, names[choice]
+        if views is not None and name in GEOMETRY:
+            views.append(affine_view(GEOMETRY[name](sign * share, image), image.size))
+        image = OPERATIONS[name](image, share, sign, policy.increasing, resample, fill)
     return image
 
 
@@ -108,6 +116,25 @@ def solarize_threshold(share: float, increasing: bool) -> int:
     return 256 - threshold if increasing else threshold
 
 
+def _rotation(amount: float, image: Image.Image) -> tuple[float, ...]:
+    """Coefficients of `Image.rotate` around the middle."""
+    angle = math.radians(MAX_ROTATION * amount)
+    cosine, sine = math.cos(angle), math.sin(angle)
+    x, y = image.width / 2, image.height / 2
+    return (cosine, -sine, x - cosine * x + sine * y, sine, cosine, y - sine * x - cosine * y)
+
+
+# Where operations take their pixels from: signed share of the highest level, image -> Pillow's coefficients.
+MAX_ROTATION = 30.0  # degrees
+GEOMETRY: dict[str, Callable[[float, Image.Image], tuple[float, ...]]] = {
+    "Rotate": _rotation,
+    "ShearX": lambda amount, image: (1, 0.3 * amount, 0, 0, 1, 0),
+    "ShearY": lambda amount, image: (1, 0, 0, 0.3 * amount, 1, 0),
+    "TranslateX": lambda amount, image: (1, 0, 0.45 * amount * image.width, 0, 1, 0),
+    "TranslateY": lambda amount, image: (1, 0, 0, 0, 1, 0.45 * amount * image.height),
+}
+
+
 def _affine(matrix: Callable[[float, Image.Image], tuple[float, ...]]) -> Callable[..., Image.Image]:
     def apply(image: Image.Image, share: float, sign: float, increasing: bool, resample: Any, fill: Any) -> Image.Image:
         coefficients = matrix(sign * share, image)
@@ -124,7 +151,7 @@ def _enhance(kind: Any) -> Callable[..., Image.Image]:
 
 
 def _rotate(image: Image.Image, share: float, sign: float, increasing: bool, resample: Any, fill: Any) -> Image.Image:
-    return image.rotate(sign * 30.0 * share, resample=resample, fillcolor=fill)
+    return image.rotate(sign * MAX_ROTATION * share, resample=resample, fillcolor=fill)
 
 
 def _posterize(image: Image.Image, share: float, sign: float, increasing: bool, *_: Any) -> Image.Image:
@@ -155,8 +182,5 @@ OPERATIONS: dict[str, Callable[..., Image.Image]] = {
     "Contrast": _enhance(ImageEnhance.Contrast),
     "Brightness": _enhance(ImageEnhance.Brightness),
     "Sharpness": _enhance(ImageEnhance.Sharpness),
-    "ShearX": _affine(lambda amount, image: (1, 0.3 * amount, 0, 0, 1, 0)),
-    "ShearY": _affine(lambda amount, image: (1, 0, 0, 0.3 * amount, 1, 0)),
-    "TranslateX": _affine(lambda amount, image: (1, 0, 0.45 * amount * image.width, 0, 1, 0)),
-    "TranslateY": _affine(lambda amount, image: (1, 0, 0, 0, 1, 0.45 * amount * image.height)),
+    **{name: _affine(matrix) for name, matrix in GEOMETRY.items() if name != "Rotate"},
 }

@@ -44,6 +44,7 @@ from tasks.classification.distillation import (
 )
 from tasks.classification.evaluate import load_whole_model
 from tasks.classification.inputs import make_inputs, read_data
+from tasks.classification.label_maps import check_token_classifier, open_label_maps
 from tasks.classification.metrics import compute_metrics, confusion_matrix
 from tasks.classification.report import (
     command_line,
@@ -62,6 +63,7 @@ from tasks.classification.run_folder import (
     finished_results,
     last_whole_checkpoint,
 )
+from tasks.classification.token_label_config import TokenLabelConfig
 from tasks.classification.tuning import TuningConfig, merged, save_adapter, trainable_parameters, tuned
 from tasks.classification.vtab.tasks import FINAL
 
@@ -225,7 +227,11 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     model = tuned(model, tuning)
     start_phase(model, phase)
     trained = trainable_parameters(model)  # counted here, because peft freezes what it reads back
-    inputs = make_inputs(data, corrupt, data_config, augmentation, model.config, arguments)
+    token_labels = TokenLabelConfig(**config["token_labels"])
+    check_token_classifier(model.config, token_labels)
+    with arguments.main_process_first(desc="reading label maps"):
+        maps = open_label_maps(token_labels, data, arguments)
+    inputs = make_inputs(data, corrupt, data_config, augmentation, model.config, arguments, maps)
     trainer = _trainer_errors(
         SparsePriorTrainer,
         model=model,
@@ -237,6 +243,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         train_sampler=inputs.train_sampler,
         train_collator=inputs.train_collator,
         data_collator=inputs.eval_collator,
+        token_label_weight=token_labels.weight,
         distillation=make_distillation(config),
     )
     if inputs.train_sampler is not None:
@@ -272,6 +279,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         "method": tuning.method,
         "trainable_parameters": trained,
         "pretrained_sha256": checksum,
+        "label_maps_teacher_sha256": maps and maps.header.teacher,
         "teacher_sha256": _weights_sha256(teacher_folder(config)),
         "decay_change_at_start": decay_at_start["max_decay_change"],
         "mean_decay_change_at_start": decay_at_start["mean_decay_change"],

@@ -397,13 +397,13 @@ def test_baselines_change_the_model_and_are_saved(name, prior, tmp_path):
     model = STOCK[name].build()
     before = output(model, name)
     torch.manual_seed(2)
-    apply_prior(model, prior)
+    sp.apply_prior(model, prior)
     expected = output(model, name)
     assert not torch.allclose(expected, before, atol=1e-3)
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
     assert output(again, name).equal(expected)
-    assert output(remove_prior(model), name).equal(before)
+    assert output(sp.remove_prior(model), name).equal(before)
 
 
 @pytest.mark.parametrize("prior", ["fibottention", "violin"])
@@ -513,6 +513,7 @@ def test_twice_is_refused_and_changes_nothing():
         ({"support": {"name": "fibottention", "w_min": -1}}, "w_min=-1"),
         ({"decay": {"name": "violin", "init": "none"}}, "init='none'"),
         ({"decay": 7}, "decay=7"),
+        ({"mixer": {"name": "efficient", "key_width": 4}}, "key_width=4 is not the 12 that the model's queries"),
     ],
 )
 def test_a_bad_prior_leaves_the_model_alone(prior, message):

@@ -294,6 +294,7 @@ BAD = {
     "erasing_mode": ["rand", None],
     "mixup": [-0.8, INF, NAN, "0.8", None],
     "cutmix": [-1, INF, NAN, "1", None],
+    "mixtoken": [-1, INF, NAN, "1", None, True],
     "mix_probability": [-0.1, 1.1, None, "1"],
     "switch_probability": [-0.1, 1.1, None, "1"],
     "label_smoothing": [-0.1, 1, NAN, None],

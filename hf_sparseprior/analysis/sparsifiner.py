@@ -1,0 +1,92 @@
+"""What Sparsifiner's predictors do with images, layer after layer.
+
+Shape letters: B batch, H heads, N patch tokens, T = N and the prefix tokens, R reduced dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_sparseprior.ops import AttentionPlan, listed_mask
+from hf_sparseprior.sparsifiner import Sparsifiner
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one layer.
+
+    coefficients: A_down in front of the threshold, (B, H, N, R). basis: W_up, (R, N). connectivity: bool (B, H, T, T),
+    which keys each query sees. full_attention: softmax(Q K^T) over all keys, (B, H, T, T). up_share: share of the
+    multiply-adds of A_down W_up without a zero.
+    """
+
+    coefficients: Tensor
+    basis: Tensor
+    connectivity: Tensor
+    full_attention: Tensor
+    up_share: float
+    threshold: float
+
+    def numbers(self, num_prefix_tokens: int) -> dict[str, float]:
+        """Patches that a patch keeps in the mean, and shares of what is not 0: pairs, coefficients, weights of W_up."""
+        patches = self.connectivity[..., num_prefix_tokens:, num_prefix_tokens:]
+        return {
+            "patches_kept": patches.sum(-1).double().mean().item(),
+            "pairs_seen": self.connectivity.double().mean().item(),
+            "coefficients_kept": (self.coefficients > self.threshold).double().mean().item(),
+            "basis_kept": (self.basis != 0).double().mean().item(),
+            "up_share": self.up_share,
+        }
+
+
+@contextmanager
+def watch_predictions(model: nn.Module) -> Iterator[list[Prediction]]:
+    """Inside the block every forward of the model adds a `Prediction` for each of its layers.
+
+    Raises:
+        ValueError: for a model without Sparsifiner's predictors.
+    """
+    found = [module for module in model.modules() if isinstance(module, Sparsifiner)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no sparsifiner in its prior")
+    predictions: list[Prediction] = []
+    with ExitStack() as stack:
+        for predictor in found:
+            stack.callback(predictor.register_forward_hook(partial(_see, predictions)).remove)
+        yield predictions
+
+
+@torch.no_grad()
+def _see(predictions: list[Prediction], predictor: Any, args: tuple[Any, ...], keys: Tensor | None) -> None:
+    q, k, scale, plan, token_ids = args
+    coefficients = predictor.coefficients(q, k, scale, plan, token_ids)
+    full = torch.softmax((q.float() * scale) @ k.float().transpose(-1, -2), -1)
+    predictions.append(
+        Prediction(
+            coefficients,
+            predictor.sparse_basis(plan.grid),
+            _connectivity(keys, plan, full),
+            full,
+            predictor.up_share(coefficients),
+            predictor.settings["threshold"],
+        )
+    )
+
+
+def _connectivity(keys: Tensor | None, plan: AttentionPlan, full: Tensor) -> Tensor:
+    if keys is None:
+        return torch.ones_like(full, dtype=torch.bool)
+    return listed_mask(keys, plan.num_prefix_tokens, full.shape[-1])
+
+
+def masked_attention(prediction: Prediction) -> Tensor:
+    """The full attention at the pairs that are seen, each row brought to sum 1 (Eq. 4); without a decay."""
+    kept = prediction.full_attention * prediction.connectivity
+    return kept / kept.sum(-1, keepdim=True)

@@ -1,0 +1,342 @@
+// Attention of each patch over a list of keys on CPUs, forward and backward: what is not in a list is never computed.
+//
+//   out_j = sum over t in keys_j of softmax_t(scale * q_j . k_t * factor_j,t) v_t
+//
+// Prefix tokens see everything, with a factor of their own. The lists are the same for all images or each image's own.
+//
+// Shapes: B batch, H heads, T = P + N tokens, P prefix tokens, D head width, K places of a list.
+// A piece of work is a head of all images where they share a factor, of one image elsewhere; nothing is added across
+// pieces, so the result does not depend on the number of threads.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#include "vectors.h"
+
+namespace sparseprior {
+namespace {
+
+using at::Tensor;
+using std::optional;
+
+struct Lists {
+  int64_t B, H, P, N, T, D, K;
+  int64_t size, places;  // floats of a packed row; places of the longest list in whole vectors
+  float scale;
+  Values values;
+  const int32_t* keys;                                 // (1 or B, H, N, K)
+  const float *factor = nullptr, *prefix = nullptr;    // (1 or B, H, N, K), (H)
+  bool own_keys, own_factor;                           // of each image
+
+  Lists(
+      const Tensor& q, const Tensor& keys_, const optional<Tensor>& factor_, const optional<Tensor>& prefix_,
+      int64_t prefix_tokens, double scale_)
+      : B(q.size(0)), H(q.size(1)), P(prefix_tokens), N(q.size(2) - prefix_tokens), T(q.size(2)), D(q.size(3)),
+        K(keys_.size(3)), size(L * vectors(D)), places(L * vectors(std::max(K, T * (int64_t)(P > 0)))),
+        scale((float)scale_), keys(values.of<int32_t>(keys_)), own_keys(keys_.size(0) > 1),
+        own_factor(factor_ && factor_->size(0) > 1) {
+    if (factor_) factor = values.of<float>(*factor_);
+    if (prefix_) prefix = values.of<float>(*prefix_);
+  }
+  // Images that one piece of work goes through.
+  int64_t images() const { return factor && !own_factor ? B : 1; }
+};
+
+// The list of one row, with what its logits are multiplied by.
+struct Row {
+  const int32_t* keys;  // nullptr: all
+  const float* factor;  // nullptr: `same`
+  float same;
+  int64_t count;
+};
+
+Row row_of(const Lists& x, int64_t b, int64_t h, int64_t t) {
+  if (t < x.P) return {nullptr, nullptr, x.prefix ? x.prefix[h] : 1.0f, x.T};
+  const int64_t place = (h * x.N + t - x.P) * x.K;
+  const int32_t* keys = x.keys + (x.own_keys ? b : 0) * x.H * x.N * x.K + place;
+  const float* factor = x.factor ? x.factor + (x.own_factor ? b : 0) * x.H * x.N * x.K + place : nullptr;
+  return {keys, factor, 1.0f, std::find(keys, keys + x.K, -1) - keys};
+}
+
+// Rows of a tensor of one head as float32 in whole vectors: in place where they lie like that, else a packed copy.
+class Rows {
+ public:
+  Rows(const View& x, int64_t b, int64_t h, int64_t tokens)
+      : in_place_(!x.half && x.whole()), step_(in_place_ ? x.token : L * vectors(x.width)),
+        copy_(in_place_ ? 0 : tokens * step_) {
+    if (in_place_) {
+      data_ = x.of<float>(b, h, 0);
+    } else {
+      read_rows(x, b, h, 0, tokens, 0, tokens, copy_.data());
+      data_ = copy_.data();
+    }
+  }
+  SPARSEPRIOR_INLINE const float* operator[](int64_t t) const { return data_ + t * step_; }
+
+ private:
+  bool in_place_;
+  int64_t step_;
+  Buffer copy_;
+  const float* data_;
+};
+
+SPARSEPRIOR_INLINE int64_t key(const Row& row, int64_t i) { return row.keys ? row.keys[i] : i; }
+
+// out[i] = query . rows[key i]; S vectors a row, 0 where that is not known at compile time.
+template <int S>
+void products(const Row& row, const float* query, const Rows& rows, int64_t size, float* out) {
+  vec own[S ? S : 1];
+  for (int s = 0; s < S; ++s) own[s] = load(query + L * s);
+  for (int64_t i = 0; i < row.count; i += L) {
+    vec x[L];
+    for (int64_t lane = 0; lane < L; ++lane) {
+      const float* other = rows[key(row, std::min(i + lane, row.count - 1))];
+      if constexpr (S > 0) {
+        x[lane] = own[0] * load(other);
+#pragma GCC unroll 8
+        for (int s = 1; s < S; ++s) x[lane] += own[s] * load(other + L * s);
+      } else {
+        x[lane] = load(query) * load(other);
+        for (int64_t e = L; e < size; e += L) x[lane] += load(query + e) * load(other + e);
+      }
+    }
+    store(out + i, sums(x));
+  }
+}
+void products(const Row& row, const float* query, const Rows& rows, int64_t size, float* out) {
+  switch (size / L) {
+    case 1: return products<1>(row, query, rows, size, out);
+    case 2: return products<2>(row, query, rows, size, out);
+    case 4: return products<4>(row, query, rows, size, out);
+    default: return products<0>(row, query, rows, size, out);
+  }
+}
+
+// out = sum of share[i] * rows[key i].
+template <int S>
+SPARSEPRIOR_INLINE void mixture(const Row& row, const float* share, const Rows& rows, int64_t first, float* out) {
+  vec even[S], odd[S];
+  for (int s = 0; s < S; ++s) even[s] = odd[s] = vec{};
+  int64_t i = 0;
+  for (; i + 2 <= row.count; i += 2) {
+    const float *a = rows[key(row, i)] + first, *b = rows[key(row, i + 1)] + first;
+#pragma GCC unroll 4
+    for (int s = 0; s < S; ++s) {
+      even[s] += share[i] * load(a + L * s);
+      odd[s] += share[i + 1] * load(b + L * s);
+    }
+  }
+  if (i < row.count) {
+    const float* a = rows[key(row, i)] + first;
+    for (int s = 0; s < S; ++s) even[s] += share[i] * load(a + L * s);
+  }
+  for (int s = 0; s < S; ++s) store(out + first + L * s, even[s] + odd[s]);
+}
+void mixture(const Row& row, const float* share, const Rows& rows, int64_t size, float* out) {
+  int64_t first = 0;
+  for (; first + 4 * L <= size; first += 4 * L) mixture<4>(row, share, rows, first, out);
+  for (; first < size; first += L) mixture<1>(row, share, rows, first, out);
+}
+
+// Adds share[i] * value to rows[key i].
+void spread(const Row& row, const float* share, const float* value, int64_t size, float* rows) {
+  for (int64_t i = 0; i < row.count; ++i) {
+    float* to = rows + key(row, i) * size;
+    for (int64_t e = 0; e < size; e += L) store(to + e, load(to + e) + share[i] * load(value + e));
+  }
+}
+
+SPARSEPRIOR_INLINE vec factors(const Row& row, int64_t i) {
+  return row.factor ? load_lanes(row.factor + i, 0, row.count - i) : splat(row.same);
+}
+
+// Products become exp(logit - largest); returns 1 / sum, and the logarithm of the sum of exp(logit).
+float softmax(const Row& row, float scale, float* scores, float* log_sum) {
+  vec highest = splat(MINUS_INF);
+  for (int64_t i = 0; i < row.count; i += L) {
+    const vec logit = load(scores + i) * scale * factors(row, i);
+    const vec value = lanes(0, row.count - i) ? logit : splat(MINUS_INF);
+    store(scores + i, value);
+    highest = maximum(highest, value);
+  }
+  const float top = maximum(highest);
+  vec total = vec{};
+  for (int64_t i = 0; i < row.count; i += L) {
+    const vec value = lanes(0, row.count - i) ? exp_of(load(scores + i) - top) : vec{};
+    store(scores + i, value);
+    total += value;
+  }
+  const float sum_of = sum(total);
+  *log_sum = top + std::log(sum_of);
+  return 1.0f / sum_of;
+}
+
+void forward_head(
+    const Lists& x, int64_t b, int64_t h, const View& q, const View& k, const View& v, const View& out,
+    float* log_sums) {
+  const Rows keys(k, b, h, x.T), values(v, b, h, x.T);
+  const Buffer query(x.size), scores(x.places), result(x.size);
+  for (int64_t t = 0; t < x.T; ++t) {
+    const Row row = row_of(x, b, h, t);
+    float log_sum;
+    read_rows(q, b, h, t, t + 1, 0, x.T, query.data());
+    products(row, query.data(), keys, x.size, scores.data());
+    const float share = softmax(row, x.scale, scores.data(), &log_sum);
+    mixture(row, scores.data(), values, x.size, result.data());
+    for (int64_t e = 0; e < x.size; e += L) store(result.data() + e, load(result.data() + e) * share);
+    write_rows(result.data(), out, b, h, t, 1);
+    if (log_sums) log_sums[(b * x.H + h) * x.T + t] = log_sum;
+  }
+}
+
+struct Gradients {
+  View q, k, v, grad, dq, dk, dv;
+  const float* log_sums;
+  float *factor, *prefix;  // (1 or B, H, N, K), (B, H); nullptr where nobody asks
+};
+
+// `p`: products, which become exp(logit - logarithm of the sum); `ds`: gradients of these, which become those of the
+// products. As in decayed_cpu.cpp the mean of the gradients comes from the row itself.
+void row_gradients(const Row& row, float scale, float log_sum, float* p, float* ds, float* d_factor, float* d_same) {
+  vec total = vec{}, weighted = vec{};
+  for (int64_t i = 0; i < row.count; i += L) {
+    const vec e = exp_of(load(p + i) * scale * factors(row, i) - log_sum);
+    const vec value = lanes(0, row.count - i) ? e : vec{};
+    total += value;
+    weighted += value * load(ds + i);
+  }
+  const float sum_of = sum(total), mean = sum(weighted) / sum_of, share = 1.0f / sum_of;
+  vec same = vec{};
+  for (int64_t i = 0; i < row.count; i += L) {
+    const vec factor = factors(row, i), logit = load(p + i) * scale;
+    const vec e = exp_of(logit * factor - log_sum) * share;
+    const vec value = lanes(0, row.count - i) ? e : vec{}, d = value * (load(ds + i) - mean);
+    if (d_factor && row.factor) {
+      const int64_t count = std::min<int64_t>(L, row.count - i);
+      store_lanes(d_factor + i, load_lanes(d_factor + i, 0, count) + d * logit, count);
+    } else {
+      same += d * logit;
+    }
+    store(ds + i, d * factor * scale);
+    store(p + i, value);
+  }
+  *d_same += sum(same);
+}
+
+void backward_head(const Lists& x, int64_t b, int64_t h, const Gradients& g) {
+  const Rows keys(g.k, b, h, x.T), values(g.v, b, h, x.T);
+  const Buffer query(x.size), grad(x.size), result(x.size), p(x.places), ds(x.places), dk(x.T * x.size), dv(x.T * x.size);
+  std::fill_n(dk.data(), x.T * x.size, 0.0f);
+  std::fill_n(dv.data(), x.T * x.size, 0.0f);
+  float prefix_sum = 0.0f, unused = 0.0f;
+  for (int64_t t = 0; t < x.T; ++t) {
+    const Row row = row_of(x, b, h, t);
+    read_rows(g.q, b, h, t, t + 1, 0, x.T, query.data());
+    read_rows(g.grad, b, h, t, t + 1, 0, x.T, grad.data());
+    products(row, query.data(), keys, x.size, p.data());
+    products(row, grad.data(), values, x.size, ds.data());
+    float* d_factor = nullptr;
+    if (g.factor && t >= x.P) d_factor = g.factor + (((x.own_factor ? b : 0) * x.H + h) * x.N + t - x.P) * x.K;
+    row_gradients(
+        row, x.scale, g.log_sums[(b * x.H + h) * x.T + t], p.data(), ds.data(), d_factor, t < x.P ? &prefix_sum : &unused);
+    mixture(row, ds.data(), keys, x.size, result.data());
+    write_rows(result.data(), g.dq, b, h, t, 1);
+    spread(row, ds.data(), query.data(), x.size, dk.data());
+    spread(row, p.data(), grad.data(), x.size, dv.data());
+  }
+  write_rows(dk.data(), g.dk, b, h, 0, x.T);
+  write_rows(dv.data(), g.dv, b, h, 0, x.T);
+  if (g.prefix) g.prefix[b * x.H + h] = prefix_sum;
+}
+
+template <typename F>
+void for_heads(const Lists& x, const F& run) {
+  const int64_t images = x.images(), pieces = x.H * (x.B / images);
+  at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t b0 = i / x.H * images;
+      for (int64_t b = b0; b < b0 + images; ++b) run(b, i % x.H);
+    }
+  });
+}
+
+// ---- operators ------------------------------------------------------------------------------------------------------
+
+void check_lists(
+    const Tensor& q, int64_t prefix, const Tensor& keys, const optional<Tensor>& factor,
+    const optional<Tensor>& prefix_factor) {
+  const int64_t N = q.size(2) - prefix;
+  TORCH_CHECK(
+      keys.dim() == 4 && (keys.size(0) == 1 || keys.size(0) == q.size(0)) && keys.size(1) == q.size(1) &&
+          keys.size(2) == N && keys.size(3) > 0 && keys.scalar_type() == at::kInt,
+      "keys of shape ", keys.sizes(), " and dtype ", keys.scalar_type(), " must be int32 (1 or batch, heads, patches, places)");
+  if (keys.numel()) {  // a wrong number would be read as an address
+    const auto [low, high] = keys.aminmax();
+    TORCH_CHECK(
+        low.item<int>() >= -1 && high.item<int>() < q.size(2), "keys from ", low.item<int>(), " to ", high.item<int>(),
+        " must be tokens, 0 to ", q.size(2) - 1, ", or -1");
+    TORCH_CHECK(keys.select(3, 0).min().item<int>() >= 0, "a list of keys is empty");
+  }
+  if (factor) {
+    TORCH_CHECK(
+        factor->dim() == 4 && (factor->size(0) == 1 || factor->size(0) == q.size(0)) &&
+            factor->sizes().slice(1) == keys.sizes().slice(1) && factor->scalar_type() == at::kFloat,
+        "factor of shape ", factor->sizes(), " and dtype ", factor->scalar_type(),
+        " must be float32 (1 or batch, heads, patches, places)");
+  }
+  if (prefix_factor) check_is(*prefix_factor, {q.size(1)}, at::kFloat, "prefix_factor");
+}
+
+std::tuple<Tensor, Tensor> forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, const optional<Tensor>& factor,
+    const optional<Tensor>& prefix_factor, int64_t prefix, double scale, bool keep) {
+  check_inputs(q, k, v, prefix);
+  check_lists(q, prefix, keys, factor, prefix_factor);
+  const Lists x(q, keys, factor, prefix_factor, prefix, scale);
+  Tensor out = like_projection(q);
+  Tensor log_sums = at::empty({keep ? x.B : 0, x.H, x.T}, q.options().dtype(at::kFloat));
+  const View qv(q), kv(k), vv(v), outv(out);
+  for_heads(x, [&](int64_t b, int64_t h) {
+    forward_head(x, b, h, qv, kv, vv, outv, keep ? log_sums.data_ptr<float>() : nullptr);
+  });
+  return {out, log_sums};
+}
+
+// Gradients of q, k, v, factor and prefix_factor, the last two empty where there is none.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_sums, const Tensor& keys,
+    const optional<Tensor>& factor, const optional<Tensor>& prefix_factor, int64_t prefix, double scale) {
+  check_inputs(q, k, v, prefix);
+  check_lists(q, prefix, keys, factor, prefix_factor);
+  check_like(q, grad, "grad");
+  check_is(log_sums, {q.size(0), q.size(1), q.size(2)}, at::kFloat, "log_sums");
+  Lists x(q, keys, factor, prefix_factor, prefix, scale);
+  const auto floats = q.options().dtype(at::kFloat);
+  Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
+  const Tensor d_factor = factor ? at::zeros(factor->sizes(), floats) : at::empty({0}, floats);
+  const Tensor d_prefix = at::zeros({x.B, x.H}, floats);
+  const Gradients g{
+      View(q), View(k), View(v), View(grad), View(dq), View(dk), View(dv), x.values.of<float>(log_sums),
+      factor ? d_factor.data_ptr<float>() : nullptr, prefix_factor ? d_prefix.data_ptr<float>() : nullptr};
+  for_heads(x, [&](int64_t b, int64_t h) { backward_head(x, b, h, g); });
+  return {dq, dk, dv, d_factor, prefix_factor ? d_prefix.sum(0) : at::empty({0}, floats)};
+}
+
+TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
+  m.def(
+      "listed_forward(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor? factor, Tensor? prefix_factor, int prefix, "
+      "float scale, bool keep) -> (Tensor, Tensor)");
+  m.def(
+      "listed_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor log_sums, Tensor keys, Tensor? factor, "
+      "Tensor? prefix_factor, int prefix, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+}
+TORCH_LIBRARY_IMPL(hf_sparseprior, CPU, m) {
+  m.impl("listed_forward", forward);
+  m.impl("listed_backward", backward);
+}
+
+}  // namespace
+}  // namespace sparseprior

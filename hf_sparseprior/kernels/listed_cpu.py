@@ -1,0 +1,83 @@
+"""Attention over lists of keys by the C++ kernel, as PyTorch operators with fake kernels and gradients.
+
+Shapes as in listed_cpu.cpp: B batch, H heads, T = P + N tokens, P prefix tokens, D head width, K places of a list.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_sparseprior.kernels.diagonal_cpu import like_projection
+
+
+def listed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    num_prefix_tokens: int,
+    scale: float,
+    factor: Tensor | None = None,
+    prefix_factor: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention of each patch over the tokens of its list; prefix tokens see everything.
+
+    Args:
+        q, k, v: (B, H, T, D) float32 or bfloat16, any strides.
+        keys: int32 (1 or B, H, N, K), tokens that a patch sees, at least one, -1 behind the last.
+        num_prefix_tokens: P.
+        scale: factor of the logits.
+        factor: float32 (1 or B, H, N, K), further factors of the logits of patches.
+        prefix_factor: float32 (H,), of the logits of prefix tokens.
+
+    Returns:
+        (B, H, T, D), in memory as (B, T, H, D).
+    """
+    inputs = (q, k, v, factor, prefix_factor)
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return torch.ops.hf_sparseprior.listed_forward(
+        q, k, v, keys, factor, prefix_factor, num_prefix_tokens, scale, trains
+    )[0]
+
+
+def register() -> None:
+    """Shapes for tracing, and gradients."""
+    torch.library.register_fake("hf_sparseprior::listed_forward", _fake_forward)
+    torch.library.register_fake("hf_sparseprior::listed_backward", _fake_backward)
+    torch.library.register_autograd("hf_sparseprior::listed_forward", _backward, setup_context=_setup_context)
+
+
+def _fake_forward(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, tokens, _ = q.shape
+    keep = rest[-1]
+    return like_projection(q), q.new_empty((batch if keep else 0, heads, tokens), dtype=torch.float32)
+
+
+def _fake_backward(grad: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    factors = rest[4:6]
+    like = (q.new_empty((0,) if x is None else x.shape, dtype=torch.float32) for x in factors)
+    return (*(like_projection(q) for _ in range(3)), *like)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *tensors, prefix, scale, keep = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.options = (prefix, scale)
+    ctx.kept = keep
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *others: Any) -> tuple:
+    if grad is None:
+        return (None,) * 9
+    if not ctx.kept:
+        raise RuntimeError("the forward pass of attention over lists kept nothing to differentiate with")
+    q, k, v, keys, factor, prefix_factor, log_sums = ctx.saved_tensors
+    dq, dk, dv, d_factor, d_prefix = torch.ops.hf_sparseprior.listed_backward(
+        grad, q, k, v, log_sums, keys, factor, prefix_factor, *ctx.options
+    )
+    d_factor, d_prefix = (None if x is None else d for x, d in ((factor, d_factor), (prefix_factor, d_prefix)))
+    return dq, dk, dv, None, d_factor, d_prefix, None, None, None

@@ -1,0 +1,185 @@
+"""Label maps of training images: python -m tasks.classification.label_maps TEACHER --config FILE --out DIR
+
+TEACHER is the folder of a saved classifier with the classes of the data. It sees every training image as a whole, and a
+map holds the most probable classes of each of its patches. Killed at any moment, the same command goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+from tqdm.auto import tqdm
+from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils import logging as transformers_logging
+
+from hf_sparseprior import SparsePriorViTForImageClassification
+from hf_sparseprior.hub import file_sha256
+from hf_sparseprior.training import LabelMaps, MapHeader, write_label_maps
+from hf_sparseprior.training.token_labels import (
+    IMAGES_PER_FILE,
+    check_teacher,
+    fingerprint,
+    patch_probabilities,
+    top_classes,
+)
+from tasks.classification.command import run_command
+from tasks.classification.config import DataConfig, load_config
+from tasks.classification.data import ImageDataset, Preparation, load_data
+from tasks.classification.evaluate import load_whole_model
+from tasks.classification.inputs import make_processor
+from tasks.classification.sources import ImageData, Images, drop_corrupt
+from tasks.classification.token_label_config import TokenLabelConfig
+
+TOP_K = 5  # as published
+
+
+def images_fingerprint(images: Images) -> str:
+    """What says whether maps are of these images."""
+    return fingerprint(images.labels, map(images.name, range(len(images))))
+
+
+def check_token_classifier(config: Any, section: TokenLabelConfig) -> None:
+    """Raise ValueError unless the model has a token classifier exactly where there are maps to train it."""
+    if section.path and not config.token_classifier:
+        raise ValueError(f"token_labels.path={section.path} needs model.token_classifier=true")
+    if config.token_classifier and not section.path:
+        raise ValueError(
+            "the model has a token_classifier, which would stay untrained and yet count in evaluation: give "
+            "token_labels.path, or set model.token_classifier=false"
+        )
+
+
+def open_label_maps(section: TokenLabelConfig, data: Any, arguments: Any) -> LabelMaps | None:
+    """The maps of a run's training images, checked; a teacher makes those that are missing.
+
+    Raises:
+        ValueError: for maps of other images or classes. OSError: for damaged, cut off and missing files.
+    """
+    if not section.path:
+        return None
+    images = data.splits["train"]
+    if section.teacher:
+        make_label_maps(
+            section.teacher,
+            data,
+            Path(section.path),
+            batch_size=arguments.eval_batch_size,
+            workers=arguments.dataloader_num_workers,
+            show_progress=not arguments.disable_tqdm,
+        )
+    maps = LabelMaps(section.path)
+    maps.check(len(images), data.classes, images_fingerprint(images))
+    maps.verify()
+    return maps
+
+
+def make_label_maps(
+    teacher: str | Path,
+    data: ImageData,
+    out: Path,
+    top_k: int = TOP_K,
+    batch_size: int = 64,
+    workers: int = 0,
+    show_progress: bool = True,
+    images_per_file: int = IMAGES_PER_FILE,
+) -> MapHeader:
+    """Write the maps of a data set's training images; those that are there already stay.
+
+    Raises:
+        ValueError: for a teacher with other classes or one that says nothing of single patches, and for a folder that
+            holds something else. OSError: for a teacher that cannot be read.
+    """
+    model = load_whole_model(teacher)
+    if not isinstance(model, SparsePriorViTForImageClassification):
+        raise ValueError(
+            f"{teacher} holds a {type(model).__name__}; a teacher is a SparsePriorViTForImageClassification"
+        )
+    check_teacher(model.config)
+    names = [model.config.id2label[index] for index in range(model.config.num_labels)]
+    if names != data.classes:
+        raise ValueError(f"{teacher}: the teacher's classes {names} are not those of the data, {data.classes}")
+    if not 1 <= top_k <= len(names):
+        raise ValueError(f"--top-k {top_k} must be between 1 and the {len(names)} classes")
+    images = data.splits["train"]
+    header = MapHeader(
+        images=len(images),
+        classes=names,
+        grid=list(model.config.grid),
+        top_k=top_k,
+        teacher=file_sha256(Path(teacher) / SAFE_WEIGHTS_NAME),
+        data=images_fingerprint(images),
+        images_per_file=images_per_file,
+    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.eval().to(device)
+    # The processor that cuts nothing off: a map is of the whole image.
+    dataset = ImageDataset(images, Preparation(make_processor(model.config), model.config.num_channels), cache=False)
+    with tqdm(total=len(images), desc="label maps", unit=" images", disable=not show_progress) as bar:
+
+        @torch.inference_mode()
+        def maps_of(indices: range) -> tuple[Tensor, Tensor]:
+            parts = []
+            for batch in DataLoader(Subset(dataset, indices), batch_size, num_workers=workers):
+                probabilities = patch_probabilities(model, batch["pixel_values"].to(device))
+                parts.append(top_classes(probabilities.unflatten(1, model.config.grid), top_k))
+                bar.update(len(probabilities))
+            classes, scores = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
+            return classes, scores
+
+        write_label_maps(out, header, maps_of, bar)
+    return header
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.classification.label_maps",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("teacher", type=Path, help="folder of a saved model")
+    parser.add_argument("--config", required=True, help="YAML file whose data section says which images")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the maps, then token_labels.path of a run")
+    parser.add_argument("--top-k", type=int, default=TOP_K, help="classes kept of each patch (default %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=0, help="processes that read images (default %(default)s)")
+    parser.add_argument(
+        "--images-per-file", type=int, default=IMAGES_PER_FILE, help="what a kill loses at most (default %(default)s)"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="data.key=value")
+    arguments = parser.parse_intermixed_args(argv)
+    for name, low in (("batch_size", 1), ("workers", 0), ("images_per_file", 1)):
+        if getattr(arguments, name) < low:
+            parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be {low} or more")
+    transformers_logging.disable_progress_bar()
+
+    def work() -> None:
+        config = DataConfig(**load_config(arguments.config, arguments.overrides)["data"])
+        if config.streaming:
+            raise ValueError("label maps need images in any order, not a stream; set data.streaming=false")
+        data = load_data(config)
+        data.splits = {"train": data.splits["train"]}
+        drop_corrupt(data, config, arguments.workers, show_progress=True)
+        header = make_label_maps(
+            arguments.teacher,
+            data,
+            arguments.out,
+            arguments.top_k,
+            arguments.batch_size,
+            arguments.workers,
+            images_per_file=arguments.images_per_file,
+        )
+        height, width = header.grid
+        print(f"{arguments.out}: maps of {header.images} images, {height}x{width}, top {header.top_k} classes")
+
+    return run_command(parser.prog, work, "where it stopped")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""The `token_labels` section: label maps that the patch tokens learn from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass
+class TokenLabelConfig:
+    """Token labelling (Jiang et al. 2021); off without a path.
+
+    path: folder of label maps of the training images, as `python -m tasks.classification.label_maps` makes them.
+    weight: of the patch tokens' loss; the classifier's has 1.
+    teacher: folder of a saved model that makes the maps at `path`, or those that are missing there, before training.
+    """
+
+    path: str | None = None
+    weight: float = 0.5
+    teacher: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        for name in ("path", "teacher"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f"token_labels.{name}={value!r} must be the name of a folder")
+        if self.teacher and not self.path:
+            raise ValueError(f"token_labels.teacher={self.teacher!r} needs token_labels.path, a folder for its maps")
+        number = isinstance(self.weight, (int, float)) and not isinstance(self.weight, bool)
+        if not number or not 0 < self.weight < math.inf:
+            raise ValueError(f"token_labels.weight={self.weight!r} must be a number above 0")
