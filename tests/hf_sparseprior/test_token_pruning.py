@@ -24,7 +24,14 @@ from hf_sparseprior.ops import AttentionPlan, run_plan
 from hf_sparseprior.prior import pruning_of, resolve_prior
 from hf_sparseprior.supports import build_mask
 from hf_sparseprior.token_pruning import DynamicViT, EViT, TokenPruning, split_by_score
-from hf_sparseprior.training import Distillation, SparsePriorTrainer, SparsePriorTrainingArguments, Teacher, token_loss
+from hf_sparseprior.training import (
+    Distillation,
+    SparsePriorTrainer,
+    SparsePriorTrainingArguments,
+    Teacher,
+    token_label_loss,
+    token_loss,
+)
 from hf_sparseprior.training.keep_rate import scheduled_keep_rate
 from tests.hf_sparseprior.without_package import WITHOUT_PACKAGE
 
@@ -659,6 +666,35 @@ def test_a_teacher_of_pruned_students(tmp_path):
         Distillation({"attention": 1.0}, teacher).check(model(both))
 
 
+def test_token_labels_count_kept_patches_only():
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.softmax(torch.randn(2, 5, 3, generator=generator), -1)
+    logits = torch.randn(2, 3, 3, generator=generator)
+    ids = torch.tensor([[0, 4, -1], [2, 3, -1]])
+
+    def error(own, target):
+        return -(target * torch.log_softmax(own, -1)).sum()
+
+    errors = [error(logits[b, j], targets[b, ids[b, j]]) for b in range(2) for j in range(2)]
+    torch.testing.assert_close(token_label_loss(logits, targets, ids), torch.stack(errors).mean())
+    kept = torch.tensor([[1.0, 0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0, 1.0]], requires_grad=True)
+    logits = torch.randn(2, 5, 3, generator=generator)
+    errors = [error(logits[place], targets[place]) for place in ((0, 0), (0, 3), (1, 4))]
+    loss = token_label_loss(logits, targets, None, kept)
+    torch.testing.assert_close(loss, torch.stack(errors).mean())
+    assert not loss.requires_grad
+
+
+@pytest.mark.parametrize("name", PRUNINGS)
+def test_pruned_lv_vit(name):
+    made = model(name, stem="convolution", stem_channels=8, residual_scale=0.5, token_classifier=True)
+    output = made(images())
+    assert output.token_logits.shape == (3, output.token_ids.shape[1], 3)
+    tokens = made.vit(images()).last_hidden_state
+    best = torch.stack([made.token_classifier(own[1:]).max(0).values for own in tokens])
+    torch.testing.assert_close(output.logits, made.classifier(tokens[:, 0]) + 0.5 * best, rtol=0, atol=1e-12)
+
+
 # ---- FLOPs ----------------------------------------------------------------------------------------------------------
 
 
@@ -688,6 +724,17 @@ def test_tokens_and_flops_are_what_runs(pruning):
     counted = model_flops(own, convention="torch")
     assert counted.total == counter.get_total_flops()
     assert counted.attended_pairs == [4 * (attention + 2) ** 2 for attention, _ in seen]
+
+
+@pytest.mark.parametrize("name", PRUNINGS)
+def test_flops_of_pruned_lv_vit_are_what_runs(name):
+    own = SparsePriorViTConfig.from_preset("lvvit_small", prior=name, num_labels=10)
+    own._attn_implementation = "eager"
+    with torch.device("meta"):
+        made = SparsePriorViTForImageClassification(own).eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        made(torch.empty(1, 3, 224, 224, device="meta"))
+    assert model_flops(own, convention="torch").total == counter.get_total_flops()
 
 
 def test_predictors_are_counted_over_the_tokens_that_are_left():

@@ -52,13 +52,7 @@ def test_recipes_are_those_of_the_published_scripts():
     evit, dynamicvit = (
         load_config(FOLDER / "token_pruning" / f"deit_small_{name}_0.7.yaml") for name in ("evit", "dynamicvit")
     )
-    named = (
-        "num_train_epochs",
-        "learning_rate",
-        "per_device_train_batch_size",
-        "weight_decay",
-        "keep_rate_start_epoch",
-    )
+    named = ("num_train_epochs", "learning_rate", "per_device_train_batch_size", "weight_decay")
     assert [evit["trainer"][name] for name in named] == [300, 1e-3, 128, 0.05]
     assert (evit["trainer"]["keep_rate_start_epoch"], evit["trainer"]["keep_rate_epochs"]) == (10, 100)
     assert [dynamicvit["trainer"][name] for name in named] == [30, 7.5e-4, 96, 0.05]
