@@ -55,7 +55,7 @@ class PriorAttention(nn.Module):
         self.mixer: Mixer | None = None
         if prior["mixer"] != "softmax":
             self.mixer = make_module(prior["mixer"], MIXERS, num_heads, head_dim)  # type: ignore[assignment]
-        self.relative_position = make_extras(prior["extras"], True, num_heads, head_dim)
+        self.relative_position = make_extras(prior["extras"], "attention", num_heads, head_dim)
         # Decays that can be switched (`hf_sparseprior.adapters.violin.DecayLayer`), where `decay_bias` is None.
         self.decay_adapter: Any = None
         self.support_key = json.dumps([num_heads, prior["support"], layer_idx], sort_keys=True)
@@ -104,8 +104,13 @@ class PriorAttention(nn.Module):
         backend: str = "auto",
         bias: Tensor | None = None,
         token_ids: Tensor | None = None,
+        kept: Tensor | None = None,
+        weight_rows: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of projected queries, keys and values (B, H, T, D), as `ops.run_plan`, with relative positions."""
+        """Attention of projected queries, keys and values (B, H, T, D), as `ops.run_plan`, with relative positions.
+
+        (What drops tokens goes neither with mixers nor with relative positions; `prior.check_together` sees to that.)
+        """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         decay = self.active_decay()
         decay_key = NO_DECAY if decay is None else decay.key
@@ -119,7 +124,7 @@ class PriorAttention(nn.Module):
         keys = top_k = None
         if self.predictor is not None:
             top_k = self.predictor.top_k(q.shape[2])
-            keys = self.predictor(q, k, scale, plan, token_ids) if top_k is None else None
+            keys = self.predictor(q, k, scale, plan, token_ids, kept) if top_k is None else None
         relative: list[RelativePosition] = list(self.relative_position.values())  # type: ignore[arg-type]
         for position in relative:
             own = position(q, k, scale, plan)
@@ -139,6 +144,8 @@ class PriorAttention(nn.Module):
             token_ids=token_ids,
             keys=keys,
             top_k=top_k,
+            kept=kept,
+            weight_rows=weight_rows,
             renormalise=self.predictor is None or self.predictor.renormalise,
         )
         for position in on_values:
@@ -188,18 +195,22 @@ class SparsePriorAttention(PriorAttention):
         num_prefix_tokens: int = 0,
         output_attentions: bool = False,
         backend: str = "auto",
+        token_ids: Tensor | None = None,
+        kept: Tensor | None = None,
+        weight_rows: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Self-attention.
 
         Args:
             hidden_states: (B, T, hidden_size), prefix tokens first, then the patches in raster order.
             grid: (height, width) of the patches.
-            num_prefix_tokens: T - height * width.
+            num_prefix_tokens: in front of the patches.
             output_attentions: also return the attention weights.
             backend: forces a backend of `hf_sparseprior.ops`.
+            token_ids, kept, weight_rows: as in `ops.run_plan`.
 
         Returns:
-            (B, T, hidden_size) and the weights (B, H, T, T) or None.
+            (B, T, hidden_size) and the weights (B, H, T, T), with `weight_rows` (B, H, weight_rows, T), or None.
         """
         batch, total = hidden_states.shape[:2]
         key_shape = (batch, total, self.num_heads, self.key_dim)
@@ -215,5 +226,8 @@ class SparsePriorAttention(PriorAttention):
             dropout_p=self.attention_dropout if self.training else 0.0,
             need_weights=output_attentions,
             backend=backend,
+            token_ids=token_ids,
+            kept=kept,
+            weight_rows=weight_rows,
         )
         return self.o_proj(out.transpose(1, 2).reshape(batch, total, self.num_heads * self.head_dim)), weights

@@ -16,7 +16,7 @@ from transformers.backbone_utils import BackboneConfigMixin
 
 from .curves import CURVES  # noqa: F401  every helper is named here, older releases do not follow chains of imports
 from .decay import DECAYS  # noqa: F401
-from .extras import EXTRAS  # noqa: F401
+from .extras import EXTRAS
 from .locality import LocalityBranch  # noqa: F401
 from .ops import BACKENDS  # noqa: F401
 from .prior import prior_name, prior_pruning_ratio, resolve_prior
@@ -25,6 +25,7 @@ from .relative_position import RelativePosition  # noqa: F401
 from .sequences import SEQUENCES  # noqa: F401
 from .sparsifiner import Sparsifiner  # noqa: F401
 from .supports import check_boolean, check_integer, support_notes
+from .token_pruning import TokenPruning  # noqa: F401
 
 logger = logging.getLogger("hf_sparseprior.config")
 
@@ -121,6 +122,7 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
     model_type = "sparseprior_vit"
     keys_to_ignore_at_inference = [
         *("hidden_states", "attentions", "class_logits", "distillation_logits", "token_logits"),
+        *("token_ids", "kept", "auxiliary_losses"),
     ]
 
     prior: Any = "dense"
@@ -228,6 +230,8 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
         self._validate_sizes()
         self._validate_choices()
         self.prior = resolve_prior(self.prior, self.num_attention_heads, self.grid)
+        for extra in self.prior["extras"]:
+            EXTRAS[extra["name"]].check_model(extra, self)
         stage_names = ["stem"] + [f"stage{n}" for n in range(1, self.num_hidden_layers + 1)]
         if self.__dict__.get("stage_names") != stage_names:  # a new config, or one whose depth was changed
             self.stage_names = stage_names

@@ -52,6 +52,11 @@ class PriorModule(nn.Module):
         raise NotImplementedError
 
     @classmethod
+    def settings_for(cls, settings: dict[str, Any], total: int) -> dict[str, Any]:
+        """The settings of layers that have lost some of a grid's T tokens; only predictors and mixers are asked."""
+        return settings
+
+    @classmethod
     def products(
         cls, settings: dict[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
     ) -> int:
@@ -71,12 +76,16 @@ class PriorModule(nn.Module):
 
 
 class Extra(PriorModule):
-    """Base of all extras; with its initial values, zeros unless said otherwise, nothing changes.
+    """Base of all extras; with its initial values, zeros unless said otherwise, nothing changes (pruning aside).
 
-    in_attention: whether the attention layer holds it; if not, the MLP does.
+    place: who holds it: every "attention" layer, every "MLP", or once the "model".
     """
 
-    in_attention = True
+    place = "attention"
+
+    @classmethod
+    def check_model(cls, settings: dict[str, Any], config: Any) -> None:
+        """Raise ValueError unless the settings go with a model of this config."""
 
 
 def resolve_module(
@@ -113,12 +122,8 @@ def resolve_extras(extras: Sequence[str | dict[str, Any]] | None, grid: Sequence
     return resolved
 
 
-def make_extras(extras: Sequence[dict[str, Any]], in_attention: bool, *sizes: int) -> nn.ModuleDict:
-    """The modules of resolved extras by name: those of the attention layer, or those of the MLP."""
+def make_extras(extras: Sequence[dict[str, Any]], place: str, *sizes: int) -> nn.ModuleDict:
+    """The modules of resolved extras by name, those that have this place."""
     return nn.ModuleDict(
-        {
-            extra["name"]: make_module(extra, EXTRAS, *sizes)
-            for extra in extras
-            if EXTRAS[extra["name"]].in_attention == in_attention
-        }
+        {extra["name"]: make_module(extra, EXTRAS, *sizes) for extra in extras if EXTRAS[extra["name"]].place == place}
     )

@@ -28,7 +28,7 @@ class LocalityBranch(Extra):
 
     # squeeze_excitation: its hidden channels, 0 for none. LocalViT: intermediate_size // (hidden_size // 4).
     SETTINGS = {"kernel_size": 3, "squeeze_excitation": 0}
-    in_attention = False
+    place = "MLP"
 
     def __init__(self, intermediate_size: int, **settings: Any) -> None:
         super().__init__()

@@ -31,22 +31,39 @@ from .locality import LocalityBranch  # noqa: F401
 from .low_rank import MIXERS  # noqa: F401
 from .ops import BACKENDS  # noqa: F401
 from .predictor import PREDICTORS  # noqa: F401
-from .prior import SLOTS  # noqa: F401
+from .prior import pruning_of
 from .relative_offsets import BUCKET_METHODS  # noqa: F401
 from .relative_position import RelativePosition  # noqa: F401
 from .sequences import SEQUENCES  # noqa: F401
 from .sparsifiner import Sparsifiner  # noqa: F401
 from .supports import SUPPORTS  # noqa: F401
+from .token_pruning import EViT, TokenPruning, Tokens
+
+
+@dataclass
+class SparsePriorViTModelOutput(BaseModelOutputWithPooling):
+    """Output of `SparsePriorViTModel`: transformers' and, where the prior prunes tokens, what became of them.
+
+    token_ids: int64 (B, n), which patches of the grid the tokens of `last_hidden_state` behind the prefix are, -1 for
+    one that lies nowhere in it; None: all patches. kept: (B, N), 1 for patches that are kept, 0 for those that training
+    only treats as if they had been dropped. auxiliary_losses: of training, by name, weighted.
+    """
+
+    token_ids: Tensor | None = None
+    kept: Tensor | None = None
+    auxiliary_losses: dict[str, Tensor] | None = None
 
 
 @dataclass
 class SparsePriorViTImageClassifierOutput(ModelOutput):
     """Output of `SparsePriorViTForImageClassification`.
 
-    loss: scalar, when labels are given. logits: (B, num_labels), the mean of both heads with a distillation classifier.
+    loss: scalar, when labels are given, the auxiliary losses included. logits: (B, num_labels), the mean of both heads
+    with a distillation classifier.
     class_logits, distillation_logits: (B, num_labels) of the two heads, with a distillation classifier.
     token_logits: (B, N, num_labels) of the patch tokens, with a token classifier.
     hidden_states: L + 1 of (B, T, C). attentions: L of (B, H, T, T).
+    token_ids, kept, auxiliary_losses: as in `SparsePriorViTModelOutput`.
     """
 
     loss: Tensor | None = None
@@ -56,6 +73,9 @@ class SparsePriorViTImageClassifierOutput(ModelOutput):
     token_logits: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
+    token_ids: Tensor | None = None
+    kept: Tensor | None = None
+    auxiliary_losses: dict[str, Tensor] | None = None
 
 
 class SparsePriorViTStem(nn.Module):
@@ -182,7 +202,7 @@ class SparsePriorViTMLP(nn.Module):
         self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.activation = ACT2FN[config.hidden_act]
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.locality = make_extras(config.prior["extras"], False, config.intermediate_size)
+        self.locality = make_extras(config.prior["extras"], "MLP", config.intermediate_size)
 
     def forward(self, hidden_states: Tensor, grid: tuple[int, int], num_prefix_tokens: int) -> Tensor:
         """(B, T, C) to (B, T, C)."""
@@ -256,19 +276,48 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
         )
 
     def forward(
-        self, hidden_states: Tensor, grid: tuple[int, int], num_prefix_tokens: int, output_attentions: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """(B, T, C) to (B, T, C) and the attention weights (B, H, T, T) if they are wanted."""
+        self,
+        hidden_states: Tensor,
+        grid: tuple[int, int],
+        num_prefix_tokens: int,
+        output_attentions: bool = False,
+        token_ids: Tensor | None = None,
+        kept: Tensor | None = None,
+        pruning: EViT | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """A block.
+
+        Args:
+            hidden_states: (B, T, C).
+            grid: (height, width) of the patches.
+            num_prefix_tokens: P.
+            output_attentions: also return the attention weights.
+            token_ids, kept: as in `ops.run_plan`.
+            pruning: drops tokens between attention and MLP.
+
+        Returns:
+            The tokens, the attention weights (B, H, T, T) if they are wanted, and the token_ids of what is left.
+        """
         # attn_implementation="eager" is transformers' word for the written-out form.
         backend = "reference" if self.config._attn_implementation == "eager" else "auto"
         out, weights = self.attention(
-            self.layernorm_before(hidden_states), grid, num_prefix_tokens, output_attentions, backend
+            self.layernorm_before(hidden_states),
+            grid,
+            num_prefix_tokens,
+            output_attentions or pruning is not None,
+            backend,
+            token_ids,
+            kept,
+            1 if pruning is not None and not output_attentions else None,
         )
         branch = self.drop_path(self.layerscale_attention(self.dropout(out)))
         hidden_states = torch.add(hidden_states, branch, alpha=self.residual_scale)
+        if pruning is not None:
+            hidden_states, token_ids = pruning(hidden_states, weights[:, :, 0], token_ids, num_prefix_tokens)
         out = self.mlp(self.layernorm_after(hidden_states), grid, num_prefix_tokens)
         branch = self.drop_path(self.layerscale_mlp(self.dropout(out)))
-        return torch.add(hidden_states, branch, alpha=self.residual_scale), weights
+        hidden_states = torch.add(hidden_states, branch, alpha=self.residual_scale)
+        return hidden_states, weights if output_attentions else None, token_ids
 
 
 class SparsePriorViTPreTrainedModel(PreTrainedModel):
@@ -378,6 +427,7 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         self.embeddings = SparsePriorViTEmbeddings(config)
         self.layers = nn.ModuleList(SparsePriorViTLayer(config, index) for index in range(config.num_hidden_layers))
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.token_pruning = make_extras(config.prior["extras"], "model", config.num_hidden_layers, config.hidden_size)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -390,12 +440,23 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         output_attentions: bool,
         output_hidden_states: bool,
         token_sources: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[int, int], tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
-        """Embeddings and blocks, before the last norm: tokens (B, T, C), grid, hidden states, attentions."""
+    ) -> tuple[Tensor, tuple[int, int], tuple[Tensor, ...] | None, tuple[Tensor, ...] | None, Tokens]:
+        """Embeddings and blocks, before the last norm: tokens (B, T, C), grid, hidden states, attentions, which are
+        left.
+        """
         hidden_states, grid = self.embeddings(pixel_values, token_sources)
+        prefix, tokens = self.config.num_prefix_tokens, Tokens()
         states, attentions = [hidden_states], []
-        for layer in self.layers:
-            hidden_states, weights = layer(hidden_states, grid, self.config.num_prefix_tokens, output_attentions)
+        for index, layer in enumerate(self.layers):
+            pruning = None
+            if (module := self.active_pruning()) is not None:
+                hidden_states, tokens = module.before(index, hidden_states, tokens, grid, prefix)
+                pruning = module if module.within(index) else None
+            kept = None if tokens.kept is None else F.pad(tokens.kept, (prefix, 0), value=1.0)
+            hidden_states, weights, token_ids = layer(
+                hidden_states, grid, prefix, output_attentions, tokens.token_ids, kept, pruning
+            )
+            tokens = tokens._replace(token_ids=token_ids)
             if output_hidden_states:
                 states.append(hidden_states)
             if weights is not None:
@@ -405,7 +466,13 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
             grid,
             tuple(states) if output_hidden_states else None,
             tuple(attentions) if output_attentions else None,
+            tokens,
         )
+
+    def active_pruning(self) -> TokenPruning | None:
+        """The prior's token pruning; None where there is none."""
+        modules: list[TokenPruning] = list(self.token_pruning.values())  # type: ignore[arg-type]
+        return modules[0] if modules else None
 
     def forward(
         self,
@@ -414,38 +481,49 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         token_sources: Tensor | None = None,
-    ) -> BaseModelOutputWithPooling | tuple:
+    ) -> SparsePriorViTModelOutput | tuple:
         """Encode images.
 
         Args:
             pixel_values: (B, channels, height, width), sides multiples of the patch size.
             output_attentions: also return the weights (B, H, T, T) of every layer.
-            output_hidden_states: also return the L + 1 hidden states (B, T, C).
+            output_hidden_states: also return the L + 1 hidden states (B, T, C). With token pruning T differs between
+                layers, in weights and hidden states.
             return_dict: False for a tuple.
             token_sources: int64 (B, N), the image of the batch that each patch is taken from (MixToken); None: its own.
 
         Returns:
             last_hidden_state (B, T, C) after the last norm; pooler_output (B, C), the class token or the average of
-            the patch tokens, or (B, 2C), both of them.
+            the patch tokens (those that are kept), or (B, 2C), both of them.
         """
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
-        hidden_states, _, states, attentions = self.encode(
+        hidden_states, _, states, attentions, tokens = self.encode(
             pixel_values, output_attentions, output_hidden_states, token_sources
         )
-        last = self.layernorm(hidden_states)
-        output = BaseModelOutputWithPooling(
-            last_hidden_state=last, pooler_output=self.pool(last), hidden_states=states, attentions=attentions
+        last, pruning = self.layernorm(hidden_states), self.active_pruning()
+        output = SparsePriorViTModelOutput(
+            last_hidden_state=last,
+            pooler_output=self.pool(last, tokens.kept),
+            hidden_states=states,
+            attentions=attentions,
+            token_ids=tokens.token_ids,
+            kept=tokens.kept,
+            auxiliary_losses=(pruning.auxiliary_losses(tokens) or None) if pruning is not None else None,
         )
         return output if return_dict else output.to_tuple()
 
-    def pool(self, last_hidden_state: Tensor) -> Tensor:
-        """(B, T, C) to (B, C) or, with "class_token_and_mean", (B, 2C)."""
+    def pool(self, last_hidden_state: Tensor, kept: Tensor | None = None) -> Tensor:
+        """(B, T, C) to (B, C) or, with "class_token_and_mean", (B, 2C); of the patches that `kept` (B, N) says."""
         class_token, patches = last_hidden_state[:, 0], last_hidden_state[:, self.config.num_prefix_tokens :]
         if self.config.pooling == "class_token":
             return class_token
-        mean = patches.mean(1)
+        if kept is None:
+            mean = patches.mean(1)
+        else:
+            weights = kept.to(patches.dtype).unsqueeze(-1)
+            mean = (patches * weights).sum(1) / weights.sum(1).clamp_min(1.0)
         return mean if self.config.pooling == "mean" else torch.cat([class_token, mean], 1)
 
 
@@ -520,6 +598,8 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
             if distillation_logits is not None:
                 targets = labels if distillation_targets is None else distillation_targets
                 loss = (loss + self.loss_function(targets, distillation_logits, self.config)) / 2
+            for auxiliary in (encoded.auxiliary_losses or {}).values():
+                loss = loss + auxiliary
         output = SparsePriorViTImageClassifierOutput(
             loss=loss,
             logits=logits,
@@ -528,6 +608,9 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
             token_logits=token_logits,
             hidden_states=encoded.hidden_states,
             attentions=encoded.attentions,
+            token_ids=encoded.token_ids,
+            kept=encoded.kept,
+            auxiliary_losses=encoded.auxiliary_losses,
         )
         return output if return_dict else output.to_tuple()
 
@@ -536,10 +619,17 @@ class SparsePriorViTBackbone(BackboneMixin, SparsePriorViTModel):
     """SparsePriorViT as a feature extractor for dense prediction (UperNet, DETR, Mask2Former, ...).
 
     Load weights with the class's own `from_pretrained`; `AutoBackbone.from_config` builds it from a config.
+
+    Raises:
+        ValueError: for a prior that prunes tokens.
     """
 
     def __init__(self, config: SparsePriorViTConfig) -> None:
         super().__init__(config)
+        if pruning_of(config.prior) is not None:
+            raise ValueError(
+                f"prior {config.prior_name!r} drops tokens, and the feature maps of a backbone need all of them"
+            )
         self.num_features = [config.hidden_size] * (config.num_hidden_layers + 1)
 
     def forward(  # type: ignore[override]
@@ -555,7 +645,7 @@ class SparsePriorViTBackbone(BackboneMixin, SparsePriorViTModel):
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
-        _, grid, states, attentions = self.encode(pixel_values, output_attentions, True)
+        _, grid, states, attentions, _ = self.encode(pixel_values, output_attentions, True)
         assert states is not None
         maps = []
         for stage, state in zip(self.stage_names, states, strict=True):

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -189,9 +190,10 @@ class Call(NamedTuple):
     dropout_p: float
     need_weights: bool
     bias: Tensor | None  # added to the logits last, broadcastable to (B, H, T, T)
-    token_ids: Tensor | None  # (B, N): which of the grid's patches the tokens are; None: all, in raster order
+    token_ids: Tensor | None  # (B, N): which of the grid's patches the tokens are, -1 none; None: all, in raster order
     keys: Tensor | None  # (B, H, N, K): the tokens that each image's patches see, -1 behind the last; None: all
     top_k: int | None  # a query keeps as many keys, those of its largest logits; None: all
+    kept: Tensor | None  # (B, T): 1 for keys that are there, 0 for dropped ones, with a gradient for both; None: all
     mask: Tensor | None  # this and the next: filled in by the caller for backends that need it
     positions: Tensor | None
     unnormalised: bool | None = None  # the softmax runs over all keys, of whose weights those of `keys` are taken
@@ -231,13 +233,18 @@ def _reference(call: Call) -> tuple[Tensor, Tensor | None]:
         logits = logits.masked_fill(~call.mask, -math.inf if call.plan.mask_fill == "neg_inf" else 0.0)
     if call.bias is not None:
         logits = logits + call.bias
+    there = None if call.kept is None else _kept_pairs(call.kept)
     if call.top_k is not None and call.top_k < logits.shape[-1]:
-        logits = logits.masked_fill(~largest(logits, call.top_k), -math.inf)
-    weights = torch.softmax(logits, -1)
+        candidates = logits if there is None else logits.masked_fill(there == 0, -math.inf)
+        logits = logits.masked_fill(~largest(candidates, call.top_k), -math.inf)
+    weights = torch.softmax(logits, -1) if there is None else _kept_softmax(logits, there)
     if call.mask is not None and call.unnormalised:
         weights = weights * call.mask
     if call.decay is not None and decay_HTT is not None:
-        weights = _decayed_weights(call.decay, decay_HTT, weights, call.mask)
+        mask = call.mask
+        if there is not None:
+            mask = there > 0 if mask is None else mask & (there > 0)
+        weights = _decayed_weights(call.decay, decay_HTT, weights, mask)
     weights = F.dropout(weights, call.dropout_p)
     out = weights @ call.v.to(dtype)
     return out.to(call.q.dtype), weights.to(call.q.dtype) if call.need_weights else None
@@ -250,7 +257,7 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 
 def largest_indices(values: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest of the last dimension, in any order; of equal ones those in front."""
+    """Indices of the `count` largest of the last dimension, from the largest on; of equal ones those in front first."""
     if values.dtype == torch.float64:
         return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :count]
     # topk is faster than a stable sort, but takes any of equal values: integers in the order of the floats, followed by
@@ -258,7 +265,22 @@ def largest_indices(values: Tensor, count: int) -> Tensor:
     bits = (values.float() + 0.0).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     places = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
-    return torch.topk(ordered | places, count, dim=-1, sorted=False).indices
+    return torch.topk(ordered | places, count, dim=-1).indices
+
+
+def _kept_pairs(kept: Tensor) -> Tensor:
+    """G (B, 1, T, T) of kept (B, T): 1 where a query sees a key, itself always."""
+    eye = torch.eye(kept.shape[1], dtype=kept.dtype, device=kept.device)
+    return (kept.unsqueeze(1) + (1.0 - kept.unsqueeze(1)) * eye).unsqueeze(1)
+
+
+def _kept_softmax(logits: Tensor, there: Tensor) -> Tensor:
+    """exp(logit) G over its sum, so that a dropped key has a gradient too (attention masking, Rao et al. 2021).
+
+    The published code adds 1e-6 to every sum; here sums are kept above it, so nothing changes where nothing is dropped.
+    """
+    weights = torch.exp(logits - logits.detach().amax(-1, keepdim=True)) * there.to(logits.dtype)
+    return weights / weights.sum(-1, keepdim=True).clamp_min(1e-6)
 
 
 def _placement(decay: dict[str, Any] | None) -> str:
@@ -291,10 +313,11 @@ def _dense_decay(call: Call, dtype: torch.dtype) -> Tensor:
     """M with the prefix rows and columns, (H, T, T); (B, H, T, T) where each image has its own patches."""
     assert call.decay is not None and call.positions is not None
     weights = decay_mask(call.decay, call.positions, dtype)
+    gamma_H = prefix_weights(call.decay, dtype)
     if call.token_ids is not None:
-        weights = weights.transpose(0, 1)
+        outside = torch.ones((), dtype=dtype, device=weights.device) if gamma_H is None else gamma_H.view(-1, 1, 1)
+        weights = torch.where(_off_grid_pairs(call.token_ids).unsqueeze(1), outside, weights.transpose(0, 1))
     if prefix := call.plan.num_prefix_tokens:
-        gamma_H = prefix_weights(call.decay, dtype)
         if gamma_H is None:
             weights = F.pad(weights, (prefix, 0, prefix, 0), value=1.0)
         else:
@@ -302,6 +325,29 @@ def _dense_decay(call: Call, dtype: torch.dtype) -> Tensor:
             columns = gamma_H.view(-1, 1, 1).expand(*leading, tokens, prefix)
             rows = gamma_H.view(-1, 1, 1).expand(*leading, prefix, prefix + tokens)
             weights = torch.cat([rows, torch.cat([columns, weights], -1)], -2)
+    return weights
+
+
+def _off_grid_pairs(token_ids: Tensor) -> Tensor:
+    """Mask (B, n, n) of the pairs with a token that lies nowhere in the grid."""
+    nowhere = token_ids < 0
+    return nowhere.unsqueeze(-1) | nowhere.unsqueeze(-2)
+
+
+def leading_weights(call: Call, rows: int) -> Tensor:
+    """Attention weights (B, H, rows, T) of prefix tokens, before dropout, float32 at least; no (T, T) is formed."""
+    dtype = call.compute_dtype
+    logits = (call.q[:, :, :rows].to(dtype) * call.scale) @ call.k.to(dtype).transpose(-1, -2)
+    decay_H11 = None
+    if call.decay is not None:
+        gamma_H = prefix_weights(call.decay, dtype)
+        decay_H11 = torch.ones_like(logits[:1, :, :1, :1]) if gamma_H is None else gamma_H.view(1, -1, 1, 1)
+        logits = _decayed_logits(call.decay, decay_H11, logits)
+    if call.top_k is not None and call.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(~largest(logits, call.top_k), -math.inf)
+    weights = torch.softmax(logits, -1)
+    if call.decay is not None and decay_H11 is not None:
+        weights = _decayed_weights(call.decay, decay_H11, weights, None)
     return weights
 
 
@@ -317,6 +363,8 @@ def _sdpa_can_run(call: Call) -> str | None:
         return "scaled_dot_product_attention does not return attention weights"
     if call.top_k is not None:
         return "only the largest logits are kept, which scaled_dot_product_attention does not return"
+    if call.kept is not None:
+        return "dropped keys have a gradient, which scaled_dot_product_attention does not compute"
     if call.unnormalised:
         return "the softmax runs over all keys before some are dropped, which scaled_dot_product_attention cannot do"
     return None
@@ -346,6 +394,8 @@ def _needs_dense(call: Call) -> str | None:
         return "a bias is added to the logits of all pairs"
     if call.top_k is not None:
         return "only the largest logits are kept, so all are needed"
+    if call.kept is not None:
+        return "dropped keys have a gradient, so the logits of all pairs are needed"
     if call.unnormalised:
         return "renormalise=False: the softmax runs over all keys before some are dropped"
     return None
@@ -896,15 +946,16 @@ def listed_mask(keys: Tensor, num_prefix_tokens: int, total: int) -> Tensor:
 
 
 def _subset_mask(plan: AttentionPlan, token_ids: Tensor) -> Tensor:
-    """Mask (B, H, T, T) of some patches of the grid, (B, n), each image's own."""
-    prefix = plan.num_prefix_tokens
+    """Mask (B, H, T, T) of some patches of the grid, (B, n), each image's own; one at -1 sees and is seen by all."""
+    prefix, patches = plan.num_prefix_tokens, token_ids.clamp_min(0)
     if plan.pairs is None:
         attended = plan_table(plan, "attended", token_ids.device)
-        mask = attended[:, (token_ids.unsqueeze(-1) - token_ids.unsqueeze(-2)).abs()].transpose(0, 1)
+        mask = attended[:, (patches.unsqueeze(-1) - patches.unsqueeze(-2)).abs()].transpose(0, 1)
     else:
-        places = token_ids + prefix
+        places = patches + prefix
         whole = plan_table(plan, "mask", token_ids.device)
         mask = whole[:, places.unsqueeze(-1), places.unsqueeze(-2)].transpose(0, 1)
+    mask = mask | _off_grid_pairs(token_ids).unsqueeze(1)
     if not prefix:  # a patch none of whose keys is there attends to itself
         alone = ~mask.any(-1, keepdim=True)
         mask = mask | (alone & torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device))
@@ -933,6 +984,8 @@ def run_plan(
     token_ids: Tensor | None = None,
     keys: Tensor | None = None,
     top_k: int | None = None,
+    kept: Tensor | None = None,
+    weight_rows: int | None = None,
     renormalise: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over a prepared plan; `decay` holds the tensors of this step.
@@ -941,14 +994,19 @@ def run_plan(
         bias: added to the logits behind decay and support, broadcastable to (B, H, T, T): relative positions, padding.
         token_ids: int64 (B, n) where the tokens behind the prefix are not all patches of the grid in raster order but
             these of them, others in each image (masked autoencoders, token pruning). Support and decay go by where
-            the patches lie in the grid.
+            the patches lie in the grid. -1 is a token that lies nowhere in it, and is treated like a prefix token.
         keys: int64 (B, H, n, K), the tokens that each patch of each image sees, prefix tokens counted, -1 where it sees
             fewer than K; the support is dense.
         top_k: a query keeps as many of its keys, those of the largest logits.
+        kept: (B, T), 1 for keys that are there and 0 for those that are dropped, with a gradient for both; a query sees
+            itself in any case (attention masking of DynamicViT, Rao et al. 2021).
+        weight_rows: with `need_weights`, the weights of the first so many tokens only, which are prefix tokens, before
+            dropout and without forming all.
         renormalise: the softmax runs over `keys`; False: over all keys, and the weights of the others are dropped.
 
     Returns:
-        out (B, H, T, D) and the attention weights (B, H, T, T) if `need_weights`, else None.
+        out (B, H, T, D) and the attention weights (B, H, T, T) if `need_weights`, else None; with `weight_rows`
+        (B, H, weight_rows, T).
     """
     if token_ids is not None:
         if tuple(token_ids.shape) != (q.shape[0], q.shape[2] - plan.num_prefix_tokens):
@@ -962,7 +1020,10 @@ def run_plan(
             f"{plan.total} in all"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    call = Call(q, k, v, plan, decay, scale, dropout_p, need_weights, bias, token_ids, keys, top_k, None, None)
+    if weight_rows is not None:
+        _check_weight_rows(weight_rows, plan, bias, kept)
+    all_weights = need_weights and weight_rows is None
+    call = Call(q, k, v, plan, decay, scale, dropout_p, all_weights, bias, token_ids, keys, top_k, kept, None, None)
     if keys is not None and not renormalise:
         call = call._replace(unnormalised=True)
     chosen = BACKENDS[choose_backend(call, backend)]
@@ -970,12 +1031,21 @@ def run_plan(
         call = call._replace(mask=_call_mask(call))
     if chosen.needs_positions and decay is not None:
         positions = decay_positions(plan, decay, q.device)
-        call = call._replace(positions=positions if token_ids is None else positions[..., token_ids])
-    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
-        # Autocast has done its work on the projections; it would round the float32 logits of a decay again.
-        with torch.autocast(q.device.type, enabled=False):
-            return chosen.run(call)
-    return chosen.run(call)
+        call = call._replace(positions=positions if token_ids is None else positions[..., token_ids.clamp_min(0)])
+    # Autocast has done its work on the projections; it would round the float32 logits of a decay again.
+    rounds = q.device.type != "meta" and torch.is_autocast_enabled(q.device.type)
+    with torch.autocast(q.device.type, enabled=False) if rounds else nullcontext():
+        out, weights = chosen.run(call)
+        if need_weights and weight_rows is not None:
+            weights = leading_weights(call, weight_rows)
+    return out, weights
+
+
+def _check_weight_rows(rows: int, plan: AttentionPlan, bias: Tensor | None, kept: Tensor | None) -> None:
+    if not 1 <= rows <= plan.num_prefix_tokens:
+        raise ValueError(f"weight_rows={rows} must be between 1 and the {plan.num_prefix_tokens} prefix tokens")
+    if bias is not None or kept is not None:
+        raise ValueError(f"weight_rows={rows} cannot be used with a bias or with dropped keys; take all weights")
 
 
 def attention(

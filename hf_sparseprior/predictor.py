@@ -25,6 +25,7 @@ def register_predictor(name: str) -> Callable[[type[Predictor]], type[Predictor]
 class Predictor(PriorModule):
     """Base of all predictors: either `top_k` says how many keys a query keeps, or `forward` which ones.
 
+    by_place: whether `forward` goes by where the tokens lie in the grid.
     GIVES_SCORES: whether `forward` hands connectivity scores (B, H, n, n) to `recorder`.
     renormalise: the softmax runs over the kept keys; if False over all, and the others' weights are dropped.
     recorder: where scores go, with their gradients; set while somebody wants them.
@@ -35,6 +36,7 @@ class Predictor(PriorModule):
         head_dim: D.
     """
 
+    by_place = True
     GIVES_SCORES = False
     renormalise = True
     recorder: Callable[[Tensor], None] | None = None
@@ -48,11 +50,17 @@ class Predictor(PriorModule):
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan, token_ids: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        plan: AttentionPlan,
+        token_ids: Tensor | None,
+        kept: Tensor | None = None,
     ) -> Tensor | None:
         """Keys of each patch, int64 (B, H, n, K) token numbers, -1 where there are fewer; of q and k (B, H, T, D).
 
-        None: all keys.
+        None: all keys. Those that `kept` (B, T) says are dropped have no part in anything.
         """
         raise NotImplementedError
 
@@ -70,6 +78,7 @@ class TopK(Predictor):
 
     SETTINGS = {"keys": None, "pruning_ratio": None}
     DEFAULT_RATIO = 98.48
+    by_place = False
 
     def __init__(self, num_heads: int, head_dim: int, keys: int | None, pruning_ratio: float | None) -> None:
         super().__init__(num_heads, head_dim)

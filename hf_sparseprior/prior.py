@@ -4,7 +4,7 @@ support    which pairs are computed, known before the data        dense, fibotte
 decay      learned weights of pairs                                none, violin, manhattan, ...
 predictor  keys chosen per image                                   none, topk, sparsifiner
 mixer      what is computed over the pairs                         softmax, linformer, efficient
-extras     further modules, a list                                 swin_rpb, irpe_k, localvit, ...
+extras     further modules, a list                                 swin_rpb, irpe_k, localvit, evit, ...
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from .predictor import PREDICTORS
 from .relative_position import RelativePosition  # noqa: F401  registers its kinds
 from .sparsifiner import Sparsifiner  # noqa: F401  registers itself
 from .supports import SUPPORTS, check_keys, head_offsets, layer_pairs, pruning_ratio, resolve_support
+from .token_pruning import TokenPruning
 
-# What a prior's modules are called within attention layers and MLPs: decay, predictor, mixer and extras.
-PRIOR_MODULES = frozenset({"decay_bias", "predictor", "mixer", "relative_position", "locality"})
+# What a prior's modules are called within attention layers, MLPs and the model: decay, predictor, mixer and extras.
+PRIOR_MODULES = frozenset({"decay_bias", "predictor", "mixer", "relative_position", "locality", "token_pruning"})
 SLOTS = ("support", "decay", "predictor", "mixer", "extras")
 
 
@@ -94,6 +95,7 @@ def resolve_mixer(mixer: str | dict[str, Any] | None, grid: Sequence[int]) -> st
 
 def check_together(prior: dict[str, Any]) -> None:
     """Raise where what fills one slot has nothing to act on, because of another."""
+    _check_pruning(prior)
     if prior["predictor"] is not None and prior["support"]["name"] != "dense":
         raise ValueError(
             f"prior: predictor {prior['predictor']['name']!r} chooses among all keys; with it support="
@@ -107,11 +109,38 @@ def check_together(prior: dict[str, Any]) -> None:
     if prior["mixer"] == "softmax":
         return
     others = {"support": prior["support"]["name"] != "dense", "decay": prior["decay"], "predictor": prior["predictor"]}
-    others["extras"] = [extra["name"] for extra in prior["extras"] if EXTRAS[extra["name"]].in_attention]
+    others["extras"] = [extra["name"] for extra in prior["extras"] if EXTRAS[extra["name"]].place == "attention"]
     for slot, filled in others.items():
         if filled:
             name = ", ".join(filled) if slot == "extras" else prior[slot]["name"]
             raise ValueError(f"prior: mixer {prior['mixer']['name']!r} has no softmax over pairs for {slot} {name!r}")
+
+
+def pruning_of(prior: dict[str, Any]) -> tuple[dict[str, Any], type[TokenPruning]] | None:
+    """Settings and class of the token pruning of a resolved prior, if it has one."""
+    for extra in prior["extras"]:
+        kind = EXTRAS[extra["name"]]
+        if issubclass(kind, TokenPruning):
+            return extra, kind
+    return None
+
+
+def _check_pruning(prior: dict[str, Any]) -> None:
+    """Raise where token pruning meets what needs every token, or itself."""
+    if (found := pruning_of(prior)) is None:
+        return
+    settings, _ = found
+    name = settings["name"]
+    if others := [extra["name"] for extra in prior["extras"] if extra["name"] != name]:
+        raise ValueError(f"prior: {name!r} drops tokens, which {', '.join(others)} cannot follow")
+    if prior["mixer"] != "softmax":
+        raise ValueError(f"prior: {name!r} drops tokens, which mixer {prior['mixer']['name']!r} cannot follow")
+    predictor = prior["predictor"]
+    if predictor is not None and settings.get("fuse") and PREDICTORS[predictor["name"]].by_place:
+        raise ValueError(
+            f"prior: predictor {predictor['name']!r} goes by places in the grid, and the fused token of {name!r} has "
+            "none; set fuse to false"
+        )
 
 
 def chooser_of(prior: dict[str, Any]) -> tuple[dict[str, Any], type[PriorModule]] | None:
@@ -140,8 +169,9 @@ def of_prior(key: str) -> bool:
 def prior_pruning_ratio(
     prior: dict[str, Any], num_heads: int, grid: Sequence[int], num_prefix_tokens: int, head_dim: int
 ) -> float:
-    """Percentage of all pairs, prefix included, that are left out by the support or the predictor.
+    """Percentage of all pairs, prefix included, that are left out by the support or the predictor of a layer.
 
+    What token pruning drops is not among them: it differs from layer to layer (`analysis.flops` counts it).
     Mixers have no pairs: for them it is the percentage of the multiply-adds of Q K^T and (softmax) V that they save.
     """
     num_tokens = grid[0] * grid[1]

@@ -121,6 +121,13 @@ class Sparsifiner(Predictor):
         return settings["keep_rate"] == 1
 
     @classmethod
+    def settings_for(cls, settings: dict[str, Any], total: int) -> dict[str, Any]:
+        """As `PriorModule`: B stays what it is for all tokens of the grid."""
+        if cls._keeps_all(settings):
+            return settings
+        return {**settings, "keep_rate": None, "budget": cls.budget_of(settings, total)}
+
+    @classmethod
     def kept_pairs(cls, settings: dict[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
         """As `PriorModule`: the most that can be kept, B patches and the prefix for each patch."""
         total = num_tokens + num_prefix_tokens
@@ -195,14 +202,24 @@ class Sparsifiner(Predictor):
             return down @ basis
 
     def forward(
-        self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan, token_ids: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        plan: AttentionPlan,
+        token_ids: Tensor | None,
+        kept: Tensor | None = None,
     ) -> Tensor | None:
         """As `Predictor`."""
         dense = self._keeps_all(self.settings) or (self.training and self.dense_in_training)
         if dense and self.recorder is None:
             return None
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.recorder is not None):
-            scores = self.scores(q, k, scale, plan, token_ids)
+            if kept is None:
+                scores = self.scores(q, k, scale, plan, token_ids)
+            else:
+                scores = self.scores(q, k * kept[:, None, :, None], scale, plan, token_ids)
+                scores = scores * kept[:, None, None, plan.num_prefix_tokens :]
         if self.recorder is not None:
             self.recorder(scores)
         return None if dense else self.listed_keys(scores, plan)

@@ -18,7 +18,7 @@ from torch import nn
 # The modules that hold a learned decay's scalars and an extra, and what classifiers are called in ours and in
 # transformers' models.
 DECAY = "decay_bias"
-EXTRA = re.compile(r"(?:.*\.)?(?:relative_position|locality)\.\w+")
+EXTRA = re.compile(r"(?:.*\.)?(?:relative_position|locality|token_pruning)\.\w+")
 CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier", "token_classifier")
 TARGETS = ("query+value", "attention", "attention+mlp")
 # Encoder layers: `decoder_layers` (ViTMAE, VideoMAE) and attention pooling (`head` of SigLIP) are no match, and text

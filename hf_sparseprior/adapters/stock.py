@@ -511,8 +511,8 @@ def applied_prior(model: PreTrainedModel) -> Applied:
 def _check_extras(slots: dict[str, Any], family: Family) -> None:
     """Raise for extras that a stock model has no place for."""
     for extra in resolve_extras(slots["extras"], (1, 1)):
-        if not EXTRAS[extra["name"]].in_attention:
-            raise ValueError(f"{extra['name']!r} changes the MLP; apply_prior reaches attention alone")
+        if (place := EXTRAS[extra["name"]].place) != "attention":
+            raise ValueError(f"{extra['name']!r} changes the {place}; apply_prior reaches attention alone")
         if family.shuffled or family.masked:
             raise ValueError(f"{extra['name']!r} cannot follow a shuffled part of the patches ({family.attention})")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import TrainingArguments
 
 @dataclass
 class SparsePriorTrainingArguments(TrainingArguments):
-    """transformers' TrainingArguments with layer decay and an exponential moving average of the weights.
+    """transformers' TrainingArguments with layer decay, a moving average of the weights, and what pruned models need.
 
     Raises:
         ValueError: naming the field, the value and what is allowed.
@@ -25,11 +26,30 @@ class SparsePriorTrainingArguments(TrainingArguments):
         metadata={"help": "Decay per step of the moving average that is evaluated beside the weights; None for none."},
     )
 
+    backbone_learning_rate: float = field(
+        default=1.0,
+        metadata={"help": "Learning rate of all parameters that are not a prior's, as a share of learning_rate."},
+    )
+    keep_rate_start_epoch: float = field(
+        default=0.0,
+        metadata={"help": "Until this epoch EViT's keep rate is 1."},
+    )
+    keep_rate_epochs: float = field(
+        default=0.0,
+        metadata={"help": "Epochs in which it then falls to the prior's keep rate, as a cosine; 0: at once."},
+    )
+
     def __post_init__(self) -> None:
         if not _is_number(self.layer_decay) or not 0 < self.layer_decay <= 1:
             raise ValueError(f"layer_decay={self.layer_decay!r} must be above 0 and at most 1")
         if self.ema_decay is not None and not (_is_number(self.ema_decay) and 0 <= self.ema_decay < 1):
             raise ValueError(f"ema_decay={self.ema_decay!r} must be in [0, 1), or null for none")
+        if not _is_number(self.backbone_learning_rate) or not 0 <= self.backbone_learning_rate <= 1:
+            raise ValueError(f"backbone_learning_rate={self.backbone_learning_rate!r} must be between 0 and 1")
+        for name in ("keep_rate_start_epoch", "keep_rate_epochs"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value!r} must be a number of 0 or more")
         super().__post_init__()
 
 

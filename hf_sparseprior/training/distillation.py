@@ -22,27 +22,39 @@ from torch.nn import functional as F
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTForImageClassification
 from hf_sparseprior.predictor import Predictor
+from hf_sparseprior.prior import pruning_of
 from hf_sparseprior.supports import check_keys
+from hf_sparseprior.token_pruning import counted_patches, take
 
 # ---- the losses of the papers, of tensors ---------------------------------------------------------------------------
 
 
 def token_loss(
-    tokens: Tensor, teacher_tokens: Tensor, token_ids: Tensor | None = None, num_prefix_tokens: int = 0
+    tokens: Tensor,
+    teacher_tokens: Tensor,
+    token_ids: Tensor | None = None,
+    num_prefix_tokens: int = 0,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """Mean squared difference of the tokens after the last block, before the last norm (Sparsifiner Eq. 8).
+
+    Patches that the student has dropped have no say (as in DynamicViT, where the prefix and the last norm are not part
+    of it), nor have fused tokens.
 
     Args:
         tokens: (B, t, C) of the student.
         teacher_tokens: (B, T, C).
-        token_ids: int64 (B, n), which of the N patches the student has kept, where it has not kept all; the others
-            have no say.
+        token_ids: int64 (B, n), which of the N patches the student has kept, -1 for a fused token; None: all.
         num_prefix_tokens: P, in front of the patches.
+        kept: (B, N), 1 for patches that are kept and 0 for dropped ones; None: all that are there.
     """
     if token_ids is not None:
-        places = (token_ids + num_prefix_tokens).unsqueeze(-1).expand(-1, -1, teacher_tokens.shape[-1])
-        teacher_tokens = torch.cat([teacher_tokens[:, :num_prefix_tokens], teacher_tokens.gather(1, places)], 1)
-    return F.mse_loss(tokens.float(), teacher_tokens.float())
+        prefix, patches = teacher_tokens[:, :num_prefix_tokens], teacher_tokens[:, num_prefix_tokens:]
+        teacher_tokens = torch.cat([prefix, take(patches, token_ids.clamp_min(0))], 1)
+    errors = (tokens.float() - teacher_tokens.float()).square().mean(-1)
+    counted = counted_patches(errors[:, num_prefix_tokens:], token_ids, kept)
+    counted = F.pad(counted, (num_prefix_tokens, 0), value=1.0)
+    return (errors * counted).sum() / counted.sum().clamp_min(1.0)
 
 
 def class_loss(logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -78,7 +90,8 @@ def attention_loss(scores: Sequence[Tensor], attentions: Sequence[Tensor], num_p
 class Step:
     """What the losses of a step see.
 
-    model: the student. outputs: of the student. label_loss: against the labels. teacher: outputs of the teacher, None
+    model: the student. outputs: of the student. label_loss: against the labels, the model's auxiliary losses included
+    (its prior weighs them). teacher: outputs of the teacher, None
     where no loss needs one. scores: of each layer that has a predictor, its connectivity scores.
     """
 
@@ -131,6 +144,7 @@ def _token(step: Step) -> Tensor:
         step.teacher.hidden_states[-1],
         step.outputs.get("token_ids"),
         step.model.config.num_prefix_tokens,
+        step.outputs.get("kept"),
     )
 
 
@@ -222,6 +236,19 @@ class Distillation:
             raise ValueError(
                 f"the attention loss is for priors whose predictor has connectivity scores (sparsifiner), not for "
                 f"{model.config.prior_name!r}"
+            )
+        found = pruning_of(getattr(model.config, "prior", {"extras": []}))
+        if found is None:
+            return
+        if "attentions" in self.needs:
+            raise ValueError(
+                f"the attention loss compares all tokens, and prior {model.config.prior_name!r} drops some; train the "
+                "predictor first and add the token pruning behind it"
+            )
+        if found[0].get("ratio_weight") and "labels" not in self.weights:
+            raise ValueError(
+                f"the keep-ratio loss of prior {model.config.prior_name!r} comes with the labels loss, whose weight "
+                "cannot be 0"
             )
 
     def student_options(self) -> dict[str, bool]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from hf_sparseprior.prior import of_prior
+
 LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks)\.(\d+)\.")
 EMBEDDINGS = re.compile(r"(?:^|\.)(?:embeddings|patch_embed|cls_token|pos_embed|dist_token|reg_token)(?:\.|$)")
 
@@ -20,9 +22,14 @@ def layer_of_parameter(name: str, num_layers: int) -> int:
 
 
 def parameter_groups(
-    model: nn.Module, decayed: Collection[str], learning_rate: float, weight_decay: float, layer_decay: float
+    model: nn.Module,
+    decayed: Collection[str],
+    learning_rate: float,
+    weight_decay: float,
+    layer_decay: float,
+    backbone: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer, by layer and by whether weight decay applies.
+    """Groups for an optimizer, by layer, by whether weight decay applies and by whether a prior owns the parameters.
 
     Args:
         model: parameters that need no gradient are left out.
@@ -30,6 +37,7 @@ def parameter_groups(
         learning_rate: of norm and classifier; layer l of L gets learning_rate * layer_decay ** (L + 1 - l).
         weight_decay: of the parameters in `decayed`; the others get 0.
         layer_decay: 1 gives every layer the same rate.
+        backbone: factor of the rate of parameters that are not a prior's.
 
     Returns:
         Dicts with params, names, lr, weight_decay and layer.
@@ -39,16 +47,16 @@ def parameter_groups(
     num_layers = max(
         (int(match[1]) + 1 for name, _ in model.named_parameters() if (match := LAYER.search(name))), default=0
     )
-    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
     for name, parameter in parameters:
         layer = layer_of_parameter(name, num_layers)
-        key = (layer, name in decayed)
+        key = (layer, name in decayed, backbone != 1.0 and of_prior(name))
         group = groups.setdefault(
             key,
             {
                 "params": [],
                 "names": [],
-                "lr": learning_rate * layer_decay ** (num_layers + 1 - layer),
+                "lr": learning_rate * layer_decay ** (num_layers + 1 - layer) * (1.0 if key[2] else backbone),
                 "weight_decay": weight_decay if key[1] else 0.0,
                 "layer": layer,
             },

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_sparseprior.hub import write_bytes, write_text
+from hf_sparseprior.token_pruning import counted_patches, take
 
 HEADER = "label_maps.json"
 IMAGES_PER_FILE = 4096
@@ -106,17 +107,23 @@ def token_targets(batch: dict[str, Tensor], num_classes: int, grid: tuple[int, i
     return own * targets + (1 - own) * targets[batch["partners"]]
 
 
-def token_label_loss(token_logits: Tensor, targets: Tensor, token_ids: Tensor | None = None) -> Tensor:
+def token_label_loss(
+    token_logits: Tensor, targets: Tensor, token_ids: Tensor | None = None, kept: Tensor | None = None
+) -> Tensor:
     """Mean over images and patches of the cross entropy of a patch's logits with its target.
 
     Args:
         token_logits: (B, n, C).
         targets: (B, N, C), probabilities.
-        token_ids: int64 (B, n), which of the N patches the model has kept, where it has not kept all.
+        token_ids: int64 (B, n), which of the N patches the model has kept, where it has not kept all; -1 for a fused
+            token, which has no say.
+        kept: (B, N), 1 for patches that are kept and 0 for dropped ones, which have no say; None: all that are there.
     """
     if token_ids is not None:
-        targets = targets.gather(1, token_ids.unsqueeze(-1).expand(-1, -1, targets.shape[-1]))
-    return -(targets * F.log_softmax(token_logits.float(), -1)).sum(-1).mean()
+        targets = take(targets, token_ids.clamp_min(0))
+    errors = -(targets * F.log_softmax(token_logits.float(), -1)).sum(-1)
+    counted = counted_patches(errors, token_ids, kept)
+    return (errors * counted).sum() / counted.sum().clamp_min(1.0)
 
 
 # ---- what a teacher sees --------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hf_sparseprior.hub import check_whole
 from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTPreTrainedModel
 from hf_sparseprior.training.distillation import Distillation
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
+from hf_sparseprior.training.keep_rate import KeepRateSchedule, evit_modules
 from hf_sparseprior.training.layer_decay import parameter_groups
 from hf_sparseprior.training.sampling import DrawSampler
 from hf_sparseprior.training.stopping import WorkerStart
@@ -49,7 +51,8 @@ class SparsePriorTrainer(Trainer):
         distillation: the losses of training, in place of the labels' alone; evaluation knows only that one.
 
     `data_wait` in the log is the share of the time since the last entry in which training waited for data; with a
-    distillation `loss_NAME` is the mean of each loss since then, before its weight.
+    distillation `loss_NAME` is the mean of each loss since then, before its weight. So is, with its weight, each
+    auxiliary loss of a prior (`keep_ratio` of DynamicViT), which is part of the loss.
 
     Raises:
         ValueError: for a teacher or losses that do not go with the model, and for distillation with FSDP.
@@ -77,9 +80,10 @@ class SparsePriorTrainer(Trainer):
         if getattr(self.args, "ema_decay", None) is not None and self.is_fsdp_enabled:
             raise ValueError(f"ema_decay={self.args.ema_decay} cannot be used with FSDP; leave it out")
         self.distillation = distillation
-        self._losses: list[dict[str, Tensor]] = []
+        self._losses: dict[str, list[Tensor]] = {}
         if distillation is not None:
             self._check_distillation(distillation)
+        self._schedule_keep_rate()
         self.add_callback(_StepCallback(self))
 
     # ---- optimizer --------------------------------------------------------------------------------------------------
@@ -97,18 +101,22 @@ class SparsePriorTrainer(Trainer):
         ]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The optimizer, with one learning rate a layer where `layer_decay` is below 1."""
+        """The optimizer; one learning rate a layer or a prior where `layer_decay` or `backbone_learning_rate` ask."""
         layer_decay = getattr(self.args, "layer_decay", 1.0)
-        if self.optimizer is not None or layer_decay == 1.0:
+        backbone = getattr(self.args, "backbone_learning_rate", 1.0)
+        if self.optimizer is not None or (layer_decay == 1.0 and backbone == 1.0):
             return super().create_optimizer(model)
         model = self.model if model is None else model
         optimizer, options = self.get_optimizer_cls_and_kwargs(self.args, model)
         if {"params", "model", "optimizer_dict"} & set(options):
             raise ValueError(
-                f"layer_decay={layer_decay} cannot be used with optim={self.args.optim}, which groups itself"
+                f"layer_decay={layer_decay} and backbone_learning_rate={backbone} cannot be used with "
+                f"optim={self.args.optim}, which groups itself"
             )
         decayed = self.get_decay_parameter_names(model)
-        groups = parameter_groups(model, decayed, self.args.learning_rate, self.args.weight_decay, layer_decay)
+        groups = parameter_groups(
+            model, decayed, self.args.learning_rate, self.args.weight_decay, layer_decay, backbone
+        )
         for group in groups:
             del group["names"]  # with them torch asks every later group for names
         self.optimizer = optimizer(groups, **options)
@@ -148,12 +156,9 @@ class SparsePriorTrainer(Trainer):
         now = time.perf_counter()
         if "loss" in logs and now > self._logged_at:
             logs["data_wait"] = round((self.clock.data_seconds - self._logged_data) / (now - self._logged_at), 4)
-        if "loss" in logs and self._losses:
-            logs |= {
-                f"loss_{name}": torch.stack([losses[name] for losses in self._losses]).mean().item()
-                for name in self._losses[0]
-            }
-            self._losses = []
+        if "loss" in logs:
+            logs |= {f"loss_{name}": torch.stack(losses).mean().item() for name, losses in self._losses.items()}
+            self._losses = {}
         self._logged_at, self._logged_data = now, self.clock.data_seconds
         super().log(logs, start_time)
 
@@ -189,6 +194,8 @@ class SparsePriorTrainer(Trainer):
             loss, outputs = self._distilled_loss(self.distillation, model, inputs)
         else:
             loss, outputs = self._label_loss(model, inputs)
+        if model.training:
+            self._record(auxiliary_losses(outputs))
         # transformers would divide by the number of micro-batches, right only where they are equally large.
         self.loss_is_scaled_for_ga = num_items_in_batch is not None and size is not None
         if self.loss_is_scaled_for_ga:
@@ -202,7 +209,7 @@ class SparsePriorTrainer(Trainer):
         inputs = {name: value for name, value in inputs.items() if name != "token_targets"}
         if self._are_probabilities(labels):
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-            loss = soft_target_loss(outputs, labels)
+            loss = soft_target_loss(outputs, labels) + sum(auxiliary_losses(outputs).values())
         else:
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
             if not model.training and labels is not None and labels.eq(-100).all():
@@ -212,8 +219,23 @@ class SparsePriorTrainer(Trainer):
                 raise ValueError("the batch has token targets, the model no token_classifier that could learn them")
             grid = self.accelerator.unwrap_model(model).config.grid
             learned = token_targets(targets, logits.shape[-1], grid)
-            loss = loss + self.token_label_weight * token_label_loss(logits, learned, outputs.get("token_ids"))
+            loss = loss + self.token_label_weight * token_label_loss(
+                logits, learned, outputs.get("token_ids"), outputs.get("kept")
+            )
         return loss, outputs
+
+    def _schedule_keep_rate(self) -> None:
+        start, epochs = (getattr(self.args, f"keep_rate_{name}", 0.0) for name in ("start_epoch", "epochs"))
+        if not start and not epochs:
+            return
+        if not evit_modules(self.model):
+            raise ValueError(f"keep_rate_start_epoch={start} and keep_rate_epochs={epochs} are for priors with evit")
+        self.add_callback(KeepRateSchedule(start, epochs))
+
+    def _record(self, losses: Mapping[str, Tensor]) -> None:
+        """Keep losses for the next entry of the log."""
+        for name, loss in losses.items():
+            self._losses.setdefault(name, []).append(loss.detach().float())
 
     def _check_distillation(self, distillation: Distillation) -> None:
         if self.is_fsdp_enabled:
@@ -232,7 +254,7 @@ class SparsePriorTrainer(Trainer):
         with distillation.observed(student) as scores:
             label_loss, outputs = self._label_loss(model, {**inputs, **distillation.student_options()})
         losses = distillation.losses(student, outputs, label_loss, scores, inputs["pixel_values"])
-        self._losses.append({name: loss.detach().float() for name, loss in losses.items()})
+        self._record(losses)
         return distillation.total(losses), outputs
 
     def _are_probabilities(self, labels: Any) -> bool:
@@ -381,6 +403,11 @@ class _StepCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.clock.stop()
+
+
+def auxiliary_losses(outputs: Any) -> Mapping[str, Tensor]:
+    """The losses, by name and weighted, that a model's outputs bring along; part of its own `loss` already."""
+    return getattr(outputs, "auxiliary_losses", None) or {}
 
 
 def soft_target_loss(outputs: Any, targets: Tensor) -> Tensor:

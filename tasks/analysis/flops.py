@@ -29,6 +29,7 @@ from hf_sparseprior.analysis.flops import (
     model_flops,
     paper_numbers,
     saving,
+    unexplained_numbers,
 )
 from hf_sparseprior.configuration_sparseprior_vit import PRESETS, as_pair
 from hf_sparseprior.prior import prior_name, resolve_prior
@@ -160,6 +161,10 @@ def paper_lines() -> list[str]:
     for number in paper_numbers():
         lines.append(f"  {number.source}: printed {number.printed:g} {number.unit}, counted {number.count:.5g}")
         lines.append(f"    {number.includes}")
+    lines.append("numbers that no formula was found for")
+    for number in unexplained_numbers():
+        lines.append(f"  {number.source}: printed {number.printed:g} {number.unit}, nearest {number.count:.5g}")
+        lines.append(f"    {number.includes}")
     return lines
 
 
@@ -218,6 +223,7 @@ def run(arguments: argparse.Namespace) -> None:
             for counted in counts
         ],
         "paper_numbers": [] if arguments.models else [vars(number) for number in paper_numbers()],
+        "unexplained_numbers": [] if arguments.models else [vars(number) for number in unexplained_numbers()],
         "command": command_line(),
         **environment(),
     }

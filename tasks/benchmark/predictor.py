@@ -1,7 +1,7 @@
 """Sparsifiner's prediction and the ways to attend to predicted keys: python -m tasks.benchmark.predictor
 
-Whether a prediction pays: dense attention without one, the prediction itself, and attention over its lists of keys,
-once gathered and once dense with a mask. The last two decide `hf_sparseprior.ops.CROSSOVERS` of "gather".
+Whether a prediction pays: dense attention without one, the prediction itself, and attention over its lists of keys:
+gathered, by the C++ kernel, and dense with a mask. The last three decide `hf_sparseprior.ops.CROSSOVERS` of lists.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tasks.benchmark.timing import SetUp, measure
 from tasks.classification.command import run_command
 from tasks.classification.report import write_results
 
-DENSE, PREDICTION, GATHERED, MASKED = "dense", "prediction", "gather", "sdpa with a mask"
+DENSE, PREDICTION, GATHERED, COMPILED, MASKED = "dense", "prediction", "gather", "cpp", "sdpa with a mask"
 PASSES = {False: "forward", True: "forward and backward"}
 
 
@@ -54,6 +54,7 @@ def set_ups(side: int, batch: int, keep_rate: float, trains: bool, arguments: ar
     timed = {
         DENSE: passes(lambda: F.scaled_dot_product_attention(*tensors, scale=scale)),
         GATHERED: passes(lambda: run_plan(plan, *tensors, None, scale=scale, backend="gather", keys=keys)[0]),
+        COMPILED: passes(lambda: run_plan(plan, *tensors, None, scale=scale, backend="cpp", keys=keys)[0]),
         MASKED: passes(lambda: run_plan(plan, *tensors, None, scale=scale, backend="sdpa", keys=keys)[0]),
     }
     if not trains:
@@ -73,9 +74,10 @@ def row(entry: dict[str, Any]) -> list[str]:
     """A line of the table."""
     contenders = entry["contenders"]
     cells = [f"{entry['tokens']} x {entry['batch']}", f"{entry['keep_rate']:g}", entry["pass"]]
-    for name in (DENSE, PREDICTION, GATHERED, MASKED):
+    for name in (DENSE, PREDICTION, GATHERED, COMPILED, MASKED):
         cells.append(report.milliseconds(contenders[name]["seconds"]) if name in contenders else "-")
-    cells.append(f"{contenders[GATHERED][f'times_{MASKED}']['median']:.2f}" if GATHERED in contenders else "-")
+    for name in (GATHERED, COMPILED):
+        cells.append(f"{contenders[name][f'times_{MASKED}']['median']:.2f}" if name in contenders else "-")
     return cells
 
 
@@ -94,7 +96,8 @@ def run(arguments: argparse.Namespace) -> None:
     results["entries"] = [
         measured(side, batch, rate, trains, arguments) for side, batch in sizes for rate in rates for trains in PASSES
     ]
-    header = ["patches x images", "keep rate", "pass", DENSE, PREDICTION, GATHERED, MASKED, "gather / mask"]
+    ways = (DENSE, PREDICTION, GATHERED, COMPILED, MASKED)
+    header = ["patches x images", "keep rate", "pass", *ways, *(f"{way} / mask" for way in (GATHERED, COMPILED))]
     print("\nmilliseconds, median (quartiles)\n" + report.text_table(header, [row(e) for e in results["entries"]]))
     write_results(arguments.out, results)
     print(f"\n{arguments.out}")

@@ -20,7 +20,7 @@ from hf_sparseprior.supports import build_mask
 
 GRID, HEADS, HIDDEN = (3, 4), 3, 12
 PATCHES = [(row, column) for row in range(GRID[0]) for column in range(GRID[1])]
-RELATIVE = [name for name, extra in EXTRAS.items() if extra.in_attention]
+RELATIVE = [name for name, extra in EXTRAS.items() if extra.place == "attention"]
 SETTINGS = [
     *({"name": name} for name in RELATIVE),
     {"name": "swin_rpb", "learn_prefix": True},

@@ -172,6 +172,7 @@ def test_budgets_of_a_trained_predictor(trained, keep_rate, budget):
     assert torch.equal(patches, (scores != 0).sum(-1).clamp(max=budget))
     assert patches.max() == budget or keep_rate == 0.9
     assert mask[:, :, 0].all() and mask[..., 0].all()  # row and column of the class token
+    assert not ((keys[..., :-1] < 0) & (keys[..., 1:] >= 0)).any()  # what is no key stands behind the last
     kept = scores.masked_fill(~mask[:, :, 1:, 1:], math.inf).amin(-1)
     left = scores.masked_fill(mask[:, :, 1:, 1:] | (scores == 0), -math.inf).amax(-1)
     assert (kept >= left).all()

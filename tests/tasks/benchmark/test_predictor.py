@@ -17,7 +17,9 @@ def test_every_way_is_timed(tmp_path, capsys):
     for entry in entries:
         names = {predictor.DENSE, predictor.GATHERED, predictor.MASKED}
         names |= {predictor.PREDICTION} if entry["pass"] == "forward" else set()
-        assert set(entry["contenders"]) == names and not entry["left_out"]
+        assert set(entry["contenders"]) - {predictor.COMPILED} == names and set(entry["left_out"]) <= {
+            predictor.COMPILED
+        }
         assert all(own["seconds"]["median"] > 0 for own in entry["contenders"].values())
     assert "gather / mask" in capsys.readouterr().out
 
