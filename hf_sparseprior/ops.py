@@ -782,6 +782,7 @@ class Crossover(NamedTuple):
 
 # By (sparse path, device type, needs gradients, dense path). CPU: measured on two cores in float32, interleaved,
 # medians. cpp: Fibottention and windows of growing width, 4 to 1024 patches, 6 heads of 64, batches of 1 to 8.
+# Over lists of keys, 2 to 50 % of them, 64 to 1024 patches, on one busy core, the same limits came out.
 # diagonal: Fibottention, 3 to 12 heads of 16 to 64, batches of 2 to 64; a pair costs it ten times as much. gather: keys
 # of a predictor, 64 to 2304 patches, 6 heads of 64, on one busy core (`tasks.benchmark.predictor`); copying a key costs
 # as much as thirty to fifty dense ones. CUDA: not measured. On a GPU nothing sparse beats ideal dense attention below
@@ -795,8 +796,8 @@ CROSSOVERS = {
     ("diagonal", "cpu", True, "sdpa"): Crossover(400, 1 / 16),
     ("diagonal", "cpu", False, "reference"): Crossover(144, 1 / 16),
     ("diagonal", "cpu", True, "reference"): Crossover(196, 1 / 16),
-    ("gather", "cpu", False, "sdpa"): Crossover(400, 1 / 50),
-    ("gather", "cpu", True, "sdpa"): Crossover(1024, 1 / 64),
+    **{("gather", "cpu", False, dense): Crossover(400, 1 / 50) for dense in ("sdpa", "reference")},
+    **{("gather", "cpu", True, dense): Crossover(1024, 1 / 64) for dense in ("sdpa", "reference")},
     **{
         ("triton", "cuda", trains, dense): Crossover(400, 1 / 16)
         for trains in (False, True)
@@ -804,7 +805,11 @@ CROSSOVERS = {
     },
     **{("diagonal", "cuda", trains, "sdpa"): Crossover(4096, 1 / 16) for trains in (False, True)},
     **{("diagonal", "cuda", trains, "reference"): Crossover(2048, 1 / 16) for trains in (False, True)},
-    **{("gather", "cuda", trains, "sdpa"): Crossover(4096, 1 / 64) for trains in (False, True)},
+    **{
+        ("gather", "cuda", trains, dense): Crossover(4096, 1 / 64)
+        for trains in (False, True)
+        for dense in ("sdpa", "reference")
+    },
 }
 # From the fastest on, where they can run and nothing else is faster; `reference` runs everything.
 ORDER = ("cpp", "triton", "diagonal", "gather", "sdpa", "reference")
@@ -854,8 +859,7 @@ def choose_backend(call: Call, backend: str = "auto") -> str:
     listed = None if call.keys is None else call.keys.shape[-1]
     refused: list[tuple[str, str]] = []
     for name in ORDER:
-        lists = listed if name == "gather" else None
-        reason = slower_than_dense(name, call.plan, device_type, trains, dense_path, lists)
+        reason = slower_than_dense(name, call.plan, device_type, trains, dense_path, listed)
         reason = reason or BACKENDS[name].can_run(call)
         if reason is None:
             if not torch.compiler.is_compiling() and logger.isEnabledFor(logging.DEBUG):

@@ -119,7 +119,8 @@ class Kernels:
         if plan.offsets is not None:
             sizes = sizes * plan_table(plan, "mask", device)
         spec, positions = {"name": decay, **settings, **scalars}, plan_table(plan, "positions", device)
-        call = Call(wide["q"], wide["k"], wide["v"], plan, spec, 1.0, 0.0, False, None, None, None, positions)
+        empty = Call(wide["q"], wide["k"], wide["v"], plan, spec, 1.0, 0.0, False, *[None] * (len(Call._fields) - 8))
+        call = empty._replace(positions=positions)
         weights = _dense_decay(call, torch.float64)
         if (alpha := scalars.get("alpha")) is not None:
             weights = weights * alpha.view(-1, 1, 1)
