@@ -15,7 +15,10 @@ from hf_sparseprior.analysis.decays import position_names
 from hf_sparseprior.analysis.flops import attention_flops, dense_attention_flops
 from hf_sparseprior.curves import curve_names, curve_rank
 from hf_sparseprior.decay import DECAYS, PLACEMENTS, decay_mask, initial_beta, make_decay
-from hf_sparseprior.prior import parse_prior, resolve_prior
+from hf_sparseprior.extras import PriorModule
+from hf_sparseprior.low_rank import MIXERS
+from hf_sparseprior.predictor import PREDICTORS
+from hf_sparseprior.prior import chooser_of, parse_prior, resolve_prior
 from hf_sparseprior.sequences import SEQUENCES
 from hf_sparseprior.supports import (
     SUPPORTS,
@@ -40,7 +43,7 @@ LARGEST_PICTURE = 4096
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    parser.add_argument("prior", help=f"supports: {', '.join(SUPPORTS)}; decays: {', '.join(DECAYS)}; joined by +")
+    parser.add_argument("prior", help=_names())
     parser.add_argument("--heads", type=int, default=12, help="attention heads (default 12)")
     parser.add_argument("--grid", type=parse_grid, default=(14, 14), help="patch grid, HEIGHTxWIDTH (default 14x14)")
     parser.add_argument("--prefix", type=int, default=1, help="class, distillation and register tokens (default 1)")
@@ -50,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, JSON value")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for the pictures (default: this one)")
     parser.add_argument("--no-picture", action="store_true", help="numbers only")
+
+
+def _names() -> str:
+    registries: dict[str, Any] = {"supports": SUPPORTS, "decays": DECAYS, "predictors": PREDICTORS, "mixers": MIXERS}
+    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in registries.items()) + "; joined by +"
 
 
 def parse_grid(text: str) -> tuple[int, int]:
@@ -87,7 +95,9 @@ def run(arguments: argparse.Namespace) -> list[Path]:
         _place_setting(slots, key, value)
     prior = resolve_prior(slots, arguments.heads, arguments.grid)
     written: list[Path] = []
-    if slots["support"] is not None or prior["decay"] is None:
+    if (found := chooser_of(prior)) is not None:
+        explain_chooser(*found, arguments)
+    elif slots["support"] is not None or prior["decay"] is None:
         written += explain_support(prior["support"], arguments)
     if prior["decay"] is not None:
         written += explain_decay(prior["decay"], arguments)
@@ -99,16 +109,36 @@ def run(arguments: argparse.Namespace) -> list[Path]:
 def _place_setting(slots: dict[str, Any], key: str, value: Any) -> None:
     """Put a setting into the slot that knows it."""
     known: list[str] = []
-    for slot in ("support", "decay"):
+    registries: dict[str, Any] = {"decay": DECAYS, "predictor": PREDICTORS, "mixer": MIXERS}
+    for slot in ("support", *registries):
         if (name := slots[slot]) is None:
             continue
         spec = {"name": name} if isinstance(name, str) else name
-        settings = support_settings(spec["name"]) if slot == "support" else DECAYS[spec["name"]].SETTINGS
+        settings = support_settings(spec["name"]) if slot == "support" else registries[slot][spec["name"]].SETTINGS
         if key in settings:
             slots[slot] = {**spec, key: value}
             return
         known += settings
     check_keys([key], known, "this prior")
+
+
+def explain_chooser(settings: dict[str, Any], kind: type[PriorModule], arguments: argparse.Namespace) -> None:
+    """Settings, pruning ratio and FLOPs of a predictor or a mixer, whose pairs are another for each image or none."""
+    heads, grid, prefix, head_dim = arguments.heads, arguments.grid, arguments.prefix, arguments.head_dim
+    tokens = grid[0] * grid[1]
+    kept = kind.kept_pairs(settings, head_dim, tokens, prefix)
+    pairs = arguments.layers * heads * 2 * kept * head_dim
+    beside = arguments.layers * kind.products(settings, heads, head_dim, tokens, prefix)
+    dense = dense_attention_flops(heads, tokens + prefix, head_dim, arguments.layers)
+    shown = ", ".join(f"{key}={json.dumps(value)}" for key, value in settings.items() if key != "name")
+    print(f"{settings['name']} on a {grid[0]}x{grid[1]} grid, {heads} heads, {prefix} prefix tokens\n{shown}\n")
+    print(
+        f"pairs          {kept} of {(tokens + prefix) ** 2} a head, or what costs as much, with prefix tokens\n"
+        f"pruning ratio  {100 * (1 - kept / (tokens + prefix) ** 2):.3f} %\n"
+        f"multiply-adds  {pairs / 1e9:.4f} G of these pairs and {beside / 1e9:.4f} G beside them, dense "
+        f"{dense / 1e9:.4f} G: {100 * (pairs + beside) / dense:.2f} %\n"
+        f"               ({arguments.layers} layers, head width {head_dim}, Q K^T and softmax V)"
+    )
 
 
 def explain_support(support: dict[str, Any], arguments: argparse.Namespace) -> list[Path]:

@@ -1,4 +1,5 @@
 import math
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 import hf_sparseprior as sp
 from hf_sparseprior import ops
+from hf_sparseprior.__main__ import main
 from hf_sparseprior.attention import PriorAttention
 from hf_sparseprior.ops import CROSSOVERS, largest_indices, listed_mask
 from hf_sparseprior.prior import prior_pruning_ratio, resolve_prior
@@ -413,6 +415,21 @@ def test_lists_are_gathered_where_that_was_faster(side, budget, chosen, caplog, 
         few = f"dense is faster below {limits.tokens} patches"
         many = f"dense is faster with more than {100 * limits.density:.1f} % of the pairs"
         assert f"not gather: {few if side == 14 else many}" in message
+
+
+def test_explain_says_what_is_kept_and_what_it_costs(capsys):
+    assert main(["explain", "sparsifiner", "--heads", "6", "--set", "budget=50", "--no-picture"]) == 0
+    text = capsys.readouterr().out
+    assert "budget=50" in text and f"{197 + 196 * 51} of {197**2} a head" in text
+    beside = 12 * (2 * 32 * 196 * 384 + 6 * 32 * 196**2) / 1e9
+    assert f"{beside:.4f} G beside them, dense 0.3577 G" in text
+
+
+@pytest.mark.parametrize("name", ["linformer", "topk", "efficient"])
+def test_explain_knows_predictors_and_mixers(name, capsys):
+    assert main(["explain", name, "--set", "pruning_ratio=90", "--no-picture"]) == 0
+    ratio = float(re.search(r"pruning ratio  ([\d.]+) %", capsys.readouterr().out)[1])
+    assert ratio == pytest.approx(90, abs=0.8)  # whole keys, and the class token's column
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
