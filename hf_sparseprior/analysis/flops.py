@@ -198,7 +198,7 @@ def model_flops(
     return ModelFlops(
         image_size=size,
         grid=grid,
-        tokens=_tokens_in_words(prefix, sizes),
+        tokens=_tokens_in_words(prefix, num_tokens, sizes),
         num_prefix_tokens=prefix,
         convention=convention,
         attended_pairs=pairs,
@@ -241,10 +241,10 @@ def _add_pruning(
         layers[layer]["pruning"] = rule * products
 
 
-def _tokens_in_words(prefix: int, sizes: Sequence[tuple[int, int]]) -> str:
+def _tokens_in_words(prefix: int, num_tokens: int, sizes: Sequence[tuple[int, int]]) -> str:
     words = f"{prefix} prefix token{'' if prefix == 1 else 's'} and the patches" if prefix else "the patches only"
-    counts = [attended for attended, _ in sizes]
-    if changes := [(layer, now) for layer, (was, now) in enumerate(pairwise(counts), 2) if was != now]:
+    counts = [num_tokens, *(attended for attended, _ in sizes)]
+    if changes := [(layer, now) for layer, (was, now) in enumerate(pairwise(counts), 1) if was != now]:
         words += "; of these " + ", ".join(f"{now} from layer {layer} on" for layer, now in changes)
     return words
 

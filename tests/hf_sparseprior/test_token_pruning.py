@@ -745,6 +745,15 @@ def test_predictors_are_counted_over_the_tokens_that_are_left():
     assert counted.attended_pairs == [6 * (n + 1 + n * (1 + 50)) for n in patches]
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("evit", "22 from layer 2 on, 17 from layer 4 on"), ("dynamicvit", "21 from layer 1 on, 14 from")],
+)
+def test_the_counter_says_from_which_layer_on_tokens_are_gone(name, words):
+    own = config({"extras": [extra(name, layers=[1, 3])]})
+    assert f"1 prefix token and the patches; of these {words}" in model_flops(own).tokens
+
+
 @pytest.mark.parametrize("prior", ["fibottention+evit", "violin+dynamicvit"])
 def test_flops_that_differ_between_images_are_not_counted(prior):
     with pytest.raises(ValueError, match="which pairs are left among the kept patches differs between images"):
