@@ -453,7 +453,7 @@ def attach(model: nn.Module, slots: dict[str, Any], for_adapters: bool = False) 
     ]
     module: Any
     for module, sidecar in zip(encoder.attention.values(), sidecars, strict=True):
-        _check_mixer(sidecar.prior, head_dim_of(module))
+        _check_mixer(sidecar.prior, head_dim_of(module), encoder.family)
     for module, sidecar in zip(encoder.attention.values(), sidecars, strict=True):
         weight = next(module.parameters())
         sidecar.to(weight.device, torch.float64 if weight.dtype == torch.float64 else None)
@@ -517,10 +517,15 @@ def _check_extras(slots: dict[str, Any], family: Family) -> None:
             raise ValueError(f"{extra['name']!r} cannot follow a shuffled part of the patches ({family.attention})")
 
 
-def _check_mixer(prior: dict[str, Any], head_dim: int) -> None:
-    """Raise for a mixer that wants other queries and keys than those that a stock model has."""
+def _check_mixer(prior: dict[str, Any], head_dim: int, family: Family) -> None:
+    """Raise for a mixer that wants other queries and keys than those that a stock model has, or has no logits."""
     if prior["mixer"] == "softmax":
         return
+    if family.windows:
+        name = prior["mixer"]["name"]
+        raise ValueError(
+            f"mixer {name!r} has no logits of pairs, to which {family.attention} adds its relative positions"
+        )
     width = MIXERS[prior["mixer"]["name"]].key_width(prior["mixer"], head_dim)
     if width != head_dim:
         raise ValueError(f"key_width={width} is not the {head_dim} that the model's queries and keys have")

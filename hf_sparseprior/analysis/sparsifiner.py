@@ -65,7 +65,11 @@ def watch_predictions(model: nn.Module) -> Iterator[list[Prediction]]:
 
 @torch.no_grad()
 def _see(predictions: list[Prediction], predictor: Any, args: tuple[Any, ...], keys: Tensor | None) -> None:
-    q, k, scale, plan, token_ids = args
+    q, k, scale, plan, token_ids, kept = args
+    if kept is not None:
+        raise ValueError(
+            "connectivity is watched in a model that drops tokens, not in one that trains with all of them"
+        )
     coefficients = predictor.coefficients(q, k, scale, plan, token_ids)
     full = torch.softmax((q.float() * scale) @ k.float().transpose(-1, -2), -1)
     predictions.append(

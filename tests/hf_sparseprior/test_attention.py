@@ -10,7 +10,7 @@ from hf_sparseprior.attention import SparsePriorAttention
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.ops import BACKENDS, attention
 from hf_sparseprior.prior import resolve_prior
-from hf_sparseprior.supports import SUPPORTS, build_mask
+from hf_sparseprior.supports import PAIRS, SUPPORTS, build_mask
 
 HIDDEN, HEADS = 12, 3
 PRIORS = [name if decay is None else f"{name}+{decay}" for name in SUPPORTS for decay in [None, *DECAYS]]
@@ -207,10 +207,12 @@ def test_layers_share_no_plans():
     assert SparsePriorAttention(HIDDEN, HEADS, first.prior)._plans is not second._plans
 
 
-@pytest.mark.parametrize("backend", ["reference", "diagonal", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "sparse", "auto"])
 @pytest.mark.parametrize("prior", [p for p in PRIORS if not p.startswith("dense")])
 def test_training_after_inference_mode(prior, backend):
     layer = make_layer(prior)
+    if backend == "sparse":
+        backend = "gather" if layer.prior["support"]["name"] in PAIRS else "diagonal"
     with torch.inference_mode():
         before = layer(tokens(), (4, 4), 1, backend=backend)[0]
     out, _ = layer(tokens(), (4, 4), 1, backend=backend)

@@ -40,14 +40,16 @@ from hf_sparseprior import (
 from hf_sparseprior.curves import curve_rank
 from hf_sparseprior.decay import DECAYS, INIT_PRESETS
 from hf_sparseprior.sequences import SEQUENCES
-from hf_sparseprior.supports import SUPPORTS, build_mask
+from hf_sparseprior.supports import PAIRS, SUPPORTS, build_mask
 
 # transformers 5.23 renames gradient_checkpointing_enable, which peft and older releases call.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
 # Every support with every decay and without one, and the settings that take other code.
-PRIORS = {f"{support}+{decay}": {"support": support, "decay": decay} for support in SUPPORTS for decay in DECAYS}
-PRIORS |= {support: {"support": support} for support in SUPPORTS}
+# The published stride of 65 leaves a small grid nothing but its diagonal, where no decay acts.
+OWN = {name: {"name": "strided", "stride": 5} if name == "strided" else name for name in SUPPORTS}
+PRIORS = {f"{name}+{decay}": {"support": support, "decay": decay} for name, support in OWN.items() for decay in DECAYS}
+PRIORS |= {name: {"support": support} for name, support in OWN.items()}
 PRIORS |= {name: {"support": {"name": "fibottention", "sequence": name}} for name in SEQUENCES if name != "wythoff"}
 PRIORS |= {
     "zero fill": {"support": {"name": "fibottention", "mask_fill": "zero"}},
@@ -264,16 +266,20 @@ def test_priors_equal_a_vit_by_hand(prior):
     torch.testing.assert_close(single.last_hidden_state.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def reason_against_diagonals(support):
+    if support["name"] == "dense":
+        return "the support is dense"
+    return f"support '{support['name']}' has pairs off its diagonals" if support["name"] in PAIRS else None
+
+
 @pytest.mark.parametrize("prior", PRIORS)
 @pytest.mark.parametrize("backend", ["reference", "diagonal"])
 def test_every_backend_equals_the_vit_by_hand(prior, backend, monkeypatch):
     model = make(prior).double()
     monkeypatch.setenv("SPARSEPRIOR_BACKEND", backend)
     pixels = images(dtype=torch.float64)
-    if backend == "diagonal" and model.config.prior["support"]["name"] == "dense":
-        with pytest.raises(
-            ValueError, match=r"^SPARSEPRIOR_BACKEND='diagonal' cannot run this attention: the support is dense"
-        ):
+    if backend == "diagonal" and (reason := reason_against_diagonals(model.config.prior["support"])):
+        with pytest.raises(ValueError, match=f"^SPARSEPRIOR_BACKEND='diagonal' cannot run this attention: {reason}"):
             model(pixels)
         return
     expected, _ = vit_by_hand(model, pixels)
@@ -361,9 +367,10 @@ def test_dense_equals_transformers_dinov2_with_registers():
 
 @pytest.mark.parametrize("support", [name for name in SUPPORTS if name != "dense"])
 def test_support_equals_transformers_vit_with_a_4d_mask(support):
-    # One mask serves all layers of the stock model, so the layers must not be shuffled.
-    ours = make({"support": {"name": support, "shuffle_seed": None}}, cls=SparsePriorViTModel)
-    stock = ViTModel(ViTConfig(intermediate_size=48, **STOCK), add_pooling_layer=False)
+    # One mask serves all layers of the stock model, so the layers must not be shuffled; random pairs are a layer's own.
+    depth = 1 if support in PAIRS else 2
+    ours = make({"support": {"name": support, "shuffle_seed": None}}, cls=SparsePriorViTModel, num_hidden_layers=depth)
+    stock = ViTModel(ViTConfig(intermediate_size=48, **STOCK | {"num_hidden_layers": depth}), add_pooling_layer=False)
     copy_weights(ours, stock, EMBEDDINGS)
     mask = build_mask(support, num_heads=4, num_tokens=64, num_prefix_tokens=1, shuffle_seed=None)
     expected = stock(images(), attention_mask=torch.tensor(mask)[None]).last_hidden_state

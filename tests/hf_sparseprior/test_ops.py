@@ -20,6 +20,7 @@ from hf_sparseprior.ops import BACKENDS, AttentionPlan, attention, plan_table, r
 from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.supports import (
     MASK_FILLS,
+    PAIRS,
     SUPPORTS,
     build_mask,
     head_offsets,
@@ -32,6 +33,7 @@ OTHERS = [name for name in BACKENDS if name != "reference"]
 # These take any dtype on any device; what compiled kernels do is tested in kernels/.
 PYTORCH = [name for name in BACKENDS if name not in ("cpp", "triton")]
 PATTERNS = [name for name in SUPPORTS if name != "dense"]
+ON_DIAGONALS = [name for name in PATTERNS if name not in PAIRS]
 
 # Settings besides the defaults: small windows for small grids, empty heads, the diagonal left out, everything kept.
 MORE = {
@@ -321,7 +323,10 @@ def test_backends_run_where_they_should():
             leaves = make_leaves((4, 4), 1, variant)
             support = {"name": name, "mask_fill": mask_fill}
             assert call_if_possible("reference", leaves, support, variant, (4, 4), 1) is not None
-            assert call_if_possible("diagonal", leaves, support, variant, (4, 4), 1) is not None
+            runs = call_if_possible("diagonal", leaves, support, variant, (4, 4), 1) is not None
+            assert runs == (name in ON_DIAGONALS)
+            runs = call_if_possible("gather", leaves, support, variant, (4, 4), 1) is not None
+            assert runs == (mask_fill == "neg_inf")
             runs = call_if_possible("sdpa", leaves, support, variant, (4, 4), 1) is not None
             assert runs == (mask_fill == "neg_inf" and variant is None)
 
@@ -356,8 +361,9 @@ def test_inputs_may_be_views(backend):
 # ---- what a mask means ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("backend", PYTORCH)
+@pytest.mark.parametrize(
+    ("backend", "name"), [both for both in product(PYTORCH, PATTERNS) if both[0] != "diagonal" or both[1] not in PAIRS]
+)
 def test_masked_keys_change_nothing(backend, name):
     variants = [None] if backend == "sdpa" else [None, DECAY_VARIANTS[1]]
     for prefix, variant in product((0, 2), variants):
@@ -371,7 +377,7 @@ def test_masked_keys_change_nothing(backend, name):
             blind = ~mask[:, :, key]
             assert not blind.any() or moved[blind].max() < 1e-13
             # And every query that sees the key notices a change of its value.
-            assert changed == "k" or moved[mask[:, :, key]].min() > 1e-9
+            assert changed == "k" or (moved[mask[:, :, key]] > 1e-9).all()
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -515,7 +521,7 @@ def test_dropout_drops_weights_and_scales_the_others(backend, mask_fill):
     assert torch.equal(call(leaves, support, ("violin", True, False), (6, 6), 1, **options, dropout_p=0.25)[0], out)
 
 
-@pytest.mark.parametrize("backend", PYTORCH)
+@pytest.mark.parametrize("backend", [name for name in PYTORCH if name != "gather"])
 def test_dropout_keeps_the_mean(backend):
     leaves = make_leaves((3, 3), 1, batch=1)
     many = {name: leaf.detach().expand(4000, -1, -1, -1) for name, leaf in leaves.items()}
@@ -612,7 +618,7 @@ def largest_tensor(backend, support, variant, side=32):
 
 @pytest.mark.parametrize("mask_fill", MASK_FILLS)
 @pytest.mark.parametrize("variant", [None, *((name, True, True) for name in DECAYS)])
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name", ON_DIAGONALS)
 def test_the_diagonal_path_makes_no_tensor_of_all_pairs(name, variant, mask_fill):
     pairs = 1024 * 1024
     assert largest_tensor("diagonal", {"name": name, "mask_fill": mask_fill}, variant) < pairs / 16

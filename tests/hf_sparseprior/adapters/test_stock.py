@@ -32,6 +32,7 @@ from transformers import (
 import hf_sparseprior as sp
 from hf_sparseprior.adapters import stock
 from hf_sparseprior.curves import curve_rank
+from hf_sparseprior.low_rank import MIXERS
 from hf_sparseprior.supports import build_mask
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
 from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY, tiny_clip, visible_patches
@@ -395,6 +396,10 @@ def test_a_prior_survives_a_change_of_head(tmp_path):
 @pytest.mark.parametrize("prior", ["topk", "linformer", "efficient", "bigbird", "random"])
 def test_baselines_change_the_model_and_are_saved(name, prior, tmp_path):
     model = STOCK[name].build()
+    if name == "swin" and prior in MIXERS:
+        with pytest.raises(ValueError, match="has no logits of pairs, to which SwinAttention adds its relative"):
+            sp.apply_prior(model, prior)
+        return
     before = output(model, name)
     torch.manual_seed(2)
     sp.apply_prior(model, prior)

@@ -243,7 +243,7 @@ def test_models_that_cannot_be_compared_give_one_line(runs, tmp_path, capsys):
         ([small, "--benchmark", "imagenet-c"], "16x16 pixels; the corruptions need 32x32 or more"),
         ([runs[0], other], "other/model has other test images than"),
         ([runs[0], runs[0] / "model"], "a model is given twice"),
-        ([tmp_path / "nowhere"], "nowhere is no folder of a saved model"),
+        ([tmp_path / "nowhere"], "nowhere is neither the folder of a run nor of a saved model or adapter"),
     ):
         assert robustness.main([*map(str, arguments), "--out", str(tmp_path / "out")]) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]  # after the bars of reading
@@ -277,7 +277,7 @@ def test_without_the_package_one_line_says_what_to_install(runs, tmp_path, monke
         (["o/dense/seed0/model", "o/fib/seed1/model"], ["dense/seed0", "fib/seed1"]),
         (["o/run/model", "o/run/model_ema"], ["model", "model_ema"]),
         (["o/run/model"], ["run"]),
-        (["a/x", "a/x/x"], ["a", "a/x"]),
+        (["a/x", "a/x/x"], ["x", "x/x"]),
     ],
 )
 def test_names_are_what_tells_models_apart(folders, names, tmp_path):
@@ -287,5 +287,5 @@ def test_names_are_what_tells_models_apart(folders, names, tmp_path):
 
 def test_numbers_have_limits():
     with pytest.raises(ValueError, match="--batch-size 0 must be 1 or more"):
-        trained.check_arguments(argparse.Namespace(batch_size=0, workers=0, limit=None))
-    trained.check_arguments(argparse.Namespace(batch_size=1, workers=0, limit=None))
+        trained.check_arguments(argparse.Namespace(batch_size=0, workers=0, limit=None, device="cpu"))
+    trained.check_arguments(argparse.Namespace(batch_size=1, workers=0, limit=None, device="cpu"))

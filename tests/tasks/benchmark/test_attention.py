@@ -51,7 +51,9 @@ def test_results_picture_and_tables(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "9 tokens x 2, forward + backward" in text and "not measured" in text
     rows = [row for row in results["targets"] if row["at"] == "25 x 1"]
-    assert {row["backend"] for row in rows} == {"reference", "diagonal"} and all(row["value"] > 0 for row in rows)
+    assert {row["backend"] for row in rows} == {"reference", "diagonal", "gather"} and all(
+        row["value"] > 0 for row in rows
+    )
 
 
 def test_the_picture_shows_an_earlier_run_too(tmp_path, monkeypatch, capsys):

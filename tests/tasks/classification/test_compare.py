@@ -17,6 +17,7 @@ from hf_sparseprior.training import SoftTargetCollator
 from tasks.classification import compare
 from tasks.classification import train as training
 from tasks.classification.compare import load_comparison, run_comparison, spread, table
+from tasks.classification.config import SECTIONS
 
 BASE = {
     "data": {"source": "digits"},
@@ -346,7 +347,7 @@ def test_variants_do_not_leak_into_each_other(tmp_path):
         "fourth": {"model": {"prior": "violin"}},
     }
     configs = load_comparison(write(tmp_path, variants)).configs
-    expected = {name: {**copy.deepcopy(BASE), "tuning": {}, "distillation": {}} for name in variants}
+    expected = {name: {**{section: {} for section in SECTIONS}, **copy.deepcopy(BASE)} for name in variants}
     expected["first"]["model"].update(hidden_size=16, num_attention_heads=4)
     expected["first"]["trainer"]["weight_decay"] = 0.3
     expected["second"]["augmentation"].update(mixup=0.0, cutmix=0.0)
