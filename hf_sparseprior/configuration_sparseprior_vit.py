@@ -18,7 +18,9 @@ from .curves import CURVES  # noqa: F401  every helper is named here, older rele
 from .decay import DECAYS  # noqa: F401
 from .extras import EXTRAS
 from .locality import LocalityBranch  # noqa: F401
+from .low_rank import MIXERS  # noqa: F401
 from .ops import BACKENDS  # noqa: F401
+from .predictor import PREDICTORS  # noqa: F401
 from .prior import prior_name, prior_pruning_ratio, resolve_prior
 from .relative_offsets import BUCKET_METHODS  # noqa: F401
 from .relative_position import RelativePosition  # noqa: F401
