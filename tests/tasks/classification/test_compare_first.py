@@ -87,6 +87,16 @@ def test_finished_first_runs_serve_other_seeds_and_comparisons(finished, monkeyp
     assert started == [str(tmp_path / "out" / "half" / "seed3")]
 
 
+def test_a_row_of_no_epochs_tests_what_it_starts_from(finished, tmp_path):
+    folder, path, _, _ = finished
+    comparison = load_comparison(path, ["model.prior=dense"])
+    comparison.configs["half"]["trainer"].update(max_steps=-1, num_train_epochs=0)
+    record = run_comparison(comparison, tmp_path / "out", tmp_path / "records", ["half"])["half"][0]
+    dense = json.loads((folder / "outputs" / "dense" / "results.json").read_text())
+    # Phase 1 leaves the backbone as it was.
+    assert record["metrics"] == {"test_accuracy": dense["metrics"]["test_accuracy"]} and record["steps"] == 0
+
+
 def test_with_all_rows_done_first_runs_may_be_gone(finished, monkeypatch):
     folder, path, results, _ = finished
     forbid(monkeypatch)
