@@ -1,16 +1,23 @@
 """Compare priors over seeds: python -m tasks.classification.compare --config FILE [section.key=value ...]
 
-base: cifar10_small_dense.yaml         configuration that every run shares, relative to this file
+first: [cifar10_pretrain_tiny.yaml]    optional: runs that rows start from, done before them, in this order
+base: cifar10_small_dense.yaml         configuration that every run shares
 seeds: [0, 1, 2]
 variants:                              name of a row: what it changes
   dense: {}
   fibottention: {model: {prior: fibottention}}
   lora: {tuning: {method: lora}}
+  other: {base: smoke.yaml}            a row with a base of its own
 
-`variants` may also name a file of them, relative to this one. Runs of one seed see the same images in the same order,
-augmented alike, and with `model.pretrained` start from the same new classifier and adapters. Seeds take turns, so that
-an early stop leaves a fair comparison. Every finished run leaves a record; killed at any moment, the same command goes
-on where it stopped, and does no finished run again. Prints one table and draws one picture.
+`variants` may also name a file of them. Names of files are relative to the file they are in. Runs of one seed see the
+same images in the same order, augmented alike, and with `model.pretrained` start from one new classifier and the same
+adapters. Seeds take turns, so that an early stop leaves a fair comparison. Every finished run leaves a record; killed
+at any moment, the same command goes on where it stopped, and does no finished run again. Prints one table and draws one
+picture.
+
+A run of `first` is what the `train` command does with its file: it lies in its own `trainer.output_dir`, has the file's
+seed, and serves every comparison that names it. It is done only if a row still to be done reads its model, itself or
+through another run of `first`.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +51,8 @@ from tasks.classification.config import (
     read_yaml,
 )
 from tasks.classification.report import count_of_seeds, markdown_table, plus_minus, read_results, write_results
-from tasks.classification.run_folder import RUN_CONFIG, config_differences, folder_differences
-from tasks.classification.train import check_pretrained, pretrained_sha256, run
+from tasks.classification.run_folder import RUN_CONFIG, config_differences, finished_results, folder_differences
+from tasks.classification.train import check_pretrained, load_run, pretrained_sha256, run
 
 # What a record keeps of a run's results.json; the rest stays in the run's folder.
 RECORDED = (
@@ -56,18 +63,25 @@ RECORDED = (
 RECORDED_LATER = (
     *("method", "trainable_parameters", "adapter_bytes", "pretrained_sha256", "decay_change_at_start"),
     *("mean_decay_change", "mean_decay_change_at_start", "max_alpha_change", "alpha_change_at_start"),
+    "attention_flops",
 )
+# Sections whose overrides reach the runs of `first` too; the others say what the rows are.
+SHARED_WITH_FIRST = ("data", "augmentation", "trainer")
+OVERRIDES = "for every row; data, augmentation and trainer also for the runs of `first`"
 _OWNER = "the comparison's to choose; use `seeds`, --seeds and --out"
 OWNED = {"trainer.seed": _OWNER, "trainer.output_dir": _OWNER}
 
 
 @dataclass
 class Comparison:
-    """name: of the file; configs: by variant, without seed and output folder; seeds: of every variant."""
+    """name: of the file; configs: by variant, without seed and output folder; seeds: of every variant; first: whole
+    configurations of the runs before them, in order.
+    """
 
     name: str
     configs: dict[str, dict[str, dict[str, Any]]]
     seeds: list[int]
+    first: list[dict[str, dict[str, Any]]] = field(default_factory=list)
 
 
 def load_comparison(path: str | Path, overrides: Sequence[str] = ()) -> Comparison:
@@ -79,17 +93,45 @@ def load_comparison(path: str | Path, overrides: Sequence[str] = ()) -> Comparis
     """
     path = Path(path)
     content = read_yaml(path)
-    check_known(content, ("base", "seeds", "variants"), str(path))
+    check_known(content, ("first", "base", "seeds", "variants"), str(path))
     base, seeds, variants = (content.get(key) for key in ("base", "seeds", "variants"))
-    if not isinstance(base, str):
-        raise ValueError(f"{path}: base={base!r} must be the name of a configuration file")
+    check_base(base, str(path))
+    folder = path.parent
     if isinstance(variants, str):
-        variants = read_yaml(path.parent / variants)
+        variants, folder = read_yaml(path.parent / variants), (path.parent / variants).parent
     check_seeds(seeds, str(path))
     refuse_owned([override.partition("=")[0] for override in overrides], OWNED, "the command line")
     shared = load_config(path.parent / base, overrides)
-    configs = variant_configs(variants, shared, overrides, OWNED, str(path))
-    return Comparison(path.stem, configs, seeds)
+    configs = variant_configs(variants, shared, overrides, OWNED, str(path), folder)
+    return Comparison(path.stem, configs, seeds, first_configs(content.get("first"), overrides, path))
+
+
+def first_configs(names: Any, overrides: Sequence[str], path: Path) -> list[dict[str, dict[str, Any]]]:
+    """The checked configurations of the runs before the rows, with those overrides that reach them.
+
+    Args:
+        names: of their files, relative to `path`; None: there are no such runs.
+        overrides: `section.key=value` of the command line.
+        path: the comparison's file.
+    """
+    if names is None:
+        return []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path}: first={names!r} must be a list of names of configuration files")
+    shared = [override for override in overrides if override.partition(".")[0] in SHARED_WITH_FIRST]
+    configs = [load_run(path.parent / name, shared) for name in names]
+    for name, config in zip(names, configs, strict=True):
+        try:
+            _check_model(config["model"])
+        except ValueError as error:
+            raise ValueError(f"{path}, first {name!r}: {error}") from None
+    return configs
+
+
+def check_base(base: Any, where: str) -> None:
+    """Raise ValueError unless this can be the name of a configuration file."""
+    if not isinstance(base, str):
+        raise ValueError(f"{where}: base={base!r} must be the name of a configuration file")
 
 
 def variant_configs(
@@ -98,24 +140,30 @@ def variant_configs(
     overrides: Sequence[str],
     owned: Mapping[str, str],
     path: str,
+    folder: Path | None = None,
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """The checked configuration of each variant.
 
     Args:
-        variants: {name: {section: {key: value}}}, what each changes.
+        variants: {name: {section: {key: value}}}, what each changes; `base` names a file that one changes instead.
         shared: the configuration that they change.
         overrides: `section.key=value` of the command line, which win.
         owned: keys that no variant may set, and who does.
         path: the file, for errors.
+        folder: that a variant's base is relative to; None: variants have none.
     """
     if not isinstance(variants, dict) or not variants:
         raise ValueError(f"{path}: variants={variants!r} must hold a name and changes for each row")
     configs = {}
     for name, changes in variants.items():
         check_name(str(name), f"{path}: variant")
-        config, where, changes = copy.deepcopy(shared), f"{path}, variant {name!r}", changes or {}
+        where, changes = f"{path}, variant {name!r}", changes or {}
         if not isinstance(changes, dict):
             raise ValueError(f"{where} must hold sections, got {changes!r}")
+        config, changes = copy.deepcopy(shared), dict(changes)
+        if folder is not None and (base := changes.pop("base", None)) is not None:
+            check_base(base, where)
+            config = load_config(folder / base)
         check_known(changes, SECTIONS, where)
         for section, values in changes.items():
             if not isinstance(values, dict):
@@ -187,12 +235,11 @@ def run_comparison(
         if found[-1] is None:
             check_folder(config)
     pending = [config for config, record in zip(configs, found, strict=True) if record is None]
-    check_start(pending, [record for record in found if record is not None])
+    do_first(comparison.first, pending, [record for record in found if record is not None], command)
     for number, ((seed, name), config, record) in enumerate(zip(todo, configs, found, strict=True), start=1):
         if record is None:
             print(f"[{number}/{len(todo)}] {name}, seed {seed}", file=sys.stderr, flush=True)
-            results = run(config, command=command)
-            record = record_of(results)
+            record = record_of(run(config, command=command))
             if PartialState().is_main_process:
                 write_results(records / name / f"seed{seed}.json", record)
         done[name].append(record)
@@ -236,6 +283,56 @@ def check_one_checkpoint(records: Iterable[Mapping[str, Any]]) -> None:
             )
 
 
+def do_first(
+    first: Sequence[dict[str, dict[str, Any]]],
+    pending: Sequence[dict[str, dict[str, Any]]],
+    records: Sequence[Mapping[str, Any]],
+    command: str | None = None,
+) -> None:
+    """Do the runs before the rows that are needed and not finished, and check that the rows can start.
+
+    What does not start from such a run is checked before any of them.
+
+    Args:
+        first, pending: configurations of the runs before the rows, and of the rows still to do.
+        records: of the rows that are done.
+        command: for results.json.
+    """
+    todo = []
+    for config in needed_first(first, pending):
+        check_folder(config, "remove it, or name another trainer.output_dir in its file")
+        if finished_results(Path(config["trainer"]["output_dir"]), config, overwrite=False) is None:
+            todo.append(config)
+
+    def waits(config: dict[str, dict[str, Any]]) -> bool:
+        return any(builds_on(config, earlier) for earlier in todo)
+
+    check_start([config for config in (*todo, *pending) if not waits(config)], records)
+    for number, config in enumerate(todo, start=1):
+        print(f"first [{number}/{len(todo)}] {config['trainer']['output_dir']}", file=sys.stderr, flush=True)
+        run(config, command=command)
+    check_start([config for config in pending if waits(config)], records)
+
+
+def needed_first(
+    first: Sequence[dict[str, dict[str, Any]]], pending: Sequence[dict[str, dict[str, Any]]]
+) -> list[dict[str, dict[str, Any]]]:
+    """Those of the runs before the rows that a pending row builds on, itself or through a later one of them."""
+    needed: list[dict[str, dict[str, Any]]] = []
+    for config in reversed(first):
+        if any(builds_on(other, config) for other in (*pending, *needed)):
+            needed.insert(0, config)
+    return needed
+
+
+def builds_on(config: dict[str, dict[str, Any]], earlier: dict[str, dict[str, Any]]) -> bool:
+    """Whether a run reads a model in the folder of an earlier one."""
+    folder = Path(earlier["trainer"]["output_dir"])
+    models = [config["model"].get("pretrained")]
+    models += [config.get(section, {}).get("teacher") for section in ("distillation", "token_labels")]
+    return any(folder in Path(model).parents for model in models if model)
+
+
 def check_start(pending: Sequence[dict[str, dict[str, Any]]], records: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError or OSError if a run cannot start from its `model.pretrained`, or not from the weights of the
     records.
@@ -255,12 +352,12 @@ def check_start(pending: Sequence[dict[str, dict[str, Any]]], records: Sequence[
     )
 
 
-def check_folder(config: dict[str, dict[str, Any]]) -> None:
-    """Raise ValueError if the folder of a run belongs to another one."""
+def check_folder(config: dict[str, dict[str, Any]], way_out: str = "remove it or choose another --out") -> None:
+    """Raise ValueError if the folder of a run belongs to another one; `way_out`: what the user can do then."""
     out = Path(config["trainer"]["output_dir"])
     if (out / RUN_CONFIG).exists() and (differences := folder_differences(out, config)):
         different = "; ".join(differences)
-        raise ValueError(f"{out} is of another configuration ({different}); remove it or choose another --out")
+        raise ValueError(f"{out} is of another configuration ({different}); {way_out}")
 
 
 def record_of(results: dict[str, Any]) -> dict[str, Any]:
@@ -288,7 +385,8 @@ def read_record(path: Path, config: dict[str, dict[str, Any]]) -> dict[str, Any]
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """Accuracy, interactions kept, parameters and time of each variant, as a Markdown table; what was trained, where
-    that is not everything; how far the mask is from none after training, the most of all seeds, where there is a decay.
+    that is not everything; how far the mask is from none after training, the most of all seeds, where there is a decay;
+    multiply-adds of attention, where runs have recorded them.
     """
     results = {name: runs for name, runs in results.items() if runs}
     records = [record for runs in results.values() for record in runs]
@@ -299,7 +397,8 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     columns = ["run" if tuned else "prior", f"test accuracy, %, mean ± std of {seeds}"]
     columns += ["of the moving average, %"] if averaged else []
     columns += ["max abs(M - 1)"] if decayed else []
-    columns += ["interactions kept, %", "parameters"]
+    counted = any(record.get("attention_flops") is not None for record in records)
+    columns += ["interactions kept, %", *(["MHSA, MFLOPs"] if counted else []), "parameters"]
     columns += ["trained", "adapter, kB"] if tuned else []
     columns += ["ms a step", "seconds a run"]
     rows = []
@@ -311,7 +410,11 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
         if decayed:
             changes = _known(record.get("max_decay_change") for record in runs)
             cells.append(f"{max(changes):.2g}" if changes else "-")
-        cells += [f"{100 - runs[0]['pruning_ratio']:.1f}", str(runs[0]["parameters"])]
+        cells.append(f"{100 - runs[0]['pruning_ratio']:.1f}")
+        if counted:
+            flops = runs[0].get("attention_flops")
+            cells.append("-" if flops is None else f"{flops / 1e6:.1f}")
+        cells.append(str(runs[0]["parameters"]))
         if tuned:
             adapter = runs[0].get("adapter_bytes")
             cells.append(str(runs[0].get("trainable_parameters", runs[0]["parameters"])))
@@ -358,12 +461,12 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m tasks.classification.compare",
         description="Train a list of priors over seeds. Goes on where it was stopped, and does no run twice.",
     )
-    parser.add_argument("--config", required=True, help="YAML file with base, seeds and variants")
+    parser.add_argument("--config", required=True, help="YAML file with base, seeds, variants and first")
     parser.add_argument("--out", type=Path, help="folder of the runs; default: outputs/NAME")
     parser.add_argument("--records", type=Path, help="folder of one record a run, table and picture; default: --out")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these rows")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="only these seeds, or others than the file's")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every run")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDES)
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
 

@@ -96,7 +96,8 @@ def draw_history(history: Sequence[dict[str, Any]], path: Path, heading: str) ->
             left.plot(*zip(*points, strict=True), color=colour, label=label)
     left.set_xlabel("epoch")
     left.set_ylabel("loss")
-    left.legend(frameon=False)
+    if left.lines:
+        left.legend(frameon=False)
     points = [(entry["epoch"], 100 * entry["eval_accuracy"]) for entry in history if "eval_accuracy" in entry]
     if points:
         right.plot(*zip(*points, strict=True), color=ACCENT)

@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.adapters.lora import classifier_names
 from hf_sparseprior.analysis.decays import learned_decay_masks
+from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.hub import CARD, file_sha256, made_up_keys, model_card, write_text
 from hf_sparseprior.prior import of_prior
 from hf_sparseprior.training import (
@@ -182,6 +183,13 @@ def _copy_positions(folder: str, model: SparsePriorViTForImageClassification) ->
         return False
     target.copy_(resized)
     return True
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """`load_config` of one run, which lies in outputs/NAME_OF_THE_FILE unless it says otherwise."""
+    config = load_config(path, overrides)
+    config["trainer"].setdefault("output_dir", f"outputs/{Path(path).stem}")
+    return config
 
 
 def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite: bool = False) -> dict[str, Any]:
@@ -363,8 +371,17 @@ def _about_model(model: SparsePriorViTForImageClassification) -> dict[str, Any]:
         "prior_settings": model.config.prior,
         **decay_change(model),
         "pruning_ratio": model.config.pruning_ratio,
+        "attention_flops": attention_flops(model.config),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
+
+
+def attention_flops(config: SparsePriorViTConfig) -> int | None:
+    """Multiply-adds of attention for one image, as `ModelFlops.attention`; None where it has no such count."""
+    try:
+        return model_flops(config).attention
+    except ValueError:
+        return None
 
 
 def _save_model(
@@ -410,8 +427,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         keep_freed_memory()
-        config = load_config(arguments.config, arguments.overrides)
-        config["trainer"].setdefault("output_dir", f"outputs/{Path(arguments.config).stem}")
+        config = load_run(arguments.config, arguments.overrides)
         results = run(config, overwrite=arguments.overwrite)
         if PartialState().is_main_process:
             _print_results(results, config["trainer"]["output_dir"])

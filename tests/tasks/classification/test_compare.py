@@ -451,6 +451,13 @@ def test_the_table_shows_the_largest_change_of_the_mask_where_there_is_a_decay()
     assert lines[2].split(" | ")[1] == "50.00 (1 seed)" and lines[3].split(" | ")[1] == "50.00 ± 0.00"
 
 
+def test_the_table_shows_the_cost_of_attention_where_runs_recorded_it():
+    counted = {**record(0.5), "attention_flops": 147_460_000}
+    lines = table({"a": [counted], "b": [record(0.5)], "c": [{**record(0.5), "attention_flops": None}]}).split("\n")
+    assert lines[0].split(" | ")[3] == "MHSA, MFLOPs"
+    assert [line.split(" | ")[3] for line in lines[2:]] == ["147.5", "-", "-"]
+
+
 def test_the_table_shows_the_moving_average_where_there_is_one():
     lines = table({"a": [record(0.5, 0.6), record(0.5, 0.8)], "b": [record(0.5)]}).split("\n")
     assert lines[2].split(" | ")[2] == "70.00 ± 14.14" and lines[3].split(" | ")[2] == "-"

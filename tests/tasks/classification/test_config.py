@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.classification.compare import load_comparison
+from tasks.classification.compare import builds_on, load_comparison, needed_first
 from tasks.classification.config import DataConfig, load_config, parse_value
 from tasks.classification.train import build_model
 
@@ -36,12 +36,20 @@ def test_every_shipped_configuration_builds_its_model(path):
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
 def test_every_shipped_comparison_builds_its_models(path):
     comparison = load_comparison(path)
+    first = {f"first {number}": config for number, config in enumerate(comparison.first)}
+    if first:  # and then rows and later runs read nothing else that a run leaves
+        read = [(config, list(first.values())) for config in comparison.configs.values()]
+        read += [(config, list(first.values())[:number]) for number, config in enumerate(first.values())]
+        for config, earlier in read:
+            made = str(config["model"].get("pretrained")).startswith("outputs/")
+            assert any(builds_on(config, other) for other in earlier) >= made
+        assert needed_first(comparison.first, list(comparison.configs.values())) == comparison.first
     ratios = {}
-    for name, config in comparison.configs.items():
+    for name, config in {**first, **comparison.configs}.items():
         config["model"].pop("pretrained", None)  # of a run that this machine need not have
         with torch.device("meta"):
             ratios[name] = build_model(config["model"], ["a", "b", "c"]).config.pruning_ratio
-    assert len(comparison.seeds) >= 1 and len(ratios) >= 3
+    assert len(comparison.seeds) >= 1 and len(comparison.configs) >= 3
 
 
 @pytest.mark.parametrize("data", ["cifar10", "cifar100", "tiny_imagenet", "imagenet"])

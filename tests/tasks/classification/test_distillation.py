@@ -219,9 +219,12 @@ def test_a_run_that_cannot_learn_this_way_writes_nothing(dense, tmp_path):
 def test_every_shipped_configuration_builds_its_model(path):
     config = load_config(path)
     model = {key: value for key, value in config["model"].items() if key != "pretrained"}
-    sizes = {"deit_small": (384, 6, 197), "deit_tiny_384": (192, 3, 577), "digits": (64, 4, 65)}
+    sizes = {
+        **{"deit_small": (384, 6, 197), "deit_tiny_384": (192, 3, 577), "lvvit_small": (384, 6, 197)},
+        **{"digits": (64, 4, 65), "cifar10_small_40": (96, 6, 401), "cifar10_small": (96, 6, 197)},
+    }
     base = next(name for name in sizes if path.stem.startswith(name))
-    if base != "digits":
+    if "hidden_size" not in model:
         preset = "_".join(base.split("_")[:2])
         model = {"preset": preset, "image_size": 384 if "384" in base else 224, **model}
     with torch.device("meta"):
@@ -229,16 +232,17 @@ def test_every_shipped_configuration_builds_its_model(path):
     assert (built.hidden_size, built.num_attention_heads, built.grid[0] * built.grid[1] + 1) == sizes[base]
     phase = DistillationConfig(**config["distillation"])
     assert config["trainer"].get("ema_decay") is None
+    epochs = {"digits": {5: 10, 40: 10}, "cifar10": {5: 2, 40: 2}}.get(path.stem.split("_")[0], {5: 5, 40: 40})
     if path.stem.endswith("predictor"):
         assert built.prior_name == "sparsifiner" and phase.phase == "predictor"
         assert phase.weights() == {"labels": 0, "token": 0, "class": 0, "attention": 1}
-        assert config["trainer"]["num_train_epochs"] == (10 if base == "digits" else 5)
+        assert config["trainer"]["num_train_epochs"] == epochs[5]
         assert config["trainer"]["weight_decay"] == 0.05 and built.drop_path_rate == 0
     elif path.stem.endswith("dense"):
         assert phase.teacher is None
     else:
         assert phase.weights() == {"labels": 1, "token": 0.5, "class": 0.5, "attention": 0}
-        assert config["trainer"]["num_train_epochs"] == (10 if base == "digits" else 40)
+        assert config["trainer"]["num_train_epochs"] == epochs[40]
         assert config["model"]["pretrained"] == f"outputs/sparsifiner/{path.stem}_predictor/model"
 
 
@@ -248,6 +252,9 @@ def test_every_shipped_configuration_builds_its_model(path):
 )
 def test_comparisons_are_the_rows_of_the_tables(table, budgets):
     comparison = load_comparison(FOLDER / "compare" / f"sparsifiner_table{table}.yaml")
+    assert [Path(config["trainer"]["output_dir"]).name for config in comparison.first] == {
+        3: ["deit_tiny_384_dense", "deit_tiny_384_predictor"]
+    }.get(table, ["deit_small_predictor"])
     found = []
     for config in comparison.configs.values():
         changed = {key: value for key, value in config["model"].items() if key != "pretrained"}

@@ -12,14 +12,13 @@ from tasks.classification.train import build_model, run
 
 FOLDER = Path(__file__).parents[3] / "configs" / "classification"
 CONFIGS = sorted(FOLDER.glob("token_pruning/*.yaml"))
-DEIT_S = {"preset": "deit_small"}
 
 
 def built(config):
-    """The model of a configuration; one that starts from a checkpoint is built as DeiT-S, the digits as they are."""
+    """The model of a configuration; one that starts from a converted checkpoint is built as the published model."""
     model = dict(config["model"])
     if model.pop("pretrained", None) and "hidden_size" not in model:
-        model |= DEIT_S
+        model["preset"] = "lvvit_small" if config["token_labels"].get("path") else "deit_small"
     with torch.device("meta"):
         return build_model(model, [str(number) for number in range(1000)])
 
@@ -32,9 +31,12 @@ def test_shipped_configurations_build_models_that_prune(path):
     assert extra["name"] in path.stem
     assert config["trainer"]["output_dir"].endswith(path.stem)
     assert bool(config["distillation"].get("teacher")) == ("dynamicvit" in path.stem or "sparsifiner" in path.stem)
+    own = model.config
+    if path.stem.startswith("lvvit_small"):
+        assert (own.hidden_size, own.num_hidden_layers, own.token_classifier) == (384, 16, True)
+        assert model.vit.token_pruning[extra["name"]].blocks == [5, 9, 13] and extra["keep_rate"] == 0.7
     if "deit_small" not in path.stem:
         return
-    own = model.config
     assert (own.hidden_size, own.num_attention_heads, own.num_hidden_layers, own.grid) == (384, 6, 12, (14, 14))
     assert model.vit.token_pruning[extra["name"]].blocks == [4, 7, 10]
     assert extra["keep_rate"] == float(path.stem.rpartition("_")[2])
