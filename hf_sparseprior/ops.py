@@ -234,14 +234,16 @@ def _reference(call: Call) -> tuple[Tensor, Tensor | None]:
     if call.bias is not None:
         logits = logits + call.bias
     there = None if call.kept is None else _kept_pairs(call.kept)
+    mask = call.mask
     if call.top_k is not None and call.top_k < logits.shape[-1]:
         candidates = logits if there is None else logits.masked_fill(there == 0, -math.inf)
-        logits = logits.masked_fill(~largest(candidates, call.top_k), -math.inf)
+        chosen = largest(candidates, call.top_k)
+        logits = logits.masked_fill(~chosen, -math.inf)
+        mask = chosen if mask is None else mask & chosen
     weights = torch.softmax(logits, -1) if there is None else _kept_softmax(logits, there)
     if call.mask is not None and call.unnormalised:
         weights = weights * call.mask
     if call.decay is not None and decay_HTT is not None:
-        mask = call.mask
         if there is not None:
             mask = there > 0 if mask is None else mask & (there > 0)
         weights = _decayed_weights(call.decay, decay_HTT, weights, mask)
@@ -343,11 +345,13 @@ def leading_weights(call: Call, rows: int) -> Tensor:
         gamma_H = prefix_weights(call.decay, dtype)
         decay_H11 = torch.ones_like(logits[:1, :, :1, :1]) if gamma_H is None else gamma_H.view(1, -1, 1, 1)
         logits = _decayed_logits(call.decay, decay_H11, logits)
+    chosen = None
     if call.top_k is not None and call.top_k < logits.shape[-1]:
-        logits = logits.masked_fill(~largest(logits, call.top_k), -math.inf)
+        chosen = largest(logits, call.top_k)
+        logits = logits.masked_fill(~chosen, -math.inf)
     weights = torch.softmax(logits, -1)
     if call.decay is not None and decay_H11 is not None:
-        weights = _decayed_weights(call.decay, decay_H11, weights, None)
+        weights = _decayed_weights(call.decay, decay_H11, weights, chosen)
     return weights
 
 
