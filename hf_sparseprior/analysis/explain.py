@@ -123,9 +123,11 @@ def _place_setting(slots: dict[str, Any], key: str, value: Any) -> None:
             return
         known += settings
     for index, extra in enumerate(slots["extras"]):
-        if key in EXTRAS[extra["name"] if isinstance(extra, dict) else extra].SETTINGS:
-            slots["extras"][index] = {**(extra if isinstance(extra, dict) else {"name": extra}), key: value}
+        spec = {"name": extra} if isinstance(extra, str) else extra
+        if key in EXTRAS[spec["name"]].SETTINGS:
+            slots["extras"][index] = {**spec, key: value}
             return
+        known += EXTRAS[spec["name"]].SETTINGS
     check_keys([key], known, "this prior")
 
 
@@ -147,9 +149,7 @@ def explain_chooser(settings: dict[str, Any], kind: type[PriorModule], arguments
     pairs = arguments.layers * heads * 2 * kept * head_dim
     beside = arguments.layers * kind.products(settings, heads, head_dim, tokens, prefix)
     dense = dense_attention_flops(heads, tokens + prefix, head_dim, arguments.layers)
-    print(
-        f"{settings['name']} on a {grid[0]}x{grid[1]} grid, {heads} heads, {prefix} prefix tokens\n{_shown(settings)}\n"
-    )
+    _print_heading(settings, arguments)
     print(
         f"pairs          {kept} of {(tokens + prefix) ** 2} a head, or what costs as much, with prefix tokens\n"
         f"pruning ratio  {100 * (1 - kept / (tokens + prefix) ** 2):.3f} %\n"
@@ -165,9 +165,7 @@ def explain_support(support: dict[str, Any], arguments: argparse.Namespace) -> l
     tokens = grid[0] * grid[1]
     offsets = head_offsets(support, num_heads=heads, num_tokens=tokens)
     pairs = layer_pairs(support, num_heads=heads, num_tokens=tokens, layer=arguments.layer or 0)
-    print(
-        f"{support['name']} on a {grid[0]}x{grid[1]} grid, {heads} heads, {prefix} prefix tokens\n{_shown(support)}\n"
-    )
+    _print_heading(support, arguments)
     print(f"{'support':>7}  {'nonzeros':>8}  {'empty rows':>10}  offsets")
     for number, own in enumerate(offsets, start=1):
         shown = " ".join(map(str, own)) if len(own) <= 16 else f"{own[0]} .. {own[-1]} ({len(own)})"
