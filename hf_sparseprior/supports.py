@@ -324,11 +324,12 @@ def setting_for(
     def pairs(choice: int) -> int:
         return count_nonzeros(offsets(choice), num_tokens)
 
-    near: list[int] = []
-    for part in choices:
+    def nearest(part: range) -> range:
         sign = 1 if pairs(part[0]) <= pairs(part[-1]) else -1
-        place = bisect.bisect_left(part, sign * kept, key=lambda choice, sign=sign: sign * pairs(choice))
-        near += part[max(0, place - 1) : place + 1]
+        place = bisect.bisect_left(part, sign * kept, key=lambda choice: sign * pairs(choice))
+        return part[max(0, place - 1) : place + 1]
+
+    near = [choice for part in choices for choice in nearest(part)]
     return min(near, key=lambda choice: abs(pairs(choice) - kept))
 
 
