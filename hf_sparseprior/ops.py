@@ -890,18 +890,24 @@ def slower_than_dense(
     return None
 
 
+def forced_backend(backend: str) -> tuple[str, str]:
+    """Who forces a backend, and its name; "auto" where nobody does. An unknown name is a ValueError."""
+    source = "backend"
+    if backend == "auto" and (forced := os.environ.get("SPARSEPRIOR_BACKEND")):
+        source, backend = "SPARSEPRIOR_BACKEND", forced
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"{source}={backend!r} must be one of auto, {', '.join(BACKENDS)}")
+    return source, backend
+
+
 def choose_backend(call: Call, backend: str = "auto") -> str:
     """Name of the backend to run.
 
     `backend` forces one, else the environment variable SPARSEPRIOR_BACKEND does, else the fastest that can run is
     taken. A forced backend that cannot run is an error, never another backend.
     """
-    source = "backend"
-    if backend == "auto" and (forced := os.environ.get("SPARSEPRIOR_BACKEND")):
-        source, backend = "SPARSEPRIOR_BACKEND", forced
+    source, backend = forced_backend(backend)
     if backend != "auto":
-        if backend not in BACKENDS:
-            raise ValueError(f"{source}={backend!r} must be one of auto, {', '.join(BACKENDS)}")
         if reason := BACKENDS[backend].can_run(call):
             raise ValueError(f"{source}={backend!r} cannot run this attention: {reason}")
         if not torch.compiler.is_compiling():

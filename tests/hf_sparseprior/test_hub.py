@@ -143,6 +143,11 @@ def test_card_takes_the_results_of_a_run():
     assert "python -m tasks.classification x.yaml" in card and "license: mit" in card
 
 
+def test_the_card_says_what_a_mixer_saves():
+    assert "% of query-key pairs left out" in model_card(tiny("topk"))
+    assert "% of dense attention's multiply-adds over query-key pairs saved" in model_card(tiny("linformer"))
+
+
 def test_existing_processor_and_card_are_kept(tmp_path):
     (tmp_path / "README.md").write_text("my card\n")
     (tmp_path / "preprocessor_config.json").write_text('{"mine": true}\n')

@@ -156,6 +156,16 @@ def test_every_mixer_trains_and_is_saved(name, tmp_path):
     assert again(pixels).logits.equal(model(pixels).logits)
 
 
+def test_a_forced_backend_is_refused(monkeypatch):
+    attention = make("linformer")
+    with pytest.raises(ValueError, match="backend='diagonal' cannot run mixer 'linformer'"):
+        attention.attend(*inputs(0), GRID, backend="diagonal")
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", "fast")
+    with pytest.raises(ValueError, match="SPARSEPRIOR_BACKEND='fast' must be one of auto, reference"):
+        attention.attend(*inputs(0), GRID)
+    attention.attend(*inputs(0), GRID, backend="reference")
+
+
 def test_a_bias_is_refused():
     attention = make("efficient")
     with pytest.raises(ValueError, match="mixer 'efficient' has no logits of pairs to which a bias could be added"):
