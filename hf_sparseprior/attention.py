@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .decay import Decay, make_decay
 from .extras import make_extras, make_module
 from .low_rank import MIXERS, Mixer
-from .ops import AttentionPlan, run_plan
+from .ops import AttentionPlan, forced_backend, run_plan
 from .predictor import PREDICTORS, Predictor
 from .relative_position import RelativePosition
 from .supports import support_notes
@@ -118,6 +118,11 @@ class PriorAttention(nn.Module):
         sizes = (operator.index(grid[0]), operator.index(grid[1]), operator.index(num_prefix_tokens))
         plan = self._constant_plan(self.support_key, decay_key, *sizes)
         if self.mixer is not None:
+            source, forced = forced_backend(backend)
+            if forced not in ("auto", "reference"):
+                raise ValueError(
+                    f"{source}={forced!r} cannot run mixer {self.mixer.name!r}, which has one form for all"
+                )
             if bias is not None:
                 raise ValueError(f"mixer {self.mixer.name!r} has no logits of pairs to which a bias could be added")
             return self.mixer(q, k, v, plan, scale, dropout_p, need_weights, token_ids)

@@ -212,7 +212,7 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
 
     @property
     def pruning_ratio(self) -> float:
-        """Percentage of query-key pairs that the prior leaves out, prefix tokens included."""
+        """Percentage of query-key pairs that the prior leaves out, prefix tokens included (`prior_pruning_ratio`)."""
         heads = self.num_attention_heads
         return prior_pruning_ratio(self.prior, heads, self.grid, self.num_prefix_tokens, self.hidden_size // heads)
 

@@ -52,6 +52,7 @@ def kernel_errors() -> dict[str, float]:
     decay = {"name": "violin", "alpha": torch.ones(4), "beta": torch.full((8, 4), 4.0)}
     cases: list[tuple[str, str, dict[str, Any] | None]] = [
         ("diagonals", "fibottention", None),
+        ("lists of keys", "bigbird", None),
         ("decay", "dense", decay),
     ]
     errors = {}

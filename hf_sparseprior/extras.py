@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .supports import check_keys, registering, split_spec
+from .supports import check_keys, plain, registering, split_spec
 
 EXTRAS: dict[str, type[Extra]] = {}
 
@@ -99,7 +99,8 @@ def resolve_module(
     name, given = split_spec(spec, slot, registry)
     settings = dict(registry[name].SETTINGS)
     check_keys(given, list(settings), f"{slot.removesuffix('s')} {name!r}")
-    return {"name": name, **registry[name].check_settings({**settings, **given}, grid)}
+    settings.update((key, plain(value)) for key, value in given.items())
+    return {"name": name, **registry[name].check_settings(settings, grid)}
 
 
 def make_module(resolved: dict[str, Any], registry: Mapping[str, type[PriorModule]], *sizes: int) -> PriorModule:

@@ -149,7 +149,7 @@ def model_card(config: Any, results: dict[str, Any] | None = None, license_name:
         f"| architecture | {_architecture(config)} |",
         f"| image, patch, grid | {config.image_size}, {config.patch_size}, {config.grid[0]}x{config.grid[1]} patches |",
         f"| prior | `{json.dumps(config.prior)}` |",
-        f"| pruning ratio | {config.pruning_ratio:.2f} % of query-key pairs left out, prefix tokens included |",
+        f"| pruning ratio | {config.pruning_ratio:.2f} % of {_pruned(config)}, prefix tokens included |",
         *([f"| classes | {config.num_labels} |"] if classifies else []),
         f"| data | {results.get('data', 'not recorded')} |",
     ]
@@ -179,6 +179,13 @@ _FEATURES = (
     'model = AutoModel.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL", trust_remote_code=True)',
     "features = model(pixel_values).last_hidden_state",
 )
+
+
+def _pruned(config: Any) -> str:
+    """What the pruning ratio is a percentage of (`prior.prior_pruning_ratio`)."""
+    if config.prior["mixer"] == "softmax":
+        return "query-key pairs left out"
+    return "dense attention's multiply-adds over query-key pairs saved"
 
 
 def _architecture(config: Any) -> str:

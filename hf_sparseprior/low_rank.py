@@ -169,8 +169,10 @@ class Linformer(Mixer):
         k, mixed = self._mix(self.mix_keys, k, plan, token_ids), self._mix(value_weight, v, plan, token_ids)
         if not need_weights:
             return F.scaled_dot_product_attention(q, k, mixed, dropout_p=dropout_p, scale=scale), None
-        probs = F.dropout(torch.softmax((q * scale) @ k.transpose(-1, -2), -1), dropout_p)
-        identity = torch.eye(v.shape[2], dtype=v.dtype, device=v.device)[None, None]
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        logits = (q.to(dtype) * scale) @ k.to(dtype).transpose(-1, -2)
+        probs = F.dropout(torch.softmax(logits, -1), dropout_p).to(v.dtype)
+        identity = torch.eye(v.shape[2], dtype=v.dtype, device=v.device).expand(len(v), 1, -1, -1)
         return probs @ mixed, probs @ self._mix(value_weight, identity, plan, token_ids)
 
 

@@ -234,14 +234,16 @@ def _reference(call: Call) -> tuple[Tensor, Tensor | None]:
     if call.bias is not None:
         logits = logits + call.bias
     there = None if call.kept is None else _kept_pairs(call.kept)
+    mask = call.mask
     if call.top_k is not None and call.top_k < logits.shape[-1]:
         candidates = logits if there is None else logits.masked_fill(there == 0, -math.inf)
-        logits = logits.masked_fill(~largest(candidates, call.top_k), -math.inf)
+        chosen = largest(candidates, call.top_k)
+        logits = logits.masked_fill(~chosen, -math.inf)
+        mask = chosen if mask is None else mask & chosen
     weights = torch.softmax(logits, -1) if there is None else _kept_softmax(logits, there)
     if call.mask is not None and call.unnormalised:
         weights = weights * call.mask
     if call.decay is not None and decay_HTT is not None:
-        mask = call.mask
         if there is not None:
             mask = there > 0 if mask is None else mask & (there > 0)
         weights = _decayed_weights(call.decay, decay_HTT, weights, mask)
@@ -343,11 +345,13 @@ def leading_weights(call: Call, rows: int) -> Tensor:
         gamma_H = prefix_weights(call.decay, dtype)
         decay_H11 = torch.ones_like(logits[:1, :, :1, :1]) if gamma_H is None else gamma_H.view(1, -1, 1, 1)
         logits = _decayed_logits(call.decay, decay_H11, logits)
+    chosen = None
     if call.top_k is not None and call.top_k < logits.shape[-1]:
-        logits = logits.masked_fill(~largest(logits, call.top_k), -math.inf)
+        chosen = largest(logits, call.top_k)
+        logits = logits.masked_fill(~chosen, -math.inf)
     weights = torch.softmax(logits, -1)
     if call.decay is not None and decay_H11 is not None:
-        weights = _decayed_weights(call.decay, decay_H11, weights, None)
+        weights = _decayed_weights(call.decay, decay_H11, weights, chosen)
     return weights
 
 
@@ -886,18 +890,24 @@ def slower_than_dense(
     return None
 
 
+def forced_backend(backend: str) -> tuple[str, str]:
+    """Who forces a backend, and its name; "auto" where nobody does. An unknown name is a ValueError."""
+    source = "backend"
+    if backend == "auto" and (forced := os.environ.get("SPARSEPRIOR_BACKEND")):
+        source, backend = "SPARSEPRIOR_BACKEND", forced
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"{source}={backend!r} must be one of auto, {', '.join(BACKENDS)}")
+    return source, backend
+
+
 def choose_backend(call: Call, backend: str = "auto") -> str:
     """Name of the backend to run.
 
     `backend` forces one, else the environment variable SPARSEPRIOR_BACKEND does, else the fastest that can run is
     taken. A forced backend that cannot run is an error, never another backend.
     """
-    source = "backend"
-    if backend == "auto" and (forced := os.environ.get("SPARSEPRIOR_BACKEND")):
-        source, backend = "SPARSEPRIOR_BACKEND", forced
+    source, backend = forced_backend(backend)
     if backend != "auto":
-        if backend not in BACKENDS:
-            raise ValueError(f"{source}={backend!r} must be one of auto, {', '.join(BACKENDS)}")
         if reason := BACKENDS[backend].can_run(call):
             raise ValueError(f"{source}={backend!r} cannot run this attention: {reason}")
         if not torch.compiler.is_compiling():

@@ -77,14 +77,21 @@ def resolve_prior(prior: str | dict[str, Any] | None, num_heads: int, grid: Sequ
     except ValueError as error:
         raise ValueError(f"prior: {error}") from None
     try:
-        predictor = slots["predictor"] and resolve_module(slots["predictor"], "predictor", PREDICTORS, grid)
+        predictor = resolve_predictor(slots["predictor"], grid)
         mixer = resolve_mixer(slots["mixer"], grid)
         extras = resolve_extras(slots["extras"], grid)
     except ValueError as error:
         raise ValueError(f"prior: {error}") from None
-    resolved = {"support": support, "decay": decay, "predictor": predictor or None, "mixer": mixer, "extras": extras}
+    resolved = {"support": support, "decay": decay, "predictor": predictor, "mixer": mixer, "extras": extras}
     check_together(resolved)
     return resolved
+
+
+def resolve_predictor(predictor: str | dict[str, Any] | None, grid: Sequence[int]) -> dict[str, Any] | None:
+    """The full form of a predictor; None for none."""
+    if predictor is None or predictor == "none":
+        return None
+    return resolve_module(predictor, "predictor", PREDICTORS, grid)
 
 
 def resolve_mixer(mixer: str | dict[str, Any] | None, grid: Sequence[int]) -> str | dict[str, Any]:

@@ -292,7 +292,7 @@ def window(
     def offsets(w: int) -> list[int]:
         return list(range(first, min(w, num_tokens - 1) + 1))
 
-    w = setting_for("w", w, pruning_ratio, 15, range(first, max(first + 1, num_tokens)), offsets, num_tokens)
+    w = setting_for("w", w, pruning_ratio, 15, [range(first, max(first + 1, num_tokens))], offsets, num_tokens)
     return [offsets(w) for _ in range(num_heads)]
 
 
@@ -305,27 +305,31 @@ def setting_for(
     value: int | None,
     pruning_ratio: float | None,
     default: int,
-    choices: range,
+    choices: Sequence[range],
     offsets: Callable[[int], list[int]],
     num_tokens: int,
 ) -> int:
     """A support's one number: as given, or that of `choices` whose pruning ratio is nearest to the one given.
 
     Args:
-        name, value, default: of the number; the least of `choices` is the least allowed.
-        offsets: of a head, by the number; how many pairs they keep rises with it or falls.
+        name, value, default: of the number; the first of `choices` is the least allowed.
+        choices: none of them empty.
+        offsets: of a head, by the number; within each of `choices`, how many pairs they keep rises with it or falls.
     """
     check_not_both(name, value, pruning_ratio)
     if pruning_ratio is None:
-        return default if value is None else check_integer(name, value, choices.start)
+        return default if value is None else check_integer(name, value, choices[0].start)
     kept = kept_pairs(pruning_ratio, num_tokens)
 
     def pairs(choice: int) -> int:
         return count_nonzeros(offsets(choice), num_tokens)
 
-    sign = 1 if pairs(choices[0]) <= pairs(choices[-1]) else -1
-    place = bisect.bisect_left(choices, sign * kept, key=lambda choice: sign * pairs(choice))
-    near = choices[max(0, place - 1) : place + 1]
+    def nearest(part: range) -> range:
+        sign = 1 if pairs(part[0]) <= pairs(part[-1]) else -1
+        place = bisect.bisect_left(part, sign * kept, key=lambda choice: sign * pairs(choice))
+        return part[max(0, place - 1) : place + 1]
+
+    near = [choice for part in choices for choice in nearest(part)]
     return min(near, key=lambda choice: abs(pairs(choice) - kept))
 
 
@@ -367,7 +371,7 @@ def sliding_window(num_heads: int, num_tokens: int, w: int | None, pruning_ratio
         return list(range(min(half, num_tokens - 1) + 1))
 
     half = None if w is None else w // 2
-    half = setting_for("w", half, pruning_ratio, 1, range(num_tokens), offsets, num_tokens)
+    half = setting_for("w", half, pruning_ratio, 1, [range(num_tokens)], offsets, num_tokens)
     return [offsets(half) for _ in range(num_heads)]
 
 
@@ -390,7 +394,12 @@ def strided(
     def offsets(stride: int) -> list[int]:
         return sorted({*range(min(local, num_tokens - 1) + 1), *range(0, num_tokens, stride)})
 
-    stride = setting_for("stride", stride, pruning_ratio, 65, range(1, max(2, num_tokens)), offsets, num_tokens)
+    # A larger stride keeps fewer pairs only where all its tokens lie outside the window.
+    last = max(1, num_tokens - 1)
+    inside = min(local, last)
+    choices = [range(own, own + 1) for own in range(1, inside + 1)]
+    choices += [range(inside + 1, last + 1)] if inside < last else []
+    stride = setting_for("stride", stride, pruning_ratio, 65, choices, offsets, num_tokens)
     return [offsets(stride) for _ in range(num_heads)]
 
 
@@ -480,21 +489,31 @@ def draw_pairs(
     """`count` pairs of patches, uniformly without repetition from those on none of the offsets, (count, 2) a head."""
     drawn = []
     for head in range(num_heads if per_head else 1):
-        # Independent of everything else that is random; PCG64's streams are the same on every platform.
-        generator = np.random.Generator(np.random.PCG64([seed, layer, head]))
-        drawn.append(_draw(generator, num_tokens, count, offsets))
+        # Independent of everything else that is random. Numpy promises that the bits stay the same on every platform
+        # and in every version, and promises it of nothing that it makes from them.
+        drawn.append(_draw(np.random.PCG64([seed, layer, head]), num_tokens, count, offsets))
     return drawn if per_head else drawn * num_heads
 
 
-def _draw(generator: np.random.Generator, num_tokens: int, count: int, offsets: Sequence[int]) -> np.ndarray:
+def _integers(bits: np.random.PCG64, below: int, count: int) -> np.ndarray:
+    """About `count` integers from 0 to `below` - 1, at most 2^32 - 1, each equally likely (Lemire 2019)."""
+    words = bits.random_raw((count + 1) // 2)
+    halves = np.stack([words & np.uint64(2**32 - 1), words >> np.uint64(32)], 1).ravel()
+    products = halves * np.uint64(below)
+    # Of the 2^32 numbers as many are dropped as leave a multiple of `below`.
+    kept = products & np.uint64(2**32 - 1) >= np.uint64(2**32 % below)
+    return (products[kept] >> np.uint64(32)).astype(np.int64)
+
+
+def _draw(bits: np.random.PCG64, num_tokens: int, count: int, offsets: Sequence[int]) -> np.ndarray:
     pairs = np.empty(0, dtype=np.int64)
     diagonals = np.array(offsets, dtype=np.int64)
     if 2 * count > num_tokens**2:  # drawn one by one, the last ones would hardly be hit
         everything = np.arange(num_tokens**2)
         free = everything[~np.isin(np.abs(everything // num_tokens - everything % num_tokens), diagonals)]
-        pairs = generator.choice(free, count, replace=False)
+        pairs = free[np.argsort(bits.random_raw(len(free)), kind="stable")[:count]]
     while len(pairs) < count:
-        more = generator.integers(num_tokens**2, size=2 * (count - len(pairs)) + 16)
+        more = _integers(bits, num_tokens**2, 2 * (count - len(pairs)) + 16)
         more = more[~np.isin(np.abs(more // num_tokens - more % num_tokens), diagonals)]
         everything = np.concatenate([pairs, more])
         first = np.sort(np.unique(everything, return_index=True)[1])  # in the order in which they were drawn
@@ -653,9 +672,15 @@ def support_notes(support: dict[str, Any], num_heads: int, grid: Sequence[int], 
         for key in ("w_min", "w_max")
         if isinstance(support.get(key), int) and support[key] > num_tokens
     ]
-    if support["name"] in PAIRS:
-        return notes
     offsets = head_offsets(support, num_heads=num_heads, num_tokens=num_tokens)
+    if support["name"] in PAIRS:
+        wanted, highest = support["pruning_ratio"], pruning_ratio(offsets, num_tokens)
+        if wanted is not None and wanted > highest and offsets[0]:
+            notes.append(
+                f"{support['name']}: pruning_ratio={wanted} is out of reach on the {size} grid; the window alone "
+                f"leaves {highest:.2f} %"
+            )
+        return notes
     empty = [str(number) for number, own in enumerate(offsets, start=1) if not own]
     if empty and num_tokens > 1:
         partner = "prefix tokens" if num_prefix_tokens else "themselves"

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
-# The modules that hold a learned decay's scalars and an extra, and what classifiers are called in ours and in
-# transformers' models.
+# The modules that hold a learned decay's scalars and an extra or a mixer, and what classifiers are called in ours and
+# in transformers' models.
 DECAY = "decay_bias"
-EXTRA = re.compile(r"(?:.*\.)?(?:relative_position|locality|token_pruning)\.\w+")
+EXTRA = re.compile(r"(?:.*\.)?(?:(?:relative_position|locality|token_pruning)\.\w+|(?:attention|sparse_prior)\.mixer)")
 CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier", "token_classifier")
 TARGETS = ("query+value", "attention", "attention+mlp")
 # Encoder layers: `decoder_layers` (ViTMAE, VideoMAE) and attention pooling (`head` of SigLIP) are no match, and text
@@ -89,7 +89,8 @@ def lora_config(
 ) -> Any:
     """A peft `LoraConfig` for a SparsePriorViT or one of transformers' vision models.
 
-    Classifiers, the scalars of learned decays and the extras of a prior are trained whole and saved with the adapter.
+    Classifiers, the scalars of learned decays, the extras and the mixers of a prior are trained whole and saved with
+    the adapter.
 
     Args:
         model: what will be adapted; one that has adapters already may get another.
@@ -148,7 +149,7 @@ def decay_names(model: nn.Module) -> list[str]:
 
 
 def extra_names(model: nn.Module) -> list[str]:
-    """Names of the extras of a prior, one for each layer that has one."""
+    """Names of the extras and mixers of a prior that have weights, one for each layer that has one."""
     return [name for name, module in model.named_modules() if EXTRA.fullmatch(name) and module.state_dict()]
 
 

@@ -33,7 +33,6 @@ from transformers.utils import cached_file
 from transformers.utils.output_capturing import _active_collector
 
 from hf_sparseprior.attention import PriorAttention
-from hf_sparseprior.decay import Decay
 from hf_sparseprior.extras import EXTRAS, resolve_extras
 from hf_sparseprior.hub import write_bytes
 from hf_sparseprior.low_rank import MIXERS
@@ -479,7 +478,8 @@ def remove_prior(model: PreTrainedModel) -> PreTrainedModel:
 
 def has_adapter(sidecar: StockPrior) -> bool:
     """Whether peft holds scalars in it: a decay of its own, or a copy of the prior's in `modules_to_save`."""
-    return sidecar.decay_adapter is not None or not isinstance(sidecar.decay_bias, Decay | None)
+    copied = any(name.endswith("modules_to_save") for name, _ in sidecar.named_modules())
+    return sidecar.decay_adapter is not None or copied
 
 
 def detach(model: nn.Module, applied: Applied) -> None:

@@ -15,7 +15,7 @@ from hf_sparseprior.analysis.decays import position_names
 from hf_sparseprior.analysis.flops import attention_flops, dense_attention_flops
 from hf_sparseprior.curves import curve_names, curve_rank
 from hf_sparseprior.decay import DECAYS, PLACEMENTS, decay_mask, initial_beta, make_decay
-from hf_sparseprior.extras import PriorModule
+from hf_sparseprior.extras import EXTRAS, PriorModule
 from hf_sparseprior.low_rank import MIXERS
 from hf_sparseprior.predictor import PREDICTORS
 from hf_sparseprior.prior import chooser_of, parse_prior, resolve_prior
@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _names() -> str:
     registries: dict[str, Any] = {"supports": SUPPORTS, "decays": DECAYS, "predictors": PREDICTORS, "mixers": MIXERS}
+    registries["extras"] = EXTRAS
     return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in registries.items()) + "; joined by +"
 
 
@@ -101,6 +102,8 @@ def run(arguments: argparse.Namespace) -> list[Path]:
         written += explain_support(prior["support"], arguments)
     if prior["decay"] is not None:
         written += explain_decay(prior["decay"], arguments)
+    for extra in prior["extras"]:
+        print(f"note: {extra['name']} ({_shown(extra)}) is not in these numbers")
     for path in written:
         print(f"picture: {path}")
     return written
@@ -119,7 +122,23 @@ def _place_setting(slots: dict[str, Any], key: str, value: Any) -> None:
             slots[slot] = {**spec, key: value}
             return
         known += settings
+    for index, extra in enumerate(slots["extras"]):
+        spec = {"name": extra} if isinstance(extra, str) else extra
+        if key in EXTRAS[spec["name"]].SETTINGS:
+            slots["extras"][index] = {**spec, key: value}
+            return
+        known += EXTRAS[spec["name"]].SETTINGS
     check_keys([key], known, "this prior")
+
+
+def _shown(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={json.dumps(value)}" for key, value in settings.items() if key != "name")
+
+
+def _print_heading(settings: dict[str, Any], arguments: argparse.Namespace) -> None:
+    size = "x".join(map(str, arguments.grid))
+    print(f"{settings['name']} on a {size} grid, {arguments.heads} heads, {arguments.prefix} prefix tokens")
+    print(f"{_shown(settings)}\n")
 
 
 def explain_chooser(settings: dict[str, Any], kind: type[PriorModule], arguments: argparse.Namespace) -> None:
@@ -130,8 +149,7 @@ def explain_chooser(settings: dict[str, Any], kind: type[PriorModule], arguments
     pairs = arguments.layers * heads * 2 * kept * head_dim
     beside = arguments.layers * kind.products(settings, heads, head_dim, tokens, prefix)
     dense = dense_attention_flops(heads, tokens + prefix, head_dim, arguments.layers)
-    shown = ", ".join(f"{key}={json.dumps(value)}" for key, value in settings.items() if key != "name")
-    print(f"{settings['name']} on a {grid[0]}x{grid[1]} grid, {heads} heads, {prefix} prefix tokens\n{shown}\n")
+    _print_heading(settings, arguments)
     print(
         f"pairs          {kept} of {(tokens + prefix) ** 2} a head, or what costs as much, with prefix tokens\n"
         f"pruning ratio  {100 * (1 - kept / (tokens + prefix) ** 2):.3f} %\n"
@@ -147,8 +165,7 @@ def explain_support(support: dict[str, Any], arguments: argparse.Namespace) -> l
     tokens = grid[0] * grid[1]
     offsets = head_offsets(support, num_heads=heads, num_tokens=tokens)
     pairs = layer_pairs(support, num_heads=heads, num_tokens=tokens, layer=arguments.layer or 0)
-    settings = ", ".join(f"{key}={json.dumps(value)}" for key, value in support.items() if key != "name")
-    print(f"{support['name']} on a {grid[0]}x{grid[1]} grid, {heads} heads, {prefix} prefix tokens\n{settings}\n")
+    _print_heading(support, arguments)
     print(f"{'support':>7}  {'nonzeros':>8}  {'empty rows':>10}  offsets")
     for number, own in enumerate(offsets, start=1):
         shown = " ".join(map(str, own)) if len(own) <= 16 else f"{own[0]} .. {own[-1]} ({len(own)})"

@@ -42,7 +42,7 @@ struct Lists {
     if (prefix_) prefix = values.of<float>(*prefix_);
   }
   // Images that one piece of work goes through.
-  int64_t images() const { return factor && !own_factor ? B : 1; }
+  int64_t images() const { return factor && !own_factor ? std::max<int64_t>(B, 1) : 1; }
 };
 
 // The list of one row, with what its logits are multiplied by.

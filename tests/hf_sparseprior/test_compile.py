@@ -11,6 +11,13 @@ from torch.nn import functional as F
 from hf_sparseprior import SparsePriorViTBackbone, SparsePriorViTConfig, SparsePriorViTForImageClassification
 
 PRIORS = ["dense", "fibottention", "violin", "fibottention+violin"]
+# Pairs off the diagonals, keys chosen by their logits, and what takes the softmax's place.
+BASELINES = {
+    "random": {"support": {"name": "random", "pruning_ratio": 80}},
+    "topk": {"predictor": {"name": "topk", "keys": 5}},
+    "linformer": "linformer",
+    "efficient": {"mixer": {"name": "efficient", "key_width": 3}},
+}
 # The configured grid and one that is neither square nor the configured one.
 SIZES = [(32, 32), (16, 24)]
 
@@ -74,6 +81,12 @@ def test_compiled_training_on_two_grids_in_one_model(prior):
         assert_same_step(compiled, model, images(size))
     # The first grid again takes the code that is there.
     assert_same_step(compiled, model, images())
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_compiled_training_of_baselines(name):
+    model = make(BASELINES[name], num_hidden_layers=1, pooling="mean", interpolation="bilinear").train()
+    assert_same_step(torch.compile(model, fullgraph=True, backend="aot_eager"), model, images((16, 24)))
 
 
 @pytest.mark.parametrize("mask_fill", ["neg_inf", "zero"])
@@ -232,6 +245,14 @@ def test_export_save_and_load_reproduce_the_logits(prior, strict, tmp_path, monk
     torch.testing.assert_close(loaded(images().flip(0)), expected.flip(0))
     # The eager model goes on as before, its weights are still its own.
     assert torch.equal(model(images()).logits, expected)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_export_of_baselines(name, monkeypatch):
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", "reference")
+    model = make(BASELINES[name], num_hidden_layers=1)
+    program = torch.export.export(Logits(model), (images(),), strict=False)
+    torch.testing.assert_close(program.module()(images()), model(images()).logits)
 
 
 @pytest.mark.parametrize("strict", [False, True])

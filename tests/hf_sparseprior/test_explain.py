@@ -69,6 +69,12 @@ def test_bad_arguments_give_one_line(arguments, message, capsys):
     assert message in error and error.count("\n") == 1
 
 
+def test_extras_are_named_with_their_settings(capsys):
+    assert main(["explain", "topk+evit", "--grid", "4x4", "--set", "keep_rate=0.5", "--no-picture"]) == 0
+    text = capsys.readouterr().out
+    assert "note: evit (keep_rate=0.5, " in text and "is not in these numbers" in text
+
+
 def test_learned_prefix_scalars_are_counted(capsys):
     main(["explain", "violin", "--grid", "4x4", "--no-picture", "--set", "learn_prefix=true"])
     assert "1440 in 12 layers" in capsys.readouterr().out

@@ -22,6 +22,9 @@ from hf_sparseprior import (
     ops,
 )
 from hf_sparseprior.hub import model_card
+from hf_sparseprior.low_rank import MIXERS
+from hf_sparseprior.predictor import PREDICTORS
+from hf_sparseprior.supports import SUPPORTS
 from tests.hf_sparseprior.without_package import WITHOUT_PACKAGE
 
 CLASSES = {
@@ -140,6 +143,11 @@ def test_card_takes_the_results_of_a_run():
     assert "python -m tasks.classification x.yaml" in card and "license: mit" in card
 
 
+def test_the_card_says_what_a_mixer_saves():
+    assert "% of query-key pairs left out" in model_card(tiny("topk"))
+    assert "% of dense attention's multiply-adds over query-key pairs saved" in model_card(tiny("linformer"))
+
+
 def test_existing_processor_and_card_are_kept(tmp_path):
     (tmp_path / "README.md").write_text("my card\n")
     (tmp_path / "preprocessor_config.json").write_text('{"mine": true}\n')
@@ -240,6 +248,15 @@ with open("report.json", "w") as file:
 )
 
 
+def run_elsewhere(code, folder):
+    """Run code in a process of its own, which finds nothing but what is in this folder."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
+    environment |= {"HF_MODULES_CACHE": str(folder / "modules"), "PYTHONNOUSERSITE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
 def remote(tmp_path_factory):
     """Models saved here and loaded, run and saved again by a process that has not the package."""
@@ -249,13 +266,41 @@ def remote(tmp_path_factory):
         model.save_pretrained(folder / name)
     save_file({"pixels": images()}, folder / "pixels.safetensors")
     Image.new("RGB", (50, 40), (200, 10, 90)).save(folder / "image.png")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
-    environment |= {"HF_MODULES_CACHE": str(folder / "modules"), "PYTHONNOUSERSITE": "1"}
-    done = subprocess.run([sys.executable, "-c", REMOTE], cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_elsewhere(REMOTE, folder)
     report = json.loads((folder / "report.json").read_text())
     return folder, models, report, load_file(folder / "outputs.safetensors")
+
+
+KINDS = (
+    WITHOUT_PACKAGE
+    + """
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageClassification
+
+pixels, logits = load_file("pixels.safetensors")["pixels"], {}
+for folder in sorted(path for path in Path("kinds").iterdir()):
+    model = AutoModelForImageClassification.from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules.")
+    logits[folder.name] = model(pixels).logits.detach()
+save_file(logits, "logits.safetensors")
+"""
+)
+
+
+def test_every_kind_of_attention_comes_back_by_remote_code(tmp_path, monkeypatch):
+    models = {name: make(prior=name) for name in [*SUPPORTS, *PREDICTORS, *MIXERS]}
+    for name, model in models.items():
+        with torch.no_grad():
+            for parameter in model.parameters():  # far from the small initial values, so that the prior matters
+                parameter.add_(torch.rand_like(parameter) - 0.5)
+        model.save_pretrained(tmp_path / "kinds" / name)
+    save_file({"pixels": images()}, tmp_path / "pixels.safetensors")
+    run_elsewhere(KINDS, tmp_path)
+    found = load_file(tmp_path / "logits.safetensors")
+    monkeypatch.setattr(ops, "diagonal_cpu", None)
+    for name, model in models.items():
+        assert found[name].equal(model(images()).logits), name
 
 
 def test_remote_code_runs_without_the_package(remote):

@@ -81,6 +81,10 @@ def test_some_of_the_patches_in_any_order(name):
     moved = [x.gather(2, places) for x in (q, k, v)]
     expected = attention.attend(q, k, v, GRID, 1)[0].gather(2, places)
     torch.testing.assert_close(attention.attend(*moved, GRID, 1, token_ids=order)[0], expected, rtol=0, atol=1e-12)
+    fewer = [x[:, :, :7] for x in moved]
+    out, weights = attention.attend(*fewer, GRID, 1, token_ids=order[:, :6], need_weights=True)
+    torch.testing.assert_close(weights @ fewer[2], out, rtol=0, atol=1e-12)
+    torch.testing.assert_close(attention.attend(*fewer, GRID, 1, token_ids=order[:, :6])[0], out, rtol=0, atol=1e-12)
 
 
 def test_linformer_on_a_finer_grid_mixes_the_same_places():
@@ -150,6 +154,16 @@ def test_every_mixer_trains_and_is_saved(name, tmp_path):
     model.eval()
     again = SparsePriorViTForImageClassification.from_pretrained(tmp_path)
     assert again(pixels).logits.equal(model(pixels).logits)
+
+
+def test_a_forced_backend_is_refused(monkeypatch):
+    attention = make("linformer")
+    with pytest.raises(ValueError, match="backend='diagonal' cannot run mixer 'linformer'"):
+        attention.attend(*inputs(0), GRID, backend="diagonal")
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", "fast")
+    with pytest.raises(ValueError, match="SPARSEPRIOR_BACKEND='fast' must be one of auto, reference"):
+        attention.attend(*inputs(0), GRID)
+    attention.attend(*inputs(0), GRID, backend="reference")
 
 
 def test_a_bias_is_refused():

@@ -5,12 +5,14 @@ import torch
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.attention import PriorAttention
+from hf_sparseprior.decay import PLACEMENTS
 from hf_sparseprior.ops import AttentionPlan, run_plan
 from hf_sparseprior.predictor import PREDICTORS, TopK
 from hf_sparseprior.prior import prior_pruning_ratio, resolve_prior
 from hf_sparseprior.supports import resolve_support
 
 GRID, HEADS = (3, 4), 2
+SETTINGS_OF_3 = {"name": "topk", "keys": 3}
 SETTINGS = {"topk": {"keys": 3}}  # of 17 keys the default keeps one, whose weight is always 1
 
 
@@ -59,6 +61,21 @@ def test_topk_acts_on_the_decayed_logits():
     factor = [[[alpha[h] * 0.5**d for d in row] for row in distance] for h in range(HEADS)]
     out, _ = attention.attend(q, k, v, GRID)
     torch.testing.assert_close(out, brute_topk(q, k, v, 3, factor), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name != "multiply"])
+def test_a_decay_elsewhere_leaves_the_other_keys_out(placement):
+    q, k, v = inputs()
+    decay = {"name": "manhattan", "placement": placement, "learn_prefix": True}
+    attention = PriorAttention(HEADS, resolve_prior({"predictor": SETTINGS_OF_3, "decay": decay}, HEADS, GRID)).double()
+    with torch.no_grad():
+        attention.decay_bias.beta.fill_(0.0)  # gamma 1/2
+        attention.decay_bias.prefix_beta.fill_(0.0)
+    out, weights = attention.attend(q, k, v, GRID, 1, need_weights=True)
+    assert ((weights != 0).sum(-1) <= 3).all() and (weights != 0).any(-1).all()
+    torch.testing.assert_close(weights @ v, out)
+    of_prefix = attention.attend(q, k, v, GRID, 1, need_weights=True, weight_rows=1)[1]
+    torch.testing.assert_close(of_prefix, weights[:, :, :1], rtol=0, atol=1e-12)
 
 
 def test_topk_of_all_keys_is_dense():

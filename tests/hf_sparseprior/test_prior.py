@@ -113,6 +113,17 @@ def test_a_given_prior_is_not_changed():
     assert given == kept
 
 
+def test_no_predictor_can_be_named():
+    assert resolve_prior({"predictor": "none"}, 4, GRID) == resolve_prior(None, 4, GRID)
+
+
+def test_numpy_numbers_become_those_that_json_can_write():
+    prior = resolve_prior({"predictor": {"name": "topk", "pruning_ratio": np.float32(50)}}, 4, GRID)
+    assert json.dumps(prior) == json.dumps(
+        resolve_prior({"predictor": {"name": "topk", "pruning_ratio": 50.0}}, 4, GRID)
+    )
+
+
 def test_every_name_is_accepted_on_its_own():
     assert prior_names() == [*SUPPORTS, *DECAYS, *PREDICTORS, *MIXERS, *EXTRAS]
     assert len(set(prior_names())) == len(prior_names())
@@ -153,6 +164,7 @@ def test_the_pruning_ratio_of_the_paper():
         ({"decay": "fibottention"}, r"prior: decay='fibottention' must be one of none, violin"),
         ({"decay": {"name": "violin", "curves": ["x"]}}, r"prior: curves: 'x' must be one of z, z_t"),
         ({"predictor": "sparsifier"}, r"prior: predictor='sparsifier' must be one of topk"),
+        ({"predictor": {}}, r"prior: predictor needs a 'name', one of topk, sparsifiner; got \{\}"),
         ({"predictor": {"name": "topk", "keys": 0}}, r"prior: topk: keys=0 must be an integer of 1 or more"),
         ({"predictor": {"name": "topk", "keys": 2, "pruning_ratio": 9}}, r"keys=2 and .*ratio=9 cannot both be given"),
         ({"predictor": {"name": "topk", "pruning_ratio": 101}}, r"topk: pruning_ratio=101 must be a percentage from 0"),

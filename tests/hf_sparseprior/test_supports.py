@@ -16,6 +16,7 @@ from hf_sparseprior.supports import (
     COMMON_SETTINGS,
     MASK_FILLS,
     SUPPORTS,
+    _integers,
     build_mask,
     count_nonzeros,
     head_offsets,
@@ -388,6 +389,47 @@ def test_every_baseline_is_brought_to_a_pruning_ratio(name, ratio):
             for choice in range(least, num_tokens)
         ]
         assert abs(kept - wanted) == min(abs(count - wanted) for count in counts)
+
+
+@pytest.mark.parametrize("ratio", [98.0, 75.0, 60.0, 40.0, 10.0])
+@pytest.mark.parametrize("local", [1, 5, 11])
+def test_a_stride_beside_a_window_comes_as_near_as_any(local, ratio):
+    # Stride 5 adds nothing to a window of 5 where stride 6 does: more pairs at the larger stride.
+    sizes = {"num_heads": 1, "num_tokens": 25}
+    kept = build_mask({"name": "strided", "local": local, "pruning_ratio": ratio}, **sizes).sum()
+    counts = [build_mask({"name": "strided", "local": local, "stride": s}, **sizes).sum() for s in range(1, 25)]
+    wanted = round((1 - ratio / 100) * 25**2)
+    assert abs(kept - wanted) == min(abs(count - wanted) for count in counts)
+
+
+def test_random_pairs_stay_what_they_are():
+    # Saved models have them by their seed alone. Neither a change here nor another numpy may draw others.
+    few = layer_pairs(resolve_support({"name": "bigbird", "seed": 7}, 1, 14), num_heads=1, num_tokens=14, layer=0)[0]
+    assert few.tolist() == [
+        [0, 10], [1, 11], [3, 13], [4, 2], [6, 13], [8, 1], [8, 10],
+        [10, 12], [11, 6], [11, 9], [12, 3], [12, 7], [12, 10], [13, 3],
+    ]  # fmt: skip
+    support = resolve_support({"name": "random", "seed": 7, "pruning_ratio": 40}, 1, 4)
+    assert layer_pairs(support, num_heads=1, num_tokens=4, layer=2)[0].tolist() == [
+        [0, 0], [0, 1], [1, 0], [1, 1], [1, 2], [1, 3], [2, 0], [2, 2], [2, 3], [3, 2],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("below", [2, 196**2, 2**31 + 11, 2**32 - 1])
+def test_integers_are_those_of_numpy(below):
+    bits = np.random.PCG64(3)
+    own = np.concatenate([_integers(bits, below, 1000) for _ in range(3)])
+    expected = np.random.Generator(np.random.PCG64(3)).integers(below, size=len(own))
+    assert len(own) > 1400 and np.array_equal(own, expected)
+
+
+def test_a_pruning_ratio_that_a_window_exceeds_is_noted():
+    def notes(ratio):
+        return support_notes(resolve_support({"name": "bigbird", "pruning_ratio": ratio}, 2, 36), 2, (6, 6), 1)
+
+    assert notes(99) == ["bigbird: pruning_ratio=99 is out of reach on the 6x6 grid; the window alone leaves 91.82 %"]
+    assert notes(91) == []
+    assert support_notes(resolve_support("random", 2, 36), 2, (6, 6), 1) == []
 
 
 @pytest.mark.parametrize("name", ["random", "bigbird"])

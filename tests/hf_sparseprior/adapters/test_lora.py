@@ -187,9 +187,12 @@ def test_training_changes_what_is_trained_and_merging_changes_nothing(use_dora, 
     torch.testing.assert_close(merged(images()).logits, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in EXTRAS if name != "evit"])  # which has no parameters
-def test_extras_are_trained_saved_and_merged(name, tmp_path):
-    base = ours(prior=name, pooling="mean")
+@pytest.mark.parametrize(
+    ("prior", "name"),
+    [*((name, name) for name in EXTRAS if name != "evit"), ("linformer", "mixer")],  # evit has no parameters
+)
+def test_extras_and_mixers_are_trained_saved_and_merged(prior, name, tmp_path):
+    base = ours(prior=prior, pooling="mean")
     assert lora_config(base).modules_to_save == ["classifier", name]
     model = peft.get_peft_model(copy.deepcopy(base), lora_config(base, rank=2))
     train(model, 3)

@@ -472,6 +472,26 @@ def test_of_a_peft_model_the_base_model_gets_the_prior(tmp_path):
     sp.remove_prior(merged)
 
 
+def test_mixers_come_back_with_the_adapter(tmp_path):
+    # Its weights start at random: an adapter without them would fit no other start.
+    def fresh(seed):
+        torch.manual_seed(0)
+        model = STOCK["vit"].build()
+        torch.manual_seed(seed)
+        return sp.apply_prior(model, "linformer")
+
+    model = fresh(1)
+    adapted = peft.get_peft_model(model, sp.adapters.lora_config(model))
+    with pytest.raises(ValueError, match=r"unload\(\) of the peft model"):
+        sp.remove_prior(adapted.get_base_model())
+    with pytest.raises(ValueError, match="save the peft model, or unload"):
+        adapted.get_base_model().save_pretrained(tmp_path / "base")
+    adapted.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(fresh(2), tmp_path)
+    expected = output(adapted.eval(), "vit")
+    assert output(again.eval(), "vit").equal(expected) and not output(fresh(2), "vit").equal(expected)
+
+
 def test_scalars_that_peft_holds_are_not_thrown_away(tmp_path):
     model = sp.apply_prior(ViTForImageClassification(ViTConfig(**TINY)), "violin")
     settings = {"target_modules": ["q_proj"], "modules_to_save": ["decay_bias"]}
