@@ -194,10 +194,20 @@ class Teacher:
                 raise ValueError(f"{self.name} has the model's classes in another order, from {moved!r} on")
 
     @torch.no_grad()
-    def __call__(self, pixel_values: Tensor, needs: frozenset[str]) -> Any:
-        """Outputs of the teacher, with hidden states and attentions where these are needed."""
+    def __call__(self, pixel_values: Tensor, needs: frozenset[str], token_sources: Tensor | None = None) -> Any:
+        """Outputs of the teacher, with hidden states and attentions where these are needed.
+
+        `token_sources` as in the model: with MixToken the teacher sees the patches that the student sees.
+        """
+        patches = math.prod(self.model.config.grid)
+        if token_sources is not None and token_sources.shape[1] != patches:
+            raise ValueError(
+                f"{self.name} has {patches} patches, the model {token_sources.shape[1]}; with mixtoken they must be as "
+                "many"
+            )
         return self.model(
             pixel_values,
+            token_sources=token_sources,
             output_hidden_states="hidden_states" in needs,
             output_attentions="attentions" in needs,
             return_dict=True,
@@ -260,24 +270,32 @@ class Distillation:
         """Inside the block the scores of the student's predictors are collected, where they are needed.
 
         Raises:
-            ValueError: for scores without gradients.
+            ValueError: where no scores have a gradient.
         """
         scores: list[Tensor] = []
         watched = predictors(model) if "scores" in self.needs else []
         for predictor in watched:
             predictor.recorder = scores.append
         # With gradient checkpointing, layers run again in the backward pass and have to do the same as here.
-        later = _discard if watched and getattr(model, "is_gradient_checkpointing", False) else None
+        runs_again = bool(watched) and getattr(model, "is_gradient_checkpointing", False)
         try:
             yield scores
         finally:
             for predictor in watched:
-                predictor.recorder = later
-        if model.training and not all(own.requires_grad for own in scores):
-            raise ValueError("the attention loss needs gradient checkpointing to be without reentrance")
+                predictor.recorder = _discard if runs_again else None
+        if model.training and scores and not any(own.requires_grad for own in scores):
+            if runs_again:
+                raise ValueError("the attention loss needs gradient checkpointing to be without reentrance")
+            raise ValueError("the attention loss has nothing to train: predictors, queries and keys are all frozen")
 
     def losses(
-        self, model: nn.Module, outputs: Any, label_loss: Tensor, scores: Sequence[Tensor], pixel_values: Tensor
+        self,
+        model: nn.Module,
+        outputs: Any,
+        label_loss: Tensor,
+        scores: Sequence[Tensor],
+        pixel_values: Tensor,
+        token_sources: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """The losses of a step by name, not yet weighed.
 
@@ -286,9 +304,11 @@ class Distillation:
             outputs: of the student.
             label_loss: the loss against the labels.
             scores: what `observed` collected.
-            pixel_values: what the student saw.
+            pixel_values, token_sources: what the student saw.
         """
-        teacher = self.teacher(pixel_values, self.needs) if self.teacher is not None and self.needs else None
+        teacher = None
+        if self.teacher is not None and self.needs:
+            teacher = self.teacher(pixel_values, self.needs, token_sources)
         step = Step(model, outputs, label_loss, teacher, scores)
         return {name: LOSSES[name].compute(step) for name in self.weights}
 
