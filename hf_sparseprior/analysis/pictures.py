@@ -220,9 +220,11 @@ def draw_flops(curves: Mapping[str, Mapping[str, Sequence[ModelFlops]]], path: s
 
 def _apart(sizes: Iterable[int]) -> list[int]:
     """Those of the sizes whose labels do not touch on a logarithmic axis."""
-    chosen: list[int] = []
-    for size in sorted(sizes):
-        if not chosen or size >= 1.12 * chosen[-1]:
+    ordered = sorted(sizes)
+    gap = 0.09 * math.log(ordered[-1] / ordered[0])
+    chosen = ordered[:1]
+    for size in ordered[1:]:
+        if math.log(size / chosen[-1]) >= gap:
             chosen.append(size)
     return chosen
 
@@ -243,7 +245,7 @@ def draw_quartiles(
         path: of the PNG.
         label: of the values.
         heading: above both panels.
-        log: values on a logarithmic axis.
+        log: values on a logarithmic axis, where none of them is 0.
     """
     height = 2.0 + 0.45 * max(4, len(spreads))
     width = wide_enough(11.0, heading, 11)
@@ -265,7 +267,7 @@ def draw_quartiles(
     for axis in (left, right):
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    if log:
+    if log and min(spread["min"] for spread in spreads.values()) > 0 and min(map(min, lines.values())) > 0:
         left.set_xscale("log")
         right.set_yscale("log")
     figure.suptitle(heading, fontsize=11)

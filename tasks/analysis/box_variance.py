@@ -279,7 +279,7 @@ def _draw(models: list[dict[str, Any]], panels: list[dict[str, Panel]], out: Pat
     ]
     if shared:
         rows = [[replace(panel, heat=None, title="") for panel in examples[0]], *examples]
-        heading = "what the patches of a box attend to: last layer, mean over heads and patches; light is high"
+        heading = "what the patches of a box attend to: last layer, mean of heads and patches; each map has its scale"
         drawn.append(draw_panels(rows, ["image", *names], out / "box_examples.png", heading))
     return drawn
 

@@ -172,7 +172,7 @@ def test_sizes_whose_labels_would_touch_have_one_tick(figures, tmp_path):
     }
     draw_flops(counts, tmp_path / "flops.png", "heading")
     for axis in figures[0].axes:
-        assert [label.get_text() for label in axis.get_xticklabels()] == ["8", "12", "16", "32", "36"]
+        assert [label.get_text() for label in axis.get_xticklabels()] == ["8", "12", "16", "32"]
     draw_flops({"a": {"dense": counts["a"]["dense"][:1]}}, tmp_path / "flops.png", "heading")
     for axis in figures[1].axes:  # one size spans no decade, and has labels all the same
         low, high = axis.get_ylim()
@@ -198,3 +198,12 @@ def test_quartiles_are_those_that_are_given(figures, tmp_path):
         [[1, 1.0], [2, 2.0], [3, 3.5]],
     ]
     assert (left.get_xscale(), right.get_yscale()) == ("log", "log")
+
+
+def test_a_logarithmic_axis_only_where_nothing_is_zero(figures, tmp_path):
+    spread = {"min": 0.0, "q1": 0.0, "median": 4.0, "q3": 5.0, "max": 9.0}
+    for lowest, scale in ((0.0, "linear"), (0.5, "log")):
+        own = {"x": {**spread, "min": lowest, "q1": lowest}}
+        draw_quartiles(own, {"x": [3.0]}, tmp_path / "spread.png", "variance", "heading", log=True)
+        assert {axis.get_xscale() for axis in figures[-1].axes[:1]} == {scale}
+        assert figures[-1].axes[1].get_yscale() == scale
