@@ -79,7 +79,7 @@ def rollouts(attentions: Iterable[Tensor]) -> Iterator[Tensor]:
 def attention_entropy(weights: Tensor) -> Tensor:
     """Entropy of each head's attention in nats, the mean over all queries, (B, H); log T where it is uniform.
 
-    Rows are brought to sum 1 first: decays behind the softmax change their sum.
+    Rows are brought to sum 1 first: decays behind the softmax change their sum. Weights below 0 count as 0.
     """
     weights = weights.clamp_min(0)
     return torch.special.entr(weights / weights.sum(-1, keepdim=True)).sum(-1).mean(-1)
@@ -88,13 +88,14 @@ def attention_entropy(weights: Tensor) -> Tensor:
 def attention_distance(weights: Tensor, grid: tuple[int, int], num_prefix_tokens: int) -> Tensor:
     """Mean distance of the patches that a head attends to, in patches, (B, H) (Dosovitskiy et al. 2021, Figure 7).
 
-    Euclidean, weighted with the attention among patches, the mean over the patches that query.
+    Euclidean, weighted with the attention among patches, the mean over the patches that query. Weights below 0, which
+    mixers such as Linformer have, count as 0.
     """
     check_pairs(weights, grid, num_prefix_tokens)
     rows, columns = torch.meshgrid(*(torch.arange(side, dtype=torch.float64) for side in grid), indexing="ij")
     places = torch.stack([rows.flatten(), columns.flatten()], -1)
     distances = torch.cdist(places, places).to(weights)
-    patches = weights[..., num_prefix_tokens:, num_prefix_tokens:]
+    patches = weights[..., num_prefix_tokens:, num_prefix_tokens:].clamp_min(0)
     total = patches.sum(-1)
     # A patch whose attention goes to prefix tokens alone has no distance, and no part in the mean.
     looking = total > 0

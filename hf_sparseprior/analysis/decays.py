@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_sparseprior.analysis.layers import find_attention
-from hf_sparseprior.decay import Decay, decay_mask
+from hf_sparseprior.decay import Decay, decay_mask, decay_weights
 from hf_sparseprior.ops import AttentionPlan, decay_positions
 
 
@@ -51,14 +51,28 @@ class LearnedDecay:
         """sigmoid(beta), (C, H) (VIOLIN Eq. 12)."""
         return torch.sigmoid(self.beta)
 
-    def masks(self) -> Tensor:
-        """M (H, N, N) over the patches (VIOLIN Eq. 13)."""
-        return decay_mask({"beta": self.beta}, self.positions, torch.float64)
+    def mask_row(self, patch: int) -> Tensor:
+        """M (H, N) of one patch with all patches (VIOLIN Eq. 13)."""
+        return decay_weights(self.beta, _distances(self.positions, patch), torch.float64)
 
-    def curve_mask(self, curve: int, beta: float) -> Tensor:
-        """gamma^distance (N, N) along one curve alone, for any beta (VIOLIN Figures 4 and 11)."""
-        one = {"beta": torch.full((1, 1), beta, dtype=torch.float64)}
-        return decay_mask(one, self.positions[curve : curve + 1], torch.float64)[0]
+    def curve_row(self, curve: int, beta: float, patch: int) -> Tensor:
+        """gamma^distance (N,) of one patch along one curve alone, for any beta (VIOLIN Figures 4 and 11)."""
+        distances = _distances(self.positions[curve : curve + 1], patch)
+        return decay_weights(torch.full((1, 1), beta, dtype=torch.float64), distances, torch.float64)[0]
+
+    def mask_mean_and_min(self) -> tuple[float, float]:
+        """Mean and smallest value of M over all heads and pairs, row after row: M itself is never formed."""
+        total, low = 0.0, 1.0
+        for patch in range(self.positions.shape[-1]):
+            row = self.mask_row(patch)
+            total, low = total + row.mean().item(), min(low, row.min().item())
+        return total / self.positions.shape[-1], low
+
+
+def _distances(positions: Tensor, patch: int) -> Tensor:
+    """Distances (C, N) of one patch to all, of positions (C, A, N)."""
+    positions = positions.to(torch.float64)
+    return (positions - positions[..., patch, None]).abs().sum(1)
 
 
 def learned_decays(model: nn.Module) -> list[LearnedDecay]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_sparseprior.analysis.pictures import pyplot, save
+from hf_sparseprior.analysis.pictures import pyplot, save, wide_enough
 
 FRAME = "#2fd3ff"  # of queries and boxes, a colour that neither heat maps nor most photos have
 HEAT = 0.8  # share of the heat map in the colour, the rest is the grey image
@@ -90,11 +90,10 @@ def draw_panels(
     columns = max(map(len, panels))
     width = 1.6 if columns <= 9 else 1.15
     height, across = panels[0][0].image.shape[:2]
-    row = width * height / across + 0.12
-    figure, axes = pyplot().subplots(
-        len(panels), columns, figsize=(width * columns + 0.4, row * len(panels) + 0.4), squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
+    lines = 1 + max(panel.title.count("\n") for row in panels for panel in row)
+    row = width * height / across + 0.12 * lines
+    size = (wide_enough(width * columns + 0.4, heading, 10), row * len(panels) + 0.4)
+    figure, axes = pyplot().subplots(len(panels), columns, figsize=size, squeeze=False, layout="constrained")
     for line, own, label in zip(axes, panels, row_labels, strict=True):
         for axis in line:
             axis.set(xticks=[], yticks=[])

@@ -110,12 +110,19 @@ def attention_weights(model: nn.Module, pixel_values: Tensor) -> tuple[Tensor, .
     """The weights (B, H, T, T) of every layer.
 
     Raises:
-        ValueError: if the model returns none, as stock models with an attention that forms no weights do.
+        ValueError: if the model returns none, as stock models with an attention that forms no weights do, or drops
+            tokens between its layers.
     """
     weights = model(pixel_values=pixel_values, output_attentions=True).attentions
     if not weights or any(each is None for each in weights):
         raise ValueError(
             f"{type(model).__name__} returns no attention weights; load it with attn_implementation='eager'"
+        )
+    tokens = [each.shape[-1] for each in weights]
+    if len(set(tokens)) > 1:
+        raise ValueError(
+            f"{type(model).__name__} drops tokens, its layers have {', '.join(map(str, tokens))}: the attention of "
+            "those that are left is no map over all patches"
         )
     return tuple(weights)
 

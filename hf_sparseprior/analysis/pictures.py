@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ ACCENT = "#c8553d"
 # Of models side by side, which are few; further ones take the same again.
 COLOURS = (INK, ACCENT, "#7a9e48", "#8a6fae", "#e0a030", "#4f97a3", "#9c6b4e", "#c76b98")
 MARKERS = "os^DvPX*"
+FLAT = 1e-3  # masks that are nearer to 1 than this everywhere have one colour
 
 
 def pyplot() -> Any:
@@ -43,6 +44,12 @@ def save(figure: Any, path: str | os.PathLike) -> Path:
     figure.savefig(path, dpi=110)
     pyplot().close(figure)
     return path
+
+
+def wide_enough(width: float, heading: str, size: float) -> float:
+    """Inches that hold both panels of this width and a heading of this font size in points."""
+    # A letter is about 0.6 of its size wide, a point 1/72 inch.
+    return max(width, 0.6 / 72 * size * max(map(len, heading.split("\n"))) + 0.2)
 
 
 def _panels(count: int, width: float, height: float, heading: float) -> tuple[Any, Any]:
@@ -109,30 +116,16 @@ def draw_curves(curves: Sequence[str], grid: tuple[int, int], path: str | os.Pat
 
 def draw_decay(masks: Mapping[str, np.ndarray], grid: tuple[int, int], path: str | os.PathLike, heading: str) -> Path:
     """Rows: three reference patches; columns: decay masks (N, N) by name (VIOLIN Figure 4)."""
-    plt = pyplot()
+    references = reference_patches(grid)
+    rows = [[mask[row * grid[1] + column] for mask in masks.values()] for row, column in references.values()]
+    panels = np.reshape(rows, (len(rows), len(masks), *grid))
+    return draw_mask_rows(panels, list(references), list(masks), list(references.values()), path, heading)
+
+
+def reference_patches(grid: tuple[int, int]) -> dict[str, tuple[int, int]]:
+    """(row, column) of the patches of VIOLIN Figure 4 by name."""
     height, width = grid
-    references = {
-        "top left": (0, 0),
-        "centre": (height // 2, width // 2),
-        "bottom right": (height - 1, width - 1),
-    }
-    low = min(float(mask.min()) for mask in masks.values())
-    figure, axes = plt.subplots(
-        len(references), len(masks), figsize=(1.7 * len(masks) + 1.0, 5.8), squeeze=False, layout="constrained"
-    )
-    image = None
-    for line, (place, (row, column)) in zip(axes, references.items(), strict=True):
-        for axis, (name, mask) in zip(line, masks.items(), strict=True):
-            image = axis.imshow(mask[row * width + column].reshape(grid), vmin=low, vmax=1.0, cmap="viridis")
-            axis.plot(column, row, "o", color=ACCENT, markersize=4)
-            axis.set_xticks([])
-            axis.set_yticks([])
-            if row == 0:
-                axis.set_title(name, fontsize=9)
-        line[0].set_ylabel(place, fontsize=9)
-    figure.colorbar(image, ax=axes, shrink=0.8, label="M")
-    figure.suptitle(heading, fontsize=12)
-    return save(figure, path)
+    return {"top left": (0, 0), "centre": (height // 2, width // 2), "bottom right": (height - 1, width - 1)}
 
 
 def draw_attention(
@@ -192,7 +185,10 @@ def draw_flops(curves: Mapping[str, Mapping[str, Sequence[ModelFlops]]], path: s
         path: of the PNG.
         heading: above both panels.
     """
-    figure, axes = pyplot().subplots(1, 2, figsize=(11.5, 4.8), layout="constrained")
+    figure, axes = pyplot().subplots(1, 2, figsize=(wide_enough(11.5, heading, 11), 4.8), layout="constrained")
+    ticks = _apart(
+        {flops.image_size[0] for priors in curves.values() for counts in priors.values() for flops in counts}
+    )
     for axis, part, title in zip(axes, ("total", "attention"), ("whole model", "attention alone"), strict=True):
         for number, (model, priors) in enumerate(curves.items()):
             for prior, counts in priors.items():
@@ -210,8 +206,8 @@ def draw_flops(curves: Mapping[str, Mapping[str, Sequence[ModelFlops]]], path: s
                 )
         axis.set_xscale("log")
         axis.set_yscale("log")
-        axis.set_xticks(sizes, [str(size) for size in sizes])
-        axis.minorticks_off()
+        axis.set_xticks(ticks, [str(size) for size in ticks])
+        axis.xaxis.minorticks_off()
         axis.set_xlabel("image height and width, pixels")
         axis.set_ylabel("GFLOPs an image")
         axis.set_title(title, fontsize=10)
@@ -220,6 +216,17 @@ def draw_flops(curves: Mapping[str, Mapping[str, Sequence[ModelFlops]]], path: s
     axes[0].legend(frameon=False, fontsize=8)
     figure.suptitle(heading, fontsize=11)
     return save(figure, path)
+
+
+def _apart(sizes: Iterable[int]) -> list[int]:
+    """Those of the sizes whose labels do not touch on a logarithmic axis."""
+    ordered = sorted(sizes)
+    gap = 0.09 * math.log(ordered[-1] / ordered[0])
+    chosen = ordered[:1]
+    for size in ordered[1:]:
+        if math.log(size / chosen[-1]) >= gap:
+            chosen.append(size)
+    return chosen
 
 
 def draw_quartiles(
@@ -238,10 +245,11 @@ def draw_quartiles(
         path: of the PNG.
         label: of the values.
         heading: above both panels.
-        log: values on a logarithmic axis.
+        log: values on a logarithmic axis, where none of them is 0.
     """
-    height = 1.6 + 0.45 * max(4, len(spreads))
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(11.0, height), layout="constrained")
+    height = 2.0 + 0.45 * max(4, len(spreads))
+    width = wide_enough(11.0, heading, 11)
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(width, height), layout="constrained")
     # Not `bxp`, which draws across by one argument before matplotlib 3.10 and by another from there on.
     for number, spread in enumerate(spreads.values()):
         left.plot([spread["min"], spread["max"]], [number, number], "|-", color=INK, markersize=12)
@@ -259,7 +267,7 @@ def draw_quartiles(
     for axis in (left, right):
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    if log:
+    if log and min(spread["min"] for spread in spreads.values()) > 0 and min(map(min, lines.values())) > 0:
         left.set_xscale("log")
         right.set_yscale("log")
     figure.suptitle(heading, fontsize=11)
@@ -293,12 +301,13 @@ def draw_gammas(
     rows = math.ceil(count / columns)
     heads = gammas.shape[2]
     size = (1.0 + 0.16 * max(8, heads), 0.75 + 0.16 * max(6, len(layers)))
-    figure, axes = pyplot().subplots(
-        rows, columns, figsize=(size[0] * columns + 2.4, size[1] * rows + 0.5), squeeze=False, layout="constrained"
-    )
+    # The label of the colours is 2.5 inches long.
+    high, wide = max(2.8, size[1] * rows + 0.5), wide_enough(size[0] * columns + 2.4, heading, 11)
+    figure, axes = pyplot().subplots(rows, columns, figsize=(wide, high), squeeze=False, layout="constrained")
     # A gamma that float64 rounds to 1 is drawn as the one before.
     missing = np.maximum(1.0 - gammas, np.finfo(np.float64).epsneg)
-    norm = LogNorm(missing.min(), max(missing.max(), missing.min() * 1.01))
+    # A decade at least, so that equal gammas do not look different.
+    norm = LogNorm(missing.min(), max(missing.max(), 10 * missing.min()))
     extent = (0.5, heads + 0.5, len(layers) + 0.5, 0.5)
     image = None
     for axis, name, values in zip(axes.flat, curves, missing.swapaxes(0, 1), strict=False):
@@ -329,28 +338,29 @@ def draw_mask_rows(
     masks: np.ndarray,
     row_labels: Sequence[str],
     column_labels: Sequence[str],
-    query: tuple[int, int],
+    queries: Sequence[tuple[int, int]],
     path: str | os.PathLike,
     heading: str,
 ) -> Path:
-    """Panels of decay masks as one patch sees them, all in one scale (VIOLIN Figure 11).
+    """Panels of decay masks as one patch sees them, all in one scale (VIOLIN Figures 4 and 11).
 
     Args:
         masks: (rows, columns, height, width): the row of M that belongs to the patch, on the grid.
         row_labels, column_labels: of the panels.
-        query: (row, column) of the patch, marked.
+        queries: (row, column) of the patch of each row, marked.
         path: of the PNG.
         heading: above all panels.
     """
     rows, columns = masks.shape[:2]
     side = 1.5 if columns <= 8 else 1.1
+    width = wide_enough(side * columns + 1.6, heading, 11)
     figure, axes = pyplot().subplots(
-        rows, columns, figsize=(side * columns + 1.6, side * rows + 0.9), squeeze=False, layout="constrained"
+        rows, columns, figsize=(width, side * rows + 0.9), squeeze=False, layout="constrained"
     )
-    image = None
-    for line, label, own in zip(axes, row_labels, masks, strict=True):
+    image, low = None, min(float(masks.min()), 1 - FLAT)
+    for line, label, query, own in zip(axes, row_labels, queries, masks, strict=True):
         for axis, values in zip(line, own, strict=True):
-            image = axis.imshow(values, vmin=masks.min(), vmax=1.0, cmap="viridis")
+            image = axis.imshow(values, vmin=low, vmax=1.0, cmap="viridis")
             axis.plot(query[1], query[0], "o", color=ACCENT, markersize=3)
             axis.set(xticks=[], yticks=[])
         line[0].set_ylabel(label, fontsize=8)
@@ -383,7 +393,7 @@ def draw_matrices(
     figure, axes = pyplot().subplots(
         len(rows),
         columns,
-        figsize=(size * columns + 0.5, (size * height / width + 0.06) * len(rows) + 0.6),
+        figsize=(wide_enough(size * columns + 0.5, heading, 10), (size * height / width + 0.06) * len(rows) + 0.6),
         squeeze=False,
         layout="constrained",
     )

@@ -77,13 +77,21 @@ def chosen_images(saved: SavedModel, arguments: argparse.Namespace) -> dict[str,
 
 
 def chosen(numbers: Sequence[int] | None, count: int, default: int, option: str) -> list[int]:
-    """Positions from 0 of numbers from 1; without numbers so many of them, evenly spread, the last among them."""
+    """Positions from 0 of numbers from 1, each once; without numbers so many of them, evenly spread, with the last."""
     if not numbers:
         return sorted({round(position) for position in np.linspace(0, count - 1, min(default, count))})
     for number in numbers:
         if not 1 <= number <= count:
             raise ValueError(f"{option} {number} must be between 1 and {count}")
-    return [number - 1 for number in numbers]
+    return [number - 1 for number in dict.fromkeys(numbers)]
+
+
+def chosen_queries(queries: Sequence[tuple[int, int]] | None, grid: tuple[int, int]) -> list[tuple[int, int]]:
+    """(row, column) from 0 of the patches of --queries, each once; without any the middle one."""
+    for row, column in queries or ():
+        if row >= grid[0] or column >= grid[1]:
+            raise ValueError(f"--queries {row + 1},{column + 1} must be from 1,1 to {grid[0]},{grid[1]}, the grid")
+    return list(dict.fromkeys(queries or [(grid[0] // 2, grid[1] // 2)]))
 
 
 def attention_rows(
@@ -166,7 +174,7 @@ def work_on(saved: SavedModel, arguments: argparse.Namespace) -> dict[str, Any]:
     attention, out = saved.attention, arguments.out
     source = arguments.source or QUERIES[0 if attention.num_prefix_tokens else 1]
     count, num_heads = len(attention.layers), min(layer.num_heads for layer in attention.layers)
-    queries = arguments.queries or [(attention.grid[0] // 2, attention.grid[1] // 2)]
+    queries = chosen_queries(arguments.queries, attention.grid)
     layers = chosen(arguments.layers, count, LAYERS, "--layers")
     query_layers = chosen(arguments.layers, count, QUERY_LAYERS, "--layers")
     heads = chosen(arguments.heads, num_heads, num_heads, "--heads")
@@ -258,7 +266,7 @@ def main(argv: list[str] | None = None) -> int:
             print("\n".join(f"picture: {path}" for path in found["pictures"]))
         print(f"results: {arguments.out / 'attention.json'}")
 
-    return run_command(parser.prog, work)
+    return run_command(parser.prog, work, "from the beginning")
 
 
 if __name__ == "__main__":

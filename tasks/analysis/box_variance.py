@@ -105,7 +105,7 @@ def read_boxes(path: Path) -> dict[str, list[list[float]]]:
     Raises:
         ValueError, OSError: naming the file, and the line or image where it is wrong.
     """
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")  # spreadsheets put a mark in front
     found: dict[str, list[list[float]]] = defaultdict(list)
     if path.suffix == ".json":
         try:
@@ -143,11 +143,12 @@ def patches_inside(box: Sequence[float], image: Image.Image, saved: SavedModel, 
 
     The box goes through the model's image processor as the image does, so it is cut and scaled with it.
     """
-    left, top, width, height = (round(side) for side in box)
-    if left + width > image.width or top + height > image.height:
+    # Edges, not sides, are rounded: both halves of a side could go up.
+    left, top, right, bottom = (round(edge) for edge in (box[0], box[1], box[0] + box[2], box[1] + box[3]))
+    if right > image.width or bottom > image.height:
         raise ValueError(f"{where}: box {list(box)} leaves the image of {image.width}x{image.height} pixels")
     pixels = np.zeros((image.height, image.width, 3), dtype=np.uint8)
-    pixels[top : top + height, left : left + width] = 255
+    pixels[top:bottom, left:right] = 255
     mask = preparation(saved, do_normalize=False, do_rescale=True, rescale_factor=1 / 255)(Image.fromarray(pixels))
     # Bicubic scaling leaves 0 to 1 near the edges, and rounding must not decide about exactly a half.
     return patch_coverage(mask[0].clamp(0, 1), saved.attention.grid) >= 0.5 - 1e-6
@@ -210,7 +211,7 @@ def _example(saved: SavedModel, pixel_values: Tensor, weights: Tensor, inside: T
     high, wide = image.shape[0] / grid[0], image.shape[1] / grid[1]
     rows, columns = (axis.nonzero()[:, 0] for axis in (inside.any(1), inside.any(0)))
     box = (columns[0] * wide, rows[0] * high, len(columns) * wide, len(rows) * high)
-    return Panel(image, heat=heat, box=[float(side) for side in box])
+    return Panel(image, heat=heat, box=[float(side) for side in box], title=f"max {heat.max():.2g}")
 
 
 def table(models: list[dict[str, Any]]) -> str:
@@ -277,8 +278,8 @@ def _draw(models: list[dict[str, Any]], panels: list[dict[str, Panel]], out: Pat
         )
     ]
     if shared:
-        rows = [[replace(panel, heat=None) for panel in examples[0]], *examples]
-        heading = "what the patches of a box attend to: last layer, mean over heads and patches; light is high"
+        rows = [[replace(panel, heat=None, title="") for panel in examples[0]], *examples]
+        heading = "what the patches of a box attend to: last layer, mean of heads and patches; each map has its scale"
         drawn.append(draw_panels(rows, ["image", *names], out / "box_examples.png", heading))
     return drawn
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def measure(saved: SavedModel, decays: list[LearnedDecay]) -> dict[str, Any]:
     """Every scalar, and how far the masks are from none, layer by layer."""
     layers = []
     for decay in decays:
-        masks = decay.masks()
+        mean, low = decay.mask_mean_and_min()
         layers.append(
             {
                 "layer": decay.layer + 1,
@@ -37,8 +38,8 @@ def measure(saved: SavedModel, decays: list[LearnedDecay]) -> dict[str, Any]:
                 "beta": decay.beta.tolist(),
                 "alpha": None if decay.alpha is None else decay.alpha.tolist(),
                 "prefix_gamma": None if decay.prefix_beta is None else torch.sigmoid(decay.prefix_beta).tolist(),
-                "mask_mean": masks.mean().item(),
-                "mask_min": masks.min().item(),
+                "mask_mean": mean,
+                "mask_min": low,
             }
         )
     return {**saved.about(), "grid": list(saved.attention.grid), "curves": decays[0].curves, "layers": layers}
@@ -71,31 +72,40 @@ def draw(saved: SavedModel, decays: list[LearnedDecay], out: Path) -> list[Path]
     # They differ between layers only where positions are learned.
     first = decays[0]
     reaches = gamma_masks(decays, centre, grid)
+    medians, references = median_betas(decays), pictures.reference_patches(grid)
+    titles = [f"{curve}\n{torch.sigmoid(beta):.5f}" for curve, beta in zip(first.curves, medians, strict=True)]
     return [
         pictures.draw_gammas(gammas, alphas, first.curves, numbers, out / f"{stem}_gamma.png", f"{name}: gamma"),
-        pictures.draw_decay(
-            curve_masks(decays), grid, out / f"{stem}_curves.png", f"{name}: M of each curve at its median gamma"
+        pictures.draw_mask_rows(
+            reference_masks(decays, medians, list(references.values()), grid), list(references), titles,
+            list(references.values()), out / f"{stem}_curves.png", f"{name}: M of each curve at its median gamma",
         ),
         pictures.draw_mask_rows(
-            reaches, _quantile_labels(decays), first.curves, centre, out / f"{stem}_gammas.png",
+            reaches, _quantile_labels(decays), first.curves, [centre] * len(reaches), out / f"{stem}_gammas.png",
             f"{name}: M of the middle patch for the gammas that were learned",
         ),
         pictures.draw_mask_rows(
-            head_masks(decays, centre, grid), labels, heads, centre, out / f"{stem}_heads.png",
+            head_masks(decays, centre, grid), labels, heads, [centre] * len(labels), out / f"{stem}_heads.png",
             f"{name}: M of the middle patch",
         ),
     ]  # fmt: skip
 
 
-def curve_masks(decays: list[LearnedDecay]) -> dict[str, np.ndarray]:
-    """M (N, N) of each curve alone, with the median of the betas that all layers and heads learned for it."""
+def median_betas(decays: list[LearnedDecay]) -> Tensor:
+    """Median (C,) of the betas that all layers and heads learned for each curve."""
     betas = torch.stack([decay.beta for decay in decays])  # (layers, C, H)
-    return {
-        f"{curve}\n{torch.sigmoid(beta):.5f}": decays[0].curve_mask(number, beta.item()).numpy()
-        for number, (curve, beta) in enumerate(
-            zip(decays[0].curves, betas.transpose(0, 1).flatten(1).quantile(0.5, dim=1), strict=True)
-        )
-    }
+    return betas.transpose(0, 1).flatten(1).quantile(0.5, dim=1)
+
+
+def reference_masks(
+    decays: list[LearnedDecay], betas: Tensor, places: Sequence[tuple[int, int]], grid: tuple[int, int]
+) -> np.ndarray:
+    """M of some patches along each curve alone, with its beta of (C,), (patches, curves, height, width)."""
+    rows = [
+        [decays[0].curve_row(curve, beta, row * grid[1] + column).numpy() for curve, beta in enumerate(betas.tolist())]
+        for row, column in places
+    ]
+    return np.reshape(rows, (len(places), len(betas), *grid))
 
 
 def _quantiles(decays: list[LearnedDecay]) -> Tensor:
@@ -112,14 +122,14 @@ def _quantile_labels(decays: list[LearnedDecay]) -> list[str]:
 def gamma_masks(decays: list[LearnedDecay], query: tuple[int, int], grid: tuple[int, int]) -> np.ndarray:
     """M of one patch along each curve for the quantiles of all learned gammas, (quantiles, curves, height, width)."""
     place, curves = query[0] * grid[1] + query[1], range(len(decays[0].curves))
-    rows = [[decays[0].curve_mask(c, beta)[place].numpy() for c in curves] for beta in _quantiles(decays).tolist()]
+    rows = [[decays[0].curve_row(c, beta, place).numpy() for c in curves] for beta in _quantiles(decays).tolist()]
     return np.reshape(rows, (len(QUANTILES), len(curves), *grid))
 
 
 def head_masks(decays: list[LearnedDecay], query: tuple[int, int], grid: tuple[int, int]) -> np.ndarray:
     """M of one patch in every layer and head, (layers, heads, height, width)."""
     place = query[0] * grid[1] + query[1]
-    return np.stack([decay.masks()[:, place].numpy().reshape(-1, *grid) for decay in decays])
+    return np.stack([decay.mask_row(place).numpy().reshape(-1, *grid) for decay in decays])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -148,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(f"picture: {path}" for path in drawn))
         print(f"results: {arguments.out / 'decay.json'}")
 
-    return run_command(parser.prog, work)
+    return run_command(parser.prog, work, "from the beginning")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ from tasks.classification.config import load_config, parse_value
 from tasks.classification.report import command_line, environment, write_results
 from tasks.classification.run_folder import MODEL
 
-# Sides of the square images; each is cut down to a multiple of the model's patch.
+# Sides of the square images for a model of 224 pixels; those of others are as many times their own. Each is cut down to
+# a multiple of the model's patch.
 IMAGE_SIZES = (224, 384, 512, 768, 1024, 1280, 1536)
 PRESET_PRIOR = "fibottention"
 CONVIT = "convit_base"
@@ -106,7 +107,8 @@ def count(model: str, prior: Any, sizes: Sequence[int] | None, convention: str) 
     counter, config, resolved = counter_of(model, prior)
     patch = math.lcm(*as_pair(config.patch_size))
     if sizes is None:
-        sizes = [size - size % patch for size in IMAGE_SIZES if size >= patch]
+        scaled = (size * as_pair(config.image_size)[0] // IMAGE_SIZES[0] for size in IMAGE_SIZES)
+        sizes = [size - size % patch for size in scaled if size >= patch]
     return {
         "model": model,
         "prior": resolved,
@@ -185,7 +187,13 @@ def main(argv: list[str] | None = None) -> int:
         "--prior",
         help=f"name, names joined by +, or the full form as YAML (default the model's own, {PRESET_PRIOR} for presets)",
     )
-    parser.add_argument("--image-sizes", type=int, nargs="+", metavar="PIXELS", help=f"default {IMAGE_SIZES}")
+    parser.add_argument(
+        "--image-sizes",
+        type=int,
+        nargs="+",
+        metavar="PIXELS",
+        help=f"default {IMAGE_SIZES}, of a model of other than 224 in proportion",
+    )
     parser.add_argument(
         "--convention",
         default="multiply_adds",

@@ -151,11 +151,13 @@ def resized_processor(processor: Any, size: int) -> Any:
     What it cuts off stays the same share: resizing to 32 to keep the middle 28 becomes, for 56, resizing to 64.
     """
     settings = processor.to_dict()
-    settings["resample"] = Image.Resampling.BICUBIC
+    settings.update(do_resize=True, resample=Image.Resampling.BICUBIC)
     square = {"height": size, "width": size}
     if settings.get("do_center_crop"):
-        share = settings["crop_size"]["height"] / settings["size"]["shortest_edge"]
-        settings.update(crop_size=square, size={"shortest_edge": round(size / share)})
+        cut, whole = settings["crop_size"], settings["size"]
+        # Most scale the shorter side; those of DeiT both, to a square.
+        scaled = {side: round(size * pixels / cut.get(side, cut["height"])) for side, pixels in whole.items() if pixels}
+        settings.update(crop_size=square, size=scaled)
     else:
         settings["size"] = square
     return type(processor).from_dict(settings)

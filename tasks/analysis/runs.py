@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -105,10 +105,24 @@ def load_model(folder: Path) -> Any:
         # Of transformers' own attention, only the one that is written out gives weights.
         options = {} if ours else {"attn_implementation": "eager"}
         return load_whole_model(folder, AutoModelForImageClassification if classifies else AutoModel, **options)
-    return import_peft().PeftModel.from_pretrained(load_model(_base_folder(folder)), folder)
+    return _with_adapter(folder, load_model)
 
 
-def _base_folder(adapter: Path) -> Path:
+def load_classifier(folder: Path) -> Any:
+    """A saved classifier with the attention that runs fastest, or an adapter of peft on the one it was made for."""
+    return load_whole_model(folder) if (folder / CONFIG_NAME).is_file() else _with_adapter(folder, load_classifier)
+
+
+def _with_adapter(folder: Path, load: Callable[[Path], Any]) -> Any:
+    return import_peft().PeftModel.from_pretrained(load(base_folder(folder)), folder)
+
+
+def base_folder(adapter: Path) -> Path:
+    """The folder of the model that an adapter was made for.
+
+    Raises:
+        OSError: if it is not here.
+    """
     base = _read_json(adapter / ADAPTER_CONFIG_NAME).get("base_model_name_or_path") or ""
     if not (Path(base) / CONFIG_NAME).is_file():
         raise OSError(f"{adapter} is an adapter of the model {base!r}, which is no folder of a saved model here")
@@ -118,7 +132,7 @@ def _base_folder(adapter: Path) -> Path:
 def load_processor(folder: Path) -> Any:
     """The image processor of a saved model; of an adapter that of its model."""
     if not (folder / IMAGE_PROCESSOR_NAME).is_file() and (folder / ADAPTER_CONFIG_NAME).is_file():
-        folder = _base_folder(folder)
+        folder = base_folder(folder)
     if not (folder / IMAGE_PROCESSOR_NAME).is_file():
         raise OSError(f"{folder} has no image processor, {IMAGE_PROCESSOR_NAME} is missing")
     return AutoImageProcessor.from_pretrained(folder)
@@ -136,7 +150,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def preparation(saved: SavedModel, **options: Any) -> Preparation:
     """What becomes of an image before the model sees it; `options` of the image processor."""
-    return Preparation(partial(saved.processor, **options), getattr(saved.model.config, "num_channels", 3))
+    return Preparation(partial(saved.processor, **options), num_channels(saved.model))
+
+
+def num_channels(model: Any) -> int:
+    """Channels of the images that a model takes; configs of CLIP and SigLIP name them for their vision tower alone."""
+    config = getattr(model.config, "vision_config", model.config)
+    return getattr(config, "num_channels", 3)
 
 
 def shown_image(saved: SavedModel, pixel_values: Tensor) -> np.ndarray:

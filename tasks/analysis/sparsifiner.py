@@ -24,7 +24,7 @@ from hf_sparseprior.analysis.image_maps import Panel, draw_panels
 from hf_sparseprior.analysis.layers import attention_weights
 from hf_sparseprior.analysis.pictures import draw_matrices
 from hf_sparseprior.analysis.sparsifiner import Prediction, masked_attention, watch_predictions
-from tasks.analysis.attention import chosen, chosen_images, parse_query
+from tasks.analysis.attention import chosen, chosen_images, chosen_queries, parse_query
 from tasks.analysis.runs import (
     SavedModel,
     add_data_arguments,
@@ -91,8 +91,10 @@ def query_rows(
         )
         row = [Panel(image, **where)]
         row += [Panel(image, seen=keys[h], title=f"head {h + 1} sees {keys[h].sum()}", **where) for h in heads]
-        row += [Panel(image, heat=sparse[h], title=f"head {h + 1}, sparse", **where) for h in heads]
-        row += [Panel(image, heat=full[h], title=f"head {h + 1}, full", **where) for h in heads]
+        row += [
+            Panel(image, heat=sparse[h], title=_with_max(f"head {h + 1}, sparse", sparse[h]), **where) for h in heads
+        ]
+        row += [Panel(image, heat=full[h], title=_with_max(f"head {h + 1}, full", full[h]), **where) for h in heads]
         rows.append(row)
     return rows
 
@@ -118,9 +120,14 @@ def comparison_rows(
         row = [Panel(image, query=query, grid=grid)]
         for title, pairs in means.items():
             heat = query_map(pairs[0].mean(0).cpu(), query, grid, prefix).numpy()
-            row.append(Panel(image, heat=heat, title=title, query=query, grid=grid))
+            row.append(Panel(image, heat=heat, title=_with_max(title, heat), query=query, grid=grid))
         rows.append(row)
     return rows
+
+
+def _with_max(title: str, heat: np.ndarray) -> str:
+    """A title that says what the lightest patch stands for: every map has its own scale."""
+    return f"{title}\nmax {heat.max():.2g}"
 
 
 def draw_basis(saved: SavedModel, predictions: Sequence[Prediction], path: Path) -> Path:
@@ -146,7 +153,7 @@ def work_on(saved: SavedModel, others: dict[str, Any], arguments: argparse.Names
     attention, out = saved.attention, arguments.out
     grid, prefix, count = attention.grid, attention.num_prefix_tokens, len(attention.layers)
     num_heads = attention.layers[0].num_heads
-    queries = arguments.queries or [(grid[0] // 2, grid[1] // 2)]
+    queries = chosen_queries(arguments.queries, grid)
     numbers = chosen(arguments.layers, count, QUERY_LAYERS, "--layers")
     heads = chosen(arguments.heads, num_heads, num_heads, "--heads")
     heads = heads if arguments.heads else heads[:QUERY_HEADS]
@@ -248,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
             print("\n".join(f"picture: {path}" for path in found["pictures"]))
         print(f"results: {arguments.out / 'sparsifiner.json'}")
 
-    return run_command(parser.prog, work)
+    return run_command(parser.prog, work, "from the beginning")
 
 
 if __name__ == "__main__":

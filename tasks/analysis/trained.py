@@ -16,13 +16,23 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
-from transformers import AutoImageProcessor
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from hf_sparseprior.hub import PROCESSOR, file_sha256
-from tasks.analysis.runs import add_data_arguments, add_model_arguments, check_counts, model_folder, model_names
+from tasks.analysis.runs import (
+    add_data_arguments,
+    add_model_arguments,
+    base_folder,
+    check_counts,
+    load_classifier,
+    load_processor,
+    model_folder,
+    model_names,
+    num_channels,
+)
 from tasks.classification.config import DataConfig
 from tasks.classification.data import Preparation
-from tasks.classification.evaluate import check_classes, load_split, load_whole_model, run_config
+from tasks.classification.evaluate import check_classes, load_split, run_config
 from tasks.classification.report import read_results, write_results
 from tasks.classification.sources import ImageData, Images
 
@@ -41,7 +51,7 @@ class Trained:
 
     def preparation(self, processor: Any = None) -> Preparation:
         """What makes pixel values of an image, with the model's own image processor or another one."""
-        return Preparation(processor or self.processor, self.network.config.num_channels)
+        return Preparation(processor or self.processor, num_channels(self.network))
 
 
 @dataclass
@@ -85,7 +95,7 @@ def load_trained(arguments: argparse.Namespace) -> tuple[list[Trained], SharedIm
     names = model_names(folders, arguments.names)
     models, shared, data_config = [], None, None
     for name, folder in zip(names, folders, strict=True):
-        network = load_whole_model(folder).eval().to(arguments.device)
+        network = load_classifier(folder).eval().to(arguments.device)
         config = run_config(folder, arguments.config, arguments.set)["data"]
         if arguments.limit is not None:
             config["limit_test"] = arguments.limit
@@ -95,16 +105,21 @@ def load_trained(arguments: argparse.Namespace) -> tuple[list[Trained], SharedIm
                 raise ValueError(f"{folder} has other test images than {folders[0]}; models are compared on the same")
             shared = own
         check_classes(network, shared.data.classes)
-        models.append(Trained(name, folder, model_sha256(folder), network, AutoImageProcessor.from_pretrained(folder)))
+        models.append(Trained(name, folder, model_sha256(folder), network, load_processor(folder)))
     assert shared is not None
     return models, shared
 
 
 def model_sha256(folder: Path) -> str:
-    """One checksum of everything that decides what a saved model answers: weights, config and image processor."""
+    """One checksum of everything that decides what a saved model answers: weights, config and image processor; of an
+    adapter its own and those of its model.
+    """
     files = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
-    files += [folder / name for name in ("config.json", PROCESSOR)]
-    return hashlib.sha256("".join(map(file_sha256, files)).encode()).hexdigest()
+    files += [path for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME, PROCESSOR) if (path := folder / name).is_file()]
+    sums = [file_sha256(path) for path in files]
+    if not (folder / CONFIG_NAME).is_file():
+        sums.append(model_sha256(base_folder(folder)))
+    return hashlib.sha256("".join(sums).encode()).hexdigest()
 
 
 def survey(data: ImageData) -> SharedImages:

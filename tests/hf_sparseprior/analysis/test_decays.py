@@ -56,14 +56,23 @@ def test_gamma_and_alpha_are_those_of_the_saved_file(tmp_path):
         np.testing.assert_array_equal(decay.prefix_beta, stored[names["prefix_beta"]])
 
 
+def masks_of(decay):
+    """M (H, N, N) of its rows."""
+    return torch.stack([decay.mask_row(patch) for patch in range(decay.positions.shape[-1])], 1).numpy()
+
+
 def test_masks_are_the_mean_over_curves_of_powers_of_gamma():
     decay = learned_decays(ours())[1]
-    masks = decay.masks()
+    masks = masks_of(decay)
     for head in (0, 3):
         np.testing.assert_allclose(masks[head], mask_by_formula(decay.beta.numpy(), head, (3, 5)), rtol=1e-9)
     ranks = curve_rank("hilbert_t", (3, 5)).ravel()
     expected = 0.9 ** np.abs(ranks[:, None] - ranks[None, :])
-    np.testing.assert_allclose(decay.curve_mask(1, float(np.log(9))), expected, rtol=1e-9)  # sigmoid(log 9) = 0.9
+    for patch in (0, 7, 14):
+        row = decay.curve_row(1, float(np.log(9)), patch)  # sigmoid(log 9) = 0.9
+        np.testing.assert_allclose(row, expected[patch], rtol=1e-9)
+    every = [mask_by_formula(decay.beta.numpy(), head, (3, 5)) for head in range(4)]
+    assert decay.mask_mean_and_min() == pytest.approx((np.mean(every), np.min(every)), rel=1e-12)
 
 
 def test_scalars_that_are_not_learned():
@@ -78,7 +87,7 @@ def test_a_decay_of_a_stock_model_and_of_an_adapter():
     stored = {name: value.numpy() for name, value in model.state_dict().items() if name.endswith(".beta")}
     for decay, beta in zip(learned_decays(model), stored.values(), strict=True):
         np.testing.assert_allclose(decay.gamma, 1 / (1 + np.exp(-beta.astype(np.float64))), rtol=1e-12)
-        np.testing.assert_allclose(decay.masks()[2], mask_by_formula(decay.beta.numpy(), 2, (8, 8)), rtol=1e-9)
+        np.testing.assert_allclose(masks_of(decay)[2], mask_by_formula(decay.beta.numpy(), 2, (8, 8)), rtol=1e-9)
     config = sp.ViolinAdapterConfig(decay={"name": "violin", "curves": CURVES}, decay_layers=[0, 2])
     adapted = scattered(peft.get_peft_model(STOCK["vit"].build(), config))
     decays = learned_decays(adapted)
@@ -100,7 +109,7 @@ def test_a_learned_order_has_its_own_positions():
         order = layer.attention.decay_bias.order.detach().double().flatten()
         assert decay.curves == ["learned_order"]
         expected = decay.gamma[0, 1].item() ** (order[:, None] - order[None, :]).abs().numpy()
-        np.testing.assert_allclose(decay.masks()[1], expected, rtol=1e-9)
+        np.testing.assert_allclose(masks_of(decay)[1], expected, rtol=1e-9)
 
 
 def test_names_of_positions():

@@ -3,6 +3,8 @@ import pytest
 from matplotlib import colormaps
 from matplotlib.colors import LogNorm
 
+from hf_sparseprior import SparsePriorViTConfig
+from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.analysis.image_maps import (
     HEAT,
     SEEN,
@@ -13,7 +15,14 @@ from hf_sparseprior.analysis.image_maps import (
     over_pixels,
     with_heat,
 )
-from hf_sparseprior.analysis.pictures import draw_gammas, draw_mask_rows, draw_quartiles
+from hf_sparseprior.analysis.pictures import (
+    draw_decay,
+    draw_flops,
+    draw_gammas,
+    draw_mask_rows,
+    draw_matrices,
+    draw_quartiles,
+)
 
 
 @pytest.fixture
@@ -104,13 +113,71 @@ def test_gammas_that_round_to_one_can_be_drawn(figures, tmp_path):
 
 def test_mask_rows_share_one_scale(figures, tmp_path):
     masks = np.random.default_rng(0).uniform(0.5, 1, (2, 3, 4, 6))
-    draw_mask_rows(masks, ["a", "b"], ["x", "y", "z"], (1, 5), tmp_path / "masks.png", "heading")
+    draw_mask_rows(masks, ["a", "b"], ["x", "y", "z"], [(1, 5), (0, 2)], tmp_path / "masks.png", "heading")
     axes = np.array(figures[0].axes[:6]).reshape(2, 3)
     for place in np.ndindex(2, 3):
         drawn = axes[place].images[0]
         np.testing.assert_array_equal(drawn.get_array(), masks[place])
         assert drawn.get_clim() == (masks.min(), 1.0)
-        assert axes[place].lines[0].get_xydata().tolist() == [[5, 1]]
+        assert axes[place].lines[0].get_xydata().tolist() == [[[5, 1]], [[2, 0]]][place[0]]
+
+
+def test_masks_that_are_all_but_one_have_one_colour(figures, tmp_path):
+    masks = 1 - np.random.default_rng(0).uniform(0, 1e-8, (1, 2, 4, 4))
+    draw_mask_rows(masks, ["a"], ["x", "y"], [(1, 1)], tmp_path / "masks.png", "heading")
+    for axis in figures[0].axes[:2]:
+        assert axis.images[0].norm(masks).min() > 0.9999
+    draw_gammas(masks[0], None, ["x", "y", "z", "u"], [1, 2], tmp_path / "gamma.png", "heading")
+    low, high = figures[1].axes[0].images[0].get_clim()
+    assert high >= 10 * low
+
+
+def test_the_centre_and_two_corners_of_whole_masks_are_drawn(figures, tmp_path):
+    masks = {name: np.random.default_rng(seed).uniform(0.5, 1, (6, 6)) for seed, name in enumerate("xyz")}
+    draw_decay(masks, (2, 3), tmp_path / "decay.png", "heading")
+    axes = np.array(figures[0].axes[:9]).reshape(3, 3)
+    for line, patch, marked in zip(axes, (0, 4, 5), ([0, 0], [1, 1], [2, 1]), strict=True):
+        for axis, mask in zip(line, masks.values(), strict=True):
+            np.testing.assert_array_equal(axis.images[0].get_array(), mask[patch].reshape(2, 3))
+            assert axis.lines[0].get_xydata().tolist() == [marked]
+
+
+@pytest.mark.parametrize("draw", ["panels", "masks", "gammas", "matrices", "quartiles"])
+def test_no_text_is_cut_off(draw, image, figures, tmp_path):
+    path, heading = (
+        tmp_path / "x.png",
+        "outputs/a_model_with_a_long_name, test123: what the framed patch sees of it, and more",
+    )
+    if draw == "panels":
+        draw_panels([[Panel(image, title="head 1, sparse\nmax 0.12")] * 2] * 2, ["layer 1", "layer 2"], path, heading)
+    elif draw == "masks":
+        draw_mask_rows(np.full((3, 1, 4, 4), 0.9), ["top left", "centre", "end"], ["x"], [(0, 0)] * 3, path, heading)
+    elif draw == "gammas":
+        draw_gammas(np.full((2, 1, 3), 0.9), np.ones((2, 3)), ["manhattan"], [1, 2], path, heading)
+    elif draw == "matrices":
+        draw_matrices([[np.ones((16, 4))]], ["layer 1"], path, heading, ["layer 1"])
+    else:
+        spread = {"min": 1.0, "q1": 2.0, "median": 4.0, "q3": 5.0, "max": 9.0}
+        draw_quartiles({"x": spread}, {"x": [3.0]}, path, "100 x diversity between heads", heading)
+    figure = figures[0]
+    whole = figure.get_tightbbox(figure.canvas.get_renderer())
+    assert whole.x0 >= -0.02 and whole.y0 >= -0.02
+    assert whole.x1 <= figure.get_figwidth() + 0.02 and whole.y1 <= figure.get_figheight() + 0.02
+
+
+def test_sizes_whose_labels_would_touch_have_one_tick(figures, tmp_path):
+    counts = {
+        model: {"dense": [model_flops(SparsePriorViTConfig(patch_size=4), side) for side in sides]}
+        for model, sides in {"a": (8, 16, 32), "b": (12, 16, 36)}.items()
+    }
+    draw_flops(counts, tmp_path / "flops.png", "heading")
+    for axis in figures[0].axes:
+        assert [label.get_text() for label in axis.get_xticklabels()] == ["8", "12", "16", "32"]
+    draw_flops({"a": {"dense": counts["a"]["dense"][:1]}}, tmp_path / "flops.png", "heading")
+    for axis in figures[1].axes:  # one size spans no decade, and has labels all the same
+        low, high = axis.get_ylim()
+        labels = [*axis.yaxis.get_majorticklabels(), *axis.yaxis.get_minorticklabels()]
+        assert any(label.get_text() and low <= label.get_position()[1] <= high for label in labels)
 
 
 def test_quartiles_are_those_that_are_given(figures, tmp_path):
@@ -131,3 +198,12 @@ def test_quartiles_are_those_that_are_given(figures, tmp_path):
         [[1, 1.0], [2, 2.0], [3, 3.5]],
     ]
     assert (left.get_xscale(), right.get_yscale()) == ("log", "log")
+
+
+def test_a_logarithmic_axis_only_where_nothing_is_zero(figures, tmp_path):
+    spread = {"min": 0.0, "q1": 0.0, "median": 4.0, "q3": 5.0, "max": 9.0}
+    for lowest, scale in ((0.0, "linear"), (0.5, "log")):
+        own = {"x": {**spread, "min": lowest, "q1": lowest}}
+        draw_quartiles(own, {"x": [3.0]}, tmp_path / "spread.png", "variance", "heading", log=True)
+        assert {axis.get_xscale() for axis in figures[-1].axes[:1]} == {scale}
+        assert figures[-1].axes[1].get_yscale() == scale

@@ -123,7 +123,7 @@ def test_any_weights_and_any_connectivity_can_be_drawn(runs):
 
 def test_layers_are_spread_evenly_with_the_last_among_them():
     assert chosen(None, 12, 3, "--layers") == [0, 6, 11] and chosen(None, 2, 6, "--layers") == [0, 1]
-    assert chosen(None, 1, 3, "--layers") == [0] and chosen([12, 1], 12, 3, "--layers") == [11, 0]
+    assert chosen(None, 1, 3, "--layers") == [0] and chosen([12, 1, 12], 12, 3, "--layers") == [11, 0]
 
 
 def test_queries_are_rows_and_columns_from_1():
@@ -140,7 +140,7 @@ def test_queries_are_rows_and_columns_from_1():
         (["--indices", "400"], "--indices 400 must be between 0 and 358, the last of"),
         (["--indices", "0", "--layers", "3"], "--layers 3 must be between 1 and 2"),
         (["--indices", "0", "--heads", "0"], "--heads 0 must be between 1 and 3"),
-        (["--indices", "0", "--queries", "5,1"], "query=(4, 0) must be (row, column) of a patch of the 4x4 grid"),
+        (["--indices", "0", "--queries", "5,1"], "--queries 5,1 must be from 1,1 to 4,4, the grid"),
         (["--images", "none.png"], "none.png is not a readable image (No such file or directory)"),
     ],
 )

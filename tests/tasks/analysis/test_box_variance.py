@@ -129,6 +129,9 @@ def test_boxes_are_cut_and_scaled_with_the_image(boxed_runs, tmp_path):
     wide = Image.new("RGB", (64, 32))
     # Scaled by a quarter across and a half down: columns 1 and 2, rows 0 and 1 of 4x4 patches.
     assert patches_inside([16, 0, 32, 16], wide, saved, "x").nonzero().tolist() == [[0, 1], [0, 2], [1, 1], [1, 2]]
+    # 1.5 and 13.5 are both rounded up, to 16 of 15 pixels, but their sum is the edge of the image.
+    inside = patches_inside([0, 1.5, 16, 13.5], Image.new("RGB", (16, 15)), saved, "x")
+    assert inside.tolist() == [[False] * 4] + [[True] * 4] * 3
     saved.processor = BitImageProcessorPil(
         size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, resample=3, do_center_crop=True
     )
@@ -179,5 +182,7 @@ def test_data_without_boxes_and_halves_of_options(runs, boxed_runs, capsys, tmp_
 
 
 def test_read_boxes_collects_the_lines_of_an_image(tmp_path):
-    (tmp_path / "a.csv").write_text("image,width,height,left,top\nx,3,4,1,2\ny,1,1,0,0\nx,5,6,0,0.5\n")
-    assert read_boxes(tmp_path / "a.csv") == {"x": [[1, 2, 3, 4], [0, 0.5, 5, 6]], "y": [[0, 0, 1, 1]]}
+    for encoding in ("utf-8", "utf-8-sig"):
+        text = "image,width,height,left,top\nx,3,4,1,2\ny,1,1,0,0\nx,5,6,0,0.5\n"
+        (tmp_path / "a.csv").write_text(text, encoding=encoding)
+        assert read_boxes(tmp_path / "a.csv") == {"x": [[1, 2, 3, 4], [0, 0.5, 5, 6]], "y": [[0, 0, 1, 1]]}

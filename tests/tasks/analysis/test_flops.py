@@ -54,10 +54,10 @@ def test_a_saved_model_and_a_run(inside, capsys, tmp_path):
     assert main([str(tmp_path / "run"), "--out", str(tmp_path)]) == 0
     assert "M for a step" in capsys.readouterr().out
     (counted,) = json.loads((tmp_path / "flops.json").read_text())["models"]
-    # Sizes that nobody gave are cut down to whole patches.
-    assert [flops["image_size"][0] for flops in counted["sparse"]] == [224, 378, 511, 763, 1022, 1274, 1533]
-    assert counted["sparse"][0]["total"] == model_flops(config, 224).total
-    assert counted["sparse"][0]["decay"] == model_flops(config, 224).decay
+    # Sizes that nobody gave are 28/224 of a ViT's 224, 384, 512 and so on, cut down to whole patches.
+    assert [flops["image_size"][0] for flops in counted["sparse"]] == [28, 42, 63, 91, 126, 154, 189]
+    assert counted["sparse"][0]["total"] == model_flops(config, 28).total
+    assert counted["sparse"][0]["decay"] == model_flops(config, 28).decay
 
 
 def test_a_configuration_that_starts_from_a_saved_model(capsys, tmp_path):

@@ -1,13 +1,17 @@
 import json
+import shutil
 
 import numpy as np
+import peft
 import pytest
 import torch
 from PIL import Image
+from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 
 from hf_sparseprior import SparsePriorViTForImageClassification
 from tasks.analysis import resolution
-from tests.tasks.analysis.saved_runs import CLASSES, accuracy_by_evaluate, write_images, write_run
+from tasks.analysis.trained import model_sha256
+from tests.tasks.analysis.saved_runs import CLASSES, accuracy_by_evaluate, natural_image, write_images, write_run
 
 # The middle 28 of 32 pixels, as augmentation.eval_crop_ratio=0.875 saves it.
 CROP = {
@@ -84,6 +88,43 @@ def test_sizes_that_nobody_gave_are_the_papers(runs, tmp_path):
     (model,) = json.loads((tmp_path / "resolution.json").read_text())["models"]
     # 144 to 512 of a model trained at 224 are 18 to 64 at 28, in whole patches of 7.
     assert list(model["accuracy"]) == ["21", "28", "35", "42", "49", "56", "63"]
+
+
+def test_a_processor_that_scales_both_sides_and_cuts_keeps_its_share():
+    """As DeiT's: to 256x256, of which the middle 224x224 are kept."""
+    square = {"height": 224, "width": 224}
+    deit = DeiTImageProcessorPil(size={"height": 256, "width": 256}, crop_size=square, do_center_crop=True)
+    image = Image.fromarray(natural_image(0, 48, 40))
+    for size, whole in ((224, 256), (112, 128)):
+        pixels = resolution.resized_processor(deit, size)(image, return_tensors="pt")["pixel_values"][0]
+        edge = (whole - size) // 2
+        cut = image.resize((whole, whole), Image.Resampling.BICUBIC).crop((edge, edge, edge + size, edge + size))
+        mean, std = (np.array(values) for values in (deit.image_mean, deit.image_std))
+        np.testing.assert_allclose(pixels.permute(1, 2, 0), (np.asarray(cut) / 255 - mean) / std, atol=1e-5)
+
+
+def test_an_adapter_beside_its_model(runs, tmp_path):
+    base, adapter = runs[0] / "model", tmp_path / "adapter"
+    (tmp_path / "run_config.json").write_text((runs[0] / "run_config.json").read_text())
+    model = SparsePriorViTForImageClassification.from_pretrained(base)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    tuned.save_pretrained(adapter)
+    assert resolution.main([str(adapter), "--sizes", "28", "35", "--out", str(tmp_path / "out")]) == 0
+    (found,) = json.loads((tmp_path / "out" / "resolution.json").read_text())["models"]
+    files = sorted((runs[0].parent / "images" / "test").glob("*/*.png"))
+    with torch.no_grad():
+        logits = [tuned.eval()(pixel_values=prepared(file, 35, False)).logits for file in files]
+    right = sum(CLASSES[int(own.argmax())] == file.parent.name for own, file in zip(logits, files, strict=True))
+    assert found["accuracy"]["35"] == right / len(files)
+    before = model_sha256(adapter)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"lora_alpha": 99}))
+    changed = model_sha256(adapter)
+    moved = shutil.copytree(base, tmp_path / "base")
+    SparsePriorViTForImageClassification(model.config).save_pretrained(moved)
+    settings["base_model_name_or_path"] = str(moved)
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    assert len({before, changed, model_sha256(adapter)}) == 3
 
 
 @pytest.mark.parametrize(

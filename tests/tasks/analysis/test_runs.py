@@ -7,12 +7,13 @@ import peft
 import pytest
 import torch
 from PIL import Image
-from transformers import ViTForImageClassification
+from transformers import CLIPConfig, SiglipConfig, ViTConfig, ViTForImageClassification
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.layers import attention_weights, watch_heads
 from tasks.analysis import attention, box_variance, decay, diversity
-from tasks.analysis.runs import model_folder, model_names, open_models, preparation, shown_image
+from tasks.analysis.runs import model_folder, model_names, num_channels, open_models, preparation, shown_image
+from tests.tasks.analysis.conftest import BOXED, write_run
 
 COMMANDS = {"diversity": diversity, "box_variance": box_variance, "attention": attention, "decay": decay}
 
@@ -98,6 +99,11 @@ def test_the_shown_image_is_the_scaled_image(channels, tmp_path):
     np.testing.assert_allclose(shown, pixels / 255, atol=2e-3)  # grey of grey pixels may be rounded
 
 
+def test_channels_of_towers_are_those_of_their_own_config():
+    towers = CLIPConfig(vision_config={"num_channels": 1}), SiglipConfig(vision_config={"num_channels": 4})
+    assert [num_channels(Namespace(config=config)) for config in (*towers, ViTConfig(num_channels=2))] == [1, 4, 2]
+
+
 # ---- bad values -----------------------------------------------------------------------------------------------------
 
 
@@ -142,3 +148,15 @@ def test_bad_data_gives_one_line(command, runs, stock, capsys, tmp_path):
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["attention", "box_variance"])
+def test_layers_that_drop_tokens_give_one_line(command, boxed_runs, capsys, tmp_path):
+    """Whose weights have fewer rows than there are patches, and would be taken for those of others."""
+    data = json.loads((boxed_runs[0][0] / "run_config.json").read_text())["data"]
+    prior = {"extras": [{"name": "evit", "keep_rate": 0.5}]}
+    run = write_run(tmp_path / "run", data, prior=prior, **{**BOXED, "num_hidden_layers": 4})
+    more = ["--indices", "0"] if command == "attention" else []
+    assert COMMANDS[command].main([str(run), *more, "--out", str(tmp_path / "out")]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]  # behind the bars of reading
+    assert "drops tokens, its layers have 17, 17, 10, 7: the attention of those that are left is no map" in line

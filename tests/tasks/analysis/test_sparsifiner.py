@@ -86,7 +86,9 @@ def test_pictures_show_connectivity_attention_basis_and_coefficients(run, runs, 
 
     compared = np.array(figures["mine_test5_compared_query_2_3.png"].axes).reshape(2, -1)
     titles = [axis.get_title() for axis in compared[0]]
-    assert titles[1] == "full" and titles[-1] == "sparse" and len(titles) == 4
+    assert [title.partition("\n")[0] for title in titles[1::2]] == ["full", "sparse"] and len(titles) == 4
+    highest = watched[0].full_attention[0, :, place, 1:].mean(0).max().item()
+    assert float(titles[1].partition("max ")[2]) == pytest.approx(highest, rel=0.06)
     basis = np.array(figures["mine_basis.png"].axes).reshape(2, -1)
     for line, layer in zip(basis, model.vit.layers, strict=True):
         for axis, row in zip(line, layer.attention.predictor.w_up.detach(), strict=True):
@@ -108,3 +110,6 @@ def test_errors_in_one_line(run, runs, tmp_path, capsys):
     boxed = write_run(tmp_path / "other", {"source": "digits"}, **{**DIGITS, "num_hidden_layers": 3})
     assert main([str(run), "--indices", "1", "--others", str(boxed), *out]) == 2
     assert "num_hidden_layers=3 must be 2" in capsys.readouterr().err
+    assert main([str(run), "--indices", "1", "--queries", "1,5", *out]) == 2
+    assert "--queries 1,5 must be from 1,1 to 4,4" in capsys.readouterr().err
+    assert main([str(run), "--indices", "1", "--layers", "2", "2", "--heads", "1", "1", *out]) == 0
