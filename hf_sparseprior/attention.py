@@ -120,9 +120,7 @@ class PriorAttention(nn.Module):
         if self.mixer is not None:
             source, forced = forced_backend(backend)
             if forced not in ("auto", "reference"):
-                raise ValueError(
-                    f"{source}={forced!r} cannot run mixer {self.mixer.name!r}, which has one form for all"
-                )
+                raise ValueError(f"{source}={forced!r} cannot run mixer {self.mixer.name!r}, which has one form")
             if bias is not None:
                 raise ValueError(f"mixer {self.mixer.name!r} has no logits of pairs to which a bias could be added")
             return self.mixer(q, k, v, plan, scale, dropout_p, need_weights, token_ids)

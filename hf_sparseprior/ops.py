@@ -254,12 +254,15 @@ def _reference(call: Call) -> tuple[Tensor, Tensor | None]:
 
 def largest(values: Tensor, count: int) -> Tensor:
     """Mask of the `count` largest of the last dimension; of equal ones those in front."""
-    chosen = largest_indices(values.detach(), count)
+    chosen = largest_indices(values.detach(), count, in_order=False)
     return torch.zeros_like(values, dtype=torch.bool).scatter_(-1, chosen, True)
 
 
-def largest_indices(values: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest of the last dimension, from the largest on; of equal ones those in front first."""
+def largest_indices(values: Tensor, count: int, in_order: bool = True) -> Tensor:
+    """Indices of the `count` largest of the last dimension, of equal ones those in front.
+
+    `in_order`: from the largest on; otherwise in any order, which takes two thirds of the time.
+    """
     if values.dtype == torch.float64:
         return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :count]
     # topk is faster than a stable sort, but takes any of equal values: integers in the order of the floats, followed by
@@ -267,7 +270,7 @@ def largest_indices(values: Tensor, count: int) -> Tensor:
     bits = (values.float() + 0.0).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     places = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
-    return torch.topk(ordered | places, count, dim=-1).indices
+    return torch.topk(ordered | places, count, dim=-1, sorted=in_order).indices
 
 
 def _kept_pairs(kept: Tensor) -> Tensor:

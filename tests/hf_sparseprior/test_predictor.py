@@ -6,7 +6,7 @@ import torch
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.attention import PriorAttention
 from hf_sparseprior.decay import PLACEMENTS
-from hf_sparseprior.ops import AttentionPlan, run_plan
+from hf_sparseprior.ops import AttentionPlan, largest, run_plan
 from hf_sparseprior.predictor import PREDICTORS, TopK
 from hf_sparseprior.prior import prior_pruning_ratio, resolve_prior
 from hf_sparseprior.supports import resolve_support
@@ -93,6 +93,17 @@ def test_equal_logits_go_by_their_index():
     attention = PriorAttention(HEADS, resolve_prior({"predictor": {"name": "topk", "keys": 4}}, HEADS, GRID))
     weights = attention.attend(q, same, v, GRID, 1, need_weights=True)[1]
     assert (weights[..., :4] == 0.25).all() and (weights[..., 4:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_largest_of_equal_values_are_those_in_front(dtype):
+    values = torch.randint(-2, 3, (40, 9), generator=torch.Generator().manual_seed(0)).to(dtype)
+    values[values == 2] = -math.inf
+    values[::2] *= -1.0  # zeros of both signs
+    for count in (1, 4, 9):
+        for row, mask in zip(values.tolist(), largest(values, count).tolist(), strict=True):
+            front = sorted(range(9), key=lambda place, row=row: (-row[place], place))[:count]
+            assert [place for place in range(9) if mask[place]] == sorted(front)
 
 
 def test_topk_gradients_equal_those_of_the_kept_keys():
