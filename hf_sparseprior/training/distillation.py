@@ -194,10 +194,14 @@ class Teacher:
                 raise ValueError(f"{self.name} has the model's classes in another order, from {moved!r} on")
 
     @torch.no_grad()
-    def __call__(self, pixel_values: Tensor, needs: frozenset[str]) -> Any:
-        """Outputs of the teacher, with hidden states and attentions where these are needed."""
+    def __call__(self, pixel_values: Tensor, needs: frozenset[str], token_sources: Tensor | None = None) -> Any:
+        """Outputs of the teacher, with hidden states and attentions where these are needed.
+
+        `token_sources` as in the model: with MixToken the teacher sees the patches that the student sees.
+        """
         return self.model(
             pixel_values,
+            token_sources=token_sources,
             output_hidden_states="hidden_states" in needs,
             output_attentions="attentions" in needs,
             return_dict=True,
@@ -277,7 +281,13 @@ class Distillation:
             raise ValueError("the attention loss needs gradient checkpointing to be without reentrance")
 
     def losses(
-        self, model: nn.Module, outputs: Any, label_loss: Tensor, scores: Sequence[Tensor], pixel_values: Tensor
+        self,
+        model: nn.Module,
+        outputs: Any,
+        label_loss: Tensor,
+        scores: Sequence[Tensor],
+        pixel_values: Tensor,
+        token_sources: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """The losses of a step by name, not yet weighed.
 
@@ -286,9 +296,11 @@ class Distillation:
             outputs: of the student.
             label_loss: the loss against the labels.
             scores: what `observed` collected.
-            pixel_values: what the student saw.
+            pixel_values, token_sources: what the student saw.
         """
-        teacher = self.teacher(pixel_values, self.needs) if self.teacher is not None and self.needs else None
+        teacher = None
+        if self.teacher is not None and self.needs:
+            teacher = self.teacher(pixel_values, self.needs, token_sources)
         step = Step(model, outputs, label_loss, teacher, scores)
         return {name: LOSSES[name].compute(step) for name in self.weights}
 

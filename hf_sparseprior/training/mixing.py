@@ -181,6 +181,12 @@ class SoftTargetCollator:
         """(height, width) in which boxes are given: patches for MixToken, else pixels."""
         return self.grid if self.mixing.mixtoken and self.grid else (size[0], size[1])
 
+    def _own_shares(self, mixes: dict[int, tuple[int, Mix]], pixels: Tensor) -> dict[Mix, Tensor]:
+        """`own_shares` of every mix; rows of a batch share one."""
+        assert self.grid is not None
+        size = self._mixed_size(tuple(pixels.shape[-2:]))
+        return {mix: own_shares(mix, size, self.grid) for mix in {mix for _, mix in mixes.values()}}
+
     def _mix(self, pixels: Tensor, targets: Tensor, mixes: dict[int, tuple[int, Mix]]) -> dict[str, Tensor]:
         mixed, mixed_targets = pixels.clone(), targets.clone()
         for row, (partner, mix) in mixes.items():
@@ -195,8 +201,9 @@ class SoftTargetCollator:
         batch = {"pixel_values": mixed, "labels": mixed_targets}
         if self.mixing.mixtoken and self.grid:
             sources = torch.arange(len(pixels))[:, None].repeat(1, self.grid[0] * self.grid[1])
+            shares = self._own_shares(mixes, pixels)
             for row, (partner, mix) in mixes.items():
-                sources[row, own_shares(mix, self.grid, self.grid) == 0] = partner
+                sources[row, shares[mix] == 0] = partner
             batch["token_sources"] = sources
         return batch
 
@@ -207,7 +214,7 @@ class SoftTargetCollator:
             raise ValueError("label maps need the grid of the model's patches")
         classes, scores, views = (torch.stack(parts) for parts in zip(*maps, strict=True))
         partners, shares = torch.arange(len(maps)), torch.ones(len(maps), self.grid[0] * self.grid[1])
+        by_mix = self._own_shares(mixes, pixels)
         for row, (partner, mix) in mixes.items():
-            partners[row] = partner
-            shares[row] = own_shares(mix, self._mixed_size(tuple(pixels.shape[-2:])), self.grid)
+            partners[row], shares[row] = partner, by_mix[mix]
         return {"classes": classes, "scores": scores, "views": views, "partners": partners, "shares": shares}

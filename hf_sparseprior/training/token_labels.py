@@ -214,7 +214,8 @@ def read_header(folder: Path) -> MapHeader:
 
 
 class LabelMaps:
-    """The label maps of a training set, read one at a time.
+    """The label maps of a training set. Files are mapped into memory at their first use, so that reading a map copies
+    nothing and the memory is shared by processes.
 
     Args:
         folder: see `write_label_maps`.
@@ -235,7 +236,7 @@ class LabelMaps:
         for number, name in enumerate(self.header.files):
             if damage := self._shape_damage(number):
                 raise OSError(f"{self.folder / name} is damaged: {damage}")
-        self._open: dict[int, Any] = {}
+        self._open: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
         return self.header.images
@@ -270,9 +271,10 @@ class LabelMaps:
         """An image's classes int16 (h, w, k) and their probabilities float16 (h, w, k), the largest first."""
         number, place = divmod(index, self.header.images_per_file)
         if number not in self._open:
-            self._open[number] = safe_open(self.folder / self.header.files[number], "pt")
-        file = self._open[number]
-        return file.get_slice("classes")[place], file.get_slice("scores")[place]
+            with safe_open(self.folder / self.header.files[number], "pt") as file:
+                self._open[number] = file.get_tensor("classes"), file.get_tensor("scores")
+        classes, scores = self._open[number]
+        return classes[place], scores[place]
 
     def _shape_damage(self, number: int) -> str | None:
         try:

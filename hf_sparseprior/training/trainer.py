@@ -253,7 +253,9 @@ class SparsePriorTrainer(Trainer):
         student = self.accelerator.unwrap_model(model)
         with distillation.observed(student) as scores:
             label_loss, outputs = self._label_loss(model, {**inputs, **distillation.student_options()})
-        losses = distillation.losses(student, outputs, label_loss, scores, inputs["pixel_values"])
+        losses = distillation.losses(
+            student, outputs, label_loss, scores, inputs["pixel_values"], inputs.get("token_sources")
+        )
         self._record(losses)
         return distillation.total(losses), outputs
 

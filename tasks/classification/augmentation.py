@@ -1,7 +1,7 @@
 """Augmentation of training images: what a `Draw` says, and nothing else, decides what becomes of an image.
 
-kornia draws boxes and jitters colours; Pillow cuts and resizes, because it averages where an image shrinks, which
-kornia's crop does not.
+kornia erases and jitters colours, and boxes are those that it draws; Pillow cuts and resizes, because it averages where
+an image shrinks, which kornia's crop does not.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Augmentation:
         std: Sequence[float],
         num_channels: int = 3,
     ) -> None:
-        from kornia.augmentation import ColorJitter, RandomCrop, RandomErasing, RandomResizedCrop
+        from kornia.augmentation import ColorJitter, RandomErasing
 
         self.config = config
         self.size = tuple(size)
@@ -157,11 +157,6 @@ class Augmentation:
         self.fill = tuple(grey * 3 if len(grey) == 1 else grey)
         self.resample = INTERPOLATIONS[config.interpolation]
         self.policy = parse_policy(config.randaugment) if config.randaugment else None
-        self.box = None
-        if config.crop == "resized":
-            self.box = RandomResizedCrop(self.size, tuple(config.scale), tuple(config.ratio))
-        elif config.crop == "random":
-            self.box = RandomCrop(self.size)
         jitter = config.color_jitter if self.policy is None or config.force_color_jitter else 0.0
         if config.color_jitter and not jitter:
             logger.info("color_jitter=%s has no effect beside randaugment; see force_color_jitter", config.color_jitter)
@@ -175,7 +170,7 @@ class Augmentation:
 
     def with_view(self, image: Image.Image, random: np.random.Generator) -> tuple[Tensor, np.ndarray]:
         """The augmented image, and what of the whole one is seen (a view of `training.token_labels`)."""
-        with torch.random.fork_rng(devices=[]):  # kornia draws from torch's global generator
+        with torch.random.fork_rng(devices=[]):  # kornia, and crops as kornia's, draw from torch's global generator
             # Not torch.manual_seed, which seeds accelerators too, and with them dropout in training.
             torch.default_generator.manual_seed(int(random.integers(2**63)))
             image, view = self._crop(image)
@@ -201,12 +196,12 @@ class Augmentation:
         whole = image.size
         if self.config.crop == "random":
             image = _pad(image, self.config.padding, self.size)
-        if self.box is None:
+        if self.config.crop == "none":
             return image.resize((width, height), self.resample), WHOLE
-        corners = self.box.forward_parameters(torch.Size((1, 3, image.height, image.width)))["src"][0]
-        left, top = corners[0].tolist()
-        right, bottom = (corners[2] + 1).tolist()  # kornia names the last pixel, Pillow the first behind it
-        box = int(left), int(top), int(right), int(bottom)
+        if self.config.crop == "resized":
+            box = resized_box(image.size, self.config.scale, self.config.ratio)
+        else:
+            box = placed_box(image.size, (width, height))
         # Padding is the same on both sides.
         margins = [(padded - side) // 2 for padded, side in zip(image.size, whole, strict=True)] * 2
         shares = [(end - margin) / side for end, margin, side in zip(box, margins, whole * 2, strict=True)]
@@ -223,6 +218,39 @@ class Augmentation:
         noise = torch.randn(region.shape) if self.config.erasing_mode == "pixel" else torch.zeros(region.shape)
         pixels[:, top:bottom, left:right] = noise
         return pixels
+
+
+def resized_box(size: tuple[int, int], scale: Sequence[float], ratio: Sequence[float]) -> tuple[int, int, int, int]:
+    """A box (left, top, right, bottom) in an image of (width, height) pixels: a share `scale` of its area, width to
+    height as `ratio`, both at random, and where it lies.
+
+    The first of ten draws that fits, else the largest box of a ratio that is allowed, as torchvision has it. The boxes
+    are those of kornia's RandomResizedCrop, which takes milliseconds to draw one.
+    """
+    width, height = size
+    (least, most), (low, high) = torch.tensor(scale), torch.tensor(ratio).log()
+    area = (torch.rand(10) * (most - least) + least) * height * width
+    aspect = torch.exp(torch.rand(10) * (high - low) + low)
+    drawn = torch.stack([torch.sqrt(area * aspect), torch.sqrt(area / aspect)], 1).round().tolist()
+    fitting = (box for box in drawn if 0 < box[0] <= width and 0 < box[1] <= height)
+    box = next(fitting, _fallback(width, height, *ratio))
+    return placed_box(size, (int(box[0]), int(box[1])))
+
+
+def _fallback(width: int, height: int, low: float, high: float) -> tuple[int, int]:
+    """(width, height) of the largest box whose ratio is in low..high."""
+    if width / height < low:
+        return width, min(height, max(1, round(width / low)))
+    if width / height > high:
+        return min(width, max(1, round(height * high))), height
+    return width, height
+
+
+def placed_box(size: tuple[int, int], box: tuple[int, int]) -> tuple[int, int, int, int]:
+    """A box of (width, height) somewhere in an image of at least that size, as kornia's RandomCrop draws the place."""
+    free = torch.tensor([outer - inner + 1.0 for outer, inner in zip(size, box, strict=True)])
+    left, top = (int(start) for start in (torch.rand(2) * free).floor().tolist())
+    return left, top, left + box[0], top + box[1]
 
 
 def to_tensor(image: Image.Image) -> Tensor:

@@ -21,6 +21,7 @@ from hf_sparseprior.training import (
     SparsePriorTrainer,
     SparsePriorTrainingArguments,
     token_label_loss,
+    token_labels,
     token_targets,
     write_label_maps,
 )
@@ -318,6 +319,17 @@ def test_an_opened_folder_can_go_to_another_process(folder):
     maps = LabelMaps(folder)
     expected = maps.read(5)  # holds an open file now
     assert all(torch.equal(*pair) for pair in zip(pickle.loads(pickle.dumps(maps)).read(5), expected, strict=True))
+
+
+def test_every_file_is_opened_once_and_its_maps_are_views(folder, monkeypatch):
+    opened, real = [], token_labels.safe_open
+    monkeypatch.setattr(token_labels, "safe_open", lambda path, *rest: (opened.append(path.name), real(path, *rest))[1])
+    maps = LabelMaps(folder)
+    opened.clear()
+    read = [maps.read(index) for index in (0, 9, 1, 3, 8, 0)]
+    assert opened == [maps.header.files[0], maps.header.files[2]]
+    assert read[0][0].data_ptr() == read[5][0].data_ptr()  # of the file, not a copy
+    assert read[2][0].data_ptr() - read[0][0].data_ptr() == read[0][0].numel() * 2
 
 
 class Killed(BaseException):

@@ -128,6 +128,20 @@ def test_a_step_has_the_weighted_sum_of_the_losses(tmp_path):
     assert trainer.compute_loss(student, inputs).item() == pytest.approx(plain.item(), rel=1e-6)
 
 
+def test_the_teacher_sees_the_patches_that_mixtoken_gives_the_student(tmp_path):
+    student, teacher, inputs = make_model(0), make_model(1), batch()
+    sources = torch.tensor([[0, 1, 0, 1], [1, 1, 1, 0], [2, 2, 3, 2], [3, 3, 3, 3]])
+    # The stem cuts patches of 4x4 pixels apart, so tokens may be taken from other images or their pixels.
+    patches = inputs["pixel_values"].unfold(2, 4, 4).unfold(3, 4, 4).flatten(2, 3)  # (B, 3, N, 4, 4)
+    taken = torch.stack([patches[row, :, place] for place, row in enumerate(sources.T)], 2)
+    pixels = taken.unflatten(2, (2, 2)).permute(0, 1, 2, 4, 3, 5).reshape(4, 3, 8, 8)
+    weights = {"token": 1.0, "class": 1.0}
+    trainer = make_trainer(student, Distillation(weights, Teacher(teacher)), tmp_path)
+    own = trainer.compute_loss(student.train(), {**inputs, "token_sources": sources})
+    expected = trainer.compute_loss(student, {**inputs, "pixel_values": pixels})
+    assert own.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
 def test_accumulation_and_soft_labels_leave_the_gradient(tmp_path):
     def trained(**options):
         student = make_model(0)

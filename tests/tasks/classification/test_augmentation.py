@@ -3,6 +3,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from kornia.augmentation import RandomCrop, RandomResizedCrop
 from PIL import Image
 from scipy import stats
 from sklearn.datasets import load_sample_image
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.training import Draw, DrawSampler, SparsePriorTrainingArguments
-from tasks.classification.augmentation import Augmentation, AugmentationConfig, to_tensor
+from tasks.classification.augmentation import Augmentation, AugmentationConfig, placed_box, resized_box, to_tensor
 from tasks.classification.data import ImageDataset, Images, Preparation
 from tasks.classification.inputs import make_collator, make_processor
 
@@ -130,6 +131,26 @@ def test_resized_crops_have_the_wanted_area_and_ratio():
     assert stats.kstest(np.log(ratio), log_ratio.cdf).pvalue > 0.01
     assert stats.kstest(found[:, 0] / (600 - width), stats.uniform.cdf).pvalue > 0.01
     assert stats.kstest(found[:, 1] / (600 - height), stats.uniform.cdf).pvalue > 0.01
+
+
+@pytest.mark.parametrize("size", [(8, 8), (60, 40), (500, 20), (9, 300)])
+@pytest.mark.parametrize(("scale", "ratio"), [((0.08, 1.0), (0.75, 4 / 3)), ((0.6, 1.0), (0.5, 0.9))])
+def test_boxes_are_those_that_kornia_draws(size, scale, ratio):
+    shape = torch.Size((1, 3, size[1], size[0]))
+    resized = RandomResizedCrop((16, 16), scale, ratio)
+    random_crop = RandomCrop((7, 5))
+    for seed in range(40):
+        for theirs, own in (
+            (resized, lambda: resized_box(size, scale, ratio)),
+            (random_crop, lambda: placed_box(size, (5, 7))),
+        ):
+            torch.manual_seed(seed)
+            corners = theirs.forward_parameters(shape)["src"][0]
+            expected = (*corners[0].tolist(), *(corners[2] + 1).tolist())
+            state = torch.get_rng_state()
+            torch.manual_seed(seed)
+            assert own() == expected
+            assert torch.equal(torch.get_rng_state(), state)  # what follows is drawn alike
 
 
 def test_a_resized_crop_is_cut_and_then_resized_by_pillow(photo):
