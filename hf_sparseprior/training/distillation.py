@@ -199,6 +199,12 @@ class Teacher:
 
         `token_sources` as in the model: with MixToken the teacher sees the patches that the student sees.
         """
+        patches = math.prod(self.model.config.grid)
+        if token_sources is not None and token_sources.shape[1] != patches:
+            raise ValueError(
+                f"{self.name} has {patches} patches, the model {token_sources.shape[1]}; with mixtoken they must be as "
+                "many"
+            )
         return self.model(
             pixel_values,
             token_sources=token_sources,
@@ -264,21 +270,23 @@ class Distillation:
         """Inside the block the scores of the student's predictors are collected, where they are needed.
 
         Raises:
-            ValueError: for scores without gradients.
+            ValueError: where no scores have a gradient.
         """
         scores: list[Tensor] = []
         watched = predictors(model) if "scores" in self.needs else []
         for predictor in watched:
             predictor.recorder = scores.append
         # With gradient checkpointing, layers run again in the backward pass and have to do the same as here.
-        later = _discard if watched and getattr(model, "is_gradient_checkpointing", False) else None
+        runs_again = bool(watched) and getattr(model, "is_gradient_checkpointing", False)
         try:
             yield scores
         finally:
             for predictor in watched:
-                predictor.recorder = later
-        if model.training and not all(own.requires_grad for own in scores):
-            raise ValueError("the attention loss needs gradient checkpointing to be without reentrance")
+                predictor.recorder = _discard if runs_again else None
+        if model.training and scores and not any(own.requires_grad for own in scores):
+            if runs_again:
+                raise ValueError("the attention loss needs gradient checkpointing to be without reentrance")
+            raise ValueError("the attention loss has nothing to train: predictors, queries and keys are all frozen")
 
     def losses(
         self,

@@ -230,6 +230,11 @@ class SparsePriorTrainer(Trainer):
             return
         if not evit_modules(self.model):
             raise ValueError(f"keep_rate_start_epoch={start} and keep_rate_epochs={epochs} are for priors with evit")
+        if self.args.torch_compile:
+            raise ValueError(
+                f"torch_compile cannot be used with keep_rate_start_epoch={start} and keep_rate_epochs={epochs}: every "
+                "keep rate would be compiled anew"
+            )
         self.add_callback(KeepRateSchedule(start, epochs))
 
     def _record(self, losses: Mapping[str, Tensor]) -> None:

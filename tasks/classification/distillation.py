@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accelerate.utils import parse_flag_from_env
+from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.training.distillation import (
@@ -81,14 +83,20 @@ def check_distillation(config: dict[str, dict[str, Any]]) -> None:
         raise ValueError("distillation cannot be used with FSDP, use DDP")
     if distillation.teacher == SELF and not config["model"].get("pretrained"):
         raise ValueError("distillation.teacher=self is what model.pretrained holds; set model.pretrained=FOLDER")
+    method = config["tuning"].get("method", "full")
     if distillation.phase != "predictor":
+        if distillation.weights()["attention"] and method != "full":
+            raise ValueError(
+                f"distillation.lambda_attention={distillation.lambda_attention} trains the predictor, which "
+                f"tuning.method={method} leaves as it is; set it to 0"
+            )
         return
     if not config["model"].get("pretrained"):
         raise ValueError("distillation.phase=predictor leaves the model as it is; set model.pretrained=FOLDER")
     if not distillation.weights()["attention"]:
         raise ValueError("distillation.phase=predictor trains with the attention loss alone; lambda_attention is 0")
-    if config["tuning"].get("method", "full") != "full":
-        raise ValueError(f"distillation.phase=predictor has no use for tuning.method={config['tuning']['method']}")
+    if method != "full":
+        raise ValueError(f"distillation.phase=predictor has no use for tuning.method={method}")
     if trainer.get("ema_decay") is not None:
         raise ValueError("distillation.phase=predictor prunes at its end, which trainer.ema_decay would not know of")
 
@@ -105,6 +113,8 @@ def make_distillation(config: dict[str, dict[str, Any]]) -> Distillation | None:
     folder = teacher_folder(config)
     if folder is None:
         return None
+    if not (Path(folder) / CONFIG_NAME).is_file():
+        raise OSError(f"distillation.teacher={folder} is not a folder of a saved model")
     options = {"prior": "dense"} if settings.teacher == SELF else {}
     return Distillation(settings.weights(), Teacher.from_pretrained(folder, **options))
 

@@ -822,6 +822,9 @@ def test_training_steps_have_the_scheduled_keep_rate_and_evaluations_the_priors(
     assert expected[:3] == [1.0] * 3 and expected[-2:] == [0.7] * 2
     with pytest.raises(ValueError, match="are for priors with evit"):
         SparsePriorTrainer(model=model("dynamicvit"), args=arguments, eval_dataset=data)
+    arguments.torch_compile = True
+    with pytest.raises(ValueError, match=r"torch_compile cannot be used with keep_rate_start_epoch=1\.0"):
+        SparsePriorTrainer(model=made, args=arguments, eval_dataset=data)
 
 
 def test_the_backbone_has_its_own_learning_rate(tmp_path):

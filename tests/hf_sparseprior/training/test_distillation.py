@@ -3,13 +3,14 @@ import math
 import pytest
 import torch
 from torch.utils.data import Dataset
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 import hf_sparseprior as sp
 from hf_sparseprior.training import (
     LOSSES,
     Distillation,
     SparsePriorTrainer,
+    SparsePriorTrainingArguments,
     Teacher,
     attention_loss,
     class_loss,
@@ -54,7 +55,7 @@ class StopAt(TrainerCallback):
 
 
 def make_trainer(model, distillation, folder, **options):
-    arguments = TrainingArguments(
+    arguments = SparsePriorTrainingArguments(
         output_dir=str(folder), num_train_epochs=2, learning_rate=1e-2, report_to="none", disable_tqdm=True,
         remove_unused_columns=False, use_cpu=True, save_strategy="steps", save_steps=2, logging_steps=1,
         **{"per_device_train_batch_size": 4, "optim": "sgd", **options},
@@ -140,6 +141,9 @@ def test_the_teacher_sees_the_patches_that_mixtoken_gives_the_student(tmp_path):
     own = trainer.compute_loss(student.train(), {**inputs, "token_sources": sources})
     expected = trainer.compute_loss(student, {**inputs, "pixel_values": pixels})
     assert own.item() == pytest.approx(expected.item(), rel=1e-5)
+    trainer = make_trainer(student, Distillation({"class": 1.0}, Teacher(make_model(1, patch_size=8))), tmp_path)
+    with pytest.raises(ValueError, match="the teacher has 1 patches, the model 4; with mixtoken they must be as many"):
+        trainer.compute_loss(student, {**inputs, "token_sources": sources})
 
 
 def test_accumulation_and_soft_labels_leave_the_gradient(tmp_path):
@@ -162,10 +166,24 @@ def test_accumulation_and_soft_labels_leave_the_gradient(tmp_path):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
 
 
-def test_resumed_run_equals_the_uninterrupted_one_and_the_teacher_stays(tmp_path):
+# What must go on: dropout, a keep rate that falls, decisions that are drawn, a predictor that learns.
+RESUMED = {
+    "dense": {},
+    "evit": {"keep_rate_start_epoch": 0.5, "keep_rate_epochs": 1.0},
+    "dynamicvit": {},
+    "sparsifiner": {"attention": 1.0},
+}
+
+
+@pytest.mark.parametrize("prior", RESUMED)
+def test_resumed_run_equals_the_uninterrupted_one_and_the_teacher_stays(tmp_path, prior):
+    extra = {"attention": RESUMED[prior].get("attention", 0.0)}
+    options = {name: value for name, value in RESUMED[prior].items() if name not in extra}
+
     def trainer(folder):
-        distillation = Distillation({"labels": 1, "token": 0.5, "class": 0.5}, Teacher(make_model(1)))
-        return make_trainer(make_model(0, hidden_dropout_prob=0.1), distillation, folder, optim="adamw_torch")
+        distillation = Distillation({"labels": 1, "token": 0.5, "class": 0.5, **extra}, Teacher(make_model(1)))
+        student = make_model(0, hidden_dropout_prob=0.1, prior=SPARSIFINER if prior == "sparsifiner" else prior)
+        return make_trainer(student, distillation, folder, optim="adamw_torch", **options)
 
     whole = trainer(tmp_path / "whole")
     whole.train()
@@ -181,9 +199,12 @@ def test_resumed_run_equals_the_uninterrupted_one_and_the_teacher_stays(tmp_path
     for own, other in zip(resumed.distillation.teacher.model.parameters(), make_model(1).parameters(), strict=True):
         assert torch.equal(own, other) and not own.requires_grad
     assert not resumed.distillation.teacher.model.training
+    there, again = ([entry["loss"] for entry in own.state.log_history if "loss" in entry] for own in (whole, resumed))
+    assert there == again and len(there) == 6
     entry = next(entry for entry in whole.state.log_history if "loss_token" in entry)
+    parts = {"labels": 1, "token": 0.5, "class": 0.5, **{name: weight for name, weight in extra.items() if weight}}
     assert entry["loss"] == pytest.approx(
-        entry["loss_labels"] + 0.5 * entry["loss_token"] + 0.5 * entry["loss_class"], abs=2e-4
+        sum(weight * entry[f"loss_{name}"] for name, weight in parts.items()), abs=2e-4
     )
 
 
@@ -242,6 +263,18 @@ def test_scores_without_gradients_are_refused(tmp_path):
     trainer = make_trainer(model, Distillation({"attention": 1.0}, Teacher(make_model(0))), tmp_path)
     with pytest.raises(ValueError, match="needs gradient checkpointing to be without reentrance"):
         trainer.compute_loss(model.train(), batch())
+
+
+def test_an_attention_loss_that_can_train_nothing_is_refused(tmp_path):
+    model = make_model(0, prior=SPARSIFINER)
+    model.requires_grad_(False)
+    model.classifier.requires_grad_(True)
+    trainer = make_trainer(model, Distillation({"labels": 1, "attention": 1}, Teacher(make_model(0))), tmp_path)
+    with pytest.raises(ValueError, match="the attention loss has nothing to train"):
+        trainer.compute_loss(model.train(), batch())
+    # Behind the values of a layer stand the scores of the next.
+    model.vit.layers[0].attention.v_proj.requires_grad_(True)
+    assert trainer.compute_loss(model, batch()).requires_grad
 
 
 def test_phase_1_moves_nothing_else_and_ends_pruned(tmp_path):

@@ -184,6 +184,11 @@ def test_a_teacher_for_any_model(dense, tmp_path):
         ({"teacher": "x", "phase": "predictor"}, {"model": {}}, r"leaves the model as it is; set model\.pretrained"),
         ({**PHASE_1, "lambda_attention": 0, "lambda_token": 1}, {}, "trains with the attention loss alone"),
         (PHASE_1, {"tuning": {"method": "linear"}}, r"has no use for tuning\.method=linear"),
+        (
+            {"teacher": "x", "lambda_attention": 1},
+            {"tuning": {"method": "lora"}},
+            r"lambda_attention=1 trains the predictor, which tuning\.method=lora leaves as it is; set it to 0",
+        ),
         (PHASE_1, {"trainer": {"ema_decay": 0.9}}, r"which trainer\.ema_decay would not know of"),
         ({"teacher": "x"}, {"trainer": {"fsdp": "full_shard"}}, "distillation cannot be used with FSDP"),
     ],
@@ -207,7 +212,7 @@ def test_a_run_that_cannot_learn_this_way_writes_nothing(dense, tmp_path):
         ValueError, match=r"teacher .*model has num_hidden_layers=2, the model 3; they must be the same"
     ):
         training.run(other)
-    with pytest.raises(OSError, match="nowhere"):
+    with pytest.raises(OSError, match=r"distillation\.teacher=.*nowhere is not a folder of a saved model"):
         training.run(config_of(out, dense / "model", distillation={"teacher": str(tmp_path / "nowhere")}))
     assert not list(tmp_path.glob("run/*"))
 

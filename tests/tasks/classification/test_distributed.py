@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
+
 pytestmark = pytest.mark.slow
 
 CONFIG = """
@@ -111,6 +113,32 @@ def test_two_processes_train_like_one(alone, tmp_path, launcher, overrides):
         torch.testing.assert_close(value, expected_weights[name], rtol=0, atol=2e-4)
     assert results["metrics"]["test_accuracy"] == pytest.approx(expected["metrics"]["test_accuracy"], abs=0.01)
     assert sum(map(sum, results["confusion"])) == sum(map(sum, expected["confusion"]))
+
+
+@pytest.mark.parametrize(
+    "phase", [["distillation.phase=predictor"], ["distillation.phase=model", "distillation.lambda_attention=1"]]
+)
+def test_two_processes_distill_like_one(tmp_path, phase):
+    small = {"image_size": 8, "patch_size": 2, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = SparsePriorViTConfig(**small, intermediate_size=64, initializer_range=0.2, num_labels=10)
+    SparsePriorViTForImageClassification(config).save_pretrained(tmp_path / "dense")
+    steps = ["trainer.max_steps=4", "trainer.eval_steps=4", "trainer.save_steps=4"]
+    overrides = [
+        *("model.pretrained=../dense", "model.prior=sparsifiner", "distillation.teacher=self", *phase, *steps),
+        *("augmentation.mixup=0", "augmentation.cutmix=0"),
+    ]
+    found = []
+    for launcher, size in (("one", 64), ("torchrun", 32)):
+        folder = tmp_path / launcher
+        folder.mkdir()
+        results = complete(folder, launcher, *overrides, f"trainer.per_device_train_batch_size={size}")
+        found.append((losses(results), weights(folder)))
+    (expected, expected_weights), (own, own_weights) = found
+    assert len(own) == 4
+    torch.testing.assert_close(own, expected, rtol=0, atol=1e-4)
+    for name, value in own_weights.items():
+        torch.testing.assert_close(value, expected_weights[name], rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize(("launcher", "code", "workers"), [("one", 143, 0), ("one", 143, 1), ("torchrun", None, 1)])
