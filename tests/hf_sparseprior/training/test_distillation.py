@@ -1,4 +1,5 @@
 import math
+import os
 
 import pytest
 import torch
@@ -340,6 +341,19 @@ def test_a_teacher_of_another_shape_is_refused(options, losses, message):
     distillation = Distillation(dict.fromkeys(losses, 1.0), Teacher(make_model(**options)))
     with pytest.raises(ValueError, match=message):
         distillation.check(make_model())
+
+
+def test_a_pickled_teacher_is_refused_unread(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    make_model().save_pretrained(tmp_path / "teacher")
+    (tmp_path / "teacher" / "model.safetensors").unlink()
+    torch.save(Trap(), tmp_path / "teacher" / "pytorch_model.bin")
+    with pytest.raises(OSError, match=r"model\.safetensors") as caught:
+        Teacher.from_pretrained(tmp_path / "teacher")
+    assert "\n" not in str(caught.value) and not (tmp_path / "ran").exists()
 
 
 def test_only_what_the_losses_need_has_to_agree():
