@@ -48,9 +48,9 @@ from .supports import (
 )
 
 try:  # a saved model runs without the package, and then without compiled kernels
-    from hf_sparseprior.kernels import decayed_cpu, diagonal_cpu, listed_cpu, triton_device
+    from hf_sparseprior.kernels import decayed_cpu, diagonal_cpu, listed_cpu, predicted_cpu, triton_device
 except ImportError:
-    decayed_cpu = diagonal_cpu = listed_cpu = triton_device = None  # type: ignore[assignment]
+    decayed_cpu = diagonal_cpu = listed_cpu = predicted_cpu = triton_device = None  # type: ignore[assignment]
 
 logger = logging.getLogger("hf_sparseprior.ops")
 
@@ -271,6 +271,49 @@ def largest_indices(values: Tensor, count: int, in_order: bool = True) -> Tensor
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     places = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
     return torch.topk(ordered | places, count, dim=-1, sorted=in_order).indices
+
+
+def predicted_keys(
+    coefficients: Tensor, basis: Tensor, num_prefix_tokens: int, budget: int, threshold: float
+) -> Tensor:
+    """Tokens with the largest scores of each patch: the `budget` largest of c W, of the c above `threshold`.
+
+    By the C++ kernel where it runs, which never forms all pairs. Of equal scores those in front are taken; scores that
+    are equal but for their rounding may go either way, so the two ways can differ there.
+
+    Args:
+        coefficients: (B, H, n, R), A_down of Sparsifiner.
+        basis: W_up, (R, N), or (B, 1, R, n) where each image has its own patches.
+        num_prefix_tokens: P.
+        budget: 1 to n.
+        threshold: tau.
+
+    Returns:
+        Integers (B, H, n, P + budget): the prefix tokens, then patches of scores that are not 0, then -1. A patch that
+        is left without any key, which needs P = 0, sees itself.
+    """
+    if basis.dim() == 2 and not _kernel_refuses_scores(coefficients, basis):
+        return predicted_cpu.predicted_keys(coefficients, basis, num_prefix_tokens, budget, threshold)
+    scores = torch.where(coefficients > threshold, coefficients, 0.0) @ basis
+    return keys_of_scores(scores, num_prefix_tokens, budget)
+
+
+def _kernel_refuses_scores(coefficients: Tensor, basis: Tensor) -> bool:
+    if _package_is_there() or not coefficients.dtype == basis.dtype == torch.float32:
+        return True
+    return diagonal_cpu.can_run(coefficients) is not None
+
+
+def keys_of_scores(scores: Tensor, num_prefix_tokens: int, budget: int) -> Tensor:
+    """As `predicted_keys`, of scores (B, H, n, n)."""
+    scores = scores.masked_fill(scores == 0, -math.inf)
+    chosen = largest_indices(scores, budget)  # in order, because what is -1 must stand behind the rest
+    chosen = torch.where(torch.isneginf(scores.gather(-1, chosen)), -1, chosen + num_prefix_tokens)
+    if not num_prefix_tokens:
+        own = torch.arange(scores.shape[-1], device=scores.device).unsqueeze(-1)
+        return torch.where((chosen < 0).all(-1, keepdim=True), own, chosen)
+    always = torch.arange(num_prefix_tokens, device=scores.device).expand(*chosen.shape[:-1], -1)
+    return torch.cat([always, chosen], -1)
 
 
 def _kept_pairs(kept: Tensor) -> Tensor:
@@ -954,7 +997,7 @@ def _call_mask(call: Call) -> Tensor:
 def listed_mask(keys: Tensor, num_prefix_tokens: int, total: int) -> Tensor:
     """Mask (B, H, T, T) of the lists of keys (B, H, N, K) that the patches see; prefix tokens see everything."""
     seen = torch.zeros(*keys.shape[:-1], total + 1, dtype=torch.bool, device=keys.device)
-    seen.scatter_(-1, torch.where(keys < 0, total, keys), True)  # no key is the column behind the last
+    seen.scatter_(-1, torch.where(keys < 0, total, keys).long(), True)  # no key is the column behind the last
     return F.pad(seen[..., :total], (0, 0, num_prefix_tokens, 0), value=True)
 
 

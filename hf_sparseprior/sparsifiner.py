@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .low_rank import check_sides, resize_tokens
-from .ops import AttentionPlan, largest_indices
+from .ops import AttentionPlan, keys_of_scores, predicted_keys
 from .predictor import Predictor, register_predictor
 from .supports import check_boolean, check_integer
 
@@ -196,10 +196,12 @@ class Sparsifiner(Predictor):
         with torch.autocast(q.device.type, enabled=False):  # what is close to tau must not hang on rounding
             down = self.coefficients(q, k, scale, plan, token_ids)
             down = torch.where(down > self.settings["threshold"], down, 0.0)
-            basis = self.sparse_basis(plan.grid).to(down.dtype)
-            if token_ids is not None:
-                basis = basis[:, token_ids].transpose(0, 1).unsqueeze(1)
-            return down @ basis
+            return down @ self._basis_of(plan, token_ids, down.dtype)
+
+    def _basis_of(self, plan: AttentionPlan, token_ids: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """W_up (R, N) on the plan's grid, or (B, 1, R, n) of the patches that are there."""
+        basis = self.sparse_basis(plan.grid).to(dtype)
+        return basis if token_ids is None else basis[:, token_ids].transpose(0, 1).unsqueeze(1)
 
     def forward(
         self,
@@ -214,6 +216,8 @@ class Sparsifiner(Predictor):
         dense = self._keeps_all(self.settings) or (self.training and self.dense_in_training)
         if dense and self.recorder is None:
             return None
+        if self.recorder is None and kept is None:
+            return self._predict(q, k, scale, plan, token_ids)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.recorder is not None):
             if kept is None:
                 scores = self.scores(q, k, scale, plan, token_ids)
@@ -222,24 +226,21 @@ class Sparsifiner(Predictor):
                 scores = scores * kept[:, None, None, plan.num_prefix_tokens :]
         if self.recorder is not None:
             self.recorder(scores)
-        return None if dense else self.listed_keys(scores, plan)
+        budget = self._places(plan, scores.shape[-1])
+        return None if dense else keys_of_scores(scores.detach(), plan.num_prefix_tokens, budget)
 
     @torch.no_grad()
-    def listed_keys(self, scores: Tensor, plan: AttentionPlan) -> Tensor:
-        """Token numbers (B, H, n, P + B): the prefix, then the keys of the B largest scores that are not 0, else -1.
+    def _predict(self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan, token_ids: Tensor | None) -> Tensor:
+        """The keys alone, without the scores of all pairs where a kernel can do without them."""
+        with torch.autocast(q.device.type, enabled=False):
+            down = self.coefficients(q, k, scale, plan, token_ids)
+            basis = self._basis_of(plan, token_ids, down.dtype)
+            budget = self._places(plan, basis.shape[-1])
+            return predicted_keys(down, basis, plan.num_prefix_tokens, budget, self.settings["threshold"])
 
-        Equal scores go by their index. A patch that is left without any key, which needs P = 0, sees itself.
-        """
-        prefix, tokens = plan.num_prefix_tokens, scores.shape[-1]
-        budget = min(tokens, self.budget_of(self.settings, plan.total))
-        scores = scores.masked_fill(scores == 0, -math.inf)
-        chosen = largest_indices(scores, budget)
-        chosen = torch.where(torch.isneginf(scores.gather(-1, chosen)), -1, chosen + prefix)
-        if not prefix:
-            own = torch.arange(tokens, device=scores.device).unsqueeze(-1)
-            return torch.where((chosen < 0).all(-1, keepdim=True), own, chosen)
-        always = torch.arange(prefix, device=scores.device).expand(*chosen.shape[:-1], -1)
-        return torch.cat([always, chosen], -1)
+    def _places(self, plan: AttentionPlan, patches: int) -> int:
+        """B, of as many patches as there are at most."""
+        return min(patches, self.budget_of(self.settings, plan.total))
 
     @torch.no_grad()
     def prune(self) -> None:

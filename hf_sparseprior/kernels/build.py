@@ -20,7 +20,9 @@ import torch
 logger = logging.getLogger("hf_sparseprior.kernels")
 
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / name for name in ("diagonal_cpu.cpp", "decayed_cpu.cpp", "listed_cpu.cpp"))
+SOURCES = tuple(
+    FOLDER / name for name in ("diagonal_cpu.cpp", "decayed_cpu.cpp", "listed_cpu.cpp", "predicted_cpu.cpp")
+)
 COMPILERS = ("g++", "clang++", "c++")
 # The machine's own instructions: the library never leaves it. No fast-math: -inf and the rounding of exp are needed.
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fno-math-errno", "-Wno-psabi", "-Wno-unknown-pragmas")

@@ -33,12 +33,13 @@ def ready() -> str | None:
     """None once the operators are there, else why they are not; compiles at the first use on a machine."""
     reason = load()
     if reason is None and not _registered:
-        from hf_sparseprior.kernels import decayed_cpu, listed_cpu
+        from hf_sparseprior.kernels import decayed_cpu, listed_cpu, predicted_cpu
 
         _registered.append(True)
         _register()
         decayed_cpu.register()
         listed_cpu.register()
+        predicted_cpu.register()
     return reason
 
 

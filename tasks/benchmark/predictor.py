@@ -1,7 +1,8 @@
 """Sparsifiner's prediction and the ways to attend to predicted keys: python -m tasks.benchmark.predictor
 
-Whether a prediction pays: dense attention without one, the prediction itself, and attention over its lists of keys:
-gathered, by the C++ kernel, and dense with a mask. The last three decide `hf_sparseprior.ops.CROSSOVERS` of lists.
+Whether a prediction pays: dense attention without one, the prediction itself, attention over its lists of keys
+(gathered, by the C++ kernel, and dense with a mask, which decide `hf_sparseprior.ops.CROSSOVERS` of lists), and both
+together as a layer does them, with the backend that it chooses.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from tasks.classification.command import run_command
 from tasks.classification.report import write_results
 
 DENSE, PREDICTION, GATHERED, COMPILED, MASKED = "dense", "prediction", "gather", "cpp", "sdpa with a mask"
+BOTH = "prediction and attention"
+WAYS = (DENSE, PREDICTION, GATHERED, COMPILED, MASKED, BOTH)
 PASSES = {False: "forward", True: "forward and backward"}
 
 
@@ -59,6 +62,7 @@ def set_ups(side: int, batch: int, keep_rate: float, trains: bool, arguments: ar
     }
     if not trains:
         timed[PREDICTION] = lambda: lambda: predictor(q, k, scale, plan, None)
+        timed[BOTH] = passes(lambda: layer.attend(*tensors, grid, 1)[0])
     return timed
 
 
@@ -74,10 +78,10 @@ def row(entry: dict[str, Any]) -> list[str]:
     """A line of the table."""
     contenders = entry["contenders"]
     cells = [f"{entry['tokens']} x {entry['batch']}", f"{entry['keep_rate']:g}", entry["pass"]]
-    for name in (DENSE, PREDICTION, GATHERED, COMPILED, MASKED):
+    for name in WAYS:
         cells.append(report.milliseconds(contenders[name]["seconds"]) if name in contenders else "-")
-    for name in (GATHERED, COMPILED):
-        cells.append(f"{contenders[name][f'times_{MASKED}']['median']:.2f}" if name in contenders else "-")
+    for name, other in (*((name, MASKED) for name in (GATHERED, COMPILED)), (BOTH, DENSE)):
+        cells.append(f"{contenders[name][f'times_{other}']['median']:.2f}" if name in contenders else "-")
     return cells
 
 
@@ -96,8 +100,8 @@ def run(arguments: argparse.Namespace) -> None:
     results["entries"] = [
         measured(side, batch, rate, trains, arguments) for side, batch in sizes for rate in rates for trains in PASSES
     ]
-    ways = (DENSE, PREDICTION, GATHERED, COMPILED, MASKED)
-    header = ["patches x images", "keep rate", "pass", *ways, *(f"{way} / mask" for way in (GATHERED, COMPILED))]
+    ratios = (*(f"{way} / mask" for way in (GATHERED, COMPILED)), "both / dense")
+    header = ["patches x images", "keep rate", "pass", *WAYS, *ratios]
     print("\nmilliseconds, median (quartiles)\n" + report.text_table(header, [row(e) for e in results["entries"]]))
     write_results(arguments.out, results)
     print(f"\n{arguments.out}")

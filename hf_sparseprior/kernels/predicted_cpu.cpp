@@ -1,0 +1,172 @@
+// The keys that Sparsifiner predicts, on CPUs: of each patch the `budget` largest scores, without a table of all pairs.
+//
+//   score_jk = sum over r of c_jr w_rk, where c_jr is above a threshold;  keys_j = the largest of them that are not 0
+//
+// Of equal scores those in front are taken. A row is done at a time and never leaves the cache: few coefficients are
+// above the threshold, and the smallest score that is kept is found bit by bit, by counting.
+//
+// Shapes: B batch, H heads, N patches, R rows of the basis, P prefix tokens.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "vectors.h"
+
+namespace sparseprior {
+namespace {
+
+using at::Tensor;
+
+constexpr int32_t NONE = std::numeric_limits<int32_t>::min();  // below every score
+
+SPARSEPRIOR_INLINE veci load(const int32_t* p) {
+  veci x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+SPARSEPRIOR_INLINE void store(int32_t* p, veci x) { std::memcpy(p, &x, sizeof x); }
+SPARSEPRIOR_INLINE veci splat(int32_t x) { return veci{} + x; }
+
+// Numbers of a row: what a thread works with. `size` is N in whole vectors.
+struct Row {
+  int64_t N, size;
+  std::vector<float> scores;
+  std::vector<int32_t> order, found;
+
+  explicit Row(int64_t N_)
+      : N(N_), size(L * ((N_ + L - 1) / L)), scores(size), order(size), found(size + 1) {}
+
+  // scores = c W, of the coefficients above the threshold; `basis` has rows of `size`.
+  void score(const float* c, const float* basis, int64_t R, float threshold) {
+    std::fill(scores.begin(), scores.end(), 0.0f);
+    for (int64_t r = 0; r < R; ++r) {
+      if (!(c[r] > threshold)) continue;
+      const float* row = basis + r * size;
+      const vec factor = sparseprior::splat(c[r]);
+      for (int64_t i = 0; i < size; i += L)
+        sparseprior::store(&scores[i], sparseprior::load(&scores[i]) + factor * sparseprior::load(row + i));
+    }
+  }
+
+  // Integers in the order of the scores; NONE for 0, for NaN and behind the row. Returns how many are not NONE.
+  int64_t rank() {
+    veci count{};
+    for (int64_t i = 0; i < size; i += L) {
+      const vec x = sparseprior::load(&scores[i]);
+      veci bits;
+      std::memcpy(&bits, &x, sizeof bits);
+      bits ^= (bits >> 31) & splat(0x7FFFFFFF);
+      const veci there = (veci)(x < sparseprior::splat(0.0f)) | (veci)(x > sparseprior::splat(0.0f));
+      store(&order[i], (bits & there) | (splat(NONE) & ~there));
+      count -= there;
+    }
+    return sum(count);
+  }
+
+  static int64_t sum(veci x) {
+    int64_t total = 0;
+    for (int lane = 0; lane < L; ++lane) total += x[lane];
+    return total;
+  }
+
+  int64_t count_from(int32_t least) const {
+    veci count{};
+    const veci bound = splat(least);
+    for (int64_t i = 0; i < size; i += L) count -= (veci)(load(&order[i]) >= bound);
+    return sum(count);
+  }
+
+  // The `budget`th largest, where more than that are not NONE; it may be less if as many are above it.
+  int32_t least_kept(int64_t budget) const {
+    veci low = splat(std::numeric_limits<int32_t>::max()), high = splat(NONE);
+    for (int64_t i = 0; i < size; i += L) {
+      const veci x = load(&order[i]);
+      high = x > high ? x : high;
+      const veci y = x == splat(NONE) ? low : x;
+      low = y < low ? y : low;
+    }
+    int32_t least = std::numeric_limits<int32_t>::max(), most = NONE;
+    for (int lane = 0; lane < L; ++lane) {
+      least = std::min(least, (int32_t)low[lane]);
+      most = std::max(most, (int32_t)high[lane]);
+    }
+    // As unsigned numbers of the same order; what all of them begin with is known.
+    const uint32_t sign = 0x80000000u, first = (uint32_t)least ^ sign, last = (uint32_t)most ^ sign;
+    if (first == last) return least;
+    int bit = 31 - __builtin_clz(first ^ last);
+    uint32_t bound = last & ~(uint32_t)((uint64_t(2) << bit) - 1);
+    for (; bit >= 0; --bit) {
+      const uint32_t next = bound | (1u << bit);
+      const int64_t count = count_from((int32_t)(next ^ sign));
+      if (count >= budget) bound = next;
+      if (count == budget) break;
+    }
+    return (int32_t)(bound ^ sign);
+  }
+
+  // The places of the `budget` largest into `found`, in ascending order; returns how many there are.
+  int64_t select(int64_t budget) {
+    const int64_t there = rank();
+    const int32_t least = there <= budget ? NONE + 1 : least_kept(budget);
+    int64_t count = 0;
+    for (int64_t i = 0; i < N; ++i) {
+      found[count] = (int32_t)i;
+      count += order[i] >= least;
+    }
+    if (count <= budget) return count;
+    // Too many equal to the least one: those behind are dropped.
+    int64_t equal = budget - count_from(least + 1), kept = 0;
+    for (int64_t i = 0; i < count; ++i)
+      if (order[found[i]] > least || equal-- > 0) found[kept++] = found[i];
+    return kept;
+  }
+};
+
+Tensor predicted_keys(
+    const Tensor& coefficients, const Tensor& basis, int64_t prefix, int64_t budget, double threshold) {
+  TORCH_CHECK(
+      coefficients.dim() == 4 && coefficients.scalar_type() == at::kFloat && basis.dim() == 2 &&
+          basis.scalar_type() == at::kFloat && basis.size(0) == coefficients.size(3) &&
+          basis.size(1) == coefficients.size(2),
+      "coefficients of shape ", coefficients.sizes(), " and basis of shape ", basis.sizes(),
+      " must be float32 (batch, heads, patches, rows) and (rows, patches)");
+  const int64_t N = basis.size(1), R = basis.size(0), places = prefix + budget;
+  TORCH_CHECK(
+      prefix >= 0 && budget >= 1 && budget <= N && prefix + N < std::numeric_limits<int32_t>::max(),
+      "prefix=", prefix, " must be 0 or more, budget=", budget, " 1 to the ", N, " patches");
+  const Tensor c = coefficients.contiguous();
+  const int64_t size = Row(N).size, rows = c.numel() / std::max<int64_t>(R, 1);
+  Tensor padded = at::zeros({R, size}, basis.options());
+  padded.narrow(1, 0, N).copy_(basis);
+  Tensor keys = at::empty({c.size(0), c.size(1), N, places}, c.options().dtype(at::kInt));
+  const float* coefficient = c.data_ptr<float>();
+  const float* weights = padded.data_ptr<float>();
+  int32_t* out = keys.data_ptr<int32_t>();
+  at::parallel_for(0, rows, 64, [&](int64_t begin, int64_t end) {
+    Row row(N);
+    for (int64_t j = begin; j < end; ++j) {
+      row.score(coefficient + j * R, weights, R, (float)threshold);
+      const int64_t count = row.select(budget);
+      int32_t* own = out + j * places;
+      for (int64_t i = 0; i < prefix; ++i) own[i] = (int32_t)i;
+      for (int64_t i = 0; i < count; ++i) own[prefix + i] = row.found[i] + (int32_t)prefix;
+      for (int64_t i = prefix + count; i < places; ++i) own[i] = -1;
+      if (!prefix && !count) own[0] = (int32_t)(j % N);
+    }
+  });
+  return keys;
+}
+
+TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
+  m.def("predicted_keys(Tensor coefficients, Tensor basis, int prefix, int budget, float threshold) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(hf_sparseprior, CPU, m) { m.impl("predicted_keys", predicted_keys); }
+
+}  // namespace
+}  // namespace sparseprior
