@@ -33,6 +33,33 @@ SPARSEPRIOR_INLINE veci load(const int32_t* p) {
 SPARSEPRIOR_INLINE void store(int32_t* p, veci x) { std::memcpy(p, &x, sizeof x); }
 SPARSEPRIOR_INLINE veci splat(int32_t x) { return veci{} + x; }
 
+// How many of 16 integers are at least `bound`; `append` writes their places, `first` being that of the first of them.
+#if defined(__AVX512F__)
+SPARSEPRIOR_INLINE int at_least(const int32_t* p, int32_t bound) {
+  return __builtin_popcount(_mm512_cmpge_epi32_mask(_mm512_loadu_si512(p), _mm512_set1_epi32(bound)));
+}
+SPARSEPRIOR_INLINE int append(const int32_t* p, int32_t bound, int32_t first, int32_t* found) {
+  const __mmask16 mask = _mm512_cmpge_epi32_mask(_mm512_loadu_si512(p), _mm512_set1_epi32(bound));
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  _mm512_storeu_si512(found, _mm512_maskz_compress_epi32(mask, _mm512_add_epi32(lanes, _mm512_set1_epi32(first))));
+  return __builtin_popcount(mask);
+}
+#else
+SPARSEPRIOR_INLINE int at_least(const int32_t* p, int32_t bound) {
+  int count = 0;
+  for (int lane = 0; lane < L; ++lane) count += p[lane] >= bound;
+  return count;
+}
+SPARSEPRIOR_INLINE int append(const int32_t* p, int32_t bound, int32_t first, int32_t* found) {
+  int count = 0;
+  for (int lane = 0; lane < L; ++lane) {
+    found[count] = first + lane;
+    count += p[lane] >= bound;
+  }
+  return count;
+}
+#endif
+
 // Numbers of a row: what a thread works with. `size` is N in whole vectors.
 struct Row {
   int64_t N, size;
@@ -40,7 +67,7 @@ struct Row {
   std::vector<int32_t> order, found;
 
   explicit Row(int64_t N_)
-      : N(N_), size(L * ((N_ + L - 1) / L)), scores(size), order(size), found(size + 1) {}
+      : N(N_), size(L * ((N_ + L - 1) / L)), scores(size), order(size), found(size + L) {}
 
   // scores = c W, of the coefficients above the threshold; `basis` has rows of `size`.
   void score(const float* c, const float* basis, int64_t R, float threshold) {
@@ -76,10 +103,9 @@ struct Row {
   }
 
   int64_t count_from(int32_t least) const {
-    veci count{};
-    const veci bound = splat(least);
-    for (int64_t i = 0; i < size; i += L) count -= (veci)(load(&order[i]) >= bound);
-    return sum(count);
+    int64_t count = 0;
+    for (int64_t i = 0; i < size; i += L) count += at_least(&order[i], least);
+    return count;
   }
 
   // The `budget`th largest, where more than that are not NONE; it may be less if as many are above it.
@@ -115,10 +141,7 @@ struct Row {
     const int64_t there = rank();
     const int32_t least = there <= budget ? NONE + 1 : least_kept(budget);
     int64_t count = 0;
-    for (int64_t i = 0; i < N; ++i) {
-      found[count] = (int32_t)i;
-      count += order[i] >= least;
-    }
+    for (int64_t i = 0; i < size; i += L) count += append(&order[i], least, (int32_t)i, &found[count]);
     if (count <= budget) return count;
     // Too many equal to the least one: those behind are dropped.
     int64_t equal = budget - count_from(least + 1), kept = 0;

@@ -16,7 +16,7 @@ def test_every_way_is_timed(tmp_path, capsys):
     ]  # fmt: skip
     for entry in entries:
         names = {predictor.DENSE, predictor.GATHERED, predictor.MASKED}
-        names |= {predictor.PREDICTION} if entry["pass"] == "forward" else set()
+        names |= {predictor.PREDICTION, predictor.BOTH} if entry["pass"] == "forward" else set()
         assert set(entry["contenders"]) - {predictor.COMPILED} == names and set(entry["left_out"]) <= {
             predictor.COMPILED
         }
