@@ -46,12 +46,13 @@ def decayed_attention(
 
 def register() -> None:
     """Shapes for tracing, and gradients."""
-    torch.library.register_fake("hf_sparseprior::decayed_forward", _fake_forward)
+    torch.library.register_fake("hf_sparseprior::decayed_forward", fake_forward)
     torch.library.register_fake("hf_sparseprior::decayed_backward", _fake_backward)
-    torch.library.register_autograd("hf_sparseprior::decayed_forward", _backward, setup_context=_setup_context)
+    torch.library.register_autograd("hf_sparseprior::decayed_forward", _backward, setup_context=setup_context)
 
 
-def _fake_forward(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def fake_forward(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Shapes of an output and of its log sums, which an operator returns if its last argument says so."""
     batch, heads, tokens, _ = q.shape
     keep = rest[-1]
     return like_projection(q), q.new_empty((batch if keep else 0, heads, tokens), dtype=torch.float32)
@@ -63,7 +64,8 @@ def _fake_backward(grad: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return (*(like_projection(q) for _ in range(3)), *like)
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    """Keep for the backward pass what an operator (tensors, prefix, scale, keep) was given, and its log sums."""
     *tensors, prefix, scale, keep = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.options = (prefix, scale)

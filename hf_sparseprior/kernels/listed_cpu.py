@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_sparseprior.kernels.decayed_cpu import fake_forward, setup_context
 from hf_sparseprior.kernels.diagonal_cpu import like_projection
 
 
@@ -45,29 +46,15 @@ def listed_attention(
 
 def register() -> None:
     """Shapes for tracing, and gradients."""
-    torch.library.register_fake("hf_sparseprior::listed_forward", _fake_forward)
+    torch.library.register_fake("hf_sparseprior::listed_forward", fake_forward)
     torch.library.register_fake("hf_sparseprior::listed_backward", _fake_backward)
-    torch.library.register_autograd("hf_sparseprior::listed_forward", _backward, setup_context=_setup_context)
-
-
-def _fake_forward(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, tokens, _ = q.shape
-    keep = rest[-1]
-    return like_projection(q), q.new_empty((batch if keep else 0, heads, tokens), dtype=torch.float32)
+    torch.library.register_autograd("hf_sparseprior::listed_forward", _backward, setup_context=setup_context)
 
 
 def _fake_backward(grad: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     factors = rest[4:6]
     like = (q.new_empty((0,) if x is None else x.shape, dtype=torch.float32) for x in factors)
     return (*(like_projection(q) for _ in range(3)), *like)
-
-
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, prefix, scale, keep = inputs
-    ctx.save_for_backward(*tensors, output[1])
-    ctx.options = (prefix, scale)
-    ctx.kept = keep
-    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *others: Any) -> tuple:
