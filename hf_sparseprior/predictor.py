@@ -58,7 +58,7 @@ class Predictor(PriorModule):
         token_ids: Tensor | None,
         kept: Tensor | None = None,
     ) -> Tensor | None:
-        """Keys of each patch, int64 (B, H, n, K) token numbers, -1 where there are fewer; of q and k (B, H, T, D).
+        """Keys of each patch, integers (B, H, n, K): token numbers, -1 where there are fewer; of q and k (B, H, T, D).
 
         None: all keys. Those that `kept` (B, T) says are dropped have no part in anything.
         """

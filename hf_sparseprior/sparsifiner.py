@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .low_rank import check_sides, resize_tokens
 from .ops import AttentionPlan, keys_of_scores, predicted_keys
 from .predictor import Predictor, register_predictor
-from .supports import check_boolean, check_integer
+from .supports import check_boolean, check_integer, check_within
 
 # Of the plane-filling sequence of points that starts W_down and W_up: 1 / p, 1 / p^2, p^3 = p + 1 (Roberts 2018).
 PLASTIC = (0.7548776662466927, 0.5698402909980532)
@@ -86,15 +86,15 @@ class Sparsifiner(Predictor):
                 )
         else:
             keep_rate = cls.DEFAULT_KEEP_RATE if keep_rate is None else keep_rate
-            _check_number("sparsifiner: keep_rate", keep_rate, 0.0, 1.0, "above 0 and at most 1")
+            check_within("sparsifiner: keep_rate", keep_rate, 0.0, 1.0, "above 0 and at most 1")
             if keep_rate == 0:
                 raise ValueError(f"sparsifiner: keep_rate={keep_rate!r} must be above 0 and at most 1")
         return {
             "keep_rate": keep_rate,
             "budget": budget,
             "num_down": check_integer("sparsifiner: num_down", settings["num_down"], 1),
-            "threshold": _check_number("sparsifiner: threshold", settings["threshold"], 0.0, 1.0, "from 0 to 1"),
-            "up_threshold": _check_number(
+            "threshold": check_within("sparsifiner: threshold", settings["threshold"], 0.0, 1.0, "from 0 to 1"),
+            "up_threshold": check_within(
                 "sparsifiner: up_threshold", settings["up_threshold"], 0.0, math.inf, "0 or more"
             ),
             "renormalise": check_boolean("sparsifiner: renormalise", settings["renormalise"]),
@@ -257,9 +257,3 @@ def _blobs(count: int, grid: tuple[int, int]) -> np.ndarray:
     squared = (rows - middles[:, :1]) ** 2 + (columns - middles[:, 1:]) ** 2
     deviation = max(0.5, 0.5 * math.sqrt(height * width / count))
     return np.exp(-squared / (2 * deviation**2))
-
-
-def _check_number(name: str, value: Any, low: float, high: float, allowed: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ValueError(f"{name}={value!r} must be {allowed}")
-    return value

@@ -107,8 +107,13 @@ def check_integer(name: str, value: Any, minimum: int, note: str = "") -> int:
 
 def check_percentage(name: str, value: Any) -> float:
     """`value` as it is if it is a number from 0 to 100."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 100:
-        raise ValueError(f"{name}={value!r} must be a percentage from 0 to 100")
+    return check_within(name, value, 0, 100, "a percentage from 0 to 100")
+
+
+def check_within(name: str, value: Any, low: float, high: float, allowed: str) -> float:
+    """`value` as it is if it is a number from `low` to `high`; `allowed` says so in words."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ValueError(f"{name}={value!r} must be {allowed}")
     return value
 
 
