@@ -1,0 +1,1 @@
+"""Segmentation and detection by mmengine: what both tasks share."""
