@@ -1,1 +1,1 @@
-"""Segmentation and detection by mmengine: what both tasks share."""
+"""What segmentation and detection share: the backbone, safe loading, runs of mmengine. Needs the extra `dense`."""
