@@ -59,6 +59,7 @@ class TrainerConfig:
     output_dir: where the run lies.
     seed: of weights, order of windows, noise and crops.
     steps: updates of the weights.
+    epochs: passes over the windows instead; null: `steps` says how many updates.
     batch_size: windows an update, of all processes together.
     learning_rate, warmup_steps: cosine per step down to 0 behind a linear warm-up.
     betas, weight_decay: of AdamW.
@@ -77,6 +78,7 @@ class TrainerConfig:
     output_dir: str = ""
     seed: int = 0
     steps: int = 3000
+    epochs: int | None = None
     batch_size: int = 64
     learning_rate: float = 1e-4
     warmup_steps: int = 500
@@ -97,7 +99,8 @@ class TrainerConfig:
         """Check the fields."""
         for name in ("seed", "warmup_steps", "validation_episodes"):
             _check_integer(f"trainer.{name}", getattr(self, name), 0)
-        for name in ("steps", "batch_size", "log_steps", "validation_batches", "validate_steps", "save_steps"):
+        counts = ("steps", "epochs", "batch_size", "log_steps", "validation_batches", "validate_steps", "save_steps")
+        for name in counts:
             if getattr(self, name) is not None:
                 _check_integer(f"trainer.{name}", getattr(self, name), 1)
         for name in ("learning_rate", "ema_power"):
@@ -108,7 +111,8 @@ class TrainerConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
                 raise ValueError(f"trainer.{name}={value!r} must be a number in [0, 1)")
-        if not isinstance(self.betas, Sequence) or len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        betas = self.betas
+        if not isinstance(betas, Sequence) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"trainer.betas={self.betas!r} must be two numbers in [0, 1)")
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise ValueError(f"trainer.mixed_precision={self.mixed_precision!r} must be one of no, bf16, fp16")

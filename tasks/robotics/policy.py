@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTModel
+from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.hub import check_whole, file_sha256, whole_folder, write_text
 from tasks.robotics.diffusion import SAMPLERS, denoise, noise_scheduler, sampler
 from tasks.robotics.normalizer import ACTIONS, Normalizer
@@ -44,7 +45,8 @@ class PolicyConfig:
         from the one that belongs to the last observation on.
     image_size: pixels that images are scaled to first; null: as they are recorded.
     crop: pixels of the window that the encoders see, at random in training, in the centre else; null: everything.
-    encoder: fields of SparsePriorViTConfig and `preset`; the image size is the crop's. Every camera has one like this.
+    encoder: fields of SparsePriorViTConfig and `preset`; the image size is the crop's, without what is left of it right
+        of and below whole patches. Every camera has one like this.
     widths, kernel_size, groups, step_embedding_size: of the U-Net.
     reconstruction_weight: of each observation's mean squared error in the loss; 0: nothing is decoded.
     reconstruction_size: pixels of decoded images; null: image_size.
@@ -101,7 +103,9 @@ class PolicyConfig:
         if self.sampler not in SAMPLERS:
             raise ValueError(f"policy.sampler={self.sampler!r} must be one of {', '.join(SAMPLERS)}")
         if self.sampling_steps is not None and self.sampling_steps > self.noise_levels:
-            raise ValueError(f"policy.sampling_steps={self.sampling_steps} must be at most noise_levels={self.noise_levels}")
+            raise ValueError(
+                f"policy.sampling_steps={self.sampling_steps} must be at most noise_levels={self.noise_levels}"
+            )
         self._check_images()
 
     def _check_images(self) -> None:
@@ -152,10 +156,13 @@ class PolicyConfig:
         """
         options = dict(self.encoder)
         preset = options.pop("preset", None)
-        size = [self.crop, self.crop] if self.crop is not None else list(self.image_shape(key))
+        size = (self.crop, self.crop) if self.crop is not None else self.image_shape(key)
         if "image_size" in options:
             raise ValueError(f"encoder.image_size={options['image_size']!r} is policy.crop's; leave it out")
-        options = {"patch_size": 8, "num_labels": 0, **options, "image_size": size}
+        options = {"patch_size": 8, "num_labels": 0, **options}
+        # A strided convolution drops what does not fill a patch: 76 pixels are 9x9 patches of 8.
+        patch = as_pair(options["patch_size"])
+        options["image_size"] = [side - side % step for side, step in zip(size, patch, strict=True)]
         return SparsePriorViTConfig.from_preset(preset, **options) if preset else SparsePriorViTConfig(**options)
 
 
@@ -307,7 +314,10 @@ class CrosswayPolicy(nn.Module):
             if key in self.config.cameras:
                 config = self.encoders[key].config
                 values = scaled_images(values, self.config.image_shape(key)).permute(0, 3, 1, 2).float() / 255
-                mean, std = (torch.tensor(v, device=values.device).view(1, 3, 1, 1) for v in (config.image_mean, config.image_std))
+                mean, std = (
+                    torch.tensor(v, device=values.device).view(1, 3, 1, 1)
+                    for v in (config.image_mean, config.image_std)
+                )
                 result[key] = (values - mean) / std
             else:
                 result[key] = self.normalizer(key, values.float())
@@ -321,7 +331,8 @@ class CrosswayPolicy(nn.Module):
             if key in self.encoders:
                 if self.config.crop is not None:
                     values = cropped(values, self.config.crop, random=self.training)
-                output = self.encoders[key](values)
+                height, width = self.encoders[key].config.image_size
+                output = self.encoders[key](values[:, :, :height, :width])
                 for name, loss in (output.auxiliary_losses or {}).items():
                     losses[f"{key}_{name}"] = loss
                 values = output.pooler_output
@@ -408,7 +419,9 @@ class CrosswayPolicy(nn.Module):
         if self.training:
             raise ValueError("a policy acts in evaluation mode; call eval() first")
         device = self.normalizer.get_buffer(f"centre_{ACTIONS}").device
-        batch = {key: torch.from_numpy(np.ascontiguousarray(value))[None].to(device) for key, value in observations.items()}
+        batch = {
+            key: torch.from_numpy(np.ascontiguousarray(value))[None].to(device) for key, value in observations.items()
+        }
         first = self.config.observation_steps - 1
         return self.plan(batch, generator)[0, first : first + self.config.action_steps].cpu().numpy()
 

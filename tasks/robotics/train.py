@@ -41,6 +41,7 @@ from tasks.robotics.rollout import make_matching_environment, rollout, summary
 
 WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
+LOGGED = ("loss", "diffusion")
 CHECKPOINT_FILES = (WEIGHTS_FILE, EMA_FILE, OPTIMIZER_FILE, TRAINER_STATE_NAME)
 
 
@@ -104,9 +105,9 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         "windows": len(train_windows),
         "prior": next((encoder.config.prior_name for encoder in policy.encoders.values()), None),
         "parameters": {name: _count(part) for name, part in policy.named_children()},
-        "steps": trainer.steps,
+        "steps": training.steps,
         "seconds": round(training.seconds, 2),
-        "seconds_per_step": training.step_seconds / trainer.steps,
+        "seconds_per_step": training.step_seconds / training.steps,
         "processes": training.accelerator.num_processes,
         "resumed_from": checkpoint and Path(checkpoint).name,
         "command": command or command_line(),
@@ -161,8 +162,10 @@ class Training:
             betas=tuple(config.betas),
             weight_decay=config.weight_decay,
         )
+        self.epoch_steps = max(1, len(train) // config.batch_size)  # what is left of an epoch is left out
+        self.steps = config.epochs * self.epoch_steps if config.epochs else config.steps
         # Not prepared: accelerate would take a step for every process.
-        self.schedule = get_cosine_schedule_with_warmup(optimizer, min(config.warmup_steps, config.steps), config.steps)
+        self.schedule = get_cosine_schedule_with_warmup(optimizer, min(config.warmup_steps, self.steps), self.steps)
         self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
         self.policy: CrosswayPolicy = self.accelerator.unwrap_model(self.model)
         self.average = WeightAverage(self.policy, config.ema_decay)
@@ -170,6 +173,7 @@ class Training:
         self.about: dict[str, Any] = {}
         self.history: list[dict[str, Any]] = []
         self.best: dict[str, Any] | None = None
+        self.running: list[dict[str, float]] = []  # losses since the last entry of the history
         self.step = 0
         self.seconds = self.step_seconds = 0.0
         self._stop = False
@@ -180,7 +184,7 @@ class Training:
         """All steps that are left; RunStopped on SIGTERM."""
         with _Terminate(self._request):
             progress = tqdm(
-                total=self.config.steps,
+                total=self.steps,
                 initial=self.step,
                 desc="training",
                 disable=self.config.disable_tqdm or not self.accelerator.is_main_process,
@@ -192,20 +196,19 @@ class Training:
             self._save_policy()
 
     def _run(self, progress: Any) -> None:
-        running: list[Tensor] = []
-        while self.step < self.config.steps:
+        while self.step < self.steps:
             started = time.monotonic()
-            running.append(self._update())
+            self.running.append(self._update())
             elapsed = time.monotonic() - started
             self.seconds += elapsed
             self.step_seconds += elapsed
             progress.update()
-            if self.step % self.config.log_steps == 0 or self.step == self.config.steps:
-                means = torch.stack(running).mean(0).tolist()
-                running = []
-                self.history.append({"step": self.step, **dict(zip(("loss", "diffusion"), means, strict=True))})
+            if self.step % self.config.log_steps == 0 or self.step == self.steps:
+                entry = {key: sum(losses[key] for losses in self.running) / len(self.running) for key in LOGGED}
+                self.history.append({"step": self.step, **entry})
+                self.running = []
                 progress.set_postfix(self._numbers(), refresh=False)
-            last = self.step == self.config.steps
+            last = self.step == self.steps
             due = last or (self.config.validate_steps and self.step % self.config.validate_steps == 0)
             if due:
                 started = time.monotonic()
@@ -215,20 +218,21 @@ class Training:
             every = self.config.save_steps or self.config.validate_steps
             stop = self._stop_requested()
             if stop or last or (every and self.step % every == 0):
-                # Of a stopped run, what was not logged yet belongs to the next entry, which is then of fewer steps.
                 self._save_checkpoint()
             if stop and not last:
                 raise RunStopped(f"stopped at step {self.step}; the same command goes on from its checkpoint")
 
-    def _update(self) -> Tensor:
-        """One step; [loss, diffusion loss]."""
+    def _update(self) -> dict[str, float]:
+        """One step; its losses."""
         self.model.train()
         torch.manual_seed(_seed(self.config.seed, self.step, self.accelerator.process_index))
         observations, actions = self.train.batch(self._windows())
         device = self.accelerator.device
         losses = self.model({key: value.to(device) for key, value in observations.items()}, actions.to(device))
         if not torch.isfinite(losses["loss"]):
-            raise ValueError(f"the loss of step {self.step + 1} is {losses['loss'].item()}; lower trainer.learning_rate")
+            raise ValueError(
+                f"the loss of step {self.step + 1} is {losses['loss'].item()}; lower trainer.learning_rate"
+            )
         self.accelerator.backward(losses["loss"])
         if self.config.max_grad_norm is not None:
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
@@ -237,14 +241,12 @@ class Training:
         self.optimizer.zero_grad()
         self.step += 1
         self.average.update(ema_decay(self.step, self.config.ema_power, self.config.ema_decay))
-        return torch.stack([losses["loss"].detach(), losses["diffusion"].detach()]).float()
+        return {key: losses[key].item() for key in LOGGED}
 
     def _windows(self) -> Tensor:
-        """This process' windows of the next step: every epoch has an order of its own, its last incomplete batch is
-        left out.
-        """
+        """This process' windows of the next step; every epoch has an order of its own."""
         size = self.config.batch_size
-        epoch, index = divmod(self.step, max(1, len(self.train) // size))
+        epoch, index = divmod(self.step, self.epoch_steps)
         generator = torch.Generator().manual_seed(_seed(self.config.seed, epoch, 0))
         order = torch.randperm(len(self.train), generator=generator)[index * size : (index + 1) * size]
         return order[self.accelerator.process_index :: self.accelerator.num_processes]
@@ -338,6 +340,7 @@ class Training:
                 "step_seconds": self.step_seconds,
                 "best": self.best,
                 "history": self.history,
+                "running": self.running,
             }
             write_text(scratch / TRAINER_STATE_NAME, json.dumps(known, indent=1) + "\n")
         for other in self.out.glob("checkpoint-*"):
@@ -356,7 +359,7 @@ class Training:
             self.accelerator.scaler.load_state_dict(stored["scaler"])
         known = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         self.step, self.history, self.best = known["global_step"], known["history"], known["best"]
-        self.seconds, self.step_seconds = known["seconds"], known["step_seconds"]
+        self.seconds, self.step_seconds, self.running = known["seconds"], known["step_seconds"], known["running"]
 
 
 class _Terminate:
@@ -402,10 +405,13 @@ def validation_loss(policy: CrosswayPolicy, windows: Windows, batch_size: int, b
         observations, actions = windows.batch(chosen)
         noise = torch.randn(actions.shape, generator=generator)
         steps = torch.randint(0, policy.config.noise_levels, (len(chosen),), generator=generator)
-        losses += len(chosen) * policy(
-            {key: value.to(device) for key, value in observations.items()},
-            *(tensor.to(device) for tensor in (actions, noise, steps)),
-        )["diffusion"].item()
+        losses += (
+            len(chosen)
+            * policy(
+                {key: value.to(device) for key, value in observations.items()},
+                *(tensor.to(device) for tensor in (actions, noise, steps)),
+            )["diffusion"].item()
+        )
         count += len(chosen)
     return losses / count
 
@@ -422,7 +428,9 @@ def _better(entry: dict[str, Any], best: dict[str, Any] | None) -> bool:
 def draw_history(history: Sequence[dict[str, Any]], path: Path, heading: str) -> Path:
     """Losses over steps and, if the simulator was asked, success on validation seeds."""
     plt = pyplot()
-    simulated = [(entry["step"], 100 * entry["validation_success"]) for entry in history if "validation_success" in entry]
+    simulated = [
+        (entry["step"], 100 * entry["validation_success"]) for entry in history if "validation_success" in entry
+    ]
     figure, axes = plt.subplots(1, 2 if simulated else 1, figsize=(9 if simulated else 5, 3.6), layout="constrained")
     left = axes[0] if simulated else axes
     for key, label, colour in (("diffusion", "training", INK), ("validation_loss", "validation, EMA", ACCENT)):
