@@ -58,7 +58,7 @@ class ArmDemonstrator:
     def _lift(self, position: np.ndarray, cube: np.ndarray) -> tuple[np.ndarray, float]:
         """Over the cube, down, close, up."""
         if self.environment.grasped():
-            return cube + [0, 0, REACH], CLOSED
+            return cube + np.array([0, 0, REACH]), CLOSED
         return self._approach(position, cube)
 
     def _can(self, position: np.ndarray, can: np.ndarray) -> tuple[np.ndarray, float]:
@@ -66,7 +66,7 @@ class ArmDemonstrator:
         bin_centre = self.environment.bin_centre()
         if self.environment.in_bin():
             # Still until the can is let go, or it comes up again.
-            return position + [0, 0, 0 if self.environment.grasped() else _RAISED], OPEN
+            return position + np.array([0, 0, 0 if self.environment.grasped() else _RAISED]), OPEN
         if not self.environment.grasped():
             return self._approach(position, can)
         over_bin = bin_centre - [0, _SHORT, 0]
@@ -84,4 +84,4 @@ class ArmDemonstrator:
         sideways = float(np.linalg.norm(position[:2] - thing[:2]))
         height = min(_HOVER, _FUNNEL * max(0.0, sideways - _OVER))
         at_object = sideways < _OVER and position[2] - thing[2] < _OVER
-        return thing + [0, 0, height], CLOSED if at_object else OPEN
+        return thing + np.array([0, 0, height]), CLOSED if at_object else OPEN
