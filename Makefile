@@ -4,12 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint sanitize smoke install video dense clean
+.PHONY: demo test lint sanitize smoke install video dense robotics clean
 
 demo: install
 	$(RUN) -m tasks.classification.demo
 
-test: lint video dense
+test: lint video dense robotics
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2
 
 lint: install
@@ -46,6 +46,7 @@ endef
 
 video: $(VENV)/video
 dense: $(VENV)/dense
+robotics: $(VENV)/robotics
 
 $(VENV)/video: $(VENV)/installed
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[video]'
@@ -59,6 +60,14 @@ $(VENV)/dense: $(VENV)/installed
 	PATH="$(abspath $(VENV))/bin:$$PATH" MAX_JOBS=$$(nproc) $(RUN) -m pip install --quiet --constraint constraints.txt \
 		--no-deps --no-build-isolation onedl-mmcv onedl-mmengine onedl-mmsegmentation onedl-mmdetection imaug
 	$(RUN) -m hf_sparseprior doctor --require dense
+	touch $@
+
+# Without what robosuite and gym-pusht ask for: old versions of numpy and a second OpenCV.
+$(VENV)/robotics: $(VENV)/installed
+	$(call debian,libosmesa6)
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[robotics]'
+	$(RUN) -m pip install --quiet --constraint constraints.txt --no-deps robosuite gym-pusht
+	-$(RUN) -m hf_sparseprior doctor --require robotics
 	touch $@
 
 clean:
