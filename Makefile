@@ -4,12 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint sanitize smoke install clean
+.PHONY: demo test lint sanitize smoke install video dense robotics clean
 
 demo: install
 	$(RUN) -m tasks.classification.demo
 
-test: lint
+test: lint video dense robotics
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2
 
 lint: install
@@ -35,6 +35,39 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[analysis,classification,dev]'
 	$(RUN) -m pip install --quiet --constraint constraints.txt --no-deps imagecorruptions
 	$(RUN) -m hf_sparseprior doctor
+	touch $@
+
+# What the tasks need beside that. A Debian package that cannot be installed is named, and its tests are skipped.
+define debian
+@dpkg -s $(1) >/dev/null 2>&1 || { test "$$(id -u)" = 0 && { apt-get install -y -qq $(1) >/dev/null 2>&1 || \
+	{ apt-get update -qq && apt-get install -y -qq $(1) >/dev/null; }; }; } || \
+	echo "$(1) is missing and tests that need it are skipped: sudo apt-get install $(1)"
+endef
+
+video: $(VENV)/video
+dense: $(VENV)/dense
+robotics: $(VENV)/robotics
+
+$(VENV)/video: $(VENV)/installed
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[video]'
+	$(RUN) -m hf_sparseprior doctor --require video
+	touch $@
+
+# mmcv comes as source and is compiled against the torch that is there, 10 minutes on two cores; pip keeps the wheel.
+$(VENV)/dense: $(VENV)/installed
+	$(call debian,dataset-fashion-mnist)
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[dense]'
+	PATH="$(abspath $(VENV))/bin:$$PATH" MAX_JOBS=$$(nproc) $(RUN) -m pip install --quiet --constraint constraints.txt \
+		--no-deps --no-build-isolation onedl-mmcv onedl-mmengine onedl-mmsegmentation onedl-mmdetection imaug
+	$(RUN) -m hf_sparseprior doctor --require dense
+	touch $@
+
+# Without what robosuite and gym-pusht ask for: old versions of numpy and a second OpenCV.
+$(VENV)/robotics: $(VENV)/installed
+	$(call debian,libosmesa6)
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[robotics]'
+	$(RUN) -m pip install --quiet --constraint constraints.txt --no-deps robosuite gym-pusht
+	-$(RUN) -m hf_sparseprior doctor --require robotics
 	touch $@
 
 clean:

@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from hf_sparseprior.analysis import explain
     from hf_sparseprior.convert import TARGETS, convert_checkpoint
-    from hf_sparseprior.doctor import report
+    from hf_sparseprior.doctor import REQUIRABLE, missing_of, report
     from hf_sparseprior.export import export_folder
 
     explain_parser = commands.add_parser(
@@ -47,12 +47,19 @@ def main(argv: list[str] | None = None) -> int:
     convert_parser.add_argument("--image-size", type=int, help="interpolate the positions to this image size")
     convert_parser.add_argument("--heads", type=int, help="attention heads of a timm file of an unpublished width")
     convert_parser.add_argument("--drop-classifier", action="store_true", help="write the base model alone")
-    commands.add_parser("doctor", help="what runs on this machine, what does not, and how to get it")
+    doctor_parser = commands.add_parser("doctor", help="what runs on this machine, what does not, and how to get it")
+    doctor_parser.add_argument(
+        "--require", choices=REQUIRABLE, help="only what this extra's tasks lack; exit status 1 if anything"
+    )
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
     try:
         if arguments.command == "explain":
             explain.run(arguments)
+        elif arguments.command == "doctor" and arguments.require:
+            missing = missing_of(arguments.require)
+            print("\n".join(missing) or f"ok       everything for {arguments.require}")
+            return int(bool(missing))
         elif arguments.command == "doctor":
             for line in report():
                 print(line, flush=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -12,15 +15,36 @@ import torch
 from hf_sparseprior import ops
 from hf_sparseprior.kernels import build, diagonal_cpu, triton_device
 
-# Packages beside torch and transformers, and what needs them.
+# Packages beside torch and transformers: what needs them, and how to get them.
 OPTIONAL = {
-    "matplotlib": ("pictures", ".[classification]"),
-    "accelerate": ("training", ".[classification]"),
-    "datasets": ("parquet, arrow and hub data", ".[classification]"),
-    "kornia": ("augmentation", ".[classification]"),
-    "scikit-learn": ("the digits of the demo", ".[classification]"),
-    "peft": ("LoRA and DoRA", ".[peft]"),
+    "matplotlib": ("pictures", "pip install '.[classification]'"),
+    "accelerate": ("training", "pip install '.[classification]'"),
+    "datasets": ("parquet, arrow and hub data", "pip install '.[classification]'"),
+    "kornia": ("augmentation", "pip install '.[classification]'"),
+    "scikit-learn": ("the digits of the demo", "pip install '.[classification]'"),
+    "peft": ("LoRA and DoRA", "pip install '.[peft]'"),
+    "av": ("video", "pip install '.[video]'"),
+    "onedl-mmcv": ("segmentation and detection", "make dense"),
+    "onedl-mmengine": ("segmentation and detection", "make dense"),
+    "onedl-mmsegmentation": ("segmentation", "make dense"),
+    "onedl-mmdetection": ("detection", "make dense"),
+    "robosuite": ("the robots Lift and Can", "make robotics"),
+    "mujoco": ("the robots Lift and Can", "make robotics"),
+    "gym-pusht": ("the robot PushT", "make robotics"),
 }
+# The extras that `--require` knows, and the command that their packages name.
+REQUIRABLE = {"video": "pip install '.[video]'", "dense": "make dense", "robotics": "make robotics"}
+
+# In a process of its own: MUJOCO_GL counts when mujoco is imported, and a GL library without a screen may abort.
+RENDER = """
+import mujoco
+model = mujoco.MjModel.from_xml_string("<mujoco><worldbody><light pos='0 0 3'/><geom size='1'/></worldbody></mujoco>")
+data = mujoco.MjData(model)
+mujoco.mj_forward(model, data)
+renderer = mujoco.Renderer(model, 16, 16)
+renderer.update_scene(data)
+assert renderer.render().max() > 0
+"""
 
 
 def report() -> Iterator[str]:
@@ -28,11 +52,9 @@ def report() -> Iterator[str]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     yield f"python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}"
     yield f"CPU threads: {torch.get_num_threads()}; CUDA device: {gpu}"
-    for name, (purpose, install) in OPTIONAL.items():
-        try:
-            yield f"ok       {name} {version(name)} ({purpose})"
-        except PackageNotFoundError:
-            yield f"missing  {name} ({purpose}): pip install '{install}'"
+    for name in OPTIONAL:
+        yield _package_line(name)
+    yield from _task_checks(*REQUIRABLE)
     triton = triton_device.device_reason("cuda", None) if torch.cuda.is_available() else "there is no CUDA device"
     yield "ok       Triton kernels" if triton is None else f"missing  Triton kernels: {triton}"
     reason = diagonal_cpu.ready()
@@ -43,6 +65,66 @@ def report() -> Iterator[str]:
     for name, error in kernel_errors().items():
         verdict = "ok      " if error < 1e-5 else "WRONG   "
         yield f"{verdict} kernel against the reference, {name}: largest difference {error:.1e}"
+
+
+def missing_of(extra: str) -> list[str]:
+    """What an extra's tasks lack on this machine, as lines of `report`; empty where all is there and works.
+
+    Args:
+        extra: one of `REQUIRABLE`.
+    """
+    lines = [_package_line(name) for name, (_, command) in OPTIONAL.items() if command == REQUIRABLE[extra]]
+    return [line for line in (*lines, *_task_checks(extra)) if not line.startswith("ok")]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _package_line(name: str) -> str:
+    purpose, install = OPTIONAL[name]
+    found = _version(name)
+    return f"missing  {name} ({purpose}): {install}" if found is None else f"ok       {name} {found} ({purpose})"
+
+
+def _task_checks(*extras: str) -> Iterator[str]:
+    """Whether what is installed for these extras also works; nothing for what is not installed."""
+    if "dense" in extras and _version("onedl-mmcv") is not None:
+        reason = mmcv_problem()
+        yield f"WRONG    {reason}: make dense" if reason else "ok       nms and roi_align of mmcv"
+    if "robotics" in extras and _version("mujoco") is not None:
+        reason = rendering_problem()
+        yield f"missing  {reason}" if reason else "ok       rendering without a screen"
+
+
+def mmcv_problem() -> str | None:
+    """Why mmcv's compiled operators cannot be used; None where nms and roi_align give what they must."""
+    try:
+        from mmcv.ops import nms, roi_align
+    except Exception as error:  # a package built for another torch fails in many ways
+        return f"mmcv came without compiled operators ({str(error).splitlines()[0]})"
+    # Of two boxes that overlap by 81 / 119 the better one stays, and the one far away.
+    boxes = torch.tensor([[0.0, 0.0, 10.0, 10.0], [1.0, 1.0, 11.0, 11.0], [20.0, 20.0, 30.0, 30.0]])
+    _, kept = nms(boxes, torch.tensor([0.5, 0.9, 0.7]), 0.5)
+    if kept.tolist() != [1, 2]:
+        return f"nms of mmcv keeps boxes {kept.tolist()} instead of [1, 2]"
+    # The mean of a linear ramp over a box is its value at the middle; pixel i has its middle at i + 0.5.
+    ramp = torch.arange(16.0).expand(1, 1, 16, 16).contiguous()
+    value = roi_align(ramp, torch.tensor([[0.0, 2.0, 2.0, 10.0, 10.0]]), (1, 1), 1.0, 2, "avg", True).item()
+    return None if abs(value - 5.5) < 1e-4 else f"roi_align of mmcv gives {value} instead of 5.5"
+
+
+def rendering_problem() -> str | None:
+    """Why mujoco cannot draw without a screen; None where it can."""
+    environment = {"MUJOCO_GL": "osmesa", **os.environ}
+    done = subprocess.run([sys.executable, "-c", RENDER], capture_output=True, text=True, env=environment)
+    if done.returncode == 0:
+        return None
+    last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+    return f"mujoco cannot draw with MUJOCO_GL={environment['MUJOCO_GL']} ({last[0]}): apt-get install libosmesa6"
 
 
 def kernel_errors() -> dict[str, float]:

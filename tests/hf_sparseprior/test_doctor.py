@@ -1,10 +1,13 @@
 """What `doctor` says, with and without what it looks for."""
 
 import shutil
+import sys
 
 import pytest
+import torch
 
 from hf_sparseprior import doctor
+from hf_sparseprior.__main__ import main
 from hf_sparseprior.kernels import build, diagonal_cpu
 
 
@@ -33,5 +36,39 @@ def test_a_wrong_kernel_is_named(monkeypatch):
 
 
 def test_a_missing_package_is_named_with_its_installation(monkeypatch):
-    monkeypatch.setattr(doctor, "OPTIONAL", {"no-such-package": ("nothing", ".[none]")})
-    assert "missing  no-such-package (nothing): pip install '.[none]'" in list(doctor.report())
+    monkeypatch.setattr(doctor, "OPTIONAL", {"no-such-package": ("nothing", "make dense")})
+    line = "missing  no-such-package (nothing): make dense"
+    assert line in list(doctor.report())
+    assert line in doctor.missing_of("dense") and line not in doctor.missing_of("video")
+
+
+@pytest.mark.parametrize("extra", doctor.REQUIRABLE)
+def test_every_extra_has_packages_that_it_looks_for(extra):
+    assert doctor.REQUIRABLE[extra] in {command for _, command in doctor.OPTIONAL.values()}
+
+
+def test_require_ends_with_status_1_and_says_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    assert main(["doctor", "--require", "robotics"]) == 1
+    assert "missing  robosuite (the robots Lift and Can): make robotics" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "OPTIONAL", {})
+    assert main(["doctor", "--require", "robotics"]) == 0
+    assert capsys.readouterr().out == "ok       everything for robotics\n"
+
+
+def test_operators_of_mmcv_give_what_they_must(monkeypatch):
+    ops = pytest.importorskip("mmcv.ops", reason="mmcv is not installed: make dense")
+    assert doctor.mmcv_problem() is None
+    monkeypatch.setattr(ops, "nms", lambda boxes, scores, threshold: (boxes, torch.tensor([1, 0, 2])))
+    assert "keeps boxes [1, 0, 2]" in doctor.mmcv_problem()
+
+
+def test_operators_of_mmcv_that_were_not_compiled_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mmcv.ops", None)
+    assert "mmcv came without compiled operators" in doctor.mmcv_problem()
+
+
+def test_rendering_without_its_library_is_named_with_the_package(monkeypatch):
+    pytest.importorskip("mujoco", reason="mujoco is not installed: make robotics")
+    monkeypatch.setenv("MUJOCO_GL", "no-such-library")
+    assert "apt-get install libosmesa6" in doctor.rendering_problem()

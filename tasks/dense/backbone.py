@@ -1,0 +1,146 @@
+"""SparsePriorViT as a backbone of mmsegmentation and mmdetection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.utils import CONFIG_NAME
+
+from hf_sparseprior import SparsePriorViTBackbone, SparsePriorViTConfig, SparsePriorViTModel
+from hf_sparseprior.hub import check_whole
+from hf_sparseprior.prior import of_prior
+
+
+class SparsePriorViT(SparsePriorViTBackbone):
+    """`SparsePriorViTBackbone` as mm configs build it, `dict(type="SparsePriorViT", prior="violin", ...)`.
+
+    The modules and their names are the parent's, so a checkpoint moves between the tasks unchanged. Images of any size
+    are padded to whole patches at bottom and right; the position embedding is interpolated to the grid, and the prior
+    is laid out on it.
+
+    Args:
+        preset: architecture by name (`SparsePriorViTConfig.from_preset`), which `config` changes; None: that of the
+            `pretrained` folder, or without one `config` alone.
+        pretrained: folder of a saved SparsePriorViT, safetensors only, whose weights `init_weights` takes. mm's Runner
+            calls it before training, so with a preset a model is built where the folder is not.
+        init_cfg: dict(type="Pretrained", checkpoint=FOLDER), mm's way to say the same.
+        out_indices: stages of the feature maps, 0 the embedding and n the output of layer n. (mm's own ViTs count
+            layers from 0: their 3, 5, 7, 11 are 4, 6, 8, 12 here.)
+        with_cp: gradient checkpointing.
+        config: fields of `SparsePriorViTConfig`.
+
+    Raises:
+        ValueError: for a bad field, or a prior that prunes tokens.
+        OSError: for a `pretrained` folder that is needed and is none of a saved model.
+    """
+
+    def __init__(
+        self,
+        preset: str | None = None,
+        pretrained: str | None = None,
+        init_cfg: dict[str, Any] | None = None,
+        out_indices: Sequence[int] | None = None,
+        with_cp: bool = False,
+        **config: Any,
+    ) -> None:
+        self._is_built = False  # torch.nn.Module is not initialised yet, but it takes plain attributes
+        pretrained = pretrained_folder(pretrained, init_cfg)
+        options = {**config, "out_indices": None if out_indices is None else list(out_indices)}
+        if preset is not None:
+            built = SparsePriorViTConfig.from_preset(preset, **options)
+        elif pretrained is not None:
+            check_folder(pretrained)
+            saved, _ = SparsePriorViTConfig.get_config_dict(pretrained)
+            built = SparsePriorViTConfig.from_dict({**saved, "out_features": None, **options})
+        else:
+            built = SparsePriorViTConfig(**options)
+        super().__init__(built)
+        self.pretrained = pretrained
+        if with_cp:
+            self.activation_checkpointing_enable()
+        self._is_built = True
+
+    def init_weights(self) -> None:
+        """Draw the weights (transformers, at construction) or load the `pretrained` ones (mm, before training)."""
+        if not self._is_built:
+            super().init_weights()
+        elif self.pretrained is not None:
+            load_weights(self, self.pretrained)
+
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """(B, channels, height, width) to one map (B, C, ceil(height / patch), ceil(width / patch)) a stage."""
+        return tuple(super().forward(pad_to_patches(pixel_values, self.embeddings.patch_size)).feature_maps)
+
+
+def pretrained_folder(pretrained: str | None, init_cfg: dict[str, Any] | None) -> str | None:
+    """The folder that the two ways of naming one agree on.
+
+    Raises:
+        ValueError: for both at once, or an init_cfg of another kind.
+    """
+    if init_cfg is None:
+        return pretrained
+    if pretrained is not None:
+        raise ValueError(f"pretrained={pretrained!r} and init_cfg={init_cfg!r} exclude each other")
+    if init_cfg.get("type") != "Pretrained" or set(init_cfg) != {"type", "checkpoint"}:
+        raise ValueError(f"init_cfg={init_cfg!r} must be dict(type='Pretrained', checkpoint=FOLDER)")
+    return init_cfg["checkpoint"]
+
+
+def check_folder(folder: str) -> None:
+    """Raise OSError unless a folder of a saved model is there."""
+    if not (Path(folder) / CONFIG_NAME).is_file():
+        raise OSError(f"pretrained={folder} is not a folder of a saved model")
+
+
+def pad_to_patches(pixel_values: Tensor, patch_size: tuple[int, int]) -> Tensor:
+    """(B, channels, height, width) with zeros at bottom and right up to whole patches."""
+    height, width = (-side % patch for side, patch in zip(pixel_values.shape[-2:], patch_size, strict=True))
+    return F.pad(pixel_values, (0, width, 0, height)) if height or width else pixel_values
+
+
+@torch.no_grad()
+def load_weights(model: SparsePriorViTModel, folder: str) -> None:
+    """Fill a model with the backbone of a saved folder; a classifier stays behind.
+
+    The position embedding is interpolated to the model's grid. Weights of a prior that the folder does not have start
+    as they are, those of a prior that the model does not have are left out (the two are another prior's).
+
+    Raises:
+        OSError: for a missing folder, one that lacks weights of its own, or a file that is no safetensors.
+        ValueError: for weights that do not fit, with their names.
+    """
+    check_folder(folder)
+    source, info = SparsePriorViTModel.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True)
+    check_whole(folder, info)
+    state, own = source.state_dict(), model.state_dict()
+    positions = "embeddings.position_embeddings"
+    if positions in state and source.config.grid != model.config.grid:
+        state[positions] = source.embeddings.resized_positions(model.config.grid)
+    if source.config.prior != model.config.prior:
+        state = {key: value for key, value in state.items() if key in own or not of_prior(key)}
+    problems = {
+        "missing": [key for key in own if key not in state and not of_prior(key)],
+        "left over": [key for key in state if key not in own],
+        "of another shape": [key for key in own if key in state and state[key].shape != own[key].shape],
+    }
+    said = [f"{what}: {', '.join(keys[:5])} ({len(keys)} in all)" for what, keys in problems.items() if keys]
+    if said:
+        raise ValueError(f"pretrained={folder} does not fit the backbone; {'; '.join(said)}")
+    model.load_state_dict(state, strict=False)
+
+
+def save_backbone(model: SparsePriorViTBackbone, folder: str) -> None:
+    """Write a backbone as a folder of a bare SparsePriorViT, which every other task loads.
+
+    The weights are the model's own, bit for bit, and so is the config, but for the choice of feature maps.
+    """
+    fields = {**model.config.to_dict(), "out_features": None, "out_indices": None}
+    bare = SparsePriorViTModel(SparsePriorViTConfig.from_dict(fields)).to(model.dtype)
+    bare.load_state_dict(model.state_dict())
+    bare.save_pretrained(folder)

@@ -1,0 +1,155 @@
+"""The environments by name, behind one small interface, and what has to be set before a simulator is imported.
+
+environment = make_environment("lift", cameras=("agentview", "robot0_eye_in_hand"), image_size=84)
+observation = environment.reset(seed=7)
+observation, reward, done, info = environment.step(action)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from ctypes.util import find_library
+from typing import Any
+
+import numpy as np
+
+Observation = dict[str, np.ndarray]
+
+# MUJOCO_GL and the library behind it, in the order in which they are tried. Both render without a screen.
+GL_LIBRARIES = {"osmesa": "OSMesa", "egl": "EGL"}
+GL_PACKAGES = "apt-get install libosmesa6, or libegl1 libegl-mesa0"
+IMAGE_SIZES = {"lift": 84, "can": 84, "pusht": 96}  # of the published data sets, pixels
+MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 16, 1024
+
+
+class Environment(ABC):
+    """A simulator. One episode at a time; the same seed gives the same episode, whatever ran before.
+
+    Attributes:
+        name: as `make_environment` takes it.
+        action_size: numbers in an action.
+        horizon: steps after which the published evaluations give up.
+        fps: actions a second.
+        cameras: observation key of each camera's image, by camera.
+        settings: all that decides whether recorded actions and images mean the same here, JSON values; what
+            `formats.check_environment` compares.
+    """
+
+    name: str
+    action_size: int
+    horizon: int
+    fps: int
+    cameras: dict[str, str]
+    settings: dict[str, Any]
+
+    @abstractmethod
+    def reset(self, seed: int) -> Observation:
+        """Start the episode of this seed.
+
+        Returns:
+            Observations by name: images uint8 (H, W, 3), upright; everything else float32 (size,).
+        """
+
+    @abstractmethod
+    def step(self, action: np.ndarray) -> tuple[Observation, float, bool, dict[str, Any]]:
+        """Execute one action (action_size,).
+
+        Returns:
+            The next observation, the reward in [0, 1], whether the task is solved, and further measurements.
+
+        Raises:
+            ValueError: for another shape or numbers that are not finite.
+        """
+
+    @abstractmethod
+    def success(self) -> bool:
+        """Whether the task is solved now."""
+
+    @abstractmethod
+    def render(self, size: int) -> np.ndarray:
+        """A picture to look at, uint8 (size, size, 3), upright; never an observation."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the simulator; a second call does nothing."""
+
+    def checked_action(self, action: np.ndarray) -> np.ndarray:
+        """The action as float64, of the right size and finite."""
+        action = np.asarray(action, dtype=np.float64)
+        if action.shape != (self.action_size,) or not np.isfinite(action).all():
+            raise ValueError(f"action={action} of {self.name} must be {self.action_size} finite numbers")
+        return action
+
+    def __enter__(self) -> Environment:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def make_environment(name: str, cameras: Sequence[str] = (), image_size: int | None = None) -> Environment:
+    """An environment by name.
+
+    Args:
+        name: "lift" or "can" (robosuite, Panda arm, action (10,): absolute position of the gripper, 6-D rotation,
+            gripper from -1, open, to 1, closed) or "pusht" (action (2,): absolute position of the pusher in [0, 512]).
+        cameras: what the observations show, "agentview" and "robot0_eye_in_hand" for arms, "image" for PushT. Without
+            cameras nothing is rendered and no GL library is needed.
+        image_size: height and width of the images; None: as in the published data sets (IMAGE_SIZES).
+
+    Raises:
+        ValueError: for another name, camera or size.
+        ImportError: with the line that installs the simulator.
+        OSError: if images of an arm are wanted and no GL library is found.
+    """
+    if name not in ENVIRONMENTS:
+        raise ValueError(f"environment {name!r} must be one of {', '.join(ENVIRONMENTS)}")
+    size = IMAGE_SIZES[name] if image_size is None else image_size
+    if isinstance(size, bool) or not isinstance(size, int) or not MIN_IMAGE_SIZE <= size <= MAX_IMAGE_SIZE:
+        raise ValueError(f"image_size={size!r} must be an integer from {MIN_IMAGE_SIZE} to {MAX_IMAGE_SIZE}")
+    return ENVIRONMENTS[name](name, tuple(cameras), size)
+
+
+def _arm(name: str, cameras: tuple[str, ...], image_size: int) -> Environment:
+    use_software_gl()
+    try:
+        from tasks.robotics.robosuite_arm import RobosuiteArm
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{name} needs robosuite ({error}): make robotics") from error
+    return RobosuiteArm(name, cameras, image_size)
+
+
+def _pusht(name: str, cameras: tuple[str, ...], image_size: int) -> Environment:
+    try:
+        from tasks.robotics.pusht import PushT
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{name} needs gym-pusht ({error}): make robotics") from error
+    return PushT(cameras, image_size)
+
+
+ENVIRONMENTS = {"lift": _arm, "can": _arm, "pusht": _pusht}
+
+
+def gl_library() -> str | None:
+    """The value of MUJOCO_GL with which this machine renders without a screen: what the user chose, else the first
+    whose library is found, else None."""
+    return os.environ.get("MUJOCO_GL") or next((gl for gl, name in GL_LIBRARIES.items() if find_library(name)), None)
+
+
+def use_software_gl() -> None:
+    """Choose MuJoCo's GL before mujoco is imported, which reads the choice once and for all.
+
+    robosuite chooses EGL when nothing is chosen, and no rendering works where a screen's GL was chosen.
+
+    Raises:
+        ValueError: if mujoco was imported before, without a choice.
+    """
+    if os.environ.get("MUJOCO_GL"):
+        return
+    if "mujoco" in sys.modules:
+        raise ValueError("mujoco was imported before MUJOCO_GL was set; set MUJOCO_GL=osmesa in the environment")
+    # Without any library, low-dimensional observations still work: osmesa is loaded by the first image only.
+    os.environ["MUJOCO_GL"] = gl_library() or "osmesa"

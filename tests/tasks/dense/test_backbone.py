@@ -1,0 +1,149 @@
+"""The backbone of mm configs; none of this needs mm itself."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_sparseprior import (
+    SparsePriorViTBackbone,
+    SparsePriorViTConfig,
+    SparsePriorViTForImageClassification,
+    SparsePriorViTModel,
+)
+from tasks.dense.backbone import SparsePriorViT, save_backbone
+
+SMALL = {
+    "image_size": 48, "patch_size": 8, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "intermediate_size": 48, "initializer_range": 0.3,
+}  # fmt: skip
+PRIORS = ["dense", "fibottention", "violin", "fibottention+violin", "random", "sparsifiner", "swin_rpb"]
+
+
+def randomised(model):
+    """Every weight moved from where it was initialised."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+@pytest.fixture
+def classifier(tmp_path):
+    torch.manual_seed(0)
+    model = randomised(SparsePriorViTForImageClassification(SparsePriorViTConfig(prior="fibottention+violin", **SMALL)))
+    model.save_pretrained(tmp_path / "classifier")
+    return model, str(tmp_path / "classifier")
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("size", [(48, 48), (37, 90)])
+def test_features_are_the_hidden_states_of_our_model_alone(prior, size):
+    torch.manual_seed(0)
+    backbone = randomised(SparsePriorViT(prior=prior, out_indices=(1, 3), apply_layernorm=False, **SMALL))
+    alone = SparsePriorViTModel(SparsePriorViTConfig(prior=prior, **SMALL)).eval()
+    alone.load_state_dict(backbone.state_dict())
+    images = torch.randn(2, 3, *size)
+    rows, columns = -(-size[0] // 8), -(-size[1] // 8)
+    padded = torch.zeros(2, 3, 8 * rows, 8 * columns)
+    padded[..., : size[0], : size[1]] = images
+    with torch.no_grad():
+        maps = backbone(images)
+        states = alone(padded, output_hidden_states=True).hidden_states
+    assert len(maps) == 2
+    for found, state in zip(maps, (states[1], states[3]), strict=True):
+        assert found.shape == (2, 24, rows, columns)
+        expected = torch.stack([state[:, 1 + patch] for patch in range(rows * columns)], -1)
+        assert torch.equal(found.flatten(2), expected)
+
+
+@pytest.mark.parametrize("prior", ["fibottention", "violin", "random"])
+def test_the_prior_changes_the_features(prior):
+    torch.manual_seed(0)
+    dense = randomised(SparsePriorViT(prior="dense", **SMALL))
+    other = SparsePriorViT(prior=prior, **SMALL).eval()
+    other.load_state_dict(dense.state_dict(), strict=False)
+    if prior == "violin":
+        for layer in other.layers:
+            torch.nn.init.constant_(layer.attention.decay_bias.beta, 0.5)
+    images = torch.randn(1, 3, 48, 64)
+    with torch.no_grad():
+        assert (dense(images)[0] - other(images)[0]).abs().max() > 1e-2
+
+
+def test_a_checkpoint_goes_there_and_back_unchanged(classifier, tmp_path):
+    model, folder = classifier
+    backbone = SparsePriorViT(pretrained=folder, out_indices=(1, 3), with_cp=True)
+    assert set(backbone.state_dict()) == set(model.vit.state_dict())
+    assert not torch.equal(backbone.layers[0].mlp.fc1.weight, model.vit.layers[0].mlp.fc1.weight)  # mm loads later
+    backbone.init_weights()
+    save_backbone(backbone, str(tmp_path / "back"))
+    back = SparsePriorViTForImageClassification.from_pretrained(tmp_path / "back")
+    for key, value in model.vit.state_dict().items():
+        assert torch.equal(back.vit.state_dict()[key], value)
+    assert back.config.prior == model.config.prior and back.config.out_indices == model.config.out_indices
+    back.classifier.load_state_dict(model.classifier.state_dict())
+    images = torch.randn(2, 3, 48, 48)
+    with torch.no_grad():
+        assert torch.equal(back.eval()(images).logits, model(images).logits)
+    assert SparsePriorViTBackbone.from_pretrained(tmp_path / "back", out_indices=[2])(images).feature_maps[0].shape == (
+        2, 24, 6, 6,
+    )  # fmt: skip
+
+
+def test_another_grid_interpolates_positions_and_another_prior_starts_anew(classifier):
+    model, folder = classifier
+    backbone = SparsePriorViT(pretrained=folder, image_size=64, prior="dense")
+    backbone.init_weights()
+    expected = model.vit.embeddings.resized_positions((8, 8))
+    assert torch.equal(backbone.embeddings.position_embeddings, expected)
+    assert not any("decay" in key for key in backbone.state_dict())
+    other = SparsePriorViT(pretrained=folder, prior={"decay": {"name": "violin", "curves": ["snake"]}})
+    fresh = {key: value.clone() for key, value in other.state_dict().items() if "decay_bias" in key}
+    with pytest.raises(ValueError, match=r"of another shape: layers\.0\.attention\.decay_bias"):
+        other.init_weights()
+    assert fresh
+
+
+def test_mms_own_word_for_a_folder(classifier):
+    _, folder = classifier
+    backbone = SparsePriorViT(init_cfg={"type": "Pretrained", "checkpoint": folder})
+    backbone.init_weights()
+    assert torch.equal(backbone.layernorm.weight, classifier[0].vit.layernorm.weight)
+    with pytest.raises(ValueError, match="exclude each other"):
+        SparsePriorViT(pretrained=folder, init_cfg={"type": "Pretrained", "checkpoint": folder})
+    with pytest.raises(ValueError, match="must be dict"):
+        SparsePriorViT(init_cfg={"type": "Kaiming", "layer": "Conv2d"})
+
+
+def test_what_does_not_fit_is_named(classifier, tmp_path):
+    _, folder = classifier
+    deeper = SparsePriorViT(pretrained=folder, num_hidden_layers=4)
+    with pytest.raises(ValueError, match=r"missing: layers\.3\.layernorm_before\.weight.*\(16 in all\)"):
+        deeper.init_weights()
+    wider = SparsePriorViT(pretrained=folder, intermediate_size=96)
+    with pytest.raises(ValueError, match=r"of another shape: layers\.0\.mlp\.fc1\.weight"):
+        wider.init_weights()
+    with pytest.raises(ValueError, match=r"left over: layers\.2"):
+        SparsePriorViT(pretrained=folder, num_hidden_layers=2).init_weights()
+    with pytest.raises(OSError, match="pretrained=/nowhere is not a folder of a saved model"):
+        SparsePriorViT(preset="deit_tiny", pretrained="/nowhere").init_weights()
+    weights = load_file(f"{folder}/model.safetensors")
+    del weights["vit.layers.1.mlp.fc2.weight"]
+    save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(OSError, match=r"lacks weights that fit its config: layers\.1\.mlp\.fc2\.weight"):
+        SparsePriorViT(pretrained=folder).init_weights()
+
+
+def test_a_pickled_checkpoint_is_not_read(classifier, tmp_path):
+    _, folder = classifier
+    weights = tmp_path / "classifier" / "model.safetensors"
+    torch.save(load_file(weights), tmp_path / "classifier" / "pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(OSError, match="safetensors"):
+        SparsePriorViT(pretrained=folder).init_weights()
+
+
+def test_a_prior_that_prunes_tokens_is_refused():
+    with pytest.raises(ValueError, match="drops tokens"):
+        SparsePriorViT(prior="evit", **SMALL)
