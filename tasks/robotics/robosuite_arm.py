@@ -149,14 +149,19 @@ class RobosuiteArm(Environment):
             axes.T @ self._data.xmat[self._object].reshape(3, 3),
         )
 
-    def in_base(self, position: np.ndarray) -> np.ndarray:
-        """A position (3,) of the world in the frame of the actions."""
-        origin, axes = self._base()
-        return axes.T @ (np.asarray(position) - origin)
+    def grasped(self) -> bool:
+        """Whether both fingers touch the cube or can."""
+        thing = self._env.cube if self.name == "lift" else self._env.objects[self._env.object_id]
+        return bool(self._env._check_grasp(gripper=self._arm.gripper["right"], object_geoms=thing))
 
-    def fingers(self) -> float:
-        """Distance between the fingers, metres."""
-        return float(np.abs(self._data.qpos[self._fingers]).sum())
+    def bin_centre(self) -> np.ndarray:
+        """Centre (3,) of the can's bin, on its floor, in the frame of the actions."""
+        origin, axes = self._base()
+        return axes.T @ (self._env.target_bin_placements[self._env.object_id] - origin)
+
+    def in_bin(self) -> bool:
+        """Whether the can is in its bin, held or not."""
+        return not self._env.not_in_bin(self._data.xpos[self._object], self._env.object_id)
 
     def render(self, size: int) -> np.ndarray:
         """The scene from the agent's camera."""
