@@ -25,8 +25,16 @@ ADAPTER = "adapter"  # what LoRA or DoRA learned, without the weights it changes
 COSMETIC = ("output_dir", "disable_tqdm", "dataloader_num_workers", "save_total_limit", "report_to")
 
 
-def finished_results(out: Path, config: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+def finished_results(
+    out: Path, config: dict[str, Any], overwrite: bool, field: str = "trainer.output_dir"
+) -> dict[str, Any] | None:
     """The results of this very run if it is done already.
+
+    Args:
+        out: folder of the run.
+        config: sections of keys and values.
+        overwrite: whether another run's folder may be thrown away.
+        field: what the user set to choose the folder, for errors.
 
     Raises:
         ValueError: if the folder belongs to another run or to something else, unless `overwrite`.
@@ -34,12 +42,12 @@ def finished_results(out: Path, config: dict[str, Any], overwrite: bool) -> dict
     if not (out / RUN_CONFIG).exists():
         # A run that was killed while it claimed the folder left at most the scratch file.
         if out.exists() and any(path.name != f"{RUN_CONFIG}.partial" for path in out.iterdir()):
-            raise ValueError(f"trainer.output_dir={out} is not empty and not of this program; choose another folder")
+            raise ValueError(f"{field}={out} is not empty and not of this program; choose another folder")
         return None
     differences = folder_differences(out, config)
     if differences and not overwrite:
         raise ValueError(
-            f"trainer.output_dir={out} belongs to another run ({'; '.join(differences)}); "
+            f"{field}={out} belongs to another run ({'; '.join(differences)}); "
             "choose another folder or give --overwrite"
         )
     return read_results(out / RESULTS) if not differences and (out / RESULTS).exists() else None

@@ -1,7 +1,11 @@
-"""Segmentation with mmsegmentation; importing it registers what the configs name (mm's `custom_imports`)."""
+"""Segmentation by mmsegmentation; importing this registers what the configs name (mm's `custom_imports`)."""
 
 from mmseg.registry import MODELS
 
+from tasks.dense import hooks, reading  # noqa: F401
 from tasks.dense.backbone import SparsePriorViT
+from tasks.dense.loading import refuse_pickles
+from tasks.segmentation import data  # noqa: F401
 
+refuse_pickles()
 MODELS.register_module(module=SparsePriorViT, force=True)

@@ -1,0 +1,31 @@
+"""VIOLIN Table 8 (left), the baseline: UPerNet, DeiT-B of ImageNet, ADE20K, 80k steps with batches of 16.
+
+The paper names mmsegmentation, DeiT-B, the steps and the batch; the rest is mmsegmentation's recipe for UPerNet with
+DeiT-B. The weights, in one folder: python -m hf_sparseprior convert deit_base_patch16_224.pth checkpoints/deit_base
+"""
+
+_base_ = ["../dense/runtime.py", "_base_/ade20k.py", "_base_/upernet.py"]
+custom_imports = dict(imports=["tasks.segmentation"])
+default_scope = "mmseg"
+
+model = dict(backbone=dict(pretrained="checkpoints/deit_base", prior="dense", drop_path_rate=0.1))
+optim_wrapper = dict(
+    type="OptimWrapper",
+    optimizer=dict(type="AdamW", lr=6e-5, betas=(0.9, 0.999), weight_decay=0.01),
+    paramwise_cfg=dict(
+        custom_keys={
+            "position_embeddings": dict(decay_mult=0.0),
+            "class_token": dict(decay_mult=0.0),
+            "layernorm": dict(decay_mult=0.0),
+            "decay_bias": dict(decay_mult=0.0),
+        }
+    ),
+)
+param_scheduler = [
+    dict(type="LinearLR", start_factor=1e-6, by_epoch=False, begin=0, end=1500),
+    dict(type="PolyLR", eta_min=0.0, power=1.0, by_epoch=False, begin=1500, end=80000),
+]
+train_cfg = dict(type="IterBasedTrainLoop", max_iters=80000, val_interval=8000)
+custom_hooks = [dict(type="SeedSteps"), dict(type="OneLineProgress", metrics=["mIoU"]), dict(type="StopOnSignal")]
+# The last norm has no part in maps that are taken before it.
+find_unused_parameters = True

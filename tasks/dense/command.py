@@ -1,0 +1,59 @@
+"""The command lines of segmentation and detection."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mmengine.dist import is_main_process
+
+from hf_sparseprior.training.allocator import keep_freed_memory
+from tasks.classification.command import run_command
+from tasks.classification.run_folder import MODEL, RESULTS
+from tasks.dense.runs import PICTURE, SPLITS, Task, evaluate, load_config, run
+
+
+def train_main(task: Task, argv: list[str] | None = None) -> int:
+    """`python -m tasks.<task>.train`; a bad value prints one line and returns 2."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tasks.{task.name}.train",
+        description=f"Train a model for {task.name}. Goes on where an interrupted run stopped.",
+    )
+    parser.add_argument("--config", required=True, help=f"mm config file, see configs/{task.name}")
+    parser.add_argument("--overwrite", action="store_true", help="replace a run with another configuration")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model.backbone.prior=violin")
+    arguments = parser.parse_args(argv)
+
+    def work() -> None:
+        keep_freed_memory()
+        config = load_config(arguments.config, arguments.overrides)
+        results = run(task, config, arguments.overwrite)
+        if not is_main_process():
+            return
+        for name, value in results["metrics"].items():
+            print(f"{name}: {value:.2f}")
+        for name, value in results["baseline"].items():
+            print(f"constant predictor, {name}: {value:.2f}" if isinstance(value, float) else f"{name}: {value}")
+        out = Path(config.work_dir)
+        print(f"results: {out / RESULTS}, picture: {out / PICTURE}, model: {out / MODEL}")
+
+    return run_command(parser.prog, work, "from the last checkpoint")
+
+
+def evaluate_main(task: Task, argv: list[str] | None = None) -> int:
+    """`python -m tasks.<task>.evaluate`; a bad value prints one line and returns 2."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tasks.{task.name}.evaluate", description=f"Evaluate a saved model for {task.name}."
+    )
+    parser.add_argument("model", type=Path, help="model folder of a run; its config.py is run, so it has to be trusted")
+    parser.add_argument("--split", choices=tuple(SPLITS), default="test")
+    parser.add_argument("--out", type=Path, help="folder for results and picture; default: MODEL/../evaluation")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. test_dataloader.dataset.data_root=DIR")
+    arguments = parser.parse_args(argv)
+
+    def work() -> None:
+        results = evaluate(task, arguments.model, arguments.split, arguments.overrides, arguments.out)
+        for name, value in results["metrics"].items():
+            print(f"{name}: {value:.2f}")
+
+    return run_command(parser.prog, work)

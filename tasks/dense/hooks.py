@@ -1,0 +1,185 @@
+"""What runs of mmengine need to stop, go on and repeat exactly: hooks, a sampler, a transform.
+
+What a run draws depends on its seed and on the number of the step or of the training image alone, not on what was drawn
+before. So a run that goes on from a checkpoint draws what it would have drawn, whatever ran in between and with any
+number of workers.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.dataset import InfiniteSampler
+from mmengine.dist import all_reduce, get_rank, get_world_size, is_main_process
+from mmengine.hooks import CheckpointHook, Hook
+from mmengine.registry import DATA_SAMPLERS, FUNCTIONS, HOOKS, TRANSFORMS
+from tqdm import tqdm
+
+from hf_sparseprior.training.stopping import WorkerStart
+from tasks.classification.command import RunStopped
+
+
+def seed_everything(*entropy: int) -> None:
+    """Seed Python's, NumPy's and PyTorch's generators with a few non-negative numbers."""
+    seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+class Draw(int):
+    """Index of an image that also says which draw of the run it is (`number`) and what the run's `seed` is."""
+
+    number: int
+    seed: int
+
+
+@DATA_SAMPLERS.register_module()
+class NumberedSampler(InfiniteSampler):
+    """mmengine's InfiniteSampler with the number of each draw, for `SeedAugmentation`. Each process has its own."""
+
+    def skip(self, num_samples: int) -> None:
+        """Start at draw `num_samples`, when a run goes on."""
+        super().skip(num_samples)
+        self.start = num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        for number, index in enumerate(super().__iter__(), getattr(self, "start", 0)):
+            draw = Draw(index)
+            draw.number, draw.seed = number * self.world_size + self.rank, self.seed
+            yield draw
+
+
+@TRANSFORMS.register_module()
+class SeedAugmentation:
+    """First step of a training pipeline: seeds what augments by the draw that `NumberedSampler` gave the image."""
+
+    def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Nothing changes in `results`.
+
+        Raises:
+            ValueError: behind another sampler.
+        """
+        draw = results["sample_idx"]
+        if not isinstance(draw, Draw):
+            raise ValueError("SeedAugmentation needs train_dataloader.sampler.type=NumberedSampler")
+        seed_everything(draw.seed, draw.number, 1)
+        return results
+
+
+@FUNCTIONS.register_module()
+def outlive_sigterm(worker: int) -> None:
+    """`worker_init_fn`: a worker leaves a SIGTERM sent to the whole job to its parent, which saves first."""
+    WorkerStart()(worker)
+
+
+@HOOKS.register_module()
+class SeedSteps(Hook):
+    """Seeds dropout, drop path and samplers of boxes before each training step."""
+
+    priority = "VERY_HIGH"
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        """Seed by the run's seed, the step and the process."""
+        seed_everything(runner.seed, runner.iter, get_rank(), 0)
+
+
+@HOOKS.register_module()
+class StopOnSignal(Hook):
+    """On SIGTERM: finish the step, save a checkpoint, end with `RunStopped`.
+
+    Loops over epochs resume at the start of an epoch; there nothing is saved and the last epoch's checkpoint counts.
+    """
+
+    priority = "LOWEST"  # behind CheckpointHook
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._earlier: Any = None
+
+    def before_train(self, runner: Any) -> None:
+        """Listen."""
+        self.requested = False
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            self._earlier = signal.signal(signal.SIGTERM, self._request)
+
+    def _request(self, signum: int, frame: Any) -> None:
+        self.requested = True
+
+    def _any_requested(self) -> bool:
+        if get_world_size() == 1:
+            return self.requested
+        flag = torch.tensor(int(self.requested))
+        all_reduce(flag, "max")
+        return bool(flag)
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Save and stop if any process was told to."""
+        if not self._any_requested():
+            return
+        step = runner.iter + 1
+        for hook in runner.hooks:
+            if isinstance(hook, CheckpointHook) and not hook.by_epoch:
+                if not str(hook.last_ckpt).endswith(hook.filename_tmpl.format(step)):
+                    hook._save_checkpoint(runner)
+                self.after_train(runner)
+                raise RunStopped(f"stopped behind step {step}; the same command goes on from there")
+        self.after_train(runner)
+        raise RunStopped(f"stopped behind step {step}; the same command goes on from the last whole epoch")
+
+    def after_train(self, runner: Any) -> None:
+        """Stop listening."""
+        if self._earlier is not None:
+            signal.signal(signal.SIGTERM, self._earlier)
+            self._earlier = None
+
+
+@HOOKS.register_module()
+class OneLineProgress(Hook):
+    """One bar for the whole training, with the loss and the last validation's numbers behind it.
+
+    Args:
+        metrics: names of validation metrics to show, as the evaluator returns them.
+    """
+
+    def __init__(self, metrics: tuple[str, ...] = ()) -> None:
+        self.metrics = tuple(metrics)
+        self.numbers: dict[str, str] = {}
+        self.bar: tqdm | None = None
+
+    def before_train(self, runner: Any) -> None:
+        """Open the bar where the run starts or goes on."""
+        total = runner.max_iters
+        self.bar = tqdm(
+            total=total,
+            initial=runner.iter,
+            desc="training",
+            unit="step",
+            mininterval=1.0,
+            disable=not is_main_process(),
+        )
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """One step on."""
+        assert self.bar is not None
+        if outputs and "loss" in outputs:
+            self.numbers["loss"] = f"{float(outputs['loss']):.4g}"
+        self.bar.set_postfix(self.numbers, refresh=False)
+        self.bar.update()
+
+    def after_val_epoch(self, runner: Any, metrics: dict[str, float] | None = None) -> None:
+        """Keep validation's numbers."""
+        for name in self.metrics:
+            if metrics and name in metrics:
+                self.numbers[name.rpartition("/")[2]] = f"{metrics[name]:.4g}"
+
+    def after_train(self, runner: Any) -> None:
+        """Close the bar."""
+        if self.bar is not None:
+            self.bar.close()

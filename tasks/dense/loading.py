@@ -1,0 +1,74 @@
+"""Checkpoints of mmengine, read without running what they hold.
+
+mmengine 0.10.12 tries `weights_only=True` and, where that fails, reads the file again with `weights_only=False`, which
+runs whatever the file says. It also allows the builtin `getattr`, by which a pickle reaches any attribute of what it
+may name. `refuse_pickles` puts `read_checkpoint` in the place of that function, for everything that mmengine loads from
+a file: resume, load_from, the init_cfg of heads and necks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pickle import UnpicklingError
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from mmengine.logging import HistoryBuffer
+from mmengine.runner import checkpoint as mm_checkpoint
+
+
+def history_method(owner: Any, name: str) -> Any:
+    """What stands for the builtin `getattr` in a checkpoint: the statistics of a HistoryBuffer, nothing else.
+
+    Raises:
+        UnpicklingError: for any other attribute.
+    """
+    if owner is not HistoryBuffer or name not in ("min", "max", "mean", "current"):
+        raise UnpicklingError(f"GLOBAL builtins.getattr of {owner!r}, {name!r}")
+    return getattr(HistoryBuffer, name)
+
+
+# What the checkpoints of mmengine hold beside tensors and plain values: histories of losses as numpy arrays.
+ALLOWED: list[Any] = [
+    HistoryBuffer,
+    (history_method, "builtins.getattr"),
+    np._core.multiarray._reconstruct,
+    np._core.multiarray.scalar,
+    np.ndarray,
+    np.dtype,
+    *(type(np.dtype(name)) for name in ("float64", "float32", "int64", "int32", "uint32", "uint8", "bool")),
+]
+
+
+def read_checkpoint(
+    file: str | os.PathLike | BinaryIO, map_location: Any = None, weights_only: bool | None = None
+) -> Any:
+    """A checkpoint of PyTorch or mmengine; tensors, plain values and loss histories come out, nothing is executed.
+
+    Args:
+        file: its path, or an open file.
+        map_location: as `torch.load`'s.
+        weights_only: mmengine's argument; False is refused.
+
+    Raises:
+        OSError: for a file that is missing, damaged or holds more than that, with what it holds.
+    """
+    if weights_only is False:
+        raise OSError(f"{file} is not read with weights_only=False: a pickle can run code")
+    try:
+        with torch.serialization.safe_globals(ALLOWED):
+            return torch.load(file, map_location=map_location, weights_only=True)
+    except UnpicklingError as error:
+        if named := re.search(r"GLOBAL (\S+)", str(error)):
+            raise OSError(f"{file} is refused: it holds {named[1]}, and a pickle can run code") from None
+        raise OSError(f"{file} cannot be read as a checkpoint, it is damaged or no file of PyTorch") from None
+    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise OSError(f"{file} cannot be read as a checkpoint, it is damaged or cut off ({first})") from None
+
+
+def refuse_pickles() -> None:
+    """From now on mmengine reads every checkpoint file by `read_checkpoint`."""
+    mm_checkpoint._safe_torch_load = read_checkpoint

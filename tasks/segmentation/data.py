@@ -1,0 +1,92 @@
+"""Segmentation data: a folder in ADE20K's layout, annotations that are checked when they are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mmcv.transforms import BaseTransform
+from mmseg.datasets import BaseSegDataset
+from mmseg.registry import DATASETS, TRANSFORMS
+
+from tasks.dense.pictures import class_colours
+from tasks.dense.reading import read_image
+
+IGNORED = 255
+
+
+@DATASETS.register_module()
+class FolderSegmentation(BaseSegDataset):
+    """`data_root`/images/SPLIT/NAME.png with annotations/SPLIT/NAME.png and the classes' names in classes.txt.
+
+    Annotations are as ADE20K's: 0 is unlabelled, 1 is the first line of classes.txt.
+
+    Args:
+        data_root: the folder.
+        split: folder name below images and annotations.
+        img_suffix: of the images.
+        options: of `BaseSegDataset`.
+
+    Raises:
+        OSError: for a missing folder or list of classes.
+    """
+
+    def __init__(self, data_root: str, split: str, img_suffix: str = ".png", **options: Any) -> None:
+        names = Path(data_root) / "classes.txt"
+        if not names.is_file():
+            raise OSError(f"{names} is missing; it holds one class a line")
+        classes = tuple(line.strip() for line in names.read_text(encoding="utf-8").splitlines() if line.strip())
+        images = Path(data_root) / "images" / split
+        if not images.is_dir() or not any(images.glob(f"*{img_suffix}")):
+            raise OSError(f"{images} holds no {img_suffix} images")
+        super().__init__(
+            data_root=data_root,
+            data_prefix={"img_path": f"images/{split}", "seg_map_path": f"annotations/{split}"},
+            img_suffix=img_suffix,
+            reduce_zero_label=True,
+            metainfo={"classes": classes, "palette": class_colours(len(classes)).tolist()},
+            **options,
+        )
+
+
+@TRANSFORMS.register_module()
+class ReadAnnotation(BaseTransform):
+    """mm's LoadAnnotations, which names a broken file: uint8 (height, width) class indices, 255 where ignored.
+
+    Args:
+        num_classes: larger labels are refused.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes = num_classes
+
+    def transform(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Read results["seg_map_path"] into results["gt_seg_map"].
+
+        Raises:
+            OSError: for a missing or broken file.
+            ValueError: for an annotation of another size than the image, or a label that no class has.
+        """
+        path = results["seg_map_path"]
+        labels = read_image(path, "unchanged")
+        # "ori_shape" is the image's; before any resizing.
+        if labels.shape != tuple(results["ori_shape"]):
+            raise ValueError(
+                f"{path} of shape {labels.shape} must be one channel of the image's {tuple(results['ori_shape'])}"
+            )
+        labels = labels.astype(np.int64)
+        reduced = bool(results["reduce_zero_label"])
+        if reduced:
+            labels = np.where((labels == 0) | (labels == IGNORED), IGNORED, labels - 1)
+        known = labels[labels != IGNORED]
+        if known.size and known.max() >= self.num_classes:
+            raise ValueError(
+                f"{path} holds the label {known.max() + reduced}; with {self.num_classes} classes the highest is "
+                f"{self.num_classes - 1 + reduced}"
+            )
+        if results.get("label_map") is not None:
+            raise ValueError("a choice of classes (label_map) is not supported; give the data set its own classes.txt")
+        results["gt_seg_map"] = labels.astype(np.uint8)
+        results["seg_fields"].append("gt_seg_map")
+        return results
