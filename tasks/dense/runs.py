@@ -90,6 +90,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise
     except Exception as error:  # a config is a program and can fail like one
         raise ValueError(f"--config {path}: {type(error).__name__}: {first_line(error)}") from None
+    config.setdefault("work_dir", f"outputs/{Path(path).stem}")
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
@@ -99,7 +100,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             config.merge_from_dict({key: DictAction._parse_iterable(value)})
         except (AssertionError, KeyError, TypeError) as error:
             raise ValueError(f"{override!r}: {first_line(error)}") from None
-    config.setdefault("work_dir", f"outputs/{Path(path).stem}")
     return config
 
 
