@@ -53,11 +53,12 @@ $(VENV)/video: $(VENV)/installed
 	$(RUN) -m hf_sparseprior doctor --require video
 	touch $@
 
-# mmcv comes as source and is compiled against the torch that is there, 10 minutes on two cores; pip keeps the wheel.
+# mmcv comes as source and is compiled against the torch that is there, 10 minutes on two cores (25 with the debugging
+# information that Python asks for); pip keeps the wheel.
 $(VENV)/dense: $(VENV)/installed
 	$(call debian,dataset-fashion-mnist)
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[dense]'
-	PATH="$(abspath $(VENV))/bin:$$PATH" MAX_JOBS=$$(nproc) $(RUN) -m pip install --quiet --constraint constraints.txt \
+	PATH="$(abspath $(VENV))/bin:$$PATH" MAX_JOBS=$$(nproc) CFLAGS="-O2 -g0" $(RUN) -m pip install --quiet --constraint constraints.txt \
 		--no-deps --no-build-isolation onedl-mmcv onedl-mmengine onedl-mmsegmentation onedl-mmdetection imaug
 	$(RUN) -m hf_sparseprior doctor --require dense
 	touch $@

@@ -1,7 +1,7 @@
 """Vision transformers with sparse attention and spatial priors for transformers.
 
-Importing registers SparsePriorViT with transformers' Auto classes. mmcv and its relatives, timm and torchvision are
-never imported from here.
+Importing registers SparsePriorViT and SparsePriorTimesformer with transformers' Auto classes. mmcv and its relatives,
+timm and torchvision are never imported from here.
 """
 
 import importlib as _importlib
@@ -9,12 +9,23 @@ import logging as _logging
 import os as _os
 from typing import Any as _Any
 
-from transformers import AutoBackbone, AutoConfig, AutoModel, AutoModelForImageClassification
+from transformers import (
+    AutoBackbone,
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageClassification,
+    AutoModelForVideoClassification,
+)
 
 from hf_sparseprior import curves, ops, sequences, supports
 from hf_sparseprior.adapters.peft_hook import register_with_peft as _register_with_peft
 from hf_sparseprior.adapters.stock import apply_prior, remove_prior
+from hf_sparseprior.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
+from hf_sparseprior.modeling_sparseprior_timesformer import (
+    SparsePriorTimesformerForVideoClassification,
+    SparsePriorTimesformerModel,
+)
 from hf_sparseprior.modeling_sparseprior_vit import (
     SparsePriorViTBackbone,
     SparsePriorViTForImageClassification,
@@ -24,6 +35,9 @@ from hf_sparseprior.version import __version__
 
 __all__ = [
     "LoraViolinConfig",
+    "SparsePriorTimesformerConfig",
+    "SparsePriorTimesformerForVideoClassification",
+    "SparsePriorTimesformerModel",
     "SparsePriorViTBackbone",
     "SparsePriorViTConfig",
     "SparsePriorViTForImageClassification",
@@ -53,6 +67,9 @@ AutoConfig.register(SparsePriorViTConfig.model_type, SparsePriorViTConfig)
 AutoModel.register(SparsePriorViTConfig, SparsePriorViTModel)
 AutoModelForImageClassification.register(SparsePriorViTConfig, SparsePriorViTForImageClassification)
 AutoBackbone.register(SparsePriorViTConfig, SparsePriorViTBackbone)
+AutoConfig.register(SparsePriorTimesformerConfig.model_type, SparsePriorTimesformerConfig)
+AutoModel.register(SparsePriorTimesformerConfig, SparsePriorTimesformerModel)
+AutoModelForVideoClassification.register(SparsePriorTimesformerConfig, SparsePriorTimesformerForVideoClassification)
 
 _register_with_peft()
 

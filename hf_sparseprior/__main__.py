@@ -37,7 +37,6 @@ def main(argv: list[str] | None = None) -> int:
     convert_parser.add_argument(
         "--to",
         choices=TARGETS,
-        default="sparseprior_vit",
         help="format: ours (default), a model of transformers, timm, or the .pth file of DeiT, DeiT-III, DINO, DINOv2",
     )
     convert_parser.add_argument(

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from hf_sparseprior import modeling_sparseprior_vit as modeling
+from hf_sparseprior import modeling_sparseprior_timesformer, modeling_sparseprior_vit
 from hf_sparseprior.hub import (
     CARD,
     PROCESSOR,
@@ -23,6 +23,8 @@ from hf_sparseprior.hub import (
 )
 
 RESULTS = "results.json"
+# By model type.
+MODELING = {"sparseprior_vit": modeling_sparseprior_vit, "sparseprior_timesformer": modeling_sparseprior_timesformer}
 
 
 def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_name: str = "apache-2.0") -> list[str]:
@@ -35,7 +37,7 @@ def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_nam
         Lines for the user: what was written and how to load it.
 
     Raises:
-        OSError: for a source that is not a saved SparsePriorViT, or an existing `out`.
+        OSError: for a source that is not a saved model of ours, or an existing `out`.
     """
     source, out = Path(source), Path(out)
     if not (source / "config.json").is_file():
@@ -43,8 +45,8 @@ def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_nam
     check_new(out)
     config = AutoConfig.from_pretrained(source)
     names = config.architectures or []
-    cls: Any = getattr(modeling, str(names[0]), None) if names else None
-    if config.model_type != modeling.SparsePriorViTConfig.model_type or not hasattr(cls, "from_pretrained"):
+    cls: Any = getattr(MODELING.get(config.model_type), str(names[0]), None) if names else None
+    if not hasattr(cls, "from_pretrained"):
         raise OSError(f"{source} holds {names or 'no architecture'}; export takes the SparsePriorViT classes")
     # Mismatches are allowed only to be named in one line.
     model, info = cls.from_pretrained(source, ignore_mismatched_sizes=True, output_loading_info=True)

@@ -107,12 +107,18 @@ def check_whole(folder: Any, loading_info: dict[str, Any]) -> None:
 
 
 def image_processor_settings(config: Any) -> dict[str, Any]:
-    """preprocessor_config.json of a ViT image processor for this model; works with and without torchvision."""
+    """preprocessor_config.json of a ViT image processor for this model, of VideoMAE's for one that takes clips.
+
+    Both work with and without torchvision.
+    """
     size = config.image_size
     height, width = (size, size) if isinstance(size, int) else size
+    if takes_clips(config):
+        kind = {"image_processor_type": "VideoMAEImageProcessor", "do_center_crop": False}
+    else:
+        kind = {"image_processor_type": "ViTImageProcessor", "do_convert_rgb": config.num_channels == 3}
     return {
-        "image_processor_type": "ViTImageProcessor",
-        "do_convert_rgb": config.num_channels == 3,
+        **kind,
         "do_resize": True,
         "size": {"height": height, "width": width},
         "resample": 3,
@@ -124,6 +130,11 @@ def image_processor_settings(config: Any) -> dict[str, Any]:
     }
 
 
+def takes_clips(config: Any) -> bool:
+    """Whether a config is of a video model."""
+    return hasattr(config, "num_frames")
+
+
 def model_card(config: Any, results: dict[str, Any] | None = None, license_name: str = "apache-2.0") -> str:
     """Text of the model card.
 
@@ -133,21 +144,26 @@ def model_card(config: Any, results: dict[str, Any] | None = None, license_name:
         license_name: for the card's header.
     """
     results = results or {}
-    classifies = any("ImageClassification" in name for name in config.architectures or [])
+    classifies = any("Classification" in name for name in config.architectures or [])
+    clips = takes_clips(config)
+    tag = ("video" if clips else "image") + "-classification"
+    if not classifies:
+        tag = "feature-extraction" if clips else "image-feature-extraction"
     lines = [
         "---",
         "library_name: transformers",
-        f"pipeline_tag: {'image-classification' if classifies else 'image-feature-extraction'}",
+        f"pipeline_tag: {tag}",
         f"license: {license_name}",
         "tags: [vision-transformer, sparse-attention, spatial-prior]",
         "---",
         "",
-        f"# SparsePriorViT, prior: {config.prior_name}",
+        f"# {'SparsePriorTimesformer' if clips else 'SparsePriorViT'}, prior: {config.prior_name}",
         "",
         "| | |",
         "|---|---|",
         f"| architecture | {_architecture(config)} |",
         f"| image, patch, grid | {config.image_size}, {config.patch_size}, {config.grid[0]}x{config.grid[1]} patches |",
+        *([f"| frames | {config.num_frames} |"] if clips else []),
         f"| prior | `{json.dumps(config.prior)}` |",
         f"| pruning ratio | {config.pruning_ratio:.2f} % of {_pruned(config)}, prefix tokens included |",
         *([f"| classes | {config.num_labels} |"] if classifies else []),
@@ -160,7 +176,7 @@ def model_card(config: Any, results: dict[str, Any] | None = None, license_name:
     lines += [
         "",
         "```python",
-        *(_CLASSIFY if classifies else _FEATURES),
+        *(_FEATURES if not classifies else _CLASSIFY_CLIPS if clips else _CLASSIFY),
         "```",
         "",
         "Where hf_sparseprior is installed and imported, `trust_remote_code` is not needed.",
@@ -173,6 +189,12 @@ _CLASSIFY = (
     "from transformers import pipeline",
     'classify = pipeline("image-classification", model="PATH_OR_NAME_OF_THIS_MODEL", trust_remote_code=True)',
     'classify("image.png")',
+)
+# Decoding needs PyAV (pip install av).
+_CLASSIFY_CLIPS = (
+    "from transformers import pipeline",
+    'classify = pipeline("video-classification", model="PATH_OR_NAME_OF_THIS_MODEL", trust_remote_code=True)',
+    'classify("clip.mp4")',
 )
 _FEATURES = (
     "from transformers import AutoModel",
@@ -192,7 +214,8 @@ def _architecture(config: Any) -> str:
     prefix = ", ".join(name for name, used in _prefix_tokens(config) if used) or "none"
     layers, heads, width = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
     stem = ", convolutional stem" if config.stem == "convolution" else ""
-    return f"ViT, {layers} layers, {heads} heads, width {width}{stem}, {config.pooling} pooling, prefix: {prefix}"
+    kind = "TimeSformer, divided space-time attention" if takes_clips(config) else "ViT"
+    return f"{kind}, {layers} layers, {heads} heads, width {width}{stem}, {config.pooling} pooling, prefix: {prefix}"
 
 
 def _prefix_tokens(config: Any) -> list[tuple[str, Any]]:

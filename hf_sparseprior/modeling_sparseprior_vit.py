@@ -334,6 +334,8 @@ class SparsePriorViTPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ["decay_bias"]
     _supports_sdpa = True
     _can_compile_fullgraph = True
+    # What a saved folder offers to the Auto classes; other families have their own.
+    auto_map = AUTO_MAP
 
     def __init__(self, config: SparsePriorViTConfig, *args: Any, **kwargs: Any) -> None:
         # from_pretrained(..., prior=...) sets fields behind the config's own check.
@@ -405,7 +407,7 @@ class SparsePriorViTPreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As transformers', plus the full auto map, an image processor and a model card (see `complete_folder`)."""
-        self.config.auto_map = dict(AUTO_MAP)
+        self.config.auto_map = dict(self.auto_map)
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
             complete_folder(save_directory, self.config)
@@ -420,12 +422,17 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
     import hf_sparseprior as sp
     model = sp.SparsePriorViTModel(sp.SparsePriorViTConfig(prior="fibottention+violin"))
     ```
+
+    embeddings_class, layer_class: what other families of models have in their place.
     """
+
+    embeddings_class: type[SparsePriorViTEmbeddings] = SparsePriorViTEmbeddings
+    layer_class: type[SparsePriorViTLayer] = SparsePriorViTLayer
 
     def __init__(self, config: SparsePriorViTConfig) -> None:
         super().__init__(config)
-        self.embeddings = SparsePriorViTEmbeddings(config)
-        self.layers = nn.ModuleList(SparsePriorViTLayer(config, index) for index in range(config.num_hidden_layers))
+        self.embeddings = self.embeddings_class(config)
+        self.layers = nn.ModuleList(self.layer_class(config, index) for index in range(config.num_hidden_layers))
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.token_pruning = make_extras(config.prior["extras"], "model", config.num_hidden_layers, config.hidden_size)
         self.post_init()
@@ -530,12 +537,16 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
 class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
     """SparsePriorViT with a linear classifier, two of them with a distillation token (DeiT) that has its own, or with a
     classifier of the patch tokens (LV-ViT).
+
+    model_class: the transformer below, another family's in its classifiers.
     """
+
+    model_class: type[SparsePriorViTModel] = SparsePriorViTModel
 
     def __init__(self, config: SparsePriorViTConfig) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.vit = SparsePriorViTModel(config)
+        self.vit = self.model_class(config)
 
         def head(width: int) -> nn.Module:
             return nn.Linear(width, config.num_labels) if config.num_labels else nn.Identity()

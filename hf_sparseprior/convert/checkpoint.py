@@ -1,4 +1,4 @@
-"""Reading a checkpoint in one format and writing it in another; in between it is a SparsePriorViT."""
+"""Reading a checkpoint in one format and writing it in another; in between it is a SparsePriorViT or a relative."""
 
 from __future__ import annotations
 
@@ -17,14 +17,29 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_sparseprior.adapters.lora import CLASSIFIERS
+from hf_sparseprior.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
-from hf_sparseprior.convert import lvvit, sparseprior_vit, timm_vit, transformers_vit
+from hf_sparseprior.convert import lvvit, sparseprior_vit, timesformer, timm_vit, transformers_vit
 from hf_sparseprior.hub import PROCESSOR, check_new, whole_file, whole_folder
+from hf_sparseprior.modeling_sparseprior_timesformer import (
+    SparsePriorTimesformerForVideoClassification,
+    SparsePriorTimesformerModel,
+)
 from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTForImageClassification, SparsePriorViTModel
 from hf_sparseprior.prior import of_prior
 
-FORMATS: tuple[ModuleType, ...] = (sparseprior_vit, transformers_vit, lvvit, timm_vit)
+# timesformer before transformers_vit, which would take a bare TimeSformer for a ViT.
+FORMATS: tuple[ModuleType, ...] = (sparseprior_vit, timesformer, transformers_vit, lvvit, timm_vit)
 TARGETS: dict[str, ModuleType] = {name: module for module in FORMATS for name in module.TARGETS}
+# Config, transformer and classifier of our own models, by model type.
+CLASSES: dict[str, tuple[Any, Any, Any]] = {
+    "sparseprior_vit": (SparsePriorViTConfig, SparsePriorViTModel, SparsePriorViTForImageClassification),
+    "sparseprior_timesformer": (
+        SparsePriorTimesformerConfig,
+        SparsePriorTimesformerModel,
+        SparsePriorTimesformerForVideoClassification,
+    ),
+}
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".bin")
 # What a target is written as; a folder where nothing is said.
 WRITTEN_AS = {"timm": ("folder", ".safetensors file"), "original": (".pth file",)}
@@ -104,7 +119,7 @@ def convert_checkpoint(
     image_size: int | None = None,
     num_attention_heads: int | None = None,
     drop_classifier: bool = False,
-    to: str = "sparseprior_vit",
+    to: str | None = None,
 ) -> list[str]:
     """Write a checkpoint in another format; where the prior stays the same, it computes what the source does.
 
@@ -116,7 +131,8 @@ def convert_checkpoint(
         image_size: another one than the source's; the position embedding is interpolated.
         num_attention_heads: for timm files of other widths than the published ones.
         drop_classifier: write the base model alone; its pooling stays.
-        to: one of `TARGETS`. Foreign formats have no prior: prior="dense" drops the source's.
+        to: one of `TARGETS`, by default our own for what the source is, images or clips. Foreign formats have no
+            prior: prior="dense" drops the source's.
 
     Returns:
         Lines for the user.
@@ -128,16 +144,21 @@ def convert_checkpoint(
     """
     out = Path(out)
     check_new(out)
-    if to not in TARGETS:
+    if to is not None and to not in TARGETS:
         raise ValueError(f"to={to!r} must be one of {', '.join(TARGETS)}")
-    target = TARGETS[to]
-    written_as = WRITTEN_AS.get(to, ("folder",))
+    written_as = WRITTEN_AS.get(to or "", ("folder",))
     is_file = out.suffix in WEIGHT_FILES
     if (f"{out.suffix} file" if is_file else "folder") not in written_as:
-        raise ValueError(f"{out}: {to} is written as a {' or a '.join(written_as)}")
+        raise ValueError(f"{out}: {to or 'our own format'} is written as a {' or a '.join(written_as)}")
     weights, fields, notes = _read_as_ours(source, num_attention_heads)
-    own = SparsePriorViTConfig.from_dict(fields)
-    config = own if prior is None else SparsePriorViTConfig.from_dict({**fields, "prior": prior})
+    family = fields.get("model_type", SparsePriorViTConfig.model_type)
+    to = family if to is None else to
+    if _family(to) != family:
+        raise ValueError(f"{source} is a {family}, which {to} cannot express")
+    target = TARGETS[to]
+    config_class = CLASSES[family][0]
+    own = config_class.from_dict(fields)
+    config = own if prior is None else config_class.from_dict({**fields, "prior": prior})
     if target is not sparseprior_vit and config.prior_name != "dense":
         raise ValueError(f"prior {config.prior_name!r} has no place in {to}; --prior dense drops it")
     if own.prior_name != "dense" and own.prior != config.prior:
@@ -159,6 +180,13 @@ def convert_checkpoint(
             shutil.copyfile(processor, scratch / PROCESSOR)
         what, *remarks = target.write(model, to, scratch)
     return [f"{out}: {what}, from {Path(source).name}", *notes, *remarks]
+
+
+def _family(target: str) -> str:
+    """The model type of what a target is written from."""
+    if target in CLASSES:
+        return target
+    return timesformer.FAMILY if target in timesformer.TARGETS else SparsePriorViTConfig.model_type
 
 
 def _read_as_ours(
@@ -191,11 +219,12 @@ def _fill(
     A prior's weights are among them if `with_prior`, else they have their initial values.
     """
     heads = {key for key in state if key.split(".")[0] in CLASSIFIERS}
+    _, transformer, classifier = CLASSES[config.model_type]
     if drop_classifier or not heads:
-        model: Any = SparsePriorViTModel(config)
+        model: Any = transformer(config)
         state = {key.removeprefix("vit."): value for key, value in state.items() if key not in heads}
     else:
-        model = SparsePriorViTForImageClassification(config)
+        model = classifier(config)
     # In the precision of the source, as far as all of it has one; a decay stays in float32.
     dtypes = {value.dtype for key, value in state.items() if value.is_floating_point() and not of_prior(key)}
     model.to(functools.reduce(torch.promote_types, dtypes or {torch.float32}))
@@ -214,7 +243,7 @@ def _fill(
     ]
     if problems:
         hint = " (--drop-classifier leaves classifiers out)" if any("classifier" in text for text in problems) else ""
-        raise ValueError(f"{source} does not fit SparsePriorViT; {'; '.join(problems)}{hint}")
+        raise ValueError(f"{source} does not fit {type(model).__name__}; {'; '.join(problems)}{hint}")
     model.load_state_dict(state, strict=False)
     return model.eval()
 
@@ -222,7 +251,7 @@ def _fill(
 @torch.no_grad()
 def _resize(model: Any, image_size: int) -> Any:
     """The same model for another image size."""
-    config = SparsePriorViTConfig.from_dict({**model.config.to_dict(), "image_size": image_size})
+    config = type(model.config).from_dict({**model.config.to_dict(), "image_size": image_size})
     resized = type(model)(config).to(model.dtype)
     state = model.state_dict()
     prefix = "vit." if isinstance(model, SparsePriorViTForImageClassification) else ""

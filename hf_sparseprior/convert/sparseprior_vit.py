@@ -8,20 +8,21 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_sparseprior.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
 
-TARGETS = (SparsePriorViTConfig.model_type,)
+TARGETS = (SparsePriorViTConfig.model_type, SparsePriorTimesformerConfig.model_type)
 
 
 def matches(keys: Iterable[str]) -> bool:
-    """Whether these are parameter names of a SparsePriorViT."""
+    """Whether these are parameter names of a SparsePriorViT or a relative."""
     return any(key.removeprefix("vit.") == "embeddings.projection.weight" for key in keys)
 
 
 def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[str, Any]:
     """The source's config.json, its prior included."""
-    if settings is None or settings.get("model_type") != SparsePriorViTConfig.model_type:
-        raise ValueError(f"a {SparsePriorViTConfig.model_type} needs its config.json beside the weights")
+    if settings is None or settings.get("model_type") not in TARGETS:
+        raise ValueError(f"a {' or a '.join(TARGETS)} needs its config.json beside the weights")
     return settings
 
 

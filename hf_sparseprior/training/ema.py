@@ -19,7 +19,7 @@ class WeightAverage:
     """ema <- decay * ema + (1 - decay) * weight after every step, for the weights that are trained (DeiT, FIB Table 9)
     and the running statistics of batch norms.
 
-    In float32 at least. The decay is constant from the first step on, as in timm and DeiT.
+    In float32 at least. The decay is constant from the first step on, as in timm and DeiT, or given with each update.
 
     Args:
         model: whose weights are averaged; the average starts as a copy of them.
@@ -42,11 +42,12 @@ class WeightAverage:
         self._average = get_ema_multi_avg_fn(decay)
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take one step towards the current weights."""
+    def update(self, decay: float | None = None) -> None:
+        """Take one step towards the current weights, with this decay instead of the constant one."""
+        average = self._average if decay is None else get_ema_multi_avg_fn(decay)
         averages = list(self.averages.values())
         current = [parameter.detach() for parameter in self.parameters.values()]
-        self._average(averages, [c.to(a.dtype) for c, a in zip(current, averages, strict=True)], 1)
+        average(averages, [c.to(a.dtype) for c, a in zip(current, averages, strict=True)], 1)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

@@ -302,16 +302,19 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_layers(path: Path, others: Sequence[str] = (), seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_layers(
+    path: Path, others: Sequence[str] = (), seen: tuple[Path, ...] = (), sections: Sequence[str] = SECTIONS
+) -> dict[str, Any]:
     """The content of a file over that of the files that its `base` names.
 
     Args:
         path: the file.
-        others: names of top-level keys besides SECTIONS; a file's value replaces that of its bases as a whole.
+        others: names of top-level keys besides the sections; a file's value replaces that of its bases as a whole.
         seen: the files that led here.
+        sections: names of what holds keys and values.
 
     Returns:
-        A dict for each of SECTIONS, and the other keys that some file has.
+        A dict for each section, and the other keys that some file has.
     """
     if path.resolve() in seen:
         raise ValueError(f"{path}: `base` leads back to this file")
@@ -320,9 +323,9 @@ def read_layers(path: Path, others: Sequence[str] = (), seen: tuple[Path, ...] =
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ValueError(f"{path}: base={bases!r} must be the name of a file, or a list of names")
-    check_known(content, (*SECTIONS, *others), str(path))
-    layers = [read_layers(path.parent / base, others, (*seen, path.resolve())) for base in bases]
-    config: dict[str, Any] = {section: {} for section in SECTIONS}
+    check_known(content, (*sections, *others), str(path))
+    layers = [read_layers(path.parent / base, others, (*seen, path.resolve()), sections) for base in bases]
+    config: dict[str, Any] = {section: {} for section in sections}
     for key, values in (pair for layer in (*layers, content) for pair in layer.items()):
         if key in others:
             config[key] = values

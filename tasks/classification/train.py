@@ -99,13 +99,13 @@ def _build_model(options: dict[str, Any], classes: list[str]) -> SparsePriorViTF
     options["id2label"] = dict(enumerate(classes))
     options["label2id"] = {name: index for index, name in enumerate(classes)}
     if pretrained:
-        return _load_pretrained(pretrained, options)
+        return load_pretrained(pretrained, options)
     if preset:
         return SparsePriorViTForImageClassification(SparsePriorViTConfig.from_preset(preset, **options))
     return SparsePriorViTForImageClassification(SparsePriorViTConfig(**options))
 
 
-def _load_pretrained(folder: str, options: dict[str, Any]) -> SparsePriorViTForImageClassification:
+def load_pretrained(folder: str, options: dict[str, Any]) -> SparsePriorViTForImageClassification:
     """A saved model with changed options: only classifier and prior may start anew, positions are interpolated."""
     _check_folder(folder)
     model, info = SparsePriorViTForImageClassification.from_pretrained(

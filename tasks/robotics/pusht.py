@@ -68,8 +68,7 @@ class PushT(Environment):
         return self._observe()
 
     def restore(self, state: np.ndarray) -> None:
-        """Place pusher and block, both at rest: state (5,) as in the observations."""
-        self._env.reset(options={"reset_to_state": np.zeros(5)})
+        """Place pusher and block, both at rest, in an episode that has begun: state (5,) as in the observations."""
         agent, block = self._env.agent, self._env.block
         agent.position, agent.velocity = tuple(map(float, state[:2])), (0.0, 0.0)
         block.angle = float(state[4])

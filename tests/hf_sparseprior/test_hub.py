@@ -33,6 +33,7 @@ CLASSES = {
     "AutoModelForImageClassification": SparsePriorViTForImageClassification,
     "AutoBackbone": SparsePriorViTBackbone,
 }
+FAMILIES = ("sparseprior_vit", "sparseprior_timesformer")
 MODELS = [SparsePriorViTModel, SparsePriorViTForImageClassification, SparsePriorViTBackbone]
 
 
@@ -93,7 +94,7 @@ def test_modeling_file_names_every_helper():
         named = set(get_relative_imports(package / f"{name}.py"))
         return named.union(*(chain(other) for other in named)) if named else named
 
-    for name in ("configuration_sparseprior_vit", "modeling_sparseprior_vit"):
+    for name in (f"{kind}_{family}" for kind in ("configuration", "modeling") for family in FAMILIES):
         assert set(get_relative_imports(package / f"{name}.py")) == chain(name)
 
 

@@ -1,0 +1,61 @@
+"""Configuration of SparsePriorTimesformer: divided space-time attention with a prior within each frame."""
+
+from __future__ import annotations
+
+from .attention import SparsePriorAttention  # noqa: F401  every helper is named here, older releases follow no chains
+from .configuration_sparseprior_vit import SparsePriorViTConfig
+from .curves import CURVES  # noqa: F401
+from .decay import DECAYS  # noqa: F401
+from .extras import EXTRAS  # noqa: F401
+from .locality import LocalityBranch  # noqa: F401
+from .low_rank import MIXERS  # noqa: F401
+from .ops import BACKENDS  # noqa: F401
+from .predictor import PREDICTORS  # noqa: F401
+from .prior import pruning_of
+from .relative_offsets import BUCKET_METHODS  # noqa: F401
+from .relative_position import RelativePosition  # noqa: F401
+from .sequences import SEQUENCES  # noqa: F401
+from .sparsifiner import Sparsifiner  # noqa: F401
+from .supports import check_integer
+from .token_pruning import TokenPruning  # noqa: F401
+
+
+class SparsePriorTimesformerConfig(SparsePriorViTConfig):
+    r"""
+    Configuration of a SparsePriorTimesformer: that of a SparsePriorViT, and the number of frames.
+
+    Args:
+        num_frames: of a clip. Time embeddings are taken from the nearest frame for clips of other lengths.
+    """
+
+    model_type = "sparseprior_timesformer"
+
+    num_frames: int = 8
+
+    def validate(self) -> None:
+        """As SparsePriorViT's.
+
+        Raises:
+            ValueError: also for a prior that drops tokens and for classifiers that clips have not.
+        """
+        super().validate()
+        self.num_frames = check_integer("num_frames", self.num_frames, 1)
+        for name in ("use_distillation_token", "token_classifier"):
+            if getattr(self, name):
+                raise ValueError(f"{name}=True must be False in a {type(self).__name__}")
+        if pruning_of(self.prior) is not None:
+            raise ValueError(
+                f"prior {self.prior_name!r} drops tokens, and temporal attention needs each patch in every frame"
+            )
+
+
+# The classes that a saved folder offers to transformers' Auto classes.
+AUTO_MAP = {
+    "AutoConfig": "configuration_sparseprior_timesformer.SparsePriorTimesformerConfig",
+    "AutoModel": "modeling_sparseprior_timesformer.SparsePriorTimesformerModel",
+    "AutoModelForVideoClassification": (
+        "modeling_sparseprior_timesformer.SparsePriorTimesformerForVideoClassification"
+    ),
+}
+
+SparsePriorTimesformerConfig.register_for_auto_class()

@@ -1,0 +1,343 @@
+"""SparsePriorTimesformer: TimeSformer with divided space-time attention (Bertasius et al. 2021) and a prior in space.
+
+Each layer attends over time first, every patch to itself in all frames and always densely, then over space, every frame
+by itself and with the prior, as Fibottention does it (Section 5.1). All parts of an image model keep their names, so
+its weights are a video model's but for what is about time.
+
+Shape letters: B batch, F frames, C hidden size, N patches of a frame, P prefix tokens, T = P + N, H heads. The tokens
+of a clip are (B, P + N * F, C): prefix tokens, then the patches in raster order, each one's frames in a row.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+from .attention import SparsePriorAttention  # noqa: F401  every helper is named here, older releases follow no chains
+from .configuration_sparseprior_timesformer import AUTO_MAP, SparsePriorTimesformerConfig
+from .configuration_sparseprior_vit import SparsePriorViTConfig
+from .curves import CURVES  # noqa: F401
+from .decay import DECAYS  # noqa: F401
+from .extras import EXTRAS  # noqa: F401
+from .hub import complete_folder  # noqa: F401
+from .locality import LocalityBranch  # noqa: F401
+from .low_rank import MIXERS  # noqa: F401
+from .modeling_sparseprior_vit import (
+    SparsePriorViTEmbeddings,
+    SparsePriorViTForImageClassification,
+    SparsePriorViTImageClassifierOutput,
+    SparsePriorViTLayer,
+    SparsePriorViTModel,
+    SparsePriorViTModelOutput,
+    SparsePriorViTPreTrainedModel,
+)
+from .ops import BACKENDS  # noqa: F401
+from .predictor import PREDICTORS  # noqa: F401
+from .prior import of_prior
+from .relative_offsets import BUCKET_METHODS  # noqa: F401
+from .relative_position import RelativePosition  # noqa: F401
+from .sequences import SEQUENCES  # noqa: F401
+from .sparsifiner import Sparsifiner  # noqa: F401
+from .supports import SUPPORTS  # noqa: F401
+from .token_pruning import TokenPruning  # noqa: F401
+
+
+class SparsePriorTimesformerEmbeddings(SparsePriorViTEmbeddings):
+    """The image model's embeddings of every frame, and a time embedding on its patches."""
+
+    def __init__(self, config: SparsePriorTimesformerConfig) -> None:
+        super().__init__(config)
+        self.time_embeddings = nn.Parameter(torch.empty(1, config.num_frames, config.hidden_size))
+
+    def frame_positions(self, num_frames: int) -> Tensor:
+        """Time embedding (1, F, C), of the nearest frame where a clip has not the configured number."""
+        if num_frames == self.time_embeddings.shape[1]:
+            return self.time_embeddings
+        return F.interpolate(self.time_embeddings.transpose(1, 2), size=num_frames, mode="nearest").transpose(1, 2)
+
+    def forward(self, pixel_values: Tensor, token_sources: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
+        """Tokens (B, P + N * F, C) and the patch grid of clips (B, F, channels, height, width)."""
+        channels = self.config.num_channels
+        if pixel_values.dim() != 5 or not pixel_values.shape[1] or pixel_values.shape[2] != channels:
+            raise ValueError(
+                f"pixel_values of shape {tuple(pixel_values.shape)} must be (batch, frames, {channels}, height, width)"
+            )
+        if token_sources is not None:
+            raise ValueError("token_sources (MixToken) are for images, not for clips")
+        num_frames = pixel_values.shape[1]
+        tokens, grid = super().forward(pixel_values.flatten(0, 1))
+        tokens = tokens.unflatten(0, (pixel_values.shape[0], num_frames))
+        # The same in every frame but for dropout.
+        prefix = tokens[:, 0, : self.config.num_prefix_tokens]
+        patches = tokens[:, :, self.config.num_prefix_tokens :].transpose(1, 2) + self.frame_positions(num_frames)
+        return torch.cat([prefix, self.dropout(patches).flatten(1, 2)], 1), grid
+
+
+class SparsePriorTimesformerTemporalAttention(nn.Module):
+    """Dense attention of each patch over the frames; no prior of space applies to it."""
+
+    def __init__(self, config: SparsePriorTimesformerConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.num_heads = config.num_attention_heads
+        self.attention_dropout = config.attention_probs_dropout_prob
+        self.q_proj = nn.Linear(width, width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(width, width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(width, width, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(width, width, bias=config.proj_bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(B * N, F, C) to (B * N, F, C)."""
+        q, k, v = (
+            projection(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attention_dropout if self.training else 0.0)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class SparsePriorTimesformerTemporalDense(nn.Linear):
+    """The linear layer behind temporal attention, which starts at zero as published: at first a layer sees no time."""
+
+
+class SparsePriorTimesformerLayer(SparsePriorViTLayer):
+    """A block of the image model behind temporal attention; prefix tokens are averaged over the frames."""
+
+    def __init__(self, config: SparsePriorTimesformerConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        width = config.hidden_size
+        self.temporal_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.temporal_attention = SparsePriorTimesformerTemporalAttention(config)
+        self.temporal_dense = SparsePriorTimesformerTemporalDense(width, width)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        grid: tuple[int, int],
+        num_prefix_tokens: int,
+        output_attentions: bool = False,
+        *no_pruning: None,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """A block.
+
+        Args:
+            hidden_states: (B, P + N * F, C).
+            grid: (height, width) of a frame's patches.
+            num_prefix_tokens: P.
+            output_attentions: also return the attention weights.
+            no_pruning: what the image model's layers are told about dropped tokens.
+
+        Returns:
+            The tokens, the weights (B * F, H, T, T) of spatial attention if they are wanted, and None.
+        """
+        prefix, patches = hidden_states[:, :num_prefix_tokens], hidden_states[:, num_prefix_tokens:]
+        num_frames = patches.shape[1] // (grid[0] * grid[1])
+        series = self.temporal_layernorm(patches).unflatten(1, (-1, num_frames)).flatten(0, 1)
+        # transformers and the paper's authors drop paths in front of the linear layer.
+        out = self.drop_path(self.dropout(self.temporal_attention(series)))
+        patches = patches + self.temporal_dense(out.view_as(patches))
+
+        backend = "reference" if self.config._attn_implementation == "eager" else "auto"
+        frames = to_frames(torch.cat([prefix, patches], 1), num_prefix_tokens, num_frames)
+        out, weights = self.attention(
+            self.layernorm_before(frames), grid, num_prefix_tokens, output_attentions, backend
+        )
+        branch = self.drop_path(self.layerscale_attention(self.dropout(out)))
+        branch = from_frames(branch, num_prefix_tokens, num_frames)
+        hidden_states = torch.add(torch.cat([prefix, patches], 1), branch, alpha=self.residual_scale)
+
+        normed = self.layernorm_after(hidden_states)
+        if self.mlp.locality:  # which sees the neighbours of a patch in its frame
+            frames = to_frames(normed, num_prefix_tokens, num_frames)
+            out = from_frames(self.mlp(frames, grid, num_prefix_tokens), num_prefix_tokens, num_frames)
+        else:
+            out = self.mlp(normed, grid, num_prefix_tokens)
+        branch = self.drop_path(self.layerscale_mlp(self.dropout(out)))
+        return torch.add(hidden_states, branch, alpha=self.residual_scale), weights, None
+
+
+def to_frames(tokens: Tensor, num_prefix_tokens: int, num_frames: int) -> Tensor:
+    """Tokens (B, P + N * F, C) of clips as those of their frames (B * F, P + N, C), which all get the prefix tokens."""
+    prefix = tokens[:, None, :num_prefix_tokens].expand(-1, num_frames, -1, -1)
+    patches = tokens[:, num_prefix_tokens:].unflatten(1, (-1, num_frames)).transpose(1, 2)
+    return torch.cat([prefix, patches], 2).flatten(0, 1)
+
+
+def from_frames(frames: Tensor, num_prefix_tokens: int, num_frames: int) -> Tensor:
+    """Tokens (B * F, P + N, C) of frames as those of their clips (B, P + N * F, C), prefix tokens averaged."""
+    frames = frames.unflatten(0, (frames.shape[0] // num_frames, num_frames))
+    patches = frames[:, :, num_prefix_tokens:].transpose(1, 2).flatten(1, 2)
+    return torch.cat([frames[:, :, :num_prefix_tokens].mean(1), patches], 1)
+
+
+class SparsePriorTimesformerPreTrainedModel(SparsePriorViTPreTrainedModel):
+    """Initialisation, loading and saving of every SparsePriorTimesformer class."""
+
+    config_class = SparsePriorTimesformerConfig
+    config: SparsePriorTimesformerConfig
+    input_modalities = ("video",)
+    auto_map = AUTO_MAP
+    _no_split_modules = ["SparsePriorTimesformerEmbeddings", "SparsePriorTimesformerLayer"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, SparsePriorTimesformerEmbeddings):
+            init.zeros_(module.time_embeddings)
+        elif isinstance(module, SparsePriorTimesformerTemporalDense):
+            init.zeros_(module.weight)
+            init.zeros_(module.bias)
+
+    def no_weight_decay(self) -> set[str]:
+        """As the image model's, and the time embeddings."""
+        return super().no_weight_decay() | {
+            name for name, _ in self.named_parameters() if name.endswith("time_embeddings")
+        }
+
+    @classmethod
+    @torch.no_grad()
+    def from_image_model(cls, image_model: Any, **options: Any) -> Any:
+        """A video model with the weights of an image model, whose output it gives for a still clip.
+
+        Temporal attention starts with the weights of spatial attention, as in the authors' code; time embeddings and
+        the linear layer behind temporal attention start at zero.
+
+        Args:
+            image_model: a SparsePriorViT or the folder of a saved one.
+            options: fields of the config that differ, such as `num_frames`. With another number of labels the
+                classifier starts anew, with another prior its weights do; positions are interpolated.
+
+        Raises:
+            OSError: for a folder that holds no SparsePriorViT.
+            ValueError: for bad options, and for weights that would start at random.
+        """
+        if isinstance(image_model, (str, os.PathLike)):
+            image_model = _load_image_model(image_model)
+        fields = {key: value for key, value in image_model.config.to_dict().items() if key not in _NOT_TAKEN}
+        if "num_labels" in options:  # the names are of the image model's classes
+            fields = {key: value for key, value in fields.items() if key not in ("id2label", "label2id")}
+        model = cls(cls.config_class(**{**fields, **options})).to(image_model.dtype)
+        same_prior = model.config.prior == image_model.config.prior
+        same_classes = model.config.num_labels == image_model.config.num_labels
+        source = {_bare(key): value for key, value in image_model.state_dict().items()}
+        embeddings = getattr(image_model, "vit", image_model).embeddings
+        if embeddings.position_embeddings is not None:
+            source["embeddings.position_embeddings"] = embeddings.resized_positions(model.config.grid)
+        target, misfits = model.state_dict(), []
+        for key, value in target.items():
+            name = _bare(key)
+            given = source.get(name.replace("temporal_attention", "attention").replace(*_TEMPORAL_NORM))
+            if name == "embeddings.time_embeddings" or "temporal_dense" in name:
+                continue
+            if given is not None and given.shape == value.shape and (same_prior or not of_prior(name)):
+                if same_classes or not name.startswith("classifier."):
+                    value.copy_(given)
+            elif not (of_prior(name) or "temporal" in name or name.startswith("classifier.")):
+                misfits.append(name)
+        if misfits:
+            raise ValueError(
+                f"{type(image_model).__name__} does not fit {model.config.model_type}: {', '.join(misfits[:3])} "
+                f"would start at random ({len(misfits)} in all)"
+            )
+        return model.eval()
+
+
+_TEMPORAL_NORM = ("temporal_layernorm", "layernorm_before")
+# What a config says about its own model or folder.
+_NOT_TAKEN = ("model_type", "architectures", "auto_map", "_name_or_path", "transformers_version", "num_labels")
+
+
+def _bare(key: str) -> str:
+    return key.removeprefix("vit.")
+
+
+def _load_image_model(folder: str | os.PathLike) -> Any:
+    config, _ = SparsePriorViTConfig.get_config_dict(folder)
+    if config.get("model_type") != SparsePriorViTConfig.model_type:
+        raise OSError(
+            f"{folder} holds a model of type {config.get('model_type')!r}, no {SparsePriorViTConfig.model_type!r}"
+        )
+    classifies = any("Classification" in name for name in config.get("architectures") or [])
+    cls = SparsePriorViTForImageClassification if classifies else SparsePriorViTModel
+    return cls.from_pretrained(folder)
+
+
+class SparsePriorTimesformerModel(SparsePriorTimesformerPreTrainedModel, SparsePriorViTModel):
+    """The bare transformer.
+
+    Example:
+
+    ```python
+    import hf_sparseprior as sp
+    model = sp.SparsePriorTimesformerModel(sp.SparsePriorTimesformerConfig(prior="fibottention", num_frames=8))
+    ```
+    """
+
+    embeddings_class = SparsePriorTimesformerEmbeddings
+    layer_class = SparsePriorTimesformerLayer
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        token_sources: Tensor | None = None,
+    ) -> SparsePriorViTModelOutput | tuple:
+        """Encode clips.
+
+        Args:
+            pixel_values: (B, F, channels, height, width), sides multiples of the patch size.
+            output_attentions: also return the weights (B * F, H, T, T) of every layer's spatial attention.
+            output_hidden_states: also return the L + 1 hidden states (B, P + N * F, C).
+            return_dict: False for a tuple.
+            token_sources: of images only.
+
+        Returns:
+            last_hidden_state (B, P + N * F, C) after the last norm; pooler_output (B, C), the class token or the
+            average of all patches of all frames, or (B, 2C), both of them.
+        """
+        return super().forward(pixel_values, output_attentions, output_hidden_states, return_dict, token_sources)
+
+
+class SparsePriorTimesformerForVideoClassification(
+    SparsePriorTimesformerPreTrainedModel, SparsePriorViTForImageClassification
+):
+    """SparsePriorTimesformer with a linear classifier."""
+
+    model_class = SparsePriorTimesformerModel
+
+    def forward(  # type: ignore[override]
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> SparsePriorViTImageClassifierOutput | tuple:
+        """Classify clips.
+
+        Args:
+            pixel_values: (B, F, channels, height, width).
+            labels: (B,) class indices (cross entropy), or what `config.problem_type` asks for.
+            output_attentions, output_hidden_states, return_dict: as in `SparsePriorTimesformerModel`.
+
+        Returns:
+            logits (B, num_labels), with the loss if labels are given.
+        """
+        return super().forward(
+            pixel_values,
+            labels,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+        )
+
+
+SparsePriorTimesformerModel.register_for_auto_class("AutoModel")
+SparsePriorTimesformerForVideoClassification.register_for_auto_class("AutoModelForVideoClassification")

@@ -1,0 +1,120 @@
+"""Detection data: COCO's layout, checked while it is read, and its metric."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from typing import Any
+
+from mmdet.datasets import CocoDataset
+from mmdet.datasets.api_wrappers import COCO
+from mmdet.evaluation import CocoMetric
+from mmdet.registry import DATA_SAMPLERS, DATASETS, METRICS
+from mmengine.dataset import DefaultSampler
+
+from tasks.dense.hooks import Draw
+
+
+@DATASETS.register_module()
+class CheckedCocoDataset(CocoDataset):
+    """mmdetection's COCO data set; what is wrong with an annotation file is said in one line that names it.
+
+    Raises:
+        OSError: for a missing annotation file.
+        ValueError: for one that is no JSON or not COCO's layout, has not all the classes, or holds an annotation whose
+            box or mask does not fit its image.
+    """
+
+    def load_data_list(self) -> list[dict]:
+        """Read and check the annotation file: one entry an image."""
+        if not os.path.isfile(self.ann_file):
+            raise OSError(f"{self.ann_file} is not there; data_root={self.data_root!r} must hold COCO's layout")
+        try:
+            with redirect_stdout(io.StringIO()):  # pycocotools tells how long it reads
+                entries = super().load_data_list()
+        except (KeyError, TypeError, AttributeError, AssertionError, IndexError) as error:
+            raise ValueError(f"{self.ann_file} is not COCO's layout ({type(error).__name__}: {error})") from None
+        except ValueError as error:
+            named = str(error).startswith(self.ann_file)
+            raise ValueError(str(error) if named else f"{self.ann_file} is not readable ({error})") from None
+        if len(self.cat_ids) != len(self.metainfo["classes"]):
+            raise ValueError(
+                f"{self.ann_file} has {len(self.cat_ids)} of the {len(self.metainfo['classes'])} classes "
+                f"{', '.join(self.metainfo['classes'][:10])}"
+            )
+        if not entries:
+            raise ValueError(f"{self.ann_file} has no images")
+        self._metainfo["ann_file"] = self.ann_file  # for the metric
+        return entries
+
+    def parse_data_info(self, raw_data_info: dict) -> dict:
+        """One image of the file as the pipeline takes it, after a look at its annotations."""
+        image = raw_data_info["raw_img_info"]
+        for annotation in raw_data_info["raw_ann_info"]:
+            if damage := annotation_damage(annotation, image["height"], image["width"]):
+                raise ValueError(f"{self.ann_file}: annotation {annotation.get('id')} of {image['file_name']} {damage}")
+        return super().parse_data_info(raw_data_info)
+
+
+@DATA_SAMPLERS.register_module()
+class NumberedEpochSampler(DefaultSampler):
+    """mmengine's DefaultSampler with the number of each draw, for `SeedAugmentation` in loops over epochs."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number, index in enumerate(super().__iter__()):
+            draw = Draw(index)
+            draw.number = (self.epoch * self.num_samples + number) * self.world_size + self.rank
+            draw.seed = self.seed
+            yield draw
+
+
+@METRICS.register_module()
+class QuietCocoMetric(CocoMetric):
+    """mmdetection's COCO metric on the data set's own annotation file, without tables on the terminal.
+
+    A model that detects nothing has AP 0.
+    """
+
+    def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
+        """Take the predictions of a batch."""
+        if self._coco_api is None:
+            with redirect_stdout(io.StringIO()):
+                self._coco_api = COCO(self.dataset_meta["ann_file"])
+        super().process(data_batch, data_samples)
+
+    def compute_metrics(self, results: list) -> dict[str, float]:
+        """Metrics of all images, by name."""
+        with redirect_stdout(io.StringIO()):
+            metrics = super().compute_metrics(results)
+        return {**{f"{name}_mAP": 0.0 for name in self.metrics}, **metrics}
+
+
+def annotation_damage(annotation: dict[str, Any], height: int, width: int) -> str | None:
+    """What is wrong with the box or mask of one of COCO's annotations, or None. Height and width in pixels."""
+    box, mask = annotation.get("bbox"), annotation.get("segmentation")
+    if not isinstance(box, list) or len(box) != 4 or not all(_is_number(value) for value in box):
+        return f"has bbox {box!r}, which must be four numbers"
+    if isinstance(mask, list):
+        if not mask or not all(
+            isinstance(polygon, list) and len(polygon) >= 6 and len(polygon) % 2 == 0 and all(map(_is_number, polygon))
+            for polygon in mask
+        ):
+            return "has a polygon that is not pairs of coordinates of three or more points"
+        return None
+    if not isinstance(mask, dict) or not isinstance(mask.get("counts"), (list, str)):
+        return "has neither polygons nor run lengths as segmentation"
+    if list(mask.get("size") or []) != [height, width]:
+        return f"has a mask of size {mask.get('size')}, its image is {[height, width]}"
+    if isinstance(mask["counts"], list) and (
+        not all(isinstance(count, int) and count >= 0 for count in mask["counts"])
+        or sum(mask["counts"]) != height * width
+    ):
+        return f"has run lengths that do not fill its image of {height}x{width}"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -1,0 +1,12 @@
+"""Evaluate a saved detector: python -m tasks.detection.evaluate MODEL [--split SPLIT] [key=value ...]"""
+
+from __future__ import annotations
+
+import sys
+
+import tasks.detection  # noqa: F401  registers what configs name
+from tasks.dense.command import evaluate_main
+from tasks.detection.task import DETECTION
+
+if __name__ == "__main__":
+    sys.exit(evaluate_main(DETECTION))

@@ -1,0 +1,62 @@
+"""What detection adds to a run of mmengine: the constant predictor it is compared with, and its picture."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mmdet.datasets.api_wrappers import COCO
+from mmdet.registry import DATASETS, METRICS
+from mmengine.config import Config
+from mmengine.dataset import pseudo_collate
+
+from hf_sparseprior.analysis.pictures import pyplot, save
+from tasks.dense.pictures import draw_instances
+from tasks.dense.reading import read_image
+from tasks.dense.runs import Task
+from tasks.detection.baseline import fit_constant
+
+SHOWN = 6  # images of the picture
+MIN_SCORE = 0.3  # of what is drawn
+
+
+def constant_metrics(config: Config) -> dict[str, Any]:
+    """Metrics of the constant predictor of the training set on the test set, by the test evaluator itself."""
+    train = DATASETS.build(config.train_dataloader.dataset)
+    test = DATASETS.build(config.test_dataloader.dataset)
+    with redirect_stdout(io.StringIO()):
+        predictor = fit_constant(COCO(train.ann_file), train.cat_ids)
+    metric = METRICS.build(config.test_evaluator)
+    metric.dataset_meta = test.metainfo
+    for index in range(len(test)):
+        image = test.get_data_info(index)
+        shape = (image["height"], image["width"])
+        instances = {name: torch.from_numpy(value) for name, value in predictor.predict(*shape).items()}
+        metric.process({}, [{"img_id": image["img_id"], "ori_shape": shape, "pred_instances": instances}])
+    return {f"test_{name}": float(value) for name, value in metric.evaluate(len(test)).items()}
+
+
+@torch.no_grad()
+def draw_predictions(model: Any, dataset: Any, path: Path) -> Path:
+    """The first images of a data set with the true masks and boxes, below them the predicted ones with their scores."""
+    model.eval()
+    shown, classes = min(SHOWN, len(dataset)), dataset.metainfo["classes"]
+    figure, axes = pyplot().subplots(2, shown, figsize=(2.6 * shown, 5.6), layout="constrained", squeeze=False)
+    for column, index in zip(axes.T, range(shown), strict=True):
+        sample = model.test_step(pseudo_collate([dataset[index]]))[0]
+        image = read_image(sample.img_path)[..., ::-1]  # mm reads BGR
+        truth, found = sample.gt_instances, sample.pred_instances
+        found = found[found.scores >= MIN_SCORE].cpu().numpy()
+        masks, labels = truth.masks.masks.astype(bool), truth.labels.numpy()
+        draw_instances(column[0], image, masks, np.asarray(truth.bboxes.tensor), labels, classes)
+        draw_instances(column[1], image, found.masks, found.bboxes, found.labels, classes, found.scores)
+    for axis, heading in zip(axes[:, 0], ("truth", f"predictions with scores of {MIN_SCORE} and more"), strict=True):
+        axis.set_title(heading, fontsize=10, loc="left")
+    return save(figure, path)
+
+
+DETECTION = Task("detection", draw_predictions, constant_metrics)

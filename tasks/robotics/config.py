@@ -1,0 +1,160 @@
+"""Configuration of a robotics run: YAML with `base:` inheritance and key=value overrides, as in classification.
+
+data: {...}       fields of DataConfig
+policy: {...}     fields of PolicyConfig, without `encoder`
+encoder: {...}    fields of SparsePriorViTConfig, `preset`, and `pretrained`, a folder that every encoder starts from
+trainer: {...}    fields of TrainerConfig
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tasks.classification.config import apply_overrides, check_known, read_layers
+from tasks.robotics.policy import PolicyConfig
+
+SECTIONS = ("data", "policy", "encoder", "trainer")
+VALIDATION_SEED = 50_000  # environments of the checkpoint's choice: from here on
+TEST_SEED = 100_000  # environments of evaluation: from here on; demonstrations are recorded below both
+
+
+@dataclass
+class DataConfig:
+    """Where demonstrations come from.
+
+    path: HDF5 file in robomimic's layout or zarr folder in Diffusion Policy's.
+    episodes: use this many of the file's training episodes, from its first on; null: all.
+    floor: smallest range that a dimension is taken to have when it is scaled to [-1, 1], in its own unit.
+    floors: of these keys ("actions" or an observation) instead, a number or one for each dimension. Rotations and
+        grippers lie in [-1, 1] already: with 2 they keep their scale however little they move.
+    """
+
+    path: str = ""
+    episodes: int | None = None
+    floor: float = 0.02
+    floors: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        if not isinstance(self.path, str) or not self.path:
+            raise ValueError(f"data.path={self.path!r} must name a file of demonstrations")
+        if self.episodes is not None:
+            _check_integer("data.episodes", self.episodes, 1)
+        _check_positive("data.floor", self.floor)
+        if not isinstance(self.floors, dict):
+            raise ValueError(f"data.floors={self.floors!r} must hold keys and numbers")
+        for key, values in self.floors.items():
+            for value in values if isinstance(values, list) else [values]:
+                _check_positive(f"data.floors: {key}", value)
+
+
+@dataclass
+class TrainerConfig:
+    """How it is trained: Diffusion Policy's values where a file says nothing.
+
+    output_dir: where the run lies.
+    seed: of weights, order of windows, noise and crops.
+    steps: updates of the weights.
+    epochs: passes over the windows instead; null: `steps` says how many updates.
+    batch_size: windows an update, of all processes together.
+    learning_rate, warmup_steps: cosine per step down to 0 behind a linear warm-up.
+    betas, weight_decay: of AdamW.
+    max_grad_norm: gradients are clipped to it; null: they are not.
+    ema_power, ema_decay: the weights' moving average has decay min(ema_decay, 1 - (1 + step)^-ema_power).
+    mixed_precision: "no", "bf16" or "fp16", accelerate's.
+    log_steps: updates between two entries of the log.
+    validate_steps: updates between two looks at the validation loss and, with validation_episodes, at the simulator;
+        null: at the end only.
+    validation_batches: batches that the validation loss is over.
+    validation_episodes: rollouts on validation seeds that choose the saved policy; 0: the last step's is saved.
+    save_steps: updates between two checkpoints; null: as validate_steps.
+    disable_tqdm: no progress line.
+    """
+
+    output_dir: str = ""
+    seed: int = 0
+    steps: int = 3000
+    epochs: int | None = None
+    batch_size: int = 64
+    learning_rate: float = 1e-4
+    warmup_steps: int = 500
+    betas: Sequence[float] = (0.95, 0.999)
+    weight_decay: float = 1e-6
+    max_grad_norm: float | None = None
+    ema_power: float = 0.75
+    ema_decay: float = 0.9999
+    mixed_precision: str = "no"
+    log_steps: int = 50
+    validate_steps: int | None = None
+    validation_batches: int = 4
+    validation_episodes: int = 0
+    save_steps: int | None = None
+    disable_tqdm: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        for name in ("seed", "warmup_steps", "validation_episodes"):
+            _check_integer(f"trainer.{name}", getattr(self, name), 0)
+        counts = ("steps", "epochs", "batch_size", "log_steps", "validation_batches", "validate_steps", "save_steps")
+        for name in counts:
+            if getattr(self, name) is not None:
+                _check_integer(f"trainer.{name}", getattr(self, name), 1)
+        for name in ("learning_rate", "ema_power"):
+            _check_positive(f"trainer.{name}", getattr(self, name))
+        if self.max_grad_norm is not None:
+            _check_positive("trainer.max_grad_norm", self.max_grad_norm)
+        for name in ("weight_decay", "ema_decay"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+                raise ValueError(f"trainer.{name}={value!r} must be a number in [0, 1)")
+        betas = self.betas
+        if not isinstance(betas, Sequence) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"trainer.betas={self.betas!r} must be two numbers in [0, 1)")
+        if self.mixed_precision not in ("no", "bf16", "fp16"):
+            raise ValueError(f"trainer.mixed_precision={self.mixed_precision!r} must be one of no, bf16, fp16")
+        if self.validation_episodes > TEST_SEED - VALIDATION_SEED:
+            raise ValueError(f"trainer.validation_episodes={self.validation_episodes} reaches the seeds of evaluation")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """Read a configuration file, apply `section.key=value` overrides, check every key and value.
+
+    Raises:
+        ValueError: for unknown keys, with the nearest known one, bad values, or text that is not YAML.
+        OSError: for a missing file.
+    """
+    config = read_layers(Path(path), sections=SECTIONS)
+    apply_overrides(config, overrides, SECTIONS)
+    if config["trainer"].get("mixed_precision") is False:
+        config["trainer"]["mixed_precision"] = "no"  # YAML reads a bare no as False
+    config["trainer"].setdefault("output_dir", f"outputs/{Path(path).stem}")
+    check_config(config)
+    return config
+
+
+def check_config(config: dict[str, dict[str, Any]]) -> tuple[DataConfig, PolicyConfig, TrainerConfig]:
+    """The sections as what they configure, every key and value checked, the encoder's among them."""
+    known = {"data": DataConfig, "policy": PolicyConfig, "trainer": TrainerConfig}
+    for section, kind in known.items():
+        names = [item.name for item in fields(kind) if item.name != "encoder"]
+        check_known(config.setdefault(section, {}), names, f"section {section!r}")
+    encoder = dict(config.setdefault("encoder", {}))
+    encoder.pop("pretrained", None)
+    policy = PolicyConfig(**config["policy"], encoder=encoder)
+    for key in policy.cameras:
+        policy.encoder_config(key)
+    return DataConfig(**config["data"]), policy, TrainerConfig(**config["trainer"])
+
+
+def _check_integer(name: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name}={value!r} must be an integer of {minimum} or more")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{name}={value!r} must be a number above 0")

@@ -1,0 +1,134 @@
+"""Windows of demonstrations as Diffusion Policy cuts them (Chi et al. 2023), in memory.
+
+A window is `horizon` steps of one episode; its first `observation_steps` observations are what the policy sees. It may
+begin before the episode and end behind it, where the first and the last step are repeated, so that the first
+observation is seen alone and every step of the episode is executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tasks.robotics.normalizer import ACTIONS, Normalizer
+from tasks.robotics.policy import PolicyConfig, scaled_images
+
+
+def window_starts(length: int, observation_steps: int, horizon: int, action_steps: int) -> range:
+    """First steps of the windows of an episode, negative where a window begins before it.
+
+    `observation_steps` - 1 repeated steps in front at most, `action_steps` - 1 behind.
+    """
+    return range(1 - observation_steps, length - horizon + action_steps)
+
+
+class Windows:
+    """All windows of some episodes.
+
+    Args:
+        episodes: of each the observations (steps, ...) by key, and "actions" (steps, A).
+        config: what the policy needs of them.
+
+    Raises:
+        ValueError: if there is not one window.
+    """
+
+    def __init__(self, episodes: Sequence[dict[str, np.ndarray]], config: PolicyConfig) -> None:
+        self.config = config
+        lengths = [len(episode[ACTIONS]) for episode in episodes]
+        self.arrays = {
+            key: torch.from_numpy(np.concatenate([episode[key] for episode in episodes]))
+            for key in (*config.observations, ACTIONS)
+        }
+        steps = np.arange(config.horizon)
+        rows, first = [np.empty((0, config.horizon), np.int64)], 0
+        for length in lengths:
+            starts = np.asarray(
+                window_starts(length, config.observation_steps, config.horizon, config.action_steps), dtype=np.int64
+            )
+            rows.append(first + np.clip(starts[:, None] + steps, 0, length - 1))
+            first += length
+        self.rows = torch.from_numpy(np.concatenate(rows))  # (windows, horizon) into `arrays`
+        if not len(self.rows):
+            raise ValueError(
+                f"{len(episodes)} episodes of {lengths[:3]}... steps hold no window of horizon={config.horizon}"
+            )
+
+    def __len__(self) -> int:
+        """Number of windows."""
+        return len(self.rows)
+
+    def batch(self, windows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Observations {key: (B, O, ...)} and actions (B, T, A) of these windows, int64 (B,)."""
+        rows = self.rows[windows]
+        seen = rows[:, : self.config.observation_steps]
+        return {key: self.arrays[key][seen] for key in self.config.observations}, self.arrays[ACTIONS][rows]
+
+
+def read_episodes(demonstrations: Any, names: Sequence[str], config: PolicyConfig) -> list[dict[str, np.ndarray]]:
+    """Whole episodes, images scaled to what the policy sees before it crops.
+
+    Args:
+        demonstrations: as `formats.open_demonstrations` gives them.
+        names: of episodes.
+        config: of the policy.
+    """
+    episodes = []
+    for name in names:
+        episode = {key: demonstrations.read(name, key) for key in (*config.observations, ACTIONS)}
+        for key in config.cameras:
+            episode[key] = scaled_images(torch.from_numpy(episode[key]), config.image_shape(key)).numpy()
+        episodes.append(episode)
+    return episodes
+
+
+def check_shapes(demonstrations: Any, config: PolicyConfig) -> None:
+    """Refuse demonstrations whose observations or actions are not those of the policy.
+
+    Raises:
+        ValueError: naming the file, the key and both shapes.
+    """
+    for key, shape in config.observations.items():
+        if key not in demonstrations.shapes:
+            raise ValueError(
+                f"{demonstrations.path} has no observation {key!r}; it has {', '.join(sorted(demonstrations.shapes))}"
+            )
+        if tuple(demonstrations.shapes[key]) != tuple(shape):
+            raise ValueError(
+                f"{demonstrations.path}: {key} has shape {list(demonstrations.shapes[key])}, "
+                f"policy.observations says {list(shape)}"
+            )
+    if demonstrations.action_size != config.action_size:
+        raise ValueError(
+            f"{demonstrations.path} has actions of {demonstrations.action_size} numbers, policy.action_size is "
+            f"{config.action_size}"
+        )
+
+
+def fit_normalizer(
+    episodes: Sequence[dict[str, np.ndarray]], config: PolicyConfig, floor: float, floors: dict[str, Any]
+) -> Normalizer:
+    """Ranges of the training episodes.
+
+    Args:
+        episodes: of training alone.
+        config: of the policy.
+        floor: smallest range of a dimension.
+        floors: of these keys instead, a number or one for each dimension.
+
+    Raises:
+        ValueError: for floors of other keys or sizes.
+    """
+    sizes = {key: config.observations[key][0] for key in config.states} | {ACTIONS: config.action_size}
+    if unknown := set(floors) - set(sizes):
+        raise ValueError(f"data.floors has {', '.join(sorted(unknown))}; allowed: {', '.join(sizes)}")
+    for key, values in floors.items():
+        if not isinstance(values, (int, float)) and len(values) != sizes[key]:
+            raise ValueError(f"data.floors: {key}={values} must be one number or {sizes[key]}")
+    return Normalizer.fit(
+        {key: [episode[key] for episode in episodes] for key in sizes}, {key: floors.get(key, floor) for key in sizes}
+    )

@@ -1,0 +1,86 @@
+"""Noise schedule and sampling of action sequences (Ho et al. 2020, DDPM; Song et al. 2021, DDIM), by diffusers.
+
+Cosine schedule of Nichol and Dhariwal 2021 ("squaredcos_cap_v2"), the network predicts the noise, and every estimate of
+the clean sequence is clipped to [-1, 1], where normalised actions lie (Chi et al. 2023, Diffusion Policy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SAMPLERS = ("ddpm", "ddim")
+
+
+def noise_scheduler(steps: int = 100) -> Any:
+    """diffusers' DDPMScheduler of this many noise levels, which adds noise in training.
+
+    Raises:
+        ImportError: with the line that installs diffusers.
+    """
+    return _schedulers()["ddpm"](
+        num_train_timesteps=steps,
+        beta_schedule="squaredcos_cap_v2",
+        prediction_type="epsilon",
+        variance_type="fixed_small",
+        clip_sample=True,
+    )
+
+
+def sampler(scheduler: Any, name: str = "ddpm", steps: int | None = None) -> Any:
+    """What takes the noise away again: a scheduler of the same noise levels, ready for `denoise`.
+
+    Args:
+        scheduler: as `noise_scheduler` makes it.
+        name: "ddpm" (noise is drawn at every step) or "ddim" (only the start is drawn), which needs fewer steps.
+        steps: evaluations of the network, at most the noise levels; None: all of them.
+
+    Raises:
+        ValueError: for another name or number.
+    """
+    levels = scheduler.config.num_train_timesteps
+    steps = levels if steps is None else steps
+    if name not in SAMPLERS:
+        raise ValueError(f"sampler={name!r} must be one of {', '.join(SAMPLERS)}")
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= levels:
+        raise ValueError(f"sampling_steps={steps!r} must be an integer from 1 to the {levels} noise levels")
+    # A new one: a scheduler holds the state of one sampling.
+    reverse = _schedulers()[name].from_config(scheduler.config)
+    reverse.set_timesteps(steps)
+    return reverse
+
+
+def denoise(
+    predict: Callable[[Tensor, Tensor], Tensor],
+    start: Tensor,
+    reverse: Any,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Samples from noise.
+
+    Args:
+        predict: (samples (B, ...), time step int64 (B,)) to the noise in them, (B, ...).
+        start: standard normal noise (B, ...).
+        reverse: as `sampler` makes it.
+        generator: of the noise that "ddpm" draws.
+
+    Returns:
+        (B, ...), clean samples.
+    """
+    samples = start
+    for step in reverse.timesteps:
+        noise = predict(samples, step.to(start.device).expand(len(start)))
+        samples = reverse.step(noise, step, samples, generator=generator).prev_sample
+    return samples
+
+
+def _schedulers() -> dict[str, Any]:
+    try:
+        from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+        from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+    except ImportError as error:
+        raise ImportError("diffusion policies need diffusers: pip install 'hf_sparseprior[robotics]'") from error
+    return {"ddpm": DDPMScheduler, "ddim": DDIMScheduler}

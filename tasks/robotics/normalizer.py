@@ -1,0 +1,70 @@
+"""Actions and low-dimensional observations in [-1, 1] and back, by the range of the training episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+ACTIONS = "actions"  # the key of actions, beside those of observations
+
+
+class Normalizer(nn.Module):
+    """x -> (x - centre) / half for every dimension of every key, with max to 1 and min to -1.
+
+    A dimension that hardly moves keeps a `half` of half the floor: stretched to [-1, 1], what is noise in a rotation
+    would count as much as the motion of the hand.
+
+    Args:
+        bounds: {key: (minimum, maximum)}, each (D,).
+        floors: {key: smallest range that a dimension is taken to have, a number or one for each dimension}.
+
+    Raises:
+        ValueError: for bounds that are not finite or in the wrong order, and floors that are not above 0.
+    """
+
+    def __init__(self, bounds: Mapping[str, Sequence[Any]], floors: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.bounds: dict[str, list[list[float]]] = {}
+        self.floors: dict[str, list[float]] = {}
+        for key, (low, high) in bounds.items():
+            low, high = (np.asarray(bound, np.float64) for bound in (low, high))
+            floor = np.broadcast_to(np.asarray(floors[key], np.float64), low.shape)
+            if not (np.isfinite(low).all() and np.isfinite(high).all() and (low <= high).all()):
+                raise ValueError(f"{key}: minimum {low.tolist()} and maximum {high.tolist()} are no range")
+            if not (floor > 0).all():
+                raise ValueError(f"{key}: floor {floor.tolist()} of the range must be above 0")
+            self.bounds[key] = [low.tolist(), high.tolist()]
+            self.floors[key] = floor.tolist()
+            half = np.maximum(high - low, floor) / 2
+            self.register_buffer(f"centre_{key}", torch.tensor((low + high) / 2, dtype=torch.float32))
+            self.register_buffer(f"half_{key}", torch.tensor(half, dtype=torch.float32))
+
+    @classmethod
+    def fit(cls, values: Mapping[str, Sequence[np.ndarray]], floors: Mapping[str, Any]) -> Normalizer:
+        """From arrays (T, D) of each key."""
+        return cls(
+            {
+                key: (
+                    np.min([array.min(0) for array in arrays], 0),
+                    np.max([array.max(0) for array in arrays], 0),
+                )
+                for key, arrays in values.items()
+            },
+            floors,
+        )
+
+    def forward(self, key: str, values: Tensor) -> Tensor:
+        """(..., D) of this key to about [-1, 1]."""
+        return (values - self.get_buffer(f"centre_{key}")) / self.get_buffer(f"half_{key}")
+
+    def undo(self, key: str, values: Tensor) -> Tensor:
+        """What `forward` took, again."""
+        return values * self.get_buffer(f"half_{key}") + self.get_buffer(f"centre_{key}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; `Normalizer(**...)` of it is this one again."""
+        return {"bounds": self.bounds, "floors": self.floors}

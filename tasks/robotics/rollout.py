@@ -1,0 +1,107 @@
+"""A policy in its simulator: episodes of held-out seeds, and what they come to."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import binomtest
+
+from tasks.robotics.environments import Environment, make_environment
+from tasks.robotics.formats import check_environment
+from tasks.robotics.policy import CrosswayPolicy
+
+
+@dataclass
+class Episode:
+    """What became of one episode.
+
+    seed: of environment and policy. success: solved within `steps` actions. max_reward: in [0, 1]. coverage: of
+    PushT's target at the end, in [0, 1]; None elsewhere. frames: uint8 (size, size, 3), if pictures were wanted.
+    """
+
+    seed: int
+    success: bool
+    max_reward: float
+    steps: int
+    coverage: float | None = None
+    frames: list[np.ndarray] = field(default_factory=list, repr=False)
+
+
+def make_matching_environment(about: Mapping[str, Any], source: str) -> Environment:
+    """The environment of the demonstrations that a policy learned from.
+
+    Args:
+        about: "environment", arguments of `make_environment`, and "settings", as the file of demonstrations has them.
+        source: file or folder that says so, for errors.
+
+    Raises:
+        ValueError: if what is made here has other settings (controller, frame, images, versions).
+    """
+    environment = make_environment(**about["environment"])
+    try:
+        check_environment(SimpleNamespace(path=source, settings=about["settings"]), environment)
+    except ValueError:
+        environment.close()
+        raise
+    return environment
+
+
+def rollout(
+    policy: CrosswayPolicy, environment: Environment, seed: int, max_steps: int | None = None, picture_size: int = 0
+) -> Episode:
+    """Let a policy act until the task is solved or time is up.
+
+    The first observation stands for those before it; of every plan `action_steps` actions are executed.
+
+    Args:
+        policy: in evaluation mode.
+        environment: as it was recorded in.
+        seed: of the episode and of the policy's noise.
+        max_steps: actions; None: the environment's horizon.
+        picture_size: pixels of the frames that are kept; 0: none.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    observation = environment.reset(seed)
+    seen = deque([observation] * policy.config.observation_steps, maxlen=policy.config.observation_steps)
+    episode = Episode(seed, environment.success(), 0.0, 0)
+    horizon = environment.horizon if max_steps is None else max_steps
+    if picture_size:
+        episode.frames.append(environment.render(picture_size))
+    while not episode.success and episode.steps < horizon:
+        stacked = {key: np.stack([step[key] for step in seen]) for key in policy.config.observations}
+        for action in policy.act(stacked, generator)[: horizon - episode.steps]:
+            observation, reward, episode.success, info = environment.step(action)
+            seen.append(observation)
+            episode.steps += 1
+            episode.max_reward = max(episode.max_reward, float(reward))
+            episode.coverage = info.get("coverage")
+            if picture_size:
+                episode.frames.append(environment.render(picture_size))
+            if episode.success:
+                break
+    return episode
+
+
+def summary(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """success with its 95 % interval, mean max_reward and, where there is one, mean final coverage."""
+    solved = sum(episode.success for episode in episodes)
+    found: dict[str, Any] = {
+        "success": solved / len(episodes),
+        "success_interval": list(wilson_interval(solved, len(episodes))),
+        "max_reward": float(np.mean([episode.max_reward for episode in episodes])),
+    }
+    if all(episode.coverage is not None for episode in episodes):
+        found["final_coverage"] = float(np.mean([episode.coverage for episode in episodes]))
+    return found
+
+
+def wilson_interval(solved: int, episodes: int) -> tuple[float, float]:
+    """95 % interval of a success rate (Wilson 1927)."""
+    interval = binomtest(solved, episodes).proportion_ci(confidence_level=0.95, method="wilson")
+    return float(interval.low), float(interval.high)

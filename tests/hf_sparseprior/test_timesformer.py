@@ -1,0 +1,431 @@
+"""SparsePriorTimesformer against transformers' TimeSformer, its image model, and what every saved model must hold."""
+
+import json
+from types import MethodType
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils.data import Dataset
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForVideoClassification,
+    TimesformerConfig,
+    TimesformerForVideoClassification,
+    TimesformerModel,
+)
+
+from hf_sparseprior import (
+    SparsePriorTimesformerConfig,
+    SparsePriorTimesformerForVideoClassification,
+    SparsePriorTimesformerModel,
+    SparsePriorViTConfig,
+    SparsePriorViTForImageClassification,
+    SparsePriorViTModel,
+    ops,
+    supports,
+)
+from hf_sparseprior.__main__ import main
+from hf_sparseprior.convert import convert_checkpoint
+from hf_sparseprior.export import export_folder
+from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
+from tests.hf_sparseprior.test_hub import run_elsewhere
+from tests.hf_sparseprior.without_package import WITHOUT_PACKAGE
+
+SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+PRIORS = ["dense", "fibottention", "fibottention+violin", "topk", "linformer", "sparsifiner", "localvit", "swin_rpb"]
+
+
+def tiny(prior="fibottention", **settings):
+    sizes = {**SIZES, "image_size": 32, "patch_size": 8, "num_frames": 3, "num_labels": 5}
+    return SparsePriorTimesformerConfig(prior=prior, **{**sizes, **settings})
+
+
+def shaken(model):
+    """The model with weights away from where a part would do nothing."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def make(cls=SparsePriorTimesformerForVideoClassification, **settings):
+    torch.manual_seed(0)
+    return shaken(cls(tiny(**settings)))
+
+
+def clips(batch=2, frames=3, height=32, width=32):
+    return torch.randn(batch, frames, 3, height, width, generator=torch.Generator().manual_seed(7))
+
+
+def stock(cls=TimesformerForVideoClassification, **settings):
+    torch.manual_seed(0)
+    sizes = {**SIZES, "image_size": 32, "patch_size": 8, "num_frames": 3, "num_labels": 5}
+    return shaken(cls(TimesformerConfig(**{**sizes, **settings})))
+
+
+# ---- transformers' TimeSformer --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [TimesformerForVideoClassification, TimesformerModel])
+@pytest.mark.parametrize("settings", [{}, {"qkv_bias": False, "layer_norm_eps": 1e-3}], ids=["plain", "no bias"])
+def test_dense_equals_transformers_timesformer_both_ways(cls, settings, tmp_path):
+    source = stock(cls, **settings)
+    source.save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "ours")
+    classifies = cls is TimesformerForVideoClassification
+    loader = AutoModelForVideoClassification if classifies else AutoModel
+    model = loader.from_pretrained(tmp_path / "ours")
+    assert model.config.model_type == "sparseprior_timesformer"
+    with torch.no_grad():
+        expected, found = (one(clips(), output_hidden_states=True) for one in (source, model))
+    torch.testing.assert_close(found.hidden_states, expected.hidden_states, rtol=1e-4, atol=1e-5)
+    name = "logits" if classifies else "last_hidden_state"
+    torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "timesformer"]) == 0
+    back, info = cls.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info.values())
+    assert all(value.equal(source.state_dict()[key]) for key, value in back.state_dict().items())
+    assert back.config.num_frames == 3 and back.config.layer_norm_eps == source.config.layer_norm_eps
+
+
+def test_supports_equal_a_masked_timesformer(tmp_path):
+    """Each layer of the stock model gets the support as a mask on its spatial attention, by our own `build_mask`."""
+    model = make()
+    convert_checkpoint_of(model, tmp_path)
+    source = TimesformerForVideoClassification.from_pretrained(tmp_path / "stock")
+    dense = source(clips()).logits
+
+    def masked(self, hidden_states, output_attentions=False):
+        batch, total, width = hidden_states.shape
+        q, k, v = self.qkv(hidden_states).view(batch, total, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        logits = (q @ k.transpose(-2, -1) * self.scale).masked_fill(~self.mask, -torch.inf)
+        return ((logits.softmax(-1) @ v).transpose(1, 2).reshape(batch, total, width),)
+
+    for number, layer in enumerate(source.timesformer.encoder.layer):
+        settings = {key: value for key, value in model.config.prior["support"].items() if key != "name"}
+        mask = supports.build_mask(
+            "fibottention", num_heads=4, num_tokens=16, num_prefix_tokens=1, layer=number, **settings
+        )
+        layer.attention.attention.mask = torch.as_tensor(mask)
+        layer.attention.attention.forward = MethodType(masked, layer.attention.attention)
+    with torch.no_grad():
+        found, expected = model(clips()).logits, source(clips()).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert (found - dense).abs().max() > 1e-3
+
+
+def convert_checkpoint_of(model, folder):
+    """The dense twin of a model of ours, as transformers' own in folder/stock."""
+    model.save_pretrained(folder / "ours")
+    convert_checkpoint(folder / "ours", folder / "stock", prior="dense", to="timesformer")
+
+
+def test_what_timesformer_cannot_express_is_refused(tmp_path, capsys):
+    make(prior="dense", num_register_tokens=1, patch_size=[8, 16]).save_pretrained(tmp_path / "ours")
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "out"), "--to", "timesformer"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "num_register_tokens=1 must be 0" in error and "patch_size=[8, 16] must be square" in error
+    with pytest.raises(ValueError, match="is a sparseprior_timesformer, which vit cannot express"):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "out", to="vit")
+    joint = stock(attention_type="joint_space_time")
+    joint.save_pretrained(tmp_path / "joint")
+    with pytest.raises(ValueError, match="attention_type='joint_space_time' must be 'divided_space_time'"):
+        convert_checkpoint(tmp_path / "joint", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# ---- the image model ------------------------------------------------------------------------------------------------
+
+
+def image_model(cls=SparsePriorViTForImageClassification, **settings):
+    torch.manual_seed(0)
+    sizes = {**SIZES, "image_size": 32, "patch_size": 8, "num_labels": 5}
+    return shaken(cls(SparsePriorViTConfig(**{**sizes, "prior": "fibottention+violin", **settings})))
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_register_tokens": 2, "pooling": "mean"}, {"layerscale_value": 0.5}])
+@pytest.mark.parametrize("prior", PRIORS)
+def test_a_still_clip_gives_the_image_models_output(prior, settings):
+    image = image_model(prior=prior, **settings)
+    video = SparsePriorTimesformerForVideoClassification.from_image_model(image, num_frames=4)
+    pixels = clips()[:, 0]
+    with torch.no_grad():
+        found = video(pixels[:, None].expand(-1, 4, -1, -1, -1)).logits
+        torch.testing.assert_close(found, image(pixels).logits, rtol=1e-5, atol=1e-6)
+        moving = video(clips(frames=4)).logits
+    assert (moving - found).abs().max() > 1e-3
+    layer = video.vit.layers[0]
+    if prior != "linformer":  # whose keys are not those of a dense layer
+        assert layer.temporal_attention.k_proj.weight.equal(layer.attention.k_proj.weight)
+    assert layer.temporal_layernorm.weight.equal(layer.layernorm_before.weight)
+
+
+def test_from_a_folder_with_other_classes_frames_and_size(tmp_path):
+    image = image_model()
+    image.save_pretrained(tmp_path)
+    video = SparsePriorTimesformerForVideoClassification.from_image_model(tmp_path, num_labels=7, image_size=48)
+    assert video.config.num_frames == 8 and video(clips(height=48, width=48)).logits.shape == (2, 7)
+    positions = image.vit.embeddings.resized_positions((6, 6))
+    assert video.vit.embeddings.position_embeddings.equal(positions)
+    assert 0 < video.classifier.weight.std() < 0.05  # a fresh one
+    base = SparsePriorTimesformerModel.from_image_model(tmp_path, prior="dense")
+    assert base.config.prior_name == "dense" and not [key for key in base.state_dict() if "decay_bias" in key]
+    image.vit.save_pretrained(tmp_path / "base")
+    headless = SparsePriorTimesformerForVideoClassification.from_image_model(tmp_path / "base", num_labels=3)
+    assert headless.vit.layers[1].mlp.fc1.weight.equal(image.vit.layers[1].mlp.fc1.weight)
+
+
+def test_weights_that_would_start_at_random_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"does not fit .*: layers.0.mlp.fc1.weight"):
+        SparsePriorTimesformerModel.from_image_model(image_model(SparsePriorViTModel), intermediate_size=40)
+    make().save_pretrained(tmp_path)
+    with pytest.raises(OSError, match="of type 'sparseprior_timesformer', no 'sparseprior_vit'"):
+        SparsePriorTimesformerModel.from_image_model(tmp_path)
+
+
+# ---- outputs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prior", [prior for prior in PRIORS if prior != "dense"])
+def test_the_prior_changes_the_output(prior):
+    """No path is dense in silence: the same weights, the prior's own aside, give something else."""
+    model = make(prior=prior)
+    dense = SparsePriorTimesformerForVideoClassification(tiny("dense")).eval()
+    own = dense.state_dict()
+    same = {key: value for key, value in model.state_dict().items() if key in own and own[key].shape == value.shape}
+    assert not dense.load_state_dict(same, strict=False).missing_keys
+    with torch.no_grad():
+        assert (model(clips()).logits - dense(clips()).logits).abs().max() > 1e-4
+
+
+def test_frames_matter_and_so_does_their_order():
+    model = make()
+    with torch.no_grad():
+        logits = model(clips()).logits
+        assert (model(clips().flip(1)).logits - logits).abs().max() > 1e-3
+    fresh = SparsePriorTimesformerForVideoClassification(tiny()).eval()
+    torch.testing.assert_close(fresh(clips().flip(1)).logits, fresh(clips()).logits)  # time comes in by training
+
+
+def test_attention_is_divided():
+    """A patch of one frame moves others of that frame and itself in other frames, after one layer, and no more."""
+    model = make(SparsePriorTimesformerModel, prior="dense", num_hidden_layers=1)
+    before = clips(1)
+    after = before.clone()
+    after[0, 1, :, 8:16, :8] += 1  # patch 4 of frame 1
+    with torch.no_grad():
+        first, second = (model(x).last_hidden_state[0, 1:].unflatten(0, (16, 3)) for x in (before, after))
+    moved = (first - second).abs().amax(-1) > 1e-7
+    # Temporal attention takes it to the patch in frames 0 and 2, spatial attention from there to all patches.
+    assert moved.all()
+    with torch.no_grad():
+        model.layers[0].temporal_dense.weight.zero_()
+        first, second = (model(x).last_hidden_state[0, 1:].unflatten(0, (16, 3)) for x in (before, after))
+    moved = (first - second).abs().amax(-1) > 1e-7
+    assert moved[:, 1].all() and not moved[:, [0, 2]].any()
+
+
+@pytest.mark.parametrize("size", [(24, 48), (64, 32)])
+@pytest.mark.parametrize("prior", ["fibottention+violin", "topk"])
+def test_other_grids_and_numbers_of_frames(prior, size):
+    odd = make(prior=prior, image_size=list(size), num_frames=5)
+    assert odd(clips(frames=5, height=size[0], width=size[1])).logits.shape == (2, 5)
+    model = make(prior=prior)
+    assert model(clips(frames=7, height=size[0], width=size[1])).logits.shape == (2, 5)
+    assert model(clips(batch=0)).logits.shape == (0, 5)
+    nearest = model.vit.embeddings.frame_positions(6)
+    assert nearest.equal(model.vit.embeddings.time_embeddings.repeat_interleave(2, 1))
+
+
+def test_attentions_tuples_and_loss():
+    model = make()
+    output = model(clips(), labels=torch.tensor([1, 4]), output_attentions=True)
+    assert [tuple(weights.shape) for weights in output.attentions] == [(6, 4, 17, 17)] * 2
+    expected = torch.nn.functional.cross_entropy(output.logits, torch.tensor([1, 4]))
+    torch.testing.assert_close(output.loss, expected)
+    assert model(clips(), return_dict=False)[0].equal(model(clips()).logits)
+    assert SparsePriorTimesformerModel(tiny())(clips()).pooler_output.shape == (2, 24)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 32, 32), (2, 3, 1, 32, 32), (2, 0, 3, 32, 32), (2, 3, 3, 30, 32)])
+def test_clips_that_do_not_fit_are_refused(shape):
+    with pytest.raises(ValueError, match=r"must be \(batch, frames, 3, height, width\)|multiple of the 8x8 patch"):
+        make()(torch.zeros(shape))
+
+
+BAD = {
+    "num_frames=0": {"num_frames": 0},
+    "num_frames=2.5": {"num_frames": 2.5},
+    "use_distillation_token=True must be False": {"use_distillation_token": True},
+    "token_classifier=True must be False": {"token_classifier": True},
+    "prior 'evit' drops tokens": {"prior": "evit"},
+    "'num_frame' is no field of SparsePriorTimesformerConfig; did you mean 'num_frames'": {"num_frame": 4},
+    "'fibotention' is no prior": {"prior": "fibotention"},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_values_are_named(message):
+    with pytest.raises(ValueError, match=message):
+        tiny(**BAD[message])
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prior", ["fibottention+violin", "localvit", "swin_rpb"])
+def test_every_parameter_gets_a_gradient_with_and_without_checkpointing(prior):
+    gradients = []
+    for checkpointing in (False, True):
+        model = make(prior=prior, num_register_tokens=1, pooling="mean").train()
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        model(clips(), labels=torch.tensor([0, 1])).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    # A key's bias shifts all logits of a query alike.
+    without = [name for name, gradient in gradients[0].items() if gradient is None or not gradient.abs().max() > 0]
+    assert not [name for name in without if not name.endswith("k_proj.bias")]
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
+def test_fresh_models_start_without_time():
+    model = SparsePriorTimesformerForVideoClassification(tiny())
+    names = [name for name, value in model.named_parameters() if "temporal_dense" in name or "time_emb" in name]
+    assert len(names) == 5 and all(not model.get_parameter(name).any() for name in names)
+    assert {"vit.embeddings.time_embeddings", "vit.embeddings.position_embeddings"} <= model.no_weight_decay()
+    assert model.vit.layers[0].temporal_attention.q_proj.weight.std() > 0.01
+
+
+class Moving(Dataset):
+    """Clips of a bright patch that goes right (1) or left (0)."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        clip = torch.zeros(3, 3, 32, 32)
+        for frame in range(3):
+            column = frame if index % 2 else 2 - frame
+            clip[frame, :, :, 8 * column : 8 * column + 8] = 1
+        return {"pixel_values": clip, "labels": index % 2}
+
+
+def test_the_trainer_trains_saves_and_goes_on(tmp_path):
+    def trainer(steps):
+        torch.manual_seed(0)
+        config = tiny(num_labels=2)
+        arguments = SparsePriorTrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=steps,
+            per_device_train_batch_size=8,
+            learning_rate=3e-3,
+            lr_scheduler_type="constant",
+            save_steps=5,
+            logging_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+        )
+        model = SparsePriorTimesformerForVideoClassification(config)
+        return SparsePriorTrainer(model=model, args=arguments, train_dataset=Moving())
+
+    whole = trainer(10)
+    whole.train()
+    losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    resumed = trainer(10)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert [entry["loss"] for entry in resumed.state.log_history if "loss" in entry] == losses
+    for name, value in resumed.model.state_dict().items():
+        assert value.equal(whole.model.state_dict()[name]), name
+
+
+# ---- saved models ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_save_and_reload_is_bit_equal(prior, tmp_path):
+    model = make(prior=prior)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForVideoClassification.from_pretrained(tmp_path)
+    assert type(loaded) is SparsePriorTimesformerForVideoClassification
+    assert loaded(clips()).logits.equal(model(clips()).logits)
+    assert type(AutoModel.from_pretrained(tmp_path)) is SparsePriorTimesformerModel
+    assert type(AutoConfig.from_pretrained(tmp_path)) is SparsePriorTimesformerConfig
+
+
+def test_missing_time_starts_at_zero_and_not_as_garbage(tmp_path):
+    model = make()
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    left = {key: value for key, value in weights.items() if "temporal_dense" not in key and "time_emb" not in key}
+    save_file(left, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = SparsePriorTimesformerForVideoClassification.from_pretrained(tmp_path)
+    for name, value in loaded.named_parameters():
+        assert value.equal(model.get_parameter(name)) if name in left else not value.any(), name
+
+
+@pytest.mark.parametrize("cls", [SparsePriorTimesformerModel, SparsePriorTimesformerForVideoClassification])
+def test_folder_is_complete(cls, tmp_path):
+    make(cls).save_pretrained(tmp_path / "model")
+    auto_map = json.loads((tmp_path / "model" / "config.json").read_text())["auto_map"]
+    assert set(auto_map) == {"AutoConfig", "AutoModel", "AutoModelForVideoClassification"}
+    for reference in auto_map.values():
+        module, name = reference.split(".")
+        assert f"class {name}(" in (tmp_path / "model" / f"{module}.py").read_text()
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "# SparsePriorTimesformer, prior: fibottention" in card and "| frames | 3 |" in card
+    classifies = cls is SparsePriorTimesformerForVideoClassification
+    assert f"pipeline_tag: {'video-classification' if classifies else 'feature-extraction'}\n" in card
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "model")
+    frames = [torch.full((3, 40, 50), 51, dtype=torch.uint8)] * 3
+    pixels = processor(frames, return_tensors="pt")["pixel_values"]
+    assert pixels.shape == (1, 3, 3, 32, 32)
+    torch.testing.assert_close(pixels, torch.full_like(pixels, (0.2 - 0.5) / 0.5))
+    lines = export_folder(tmp_path / "model", tmp_path / "exported")
+    assert "modeling_sparseprior_timesformer.py" in lines[0]
+
+
+REMOTE = (
+    WITHOUT_PACKAGE
+    + """
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForVideoClassification
+
+pixels, outputs = load_file("pixels.safetensors")["pixels"], {}
+for folder in sorted(path for path in Path("models").iterdir()):
+    model = AutoModelForVideoClassification.from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules.")
+    outputs[folder.name] = model(pixels).logits.detach()
+base = AutoModel.from_pretrained("models/fibottention", trust_remote_code=True)
+outputs["base"] = base(pixels).pooler_output.detach().contiguous()
+model.save_pretrained("again")
+again = AutoModelForVideoClassification.from_pretrained("again", trust_remote_code=True)
+assert again(pixels).logits.equal(outputs[folder.name])
+still = type(model).from_image_model("image")
+assert type(still).__name__ == "SparsePriorTimesformerForVideoClassification"
+save_file(outputs, "outputs.safetensors")
+"""
+)
+
+
+@pytest.mark.slow
+def test_models_come_back_by_remote_code(tmp_path, monkeypatch):
+    models = {prior: make(prior=prior) for prior in PRIORS}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / "models" / name)
+    image_model().save_pretrained(tmp_path / "image")
+    save_file({"pixels": clips()}, tmp_path / "pixels.safetensors")
+    run_elsewhere(REMOTE, tmp_path)
+    found = load_file(tmp_path / "outputs.safetensors")
+    monkeypatch.setattr(ops, "diagonal_cpu", None)  # without the package there is no compiled kernel
+    for name, model in models.items():
+        assert found[name].equal(model(clips()).logits), name
+    assert found["base"].equal(models["fibottention"].vit(clips()).pooler_output)
+    first, second = tmp_path / "models" / "dense", tmp_path / "again"
+    assert {path.name for path in first.iterdir()} == {path.name for path in second.iterdir()}

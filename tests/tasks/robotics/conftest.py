@@ -1,0 +1,82 @@
+"""What tests of robots share: environments are made once, episodes by hand."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from tasks.robotics.environments import gl_library, make_environment, use_software_gl
+
+# Before any test imports mujoco, which reads it once.
+if "mujoco" not in sys.modules:
+    use_software_gl()
+
+needs_gl = pytest.mark.skipif(gl_library() is None, reason="no GL library: apt-get install libosmesa6")
+
+
+@pytest.fixture(scope="session")
+def environment():
+    """Environments by arguments of make_environment, made once."""
+    made = {}
+
+    def make(name, cameras=(), image_size=None):
+        pytest.importorskip("gym_pusht" if name == "pusht" else "robosuite", reason="needs make robotics")
+        if cameras and name != "pusht" and gl_library() is None:
+            pytest.skip("no GL library: apt-get install libosmesa6")
+        key = name, tuple(cameras), image_size
+        if key not in made:
+            made[key] = make_environment(*key)
+        return made[key]
+
+    yield make
+    for each in made.values():
+        each.close()
+
+
+@pytest.fixture
+def arm_settings():
+    """As an arm's environment has them."""
+    return {
+        "environment": "lift",
+        "action": "position 3, rotation 6 (rows of the matrix), gripper 1",
+        "frame": "robot base",
+        "controller": {"type": "BASIC", "body_parts": {"right": {"kp": 150, "input_type": "absolute"}}},
+        "control_hz": 20,
+        "versions": {"robosuite": "1.5.2", "mujoco": "3.9.0"},
+        "image_mode": {"samples": 0},
+        "image_size": 16,
+        "cameras": ["agentview"],
+    }
+
+
+@pytest.fixture
+def pusht_settings(arm_settings):
+    return arm_settings | {"environment": "pusht", "cameras": ["image"], "versions": {"gym-pusht": "0.1.8"}}
+
+
+@pytest.fixture
+def make_episode():
+    """Episode(seed, T): numbers of which each is different."""
+    from tasks.robotics.formats import Episode
+
+    def make(seed, steps, task="lift"):
+        generator = np.random.default_rng(seed)
+        images = generator.integers(0, 256, (steps, 16, 16, 3), dtype=np.uint8)
+        size = 2 if task == "pusht" else 10
+        low = {"agent_pos": 2, "state": 5, "keypoints": 16} if task == "pusht" else {"robot0_eef_pos": 3, "object": 10}
+        seen = {key: generator.normal(size=(steps, width)).astype(np.float32) for key, width in low.items()}
+        states = generator.normal(size=(steps, 5))
+        if task == "pusht":
+            seen["state"] = states.astype(np.float32)
+            seen["agent_pos"] = seen["state"][:, :2]
+        return Episode(
+            seed=seed,
+            actions=generator.normal(size=(steps, size)),
+            executed=generator.normal(size=(steps, size)),
+            states=states,
+            rewards=np.linspace(0, 1, steps),
+            dones=np.arange(steps) == steps - 1,
+            observations={**seen, "image" if task == "pusht" else "agentview_image": images},
+        )
+
+    return make

@@ -1,0 +1,364 @@
+import json
+import pickle
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tasks.robotics.formats import (
+    Episode,
+    check_environment,
+    open_demonstrations,
+    write_demonstrations,
+)
+
+h5py = pytest.importorskip("h5py", reason="needs make robotics")
+zarr = pytest.importorskip("zarr", reason="needs make robotics")
+
+numcodecs = pytest.importorskip("numcodecs", reason="needs make robotics")
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (7, 96, 96, 3)).astype(np.float32)
+LENGTHS = [5, 3, 21, 4, 6, 2, 7, 3, 4, 5, 3, 4]  # more than one chunk of zarr images in an episode and across them
+
+
+def file_of(folder, task, settings, make_episode, lengths=LENGTHS):
+    sources = []
+    for index, length in enumerate(lengths):
+        sources.append(folder / f"{index}.npz")
+        make_episode(100 + index, length, task).save(sources[-1])
+    path = folder / ("demonstrations.zarr" if task == "pusht" else "demonstrations.hdf5")
+    write_demonstrations(path, sources, settings)
+    return path
+
+
+@pytest.fixture
+def lift_file(tmp_path, arm_settings, make_episode):
+    return file_of(tmp_path, "lift", arm_settings, make_episode)
+
+
+@pytest.fixture
+def pusht_file(tmp_path, pusht_settings, make_episode):
+    return file_of(tmp_path, "pusht", pusht_settings, make_episode)
+
+
+def test_an_episode_comes_back_from_disk(tmp_path, make_episode):
+    episode = make_episode(3, 6)
+    episode.save(tmp_path / "3.npz")
+    back = Episode.load(tmp_path / "3.npz")
+    assert back.seed == 3 and back.observations.keys() == episode.observations.keys()
+    for name in ("actions", "executed", "states", "rewards", "dones"):
+        assert np.array_equal(getattr(back, name), getattr(episode, name))
+    assert [path.name for path in tmp_path.iterdir()] == ["3.npz"]
+
+
+@pytest.mark.parametrize("task", ["lift", "pusht"])
+def test_what_was_written_is_read(task, request, make_episode):
+    path = request.getfixturevalue(f"{task}_file")
+    demonstrations = open_demonstrations(path)
+    assert list(demonstrations.lengths.values()) == LENGTHS
+    assert demonstrations.action_size == (2 if task == "pusht" else 10)
+    for index, (name, length) in enumerate(demonstrations.lengths.items()):
+        episode = make_episode(100 + index, length, task)
+        assert demonstrations.seeds[name] == 100 + index
+        assert np.array_equal(demonstrations.read(name, "actions"), episode.actions.astype(np.float32))
+        assert np.array_equal(demonstrations.read(name, "executed_actions"), episode.executed)
+        assert demonstrations.shapes.keys() == episode.observations.keys()
+        for key, values in episode.observations.items():
+            assert demonstrations.shapes[key] == values.shape[1:]
+            read = demonstrations.read(name, key, 1, length)
+            assert read.dtype == values.dtype and np.array_equal(read, values[1:])
+
+
+def test_robomimics_layout(lift_file):
+    with h5py.File(lift_file) as file:
+        assert set(file) == {"data", "mask"} and len(file["data"]) == len(LENGTHS)
+        demo = file["data/demo_2"]
+        assert set(demo) == {"actions", "executed_actions", "states", "rewards", "dones", "obs"}
+        assert demo.attrs["num_samples"] == 21 == len(demo["rewards"]) and demo["actions"].shape == (21, 10)
+        assert demo["obs/agentview_image"].shape == (21, 16, 16, 3) and demo["obs/agentview_image"].dtype == np.uint8
+        assert file["data"].attrs["total"] == sum(LENGTHS)
+        arguments = json.loads(file["data"].attrs["env_args"])
+        assert {"env_name", "type", "env_kwargs"} <= arguments.keys()
+        assert [name.decode() for name in file["mask/valid"]] == ["demo_9"]
+
+
+def test_diffusion_policys_layout(pusht_file):
+    assert json.loads((pusht_file / ".zgroup").read_text()) == {"zarr_format": 2}
+    group = zarr.open_group(str(pusht_file), mode="r")
+    assert group["meta/episode_ends"][:].tolist() == np.cumsum(LENGTHS).tolist()
+    assert group["data/img"].shape == (sum(LENGTHS), 16, 16, 3)
+    assert group["data/state"].shape == (sum(LENGTHS), 5) and group["data/action"].shape == (sum(LENGTHS), 2)
+    assert group["data/keypoint"].shape == (sum(LENGTHS), 8, 2)
+
+
+@pytest.fixture
+def published_file(tmp_path):
+    """As Diffusion Policy publishes it: images float32 from 0 to 255, Blosc, neither settings nor seeds."""
+    group = zarr.open_group(str(tmp_path / "published.zarr"), mode="w", zarr_format=2)
+    arrays = {"img": IMAGES, "state": np.ones((7, 5)), "action": np.ones((7, 2)), "n_contacts": np.ones((7, 1))}
+    for name, values in arrays.items():
+        group.create_array(
+            f"data/{name}",
+            data=values.astype(np.float32),
+            chunks=(4, *values.shape[1:]),
+            compressors=numcodecs.Blosc(cname="zstd", clevel=5, shuffle=2),
+        )
+    group.create_array("meta/episode_ends", data=np.array([4, 7]))
+    return tmp_path / "published.zarr"
+
+
+def test_a_published_pusht_file_is_read(published_file):
+    demonstrations = open_demonstrations(published_file)
+    assert demonstrations.environment == {"name": "pusht", "cameras": ("image",), "image_size": 96}
+    assert demonstrations.lengths == {"demo_0": 4, "demo_1": 3} and demonstrations.seeds["demo_1"] is None
+    read = demonstrations.read("demo_1", "image")
+    assert read.dtype == np.uint8 and np.array_equal(read, IMAGES[4:])
+
+
+@pytest.mark.parametrize("task", ["lift", "pusht"])
+def test_splits(task, request):
+    demonstrations = open_demonstrations(request.getfixturevalue(f"{task}_file"))
+    train, valid = demonstrations.split("train"), demonstrations.split("valid")
+    assert valid == ("demo_9",) and len(train) == 11 and set(train) | set(valid) == set(demonstrations.episodes)
+    with pytest.raises(ValueError, match="split 'test' must be one of train, valid"):
+        demonstrations.split("test")
+
+
+@pytest.mark.parametrize(("count", "valid"), [(1, 0), (2, 1), (9, 1), (20, 2)])
+def test_few_episodes_are_split_too(tmp_path, arm_settings, make_episode, count, valid):
+    demonstrations = open_demonstrations(file_of(tmp_path, "lift", arm_settings, make_episode, [2] * count))
+    assert len(demonstrations.split("valid")) == valid and len(demonstrations.split("train")) == count - valid
+
+
+@pytest.mark.parametrize("task", ["lift", "pusht"])
+def test_a_copy_in_another_process_opens_the_file_anew(task, request):
+    demonstrations = open_demonstrations(request.getfixturevalue(f"{task}_file"))
+    copy = pickle.loads(pickle.dumps(demonstrations))
+    assert np.array_equal(copy.read("demo_2", "actions"), demonstrations.read("demo_2", "actions"))
+
+
+@pytest.mark.parametrize("task", ["lift", "pusht"])
+def test_wrong_questions(task, request):
+    demonstrations = open_demonstrations(request.getfixturevalue(f"{task}_file"))
+    with pytest.raises(ValueError, match="no episode 'demo_99' among 12"):
+        demonstrations.read("demo_99", "actions")
+    with pytest.raises(ValueError, match="no key 'depth'; it has actions, "):
+        demonstrations.read("demo_0", "depth")
+    for start, stop in ((3, 3), (0, 6), (-1, 2)):
+        with pytest.raises(ValueError, match="must lie within its 5"):
+            demonstrations.read("demo_0", "actions", start, stop)
+
+
+def test_an_existing_file_is_not_written_over(lift_file, arm_settings):
+    with pytest.raises(OSError, match="exists already"):
+        write_demonstrations(lift_file, [lift_file.parent / "0.npz"], arm_settings)
+
+
+def test_nothing_half_written_stays(tmp_path, arm_settings, make_episode):
+    make_episode(0, 3).save(tmp_path / "0.npz")
+    (tmp_path / "1.npz").write_bytes((tmp_path / "0.npz").read_bytes()[:300])
+    with pytest.raises(Exception):  # noqa: B017
+        write_demonstrations(tmp_path / "out.hdf5", [tmp_path / "0.npz", tmp_path / "1.npz"], arm_settings)
+    assert {path.name for path in tmp_path.iterdir()} == {"0.npz", "1.npz"}
+
+
+# ---- broken files ---------------------------------------------------------------------------------------------------
+
+
+def refused(path, words):
+    """Opening names the file and what is wrong, in one line."""
+    with pytest.raises((ValueError, OSError)) as caught:
+        open_demonstrations(path)
+    assert str(path) in str(caught.value) and words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_no_file(tmp_path):
+    refused(tmp_path / "missing.hdf5", "no demonstrations at")
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.999])
+def test_a_file_that_is_cut_off(lift_file, part):
+    content = lift_file.read_bytes()
+    lift_file.write_bytes(content[: int(part * len(content))])
+    refused(lift_file, "is no whole HDF5 file")
+
+
+def test_something_else(tmp_path):
+    (tmp_path / "a.hdf5").write_bytes(b"\x80\x04pickle" * 100)
+    refused(tmp_path / "a.hdf5", "is no whole HDF5 file")
+    (tmp_path / "folder").mkdir()
+    refused(tmp_path / "folder", "is no zarr group of version 2")
+
+
+def change(path, edit):
+    with h5py.File(path, "r+") as file:
+        edit(file)
+
+
+def replace(group, key, values):
+    del group[key]
+    group[key] = values
+
+
+HDF5_DAMAGE = {
+    "no data": (lambda f: f.pop("data"), "no group data"),
+    "no episodes": (lambda f: [f["data"].pop(key) for key in list(f["data"])], "no group data with episodes"),
+    "no settings": (
+        lambda f: f["data"].attrs.modify("env_args", '{"env_name": "Lift", "type": 1, "env_kwargs": {}}'),
+        "does not say its settings",
+    ),
+    "no env_args": (lambda f: f["data"].attrs.pop("env_args"), "no env_args in JSON"),
+    "env_args is no JSON": (lambda f: f["data"].attrs.modify("env_args", "{"), "no env_args in JSON"),
+    "no mask": (lambda f: f["mask"].pop("valid"), "no mask/valid"),
+    "mask of what is not there": (lambda f: replace(f["mask"], "valid", np.array([b"demo_77"])), "name 'demo_77'"),
+    "an episode in both masks": (lambda f: replace(f["mask"], "valid", np.array([b"demo_0"])), "demo_0 is in mask"),
+    "no training": (lambda f: replace(f["mask"], "train", np.array([], dtype="S6")), "mask train is empty"),
+    "no actions": (lambda f: f["data/demo_1"].pop("actions"), "data/demo_1 has no actions"),
+    "no observations": (lambda f: f["data/demo_1"].pop("obs"), "data/demo_1 has no obs"),
+    "one observation less": (lambda f: f["data/demo_1/obs"].pop("object"), "data/demo_1 has no obs/object"),
+    "no images at all": (
+        lambda f: [f[f"data/{name}/obs"].pop("agentview_image") for name in f["data"]],
+        "no agentview_image, which its settings promise",
+    ),
+    "actions of another size": (
+        lambda f: replace(f["data/demo_1"], "actions", np.zeros((3, 7))),
+        "data/demo_1/actions has shape (3, 7), not (3, 10)",
+    ),
+    "actions without a size": (
+        lambda f: replace(f["data/demo_0"], "actions", np.zeros(5)),
+        "data/demo_0/actions has shape (5,)",
+    ),
+    "too few actions": (lambda f: replace(f["data/demo_1"], "actions", np.zeros((2, 10))), "not (3, 10)"),
+    "not a number": (
+        lambda f: replace(f["data/demo_1"], "actions", np.full((3, 10), np.nan)),
+        "data/demo_1/actions has numbers that are not finite",
+    ),
+    "too few observations": (
+        lambda f: replace(f["data/demo_1/obs"], "object", np.zeros((2, 10))),
+        "data/demo_1/obs/object is float64 (2, 10), not (3, 10)",
+    ),
+    "observations of another size": (
+        lambda f: replace(f["data/demo_1/obs"], "object", np.zeros((3, 14))),
+        "data/demo_1/obs/object is float64 (3, 14), not (3, 10)",
+    ),
+    "images of another size": (
+        lambda f: replace(f["data/demo_1/obs"], "agentview_image", np.zeros((3, 84, 84, 3), np.uint8)),
+        "not uint8 (3, 16, 16, 3)",
+    ),
+    "images of another kind": (
+        lambda f: replace(f["data/demo_1/obs"], "agentview_image", np.zeros((3, 16, 16, 3))),
+        "is float64 (3, 16, 16, 3), not uint8",
+    ),
+    "a number where a group was": (lambda f: replace(f["data"], "demo_1", 3), "data/demo_1 has no obs"),
+}
+
+
+@pytest.mark.parametrize("damage", HDF5_DAMAGE)
+def test_damaged_hdf5(lift_file, damage):
+    edit, words = HDF5_DAMAGE[damage]
+    change(lift_file, edit)
+    refused(lift_file, words)
+
+
+def test_a_damaged_image_is_named_when_it_is_read(lift_file):
+    with h5py.File(lift_file) as file:
+        images = file["data/demo_2/obs/agentview_image"]
+        place = images.id.get_chunk_info_by_coord((7, 0, 0, 0))
+    content = bytearray(lift_file.read_bytes())
+    content[place.byte_offset + place.size // 2] ^= 0xFF
+    lift_file.write_bytes(content)
+    demonstrations = open_demonstrations(lift_file)
+    assert demonstrations.read("demo_2", "agentview_image", 0, 7).shape == (7, 16, 16, 3)
+    with pytest.raises(ValueError, match=r"demonstrations.hdf5: demo_2/agentview_image cannot be read"):
+        demonstrations.read("demo_2", "agentview_image", 7, 8)
+
+
+ZARR_DAMAGE = {
+    "no group": (lambda path: (path / ".zgroup").unlink(), "is no zarr group"),
+    "metadata cut off": (lambda path: (path / "data" / "action" / ".zarray").write_text("{"), "has no data/action"),
+    "no actions": (lambda path: shutil.rmtree(path / "data" / "action"), "has no data/action"),
+    "no ends": (lambda path: shutil.rmtree(path / "meta" / "episode_ends"), "has no meta/episode_ends"),
+    "no images": (lambda path: shutil.rmtree(path / "data" / "img"), "no data/img, which its settings promise"),
+    "a chunk of images": (lambda path: (path / "data" / "img" / "2.0.0.0").unlink(), "data/img has 4 of its 5 chunks"),
+}
+
+
+@pytest.mark.parametrize("damage", ZARR_DAMAGE)
+def test_damaged_zarr(pusht_file, damage):
+    edit, words = ZARR_DAMAGE[damage]
+    edit(pusht_file)
+    refused(pusht_file, words)
+
+
+ZARR_WRONG = {
+    "falling ends": ("meta/episode_ends", np.array([5, 4, 67]), "meta/episode_ends must rise and end at the 67 steps"),
+    "ends beyond": ("meta/episode_ends", np.array([5, 99]), "meta/episode_ends must rise and end at the 67 steps"),
+    "fewer states": ("data/state", np.ones((66, 5)), "data/state has shape (66, 5), not (67, 5)"),
+    "actions of an arm": ("data/action", np.ones((67, 10)), "data/action has shape (67, 10), not (67, 2)"),
+    "not a number": ("data/action", np.full((67, 2), np.inf), "data/action has numbers that are not finite"),
+    "images of another size": ("data/img", np.ones((67, 96, 96, 3)), "not (67, 16, 16, 3)"),
+    "too few marks": ("meta/valid", np.zeros(3, bool), "meta/valid has 3 episodes, not 12"),
+}
+
+
+@pytest.mark.parametrize("damage", ZARR_WRONG)
+def test_wrong_zarr(pusht_file, damage):
+    name, values, words = ZARR_WRONG[damage]
+    group = zarr.open_group(str(pusht_file), mode="r+")
+    del group[name]
+    group.create_array(name, data=values, chunks=values.shape, config={"write_empty_chunks": True})
+    refused(pusht_file, words)
+
+
+@pytest.mark.parametrize("damage", ["cut off", "one bit"])
+def test_a_damaged_chunk_is_named_when_it_is_read(pusht_file, damage):
+    chunk = pusht_file / "data" / "img" / "1.0.0.0"
+    content = bytearray(chunk.read_bytes())
+    content[len(content) // 2] ^= 1
+    chunk.write_bytes(content[:50] if damage == "cut off" else content)
+    demonstrations = open_demonstrations(pusht_file)
+    assert demonstrations.read("demo_0", "image").shape == (5, 16, 16, 3)
+    with pytest.raises(ValueError, match=r"demonstrations.zarr: demo_2/image cannot be read"):
+        demonstrations.read("demo_2", "image")
+
+
+def test_a_cut_off_chunk_of_a_published_file_is_refused(published_file):
+    open_demonstrations(published_file)
+    chunk = published_file / "data" / "img" / "1.0.0.0"
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    refused(published_file, "data/img/1.0.0.0 is cut off")
+
+
+# ---- environments that do not fit -----------------------------------------------------------------------------------
+
+
+def test_the_environment_of_a_file(lift_file, arm_settings):
+    demonstrations = open_demonstrations(lift_file)
+    assert demonstrations.environment == {"name": "lift", "cameras": ("agentview",), "image_size": 16}
+    check_environment(demonstrations, SimpleNamespace(settings=arm_settings))
+    # Without images, their mode does not matter.
+    check_environment(demonstrations, SimpleNamespace(settings=arm_settings | {"cameras": [], "image_mode": {}}))
+
+
+OTHER = {
+    "environment": ("can", "environment 'lift', this environment has 'can'"),
+    "frame": ("world", "frame 'robot base', this environment has 'world'"),
+    "control_hz": (10, "control_hz 20, this environment has 10"),
+    "versions": ({"robosuite": "1.5.2", "mujoco": "3.10.0"}, "versions mujoco '3.9.0', this environment has mujoco"),
+    "controller": (
+        {"type": "BASIC", "body_parts": {"right": {"kp": 150, "input_type": "delta"}}},
+        "controller body_parts right input_type 'absolute', this environment has body_parts right input_type 'delta'",
+    ),
+    "image_mode": ({"samples": 4}, "image_mode samples 0, this environment has samples 4"),
+    "image_size": (84, "image_size 16, this environment has 84"),
+    "cameras": (["agentview", "robot0_eye_in_hand"], "no images of camera 'robot0_eye_in_hand'"),
+}
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_another_environment_is_refused(lift_file, arm_settings, key):
+    value, words = OTHER[key]
+    with pytest.raises(ValueError) as caught:
+        check_environment(open_demonstrations(lift_file), SimpleNamespace(settings=arm_settings | {key: value}))
+    assert str(lift_file) in str(caught.value) and words in str(caught.value)

@@ -1,0 +1,344 @@
+"""Crossway's policy: what it sees, what it loses, what it plans, and that it comes back from its folder."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("diffusers", reason="the robotics extra is not installed")
+
+from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
+from tasks.robotics.normalizer import Normalizer
+from tasks.robotics.policy import (
+    CrosswayPolicy,
+    PolicyConfig,
+    cropped,
+    image_positions,
+    read_policy_file,
+    scaled_images,
+)
+from tests.tasks.robotics.tiny import observations, one_episode, tiny_config, tiny_policy
+
+
+def generator(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# ---- observations ---------------------------------------------------------------------------------------------------
+
+
+def test_features_are_those_of_our_model_alone():
+    """The class token of the centre crop, beside the normalised state, step after step."""
+    policy = tiny_policy(image_size=None, crop=24).eval()
+    seen = observations(policy.config, batch=3)
+    condition, _ = policy.encode(policy.normalized(seen))
+    expected = []
+    for sample in range(3):
+        for step in range(2):
+            for key in ("agentview_image", "hand_image"):
+                pixels = seen[key][sample, step].permute(2, 0, 1)[None, :, 8:32, 8:32].double() / 255
+                model = policy.encoders[key]
+                alone = SparsePriorViTModel(model.config).eval()
+                alone.load_state_dict(model.state_dict())
+                expected.append(alone(((pixels - 0.5) / 0.5).float()).last_hidden_state[0, 0])
+            expected.append(seen["position"][sample, step] / 2)
+    assert torch.allclose(condition, torch.cat(expected).view(3, -1), atol=1e-5)
+
+
+def test_the_mask_changes_the_actions():
+    sparse, dense = tiny_policy().eval(), tiny_policy(encoder={"prior": "dense"}).eval()
+    dense.load_state_dict(sparse.state_dict())
+    seen = one_episode(observations(sparse.config))
+    assert not np.allclose(sparse.act(seen, generator()), dense.act(seen, generator()), atol=1e-3)
+
+
+def test_every_camera_has_its_own_encoder_and_moves_the_actions():
+    policy = tiny_policy().eval()
+    seen = one_episode(observations(policy.config))
+    before = policy.act(seen, generator())
+    for key in ("agentview_image", "hand_image"):
+        changed = {**seen, key: 255 - seen[key]}
+        assert not np.allclose(policy.act(changed, generator()), before, atol=1e-4)
+    first, second = (policy.encoders[key].embeddings.projection.weight for key in policy.config.cameras)
+    assert not torch.equal(first, second)
+
+
+def test_what_does_not_fill_a_patch_is_left_out():
+    """As a strided convolution does: Crossway's 76 pixels are 9x9 patches of 8, PushT's 84 are 10x10."""
+    for recorded, crop, side in ((84, 76, 72), (96, 84, 80)):
+        config = PolicyConfig(observations={"image": [recorded, recorded, 3]}, crop=crop)
+        assert config.encoder_config("image").image_size == [side, side]
+    policy = tiny_policy(crop=30).eval()
+    seen = observations(policy.config, batch=1)
+    normalized = policy.normalized(seen)
+    expected = policy.encoders["hand_image"](normalized["hand_image"][:, :, 1:25, 1:25]).pooler_output
+    assert torch.allclose(policy.encode(normalized)[0].view(2, -1)[:, 16:32], expected, atol=1e-6)
+
+
+def test_crops_are_windows_of_their_images():
+    images = torch.arange(5 * 1 * 6 * 7).view(5, 1, 6, 7).float()
+    assert torch.equal(cropped(images, 4, random=False), images[:, :, 1:5, 1:5])
+    torch.manual_seed(0)
+    corners = set()
+    for _ in range(60):
+        windows = cropped(images, 4, random=True)
+        for image, window in zip(images[:, 0], windows[:, 0], strict=True):
+            top, left = divmod(int(window[0, 0] - image[0, 0]), 7)
+            assert torch.equal(window, image[top : top + 4, left : left + 4])
+            corners.add((top, left))
+    assert corners == {(top, left) for top in range(3) for left in range(4)}
+
+
+def test_random_crops_in_training_only():
+    policy = tiny_policy(encoder={"prior": "dense"})
+    normalized = policy.normalized(observations(policy.config))
+    assert not torch.equal(policy.encode(normalized)[0], policy.encode(normalized)[0])
+    policy.eval()
+    assert torch.equal(policy.encode(normalized)[0], policy.encode(normalized)[0])
+
+
+def test_scaled_images_average_the_pixels():
+    image = torch.zeros(2, 8, 8, 3, dtype=torch.uint8)
+    image[1] = 200
+    image[:, :, 4:] = 100
+    scaled = scaled_images(image, (2, 2))
+    assert scaled.shape == (2, 2, 2, 3) and scaled.dtype == torch.uint8
+    assert (scaled[0, :, 0] < 25).all() and (scaled[1, :, 0] > 175).all() and (scaled[:, :, 1] > 80).all()
+    assert scaled_images(scaled, (2, 2)) is scaled
+
+
+# ---- loss -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_that_of_the_noise_and_a_tenth_of_each_observation():
+    """Against the formula, from the network's own outputs; no loss is changed in place by another."""
+    policy = tiny_policy().eval()
+    seen, actions = observations(policy.config), torch.randn(2, 16, 4, generator=generator())
+    noise, steps = torch.randn(2, 16, 4, generator=generator(2)), torch.tensor([3, 77])
+    losses = policy(seen, actions, noise, steps)
+    cosine = [math.cos((t / 100 + 0.008) / 1.008 * math.pi / 2) ** 2 for t in (0, 4, 78)]
+    share = torch.tensor([cosine[1] / cosine[0], cosine[2] / cosine[0]]).view(2, 1, 1)
+    noisy = share.sqrt() * (actions - 1) / 2 + (1 - share).sqrt() * noise  # actions lie in [-1, 3]
+    normalized = policy.normalized(seen)
+    predicted, middle = policy.unet(noisy, steps, policy.encode(normalized)[0])
+    expected = {"diffusion": ((predicted - noise) ** 2).mean()}
+    for key, decoded in policy.decode(middle).items():
+        target = normalized[key]
+        if key != "position":
+            assert decoded.shape == (4, 3, 8, 8)  # of the whole image of 32 pixels, not of its crop
+            target = torch.nn.functional.interpolate(target, size=(8, 8), mode="bilinear", antialias=True)
+        expected[key] = ((decoded - target) ** 2).mean()
+    assert set(expected) == {"diffusion", "agentview_image", "hand_image", "position"}
+    for key, value in expected.items():
+        assert losses[key].item() == pytest.approx(value.item(), rel=1e-4)
+    total = expected["diffusion"] + 0.1 * sum(value for key, value in expected.items() if key != "diffusion")
+    assert losses["loss"].item() == pytest.approx(total.item(), rel=1e-4)
+
+
+def test_decoders_read_the_first_time_index_of_the_middle_split_over_the_steps():
+    policy = tiny_policy()
+    middle = torch.randn(1, 32, 8)
+    decoded = policy.decode(middle)["position"]
+    assert torch.allclose(decoded[0], policy.decoders["position"](middle[0, :16, 0]))
+    assert torch.allclose(decoded[1], policy.decoders["position"](middle[0, 16:, 0]))
+    other = middle.clone()
+    other[:, :, 1:] += 1
+    assert torch.equal(policy.decode(other)["agentview_image"], policy.decode(middle)["agentview_image"])
+
+
+def test_image_positions_are_sines_and_cosines():
+    positions = image_positions(3, 5, 8)
+    assert positions.shape == (8, 3, 5)
+    y, x = -1.0, -0.5  # row 0 of 3, column 1 of 5
+    phases = [math.pi * y, math.pi * x, 2 * math.pi * y, 2 * math.pi * x]
+    expected = [*map(math.sin, phases), *map(math.cos, phases)]
+    assert np.allclose(positions[:, 0, 1].numpy(), expected, atol=1e-5)
+
+
+def test_losses_of_a_prior_count():
+    policy = tiny_policy(encoder={"prior": "dynamicvit", "num_hidden_layers": 4})
+    torch.manual_seed(0)
+    losses = policy(observations(policy.config), torch.randn(2, 16, 4))
+    added = [key for key in losses if key.startswith("agentview_image_")]
+    assert added
+    parts = losses["diffusion"] + sum(
+        losses[f"{key}{name.removeprefix('agentview_image')}"] for name in added for key in policy.config.cameras
+    )
+    parts = parts + 0.1 * sum(losses[key] for key in policy.config.observations)
+    assert losses["loss"].item() == pytest.approx(parts.item(), rel=1e-5)
+
+
+def test_one_batch_is_learned_by_heart():
+    """Two images, two plans: each image calls for its own."""
+    options = {"observations": {"image": [24, 24, 3]}, "image_size": None, "encoder": {"num_hidden_layers": 1}}
+    policy = tiny_policy(**options, reconstruction_weight=0, widths=[32, 64])
+    seen = observations(policy.config)
+    actions = 1 + 1.6 * torch.tensor([[1.0, -1, 1, -1], [-1, -1, 1, 1]])[:, None].expand(2, 16, 4)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-3)
+    torch.manual_seed(0)
+    for _ in range(100):
+        loss = policy({"image": seen["image"].repeat(16, 1, 1, 1, 1)}, actions.repeat(16, 1, 1))["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    planned = policy.eval().plan(seen, generator())
+    error, swapped = ((planned - other).abs().mean().item() for other in (actions, actions.flip(0)))
+    assert error < 0.8 and swapped > 1.4, (error, swapped)  # untrained: both 1.3
+
+
+# ---- acting ---------------------------------------------------------------------------------------------------------
+
+
+def test_executed_actions_begin_with_the_last_observation_s():
+    policy = tiny_policy(action_steps=6, observation_steps=2).eval()
+    seen = observations(policy.config, batch=1)
+    plan = policy.plan(seen, generator())[0].numpy()
+    assert plan.shape == (16, 4)
+    assert np.array_equal(policy.act(one_episode(seen), generator()), plan[1:7])
+
+
+def test_actions_follow_from_the_seed():
+    policy = tiny_policy(sampler="ddpm", sampling_steps=None).eval()
+    seen = one_episode(observations(policy.config))
+    assert np.array_equal(policy.act(seen, generator(4)), policy.act(seen, generator(4)))
+    assert not np.array_equal(policy.act(seen, generator(4)), policy.act(seen, generator(5)))
+
+
+def test_actions_stay_in_the_range_of_the_demonstrations():
+    planned = tiny_policy().eval().plan(observations(tiny_config(), batch=8), generator())
+    assert planned.min() >= -1 - 1e-5 and planned.max() <= 3 + 1e-5
+
+
+def test_training_mode_does_not_act():
+    policy = tiny_policy()
+    with pytest.raises(ValueError, match="evaluation mode"):
+        policy.act(one_episode(observations(policy.config)))
+
+
+def test_a_missing_observation_is_named():
+    policy = tiny_policy().eval()
+    seen = one_episode(observations(policy.config))
+    del seen["hand_image"]
+    with pytest.raises(ValueError, match="'hand_image' is missing"):
+        policy.act(seen)
+
+
+# ---- folders --------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_policy_comes_back_bit_for_bit(tmp_path):
+    policy = tiny_policy(encoder={"prior": "fibottention+violin"}).eval()
+    policy.save_pretrained(tmp_path / "policy", {"environment": {"name": "lift"}})
+    back = CrosswayPolicy.from_pretrained(tmp_path / "policy")
+    seen = one_episode(observations(policy.config))
+    assert np.array_equal(policy.act(seen, generator()), back.act(seen, generator()))
+    assert back.about == {"environment": {"name": "lift"}}
+    assert back.config == policy.config
+    assert back.state_dict().keys() == policy.state_dict().keys()
+
+
+def test_encoders_travel_to_classification_and_back(tmp_path):
+    policy = tiny_policy().eval()
+    policy.save_pretrained(tmp_path / "policy")
+    folder = tmp_path / "policy" / "encoders" / "hand_image"
+    classifier = SparsePriorViTForImageClassification.from_pretrained(folder, num_labels=3)
+    classifier.save_pretrained(tmp_path / "classifier")
+    back = SparsePriorViTModel.from_pretrained(tmp_path / "classifier")
+    for name, weight in policy.encoders["hand_image"].state_dict().items():
+        assert torch.equal(back.state_dict()[name], weight)
+
+
+def test_encoders_start_from_a_classifier(tmp_path):
+    from tasks.robotics.train import start_encoders
+
+    encoder = tiny_config().encoder
+    SparsePriorViTForImageClassification(
+        SparsePriorViTConfig(**encoder, image_size=24, patch_size=8, num_labels=3)
+    ).save_pretrained(tmp_path / "classifier")
+    saved = SparsePriorViTModel.from_pretrained(tmp_path / "classifier")
+    policy = tiny_policy()
+    start_encoders(policy, str(tmp_path / "classifier"), encoder)
+    for key in policy.config.cameras:
+        for name, weight in policy.encoders[key].state_dict().items():
+            assert torch.equal(saved.state_dict()[name], weight)
+    with pytest.raises(ValueError, match="does not fit"):
+        start_encoders(policy, str(tmp_path / "classifier"), {**encoder, "hidden_size": 32})
+
+
+@pytest.mark.parametrize("damage", ["missing weights", "cut weights", "missing encoder", "other policy", "no json"])
+def test_damaged_folders_are_named(tmp_path, damage):
+    policy = tiny_policy()
+    folder = tmp_path / "policy"
+    policy.save_pretrained(folder)
+    weights, described = folder / "policy.safetensors", folder / "policy.json"
+    if damage == "missing weights":
+        weights.unlink()
+    elif damage == "cut weights":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif damage == "missing encoder":
+        (folder / "encoders" / "hand_image" / "model.safetensors").unlink()
+    elif damage == "other policy":
+        content = json.loads(described.read_text())
+        content["policy"]["widths"] = [16, 64]
+        described.write_text(json.dumps(content))
+    else:
+        described.write_text("{")
+    with pytest.raises(OSError, match="policy"):
+        CrosswayPolicy.from_pretrained(folder)
+
+
+def test_another_folder_is_refused(tmp_path):
+    with pytest.raises(OSError, match=r"policy\.json is missing"):
+        read_policy_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"crop": 33}, "crop=33 must be at most the 32x32 pixels of agentview_image"),
+        ({"horizon": 8}, "horizon=8 must hold"),
+        ({"horizon": 15, "action_steps": 4}, "horizon=15 must be a multiple of 2"),
+        ({"observations": {"image": [32, 32]}}, r"image=\[32, 32\] must be"),
+        ({"observations": {}}, "observations is empty"),
+        ({"widths": [16, 36]}, "multiple of 4 \\* observation_steps=8"),
+        ({"sampler": "euler"}, "'euler' must be one of ddpm, ddim"),
+        ({"sampling_steps": 101}, "101 must be at most noise_levels=100"),
+        ({"encoder": {"image_size": 24}}, "image_size=24 is policy.crop's"),
+        ({"encoder": {"prior": "fibonacci"}}, "fibonacci"),
+        ({"reconstruction_weight": -1}, "reconstruction_weight=-1 must be"),
+    ],
+)
+def test_bad_configurations_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_policy(**options)
+
+
+# ---- normaliser -----------------------------------------------------------------------------------------------------
+
+
+def test_normalizer_maps_the_range_and_leaves_still_dimensions_small():
+    values = np.array([[0.0, 5.0, 1.0], [4.0, 5.001, 1.0], [1.0, 5.0, 1.0]])
+    normalizer = Normalizer.fit({"actions": [values[:1], values[1:]]}, {"actions": [0.1, 0.1, 2.0]})
+    scaled = normalizer("actions", torch.tensor(values, dtype=torch.float32))
+    assert torch.allclose(scaled[:, 0], torch.tensor([-1.0, 1.0, -0.5]))
+    assert scaled[:, 1].abs().max() < 0.0101  # 0.0005 / 0.05: not blown up to 1
+    assert torch.equal(scaled[:, 2], torch.zeros(3))
+    assert torch.allclose(normalizer.undo("actions", scaled), torch.tensor(values, dtype=torch.float32))
+    again = Normalizer(**json.loads(json.dumps(normalizer.to_dict())))
+    assert torch.equal(again("actions", scaled), normalizer("actions", scaled))
+
+
+def test_bad_ranges_are_refused():
+    with pytest.raises(ValueError, match="no range"):
+        Normalizer({"a": ([1.0], [0.0])}, {"a": 0.1})
+    with pytest.raises(ValueError, match="no range"):
+        Normalizer({"a": ([float("nan")], [0.0])}, {"a": 0.1})
+    with pytest.raises(ValueError, match="must be above 0"):
+        Normalizer({"a": ([0.0], [1.0])}, {"a": 0.0})
+
+
+def test_policy_file_holds_plain_values(tmp_path):
+    tiny_policy().save_pretrained(tmp_path / "policy")
+    assert PolicyConfig(**read_policy_file(tmp_path / "policy")["policy"]) == tiny_config()

@@ -1,0 +1,262 @@
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from scipy.spatial.transform import Rotation
+
+from tasks.robotics import environments
+from tasks.robotics.actions import matrix_from_axis_angle, pose_action
+from tasks.robotics.environments import ENVIRONMENTS, make_environment
+
+CAMERAS = {"lift": ("agentview", "robot0_eye_in_hand"), "can": ("agentview", "robot0_eye_in_hand"), "pusht": ("image",)}
+LOW = {
+    "lift": {"robot0_eef_pos": 3, "robot0_eef_quat": 4, "robot0_gripper_qpos": 2, "object": 10},
+    "can": {"robot0_eef_pos": 3, "robot0_eef_quat": 4, "robot0_gripper_qpos": 2, "object": 14},
+    "pusht": {"agent_pos": 2, "state": 5, "keypoints": 16},
+}
+
+
+def hold(environment):
+    """An action that stays where it is."""
+    return environment.state()[:2] if environment.name == "pusht" else pose_action(*environment.pose(), -1.0)
+
+
+def wander(environment, seed, steps):
+    """Observations of an episode of random actions around where the robot is."""
+    generator = np.random.default_rng(seed)
+    seen = [environment.reset(seed)]
+    for _ in range(steps):
+        action = hold(environment)
+        scale = 60.0 if environment.name == "pusht" else 0.05
+        width = 2 if environment.name == "pusht" else 3
+        action[:width] += generator.normal(0, scale, width)
+        seen.append(environment.step(action)[0])
+    return seen
+
+
+# ---- all environments -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_interface(environment, name):
+    with_images = environment(name, CAMERAS[name])
+    observation = with_images.reset(0)
+    size = environments.IMAGE_SIZES[name]
+    images = {key: (size, size, 3) for key in with_images.cameras.values()}
+    assert {key: values.shape for key, values in observation.items()} == {
+        **{key: (width,) for key, width in LOW[name].items()},
+        **images,
+    }
+    for key, values in observation.items():
+        assert values.dtype == (np.uint8 if key in images else np.float32)
+        assert key not in images or values.std() > 5
+    following, reward, done, info = with_images.step(hold(with_images))
+    assert following.keys() == observation.keys() and 0 <= reward <= 1 and done is info["success"] is False
+    assert not with_images.success()
+    picture = with_images.render(120)
+    assert picture.shape == (120, 120, 3) and picture.dtype == np.uint8
+    assert with_images.settings["cameras"] == list(CAMERAS[name])
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_a_seed_gives_the_same_episode_fresh_and_after_others(environment, name):
+    used = environment(name)
+    wander(used, 5, 8)
+    again = wander(used, 3, 8)
+    with make_environment(name) as fresh:
+        first = wander(fresh, 3, 8)
+    for one, other in zip(first, again, strict=True):
+        for key in one:
+            assert np.array_equal(one[key], other[key]), key
+    other_start = used.reset(4)
+    key = "state" if name == "pusht" else "object"
+    assert not np.allclose(other_start[key], first[0][key], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["lift", "pusht"])
+def test_images_are_the_same_every_time_and_change_nothing(environment, name):
+    seen, blind = environment(name, CAMERAS[name]), environment(name)
+    first, again, without = (wander(each, 3, 4) for each in (seen, seen, blind))
+    for one, two, three in zip(first, again, without, strict=True):
+        assert all(np.array_equal(one[key], two[key]) for key in one)
+        assert all(np.array_equal(one[key], three[key]) for key in three)
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_wrong_actions_are_refused(environment, name):
+    each = environment(name)
+    each.reset(0)
+    for action in (np.zeros(7), np.full(each.action_size, np.nan)):
+        with pytest.raises(ValueError, match=f"of {name} must be {each.action_size} finite numbers"):
+            each.step(action)
+
+
+def test_wrong_names_are_refused(environment):
+    with pytest.raises(ValueError, match="environment 'push' must be one of lift, can, pusht"):
+        make_environment("push")
+    for size in (8, 2000, 84.0, True):
+        with pytest.raises(ValueError, match="must be an integer from 16 to 1024"):
+            make_environment("lift", (), size)
+    with pytest.raises(ValueError, match="camera 'front' of pusht must be one of image"):
+        environment("pusht", ("front",))
+    with pytest.raises(ValueError, match="camera 'image' of lift must be one of agentview"):
+        environment("lift", ("image",))
+
+
+# ---- arms -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "task"), [("lift", "Lift"), ("can", "PickPlaceCan")])
+def test_observations_are_robosuites(environment, name, task):
+    ours = environment(name)
+    from tasks.robotics.robosuite_arm import CONTROL_HZ, controller, robosuite
+
+    theirs = robosuite.make(
+        task,
+        robots="Panda",
+        controller_configs=controller(),
+        has_renderer=False,
+        has_offscreen_renderer=False,
+        use_camera_obs=False,
+        control_freq=CONTROL_HZ,
+        hard_reset=False,
+        seed=0,
+    )
+    theirs.rng.bit_generator.state = np.random.default_rng(11).bit_generator.state
+    theirs.reset()
+    # Twice: its poses in the hand's frame are those of the time before.
+    expected, observation = theirs._get_observations(force_update=True), ours.reset(11)
+    parts = {
+        "lift": ["cube_pos", "cube_quat", "gripper_to_cube_pos"],
+        "can": ["Can_pos", "Can_quat", "Can_to_robot0_eef_pos", "Can_to_robot0_eef_quat"],
+    }[name]
+    values = np.split(observation["object"], np.cumsum([len(expected[part]) for part in parts])[:-1])
+    pairs = [(expected[key], observation[key]) for key in list(LOW[name])[:3]]
+    for wanted, value in [*pairs, *zip([expected[part] for part in parts], values, strict=True)]:
+        if len(wanted) == 4 and np.dot(wanted, value) < 0:
+            value = -value
+        assert np.allclose(wanted, value, atol=2e-6)
+    theirs.close()
+
+
+def test_an_action_is_a_pose_that_is_reached(environment):
+    arm = environment("lift")
+    arm.reset(2)
+    position, rotation = arm.pose()
+    position = position + np.array([0.04, -0.05, 0.03])
+    rotation = matrix_from_axis_angle(np.array([0.0, 0.0, np.radians(25)])) @ rotation
+    for _ in range(60):
+        arm.step(pose_action(position, rotation, -1.0))
+    there, turned = arm.pose()
+    assert np.linalg.norm(there - position) < 0.01
+    assert (Rotation.from_matrix(turned) * Rotation.from_matrix(rotation).inv()).magnitude() < np.radians(4)
+
+
+def test_the_gripper_opens_and_closes(environment):
+    arm = environment("lift")
+    width = {}
+    for gripper in (-1.0, 1.0):
+        arm.reset(0)
+        for _ in range(15):
+            seen = arm.step(pose_action(*arm.pose(), gripper))[0]
+        width[gripper] = np.abs(seen["robot0_gripper_qpos"]).sum()
+    assert width[-1.0] > 0.07 and width[1.0] < 0.01
+
+
+@pytest.mark.parametrize("camera", CAMERAS["lift"])
+def test_images_stand_upright(environment, camera):
+    """The cube's middle, projected by a pinhole camera, is red; mirrored or upside down, nothing is."""
+    arm = environment("lift", CAMERAS["lift"])
+    hits = []
+    for seed in range(4):
+        image = arm.reset(seed)[arm.cameras[camera]].astype(int)
+        view = arm._data.camera(camera)
+        x, y, z = view.xmat.reshape(3, 3).T @ (arm._data.xpos[arm._object] - view.xpos)
+        focal = image.shape[0] / 2 / np.tan(np.radians(arm._model.camera(camera).fovy[0]) / 2)
+        column, row = (image.shape[0] / 2 + focal * np.array([x, -y]) / -z).astype(int)
+        red = (image[..., 0] > 100) & (image[..., 1] < 80)
+        assert red[row, column]
+        hits.append([flipped[row, column] for flipped in (red[::-1], red[:, ::-1], red[::-1, ::-1])])
+    assert not np.all(hits, axis=0).any()
+
+
+def in_new_process(code, **variables):
+    """(exit status, output) of Python code with these variables and without MUJOCO_GL otherwise."""
+    inherited = {key: value for key, value in os.environ.items() if key not in ("MUJOCO_GL", "PYOPENGL_PLATFORM")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=inherited | variables, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_mujoco_imported_too_early_is_refused():
+    pytest.importorskip("mujoco", reason="needs make robotics")
+    code = "import mujoco\nfrom tasks.robotics.environments import make_environment\nmake_environment('lift')"
+    status, output = in_new_process(code)
+    assert status and "mujoco was imported before MUJOCO_GL was set" in output
+
+
+@pytest.mark.slow
+def test_without_gl_everything_but_images_works():
+    pytest.importorskip("robosuite", reason="needs make robotics")
+    code = (
+        "from tasks.robotics.environments import make_environment\n"
+        "print(len(make_environment('lift').reset(0)))\n"
+        "try: make_environment('lift', ('agentview',))\n"
+        "except OSError as error: print(error)"
+    )
+    status, output = in_new_process(code, MUJOCO_GL="disable")
+    assert not status and output.startswith("4\n") and "apt-get install libosmesa6" in output
+
+
+def test_the_library_that_is_there_is_chosen(monkeypatch):
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    for found, chosen in (({"OSMesa", "EGL"}, "osmesa"), ({"EGL"}, "egl"), (set(), None)):
+        monkeypatch.setattr(environments, "find_library", lambda name, found=found: name if name in found else None)
+        assert environments.gl_library() == chosen
+    monkeypatch.setenv("MUJOCO_GL", "glfw")
+    assert environments.gl_library() == "glfw"
+
+
+# ---- PushT ----------------------------------------------------------------------------------------------------------
+
+
+def test_pusht_is_gym_pushts(environment):
+    """The same seed and actions through gymnasium's own front door."""
+    ours = environment("pusht", ("image",))
+    gymnasium = pytest.importorskip("gymnasium", reason="needs make robotics")
+    theirs = gymnasium.make("gym_pusht/PushT-v0", obs_type="pixels_agent_pos", disable_env_checker=True)
+    expected, observation = theirs.reset(seed=9)[0], ours.reset(9)
+    for step in range(12):
+        assert np.array_equal(observation["image"], expected["pixels"])
+        assert np.allclose(observation["agent_pos"], expected["agent_pos"], atol=1e-4)
+        action = np.array([100.0 + 25 * step, 300.0])
+        expected, reward, _, _, info = theirs.step(action)
+        observation, our_reward, _, our_info = ours.step(action)
+        assert our_reward == pytest.approx(reward) and our_info["coverage"] == pytest.approx(info["coverage"])
+    theirs.close()
+
+
+def test_pushts_coverage_and_success_at_the_target(environment):
+    pusht = environment("pusht")
+    pusht.reset(0)
+    assert not pusht.success()
+    # The target is at (256, 256), an eighth of a turn round; the pusher is far away and stays there.
+    pusht.restore(np.array([50.0, 50.0, 256.0, 256.0, np.pi / 4]))
+    _, reward, done, info = pusht.step(np.array([50.0, 50.0]))
+    assert info["coverage"] > 0.999 and reward == 1.0 and done and pusht.success()
+
+
+def test_restore_places_what_the_state_says(environment):
+    pusht = environment("pusht")
+    pusht.reset(1)
+    state = np.array([120.0, 130.0, 300.0, 210.0, 2.5])
+    pusht.restore(state)
+    assert np.allclose(pusht.state(), state, atol=1e-9)
+    # Corners of the T by hand: a bar of 120 x 30 and a stem of 30 x 90 below its middle, turned about (300, 210).
+    corners = [(-60, 0), (60, 0), (60, 30), (-60, 30), (-15, 30), (15, 30), (15, 120), (-15, 120)]
+    turned = np.array(corners) @ np.array([[np.cos(2.5), np.sin(2.5)], [-np.sin(2.5), np.cos(2.5)]]) + [300, 210]
+    found = pusht.keypoints()
+    assert all(np.linalg.norm(found - corner, axis=1).min() < 1e-6 for corner in turned)

@@ -1,0 +1,329 @@
+"""Training on a small file of demonstrations: it learns, stops, goes on and refuses what does not fit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("diffusers", reason="the robotics extra is not installed")
+pytest.importorskip("h5py", reason="the robotics extra is not installed")
+
+from safetensors.torch import load_file
+
+from tasks.classification.command import RunStopped
+from tasks.robotics import train
+from tasks.robotics.config import check_config, load_config
+from tasks.robotics.formats import Episode, write_demonstrations
+from tasks.robotics.normalizer import Normalizer
+from tasks.robotics.policy import CrosswayPolicy
+from tests.tasks.robotics.tiny import tiny_config
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = sorted((ROOT / "configs" / "robotics").glob("*.yaml"))
+SETTINGS = {
+    "environment": "lift",
+    "action": "of this test",
+    "frame": "none",
+    "controller": {},
+    "control_hz": 20,
+    "versions": {},
+    "image_mode": {},
+    "image_size": 40,
+    "cameras": ["agentview", "robot0_eye_in_hand"],
+}
+
+
+@pytest.fixture(scope="module")
+def demonstrations(tmp_path_factory) -> Path:
+    """Eleven episodes whose actions follow from their observations."""
+    folder, paths = tmp_path_factory.mktemp("demonstrations"), []
+    generator = np.random.default_rng(0)
+    for seed in range(11):
+        length = int(generator.integers(20, 26))
+        walk = np.cumsum(generator.normal(0, 0.2, (length, 3)), 0)
+        images = np.broadcast_to(np.clip(128 + 60 * walk[:, 0], 0, 255)[:, None, None, None], (length, 40, 40, 3))
+        paths.append(folder / f"{seed}.npz")
+        Episode(
+            seed=seed,
+            actions=np.concatenate([walk, walk[:, :1]], 1),
+            executed=np.zeros((length, 4)),
+            states=walk,
+            rewards=np.zeros(length),
+            dones=np.zeros(length, bool),
+            observations={
+                "agentview_image": images.astype(np.uint8),
+                "robot0_eye_in_hand_image": images.astype(np.uint8),
+                "position": walk.astype(np.float32),
+            },
+        ).save(paths[-1])
+    write_demonstrations(folder / "walk.hdf5", paths, SETTINGS)
+    return folder / "walk.hdf5"
+
+
+def configuration(demonstrations: Path, out: Path, **trainer) -> dict:
+    """Ten steps from the state alone, a checkpoint every four."""
+    config = tiny_config()
+    policy = {"action_size": 4, "observations": {"position": [3]}}
+    for key in ("widths", "kernel_size", "groups", "step_embedding_size", "sampler", "sampling_steps"):
+        policy[key] = getattr(config, key)
+    trainer = {
+        "output_dir": str(out),
+        **{"steps": 10, "batch_size": 16, "learning_rate": 1e-3, "warmup_steps": 2, "log_steps": 3},
+        **{"save_steps": 4, "validate_steps": 5, "disable_tqdm": True, **trainer},
+    }
+    return {"data": {"path": str(demonstrations)}, "policy": policy, "encoder": {}, "trainer": trainer}
+
+
+def with_cameras(config: dict) -> dict:
+    """The same with two cameras, whose encoders drop paths: the order of all draws counts."""
+    tiny = tiny_config()
+    images = {"agentview_image": [40, 40, 3], "robot0_eye_in_hand_image": [40, 40, 3]}
+    config["policy"]["observations"] |= images
+    for key in ("image_size", "crop", "reconstruction_size", "decoder_width", "decoder_positions"):
+        config["policy"][key] = getattr(tiny, key)
+    config["encoder"] = {**tiny.encoder, "drop_path_rate": 0.2}
+    return config
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    """Of every file of the saved policy."""
+    files = sorted((out / "model").rglob("*.safetensors"))
+    return {f"{file.relative_to(out)}/{name}": value for file in files for name, value in load_file(file).items()}
+
+
+def assert_same_run(out: Path, other: Path) -> None:
+    histories = [json.loads((folder / "results.json").read_text())["history"] for folder in (out, other)]
+    assert histories[0] == histories[1]
+    ours, theirs = weights(out), weights(other)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def whole_run(demonstrations, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    train.run(with_cameras(configuration(demonstrations, out)))
+    return out
+
+
+def test_a_run_leaves_results_picture_and_policy(whole_run):
+    results = json.loads((whole_run / "results.json").read_text())
+    assert [entry["step"] for entry in results["history"] if "loss" in entry] == [3, 6, 9, 10]
+    assert [entry["step"] for entry in results["history"] if "validation_loss" in entry] == [5, 10]
+    assert results["metrics"]["validation_loss"] == results["history"][-1]["validation_loss"]
+    assert results["episodes"] == {"train": 10, "valid": 1}
+    assert results["versions"]["torch"] and results["prior"] == "fibottention"
+    assert (whole_run / "curves.png").stat().st_size > 5000
+    assert [path.name for path in whole_run.glob("checkpoint-*")] == ["checkpoint-10"]
+    policy = CrosswayPolicy.from_pretrained(whole_run / "model")
+    assert policy.about["settings"] == SETTINGS and policy.about["environment"]["name"] == "lift"
+    averages = load_file(whole_run / "checkpoint-10" / "ema.safetensors")
+    assert all(torch.equal(policy.state_dict()[name], value) for name, value in averages.items())
+
+
+def test_a_finished_run_is_not_done_again(whole_run, demonstrations, monkeypatch):
+    monkeypatch.setattr(train, "Training", None)
+    results = train.run(with_cameras(configuration(demonstrations, whole_run)))
+    assert results["steps"] == 10
+    with pytest.raises(ValueError, match=r"trainer\.steps: 10 there, 11 here"):
+        train.run(with_cameras(configuration(demonstrations, whole_run, steps=11)))
+
+
+def test_sigterm_saves_and_the_run_goes_on_as_if_nothing_had_been(whole_run, demonstrations, tmp_path, monkeypatch):
+    out, update = tmp_path / "stopped", train.Training._update
+
+    def update_and_stop(training):
+        losses = update(training)
+        if training.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return losses
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Training, "_update", update_and_stop)
+        with pytest.raises(RunStopped, match="stopped at step 5"):
+            train.run(with_cameras(configuration(demonstrations, out)))
+    assert not (out / "results.json").exists()
+    results = train.run(with_cameras(configuration(demonstrations, out)))
+    assert results["resumed_from"] == "checkpoint-5"
+    assert_same_run(out, whole_run)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_from_its_checkpoint_with_equal_losses(demonstrations, tmp_path):
+    """A process killed by SIGKILL somewhere behind its first checkpoint; a checkpoint cut off is skipped."""
+    config = configuration(demonstrations, tmp_path / "killed", steps=4000, validate_steps=50, save_steps=5)
+    (tmp_path / "walk.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "tasks.robotics.train", "--config", str(tmp_path / "walk.yaml")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "killed").glob("checkpoint-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    step = max(int(path.name.split("-")[1]) for path in (tmp_path / "killed").glob("checkpoint-*"))
+    assert step < 4000, "killed too late"
+
+    def finish(out: Path, steps: int) -> list:
+        """The first `steps` updates of the run of 4000, whose schedule they follow."""
+        run = configuration(demonstrations, out, steps=4000, validate_steps=50, save_steps=5)
+        _, policy, trainer = check_config(run)
+        episodes = train.open_demonstrations(demonstrations)
+        read = train.read_episodes(episodes, episodes.split("train"), policy)
+        torch.manual_seed(0)
+        model = CrosswayPolicy(policy, train.fit_normalizer(read, policy, 0.02, {}))
+        training = train.Training(model, trainer, train.Windows(read, policy), None, out)
+        if checkpoint := train.last_whole_checkpoint(out, train.CHECKPOINT_FILES):
+            training.load(Path(checkpoint))
+            assert training.step == step
+        losses = []
+        while training.step < steps:
+            losses.append((training.step, training._update()))
+        return losses
+
+    resumed, fresh = (finish(tmp_path / name, step + 4) for name in ("killed", "fresh"))
+    assert len(resumed) == 4 and resumed == fresh[-4:]
+
+
+def test_a_cut_off_checkpoint_is_skipped(whole_run, tmp_path, capsys):
+    import shutil
+
+    for step in (4, 8):
+        shutil.copytree(whole_run / "checkpoint-10", tmp_path / f"checkpoint-{step}")
+    weights = tmp_path / "checkpoint-8" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    assert train.last_whole_checkpoint(tmp_path, train.CHECKPOINT_FILES) == str(tmp_path / "checkpoint-4")
+    assert "checkpoint-8 is skipped" in capsys.readouterr().err
+
+
+def test_training_lowers_the_validation_loss(demonstrations, tmp_path):
+    results = train.run(
+        configuration(
+            demonstrations,
+            tmp_path / "run",
+            steps=80,
+            log_steps=80,
+            validate_steps=20,
+            save_steps=80,
+            learning_rate=5e-3,
+        )
+    )
+    losses = [entry["validation_loss"] for entry in results["history"] if "validation_loss" in entry]
+    assert losses[-1] < 0.9 * losses[0], losses  # of the average, which lags behind
+
+
+def test_validation_loss_draws_the_same_every_time(demonstrations, whole_run):
+    policy = CrosswayPolicy.from_pretrained(whole_run / "model")
+    file = train.open_demonstrations(demonstrations)
+    windows = train.Windows(train.read_episodes(file, file.split("valid"), policy.config), policy.config)
+    first = train.validation_loss(policy, windows, 8, 2)
+    torch.randn(3)
+    assert train.validation_loss(policy, windows, 8, 2) == first
+
+
+def test_the_moving_average_is_diffusers():
+    """Decays and averages of the published recipe's EMAModel (power 0.75)."""
+    from diffusers.training_utils import EMAModel
+
+    from hf_sparseprior.training import WeightAverage
+
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(3, 2)
+    average = WeightAverage(layer, 0.9)
+    reference = EMAModel(layer.parameters(), decay=0.9, use_ema_warmup=True, inv_gamma=1.0, power=0.75)
+    for step in range(1, 40):
+        with torch.no_grad():
+            layer.weight.add_(torch.randn(2, 3))
+        reference.step(layer.parameters())
+        decay = train.ema_decay(step, 0.75, 0.9)
+        average.update(decay)
+        assert decay == pytest.approx(reference.cur_decay_value)
+        assert torch.allclose(average.averages["weight"], reference.shadow_params[0], atol=1e-6)
+
+
+def test_the_better_policy_is_kept():
+    def entry(success, reward):
+        return {"validation_success": success, "validation_max_reward": reward}
+
+    assert train._better(entry(0, 0), None)
+    assert train._better(entry(0.5, 0.1), entry(0.4, 0.9))
+    assert train._better(entry(0.5, 0.3), entry(0.5, 0.2))
+    assert train._better(entry(0.5, 0.2), entry(0.5, 0.2))
+    assert not train._better(entry(0.5, 0.1), entry(0.5, 0.2))
+
+
+# ---- configurations -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_builds(path):
+    """On the meta device: the full ones have hundreds of millions of weights."""
+    _, policy, _ = check_config(load_config(path))
+    bounds = {key: ([0.0] * policy.observations[key][0], [1.0] * policy.observations[key][0]) for key in policy.states}
+    bounds["actions"] = ([0.0] * policy.action_size, [1.0] * policy.action_size)
+    with torch.device("meta"):
+        built = CrosswayPolicy(policy, Normalizer(bounds, dict.fromkeys(bounds, 0.1)))
+    assert len(built.encoders) == len(policy.cameras)
+    if "vit_base" not in path.stem:
+        return
+    sizes = {"lift": (2, 9), "can": (2, 9), "pusht": (1, 10)}
+    assert (len(built.encoders), built.encoders[policy.cameras[0]].config.grid[0]) == sizes[path.stem.split("_")[0]]
+    # Twelve layers of 12 d^2 + 13 d, the last norm, patches of 8x8x3 and their bias, positions and class token.
+    d, patches = 768, sizes[path.stem.split("_")[0]][1] ** 2
+    counted = 12 * (12 * d * d + 13 * d) + 2 * d + (192 + 1) * d + (patches + 1) * d + d
+    for encoder in built.encoders.values():
+        assert sum(parameter.numel() for parameter in encoder.parameters()) == counted
+
+
+def test_windows_of_table_6_are_all_patches():
+    for path in CONFIGS:
+        support = check_config(load_config(path))[1].encoder.get("prior")
+        if "fibottention" in path.stem:
+            patches = 100 if "pusht" in path.stem else 81
+            assert support["support"]["w_min"] == support["support"]["w_max"] == patches
+            assert support["support"].get("modified", False) == path.stem.endswith("modified")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.stepz=3", "did you mean 'steps'"),
+        ("data.pth=x", "did you mean 'path'"),
+        ("policy.encoder={}", "no key 'encoder'"),
+        ("robot.x=1", "no key 'robot'"),
+        ("trainer.steps=0", "steps=0 must be an integer of 1"),
+        ("trainer.learning_rate=fast", "learning_rate='fast' must be a number"),
+        ("trainer.betas=[1, 2]", "must be two numbers in"),
+        ("trainer.mixed_precision=half", "must be one of no, bf16, fp16"),
+        ("trainer.ema_decay=1", r"must be a number in \[0, 1\)"),
+        ("data.floor=0", "data.floor=0 must be a number above 0"),
+        ("data.floors={actions: -1}", "actions=-1 must be"),
+        ("data.path=", "must name a file"),
+        ("policy.crop=90", "crop=90 must be at most"),
+        ("encoder.prior=fibonacci", "fibonacci"),
+        ("encoder.hiden_size=3", "hidden_size"),
+    ],
+)
+def test_bad_values_are_refused(override, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(ROOT / "configs" / "robotics" / "lift_vit_base_dense.yaml", [override])
+
+
+def test_missing_and_broken_files_are_one_line_and_status_2(tmp_path, demonstrations, capsys):
+    smoke = str(ROOT / "configs" / "robotics" / "lift_state_smoke.yaml")
+    out = f"trainer.output_dir={tmp_path / 'out'}"
+    assert train.main(["--config", smoke, out, f"data.path={tmp_path / 'none.hdf5'}"]) == 2
+    assert "none.hdf5" in capsys.readouterr().err
+    (tmp_path / "broken.hdf5").write_bytes(demonstrations.read_bytes()[:5000])
+    assert train.main(["--config", smoke, out, f"data.path={tmp_path / 'broken.hdf5'}"]) == 2
+    assert "broken.hdf5" in capsys.readouterr().err
+    assert train.main(["--config", smoke, out, f"data.path={demonstrations}"]) == 2
+    error = capsys.readouterr().err
+    assert "walk.hdf5 has no observation 'object'" in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()

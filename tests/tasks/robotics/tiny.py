@@ -1,0 +1,60 @@
+"""A policy of a few thousand parameters, and what it sees."""
+
+import numpy as np
+import torch
+
+from tasks.robotics.normalizer import Normalizer
+from tasks.robotics.policy import CrosswayPolicy, PolicyConfig
+
+MODIFIED = {"support": {"name": "fibottention", "w_min": 9, "w_max": 9, "modified": True}}
+
+
+def tiny_config(**options) -> PolicyConfig:
+    """Two cameras of 32 pixels, of which 24 are seen as 3x3 patches, and a state."""
+    encoder = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    encoder |= {"prior": MODIFIED, "initializer_range": 0.2, **options.pop("encoder", {})}
+    return PolicyConfig(
+        **{
+            "observations": {"agentview_image": [40, 40, 3], "hand_image": [40, 40, 3], "position": [3]},
+            "action_size": 4,
+            "image_size": 32,
+            "crop": 24,
+            "widths": [16, 32],
+            "kernel_size": 3,
+            "groups": 4,
+            "step_embedding_size": 8,
+            "decoder_width": 8,
+            "decoder_positions": 4,
+            "reconstruction_size": 8,
+            "sampler": "ddim",
+            "sampling_steps": 5,
+            "encoder": encoder,
+            **options,
+        }
+    )
+
+
+def tiny_policy(seed: int = 0, **options) -> CrosswayPolicy:
+    """Its weights follow from the seed."""
+    config = tiny_config(**options)
+    bounds = {key: ([-2.0] * config.observations[key][0], [2.0] * config.observations[key][0]) for key in config.states}
+    bounds["actions"] = ([-1.0] * config.action_size, [3.0] * config.action_size)
+    torch.manual_seed(seed)
+    return CrosswayPolicy(config, Normalizer(bounds, dict.fromkeys(bounds, 0.01)))
+
+
+def observations(config: PolicyConfig, batch: int = 2, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random ones as a camera and a robot give them."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = (batch, config.observation_steps)
+    return {
+        key: torch.randint(0, 256, (*steps, *shape), generator=generator, dtype=torch.uint8)
+        if len(shape) == 3
+        else torch.randn(*steps, *shape, generator=generator)
+        for key, shape in config.observations.items()
+    }
+
+
+def one_episode(values: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """The first sample alone, as a simulator gives it."""
+    return {key: value[0].numpy() for key, value in values.items()}
