@@ -257,6 +257,9 @@ class CrosswayPolicy(nn.Module):
         config: what it is made of.
         normalizer: of actions and of the observations that are no images.
 
+    Attributes:
+        about: what a saved policy was kept with, e.g. the settings of its environment.
+
     Raises:
         ValueError: for a configuration whose parts do not fit together.
     """
@@ -265,6 +268,7 @@ class CrosswayPolicy(nn.Module):
         super().__init__()
         self.config = config
         self.normalizer = normalizer
+        self.about: dict[str, Any] = {}
         self.scheduler = noise_scheduler(config.noise_levels)
         self.encoders = nn.ModuleDict({key: SparsePriorViTModel(config.encoder_config(key)) for key in config.cameras})
         features = sum(encoder.config.pooled_size for encoder in self.encoders.values())

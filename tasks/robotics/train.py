@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -468,6 +468,8 @@ def main(argv: list[str] | None = None) -> int:
         keep_freed_memory()
         config = load_config(arguments.config, arguments.overrides)
         results = run(config, overwrite=arguments.overwrite)
+        if not PartialState().is_main_process:
+            return
         out = config["trainer"]["output_dir"]
         for name, value in results["metrics"].items():
             print(f"{name}: {value:.4g}")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import yaml
 pytest.importorskip("diffusers", reason="the robotics extra is not installed")
 pytest.importorskip("h5py", reason="the robotics extra is not installed")
 
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from tasks.classification.command import RunStopped
@@ -39,6 +41,13 @@ SETTINGS = {
     "image_size": 40,
     "cameras": ["agentview", "robot0_eye_in_hand"],
 }
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    """accelerate keeps the precision of the first run in a process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +234,37 @@ def test_validation_loss_draws_the_same_every_time(demonstrations, whole_run):
     first = train.validation_loss(policy, windows, 8, 2)
     torch.randn(3)
     assert train.validation_loss(policy, windows, 8, 2) == first
+
+
+def test_an_epoch_takes_every_window_once_and_processes_share_each_batch(demonstrations):
+    _, policy, trainer = check_config(configuration(demonstrations, Path("unused"), batch_size=16))
+    file = train.open_demonstrations(demonstrations)
+    windows = train.Windows(train.read_episodes(file, file.split("train"), policy), policy)
+    training = train.Training.__new__(train.Training)
+    training.config, training.train, training.epoch_steps = trainer, windows, len(windows) // 16
+
+    def drawn(step: int, process: int, processes: int) -> list[int]:
+        training.step = step
+        training.accelerator = SimpleNamespace(process_index=process, num_processes=processes)
+        return training._windows().tolist()
+
+    epochs = []
+    for epoch in range(2):
+        steps = range(epoch * training.epoch_steps, (epoch + 1) * training.epoch_steps)
+        epochs.append([window for step in steps for window in drawn(step, 0, 1)])
+        assert len(set(epochs[-1])) == len(epochs[-1]) == 16 * training.epoch_steps
+        for step in steps:
+            parts = [drawn(step, process, 3) for process in range(3)]
+            assert sorted(window for part in parts for window in part) == sorted(drawn(step, 0, 1))
+            assert {len(part) for part in parts} == {5, 6}
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("options", [{"mixed_precision": "bf16"}, {"epochs": 2, "max_grad_norm": 0.1}])
+def test_other_ways_to_train(demonstrations, tmp_path, options):
+    results = train.run(configuration(demonstrations, tmp_path / "run", steps=2, batch_size=32, **options))
+    assert results["steps"] == (2 * (results["windows"] // 32) if "epochs" in options else 2)
+    assert np.isfinite(results["metrics"]["validation_loss"])
 
 
 def test_the_moving_average_is_diffusers():
