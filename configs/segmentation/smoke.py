@@ -48,7 +48,7 @@ model = dict(
         num_classes=9,
         norm_cfg=norm,
         align_corners=False,
-        loss_decode=dict(type="CrossEntropyLoss", use_sigmoid=False, loss_weight=1.0),
+        loss_decode=dict(type="CrossEntropyLoss", use_sigmoid=False, loss_weight=1.0, avg_non_ignore=True),
     ),
     train_cfg=dict(),
     test_cfg=dict(mode="whole"),

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from mmengine.dist import is_main_process
+from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.command import run_command
@@ -23,6 +24,7 @@ def train_main(task: Task, argv: list[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace a run with another configuration")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model.backbone.prior=violin")
     arguments = parser.parse_args(argv)
+    transformers_logging.disable_progress_bar()
 
     def work() -> None:
         keep_freed_memory()
@@ -50,6 +52,7 @@ def evaluate_main(task: Task, argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for results and picture; default: MODEL/../evaluation")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. test_dataloader.dataset.data_root=DIR")
     arguments = parser.parse_args(argv)
+    transformers_logging.disable_progress_bar()
 
     def work() -> None:
         results = evaluate(task, arguments.model, arguments.split, arguments.overrides, arguments.out)

@@ -128,9 +128,7 @@ class StopOnSignal(Hook):
             if isinstance(hook, CheckpointHook) and not hook.by_epoch:
                 if not str(hook.last_ckpt).endswith(hook.filename_tmpl.format(step)):
                     hook._save_checkpoint(runner)
-                self.after_train(runner)
                 raise RunStopped(f"stopped behind step {step}; the same command goes on from there")
-        self.after_train(runner)
         raise RunStopped(f"stopped behind step {step}; the same command goes on from the last whole epoch")
 
     def after_train(self, runner: Any) -> None:
@@ -169,7 +167,7 @@ class OneLineProgress(Hook):
         """One step on."""
         assert self.bar is not None
         if outputs and "loss" in outputs:
-            self.numbers["loss"] = f"{float(outputs['loss']):.4g}"
+            self.numbers["loss"] = f"{outputs['loss'].item():.4g}"
         self.bar.set_postfix(self.numbers, refresh=False)
         self.bar.update()
 
@@ -183,3 +181,4 @@ class OneLineProgress(Hook):
         """Close the bar."""
         if self.bar is not None:
             self.bar.close()
+            self.bar = None

@@ -37,6 +37,7 @@ from hf_sparseprior.hub import file_sha256
 from tasks.classification.report import command_line, environment, write_results
 from tasks.classification.run_folder import MODEL, RESULTS, claim, finished_results
 from tasks.dense.backbone import save_backbone
+from tasks.dense.hooks import OneLineProgress, StopOnSignal
 from tasks.dense.loading import refuse_pickles
 
 BACKBONE, CONFIG, WEIGHTS, PICTURE = "backbone", "config.py", "model.safetensors", "predictions.png"
@@ -60,14 +61,14 @@ class Task:
 
 
 class QuietRunner(Runner):
-    """mmengine's Runner, whose log goes to its file; the terminal shows warnings and the progress bar."""
+    """mmengine's Runner, whose log goes to its file; the terminal shows errors and the progress bar."""
 
     def build_logger(self, *args: Any, **kwargs: Any) -> Any:
         """As mmengine's."""
         logger = super().build_logger(*args, **kwargs)
         for handler in logger.handlers:
             if not isinstance(handler, logging.FileHandler):
-                handler.setLevel(max(handler.level, logging.WARNING))
+                handler.setLevel(max(handler.level, logging.ERROR))
         return logger
 
 
@@ -134,6 +135,17 @@ def errors_in_one_line() -> Iterator[None]:
     except (AssertionError, KeyError, AttributeError) as error:
         text = str(error.args[0]) if error.args else type(error).__name__
         raise ValueError(f"the configuration does not build: {text.strip().splitlines()[0]}") from error
+
+
+@contextmanager
+def released(runner: Runner) -> Iterator[None]:
+    """Close the bar and stop listening for signals, also where training ends in an error."""
+    try:
+        yield
+    finally:
+        for hook in runner.hooks:
+            if isinstance(hook, (OneLineProgress, StopOnSignal)):
+                hook.after_train(runner)
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -204,7 +216,7 @@ def run(task: Task, config: Config, overwrite: bool = False, command: str | None
             print(f"going on from {checkpoint}", file=sys.stderr)
     try:
         runner = build_runner(config)
-        with errors_in_one_line():
+        with errors_in_one_line(), released(runner):
             runner.train()
     except (ValueError, OSError, TypeError, ImportError):
         # What a mistake left behind would stand in the way of the corrected run.

@@ -12,18 +12,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
-from hf_sparseprior.hub import write_bytes
 from tasks.classification.command import run_command
 from tasks.classification.report import command_line, environment, write_results
 from tasks.classification.run_folder import MODEL
 from tasks.robotics.config import TEST_SEED
 from tasks.robotics.policy import POLICY_FILE, CrosswayPolicy, policy_sha256
 from tasks.robotics.rollout import Episode, make_matching_environment, rollout, summary
+from tasks.robotics.video import write_video
 
 PICTURED = 4  # episodes in picture and video
 FRAME_SIZE = 160  # pixels of each
@@ -40,7 +39,7 @@ def evaluate(
     sampling_steps: int | None = None,
     show_progress: bool = False,
 ) -> dict[str, Any]:
-    """Success on held-out seeds; writes results.json, episodes.png and episodes.gif into `out`.
+    """Success on held-out seeds; writes results.json, episodes.png and a film of the first episodes into `out`.
 
     Args:
         run: folder of a run, or of a saved policy.
@@ -100,7 +99,8 @@ def evaluate(
     heading = f"{about['environment']['name']}: {_rate(results)}{', untrained' if untrained else ''}"
     draw_episodes(pictured, out / "episodes.png", heading)
     longest = max(len(episode.frames) for episode in pictured)
-    write_video([side_by_side(pictured, index) for index in range(longest)], out / "episodes.gif", fps)
+    film = write_video(out / "episodes.mp4", [side_by_side(pictured, index) for index in range(longest)], fps)
+    results["film"] = film.name
     write_results(out / "results.json", results)
     return results
 
@@ -133,16 +133,6 @@ def draw_episodes(episodes: Sequence[Episode], path: Path, heading: str, columns
 def side_by_side(episodes: Sequence[Episode], index: int) -> np.ndarray:
     """The frames of this moment beside each other; an episode that has ended keeps its last one."""
     return np.concatenate([episode.frames[min(index, len(episode.frames) - 1)] for episode in episodes], 1)
-
-
-def write_video(frames: Sequence[np.ndarray], path: Path, fps: int) -> None:
-    """An animated GIF of frames uint8 (height, width, 3), which every viewer plays without a codec."""
-    import io
-
-    images = [Image.fromarray(frame).quantize(64, dither=Image.Dither.NONE) for frame in frames]
-    buffer = io.BytesIO()
-    images[0].save(buffer, format="GIF", save_all=True, append_images=images[1:], duration=round(1000 / fps), loop=0)
-    write_bytes(path, buffer.getvalue())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -179,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
         for key in ("max_reward", "final_coverage"):
             if key in results["metrics"]:
                 print(f"{key}: {results['metrics'][key]:.3f}")
-        print(f"results: {out}/results.json, picture: {out}/episodes.png, video: {out}/episodes.gif")
+        print(f"results: {out}/results.json, picture: {out}/episodes.png, film: {out}/{results['film']}")
 
     return run_command(parser.prog, work)
 

@@ -1,0 +1,256 @@
+"""Policies in the simulator: what they see and do there, what is counted, and what is refused."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+for package in ("diffusers", "gym_pusht", "zarr"):
+    pytest.importorskip(package, reason="the robotics extra is not installed")
+
+from tasks.robotics import evaluate, train  # noqa: E402
+from tasks.robotics.environments import gl_library, make_environment  # noqa: E402
+from tasks.robotics.formats import Episode as Demonstration  # noqa: E402
+from tasks.robotics.formats import write_demonstrations  # noqa: E402
+from tasks.robotics.normalizer import Normalizer  # noqa: E402
+from tasks.robotics.policy import CrosswayPolicy, PolicyConfig  # noqa: E402
+from tasks.robotics.rollout import Episode, make_matching_environment, rollout, summary, wilson_interval  # noqa: E402
+
+
+def pusht_policy(seed: int = 0) -> CrosswayPolicy:
+    """Of PushT's state, with random weights."""
+    config = PolicyConfig(
+        observations={"keypoints": [16], "agent_pos": [2]},
+        action_size=2,
+        widths=[16, 32],
+        kernel_size=3,
+        groups=4,
+        step_embedding_size=8,
+        reconstruction_weight=0,
+        sampler="ddim",
+        sampling_steps=3,
+    )
+    bounds = {
+        key: ([0.0] * size, [512.0] * size) for key, size in (("keypoints", 16), ("agent_pos", 2), ("actions", 2))
+    }
+    torch.manual_seed(seed)
+    return CrosswayPolicy(config, Normalizer(bounds, dict.fromkeys(bounds, 1.0))).eval()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policies") / "policy"
+    with make_environment("pusht") as environment:
+        about = {"environment": {"name": "pusht", "cameras": []}, "settings": environment.settings}
+    pusht_policy().save_pretrained(folder, about)
+    return folder
+
+
+class Scripted:
+    """Pushes where it is told to, three actions a plan, and remembers what it saw."""
+
+    def __init__(self, actions):
+        self.actions, self.seen = iter(actions), []
+        self.config = SimpleNamespace(observation_steps=2, observations={"agent_pos": [2], "keypoints": [16]})
+
+    def act(self, observations, generator):
+        self.seen.append(observations)
+        return np.stack([next(self.actions) for _ in range(3)])
+
+
+def test_the_policy_sees_the_last_two_observations_and_its_actions_are_executed():
+    actions = np.random.default_rng(0).uniform(0, 512, (9, 2))
+    policy = Scripted(actions)
+    with make_environment("pusht") as environment:
+        episode = rollout(policy, environment, seed=5, max_steps=8, picture_size=96)
+        history = [environment.reset(5)]
+        rewards = []
+        for action in actions[:8]:
+            observation, reward, _, info = environment.step(action)
+            history.append(observation)
+            rewards.append(reward)
+    assert (episode.steps, episode.success, len(episode.frames)) == (8, False, 9)
+    assert episode.max_reward == max(rewards) and episode.coverage == info["coverage"]
+    for plan, (before, now) in enumerate(((0, 0), (2, 3), (5, 6))):
+        for key in ("agent_pos", "keypoints"):
+            expected = np.stack([history[before][key], history[now][key]])
+            assert np.array_equal(policy.seen[plan][key], expected)
+    assert set(policy.seen[0]) == {"agent_pos", "keypoints"}
+
+
+def test_an_episode_ends_when_it_is_solved():
+    class Solved:
+        horizon = 50
+
+        def reset(self, seed):
+            self.steps = 0
+            return {"agent_pos": np.zeros(2), "keypoints": np.zeros(16)}
+
+        def step(self, action):
+            self.steps += 1
+            return self.reset_value(), self.steps / 10, self.success(), {}
+
+        def reset_value(self):
+            return {"agent_pos": np.zeros(2), "keypoints": np.zeros(16)}
+
+        def success(self):
+            return self.steps == 4
+
+    episode = rollout(Scripted(np.zeros((60, 2))), Solved(), seed=0)
+    assert (episode.success, episode.steps, episode.max_reward, episode.coverage) == (True, 4, 0.4, None)
+
+
+def test_a_seed_repeats_an_episode():
+    policy = pusht_policy()
+    with make_environment("pusht") as environment:
+        first, again, other = (rollout(policy, environment, seed, 20, 96) for seed in (1, 1, 2))
+    # Without the first picture, in which the last action of the episode before may still be marked.
+    assert all(np.array_equal(a, b) for a, b in zip(first.frames[1:], again.frames[1:], strict=True))
+    assert not np.array_equal(first.frames[0], other.frames[0])
+
+
+def test_wilson_interval_is_the_formula():
+    z = 1.959963984540054
+    for solved, episodes in ((0, 5), (19, 20), (20, 20), (25, 50)):
+        rate = solved / episodes
+        centre = (rate + z * z / (2 * episodes)) / (1 + z * z / episodes)
+        half = z * math.sqrt(rate * (1 - rate) / episodes + z * z / (4 * episodes**2)) / (1 + z * z / episodes)
+        assert wilson_interval(solved, episodes) == pytest.approx((centre - half, centre + half), abs=1e-12)
+
+
+def test_summary_counts():
+    episodes = [Episode(0, True, 1.0, 9, 0.96), Episode(1, False, 0.5, 300, 0.2), Episode(2, False, 0.3, 300, 0.1)]
+    found = summary(episodes)
+    assert found["success"] == pytest.approx(1 / 3)
+    assert found["max_reward"] == pytest.approx(0.6)
+    assert found["final_coverage"] == pytest.approx(0.42)
+    assert "final_coverage" not in summary([Episode(0, True, 1.0, 9)])
+
+
+def test_another_environment_is_refused(saved, tmp_path):
+    policy = CrosswayPolicy.from_pretrained(saved)
+    make_matching_environment(policy.about, str(saved)).close()
+    for key, value in (("controller", {"k_p": 90, "k_v": 20}), ("frame", "another"), ("versions", {"pymunk": "1"})):
+        about = {**policy.about, "settings": {**policy.about["settings"], key: value}}
+        with pytest.raises(ValueError, match=f"{key}"):
+            make_matching_environment(about, str(saved))
+    other = tmp_path / "other"
+    policy.save_pretrained(other, {**policy.about, "settings": {**policy.about["settings"], "control_hz": 5}})
+    assert evaluate.main([str(other), "--episodes", "1", "--out", str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_writes_results_picture_and_film(saved, tmp_path, capsys):
+    arguments = [str(saved), "--episodes", "2", "--seed", "70", "--max-steps", "20", "--sampling-steps", "2"]
+    assert evaluate.main([*arguments, "--out", str(tmp_path / "trained")]) == 0
+    assert "0 of 2 solved (95 %: 0 to 66 %)" in capsys.readouterr().out
+    assert evaluate.main([*arguments, "--out", str(tmp_path / "untrained"), "--untrained"]) == 0
+    trained, untrained = (
+        json.loads((tmp_path / name / "results.json").read_text()) for name in ("trained", "untrained")
+    )
+    assert [episode["seed"] for episode in trained["episodes"]] == [70, 71]
+    assert trained["metrics"]["success_interval"] == pytest.approx([0, 0.6576], abs=1e-4)
+    assert trained["sampling_steps"] == 2 and trained["versions"]["torch"]
+    assert untrained["untrained"] and untrained["model_sha256"] is None
+    for name in ("trained", "untrained"):
+        assert (tmp_path / name / "episodes.png").stat().st_size > 10_000
+        assert (tmp_path / name / trained["film"]).stat().st_size > 1_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none"], "not a folder of a saved policy"),
+        (["SAVED", "--episodes", "0"], "--episodes 0 must be 1 or more"),
+        (["SAVED", "--sampler", "euler"], "'euler' must be one of"),
+        (["SAVED", "--sampling-steps", "500"], "500 must be at most"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_status_2(saved, tmp_path, capsys, arguments, message):
+    arguments = [str(saved) if argument == "SAVED" else argument for argument in arguments]
+    assert evaluate.main([*arguments, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_training_chooses_on_validation_seeds(tmp_path, monkeypatch):
+    """The saved policy is that of the best step, and no seed of evaluation is ever looked at."""
+    generator, paths = np.random.default_rng(0), []
+    with make_environment("pusht") as environment:
+        settings = environment.settings
+        for seed in range(10):
+            seen = [environment.reset(seed)]
+            actions = generator.uniform(100, 400, (20, 2))
+            states = [environment.state()]
+            for action in actions:
+                seen.append(environment.step(action)[0])
+                states.append(environment.state())
+            paths.append(tmp_path / f"{seed}.npz")
+            Demonstration(
+                seed=seed,
+                actions=actions,
+                executed=actions,
+                states=np.array(states[:-1]),
+                rewards=np.zeros(20),
+                dones=np.zeros(20, bool),
+                observations={key: np.stack([step[key] for step in seen[:-1]]) for key in seen[0]},
+            ).save(paths[-1])
+    write_demonstrations(tmp_path / "pusht.zarr", paths, settings)
+    seeds, scores = [], iter([0.5, 0.5, 0.9, 0.9, 0.2, 0.2])
+
+    def scored(policy, environment, seed):
+        seeds.append(seed)
+        real = rollout(policy, environment, seed, max_steps=2)
+        return Episode(seed, real.success, next(scores), real.steps)
+
+    monkeypatch.setattr(train, "rollout", scored)
+    policy = pusht_policy().config
+    options = ("widths", "kernel_size", "groups", "step_embedding_size", "observations", "action_size")
+    trainer = {"output_dir": str(tmp_path / "run"), "steps": 6, "validate_steps": 2, "validation_episodes": 2}
+    results = train.run(
+        {
+            "data": {"path": str(tmp_path / "pusht.zarr")},
+            "policy": {key: getattr(policy, key) for key in options},
+            "encoder": {},
+            "trainer": {**trainer, "batch_size": 8, "disable_tqdm": True},
+        }
+    )
+    assert seeds == [50_000, 50_001] * 3
+    assert results["metrics"]["policy_step"] == 4
+    assert results["metrics"]["validation_max_reward"] == pytest.approx(0.9)
+    assert CrosswayPolicy.from_pretrained(tmp_path / "run" / "model").about["step"] == 4
+
+
+@pytest.mark.slow
+def test_lift_through_two_cameras(tmp_path):
+    """Images of the simulator reach the encoders, and the prior's mask reaches the arm."""
+    pytest.importorskip("robosuite", reason="robosuite is not installed")
+    if gl_library() is None:
+        pytest.skip("no GL library renders without a screen: apt-get install libosmesa6")
+    cameras = ("agentview", "robot0_eye_in_hand")
+    images = {"agentview_image": [84, 84, 3], "robot0_eye_in_hand_image": [84, 84, 3]}
+    encoder = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    positions = []
+    with make_environment("lift", cameras) as environment:
+        for prior in ("dense", {"support": {"name": "fibottention", "w_min": 81, "w_max": 81, "modified": True}}):
+            config = PolicyConfig(
+                observations={**images, "robot0_eef_pos": [3]},
+                crop=76,
+                widths=[16, 32],
+                groups=4,
+                step_embedding_size=8,
+                reconstruction_weight=0,
+                sampler="ddim",
+                sampling_steps=2,
+                encoder={**encoder, "initializer_range": 0.3, "prior": prior},
+            )
+            bounds = {"robot0_eef_pos": ([-1.0] * 3, [1.0] * 3), "actions": ([-1.0] * 10, [1.0] * 10)}
+            torch.manual_seed(0)
+            policy = CrosswayPolicy(config, Normalizer(bounds, dict.fromkeys(bounds, 0.1))).eval()
+            episode = rollout(policy, environment, 3, max_steps=8, picture_size=64)
+            assert episode.steps == 8 and np.ptp(episode.frames[0]) > 50
+            positions.append(environment.pose()[0])
+    assert not np.allclose(*positions, atol=1e-5)

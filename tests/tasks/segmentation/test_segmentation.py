@@ -1,0 +1,375 @@
+import copy
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("mmengine", reason="the extra `dense` is not installed")
+pytest.importorskip("mmcv", reason="the extra `dense` is not installed")
+pytest.importorskip("mmseg", reason="the extra `dense` is not installed")
+
+from mmengine.config import Config
+from mmengine.hooks import Hook
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import HOOKS, init_default_scope
+from mmseg.datasets.transforms import LoadAnnotations
+from mmseg.registry import DATASETS, MODELS, TRANSFORMS
+from mmseg.structures import SegDataSample
+
+from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
+from tasks.classification.command import RunStopped
+from tasks.classification.run_folder import claim
+from tasks.dense.command import evaluate_main, train_main
+from tasks.dense.loading import read_checkpoint
+from tasks.dense.runs import evaluate, flat, load_config, run
+from tasks.segmentation.data import ReadAnnotation
+from tasks.segmentation.task import SEGMENTATION, constant_predictor
+
+CONFIGS = Path("configs/segmentation")
+SMALL = {
+    "image_size": 32, "patch_size": 8, "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "intermediate_size": 48,
+}  # fmt: skip
+OVERRIDES = [
+    *(f"model.backbone.{key}={value}" for key, value in SMALL.items()),
+    "model.backbone.prior=fibottention+violin", "model.backbone.drop_path_rate=0.2",
+    "model.data_preprocessor.size=(32,32)", "model.neck.embed_dim=24", "model.decode_head.channels=8",
+    "model.decode_head.in_channels=[24,24,24,24]", "model.decode_head.num_classes=3",
+    "train_dataloader.batch_size=3", "test_dataloader.batch_size=3", "val_dataloader.batch_size=3",
+    "train_cfg.max_iters=8", "train_cfg.val_interval=4", "default_hooks.checkpoint.interval=3",
+    *(f"{part}_dataloader.dataset.pipeline.{place}.num_classes=3" for part, place in
+      (("train", 2), ("val", 1), ("test", 1))),
+]  # fmt: skip
+
+
+@HOOKS.register_module()
+class SignalAt(Hook):
+    """Sends its own process a signal in the middle of a step, the first time."""
+
+    priority = "VERY_HIGH"
+
+    def __init__(self, step, number):
+        self.step, self.number = step, number
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter + 1 == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Ten small images: background, a bright square, a dark square; ADE20K's layout."""
+    root = tmp_path_factory.mktemp("data") / "shapes"
+    random = np.random.default_rng(0)
+    for split, count in (("training", 7), ("validation", 3), ("test", 4)):
+        for part in ("images", "annotations"):
+            (root / part / split).mkdir(parents=True)
+        for number in range(count):
+            image = random.integers(100, 150, (32, 32, 3), dtype=np.uint8)
+            labels = np.ones((32, 32), dtype=np.uint8)
+            for label, value in ((2, 250), (3, 5)):
+                top, left = random.integers(0, 22, 2)
+                image[top : top + 10, left : left + 10] = value
+                labels[top : top + 10, left : left + 10] = label
+            labels[0, :5] = 0
+            Image.fromarray(image).save(root / "images" / split / f"{number}.png")
+            Image.fromarray(labels).save(root / "annotations" / split / f"{number}.png")
+    (root / "classes.txt").write_text("background\nbright\ndark\n")
+    return root
+
+
+def config_of(data, out, *overrides):
+    roots = [f"{part}_dataloader.dataset.data_root={data}" for part in ("train", "val", "test")]
+    return load_config(CONFIGS / "smoke.py", [*OVERRIDES, *roots, f"work_dir={out}", *overrides])
+
+
+def final(out):
+    """Loss of every step and the weights behind the last, from the last checkpoint."""
+    checkpoint = read_checkpoint(out / "iter_8.pth")
+    return checkpoint["message_hub"]["log_scalars"]["train/loss"].data[0].tolist(), checkpoint["state_dict"]
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    return out, run(SEGMENTATION, config_of(data, out))
+
+
+def test_a_run_leaves_everything_and_evaluate_reproduces_it(finished, tmp_path):
+    out, results = finished
+    assert results["steps"] == 8 and len(results["history"]["loss"]) == 8
+    assert {"test_mIoU", "test_aAcc", "test_mAcc"} <= set(results["metrics"])
+    for name in ("results.json", "predictions.png", "model/model.safetensors", "model/backbone/config.json"):
+        assert (out / name).stat().st_size > 0
+    again = evaluate(SEGMENTATION, out / "model", out=tmp_path / "evaluation")
+    assert again["metrics"] == results["metrics"] and again["model_sha256"] == results["model_sha256"]
+    assert (tmp_path / "evaluation" / "predictions_test.png").exists()
+    other = evaluate(SEGMENTATION, out / "model", "validation", out=tmp_path / "evaluation")
+    assert other["images"] == 3 and set(other["metrics"]) == {"validation_mIoU", "validation_aAcc", "validation_mAcc"}
+
+
+def test_a_finished_run_is_not_done_again_and_another_is_named(finished, data):
+    out, results = finished
+    assert run(SEGMENTATION, config_of(data, out, "train_dataloader.num_workers=1"))["seed"] == results["seed"]
+    with pytest.raises(ValueError, match=r"work_dir=.*another run \(config\.train_dataloader\.batch_size: 3 there, 2"):
+        run(SEGMENTATION, config_of(data, out, "train_dataloader.batch_size=2"))
+
+
+def test_the_exported_backbone_has_the_trained_weights(finished):
+    out, _ = finished
+    weights = final(out)[1]
+    backbone = SparsePriorViTForImageClassification.from_pretrained(out / "model" / "backbone").vit
+    for key, value in backbone.state_dict().items():
+        assert torch.equal(value, weights[f"backbone.{key}"])
+
+
+def test_after_sigterm_the_run_goes_on_with_the_same_losses(finished, data, tmp_path):
+    config = config_of(data, tmp_path / "run")
+    stopping = copy.deepcopy(config)
+    stopping.custom_hooks.append({"type": "SignalAt", "step": 5, "number": int(signal.SIGTERM)})
+    stopping.work_dir = config.work_dir
+    with pytest.raises(RunStopped, match="behind step 5"):
+        run(SEGMENTATION, stopping)
+    assert (tmp_path / "run" / "iter_5.pth").exists()
+    os.replace(tmp_path / "run", tmp_path / "stopped")
+    (tmp_path / "run").mkdir()
+    for name in ("iter_3.pth", "iter_5.pth"):
+        os.replace(tmp_path / "stopped" / name, tmp_path / "run" / name)
+    _claim_as(config, tmp_path / "run")
+    # With another number of workers: the draws do not depend on it.
+    config.train_dataloader.num_workers = 1
+    results = run(SEGMENTATION, config)
+    assert results["resumed_from"] == "iter_5.pth"
+    losses, weights = final(tmp_path / "run")
+    expected_losses, expected_weights = final(finished[0])
+    assert losses == expected_losses
+    assert all(torch.equal(weights[key], value) for key, value in expected_weights.items())
+    assert results["metrics"] == finished[1]["metrics"]
+
+
+def _claim_as(config, out):
+    claim(out, {"config": flat(config.to_dict())})
+
+
+@pytest.mark.slow
+def test_after_a_kill_the_same_command_goes_on_with_the_same_losses(finished, data, tmp_path):
+    roots = [f"{part}_dataloader.dataset.data_root={data}" for part in ("train", "val", "test")]
+    out = tmp_path / "run"
+    arguments = ["--config", str(CONFIGS / "smoke.py"), *OVERRIDES, *roots, f"work_dir={out}"]
+    code = (
+        "import os, signal, sys, tasks.segmentation\n"
+        "from tasks.dense import hooks\n"
+        "from tasks.dense.command import train_main\n"
+        "from tasks.segmentation.task import SEGMENTATION\n"
+        "def die(self, runner, *a, **k):\n"
+        "    if runner.iter + 1 == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "hooks.SeedSteps.after_train_iter = die\n"
+        "train_main(SEGMENTATION, sys.argv[1:])\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=600)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (out / "results.json").exists()
+    (out / "iter_4.pth").write_bytes((out / "iter_3.pth").read_bytes()[:1000])  # killed while it was written
+    assert train_main(SEGMENTATION, arguments) == 0
+    losses, weights = final(out)
+    expected_losses, expected_weights = final(finished[0])
+    assert losses == expected_losses
+    assert all(torch.equal(weights[key], value) for key, value in expected_weights.items())
+
+
+def test_a_checkpoint_that_holds_code_is_refused(data, tmp_path, capsys):
+    class Attack:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "written"),)
+
+    config = config_of(data, tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    _claim_as(config, tmp_path / "run")
+    torch.save({"state_dict": {}, "meta": Attack()}, tmp_path / "run" / "iter_3.pth")
+    with pytest.raises(OSError, match=r"iter_3\.pth is refused: it holds .*mkdir"):
+        run(SEGMENTATION, config)
+    assert not (tmp_path / "written").exists() and (tmp_path / "run" / "iter_3.pth").exists()
+
+
+def test_the_baseline_is_the_best_constant_by_mmsegs_metric(data, tmp_path):
+    config = config_of(data, tmp_path)
+    init_default_scope("mmseg")
+    scores = {}
+    for index, name in enumerate(("background", "bright", "dark")):
+        counts = np.zeros((3, 2))  # intersection, union
+        for path in sorted((data / "annotations" / "test").glob("*.png")):
+            labels = np.asarray(Image.open(path)).astype(int) - 1
+            for label in range(3):
+                truth = labels == label
+                predicted = (labels >= 0) & (index == label)
+                counts[label] += ((truth & predicted).sum(), (truth | predicted).sum())
+        scores[name] = 100 * (counts[:, 0] / counts[:, 1]).mean()
+    best = max(scores, key=scores.get)
+    assert constant_predictor(config) == {"test_mIoU": pytest.approx(scores[best], abs=0.01), "class": best}
+
+
+@pytest.mark.parametrize("prior", ["dense", "fibottention", "violin", "fibottention+violin"])
+def test_mmsegs_backbone_has_the_features_of_our_model_alone_and_the_mask_counts(data, tmp_path, prior):
+    init_default_scope("mmseg")
+    config = config_of(data, tmp_path, f"model.backbone.prior={prior}", "model.backbone.apply_layernorm=False")
+    torch.manual_seed(0)
+    model = MODELS.build(config.model).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    alone = SparsePriorViTModel(SparsePriorViTConfig(prior=prior, **SMALL)).eval()
+    alone.load_state_dict(model.backbone.state_dict())
+    images = torch.randn(2, 3, 32, 48)
+    with torch.no_grad():
+        states = alone(images, output_hidden_states=True).hidden_states[1:]
+        for found, state in zip(model.backbone(images), states, strict=True):
+            assert torch.equal(found.flatten(2).transpose(1, 2), state[:, 1:])
+    if prior == "dense":
+        return
+    dense = copy.deepcopy(config)
+    dense.model.backbone.prior = "dense"
+    dense = MODELS.build(dense.model).eval()
+    dense.load_state_dict(model.state_dict(), strict=False)
+    with torch.no_grad():
+        difference = (model(images) - dense(images)).abs().max()
+    assert difference > 1e-3
+
+
+@pytest.mark.parametrize("size", [(32, 32), (45, 70)])
+def test_predictions_have_the_size_of_the_image(data, tmp_path, size):
+    init_default_scope("mmseg")
+    model = MODELS.build(config_of(data, tmp_path).model).eval()
+    sample = SegDataSample(metainfo={"img_shape": size, "ori_shape": size})
+    with torch.no_grad():
+        found = model.test_step({"inputs": [torch.zeros(3, *size, dtype=torch.uint8)], "data_samples": [sample]})
+    assert found[0].pred_sem_seg.data.shape == (1, *size)
+
+
+def test_a_checkpoint_travels_from_classification_to_segmentation_and_back(data, tmp_path):
+    torch.manual_seed(5)
+    classifier = SparsePriorViTForImageClassification(SparsePriorViTConfig(prior="fibottention+violin", **SMALL)).eval()
+    classifier.save_pretrained(tmp_path / "classifier")
+    config = config_of(
+        data, tmp_path / "run", f"model.backbone.pretrained={tmp_path}/classifier", "train_cfg.max_iters=2",
+        "optim_wrapper.optimizer.lr=0.0",
+    )  # fmt: skip
+    run(SEGMENTATION, config)
+    back = SparsePriorViTForImageClassification.from_pretrained(tmp_path / "run" / "model" / "backbone").eval()
+    for key, value in classifier.vit.state_dict().items():
+        assert torch.equal(back.vit.state_dict()[key], value), key
+    back.classifier.load_state_dict(classifier.classifier.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(back(images).logits, classifier(images).logits)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said", "workers"),
+    [
+        (lambda root: _cut(root / "images/training/3.png"), r"images/training/3\.png cannot be read as an image", 0),
+        (lambda root: _cut(root / "images/training/3.png"), r"images/training/3\.png cannot be read as an image", 1),
+        (lambda root: _cut(root / "annotations/training/2.png"), r"annotations/training/2\.png cannot be read", 0),
+        (lambda root: (root / "images/training/1.png").write_text("x"), r"images/training/1\.png cannot be read", 0),
+        (lambda root: (root / "annotations/training/0.png").unlink(), r"annotations/training/0\.png is missing", 0),
+        (lambda root: _paint(root, (32, 32), 4), r"annotations/training/4\.png holds the label 4; .* highest is 3", 0),
+        (lambda root: _paint(root, (16, 32), 1), r"training/4\.png of shape \(16, 32\) must be .* \(32, 32\)", 0),
+        (lambda root: (root / "classes.txt").unlink(), r"classes\.txt is missing", 0),
+    ],
+)
+def test_broken_files_are_named_in_one_line(data, tmp_path, capfd, damage, said, workers):
+    shutil.copytree(data, tmp_path / "data")
+    damage(tmp_path / "data")
+    roots = [f"{part}_dataloader.dataset.data_root={tmp_path}/data" for part in ("train", "val", "test")]
+    options = [*OVERRIDES, *roots, f"work_dir={tmp_path}/run", f"train_dataloader.num_workers={workers}"]
+    assert train_main(SEGMENTATION, ["--config", str(CONFIGS / "smoke.py"), *options]) == 2
+    last = capfd.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
+    assert re.search(said, last) and last.startswith("python -m tasks.segmentation.train: "), last
+    assert not (tmp_path / "run").exists()
+
+
+def _cut(path):
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def _paint(root, shape, label):
+    Image.fromarray(np.full(shape, label, dtype=np.uint8)).save(root / "annotations/training/4.png")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.backbone.prior=nonsense", "nonsense"),
+        ("model.backbon.prior=violin", "there is no 'model.backbon' in the configuration; did you mean"),
+        ("model.backbone.depth=3", "did you mean 'num_hidden_layers'"),
+        ("train_dataloader.dataset.data_root=/nowhere", "data_root=/nowhere is not a folder"),
+        ("model.backbone.pretrained=/nowhere", "pretrained=/nowhere is not a folder of a saved model"),
+        ("model.decode_head.type=NoHead", "NoHead"),
+        ("nonsense", "must be key=value"),
+    ],
+)
+def test_bad_values_get_one_line(data, tmp_path, capfd, override, said):
+    roots = [f"{part}_dataloader.dataset.data_root={data}" for part in ("train", "val", "test")]
+    options = [*OVERRIDES, *roots, f"work_dir={tmp_path}/run", override]
+    assert train_main(SEGMENTATION, ["--config", str(CONFIGS / "smoke.py"), *options]) == 2
+    last = capfd.readouterr().err.strip().splitlines()[-1]
+    assert said in last and last.startswith("python -m tasks.segmentation.train: ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_model_folder_gets_one_line(finished, tmp_path, capfd):
+    shutil.copytree(finished[0] / "model", tmp_path / "model")
+    _cut(tmp_path / "model" / "model.safetensors")
+    assert evaluate_main(SEGMENTATION, [str(tmp_path / "model")]) == 2
+    assert "model.safetensors cannot be read, it is damaged" in capfd.readouterr().err
+    assert evaluate_main(SEGMENTATION, [str(tmp_path)]) == 2
+    assert "is not a folder of a saved model" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
+def test_configs_parse_and_build(path):
+    config = load_config(path)
+    assert isinstance(config, Config) and config.default_scope == "mmseg"
+    init_default_scope("mmseg")
+    with torch.device("meta"):
+        model = MODELS.build(config.model)
+    assert model.backbone.config.num_hidden_layers == (4 if path.stem == "smoke" else 12)
+    wrapper = build_optim_wrapper(model, config.optim_wrapper)
+    assert {group["lr"] for group in wrapper.optimizer.param_groups} == {config.optim_wrapper.optimizer.lr}
+    for part in ("train", "val", "test"):
+        dataset = config[f"{part}_dataloader"].dataset
+        assert DATASETS.get(dataset.type) is not None
+        assert [TRANSFORMS.build(step) for step in dataset.pipeline]
+    assert config.param_scheduler[-1].end == config.train_cfg.max_iters
+    for hook in config.custom_hooks:
+        HOOKS.build(hook)
+
+
+def test_full_size_configs_are_the_papers():
+    dense, violin = (load_config(CONFIGS / f"ade20k_deit_base_{prior}.py") for prior in ("dense", "violin"))
+    assert dense.train_cfg.max_iters == 80000 and dense.model.decode_head.num_classes == 150
+    assert dense.model.backbone.preset == "deit_base" and dense.model.backbone.prior == "dense"
+    assert violin.model.backbone.prior == "violin"
+    same = violin.to_dict()
+    same["model"]["backbone"]["prior"] = "dense"
+    same["work_dir"] = dense.work_dir
+    assert same == dense.to_dict()
+
+
+def test_annotations_of_ade20k_are_read_as_mmseg_reads_them(tmp_path):
+    stored = np.array([[0, 1, 2, 150, 255]] * 2, dtype=np.uint8)
+    Image.fromarray(stored).save(tmp_path / "a.png")
+    results = {
+        "seg_map_path": str(tmp_path / "a.png"), "ori_shape": (2, 5), "reduce_zero_label": True, "seg_fields": [],
+    }  # fmt: skip
+    ours = ReadAnnotation(num_classes=150)(copy.deepcopy(results))["gt_seg_map"]
+    theirs = LoadAnnotations()({**copy.deepcopy(results), "label_map": None})["gt_seg_map"]
+    assert ours.tolist() == theirs.tolist() == 2 * [[255, 0, 1, 149, 255]]
