@@ -133,10 +133,9 @@ def robomimic_file(tmp_path):
         for index, length in enumerate([6, 4]):
             demo = file.create_group(f"data/demo_{index}")
             demo.attrs["num_samples"] = length
-            rotations = Rotation.from_euler("xyz", generator.normal(0, 0.1, (length, 3))) * Rotation.from_rotvec(
-                [3.1, 0, 0]
-            )
-            world = generator.uniform(-0.1, 0.1, (length, 3)) + [0, 0, 0.9]
+            tilts = Rotation.from_euler("xyz", generator.normal(0, 0.1, (length, 3)))
+            rotations = tilts * Rotation.from_rotvec([3.1, 0, 0])
+            world = generator.uniform((-0.1, -0.1, 0.8), (0.1, 0.1, 1.0), (length, 3))
             demo["actions"] = np.concatenate([world, rotations.as_rotvec(), np.ones((length, 1))], 1)
             demo["obs/agentview_image"] = generator.integers(0, 256, (length, 84, 84, 3), dtype=np.uint8)
             demo["obs/robot0_eef_pos"] = world
