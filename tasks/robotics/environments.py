@@ -22,6 +22,8 @@ Observation = dict[str, np.ndarray]
 GL_LIBRARIES = {"osmesa": "OSMesa", "egl": "EGL"}
 GL_PACKAGES = "apt-get install libosmesa6, or libegl1 libegl-mesa0"
 IMAGE_SIZES = {"lift": 84, "can": 84, "pusht": 96}  # of the published data sets, pixels
+# Of the arms, as their settings say it.
+POSE_ACTION, BASE_FRAME = "position 3, rotation 6 (rows of the matrix), gripper 1", "robot base"
 MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 16, 1024
 
 

@@ -10,6 +10,10 @@ JSON; mask/train and mask/valid, names of episodes. zarr, version 2 (Diffusion P
 keypoint, n_contacts}, all episodes one after the other, and meta/episode_ends. Observation t is what action t was
 chosen from. Beyond both layouts: executed_actions, which were the actions with noise, and each episode's seed, so that
 an episode can be replayed exactly; and the environment's settings, without which actions mean nothing.
+
+Published files have no such settings. Diffusion Policy's PushT is read as it is. robomimic's Lift and Can with absolute
+actions (its image_abs.hdf5, made by Diffusion Policy) are converted when they are read: from positions in the world and
+axis angles to ours. They were recorded by older robosuite versions in another image mode: `check_environment` says so.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.hub import check_new, whole_file, whole_folder
-from tasks.robotics.environments import Environment
+from tasks.robotics.actions import POSE_ACTION_SIZE, matrix_from_axis_angle, matrix_to_6d
+from tasks.robotics.environments import BASE_FRAME, POSE_ACTION, Environment
 
 SPLITS = ("train", "valid")
 VALID_EVERY = 10  # every tenth episode is for validation
@@ -33,8 +38,10 @@ ACTIONS, EXECUTED = "actions", "executed_actions"
 # What has to be the same for recorded actions to mean the same; for images besides: mode and size.
 ACTION_SETTINGS = ("environment", "action", "frame", "controller", "control_hz", "versions")
 IMAGE_SETTINGS = ("image_mode", "image_size")
-# robomimic: class of environments by number.
+# robomimic: class of environments by number; environments by name; where the robot's base stands, metres.
 ROBOSUITE_TYPE = 1
+ROBOMIMIC_NAMES = {"Lift": "lift", "PickPlaceCan": "can"}
+BASE_POSITIONS = {"lift": (-0.56, 0.0, 0.912), "can": (-0.5, -0.1, 0.912)}
 # Of the zarr layout. keypoints and agent_pos are views of what it holds.
 ZARR_IMAGE_CHUNK = 16
 # Published PushT files carry no settings: these are theirs.
@@ -246,13 +253,54 @@ class HDF5Demonstrations(Demonstrations):
             arguments = json.loads(data.attrs["env_args"])
         except (KeyError, TypeError, ValueError) as error:
             raise self._fail(f"has no env_args in JSON ({_first_line(error)})") from error
-        self.settings = self._check_settings(arguments.get("settings") if isinstance(arguments, dict) else None)
+        arguments = arguments if isinstance(arguments, dict) else {}
         self.episodes = tuple(sorted(data, key=_episode_number))
+        self._published = "settings" not in arguments and arguments.get("env_name") in ROBOMIMIC_NAMES
+        stored = self._published_settings(arguments, data) if self._published else arguments.get("settings")
+        self.settings = self._check_settings(stored)
         self.lengths, self.seeds, self.shapes, self.action_size = {}, {}, {}, 0
         for name in self.episodes:
             self._verify_episode(name, data[name])
-        self._splits = {split: self._mask(file, split) for split in SPLITS}
+        if self._published:
+            self._check_absolute(data)
+            self.action_size = POSE_ACTION_SIZE
+        if self._published and "mask" not in file:
+            held = _valid(len(self.episodes))
+            self._splits = {
+                split: tuple(np.array(self.episodes)[held == (split == "valid")].tolist()) for split in SPLITS
+            }
+        else:
+            self._splits = {split: self._mask(file, split) for split in SPLITS}
         self._check_splits()
+
+    def _published_settings(self, arguments: dict[str, Any], data: Any) -> dict[str, Any]:
+        """What robomimic's env_args and the first episode say."""
+        h5py = _import("h5py")
+        first = data[self.episodes[0]]
+        seen = first.get("obs") if isinstance(first, h5py.Group) else None
+        images = [key for key in seen or () if key.endswith("_image")]
+        options = arguments.get("env_kwargs")
+        options = options if isinstance(options, dict) else {}
+        return {
+            "environment": ROBOMIMIC_NAMES[arguments["env_name"]],
+            "action": POSE_ACTION,
+            "frame": BASE_FRAME,
+            "controller": options.get("controller_configs"),
+            "control_hz": options.get("control_freq"),
+            "versions": {"robosuite": arguments.get("env_version")},
+            "image_mode": {"renderer": "robosuite"},
+            "image_size": int(seen[images[0]].shape[1]) if images and seen[images[0]].ndim == 4 else None,
+            "cameras": [key.removesuffix("_image") for key in images],
+        }
+
+    def _check_absolute(self, data: Any) -> None:
+        """robomimic's files do not say whether actions are relative. Absolute rotations are about half a turn, as the
+        gripper points down; relative ones are at most 1 in each direction."""
+        if self.action_size != 7:
+            raise self._fail(f"has actions of {self.action_size} numbers, not position 3, axis angle 3, gripper 1")
+        turns = np.linalg.norm(data[self.episodes[0]][ACTIONS][:, 3:6], axis=1)
+        if np.median(turns) < 2:
+            raise self._fail("has relative actions; convert them to absolute ones first, as Diffusion Policy does")
 
     def _verify_episode(self, name: str, group: Any) -> None:
         h5py = _import("h5py")
@@ -299,7 +347,11 @@ class HDF5Demonstrations(Demonstrations):
         return tuple(name.decode() if isinstance(name, bytes) else str(name) for name in mask[:])
 
     def _read(self, file: Any, episode: str, key: str, start: int, stop: int) -> np.ndarray:
-        return file["data"][episode][key if key in (ACTIONS, EXECUTED) else f"obs/{key}"][start:stop]
+        values = file["data"][episode][key if key in (ACTIONS, EXECUTED) else f"obs/{key}"][start:stop]
+        if key != ACTIONS or not self._published:
+            return values
+        position = values[:, :3] - np.array(BASE_POSITIONS[self.settings["environment"]])
+        return np.concatenate([position, matrix_to_6d(matrix_from_axis_angle(values[:, 3:6])), values[:, 6:]], axis=1)
 
 
 class ZarrDemonstrations(Demonstrations):

@@ -17,7 +17,7 @@ from tasks.robotics.actions import (
     axis_angle_from_matrix,
     matrix_from_6d,
 )
-from tasks.robotics.environments import GL_PACKAGES, Environment, Observation
+from tasks.robotics.environments import BASE_FRAME, GL_PACKAGES, POSE_ACTION, Environment, Observation
 
 # robosuite logs at import time what users of its own scripts may lack, and later which files it reads.
 logging.disable(logging.WARNING)
@@ -101,8 +101,8 @@ class RobosuiteArm(Environment):
             self._renderer(image_size)
         self.settings = {
             "environment": name,
-            "action": "position 3, rotation 6 (rows of the matrix), gripper 1",
-            "frame": "robot base",
+            "action": POSE_ACTION,
+            "frame": BASE_FRAME,
             "controller": config,
             "control_hz": CONTROL_HZ,
             "versions": {package: version(package) for package in ("robosuite", "mujoco")},

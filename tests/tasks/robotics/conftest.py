@@ -11,8 +11,6 @@ from tasks.robotics.environments import gl_library, make_environment, use_softwa
 if "mujoco" not in sys.modules:
     use_software_gl()
 
-needs_gl = pytest.mark.skipif(gl_library() is None, reason="no GL library: apt-get install libosmesa6")
-
 
 @pytest.fixture(scope="session")
 def environment():

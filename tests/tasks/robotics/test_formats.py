@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scipy.spatial.transform import Rotation
 
 from tasks.robotics.formats import (
     Episode,
@@ -116,6 +117,62 @@ def test_a_published_pusht_file_is_read(published_file):
     assert read.dtype == np.uint8 and np.array_equal(read, IMAGES[4:])
 
 
+@pytest.fixture
+def robomimic_file(tmp_path):
+    """As robomimic and Diffusion Policy publish it: absolute actions in the world, axis angles near half a turn."""
+    path = tmp_path / "image_abs.hdf5"
+    generator = np.random.default_rng(0)
+    with h5py.File(path, "w") as file:
+        arguments = {
+            "env_name": "Lift",
+            "type": 1,
+            "env_version": "1.2.0",
+            "env_kwargs": {"controller_configs": {"type": "OSC_POSE", "control_delta": True}, "control_freq": 20},
+        }
+        file.create_group("data").attrs["env_args"] = json.dumps(arguments)
+        for index, length in enumerate([6, 4]):
+            demo = file.create_group(f"data/demo_{index}")
+            demo.attrs["num_samples"] = length
+            tilts = Rotation.from_euler("xyz", generator.normal(0, 0.1, (length, 3)))
+            rotations = tilts * Rotation.from_rotvec([3.1, 0, 0])
+            world = generator.uniform((-0.1, -0.1, 0.8), (0.1, 0.1, 1.0), (length, 3))
+            demo["actions"] = np.concatenate([world, rotations.as_rotvec(), np.ones((length, 1))], 1)
+            demo["obs/agentview_image"] = generator.integers(0, 256, (length, 84, 84, 3), dtype=np.uint8)
+            demo["obs/robot0_eef_pos"] = world
+        file["mask/train"], file["mask/valid"] = np.array([b"demo_0"]), np.array([b"demo_1"])
+    return path
+
+
+def test_a_published_robomimic_file_is_read(robomimic_file):
+    demonstrations = open_demonstrations(robomimic_file)
+    assert demonstrations.environment == {"name": "lift", "cameras": ("agentview",), "image_size": 84}
+    assert demonstrations.action_size == 10 and demonstrations.split("valid") == ("demo_1",)
+    with h5py.File(robomimic_file) as file:
+        stored = file["data/demo_0/actions"][:]
+    actions = demonstrations.read("demo_0", "actions", 1, 6)
+    assert np.allclose(actions[:, :3] + [-0.56, 0, 0.912], stored[1:, :3], atol=1e-6)
+    rows = Rotation.from_rotvec(stored[1:, 3:6]).as_matrix()[:, :2].reshape(-1, 6)
+    assert np.allclose(actions[:, 3:9], rows, atol=1e-6) and (actions[:, 9] == 1).all()
+
+
+def test_a_published_robomimic_file_is_not_of_this_simulator(robomimic_file, arm_settings):
+    here = SimpleNamespace(settings=arm_settings | {"cameras": []})
+    with pytest.raises(ValueError, match=r"image_abs.hdf5 was made with controller type 'OSC_POSE', this environment"):
+        check_environment(open_demonstrations(robomimic_file), here)
+
+
+def test_relative_actions_are_refused(robomimic_file):
+    actions = np.random.default_rng(0).uniform(-1, 1, (6, 7))
+    change(robomimic_file, lambda file: replace(file["data/demo_0"], "actions", actions))
+    refused(robomimic_file, "has relative actions; convert them to absolute ones")
+
+
+def test_a_published_file_without_masks_is_split(robomimic_file):
+    change(robomimic_file, lambda file: file.pop("mask"))
+    demonstrations = open_demonstrations(robomimic_file)
+    assert demonstrations.split("train") == ("demo_0",) and demonstrations.split("valid") == ("demo_1",)
+
+
 @pytest.mark.parametrize("task", ["lift", "pusht"])
 def test_splits(task, request):
     demonstrations = open_demonstrations(request.getfixturevalue(f"{task}_file"))
@@ -205,7 +262,7 @@ HDF5_DAMAGE = {
     "no data": (lambda f: f.pop("data"), "no group data"),
     "no episodes": (lambda f: [f["data"].pop(key) for key in list(f["data"])], "no group data with episodes"),
     "no settings": (
-        lambda f: f["data"].attrs.modify("env_args", '{"env_name": "Lift", "type": 1, "env_kwargs": {}}'),
+        lambda f: f["data"].attrs.modify("env_args", '{"env_name": "Door", "type": 1, "env_kwargs": {}}'),
         "does not say its settings",
     ),
     "no env_args": (lambda f: f["data"].attrs.pop("env_args"), "no env_args in JSON"),

@@ -9,6 +9,7 @@ from scipy.spatial.transform import Rotation
 from tasks.robotics import environments
 from tasks.robotics.actions import matrix_from_axis_angle, pose_action
 from tasks.robotics.environments import ENVIRONMENTS, make_environment
+from tasks.robotics.formats import BASE_POSITIONS
 
 CAMERAS = {"lift": ("agentview", "robot0_eye_in_hand"), "can": ("agentview", "robot0_eye_in_hand"), "pusht": ("image",)}
 LOW = {
@@ -139,6 +140,14 @@ def test_observations_are_robosuites(environment, name, task):
             value = -value
         assert np.allclose(wanted, value, atol=2e-6)
     theirs.close()
+
+
+@pytest.mark.parametrize("name", ["lift", "can"])
+def test_the_base_stands_where_published_actions_expect_it(environment, name):
+    arm = environment(name)
+    arm.reset(0)
+    position, axes = arm._base()
+    assert np.allclose(position, BASE_POSITIONS[name], atol=1e-6) and np.allclose(axes, np.eye(3), atol=1e-6)
 
 
 def test_an_action_is_a_pose_that_is_reached(environment):
