@@ -22,8 +22,11 @@ NOISE = 0.02  # metres, standard deviation of what is added to the goals that ar
 _HOVER = 0.08  # metres above the object until the gripper is over it
 _OVER = 0.012  # metres, sideways distance that counts as over it
 _FUNNEL = 3.0  # metres up for every metre sideways
-_RAISED = 0.22  # metres, the height of a lifted can above where it stood
-_RELEASE = 0.06  # metres above its bin at which the can is let go
+_RAISED = 0.22  # metres above the floor of its bin at which the can travels
+_CLEAR = 0.06  # metres below that height in which it begins to move sideways
+_OVER_BIN = 0.03  # metres, sideways distance that counts as over the bin
+_RELEASE = 0.06  # metres above the floor of its bin at which the can is let go,
+_RELEASED = 0.02  # and this much above that already
 _SHORT = 0.05  # metres short of the bin's centre: a can falls forward
 
 
@@ -72,11 +75,11 @@ class ArmDemonstrator:
         over_bin = bin_centre - [0, _SHORT, 0]
         sideways = np.linalg.norm(over_bin[:2] - position[:2])
         travel = bin_centre[2] + _RAISED
-        if sideways > 0.03:
+        if sideways > _OVER_BIN:
             # Up first: sideways only as far as the can has come up.
-            clear = np.clip(1 - (travel - position[2]) / 0.06, 0, 1)
+            clear = np.clip(1 - (travel - position[2]) / _CLEAR, 0, 1)
             return np.array([*(position[:2] + clear * (over_bin[:2] - position[:2])), travel]), CLOSED
-        high = position[2] > bin_centre[2] + _RELEASE + 0.02
+        high = position[2] > bin_centre[2] + _RELEASE + _RELEASED
         return np.array([*over_bin[:2], bin_centre[2] + _RELEASE]), CLOSED if high else OPEN
 
     def _approach(self, position: np.ndarray, thing: np.ndarray) -> tuple[np.ndarray, float]:

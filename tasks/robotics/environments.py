@@ -1,8 +1,10 @@
 """The environments by name, behind one small interface, and what has to be set before a simulator is imported.
 
-environment = make_environment("lift", cameras=("agentview", "robot0_eye_in_hand"), image_size=84)
-observation = environment.reset(seed=7)
-observation, reward, done, info = environment.step(action)
+    environment = make_environment("lift", cameras=("agentview", "robot0_eye_in_hand"), image_size=84)
+    observation = environment.reset(seed=7)
+    observation, reward, done, info = environment.step(action)
+
+Images come from MuJoCo's software GL, or from pygame for PushT; neither needs a screen.
 """
 
 from __future__ import annotations

@@ -64,6 +64,7 @@ class PushT(Environment):
     def reset(self, seed: int) -> Observation:
         """Place pusher and block as this seed says."""
         self._env.reset(seed=seed)
+        self._env._last_action = None  # which pictures would show
         self._coverage = self._env._get_coverage()
         return self._observe()
 

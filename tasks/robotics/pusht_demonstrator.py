@@ -24,12 +24,15 @@ _CHECKED = 8  # of the imagined pushes, those imagined again with the way back
 _GAP = 6.0  # between pusher and block at the start of a push
 _ADVANCE, _FINE_ADVANCE = 12.0, 4.0  # of the target of the pusher in a step of a push; of the last, short pushes
 _PUSH_STEPS = 14
+_WORSE = 8.0  # mean distance of the corners above the present one at which a push is not imagined further
 _FINE = 14.0  # mean distance of the corners below which pushes are short
 _LEAD = 45.0  # target ahead of the pusher on its way around
 _ARRIVED, _NEAR = 4.0, 14.0  # distances that count as there: of the start of a push, of a corner of the way
 _BACK = 30.0  # way back after a push
 _CLEARANCE = 26.0  # between block and the corners of the way around it
+_LEAVES = 8.0  # of a way that begins at the block, the length in which it has to get half that far from it
 _MARGIN = 21.0  # between the pusher's centre and the edge of the table
+_SPEED = 20.0  # of the pusher on its way, in a step
 _STEP_COST = 0.06  # mean distance of the corners that a step has to gain
 _PATIENCE = 40  # steps on a way before another plan is made
 
@@ -95,7 +98,7 @@ class PushTDemonstrator:
             if way is None:
                 continue
             length = sum(np.linalg.norm(b - a) for a, b in zip([state[:2], *way], way, strict=False))
-            cost = self._imagine(state, push)[-1] + _STEP_COST * (length / 20 + len(push.targets))
+            cost = self._imagine(state, push)[-1] + _STEP_COST * (length / _SPEED + len(push.targets))
             if cost < best_cost:
                 best, best_cost = (way, push), cost
         if best is None:
@@ -122,7 +125,7 @@ class PushTDemonstrator:
             if (start < _MARGIN).any() or (start > TABLE - _MARGIN).any() or block.distance(Point(start)) < _RADIUS + 1:
                 continue
             targets = [start + inward * (_GAP + advance * step) for step in range(1, _PUSH_STEPS + 1)]
-            costs = self._imagine(state, _Push(start, targets, 0.0), stop=now + 8)
+            costs = self._imagine(state, _Push(start, targets, 0.0), stop=now + _WORSE)
             steps = int(np.argmin(costs)) + 1
             back = targets[steps - 1] - inward * (_BACK + advance * 2)
             pushes.append(_Push(start, [*targets[:steps], back, back], costs[steps - 1]))
@@ -161,7 +164,7 @@ class PushTDemonstrator:
             leg = LineString([points[a], points[b]])
             if a == 0 and inside:
                 # It touches the block: any leg that leaves at once.
-                return block.distance(leg.interpolate(8)) > block.distance(Point(start)) + 4
+                return block.distance(leg.interpolate(_LEAVES)) > block.distance(Point(start)) + _LEAVES / 2
             return not closed.intersects(leg)
 
         queue: list[tuple[float, int, list[int]]] = [(0.0, 0, [])]
