@@ -10,7 +10,8 @@ data_root = "data/scenes/"
 classes = ("zero", "one", "four", "seven", "top", "trouser", "shoe", "bag")
 size, channels = 128, 64
 strides = [4, 8, 16, 32]
-steps = 1500
+steps = 1000
+regions = dict(out_channels=channels, featmap_strides=strides[:3], finest_scale=28)
 
 model = dict(
     data_preprocessor=dict(pad_size_divisor=8),
@@ -19,37 +20,44 @@ model = dict(
         prior="fibottention+violin",
         image_size=size,
         patch_size=8,
-        hidden_size=128,
-        num_hidden_layers=6,
+        hidden_size=96,
+        num_hidden_layers=4,
         num_attention_heads=4,
-        intermediate_size=256,
+        intermediate_size=192,
         stem="convolution",
-        stem_channels=24,
-        out_indices=[6],
+        stem_channels=16,
+        out_indices=[4],
         drop_path_rate=0.0,
         with_cp=False,
     ),
-    neck=dict(in_channels=128, out_channels=channels, scales=[2, 1, 0.5], num_outs=4),
+    neck=dict(in_channels=96, out_channels=channels, scales=[2, 1, 0.5], num_outs=4),
     rpn_head=dict(in_channels=channels, feat_channels=channels, anchor_generator=dict(scales=[4], strides=strides)),
+    # Boxes and masks are learned for all classes together: the scenes are few.
     roi_head=dict(
-        bbox_roi_extractor=dict(out_channels=channels, featmap_strides=strides[:3], finest_scale=28),
-        bbox_head=dict(in_channels=channels, fc_out_channels=128, num_classes=len(classes)),
-        mask_roi_extractor=dict(out_channels=channels, featmap_strides=strides[:3], finest_scale=28),
-        mask_head=dict(num_convs=2, in_channels=channels, conv_out_channels=channels, num_classes=len(classes)),
+        bbox_roi_extractor=dict(**regions, roi_layer=dict(sampling_ratio=1)),
+        bbox_head=dict(in_channels=channels, fc_out_channels=128, num_classes=len(classes), reg_class_agnostic=True),
+        mask_roi_extractor=dict(**regions, roi_layer=dict(sampling_ratio=1)),
+        mask_head=dict(
+            num_convs=2, in_channels=channels, conv_out_channels=channels, num_classes=len(classes), class_agnostic=True
+        ),
     ),
     train_cfg=dict(
         rpn=dict(sampler=dict(num=64)),
         rpn_proposal=dict(nms_pre=200, max_per_img=100),
-        rcnn=dict(sampler=dict(num=64)),
+        rcnn=dict(sampler=dict(num=32, pos_fraction=0.5)),
     ),
     test_cfg=dict(rpn=dict(nms_pre=200, max_per_img=100), rcnn=dict(max_per_img=20)),
 )
 
-_load = [dict(type="ReadImage"), dict(type="LoadAnnotations", with_bbox=True, with_mask=True)]
+_load = [
+    dict(type="ReadImage"),
+    dict(type="LoadAnnotations", with_bbox=True, with_mask=True),
+    dict(type="Resize", scale=(size, size), keep_ratio=True),  # scenes of another size, and mm needs a scale factor
+]
 _meta = ("img_id", "img_path", "ori_shape", "img_shape", "scale_factor")
 # Not mirrored: a mirrored digit is none.
 train_pipeline = [*_load, dict(type="PackDetInputs")]
-test_pipeline = [*_load, dict(type="PackDetInputs", meta_keys=_meta)]
+test_pipeline = [_load[0], _load[2], _load[1], dict(type="PackDetInputs", meta_keys=_meta)]
 
 
 def _split(name, pipeline, test_mode):
@@ -65,7 +73,7 @@ def _split(name, pipeline, test_mode):
 
 
 train_dataloader = dict(
-    batch_size=4,
+    batch_size=8,
     num_workers=0,
     sampler=dict(type="NumberedSampler", shuffle=True),
     dataset=_split("training", train_pipeline, False),
@@ -98,5 +106,5 @@ optim_wrapper = dict(
         custom_keys={name: dict(decay_mult=0.0) for name in ("position_embeddings", "class_token", "decay_bias")},
     ),
 )
-default_hooks = dict(checkpoint=dict(interval=250))
-del _load, _meta
+default_hooks = dict(checkpoint=dict(interval=100))
+del _load, _meta, regions

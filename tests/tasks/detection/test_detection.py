@@ -1,0 +1,406 @@
+import copy
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("mmengine", reason="the extra `dense` is not installed")
+pytest.importorskip("mmcv.ops", reason="the extra `dense` is not installed", exc_type=ImportError)
+pytest.importorskip("mmdet", reason="the extra `dense` is not installed", exc_type=ImportError)
+
+from mmdet.registry import DATASETS, METRICS, MODELS, TRANSFORMS
+from mmdet.structures import DetDataSample
+from mmengine.config import Config
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import HOOKS, init_default_scope
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
+from tasks.classification.run_folder import claim
+from tasks.dense.command import train_main
+from tasks.dense.loading import read_checkpoint
+from tasks.dense.runs import evaluate, flat, load_config, run
+from tasks.dense.scenes import mask_box, run_lengths
+from tasks.detection.baseline import fit_constant
+from tasks.detection.data import NumberedEpochSampler, annotation_damage
+from tasks.detection.task import DETECTION, constant_metrics
+
+CONFIGS = Path("configs/detection")
+CLASSES = ["bright", "dark"]
+SPLITS = {"train": "training", "val": "validation", "test": "test"}
+SMALL = {
+    "image_size": 32, "patch_size": 8, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 48,
+}  # fmt: skip
+OVERRIDES = [
+    *(f"model.backbone.{key}={value}" for key, value in {**SMALL, "stem_channels": 4, "drop_path_rate": 0.2}.items()),
+    "model.backbone.out_indices=[2]", "model.neck.in_channels=24",
+    "model.roi_head.bbox_head.num_classes=2", "model.roi_head.mask_head.num_classes=2",
+    "train_dataloader.batch_size=2", "test_dataloader.batch_size=3", "val_dataloader.batch_size=3",
+    "train_cfg.max_iters=6", "train_cfg.val_interval=6", "default_hooks.checkpoint.interval=3",
+    *(f"{part}_dataloader.dataset.metainfo.classes={CLASSES}".replace(" ", "") for part in SPLITS),
+]  # fmt: skip
+
+
+def write_coco(path, scenes, size):
+    """scenes: a list of (category, mask) for each image."""
+    annotations = [
+        {"image_id": number, "category_id": category, "bbox": mask_box(mask), "area": int(mask.sum()), "iscrowd": 0,
+         "segmentation": run_lengths(mask)}
+        for number, objects in enumerate(scenes)
+        for category, mask in objects
+    ]  # fmt: skip
+    content = {
+        "images": [
+            {"id": number, "file_name": f"{number}.png", "height": size, "width": size} for number in range(len(scenes))
+        ],
+        "annotations": [{"id": index + 1, **annotation} for index, annotation in enumerate(annotations)],
+        "categories": [{"id": 5, "name": "bright"}, {"id": 9, "name": "dark"}],
+    }
+    path.write_text(json.dumps(content))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Ten small images with a bright and a dark square, in COCO's layout."""
+    root = tmp_path_factory.mktemp("data") / "squares"
+    random = np.random.default_rng(0)
+    (root / "annotations").mkdir(parents=True)
+    for split, count in (("training", 6), ("validation", 3), ("test", 4)):
+        (root / "images" / split).mkdir(parents=True)
+        scenes = []
+        for number in range(count):
+            image, objects = random.integers(100, 150, (32, 32, 3), dtype=np.uint8), []
+            for category, value, left in ((5, 250, 0), (9, 5, 16)):
+                top, left = random.integers(0, 18), left + random.integers(0, 3)
+                mask = np.zeros((32, 32), dtype=bool)
+                mask[top : top + 13, left : left + 12] = True
+                image[mask] = value
+                objects.append((category, mask))
+            scenes.append(objects)
+            Image.fromarray(image).save(root / "images" / split / f"{number}.png")
+        write_coco(root / "annotations" / f"instances_{split}.json", scenes, 32)
+    return root
+
+
+def options(data, out, *overrides):
+    roots = [f"{part}_dataloader.dataset.data_root={data}/" for part in SPLITS]
+    return [*OVERRIDES, *roots, f"work_dir={out}", *overrides]
+
+
+def config_of(data, out, *overrides):
+    config = load_config(CONFIGS / "smoke.py", options(data, out, *overrides))
+    init_default_scope("mmdet")
+    return config
+
+
+def built(config):
+    """A detector whose every weight is moved from where it was initialised."""
+    torch.manual_seed(0)
+    model = MODELS.build(config.model).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def final(out):
+    """Loss of every step and the weights behind the last, from the last checkpoint."""
+    checkpoint = read_checkpoint(out / "iter_6.pth")
+    return checkpoint["message_hub"]["log_scalars"]["train/loss"].data[0].tolist(), checkpoint["state_dict"]
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    return out, run(DETECTION, config_of(data, out))
+
+
+def test_a_run_leaves_everything_and_evaluate_reproduces_it(finished, tmp_path):
+    out, results = finished
+    assert results["task"] == "detection" and results["steps"] == 6 and len(results["history"]["loss"]) == 6
+    assert {"test_coco/bbox_mAP", "test_coco/segm_mAP"} <= set(results["metrics"])
+    assert set(results["baseline"]) >= {"test_coco/bbox_mAP", "test_coco/segm_mAP"}
+    for name in ("results.json", "predictions.png", "model/model.safetensors", "model/backbone/config.json"):
+        assert (out / name).stat().st_size > 0
+    again = evaluate(DETECTION, out / "model", out=tmp_path / "evaluation")
+    assert again["metrics"] == results["metrics"]
+    assert evaluate(DETECTION, out / "model", "validation", out=tmp_path / "evaluation")["images"] == 3
+
+
+def test_after_a_kill_the_run_goes_on_with_the_same_losses(finished, data, tmp_path):
+    """The folder as a kill leaves it that came while the second checkpoint was written."""
+    out = tmp_path / "run"
+    config = config_of(data, out)
+    claim(out, {"config": flat(config.to_dict())})
+    shutil.copy(finished[0] / "iter_3.pth", out)
+    (out / "iter_5.pth").write_bytes((out / "iter_3.pth").read_bytes()[:1000])
+    results = run(DETECTION, config)
+    assert results["resumed_from"] == "iter_3.pth"
+    (losses, weights), (expected_losses, expected_weights) = final(out), final(finished[0])
+    assert losses == expected_losses
+    assert all(torch.equal(weights[key], value) for key, value in expected_weights.items())
+    assert results["metrics"] == finished[1]["metrics"]
+
+
+def test_the_exported_backbone_is_a_classifier_again(finished):
+    backbone = SparsePriorViTForImageClassification.from_pretrained(finished[0] / "model" / "backbone").vit
+    weights = final(finished[0])[1]
+    for key, value in backbone.state_dict().items():
+        assert torch.equal(value, weights[f"backbone.{key}"])
+
+
+def test_epochs_number_their_draws():
+    """Two epochs on two processes: every draw has a number of its own, whatever was drawn before."""
+    numbers = []
+    for rank in range(2):
+        sampler = NumberedEpochSampler(range(7), shuffle=True, seed=3)
+        sampler.rank, sampler.world_size, sampler.num_samples, sampler.total_size = rank, 2, 4, 8
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            draws = list(sampler)
+            sampler.set_epoch(epoch)
+            assert [(int(draw), draw.number, draw.seed) for draw in sampler] == [
+                (int(draw), draw.number, 3) for draw in draws
+            ]
+            numbers += [draw.number for draw in draws]
+    assert sorted(numbers) == list(range(16))
+
+
+# ---- the backbone in the detector -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prior", ["dense", "fibottention", "violin", "fibottention+violin"])
+def test_the_detector_has_the_features_of_our_model_alone_and_the_mask_counts(data, tmp_path, prior):
+    config = config_of(
+        data, tmp_path, f"model.backbone.prior={prior}", "model.backbone.stem=patch", "model.backbone.stem_channels=64"
+    )
+    model = built(config)
+    alone = SparsePriorViTModel(SparsePriorViTConfig(prior=prior, **SMALL)).eval()
+    alone.load_state_dict(model.backbone.state_dict())
+    images = torch.randn(2, 3, 32, 48)
+    with torch.no_grad():
+        (found,) = model.backbone(images)
+        expected = alone(images).last_hidden_state[:, 1:]  # behind the last norm
+        assert torch.equal(found.flatten(2).transpose(1, 2), expected)
+        maps = model.extract_feat(images)
+        assert all(torch.equal(*pair) for pair in zip(maps, model.neck((found,)), strict=True))
+    assert [tuple(map_.shape[2:]) for map_ in maps] == [(8, 12), (4, 6), (2, 3), (1, 2)]
+    if prior == "dense":
+        return
+    dense_config = copy.deepcopy(config)
+    dense_config.model.backbone.prior = "dense"
+    dense = MODELS.build(dense_config.model).eval()
+    dense.load_state_dict(model.state_dict(), strict=False)
+    with torch.no_grad():
+        scores, boxes = (torch.cat([part.flatten() for part in level]) for level in model.rpn_head(maps))
+        without, without_boxes = (
+            torch.cat([part.flatten() for part in level]) for level in dense.rpn_head(dense.extract_feat(images))
+        )
+    assert (scores - without).abs().max() > 1e-3 and (boxes - without_boxes).abs().max() > 1e-3
+
+
+def test_images_of_different_sizes_share_a_batch(data, tmp_path):
+    """Padded at bottom and right, the detections come back in each image's own size."""
+    model = built(config_of(data, tmp_path))
+    sizes = [(32, 32), (45, 70), (24, 33)]
+    samples = [
+        DetDataSample(metainfo={"img_shape": size, "ori_shape": size, "scale_factor": (1.0, 1.0), "img_id": 0})
+        for size in sizes
+    ]
+    images = [torch.full((3, *size), 200, dtype=torch.uint8) for size in sizes]
+    with torch.no_grad():
+        batch = model.data_preprocessor({"inputs": images, "data_samples": samples}, False)
+        found = model.test_step({"inputs": images, "data_samples": samples})
+    assert batch["inputs"].shape == (3, 3, 48, 72)
+    assert any(len(sample.pred_instances) for sample in found)
+    for sample, (height, width) in zip(found, sizes, strict=True):
+        instances = sample.pred_instances
+        assert instances.masks.shape[1:] == (height, width)
+        assert (instances.bboxes >= 0).all() and (instances.bboxes[:, 2] <= width).all()
+        assert (instances.bboxes[:, 3] <= height).all()
+
+
+# ---- the constant predictor -----------------------------------------------------------------------------------------
+
+
+def test_baseline_is_measured_as_pycocotools_does(data, tmp_path):
+    """The same detections by pycocotools alone, with masks and boxes in its own formats."""
+    measured = constant_metrics(config_of(data, tmp_path))
+    train, test = (COCO(data / "annotations" / f"instances_{split}.json") for split in ("training", "test"))
+    predictor = fit_constant(train, [5, 9]).predict(32, 32)
+    for kind in ("bbox", "segm"):
+        detections = [
+            {
+                "image_id": image,
+                "category_id": [5, 9][label],
+                "score": score,
+                **(
+                    {"bbox": [left, top, right - left, bottom - top]}
+                    if kind == "bbox"
+                    else {"segmentation": _encoded(mask)}
+                ),
+            }
+            for image in test.getImgIds()
+            for (left, top, right, bottom), label, score, mask in zip(
+                predictor["bboxes"], predictor["labels"], predictor["scores"], predictor["masks"], strict=True
+            )
+        ]
+        evaluation = COCOeval(test, test.loadRes(detections), kind)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+        assert measured[f"test_coco/{kind}_mAP"] == pytest.approx(evaluation.stats[0], abs=6e-4)
+        assert measured[f"test_coco/{kind}_mAP"] > 0.05  # the squares hardly move
+
+
+def _encoded(mask):
+    from pycocotools import mask as coco_mask
+
+    return coco_mask.encode(np.asfortranarray(mask.astype(np.uint8)))
+
+
+def test_perfect_detections_have_ap_1_and_none_ap_0(data, tmp_path):
+    config = config_of(data, tmp_path)
+    dataset = DATASETS.build(config.test_dataloader.dataset)
+    coco = COCO(data / "annotations" / "instances_test.json")
+    for perfect in (True, False):
+        metric = METRICS.build(config.test_evaluator)
+        metric.dataset_meta = dataset.metainfo
+        for image in coco.getImgIds():
+            annotations = coco.loadAnns(coco.getAnnIds(image)) if perfect else []
+            boxes = np.array([annotation["bbox"] for annotation in annotations], dtype=float).reshape(-1, 4)
+            boxes[:, 2:] += boxes[:, :2]
+            instances = {
+                "bboxes": torch.from_numpy(boxes),
+                "labels": torch.tensor([[5, 9].index(annotation["category_id"]) for annotation in annotations]).long(),
+                "scores": torch.ones(len(annotations)),
+                "masks": torch.tensor(
+                    np.array([coco.annToMask(annotation) for annotation in annotations]).reshape(-1, 32, 32)
+                ).bool(),
+            }
+            metric.process({}, [{"img_id": image, "ori_shape": (32, 32), "pred_instances": instances}])
+        metrics = metric.evaluate(4)
+        assert [metrics[f"coco/{kind}_mAP"] for kind in ("bbox", "segm")] == ([1.0, 1.0] if perfect else [0.0, 0.0])
+
+
+# ---- what is broken is named ----------------------------------------------------------------------------------------
+
+
+def _annotation(change):
+    def damage(root):
+        path = root / "annotations" / "instances_training.json"
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return damage
+
+
+def _cut(path):
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda root: _cut(root / "images/training/3.png"), r"images/training/3\.png cannot be read as an image"),
+        (lambda root: (root / "images/training/1.png").unlink(), r"images/training/1\.png is missing"),
+        (lambda root: _cut(root / "annotations/instances_training.json"), r"instances_training\.json is not readable"),
+        (
+            lambda root: (root / "annotations/instances_training.json").unlink(),
+            r"instances_training\.json is not there; data_root=",
+        ),
+        (_annotation(lambda content: content["annotations"][0].pop("area")), r"instances_training\.json is not COCO's layout"),
+        (_annotation(lambda content: content["categories"].pop()), r"instances_training\.json has 1 of the 2 classes"),
+        (
+            _annotation(lambda content: content["annotations"][2]["segmentation"]["counts"].append(7)),
+            r"instances_training\.json: annotation 3 of 1\.png has run lengths that do not fill its image of 32x32",
+        ),
+    ],
+)
+def test_broken_files_are_named_in_one_line(data, tmp_path, capfd, damage, said):
+    shutil.copytree(data, tmp_path / "data")
+    damage(tmp_path / "data")
+    arguments = options(tmp_path / "data", tmp_path / "run")
+    assert train_main(DETECTION, ["--config", str(CONFIGS / "smoke.py"), *arguments]) == 2
+    last = capfd.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
+    assert re.search(said, last) and last.startswith("python -m tasks.detection.train: "), last
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"bbox": [1, 2, 3]}, "four numbers"),
+        ({"bbox": [1, 2, 3, float("nan")]}, "four numbers"),
+        ({"segmentation": []}, "polygon"),
+        ({"segmentation": [[1, 2, 3, 4]]}, "polygon"),
+        ({"segmentation": None}, "neither polygons nor run lengths"),
+        ({"segmentation": {"size": [5, 4], "counts": [20]}}, r"size \[5, 4\]"),
+        ({"segmentation": {"size": [4, 5], "counts": [-1, 21]}}, "do not fill"),
+        ({"segmentation": {"size": [4, 5], "counts": [3, 17]}}, None),
+        ({"segmentation": {"size": [4, 5], "counts": "abc"}}, None),
+        ({"segmentation": [[0, 0, 2, 0, 2, 3]]}, None),
+    ],
+)
+def test_annotations_are_checked(change, said):
+    annotation = {"bbox": [0, 0, 2, 3], "segmentation": [[0, 0, 2, 0, 2, 3]], **change}
+    damage = annotation_damage(annotation, 4, 5)
+    assert damage is None if said is None else re.search(said, damage)
+
+
+# ---- configs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
+def test_configs_parse_and_build(path):
+    config = load_config(path)
+    assert isinstance(config, Config) and config.default_scope == "mmdet"
+    init_default_scope("mmdet")
+    with torch.device("meta"):
+        model = MODELS.build(config.model)
+    assert model.backbone.config.num_hidden_layers == (6 if path.stem == "smoke" else 12)
+    patch, scales = model.backbone.config.patch_size, config.model.neck.scales
+    strides = [patch / scale for scale in scales]
+    strides += [strides[-1] * 2**extra for extra in range(1, config.model.neck.num_outs - len(scales) + 1)]
+    assert [stride[0] for stride in model.rpn_head.anchor_generator.strides] == strides
+    assert model.roi_head.bbox_roi_extractor.featmap_strides == strides[:-1]
+    wrapper = build_optim_wrapper(model, config.optim_wrapper)
+    decayed = {
+        name: group["weight_decay"]
+        for group in wrapper.optimizer.param_groups
+        for name, parameter in model.named_parameters()
+        if any(parameter is member for member in group["params"])
+    }
+    assert decayed["backbone.embeddings.position_embeddings"] == 0 and decayed["backbone.layers.0.mlp.fc1.bias"] == 0
+    assert decayed["backbone.layers.0.mlp.fc1.weight"] == 0.05
+    assert not any(decay for name, decay in decayed.items() if "decay_bias" in name or "norm" in name)
+    for part in SPLITS:
+        dataset = config[f"{part}_dataloader"].dataset
+        assert DATASETS.get(dataset.type) is not None
+        assert [TRANSFORMS.build(step) for step in dataset.pipeline]
+        assert METRICS.get(config.test_evaluator.type) is not None
+    for hook in config.custom_hooks:
+        HOOKS.build(hook)
+
+
+def test_full_size_configs_are_mask_rcnn_1x():
+    dense, violin = (load_config(CONFIGS / f"coco_mask_rcnn_vit_base_{prior}.py") for prior in ("dense", "violin"))
+    assert dense.train_cfg.max_epochs == 12 and dense.param_scheduler[-1].milestones == [8, 11]
+    assert dense.train_dataloader.batch_size * 8 == dense.auto_scale_lr.base_batch_size == 16
+    assert dense.model.roi_head.bbox_head.num_classes == 80 and dense.model.backbone.preset == "deit_base"
+    assert dense.model.backbone.prior == "dense" and violin.model.backbone.prior == "violin"
+    same = violin.to_dict()
+    same["model"]["backbone"]["prior"] = "dense"
+    same["work_dir"] = dense.work_dir
+    assert same == dense.to_dict()
