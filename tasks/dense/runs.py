@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import itertools
 import logging
 import os
 import shutil
@@ -45,6 +46,7 @@ PACKAGES = ("onedl-mmcv", "onedl-mmengine", "onedl-mmsegmentation", "onedl-mmdet
 # Where a run lies, how it shows itself and how many processes read its images does not make it another run.
 COSMETIC = ("work_dir", "log_level", "launcher", "resume", "num_workers", "persistent_workers", "max_keep_ckpts")
 SPLITS = {"test": "test", "validation": "val"}  # ours to mm's
+_RUNS = itertools.count()  # of this process
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,8 @@ def build_runner(config: Config) -> QuietRunner:
     refuse_pickles()
     config = copy.deepcopy(config)
     config.launcher = "pytorch" if "TORCHELASTIC_RUN_ID" in os.environ else "none"
+    # mmengine knows runs by name and second: one that begins within the same second would be given the other's folder.
+    config.experiment_name = f"{Path(config.filename or 'run').stem}_{next(_RUNS)}"
     with errors_in_one_line():
         runner = QuietRunner.from_cfg(config)
     if not runner.distributed:  # one process has nothing to synchronise, and a CPU cannot

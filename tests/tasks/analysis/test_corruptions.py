@@ -58,9 +58,12 @@ def published(monkeypatch):
     monkeypatch.setattr(np, "float_", np.float64, raising=False)
     monkeypatch.setattr(skimage.filters, "gaussian", old_gaussian)
     monkeypatch.setattr(skimage.util, "random_noise", old_random_noise)
+    names = ("imagecorruptions", "imagecorruptions.corruptions")
+    for name in names:  # which mmdet imports as well, without any of this
+        monkeypatch.delitem(sys.modules, name, raising=False)
     package = import_module("imagecorruptions")
     yield package
-    for name in ("imagecorruptions", "imagecorruptions.corruptions"):
+    for name in names:
         sys.modules.pop(name)
 
 
