@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from .attention import SparsePriorAttention  # noqa: F401  every helper is named here, older releases follow no chains
-from .configuration_sparseprior_vit import SparsePriorViTConfig
+from .configuration_sparseprior_vit import SparsePriorViTConfig, check_number
 from .curves import CURVES  # noqa: F401
 from .decay import DECAYS  # noqa: F401
 from .extras import EXTRAS  # noqa: F401
@@ -26,11 +28,15 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
 
     Args:
         num_frames: of a clip. Time embeddings are taken from the nearest frame for clips of other lengths.
+        time_initializer_range: standard deviation that the time embeddings and the linear layers behind temporal
+            attention start with. 0, as published, is for weights of an image model, to which nothing changes at first;
+            from scratch the order of frames is learned only with more, for example `initializer_range`.
     """
 
     model_type = "sparseprior_timesformer"
 
     num_frames: int = 8
+    time_initializer_range: float | int = 0.0
 
     def validate(self) -> None:
         """As SparsePriorViT's.
@@ -40,6 +46,7 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
         """
         super().validate()
         self.num_frames = check_integer("num_frames", self.num_frames, 1)
+        check_number("time_initializer_range", self.time_initializer_range, 0.0, math.inf)
         for name in ("use_distillation_token", "token_classifier"):
             if getattr(self, name):
                 raise ValueError(f"{name}=True must be False in a {type(self).__name__}")

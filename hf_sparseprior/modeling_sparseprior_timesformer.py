@@ -102,7 +102,7 @@ class SparsePriorTimesformerTemporalAttention(nn.Module):
 
 
 class SparsePriorTimesformerTemporalDense(nn.Linear):
-    """The linear layer behind temporal attention, which starts at zero as published: at first a layer sees no time."""
+    """The linear layer behind temporal attention; what it starts with is `time_initializer_range`."""
 
 
 class SparsePriorTimesformerLayer(SparsePriorViTLayer):
@@ -187,11 +187,13 @@ class SparsePriorTimesformerPreTrainedModel(SparsePriorViTPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, SparsePriorTimesformerEmbeddings):
-            init.zeros_(module.time_embeddings)
-        elif isinstance(module, SparsePriorTimesformerTemporalDense):
-            init.zeros_(module.weight)
-            init.zeros_(module.bias)
+        of_time = {SparsePriorTimesformerEmbeddings: "time_embeddings", SparsePriorTimesformerTemporalDense: "weight"}
+        if type(module) in of_time:
+            parameter, std = getattr(module, of_time[type(module)]), self.config.time_initializer_range
+            if std:
+                init.trunc_normal_(parameter, std=std)
+            else:
+                init.zeros_(parameter)
 
     def no_weight_decay(self) -> set[str]:
         """As the image model's, and the time embeddings."""
@@ -233,6 +235,7 @@ class SparsePriorTimesformerPreTrainedModel(SparsePriorViTPreTrainedModel):
             name = _bare(key)
             given = source.get(name.replace("temporal_attention", "attention").replace(*_TEMPORAL_NORM))
             if name == "embeddings.time_embeddings" or "temporal_dense" in name:
+                value.zero_()
                 continue
             if given is not None and given.shape == value.shape and (same_prior or not of_prior(name)):
                 if same_classes or not name.startswith("classifier."):

@@ -27,7 +27,7 @@ import copy
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -211,7 +211,12 @@ def _check_model(model: dict[str, Any]) -> None:
 
 
 def run_comparison(
-    comparison: Comparison, out: Path, records: Path, variants: Sequence[str] | None = None, command: str | None = None
+    comparison: Comparison,
+    out: Path,
+    records: Path,
+    variants: Sequence[str] | None = None,
+    command: str | None = None,
+    train: Callable[..., dict[str, Any]] = run,
 ) -> dict[str, list[dict[str, Any]]]:
     """Do every run that has no record yet; records by variant, seeds in order.
 
@@ -221,6 +226,7 @@ def run_comparison(
         records: folder of VARIANT/seedN.json, all that is needed to know that a run is done.
         variants: only these.
         command: for results.json.
+        train: does a run, as `train.run`; that of another task.
     """
     names = list(dict.fromkeys(variants or comparison.configs))
     done: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
@@ -239,7 +245,7 @@ def run_comparison(
     for number, ((seed, name), config, record) in enumerate(zip(todo, configs, found, strict=True), start=1):
         if record is None:
             print(f"[{number}/{len(todo)}] {name}, seed {seed}", file=sys.stderr, flush=True)
-            record = record_of(run(config, command=command))
+            record = record_of(train(config, command=command))
             if PartialState().is_main_process:
                 write_results(records / name / f"seed{seed}.json", record)
         done[name].append(record)
@@ -482,12 +488,13 @@ def main(argv: list[str] | None = None) -> int:
         records = arguments.records or out
         run_comparison(comparison, out, records, arguments.variants)
         if PartialState().is_main_process:
-            _write_comparison(all_records(comparison, records), records)
+            write_comparison(all_records(comparison, records), records)
 
     return run_command(parser.prog, work, "where it stopped")
 
 
-def _write_comparison(results: dict[str, list[dict[str, Any]]], folder: Path) -> None:
+def write_comparison(results: dict[str, list[dict[str, Any]]], folder: Path) -> None:
+    """Write table, summary and picture of the records into their folder, and print the table."""
     lines = table(results)
     write_text(folder / "table.md", lines + "\n")
     summary = {name: [record["metrics"] for record in runs] for name, runs in results.items()}

@@ -238,16 +238,21 @@ def check_config(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
         raise ValueError(f"model.classifier_init_std={std!r} must be a number of 0 or more")
     if "label_smoothing_factor" in config["trainer"]:
         raise ValueError("trainer.label_smoothing_factor does not go with mixup; use augmentation.label_smoothing")
-    for key, value in config["trainer"].items():
+    check_trainer(config["trainer"])
+    return config
+
+
+def check_trainer(trainer: dict[str, Any]) -> None:
+    """Refuse values of a `trainer` section that transformers would fail over much later, and mend its strategies."""
+    for key, value in trainer.items():
         if key.endswith("_strategy") and value is False:
-            config["trainer"][key] = "no"  # YAML reads a bare no as False
-    _check_numbers(config["trainer"])
-    averaged = config["trainer"].get("ema_decay") is not None
+            trainer[key] = "no"  # YAML reads a bare no as False
+    _check_numbers(trainer)
+    averaged = trainer.get("ema_decay") is not None
     judged = ["accuracy", "loss", *(["ema_accuracy", "ema_loss"] if averaged else [])]
-    metric = config["trainer"].get("metric_for_best_model")
+    metric = trainer.get("metric_for_best_model")
     if metric is not None and str(metric).removeprefix("eval_") not in judged:
         raise ValueError(f"trainer.metric_for_best_model={metric!r} must be one of {', '.join(judged)}")
-    return config
 
 
 def _check_numbers(trainer: dict[str, Any]) -> None:
@@ -267,7 +272,6 @@ def _check_numbers(trainer: dict[str, Any]) -> None:
 def known_keys() -> dict[str, list[str]]:
     """Every key of every section."""
     from hf_sparseprior import SparsePriorViTConfig
-    from hf_sparseprior.training import SparsePriorTrainingArguments
 
     own = SparsePriorViTConfig.__annotations__
     return {
@@ -277,8 +281,15 @@ def known_keys() -> dict[str, list[str]]:
         "tuning": [field.name for field in fields(TuningConfig)],
         "token_labels": [field.name for field in fields(TokenLabelConfig)],
         "distillation": [field.name for field in fields(DistillationConfig)],
-        "trainer": [field.name for field in fields(SparsePriorTrainingArguments) if field.init],
+        "trainer": trainer_keys(),
     }
+
+
+def trainer_keys() -> list[str]:
+    """Every key of a `trainer` section."""
+    from hf_sparseprior.training import SparsePriorTrainingArguments
+
+    return [field.name for field in fields(SparsePriorTrainingArguments) if field.init]
 
 
 def check_known(given: Iterable[str], known: Sequence[str], where: str) -> None:

@@ -18,7 +18,17 @@ import torch
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 from hf_sparseprior.hub import write_text
 
-PACKAGES = ("hf_sparseprior", "torch", "transformers", "accelerate", "datasets", "evaluate", "numpy", "scikit-learn")
+PACKAGES = (
+    "hf_sparseprior",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "evaluate",
+    "numpy",
+    "scikit-learn",
+    "av",
+)
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -217,7 +217,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     defaults = {**TRAINER_DEFAULTS, "dataloader_pin_memory": torch.cuda.is_available()}
     # A copy: transformers writes its own defaults into the dictionaries it is given.
     trainer_section = copy.deepcopy(config["trainer"])
-    arguments = _trainer_errors(SparsePriorTrainingArguments, **{**defaults, **trainer_section})
+    arguments = trainer_errors(SparsePriorTrainingArguments, **{**defaults, **trainer_section})
     data_config, augmentation = DataConfig(**config["data"]), AugmentationConfig(**config["augmentation"])
     if data_config.stage == FINAL and arguments.load_best_model_at_end:
         raise ValueError(
@@ -240,7 +240,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     with arguments.main_process_first(desc="reading label maps"):
         maps = open_label_maps(token_labels, data, arguments)
     inputs = make_inputs(data, corrupt, data_config, augmentation, model.config, arguments, maps)
-    trainer = _trainer_errors(
+    trainer = trainer_errors(
         SparsePriorTrainer,
         model=model,
         args=arguments,
@@ -259,7 +259,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
             dataset.fill_cache(show_progress=not arguments.disable_tqdm)
         inputs.datasets["train"][next(iter(inputs.train_sampler))]
     # Until here nothing was written or thrown away: a bad value leaves the folder as it was.
-    checkpoint = _claim_folder(out, config, trainer)
+    checkpoint = claim_folder(out, config, trainer)
     if not arguments.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(OneLineProgress())
@@ -326,7 +326,7 @@ def validation_metrics(state: Any, best: bool) -> dict[str, float]:
     return {"validation_accuracy": judged[-1]["eval_accuracy"]} if judged else {}
 
 
-def _claim_folder(out: Path, config: dict[str, dict[str, Any]], trainer: Any) -> str | None:
+def claim_folder(out: Path, config: dict[str, dict[str, Any]], trainer: Any) -> str | None:
     """Make the folder this run's, by one process for all; the checkpoint that all go on from."""
     checkpoint = None
     trainer.accelerator.wait_for_everyone()  # until every process has looked at what is there
@@ -338,7 +338,7 @@ def _claim_folder(out: Path, config: dict[str, dict[str, Any]], trainer: Any) ->
     return broadcast_object_list([checkpoint])[0]
 
 
-def _trainer_errors(make: Any, **options: Any) -> Any:
+def trainer_errors(make: Any, **options: Any) -> Any:
     """Call transformers with the `trainer` section; its complaints name the section."""
     try:
         return make(**options)

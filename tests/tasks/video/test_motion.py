@@ -1,0 +1,94 @@
+"""Clips with labels by construction: the middle frame says nothing, the splits share no time."""
+
+import json
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
+pytest.importorskip("tasks.video.motion")
+
+from tasks.video import motion
+from tasks.video.decoding import read_frames
+from tasks.video.motion import CLASSES, STRETCHES, VIDEOS, MotionConfig, cut_clip, draw_places, main
+
+SMALL = {"size": 24, "height": 40, "train": 2, "val": 1, "test": 1}
+
+try:
+    motion.video_folder()
+except ImportError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("motion") / "clips"
+    assert main([str(out), *[part for key, value in SMALL.items() for part in (f"--{key}", str(value))]]) == 0
+    return out
+
+
+def test_every_place_gives_one_clip_of_every_class_with_the_same_middle_frame(folder):
+    for split, places in (("train", 2), ("val", 1), ("test", 1)):
+        found = defaultdict(dict)
+        for path in (folder / split).glob("*/*.mkv"):
+            found[path.name][path.parent.name] = read_frames(path)
+        assert len(found) == places * len(VIDEOS)
+        for clips in found.values():
+            assert set(clips) == set(CLASSES)
+            assert all(clip.shape == (9, 24, 24, 3) for clip in clips.values())
+            middles = {clip[4].tobytes() for clip in clips.values()}
+            assert len(middles) == 1  # to the bit, as decoded: a model of one frame has nothing to go by
+            still = clips["still_paused"]
+            assert (still == still[:1]).all()
+            assert len({clip.tobytes() for clip in clips.values()}) == len(CLASSES)
+
+
+def test_classes_are_what_they_are_called():
+    """On a video whose pixels say where and when they are: red the column, green the row, blue the frame."""
+    config = MotionConfig(size=8, frames=5, pan=2, pace=3, height=20)
+    video = np.stack(np.meshgrid(np.arange(40), np.arange(20), np.arange(40), indexing="ij"), -1)[..., [2, 1, 0]]
+    video = video.astype(np.uint8)
+    for name in CLASSES:
+        clip = cut_clip(video, (20, 5, 16), name, config)
+        pan, play = name.split("_")
+        column = {"left": -2, "still": 0, "right": 2}[pan]
+        time = {"backward": -3, "paused": 0, "forward": 3}[play]
+        for step in range(-2, 3):
+            assert clip[step + 2, 0, 0].tolist() == [16 + column * step, 5, 20 + time * step]
+
+
+def test_splits_share_no_frame_of_a_video():
+    video = np.random.default_rng(0).integers(0, 256, (120, 30, 60, 3), dtype=np.uint8)
+    config = MotionConfig(size=16, frames=5, pan=2, pace=2, height=30)
+    used = {}
+    for split in STRETCHES:
+        places = draw_places(video, split, 50, config, np.random.default_rng(1))
+        used[split] = {middle + step for middle, _, _ in places for step in range(-4, 5)}
+        for _, top, left in places:
+            assert 0 <= top <= 14 and 4 <= left <= 60 - 16 - 4
+    assert not used["train"] & used["val"] and not used["val"] & used["test"] and not used["train"] & used["test"]
+    assert set().union(*used.values()) <= set(range(120))
+
+
+def test_bad_values_are_one_line_and_write_nothing(folder, tmp_path, capsys):
+    for options, message in (
+        (["--frames", "4"], "motion.frames=4 must be odd"),
+        (["--size", "90", "--height", "80"], "motion.size=90 must be at most motion.height=80"),
+        (["--pan", "40"], "do not fit"),
+        (["--train", "0"], "motion.train=0"),
+    ):
+        assert main([str(tmp_path / "out"), *options]) == 2
+        error = capsys.readouterr().err
+        assert message in error and len(error.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+    assert main([str(folder)]) == 2 and "exists already" in capsys.readouterr().err
+
+
+def test_clips_cut_otherwise_are_refused(folder, tmp_path):
+    motion.check_clips(folder, MotionConfig(**SMALL))
+    with pytest.raises(ValueError, match=r"was cut otherwise \(pan: 3 there, 2 here\)"):
+        motion.check_clips(folder, MotionConfig(**{**SMALL, "pan": 2}))
+    with pytest.raises(ValueError, match="is not a folder of motion clips"):
+        motion.check_clips(tmp_path, MotionConfig())
+    assert json.loads((folder / "motion.json").read_text())["size"] == 24

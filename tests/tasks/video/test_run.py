@@ -1,0 +1,305 @@
+"""Runs on really decoded clips: they learn, go on after a kill, come back, and say what is wrong in one line."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
+pytest.importorskip("matplotlib", reason="needs the extra classification")
+
+from transformers import AutoImageProcessor, AutoModelForVideoClassification, pipeline
+
+from hf_sparseprior import (
+    SparsePriorTimesformerForVideoClassification,
+    SparsePriorViTConfig,
+    SparsePriorViTForImageClassification,
+)
+from tasks.video import compare, evaluate, train
+from tasks.video.config import AugmentationConfig, DataConfig, load_config
+from tasks.video.data import load_data, make_dataset
+from tasks.video.decoding import write_video
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = ROOT / "configs" / "video"
+SPLITS = {"train": 24, "val": 8, "test": 8}
+
+
+def moving(index, rightward, size=20):
+    """A clip of a bright bar on grey that goes left or right; the middle frame is the same."""
+    clip = np.full((5, size, size, 3), 10 * (index % 8), np.uint8)
+    for step in range(-2, 3):
+        column = size // 2 + 4 * step * (1 if rightward else -1)
+        clip[step + 2, :, max(column - 2, 0) : column + 2] = 255
+    return clip
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory):
+    """folder/SPLIT/{left,right}/*.mkv"""
+    folder = tmp_path_factory.mktemp("videos")
+    for number, (split, count) in enumerate(SPLITS.items()):
+        for index in range(count):
+            name = ("left", "right")[index % 2]
+            (folder / split / name).mkdir(parents=True, exist_ok=True)
+            write_video(folder / split / name / f"{index:02d}.mkv", moving(100 * number + index // 2, index % 2))
+    return folder
+
+
+@pytest.fixture
+def config_file(videos, tmp_path):
+    content = {
+        "data": {"source": "folder", "path": str(videos), "cache": True},
+        "augmentation": {"random_crop": True, "vertical_flip": 0.5, "brightness": 0.1},
+        "model": {
+            **{"image_size": 16, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 1, "num_frames": 5},
+            **{"num_attention_heads": 4, "intermediate_size": 64, "initializer_range": 0.2, "prior": "fibottention"},
+            **{"time_initializer_range": 0.3, "pooling": "mean"},
+        },
+        "trainer": {
+            **{"num_train_epochs": 12, "per_device_train_batch_size": 8, "learning_rate": 3e-3, "seed": 0},
+            **{"warmup_steps": 10, "lr_scheduler_type": "cosine", "max_grad_norm": 1.0},
+            **{"output_dir": str(tmp_path / "run"), "disable_tqdm": True},
+        },
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def losses(results):
+    return [(entry["step"], entry["loss"]) for entry in results["history"] if "loss" in entry]
+
+
+@pytest.mark.slow
+def test_a_run_learns_and_evaluate_gives_its_metric(config_file, tmp_path, capsys):
+    out = tmp_path / "run"
+    command = ["--config", str(config_file), "trainer.num_train_epochs=40"]
+    assert train.main(command) == 0
+    results = json.loads((out / "results.json").read_text())
+    assert results["metrics"]["test_accuracy"] == 1.0
+    assert results["data"].endswith("(24 train, 8 val, 8 test)") and results["steps"] == 120
+    assert {"versions", "hardware", "command", "config", "seconds", "model_sha256"} <= set(results)
+    assert np.sum(results["confusion"]) == 8 and losses(results)[-1][1] < losses(results)[0][1]
+    for name in ("curves.png", "confusion.png", "clips.png", "model/README.md"):
+        assert (out / name).is_file()
+    capsys.readouterr()
+    assert evaluate.main([str(out / "model")]) == 0
+    assert "test_accuracy: 100.00 % of 8 clips" in capsys.readouterr().out
+    again = json.loads((out / "evaluation" / "results_test.json").read_text())
+    assert again["metrics"]["test_accuracy"] == results["metrics"]["test_accuracy"]
+    assert again["confusion"] == results["confusion"]
+    # The same command does nothing more.
+    before = (out / "results.json").stat().st_mtime_ns
+    assert train.main(command) == 0
+    assert (out / "results.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+def test_one_frame_is_chance_and_the_prior_changes_the_output(config_file, tmp_path):
+    single = load_config(config_file, ["model.num_frames=1", f"trainer.output_dir={tmp_path}/single"])
+    results = train.run(single)
+    assert results["metrics"]["test_accuracy"] == 0.5  # left and right of a place have one middle frame
+    folder = tmp_path / "single" / "model"
+    sparse = AutoModelForVideoClassification.from_pretrained(folder)
+    dense = AutoModelForVideoClassification.from_pretrained(folder, prior="dense")
+    pixels = torch.randn(2, 1, 3, 16, 16)
+    assert (sparse(pixels).logits - dense(pixels).logits).abs().max() > 1e-3
+
+
+COMMAND = [sys.executable, "-m", "tasks.video.train", "--config"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blow", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_run_goes_on_with_the_same_steps_and_losses(blow, config_file, tmp_path):
+    whole = train.run(load_config(config_file, [f"trainer.output_dir={tmp_path}/whole"]))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    out = tmp_path / "run"
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen([*COMMAND, str(config_file)], cwd=ROOT, env=environment, stderr=log, stdout=log)
+    deadline = time.monotonic() + 240
+    while not list(out.glob("checkpoint-*/trainer_state.json")) and time.monotonic() < deadline:
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.02)
+    process.send_signal(blow)
+    assert process.wait(timeout=120) == (143 if blow == signal.SIGTERM else -blow), (tmp_path / "log").read_text()
+    assert not (out / "results.json").exists()
+    results = train.run(load_config(config_file))
+    assert results["resumed_from"] is not None and results["steps"] == whole["steps"] == 36
+    # Entries before the checkpoint come from its state, a SIGTERM's within an epoch are of a part of it.
+    assert losses(results)[-3:] == losses(whole)[-3:]
+    first, second = (
+        SparsePriorTimesformerForVideoClassification.from_pretrained(folder / "model")
+        for folder in (out, tmp_path / "whole")
+    )
+    assert all(value.equal(second.state_dict()[name]) for name, value in first.state_dict().items())
+
+
+def test_a_broken_clip_is_named_before_anything_is_written(videos, config_file, tmp_path, capsys):
+    copy = tmp_path / "videos"
+    shutil.copytree(videos, copy)
+    bad = copy / "train" / "left" / "04.mkv"
+    bad.write_bytes(b"no video " * 50)
+    assert train.main(["--config", str(config_file), f"data.path={copy}"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("python -m tasks.video.train: ") and f"{bad} cannot be decoded" in error
+    assert not (tmp_path / "run").exists()
+
+
+BAD = {
+    "data.source=kinetics": "data.source='kinetics' must be one of motion, folder, csv",
+    "data.path=nowhere": "nowhere/train is missing",
+    "data.strid=2": "section 'data' has no key 'strid'; did you mean 'stride'?",
+    "data.stride=0": "data.stride=0",
+    "data.lists=x": "data.lists='x' is for data.source csv",
+    "model.num_frames=0": "num_frames=0",
+    "model.prior=fibotention": "'fibotention' is no prior",
+    "model.image_model=nowhere": "nowhere",
+    "model.image_size=24": "frames of 20x20 pixels must be at least 24x24, the model's; set data.short_side",
+    "augmentation.horizontal_flip=2": "augmentation.horizontal_flip=2",
+    "trainer.learning_rate=fast": "trainer.learning_rate='fast' must be a number",
+    "tuning.method=lora": "the configuration has no key 'tuning'",
+}
+
+
+@pytest.mark.parametrize("override", BAD)
+def test_bad_values_are_one_line(override, config_file, tmp_path, capsys):
+    assert train.main(["--config", str(config_file), override]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert BAD[override] in error and error.startswith("python -m tasks.video.train: ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_motion_clips_are_not_flipped_over():
+    with pytest.raises(ValueError, match="would make panning left one to the right"):
+        load_config(CONFIGS / "smoke.yaml", ["augmentation.horizontal_flip=0.5"])
+    with pytest.raises(ValueError, match="would move the middle frame"):
+        load_config(CONFIGS / "smoke.yaml", ["augmentation.random_place=true"])
+
+
+def test_csv_lists_and_long_videos(videos, tmp_path):
+    lists = tmp_path / "lists"
+    lists.mkdir()
+    for split in SPLITS:
+        rows = [f"{path.relative_to(videos)},{path.parent.name}" for path in sorted((videos / split).glob("*/*"))]
+        (lists / f"{split}.csv").write_text("\n".join(["path,label", *rows]) + "\n")
+    config = DataConfig(source="csv", path=str(videos), lists=str(lists), stride=2)
+    data = load_data(config)
+    folder = load_data(DataConfig(source="folder", path=str(videos)))
+    assert data.classes == ["left", "right"]
+    assert set(data.splits["train"].paths) == set(folder.splits["train"].paths)
+    (lists / "val.csv").write_text("path,label\na.mkv,up\n")
+    with pytest.raises(ValueError, match="class 'up' of val is not in train"):
+        load_data(config)
+    (lists / "val.csv").write_text("file,label\na.mkv,left\n")
+    with pytest.raises(ValueError, match=r"val\.csv must have the columns path and label"):
+        load_data(config)
+
+
+def test_augmentation_acts_on_all_frames_alike_and_repeats(videos):
+    from hf_sparseprior.training import Draw
+
+    config = DataConfig(source="folder", path=str(videos))
+    data = load_data(config)
+    small = train.SparsePriorTimesformerConfig(**{"image_size": 16, "patch_size": 4, "num_frames": 3})
+    changes = AugmentationConfig(random_crop=True, vertical_flip=0.5, horizontal_flip=0.5, brightness=0.2, contrast=0.2)
+    dataset = make_dataset(data.splits["train"], config, small, changes, seed=3)
+    draws = [Draw(1, epoch, 0) for epoch in range(6)]
+    first, second = ([dataset[draw]["pixel_values"] for draw in draws] for _ in range(2))
+    assert all(one.equal(two) for one, two in zip(first, second, strict=True))
+    assert len({one.numpy().tobytes() for one in first}) == 6
+    # A clip that stands is still one after it: the same window, flips and light in every frame.
+    dataset.frames = lambda index, place: np.repeat(moving(0, True)[2:3], 3, axis=0)
+    for draw in draws:
+        pixels = dataset[draw]["pixel_values"]
+        assert pixels[0].equal(pixels[1]) and pixels[0].equal(pixels[2])
+
+
+def test_the_saved_processor_prepares_clips_as_evaluation_does(videos, tmp_path):
+    config = DataConfig(source="folder", path=str(videos))
+    data = load_data(config)
+    model_config = train.SparsePriorTimesformerConfig(image_size=16, patch_size=4, num_frames=5, image_mean=0.3)
+    settings = train.processor_settings(model_config, None)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    dataset = make_dataset(data.splits["test"], config, model_config)
+    frames = list(dataset.frames(0))
+    expected = AutoImageProcessor.from_pretrained(tmp_path)(frames, return_tensors="pt")["pixel_values"][0]
+    torch.testing.assert_close(dataset[0]["pixel_values"], expected)
+
+
+def test_pipeline_of_a_saved_model(videos, tmp_path):
+    sizes = {"image_size": 16, "patch_size": 4, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = train.build_model({**sizes, "intermediate_size": 24, "num_frames": 5}, ["left", "right"])
+    model.save_pretrained(tmp_path)
+    classify = pipeline("video-classification", model=str(tmp_path))
+    scores = classify(str(next((videos / "test" / "left").iterdir())))
+    assert {score["label"] for score in scores} == {"left", "right"}
+
+
+def test_image_models_start_video_runs(config_file, tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    image = SparsePriorViTForImageClassification(SparsePriorViTConfig(image_size=16, patch_size=4, **sizes))
+    image.save_pretrained(tmp_path / "image")
+    model = train.build_model({"image_model": str(tmp_path / "image"), "num_frames": 3}, ["a", "b", "c"])
+    assert model.config.id2label == {0: "a", 1: "b", 2: "c"} and model.config.num_labels == 3
+    assert model.vit.layers[0].mlp.fc1.weight.equal(image.vit.layers[0].mlp.fc1.weight)
+
+
+# ---- configurations -------------------------------------------------------------------------------------------------
+
+# What Section 5.1 of the paper says: frames, sampling, and 94 % of pairs masked with Modified Wythoff, 1.5 % more
+# with Wythoff.
+FULL = sorted(path.name for path in CONFIGS.glob("*_timesformer_*.yaml"))
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_full_size_configurations_parse_and_build(name):
+    config = load_config(CONFIGS / name)
+    assert (config["model"]["num_frames"], config["data"]["stride"]) == ((16, 4) if "nucla" in name else (8, 32))
+    assert config["trainer"]["num_train_epochs"] == 15 and config["trainer"]["per_device_train_batch_size"] == 32
+    section = {key: value for key, value in config["model"].items() if key != "image_model"}
+    with torch.device("meta"):
+        model = train.build_model({**section, "preset": "vit_base"}, [str(number) for number in range(31)])
+    # TimeSformer's 121.4 million: ViT-B's 85.8, and for each of 12 layers a norm, four projections and one behind.
+    backbone = sum(parameter.numel() for parameter in model.vit.parameters())
+    assert backbone == 85_798_656 + 12 * (5 * (768 * 768 + 768) + 2 * 768) + config["model"]["num_frames"] * 768
+    ratios = {"dense": 0.0, "bigbird": 93.0, "fibottention": 95.5, "fibottention_modified": 94.0}
+    assert model.config.pruning_ratio == pytest.approx(
+        ratios[name.split("timesformer_")[1].removesuffix(".yaml")], abs=0.6
+    )
+
+
+def test_there_is_a_configuration_for_every_cell_of_table_5():
+    assert len(FULL) == 12
+    assert len(compare.load_comparison(CONFIGS / "compare" / "fib_table5.yaml").configs) == 4
+
+
+def test_comparisons_name_the_variant(tmp_path):
+    comparison = compare.load_comparison(CONFIGS / "compare" / "motion.yaml")
+    assert comparison.configs["single-frame"]["model"]["num_frames"] == 1
+    path = tmp_path / "bad.yaml"
+    path.write_text(f"base: {CONFIGS / 'smoke.yaml'}\nseeds: [0]\nvariants:\n  odd: {{model: {{num_frames: 0}}}}\n")
+    with pytest.raises(ValueError, match=r"bad.yaml, variant 'odd': num_frames=0"):
+        compare.load_comparison(path)
+
+
+@pytest.mark.slow
+def test_a_comparison_writes_its_table(config_file, tmp_path, capsys):
+    variants = {"five": {}, "one": {"model": {"num_frames": 1}}}
+    content = {"base": config_file.name, "seeds": [0], "variants": variants}
+    (tmp_path / "compare.yaml").write_text(yaml.safe_dump(content))
+    command = ["--config", str(tmp_path / "compare.yaml"), "--out", str(tmp_path / "out")]
+    config_file.write_text(config_file.read_text().replace(f"output_dir: {tmp_path / 'run'}", "save_total_limit: 1"))
+    assert compare.main([*command, "trainer.num_train_epochs=1"]) == 0
+    assert "| one | 50.00" in (tmp_path / "out" / "table.md").read_text()
+    assert (tmp_path / "out" / "results.png").is_file()
