@@ -5,6 +5,7 @@ python -m tasks.segmentation.train --config configs/segmentation/smoke.py
 """
 
 _base_ = ["../dense/runtime.py", "_base_/scenes.py"]
+work_dir = "outputs/segmentation_smoke"  # both have a smoke.py
 custom_imports = dict(imports=["tasks.segmentation"])
 default_scope = "mmseg"
 custom_hooks = [dict(type="SeedSteps"), dict(type="OneLineProgress", metrics=["mIoU"]), dict(type="StopOnSignal")]
@@ -32,6 +33,8 @@ model = dict(
         num_hidden_layers=4,
         num_attention_heads=4,
         intermediate_size=2 * width,
+        stem="convolution",
+        stem_channels=16,
         image_mean=[0.485, 0.456, 0.406],
         image_std=[0.229, 0.224, 0.225],
         out_indices=[1, 2, 3, 4],
@@ -58,6 +61,10 @@ optim_wrapper = dict(
     type="OptimWrapper",
     optimizer=dict(type="AdamW", lr=1e-3, betas=(0.9, 0.999), weight_decay=0.05),
     clip_grad=dict(max_norm=1.0),
+    # UPerNet's last layer starts near zero behind few channels; at the rate of the others it takes most of the run.
+    paramwise_cfg=dict(
+        custom_keys={"neck": dict(lr_mult=3), "decode_head": dict(lr_mult=3), "decode_head.conv_seg": dict(lr_mult=30)}
+    ),
 )
 param_scheduler = [
     dict(type="LinearLR", start_factor=0.01, by_epoch=False, begin=0, end=100),

@@ -74,7 +74,10 @@ class SparsePriorViT(SparsePriorViTBackbone):
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         """(B, channels, height, width) to one map (B, C, ceil(height / patch), ceil(width / patch)) a stage."""
-        return tuple(super().forward(pad_to_patches(pixel_values, self.embeddings.patch_size)).feature_maps)
+        maps = super().forward(pad_to_patches(pixel_values, self.embeddings.patch_size)).feature_maps
+        # Tokens lie with their channels side by side. Convolutions hand that layout on, and mmcv's roi_align reads the
+        # memory of a CPU tensor as if it were in the usual one: it would pool numbers from anywhere.
+        return tuple(map_.contiguous() for map_ in maps)
 
 
 def pretrained_folder(pretrained: str | None, init_cfg: dict[str, Any] | None) -> str | None:

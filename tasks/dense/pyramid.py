@@ -19,8 +19,8 @@ class ChannelNorm(nn.LayerNorm):
     """Layer normalisation over the channels of every pixel of a map (B, C, H, W)."""
 
     def forward(self, map_: Tensor) -> Tensor:
-        """Normalise a map, same shape."""
-        return super().forward(map_.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        """Normalise a map, same shape, and contiguous (`SparsePriorViT.forward` says why)."""
+        return super().forward(map_.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).contiguous()
 
 
 @MODELS.register_module()

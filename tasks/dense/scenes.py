@@ -5,6 +5,9 @@ of the photos that scikit-image and scikit-learn carry; nothing is downloaded. E
 shape, and garments whose kinds Fashion-MNIST's ten labels fall into (dresses, which look like several of them, and the
 other digits are left out).
 
+A class has an eighth of the circle of hues, an object any colour of it: shape alone takes longer to learn than the few
+minutes that these scenes are for, and the photos have every colour too.
+
 An object's pixels are set, not blended, and a later object covers an earlier one, so its mask is exactly the pixels
 that show it. Training, validation and test scenes share neither a digit, nor a garment, nor a photo.
 
@@ -22,6 +25,7 @@ that show it. Training, validation and test scenes share neither a digit, nor a 
 from __future__ import annotations
 
 import argparse
+import colorsys
 import importlib.util
 import json
 import sys
@@ -186,7 +190,7 @@ def crop_photo(photo: np.ndarray, size: int, random: np.random.Generator) -> np.
 
 
 def make_layer(label: int, grey: Any, size: int, random: np.random.Generator) -> Layer:
-    """An object in a random colour, size and position; garments are mirrored at random.
+    """An object at random in its class's range of hues, size and position; garments are mirrored at random.
 
     Args:
         label: index into `CLASSES`.
@@ -205,8 +209,8 @@ def make_layer(label: int, grey: Any, size: int, random: np.random.Generator) ->
         mask = binary_fill_holes(mask)  # black parts of a garment are as dark as what is around it
         if random.random() < 0.5:
             values, mask = values[:, ::-1], mask[:, ::-1]
-    colour = random.uniform(0, 255, 3)
-    colour *= random.uniform(200, 255) / colour.max()
+    hue = (label + random.uniform(-0.5, 0.5)) / len(CLASSES) % 1.0
+    colour = 255 * np.array(colorsys.hsv_to_rgb(hue, random.uniform(0.5, 1.0), random.uniform(0.8, 1.0)))
     shade = 0.35 + 0.65 * values[..., None] / 255
     top, left = (int(random.integers(size - side + 1)) for _ in range(2))
     return Layer(label, mask, (colour * shade).astype(np.uint8), top, left)

@@ -5,7 +5,15 @@ from torch.nn import functional as F
 pytest.importorskip("mmdet", reason="the extra `dense` is not installed", exc_type=ImportError)
 pytest.importorskip("mmcv.ops", reason="the extra `dense` is not installed", exc_type=ImportError)
 
+from mmcv.ops import roi_align
+
+from tasks.dense.backbone import SparsePriorViT
 from tasks.dense.pyramid import SimpleFeaturePyramid
+
+SMALL = {
+    "image_size": 32, "patch_size": 8, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 48,
+}  # fmt: skip
 
 
 def pixel_norm(map_, weight, bias):
@@ -108,3 +116,24 @@ def test_patches_of_eight_pixels():
 def test_bad_settings_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         SimpleFeaturePyramid(**{"in_channels": 16, "out_channels": 4, **settings})
+
+
+def test_regions_are_pooled_from_where_they_are():
+    """roi_align of mmcv on the pyramid's maps against PyTorch's bilinear sampling at the centres of the cells.
+
+    A map whose channels lie side by side, as tokens do, is read wrongly by mmcv on a CPU.
+    """
+    backbone = SparsePriorViT(prior="dense", out_indices=[1], apply_layernorm=True, **SMALL).eval()
+    pyramid = SimpleFeaturePyramid(24, 8, scales=[2, 1, 0.5], num_outs=4)
+    with torch.no_grad():
+        (tokens,) = backbone(torch.randn(2, 3, 64, 48))
+        for map_ in (tokens, *pyramid((tokens,))):
+            height, width = map_.shape[-2:]
+            left, top, right, bottom = 0.2 * width, 0.1 * height, 0.7 * width, 0.9 * height
+            found = roi_align(map_, torch.tensor([[1.0, left, top, right, bottom]]), (3, 3), 1.0, 1, "avg", True)
+            steps = torch.tensor([1, 3, 5]) / 6
+            across = (left + steps * (right - left)) / width * 2 - 1
+            down = (top + steps * (bottom - top)) / height * 2 - 1
+            places = torch.stack(torch.meshgrid(down, across, indexing="ij")[::-1], -1)
+            expected = F.grid_sample(map_[1:], places[None], padding_mode="border", align_corners=False)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -29,7 +29,7 @@ from tasks.classification.command import RunStopped
 from tasks.classification.run_folder import claim
 from tasks.dense.command import evaluate_main, train_main
 from tasks.dense.loading import read_checkpoint
-from tasks.dense.runs import evaluate, flat, load_config, run
+from tasks.dense.runs import build_runner, evaluate, flat, load_config, run
 from tasks.segmentation.data import ReadAnnotation
 from tasks.segmentation.task import SEGMENTATION, constant_predictor
 
@@ -41,6 +41,7 @@ SMALL = {
 OVERRIDES = [
     *(f"model.backbone.{key}={value}" for key, value in SMALL.items()),
     "model.backbone.prior=fibottention+violin", "model.backbone.drop_path_rate=0.2",
+    "model.backbone.stem=patch", "model.backbone.stem_channels=64",
     "model.data_preprocessor.size=(32,32)", "model.neck.embed_dim=24", "model.decode_head.channels=8",
     "model.decode_head.in_channels=[24,24,24,24]", "model.decode_head.num_classes=3",
     "train_dataloader.batch_size=3", "test_dataloader.batch_size=3", "val_dataloader.batch_size=3",
@@ -121,6 +122,14 @@ def test_a_finished_run_is_not_done_again_and_another_is_named(finished, data):
     assert run(SEGMENTATION, config_of(data, out, "train_dataloader.num_workers=1"))["seed"] == results["seed"]
     with pytest.raises(ValueError, match=r"work_dir=.*another run \(config\.train_dataloader\.batch_size: 3 there, 2"):
         run(SEGMENTATION, config_of(data, out, "train_dataloader.batch_size=2"))
+
+
+def test_runs_of_one_second_keep_to_their_own_folders(data, tmp_path, monkeypatch):
+    """mmengine names a run by its config and the second, and hands out what it has under a name."""
+    monkeypatch.setattr("mmengine.runner.runner.time.strftime", lambda *arguments: "20260101_000000")
+    first, second = (build_runner(config_of(data, tmp_path / name)) for name in ("first", "second"))
+    assert first.visualizer is not second.visualizer
+    assert (tmp_path / "second" / "20260101_000000" / "vis_data" / "config.py").is_file()
 
 
 def test_the_exported_backbone_has_the_trained_weights(finished):
@@ -343,7 +352,11 @@ def test_configs_parse_and_build(path):
         model = MODELS.build(config.model)
     assert model.backbone.config.num_hidden_layers == (4 if path.stem == "smoke" else 12)
     wrapper = build_optim_wrapper(model, config.optim_wrapper)
-    assert {group["lr"] for group in wrapper.optimizer.param_groups} == {config.optim_wrapper.optimizer.lr}
+    rates = {name: group["lr"] for group in wrapper.optimizer.param_groups for name in _names(model, group["params"])}
+    factors = {"decode_head.conv_seg.weight": 30, "decode_head.bottleneck.conv.weight": 3, "backbone.layers.0.mlp.fc1.bias": 1}
+    for name, factor in factors.items():
+        expected = config.optim_wrapper.optimizer.lr * (factor if path.stem == "smoke" else 1)
+        assert rates[name] == pytest.approx(expected)
     for part in ("train", "val", "test"):
         dataset = config[f"{part}_dataloader"].dataset
         assert DATASETS.get(dataset.type) is not None
@@ -351,6 +364,10 @@ def test_configs_parse_and_build(path):
     assert config.param_scheduler[-1].end == config.train_cfg.max_iters
     for hook in config.custom_hooks:
         HOOKS.build(hook)
+
+
+def _names(model, parameters):
+    return [name for name, own in model.named_parameters() if any(own is parameter for parameter in parameters)]
 
 
 def test_full_size_configs_are_the_papers():
