@@ -321,7 +321,10 @@ def _cut(path):
             lambda root: (root / "annotations/instances_training.json").unlink(),
             r"instances_training\.json is not there; data_root=",
         ),
-        (_annotation(lambda content: content["annotations"][0].pop("area")), r"instances_training\.json is not COCO's layout"),
+        (
+            _annotation(lambda content: content["annotations"][0].pop("area")),
+            r"instances_training\.json is not COCO's layout",
+        ),
         (_annotation(lambda content: content["categories"].pop()), r"instances_training\.json has 1 of the 2 classes"),
         (
             _annotation(lambda content: content["annotations"][2]["segmentation"]["counts"].append(7)),

@@ -353,7 +353,8 @@ def test_configs_parse_and_build(path):
     assert model.backbone.config.num_hidden_layers == (4 if path.stem == "smoke" else 12)
     wrapper = build_optim_wrapper(model, config.optim_wrapper)
     rates = {name: group["lr"] for group in wrapper.optimizer.param_groups for name in _names(model, group["params"])}
-    factors = {"decode_head.conv_seg.weight": 30, "decode_head.bottleneck.conv.weight": 3, "backbone.layers.0.mlp.fc1.bias": 1}
+    factors = {"decode_head.conv_seg.weight": 30, "decode_head.bottleneck.conv.weight": 3}
+    factors["backbone.layers.0.mlp.fc1.bias"] = 1
     for name, factor in factors.items():
         expected = config.optim_wrapper.optimizer.lr * (factor if path.stem == "smoke" else 1)
         assert rates[name] == pytest.approx(expected)

@@ -61,7 +61,7 @@ def config_file(videos, tmp_path):
         "data": {"source": "folder", "path": str(videos), "cache": True},
         "augmentation": {"random_crop": True, "vertical_flip": 0.5, "brightness": 0.1},
         "model": {
-            **{"image_size": 16, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 1, "num_frames": 5},
+            **{"image_size": 16, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2, "num_frames": 5},
             **{"num_attention_heads": 4, "intermediate_size": 64, "initializer_range": 0.2, "prior": "fibottention"},
             **{"time_initializer_range": 0.3, "pooling": "mean"},
         },
@@ -164,7 +164,7 @@ BAD = {
     "data.lists=x": "data.lists='x' is for data.source csv",
     "model.num_frames=0": "num_frames=0",
     "model.prior=fibotention": "'fibotention' is no prior",
-    "model.image_model=nowhere": "nowhere",
+    "model.image_model=nowhere": "model.image_model=nowhere is not a folder of a saved model",
     "model.image_size=24": "frames of 20x20 pixels must be at least 24x24, the model's; set data.short_side",
     "augmentation.horizontal_flip=2": "augmentation.horizontal_flip=2",
     "trainer.learning_rate=fast": "trainer.learning_rate='fast' must be a number",
