@@ -52,7 +52,7 @@ def draw_predictions(model: Any, dataset: Any, path: Path) -> Path:
         truth, found = sample.gt_instances, sample.pred_instances
         found = found[found.scores >= MIN_SCORE].cpu().numpy()
         masks, labels = truth.masks.masks.astype(bool), truth.labels.numpy()
-        draw_instances(column[0], image, masks, np.asarray(truth.bboxes.tensor), labels, classes)
+        draw_instances(column[0], image, masks, np.asarray(truth.bboxes), labels, classes)
         draw_instances(column[1], image, found.masks, found.bboxes, found.labels, classes, found.scores)
     for axis, heading in zip(axes[:, 0], ("truth", f"predictions with scores of {MIN_SCORE} and more"), strict=True):
         axis.set_title(heading, fontsize=10, loc="left")

@@ -372,7 +372,7 @@ def test_configs_parse_and_build(path):
     init_default_scope("mmdet")
     with torch.device("meta"):
         model = MODELS.build(config.model)
-    assert model.backbone.config.num_hidden_layers == (6 if path.stem == "smoke" else 12)
+    assert model.backbone.config.num_hidden_layers == (4 if path.stem == "smoke" else 12)
     patch, scales = model.backbone.config.patch_size, config.model.neck.scales
     strides = [patch / scale for scale in scales]
     strides += [strides[-1] * 2**extra for extra in range(1, config.model.neck.num_outs - len(scales) + 1)]
