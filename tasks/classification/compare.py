@@ -216,7 +216,7 @@ def run_comparison(
     records: Path,
     variants: Sequence[str] | None = None,
     command: str | None = None,
-    train: Callable[..., dict[str, Any]] = run,
+    train: Callable[..., dict[str, Any]] | None = None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Do every run that has no record yet; records by variant, seeds in order.
 
@@ -226,7 +226,7 @@ def run_comparison(
         records: folder of VARIANT/seedN.json, all that is needed to know that a run is done.
         variants: only these.
         command: for results.json.
-        train: does a run, as `train.run`; that of another task.
+        train: does a run, as `train.run` of this task, which is the default; that of another task.
     """
     names = list(dict.fromkeys(variants or comparison.configs))
     done: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
@@ -245,7 +245,7 @@ def run_comparison(
     for number, ((seed, name), config, record) in enumerate(zip(todo, configs, found, strict=True), start=1):
         if record is None:
             print(f"[{number}/{len(todo)}] {name}, seed {seed}", file=sys.stderr, flush=True)
-            record = record_of(train(config, command=command))
+            record = record_of((train or run)(config, command=command))
             if PartialState().is_main_process:
                 write_results(records / name / f"seed{seed}.json", record)
         done[name].append(record)
