@@ -13,6 +13,7 @@ import numpy as np
 
 try:
     import av
+    import av.video.reformatter
 except ImportError:  # said by `_open`, where it is needed
     av = None
 
@@ -72,9 +73,10 @@ def read_frames(
     wanted = None if indices is None else sorted(set(indices))
     found: dict[int, np.ndarray] = {}
     with _open(path) as (container, stream):
+        scaler = av.video.reformatter.VideoReformatter()  # one for all frames, which would each set up their own
         for number, frame in _numbered(container, stream, wanted[0] if wanted else 0):
             if wanted is None or number in wanted:
-                found[number] = _pixels(frame, short_side)
+                found[number] = _pixels(frame, short_side, scaler)
             if wanted is not None and len(found) == len(wanted):
                 break
     if not found:
@@ -98,12 +100,12 @@ def _numbered(container: Any, stream: Any, first: int) -> Any:
     yield from enumerate(container.decode(stream))
 
 
-def _pixels(frame: Any, short_side: int | None) -> np.ndarray:
+def _pixels(frame: Any, short_side: int | None, scaler: Any) -> np.ndarray:
     width, height = frame.width, frame.height
     if short_side is not None:
         scale = short_side / min(width, height)
         width, height = round(width * scale), round(height * scale)
-    return frame.reformat(width=width, height=height, format="rgb24", interpolation="AREA").to_ndarray()
+    return scaler.reformat(frame, width, height, "rgb24", interpolation="AREA").to_ndarray()
 
 
 def sample_indices(total: int, num_frames: int, stride: int = 1, place: float = 0.5) -> list[int]:
