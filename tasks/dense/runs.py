@@ -227,7 +227,8 @@ def check_classes(model: torch.nn.Module, data: Sequence[Any]) -> None:
     for dataset in data:
         classes = dataset.metainfo["classes"]
         for name, number in heads.items():
-            if not name.startswith("rpn_head") and number != len(classes):
+            # A data preprocessor or a whole model may repeat its head's number: heads alone are named.
+            if name and not name.startswith("rpn_head") and number != len(classes):
                 raise ValueError(
                     f"model.{name}.num_classes={number}, the data has {len(classes)} classes: "
                     f"{', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}"
