@@ -150,10 +150,11 @@ def test_a_finished_run_is_not_done_again(whole_run, demonstrations, monkeypatch
 def spoiled(demonstrations: Path, folder: Path) -> Path:
     """A copy under the same name whose first action alone is another, far outside the range of all."""
     h5py = pytest.importorskip("h5py")
-    shutil.copy(demonstrations, folder / demonstrations.name)
-    with h5py.File(folder / demonstrations.name, "r+") as file:
+    other = folder / "other.hdf5"
+    shutil.copy(demonstrations, other)
+    with h5py.File(other, "r+") as file:
         file["data/demo_0/actions"][0] = 50.0
-    return folder / demonstrations.name
+    return other.replace(folder / demonstrations.name)  # a run before may have the file open
 
 
 def test_a_finished_run_of_other_demonstrations_is_not_taken_for_this_one(demonstrations, tmp_path, monkeypatch):
