@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
+from ctypes.util import find_library
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -31,9 +32,17 @@ OPTIONAL = {
     "robosuite": ("the robots Lift and Can", "make robotics"),
     "mujoco": ("the robots Lift and Can", "make robotics"),
     "gym-pusht": ("the robot PushT", "make robotics"),
+    "gymnasium": ("the robot PushT", "make robotics"),
+    "diffusers": ("policies of robots", "make robotics"),
+    "h5py": ("demonstrations of Lift and Can", "make robotics"),
+    "zarr": ("demonstrations of PushT", "make robotics"),
 }
 # The extras that `--require` knows, and the command that their packages name.
 REQUIRABLE = {"video": "pip install '.[video]'", "dense": "make dense", "robotics": "make robotics"}
+
+# MUJOCO_GL and the library behind it, in the order in which they are tried. Both render without a screen.
+GL_LIBRARIES = {"osmesa": "OSMesa", "egl": "EGL"}
+NO_GL = ("disable", "disabled", "off", "false", "0")  # values with which mujoco loads none
 
 # In a process of its own: MUJOCO_GL counts when mujoco is imported, and a GL library without a screen may abort.
 RENDER = """
@@ -117,9 +126,18 @@ def mmcv_problem() -> str | None:
     return None if abs(value - 5.5) < 1e-4 else f"roi_align of mmcv gives {value} instead of 5.5"
 
 
+def gl_library() -> str | None:
+    """The value of MUJOCO_GL with which this machine renders without a screen: what the user chose, else the first
+    whose library is found; None where neither is, or where the user wants none."""
+    chosen = os.environ.get("MUJOCO_GL")
+    if chosen:
+        return None if chosen.lower().strip() in NO_GL else chosen
+    return next((gl for gl, name in GL_LIBRARIES.items() if find_library(name)), None)
+
+
 def rendering_problem() -> str | None:
     """Why mujoco cannot draw without a screen; None where it can."""
-    environment = {"MUJOCO_GL": "osmesa", **os.environ}
+    environment = {**os.environ, "MUJOCO_GL": gl_library() or os.environ.get("MUJOCO_GL") or "osmesa"}
     done = subprocess.run([sys.executable, "-c", RENDER], capture_output=True, text=True, env=environment)
     if done.returncode == 0:
         return None

@@ -64,7 +64,8 @@ class TrainerConfig:
     learning_rate, warmup_steps: cosine per step down to 0 behind a linear warm-up.
     betas, weight_decay: of AdamW.
     max_grad_norm: gradients are clipped to it; null: they are not.
-    ema_power, ema_decay: the weights' moving average has decay min(ema_decay, 1 - (1 + step)^-ema_power).
+    ema_power, ema_decay: the weights' moving average has decay min(ema_decay, 1 - step^-ema_power) at update
+        `step`, counted from 1.
     mixed_precision: "no", "bf16" or "fp16", accelerate's.
     log_steps: updates between two entries of the log.
     validate_steps: updates between two looks at the validation loss and, with validation_episodes, at the simulator;
@@ -109,10 +110,10 @@ class TrainerConfig:
             _check_positive("trainer.max_grad_norm", self.max_grad_norm)
         for name in ("weight_decay", "ema_decay"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+            if not _is_fraction(value):
                 raise ValueError(f"trainer.{name}={value!r} must be a number in [0, 1)")
         betas = self.betas
-        if not isinstance(betas, Sequence) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        if not isinstance(betas, Sequence) or len(betas) != 2 or not all(map(_is_fraction, betas)):
             raise ValueError(f"trainer.betas={self.betas!r} must be two numbers in [0, 1)")
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise ValueError(f"trainer.mixed_precision={self.mixed_precision!r} must be one of no, bf16, fp16")
@@ -153,6 +154,10 @@ def check_config(config: dict[str, dict[str, Any]]) -> tuple[DataConfig, PolicyC
 def _check_integer(name: str, value: Any, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{name}={value!r} must be an integer of {minimum} or more")
+
+
+def _is_fraction(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 <= value < 1
 
 
 def _check_positive(name: str, value: Any) -> None:

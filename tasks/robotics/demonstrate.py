@@ -7,8 +7,9 @@
 
 A controller that knows the simulator's state solves the task; its actions are recorded, noisy ones are executed, and
 only episodes that end solved are kept. Beside the file: OUT.json (rates, versions, time) and a picture and a film of
-episodes. Each episode is written when it is over: the same command goes on after an interruption. `--replay` executes
-the recorded actions of a file again, those with noise, which must give the same states, and those without.
+episodes, unless nothing can be drawn. Each episode is written when it is over: the same command goes on after an
+interruption. `--replay` executes the recorded actions of a file again, those with noise, which must give the same
+states, and those without.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 from hf_sparseprior.hub import check_new, write_text
 from tasks.classification.command import run_command
 from tasks.classification.report import command_line, write_results
-from tasks.robotics.environments import ENVIRONMENTS, Environment, gl_library, make_environment
+from tasks.robotics.environments import ENVIRONMENTS, Environment, make_environment, picture_problem
 from tasks.robotics.formats import (
     ACTIONS,
     EXECUTED,
@@ -160,7 +161,9 @@ def demonstrate(
     }
     write_results(out.with_name(f"{out.name}.json"), results)
     shutil.rmtree(folder)
-    if task == "pusht" or gl_library():
+    if problem := picture_problem(environment):
+        print(f"no pictures: {problem}", file=sys.stderr)
+    else:
         draw(environment, demonstrations, out)
     environment.close()
     return results

@@ -13,15 +13,14 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from ctypes.util import find_library
 from typing import Any
 
 import numpy as np
 
+from hf_sparseprior.doctor import gl_library
+
 Observation = dict[str, np.ndarray]
 
-# MUJOCO_GL and the library behind it, in the order in which they are tried. Both render without a screen.
-GL_LIBRARIES = {"osmesa": "OSMesa", "egl": "EGL"}
 GL_PACKAGES = "apt-get install libosmesa6, or libegl1 libegl-mesa0"
 IMAGE_SIZES = {"lift": 84, "can": 84, "pusht": 96}  # of the published data sets, pixels
 # Of the arms, as their settings say it.
@@ -123,6 +122,11 @@ def _arm(name: str, cameras: tuple[str, ...], image_size: int) -> Environment:
         from tasks.robotics.robosuite_arm import RobosuiteArm
     except ModuleNotFoundError as error:
         raise ImportError(f"{name} needs robosuite ({error}): make robotics") from error
+    except (AttributeError, ImportError, OSError, RuntimeError) as error:  # of the GL library, which mujoco loads
+        raise OSError(
+            f"{name} cannot be imported with MUJOCO_GL={os.environ['MUJOCO_GL']} ({error}): {GL_PACKAGES}; "
+            "without images MUJOCO_GL=disable does"
+        ) from error
     return RobosuiteArm(name, cameras, image_size)
 
 
@@ -137,10 +141,17 @@ def _pusht(name: str, cameras: tuple[str, ...], image_size: int) -> Environment:
 ENVIRONMENTS = {"lift": _arm, "can": _arm, "pusht": _pusht}
 
 
-def gl_library() -> str | None:
-    """The value of MUJOCO_GL with which this machine renders without a screen: what the user chose, else the first
-    whose library is found, else None."""
-    return os.environ.get("MUJOCO_GL") or next((gl for gl, name in GL_LIBRARIES.items() if find_library(name)), None)
+def picture_problem(environment: Environment) -> str | None:
+    """Why this environment cannot be drawn, which arms need GL for; None where it can."""
+    if environment.name == "pusht":
+        return None
+    if gl_library() is None:
+        return f"no GL library: {GL_PACKAGES}"
+    try:
+        environment.render(MIN_IMAGE_SIZE)
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def use_software_gl() -> None:
@@ -155,5 +166,5 @@ def use_software_gl() -> None:
         return
     if "mujoco" in sys.modules:
         raise ValueError("mujoco was imported before MUJOCO_GL was set; set MUJOCO_GL=osmesa in the environment")
-    # Without any library, low-dimensional observations still work: osmesa is loaded by the first image only.
-    os.environ["MUJOCO_GL"] = gl_library() or "osmesa"
+    # Without any library, low-dimensional observations still work; mujoco would load osmesa's when it is imported.
+    os.environ["MUJOCO_GL"] = gl_library() or "disable"

@@ -20,6 +20,7 @@ from tasks.classification.command import run_command
 from tasks.classification.report import command_line, environment, write_results
 from tasks.classification.run_folder import MODEL
 from tasks.robotics.config import TEST_SEED
+from tasks.robotics.environments import picture_problem
 from tasks.robotics.policy import POLICY_FILE, CrosswayPolicy, policy_sha256
 from tasks.robotics.rollout import Episode, make_matching_environment, rollout, summary
 from tasks.robotics.video import write_video
@@ -40,6 +41,9 @@ def evaluate(
     show_progress: bool = False,
 ) -> dict[str, Any]:
     """Success on held-out seeds; writes results.json, episodes.png and a film of the first episodes into `out`.
+
+    Where nothing can be drawn, which the observations of a policy without cameras do not need, picture and film are
+    left out, with one line.
 
     Args:
         run: folder of a run, or of a saved policy.
@@ -74,8 +78,11 @@ def evaluate(
     found: list[Episode] = []
     with make_matching_environment(about, str(folder)) as simulator:
         seeds = tqdm(range(seed, seed + episodes), desc="episodes", disable=not show_progress, dynamic_ncols=True)
+        if problem := picture_problem(simulator):
+            print(f"no pictures: {problem}", file=sys.stderr)
         for number, episode_seed in enumerate(seeds):
-            found.append(rollout(policy, simulator, episode_seed, max_steps, FRAME_SIZE if number < PICTURED else 0))
+            size = FRAME_SIZE if number < PICTURED and not problem else 0
+            found.append(rollout(policy, simulator, episode_seed, max_steps, size))
             seeds.set_postfix(solved=sum(episode.success for episode in found), refresh=False)
         fps = simulator.fps
     seconds = time.monotonic() - started
@@ -97,10 +104,12 @@ def evaluate(
     out.mkdir(parents=True, exist_ok=True)
     pictured = [episode for episode in found if episode.frames]
     heading = f"{about['environment']['name']}: {_rate(results)}{', untrained' if untrained else ''}"
-    draw_episodes(pictured, out / "episodes.png", heading)
-    longest = max(len(episode.frames) for episode in pictured)
-    film = write_video(out / "episodes.mp4", [side_by_side(pictured, index) for index in range(longest)], fps)
-    results["film"] = film.name
+    results["film"] = None
+    if pictured:
+        draw_episodes(pictured, out / "episodes.png", heading)
+        longest = max(len(episode.frames) for episode in pictured)
+        film = write_video(out / "episodes.mp4", [side_by_side(pictured, index) for index in range(longest)], fps)
+        results["film"] = film.name
     write_results(out / "results.json", results)
     return results
 
@@ -169,7 +178,8 @@ def main(argv: list[str] | None = None) -> int:
         for key in ("max_reward", "final_coverage"):
             if key in results["metrics"]:
                 print(f"{key}: {results['metrics'][key]:.3f}")
-        print(f"results: {out}/results.json, picture: {out}/episodes.png, film: {out}/{results['film']}")
+        pictures = f", picture: {out}/episodes.png, film: {out}/{results['film']}" if results["film"] else ""
+        print(f"results: {out}/results.json{pictures}")
 
     return run_command(parser.prog, work)
 

@@ -18,6 +18,7 @@ axis angles to ours. They were recorded by older robosuite versions in another i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
@@ -28,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_sparseprior.hub import check_new, whole_file, whole_folder
+from hf_sparseprior.hub import check_new, file_sha256, whole_file, whole_folder
 from tasks.robotics.actions import POSE_ACTION_SIZE, matrix_from_axis_angle, matrix_to_6d
 from tasks.robotics.environments import BASE_FRAME, POSE_ACTION, Environment
 
@@ -44,6 +45,7 @@ ROBOMIMIC_NAMES = {"Lift": "lift", "PickPlaceCan": "can"}
 BASE_POSITIONS = {"lift": (-0.56, 0.0, 0.912), "can": (-0.5, -0.1, 0.912)}
 # Of the zarr layout. keypoints and agent_pos are views of what it holds.
 ZARR_IMAGE_CHUNK = 16
+NUMBERS = "biuf"  # numpy's kinds of them
 # Published PushT files carry no settings: these are theirs.
 PUSHT_SETTINGS = {
     "environment": "pusht",
@@ -53,6 +55,10 @@ PUSHT_SETTINGS = {
     "control_hz": 10,
     "image_mode": {"renderer": "pygame at 512, cv2.resize"},
 }
+
+
+class BrokenDemonstrations(ValueError):
+    """A file of demonstrations is damaged or no such file; the text begins with its path."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,12 @@ class Demonstrations(ABC):
         self.path = path
         self._splits: dict[str, tuple[str, ...]] = {}
         self._handle: tuple[int, Any] | None = None
-        self._verify(self._file())
+        try:
+            self._verify(self._file())
+        except (BrokenDemonstrations, ImportError):
+            raise
+        except Exception as error:  # what else a foreign or damaged file meets on the way
+            raise self._fail(f"is damaged ({_first_line(error)})") from error
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -166,7 +177,8 @@ class Demonstrations(ABC):
             float32 (steps, size).
 
         Raises:
-            ValueError: for another episode or key, steps outside the episode, or a file that is damaged here.
+            ValueError: for another episode or key, steps outside the episode, or a file that is damaged here or holds
+                numbers that are not finite.
         """
         if episode not in self.lengths:
             raise ValueError(f"{self.path}: no episode {episode!r} among {len(self.episodes)}")
@@ -178,13 +190,12 @@ class Demonstrations(ABC):
             raise ValueError(f"{self.path}: steps {start} to {stop} of {episode} must lie within its {length}")
         try:
             values = self._read(self._file(), episode, key, start, stop)
+            image = len(self.shapes.get(key, ())) == 3
+            values = np.asarray(values, dtype=values.dtype if image else np.float64 if key == EXECUTED else np.float32)
         except Exception as error:  # what a damaged chunk raises depends on its codec
-            raise ValueError(f"{self.path}: {episode}/{key} cannot be read ({_first_line(error)})") from error
-        if key == EXECUTED:
-            return np.asarray(values, dtype=np.float64)
-        if len(self.shapes.get(key, ())) == 3:
-            return np.asarray(values, dtype=np.uint8)
-        return np.asarray(values, dtype=np.float32)
+            raise self._fail(f"{episode}/{key} cannot be read ({_first_line(error)})") from error
+        self._check_finite(f"{episode}/{key}", values)
+        return values.astype(np.uint8, copy=False) if image else values
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_handle": None}
@@ -204,8 +215,8 @@ class Demonstrations(ABC):
     @abstractmethod
     def _read(self, file: Any, episode: str, key: str, start: int, stop: int) -> np.ndarray: ...
 
-    def _fail(self, what: str) -> ValueError:
-        return ValueError(f"{self.path}: {what}")
+    def _fail(self, what: str) -> BrokenDemonstrations:
+        return BrokenDemonstrations(f"{self.path}: {what}")
 
     def _check_settings(self, settings: Any) -> dict[str, Any]:
         """The settings, if they are ones; cameras and image size at least."""
@@ -220,14 +231,17 @@ class Demonstrations(ABC):
             raise self._fail(f"image_size={settings.get('image_size')!r} in its settings must be an integer")
         return settings
 
-    def _check_actions(self, name: str, actions: np.ndarray) -> None:
-        if not np.isfinite(actions).all():
+    def _check_finite(self, name: str, values: np.ndarray) -> None:
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
             raise self._fail(f"{name} has numbers that are not finite")
 
     def _check_splits(self) -> None:
         train, valid = (self._splits[name] for name in SPLITS)
         if unknown := [name for name in (*train, *valid) if name not in self.lengths]:
             raise self._fail(f"its masks name {unknown[0]!r}, which is not there")
+        for split, names in self._splits.items():
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise self._fail(f"mask {split} names {twice[0]} twice")
         if shared := set(train) & set(valid):
             raise self._fail(f"{min(shared)} is in mask train and in mask valid")
         if not train:
@@ -260,7 +274,12 @@ class HDF5Demonstrations(Demonstrations):
         self.settings = self._check_settings(stored)
         self.lengths, self.seeds, self.shapes, self.action_size = {}, {}, {}, 0
         for name in self.episodes:
-            self._verify_episode(name, data[name])
+            try:
+                self._verify_episode(name, data[name])
+            except (BrokenDemonstrations, ImportError):
+                raise
+            except Exception as error:  # attributes and data of foreign types
+                raise self._fail(f"data/{name} cannot be read ({_first_line(error)})") from error
         if self._published:
             self._check_absolute(data)
             self.action_size = POSE_ACTION_SIZE
@@ -314,10 +333,9 @@ class HDF5Demonstrations(Demonstrations):
         length = int(group.attrs.get("num_samples", len(actions) if actions.ndim else 0))
         if not length or not size or actions.shape != (length, size):
             raise self._fail(f"data/{name}/{ACTIONS} has shape {actions.shape}, not {(length or 'T', size or 'A')}")
-        try:
-            self._check_actions(f"data/{name}/{ACTIONS}", actions[:])
-        except OSError as error:
-            raise self._fail(f"data/{name}/{ACTIONS} cannot be read ({_first_line(error)})") from error
+        if actions.dtype.kind not in NUMBERS:
+            raise self._fail(f"data/{name}/{ACTIONS} is {actions.dtype}, not numbers")
+        self._check_finite(f"data/{name}/{ACTIONS}", actions[:])
         shapes = {
             key: tuple(values.shape[1:])
             for key, values in group["obs"].items()
@@ -328,7 +346,10 @@ class HDF5Demonstrations(Demonstrations):
             image = key in _image_keys(self.settings)
             side = self.settings.get("image_size")
             wanted_shape = (side, side, 3) if image else self.shapes.get(key, shape)
-            if len(values) != length or shape != wanted_shape or (image and values.dtype != np.uint8):
+            if values.dtype.kind not in NUMBERS:
+                raise self._fail(f"data/{name}/obs/{key} is {values.dtype}, not numbers")
+            whole = values.shape == (length, *wanted_shape)
+            if not whole or (image and values.dtype != np.uint8):
                 raise self._fail(
                     f"data/{name}/obs/{key} is {values.dtype} {values.shape}, not {'uint8 ' if image else ''}"
                     f"{(length, *wanted_shape)}"
@@ -344,6 +365,8 @@ class HDF5Demonstrations(Demonstrations):
         mask = file.get(f"mask/{split}")
         if not isinstance(mask, h5py.Dataset):
             raise self._fail(f"has no mask/{split}")
+        if mask.ndim != 1:
+            raise self._fail(f"mask/{split} has shape {mask.shape}, it is no list of names")
         return tuple(name.decode() if isinstance(name, bytes) else str(name) for name in mask[:])
 
     def _read(self, file: Any, episode: str, key: str, start: int, stop: int) -> np.ndarray:
@@ -398,7 +421,7 @@ class ZarrDemonstrations(Demonstrations):
                 raise self._fail(f"{name} has shape {array.shape}, not {(steps, *(wanted or array.shape[1:]))}")
         if self.settings["cameras"] and image is None:
             raise self._fail("has no data/img, which its settings promise")
-        self._check_actions("data/action", arrays["data/action"][:])
+        self._check_finite("data/action", arrays["data/action"][:])
         self.action_size = 2
         self.shapes = {"agent_pos": (2,), "state": (5,)}
         if "keypoint" in optional:
@@ -456,6 +479,16 @@ def open_demonstrations(path: str | Path) -> Demonstrations:
     if not path.exists():
         raise FileNotFoundError(f"no demonstrations at {path}: python -m tasks.robotics.demonstrate makes some")
     return ZarrDemonstrations(path) if path.is_dir() else HDF5Demonstrations(path)
+
+
+def demonstrations_sha256(path: Path) -> str:
+    """SHA-256 of a file; of a zarr folder's files with their names, in order."""
+    if path.is_file():
+        return file_sha256(path)
+    digest = hashlib.sha256()
+    for file in sorted(each for each in path.rglob("*") if each.is_file()):
+        digest.update(f"{file.relative_to(path).as_posix()}\0{file_sha256(file)}\n".encode())
+    return digest.hexdigest()
 
 
 def check_environment(demonstrations: Demonstrations, environment: Environment) -> None:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTModel
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
@@ -78,13 +79,18 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         """Check the fields."""
         counts = ("action_size", "observation_steps", "horizon", "action_steps", "kernel_size", "groups")
-        for name in (*counts, "decoder_width", "noise_levels"):
+        for name in (*counts, "decoder_width", "noise_levels", "decoder_positions", "step_embedding_size"):
             _check_count(name, getattr(self, name))
         for name in ("image_size", "crop", "reconstruction_size", "sampling_steps"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
-        if not isinstance(self.widths, Sequence) or not self.widths:
+        if not isinstance(self.observations, Mapping):
+            raise ValueError(f"policy.observations={self.observations!r} must be keys with their shapes")
+        if not isinstance(self.widths, (list, tuple)) or not self.widths:
             raise ValueError(f"policy.widths={self.widths!r} must be a list of channels")
+        for key, shape in self.observations.items():
+            if not isinstance(shape, (list, tuple)):
+                raise ValueError(f"policy.observations: {key}={shape!r} must be [size] or [height, width, 3]")
         for name, values in (("widths", self.widths), *self.observations.items()):
             for value in values:
                 _check_count(name, value)
@@ -106,7 +112,22 @@ class PolicyConfig:
             raise ValueError(
                 f"policy.sampling_steps={self.sampling_steps} must be at most noise_levels={self.noise_levels}"
             )
+        self._check_unet()
         self._check_images()
+
+    def _check_unet(self) -> None:
+        if any(width % self.groups for width in self.widths):
+            raise ValueError(f"policy.widths={self.widths} must be multiples of groups={self.groups}")
+        if self.kernel_size % 2 == 0:
+            raise ValueError(f"policy.kernel_size={self.kernel_size} must be odd")
+        if self.step_embedding_size < 4 or self.step_embedding_size % 2:
+            raise ValueError(f"policy.step_embedding_size={self.step_embedding_size} must be even and 4 or more")
+        factor = 2 ** (len(self.widths) - 1)
+        if self.horizon % factor:
+            raise ValueError(
+                f"policy.horizon={self.horizon} must be a multiple of {factor}, by which {len(self.widths)} widths "
+                "divide it"
+            )
 
     def _check_images(self) -> None:
         for key, shape in self.observations.items():
@@ -122,7 +143,11 @@ class PolicyConfig:
                 f"{4 * self.observation_steps}, which its features are spread over to be decoded"
             )
         if self.cameras and self.reconstruction_weight:
-            if self.decoder_positions < 4 or self.decoder_positions % 4:
+            if self.decoder_width % self.groups:
+                raise ValueError(
+                    f"policy.decoder_width={self.decoder_width} must be a multiple of groups={self.groups}"
+                )
+            if self.decoder_positions % 4:
                 raise ValueError(f"policy.decoder_positions={self.decoder_positions!r} must be a multiple of 4")
             if any(side % 2 for key in self.cameras for side in self.decoded_shape(key)):
                 raise ValueError("policy.reconstruction_size: decoded images must have even sides")
@@ -161,7 +186,15 @@ class PolicyConfig:
             raise ValueError(f"encoder.image_size={options['image_size']!r} is policy.crop's; leave it out")
         options = {"patch_size": 8, "num_labels": 0, **options}
         # A strided convolution drops what does not fill a patch: 76 pixels are 9x9 patches of 8.
-        patch = as_pair(options["patch_size"])
+        patch = options["patch_size"]
+        sides = patch if isinstance(patch, (list, tuple)) and len(patch) == 2 else [patch]
+        if any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in sides):
+            raise ValueError(f"encoder.patch_size={patch!r} must be an integer of 1 or more, or two of them")
+        patch = as_pair(patch)
+        if any(step > side for side, step in zip(size, patch, strict=True)):
+            raise ValueError(
+                f"encoder.patch_size={list(patch)} must be at most the {size[0]}x{size[1]} pixels of {key}"
+            )
         options["image_size"] = [side - side % step for side, step in zip(size, patch, strict=True)]
         return SparsePriorViTConfig.from_preset(preset, **options) if preset else SparsePriorViTConfig(**options)
 
@@ -281,11 +314,6 @@ class CrosswayPolicy(nn.Module):
             config.groups,
             config.step_embedding_size,
         )
-        if config.horizon % self.unet.time_factor:
-            raise ValueError(
-                f"policy.horizon={config.horizon} must be a multiple of {self.unet.time_factor}, by which "
-                f"{len(config.widths)} widths divide it"
-            )
         self.decoders = nn.ModuleDict()
         if config.reconstruction_weight:
             per_step = config.widths[-1] // config.observation_steps
@@ -461,10 +489,19 @@ class CrosswayPolicy(nn.Module):
         """
         folder = Path(folder)
         content = read_policy_file(folder)
-        config = PolicyConfig(**content["policy"])
-        policy = cls(config, Normalizer(**content["normalizer"]))
+        try:
+            config = PolicyConfig(**content["policy"])
+            normalizer = Normalizer(**content["normalizer"])
+            policy = cls(config, normalizer)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OSError(f"{folder / POLICY_FILE} is damaged: {error}") from error
+        sizes = {key: config.observations[key][0] for key in config.states} | {ACTIONS: config.action_size}
+        if {key: len(low) for key, (low, _) in normalizer.bounds.items()} != sizes:
+            raise OSError(f"{folder / POLICY_FILE} is damaged: its normalizer must have {sizes}, numbers by key")
         for key in config.cameras:
             source = folder / ENCODERS / key
+            if not (source / CONFIG_NAME).is_file():
+                raise OSError(f"{source / CONFIG_NAME} is missing, of the encoder of {key}")
             encoder, info = SparsePriorViTModel.from_pretrained(
                 source, output_loading_info=True, ignore_mismatched_sizes=True
             )
@@ -496,6 +533,8 @@ def read_policy_file(folder: str | Path) -> dict[str, Any]:
             raise OSError(f"{path} has unknown fields: {', '.join(sorted(unknown))}")
     except (ValueError, KeyError, TypeError) as error:
         raise OSError(f"{path} is damaged: {error}") from error
+    if missing := [key for key in ("policy", "normalizer", "about") if not isinstance(content.get(key), dict)]:
+        raise OSError(f"{path} is damaged: {missing[0]!r} must be an object with keys and values")
     return content
 
 

@@ -6,6 +6,7 @@ Made by `environments.make_environment`, which chooses MuJoCo's GL before this m
 from __future__ import annotations
 
 import logging
+import os
 from importlib.metadata import version
 from typing import Any
 
@@ -21,11 +22,14 @@ from tasks.robotics.environments import BASE_FRAME, GL_PACKAGES, POSE_ACTION, En
 
 # robosuite logs at import time what users of its own scripts may lack, and later which files it reads.
 logging.disable(logging.WARNING)
+_chosen_gl = os.environ.get("MUJOCO_GL")
 try:
     import robosuite
     from robosuite.controllers import load_composite_controller_config
 finally:
     logging.disable(logging.NOTSET)
+    if _chosen_gl is not None:
+        os.environ["MUJOCO_GL"] = _chosen_gl  # robosuite writes egl over whatever is not osmesa
 logging.getLogger("robosuite_logs").setLevel(logging.ERROR)
 
 CAMERAS = {"agentview": "agentview_image", "robot0_eye_in_hand": "robot0_eye_in_hand_image"}

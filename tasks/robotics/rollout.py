@@ -41,8 +41,14 @@ def make_matching_environment(about: Mapping[str, Any], source: str) -> Environm
         source: file or folder that says so, for errors.
 
     Raises:
-        ValueError: if what is made here has other settings (controller, frame, images, versions).
+        ValueError: if what is made here has other settings (controller, frame, images, versions), or `about` says
+            neither environment nor settings.
     """
+    arguments, settings = about.get("environment"), about.get("settings")
+    if not isinstance(arguments, Mapping) or not {"name"} <= set(arguments) <= {"name", "cameras", "image_size"}:
+        raise ValueError(f"{source} does not say its environment: {arguments!r}")
+    if not isinstance(settings, Mapping) or not isinstance(settings.get("cameras"), list):
+        raise ValueError(f"{source} does not say the settings of its environment")
     environment = make_environment(**about["environment"])
     try:
         check_environment(SimpleNamespace(path=source, settings=about["settings"]), environment)

@@ -14,11 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -32,10 +33,18 @@ from hf_sparseprior.training.allocator import keep_freed_memory
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from tasks.classification.command import RunStopped, run_command
 from tasks.classification.report import command_line, environment, write_results
-from tasks.classification.run_folder import MODEL, RESULTS, claim, finished_results, last_whole_checkpoint
+from tasks.classification.run_folder import (
+    MODEL,
+    RESULTS,
+    RUN_CONFIG,
+    claim,
+    finished_results,
+    folder_differences,
+    last_whole_checkpoint,
+)
 from tasks.robotics.config import VALIDATION_SEED, TrainerConfig, check_config, load_config
 from tasks.robotics.data import Windows, check_shapes, fit_normalizer, read_episodes
-from tasks.robotics.formats import open_demonstrations
+from tasks.robotics.formats import demonstrations_sha256, open_demonstrations
 from tasks.robotics.policy import CrosswayPolicy, policy_sha256
 from tasks.robotics.rollout import make_matching_environment, rollout, summary
 
@@ -43,6 +52,9 @@ WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
 LOGGED = ("loss", "diffusion")
 CHECKPOINT_FILES = (WEIGHTS_FILE, EMA_FILE, OPTIMIZER_FILE, TRAINER_STATE_NAME)
+DEMONSTRATIONS = "demonstrations"  # section of run_config.json beside the configuration's: what the file held
+# One process rolls out at validation while the others wait; torch gives up after ten minutes.
+PATIENCE = timedelta(hours=24)
 
 
 def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite: bool = False) -> dict[str, Any]:
@@ -62,7 +74,8 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     """
     data, policy_config, trainer = check_config(config)
     out = Path(trainer.output_dir)
-    if finished := finished_results(out, config, overwrite):
+    identity = run_identity(config, out, overwrite)
+    if finished := finished_results(out, identity, overwrite):
         return finished
     demonstrations = open_demonstrations(data.path)
     check_shapes(demonstrations, policy_config)
@@ -86,7 +99,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         training.simulator = make_matching_environment(training.about, str(data.path))
     training.accelerator.wait_for_everyone()  # until every process has looked at what is there
     if training.accelerator.is_main_process:
-        claim(out, config)
+        claim(out, identity)
     training.accelerator.wait_for_everyone()
     checkpoint = last_whole_checkpoint(out, CHECKPOINT_FILES)
     if checkpoint:
@@ -112,6 +125,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         "resumed_from": checkpoint and Path(checkpoint).name,
         "command": command or command_line(),
         "config": config,
+        "demonstrations_sha256": identity.get(DEMONSTRATIONS, {}).get("sha256"),
         **environment(),
         "history": training.history,
     }
@@ -122,6 +136,30 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         write_results(out / RESULTS, results)
     training.accelerator.wait_for_everyone()
     return results
+
+
+def run_identity(config: dict[str, dict[str, Any]], out: Path, overwrite: bool) -> dict[str, dict[str, Any]]:
+    """What makes the run this one: its configuration, and what its demonstrations hold, by SHA-256.
+
+    The range of the demonstrations is the policy's normaliser: weights that were trained on others must not meet it.
+    A run that did not note them, and a finished one whose demonstrations are gone, go by the configuration alone.
+
+    Raises:
+        ValueError: if the folder holds this run with other demonstrations, unless `overwrite`.
+    """
+    path, known = Path(config["data"]["path"]), None
+    if (out / RUN_CONFIG).exists() and not folder_differences(out, config):
+        stored = json.loads((out / RUN_CONFIG).read_text(encoding="utf-8"))
+        known = stored[DEMONSTRATIONS]["sha256"] if DEMONSTRATIONS in stored else None
+        if known is None or not path.exists():
+            return config
+    sha256 = demonstrations_sha256(path) if path.exists() else None
+    if known not in (None, sha256) and not overwrite:
+        raise ValueError(
+            f"data.path={path} holds other demonstrations than those that {out} was trained on; "
+            "choose another trainer.output_dir or give --overwrite"
+        )
+    return {**config, DEMONSTRATIONS: {"sha256": sha256}}
 
 
 def start_encoders(policy: CrosswayPolicy, folder: str, encoder: dict[str, Any]) -> None:
@@ -155,7 +193,15 @@ class Training:
         out: Path,
     ) -> None:
         self.config, self.train, self.valid, self.out = config, train, valid, out
-        self.accelerator = Accelerator(mixed_precision=config.mixed_precision)
+        self.accelerator = Accelerator(
+            mixed_precision=config.mixed_precision, kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)]
+        )
+        processes, windows = self.accelerator.num_processes, min(config.batch_size, len(train))
+        if windows < processes:
+            raise ValueError(
+                f"trainer.batch_size={config.batch_size} of {len(train)} windows must be at least the {processes} "
+                "processes that share it"
+            )
         optimizer = torch.optim.AdamW(
             policy.parameters(),
             lr=config.learning_rate,

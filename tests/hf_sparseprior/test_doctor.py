@@ -1,7 +1,10 @@
 """What `doctor` says, with and without what it looks for."""
 
+import re
 import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +69,41 @@ def test_operators_of_mmcv_give_what_they_must(monkeypatch):
 def test_operators_of_mmcv_that_were_not_compiled_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mmcv.ops", None)
     assert "mmcv came without compiled operators" in doctor.mmcv_problem()
+
+
+def test_the_library_that_is_there_is_chosen(monkeypatch):
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    for found, chosen in (({"OSMesa", "EGL"}, "osmesa"), ({"EGL"}, "egl"), (set(), None)):
+        monkeypatch.setattr(doctor, "find_library", lambda name, found=found: name if name in found else None)
+        assert doctor.gl_library() == chosen
+    for value, chosen in (("glfw", "glfw"), ("disable", None), ("Off", None)):
+        monkeypatch.setenv("MUJOCO_GL", value)
+        assert doctor.gl_library() == chosen
+
+
+@pytest.mark.parametrize(("found", "used"), [({"OSMesa", "EGL"}, "osmesa"), ({"EGL"}, "egl"), (set(), "osmesa")])
+def test_rendering_is_tried_with_the_library_that_tasks_take(monkeypatch, found, used):
+    seen = []
+
+    def run(command, env, **options):
+        seen.append(env["MUJOCO_GL"])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    monkeypatch.setattr(doctor, "find_library", lambda name: name if name in found else None)
+    monkeypatch.setattr(subprocess, "run", run)
+    assert doctor.rendering_problem() is None and seen == [used]
+
+
+def test_packages_of_the_robots_are_those_of_the_extra():
+    """What tasks/robotics imports of `make robotics`, found by reading its modules."""
+    sources = (Path(__file__).parents[2] / "tasks" / "robotics").glob("*.py")
+    imported = set(
+        re.findall(r'(?:^\s*(?:from|import) |_import\(")(\w+)', "\n".join(map(Path.read_text, sources)), re.M)
+    )
+    assert {"diffusers", "h5py", "zarr", "mujoco", "robosuite", "gym_pusht"} <= imported
+    wanted = {name for name, (_, command) in doctor.OPTIONAL.items() if command == "make robotics"}
+    assert {"diffusers", "h5py", "zarr", "mujoco", "robosuite", "gym-pusht", "gymnasium"} <= wanted
 
 
 def test_rendering_without_its_library_is_named_with_the_package(monkeypatch):

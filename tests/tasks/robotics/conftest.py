@@ -1,5 +1,6 @@
 """What tests of robots share: environments are made once, episodes by hand."""
 
+import json
 import sys
 
 import numpy as np
@@ -78,3 +79,44 @@ def make_episode():
         )
 
     return make
+
+
+@pytest.fixture
+def write_robomimic_file(tmp_path):
+    """(lengths, further observations by size) -> a file as robomimic and Diffusion Policy publish it: absolute actions
+    in the world, axis angles near half a turn."""
+    h5py = pytest.importorskip("h5py", reason="needs make robotics")
+    from scipy.spatial.transform import Rotation
+
+    def write(lengths=(6, 4), cameras=("agentview",), further=()):
+        path = tmp_path / "image_abs.hdf5"
+        generator = np.random.default_rng(0)
+        with h5py.File(path, "w") as file:
+            arguments = {
+                "env_name": "Lift",
+                "type": 1,
+                "env_version": "1.2.0",
+                "env_kwargs": {"controller_configs": {"type": "OSC_POSE", "control_delta": True}, "control_freq": 20},
+            }
+            file.create_group("data").attrs["env_args"] = json.dumps(arguments)
+            for index, length in enumerate(lengths):
+                demo = file.create_group(f"data/demo_{index}")
+                demo.attrs["num_samples"] = length
+                tilts = Rotation.from_euler("xyz", generator.normal(0, 0.1, (length, 3)))
+                rotations = tilts * Rotation.from_rotvec([3.1, 0, 0])
+                world = generator.uniform((-0.1, -0.1, 0.8), (0.1, 0.1, 1.0), (length, 3))
+                demo["actions"] = np.concatenate([world, rotations.as_rotvec(), np.ones((length, 1))], 1)
+                for camera in cameras:
+                    demo[f"obs/{camera}_image"] = generator.integers(0, 256, (length, 84, 84, 3), dtype=np.uint8)
+                demo["obs/robot0_eef_pos"] = world
+                for key, size in further:
+                    demo[f"obs/{key}"] = generator.normal(size=(length, size))
+            file["mask/train"], file["mask/valid"] = np.array([b"demo_0"]), np.array([b"demo_1"])
+        return path
+
+    return write
+
+
+@pytest.fixture
+def robomimic_file(write_robomimic_file):
+    return write_robomimic_file()

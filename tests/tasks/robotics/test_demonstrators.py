@@ -64,6 +64,15 @@ def test_what_is_written(lift_file):
     assert {path.name for path in lift_file.parent.iterdir()} == {"lift.hdf5", "lift.hdf5.json"} | drawn
 
 
+def test_without_gl_pictures_alone_are_left_out(environment, tmp_path, monkeypatch, capsys):
+    environment("lift")
+    monkeypatch.setenv("MUJOCO_GL", "disable")
+    out = tmp_path / "lift.hdf5"
+    assert main(["lift", str(out), "--episodes", "1", "--seed", "20"]) == 0
+    assert "no pictures: no GL library: apt-get install libosmesa6" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"lift.hdf5", "lift.hdf5.json"}
+
+
 @pytest.mark.slow
 def test_replaying_gives_the_same_states_and_solves_the_task(lift_file):
     found = replay(lift_file)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -158,6 +159,36 @@ def test_the_command_writes_results_picture_and_film(saved, tmp_path, capsys):
     for name in ("trained", "untrained"):
         assert (tmp_path / name / "episodes.png").stat().st_size > 10_000
         assert (tmp_path / name / trained["film"]).stat().st_size > 1_000
+
+
+def test_without_gl_pictures_alone_are_left_out(saved, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "picture_problem", lambda simulator: "no GL library: apt-get install libosmesa6")
+    out = tmp_path / "out"
+    assert evaluate.main([str(saved), "--episodes", "1", "--max-steps", "4", "--out", str(out)]) == 0
+    written = capsys.readouterr()
+    assert "no pictures: no GL library: apt-get install libosmesa6\n" in written.err and "film" not in written.out
+    assert [path.name for path in out.iterdir()] == ["results.json"]
+    assert json.loads((out / "results.json").read_text())["film"] is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"environment": None}, "does not say its environment"),
+        ({"environment": {"name": "pusht", "colour": 1}}, "does not say its environment"),
+        ({"settings": None}, "does not say the settings"),
+        ({"settings": {}}, "does not say the settings"),
+    ],
+)
+def test_a_policy_that_does_not_say_its_environment_is_named(saved, tmp_path, capsys, damage, message):
+    folder = tmp_path / "policy"
+    shutil.copytree(saved, folder)
+    content = json.loads((folder / "policy.json").read_text())
+    content["about"] |= damage
+    (folder / "policy.json").write_text(json.dumps(content))
+    assert evaluate.main([str(folder), "--episodes", "1", "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert f"{folder} {message}" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -117,32 +117,6 @@ def test_a_published_pusht_file_is_read(published_file):
     assert read.dtype == np.uint8 and np.array_equal(read, IMAGES[4:])
 
 
-@pytest.fixture
-def robomimic_file(tmp_path):
-    """As robomimic and Diffusion Policy publish it: absolute actions in the world, axis angles near half a turn."""
-    path = tmp_path / "image_abs.hdf5"
-    generator = np.random.default_rng(0)
-    with h5py.File(path, "w") as file:
-        arguments = {
-            "env_name": "Lift",
-            "type": 1,
-            "env_version": "1.2.0",
-            "env_kwargs": {"controller_configs": {"type": "OSC_POSE", "control_delta": True}, "control_freq": 20},
-        }
-        file.create_group("data").attrs["env_args"] = json.dumps(arguments)
-        for index, length in enumerate([6, 4]):
-            demo = file.create_group(f"data/demo_{index}")
-            demo.attrs["num_samples"] = length
-            tilts = Rotation.from_euler("xyz", generator.normal(0, 0.1, (length, 3)))
-            rotations = tilts * Rotation.from_rotvec([3.1, 0, 0])
-            world = generator.uniform((-0.1, -0.1, 0.8), (0.1, 0.1, 1.0), (length, 3))
-            demo["actions"] = np.concatenate([world, rotations.as_rotvec(), np.ones((length, 1))], 1)
-            demo["obs/agentview_image"] = generator.integers(0, 256, (length, 84, 84, 3), dtype=np.uint8)
-            demo["obs/robot0_eef_pos"] = world
-        file["mask/train"], file["mask/valid"] = np.array([b"demo_0"]), np.array([b"demo_1"])
-    return path
-
-
 def test_a_published_robomimic_file_is_read(robomimic_file):
     demonstrations = open_demonstrations(robomimic_file)
     assert demonstrations.environment == {"name": "lift", "cameras": ("agentview",), "image_size": 84}
@@ -307,6 +281,29 @@ HDF5_DAMAGE = {
         lambda f: replace(f["data/demo_1/obs"], "agentview_image", np.zeros((3, 16, 16, 3))),
         "is float64 (3, 16, 16, 3), not uint8",
     ),
+    "a name twice": (lambda f: replace(f["mask"], "train", np.array([b"demo_3"] * 2)), "mask train names demo_3 twice"),
+    "a number as mask": (lambda f: replace(f["mask"], "train", 3), "mask/train has shape (), it is no list of names"),
+    "text as actions": (
+        lambda f: replace(f["data/demo_1"], "actions", np.full((3, 10), b"x")),
+        "data/demo_1/actions is |S1, not numbers",
+    ),
+    "text as an observation": (
+        lambda f: replace(f["data/demo_1/obs"], "object", np.full((3, 10), b"x")),
+        "data/demo_1/obs/object is |S1, not numbers",
+    ),
+    "a number as an observation": (
+        lambda f: replace(f["data/demo_1/obs"], "object", 3.0),
+        "data/demo_1/obs/object is float64 (), not (3, 10)",
+    ),
+    "a number as an observation everywhere": (
+        lambda f: [replace(f[f"data/{name}/obs"], "object", 3.0) for name in f["data"]],
+        "data/demo_0/obs/object is float64 (), not (5,)",
+    ),
+    "a seed that is none": (lambda f: f["data/demo_1"].attrs.create("seed", "x"), "data/demo_1 cannot be read ("),
+    "a length that is none": (
+        lambda f: f["data/demo_1"].attrs.create("num_samples", "x"),
+        "data/demo_1 cannot be read (",
+    ),
     "a number where a group was": (lambda f: replace(f["data"], "demo_1", 3), "data/demo_1 has no obs"),
 }
 
@@ -331,6 +328,26 @@ def test_a_damaged_image_is_named_when_it_is_read(lift_file):
         demonstrations.read("demo_2", "agentview_image", 7, 8)
 
 
+@pytest.mark.parametrize(("task", "key"), [("lift", "object"), ("pusht", "agent_pos"), ("pusht", "keypoints")])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_observations_that_are_not_finite_are_named_when_they_are_read(request, task, key, value):
+    path = request.getfixturevalue(f"{task}_file")
+    if task == "lift":
+
+        def spoil(file):
+            file["data/demo_2/obs/object"][7, 3] = value
+
+        change(path, spoil)
+    else:
+        array = zarr.open_group(str(path), mode="r+")["data/state" if key == "agent_pos" else "data/keypoint"]
+        array[(8 + 7, 1) if key == "agent_pos" else (8 + 7, 2, 0)] = value
+    demonstrations = open_demonstrations(path)
+    assert demonstrations.read("demo_2", key, 0, 7).shape[0] == 7
+    with pytest.raises(ValueError) as caught:
+        demonstrations.read("demo_2", key)
+    assert str(caught.value) == f"{path}: demo_2/{key} has numbers that are not finite"
+
+
 ZARR_DAMAGE = {
     "no group": (lambda path: (path / ".zgroup").unlink(), "is no zarr group"),
     "metadata cut off": (lambda path: (path / "data" / "action" / ".zarray").write_text("{"), "has no data/action"),
@@ -349,6 +366,7 @@ def test_damaged_zarr(pusht_file, damage):
 
 
 ZARR_WRONG = {
+    "a number as actions": ("data/action", np.array(3.0), "is damaged ("),
     "falling ends": ("meta/episode_ends", np.array([5, 4, 67]), "meta/episode_ends must rise and end at the 67 steps"),
     "ends beyond": ("meta/episode_ends", np.array([5, 99]), "meta/episode_ends must rise and end at the 67 steps"),
     "fewer states": ("data/state", np.ones((66, 5)), "data/state has shape (66, 5), not (67, 5)"),

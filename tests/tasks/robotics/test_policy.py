@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -292,6 +293,35 @@ def test_damaged_folders_are_named(tmp_path, damage):
 def test_another_folder_is_refused(tmp_path):
     with pytest.raises(OSError, match=r"policy\.json is missing"):
         read_policy_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: content.pop("about"), "'about' must be an object"),
+        (lambda content: content.pop("normalizer"), "'normalizer' must be an object"),
+        (lambda content: content.update(about=[]), "'about' must be an object"),
+        (lambda content: content["normalizer"].pop("floors"), "is damaged"),
+        (lambda content: content["normalizer"]["bounds"].pop("actions"), "its normalizer must have"),
+        (lambda content: content["policy"].update(widths=3), "widths=3 must be"),
+    ],
+)
+def test_damaged_policy_files_are_named(tmp_path, damage, message):
+    tiny_policy().save_pretrained(tmp_path / "policy")
+    path = tmp_path / "policy" / "policy.json"
+    content = json.loads(path.read_text())
+    damage(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(OSError, match=message) as caught:
+        CrosswayPolicy.from_pretrained(tmp_path / "policy")
+    assert str(path) in str(caught.value)
+
+
+def test_an_encoder_that_is_gone_is_named(tmp_path):
+    tiny_policy().save_pretrained(tmp_path / "policy")
+    shutil.rmtree(tmp_path / "policy" / "encoders")
+    with pytest.raises(OSError, match=r"encoders/agentview_image/config\.json is missing"):
+        CrosswayPolicy.from_pretrained(tmp_path / "policy")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Training on a small file of demonstrations: it learns, stops, goes on and refuses what does not fit."""
 
+import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from safetensors.torch import load_file
 from tasks.classification.command import RunStopped
 from tasks.robotics import train
 from tasks.robotics.config import check_config, load_config
-from tasks.robotics.formats import Episode, write_demonstrations
+from tasks.robotics.formats import Episode, demonstrations_sha256, write_demonstrations
 from tasks.robotics.normalizer import Normalizer
 from tasks.robotics.policy import CrosswayPolicy
 from tests.tasks.robotics.tiny import tiny_config
@@ -145,6 +147,104 @@ def test_a_finished_run_is_not_done_again(whole_run, demonstrations, monkeypatch
         train.run(with_cameras(configuration(demonstrations, whole_run, steps=11)))
 
 
+def spoiled(demonstrations: Path, folder: Path) -> Path:
+    """A copy under the same name whose first action alone is another, far outside the range of all."""
+    h5py = pytest.importorskip("h5py")
+    other = folder / "other.hdf5"
+    shutil.copy(demonstrations, other)
+    with h5py.File(other, "r+") as file:
+        file["data/demo_0/actions"][0] = 50.0
+    return other.replace(folder / demonstrations.name)  # a run before may have the file open
+
+
+def test_a_finished_run_of_other_demonstrations_is_not_taken_for_this_one(demonstrations, tmp_path, monkeypatch):
+    mine, out = tmp_path / demonstrations.name, tmp_path / "run"
+    shutil.copy(demonstrations, mine)
+    first = train.run(configuration(mine, out, steps=2))
+    expected = hashlib.sha256(mine.read_bytes()).hexdigest()
+    assert first["demonstrations_sha256"] == expected
+    spoiled(demonstrations, tmp_path)
+    with pytest.raises(ValueError) as caught:
+        train.run(configuration(mine, out, steps=2))
+    assert f"data.path={mine} holds other demonstrations than those that {out} was trained on" in str(caught.value)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    train.run(configuration(mine, out, steps=2), overwrite=True)
+    assert CrosswayPolicy.from_pretrained(out / "model").normalizer.bounds["actions"][1] == [50.0] * 4
+    # Without the file, nothing says that it was another.
+    mine.unlink()
+    monkeypatch.setattr(train, "Training", None)
+    assert train.run(configuration(mine, out, steps=2))["steps"] == 2
+
+
+def test_a_stopped_run_does_not_go_on_with_other_demonstrations(demonstrations, tmp_path, monkeypatch):
+    mine, out, update = tmp_path / demonstrations.name, tmp_path / "run", train.Training._update
+    shutil.copy(demonstrations, mine)
+
+    def update_and_stop(training):
+        losses = update(training)
+        training._stop = training.step == 2
+        return losses
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Training, "_update", update_and_stop)
+        with pytest.raises(RunStopped):
+            train.run(configuration(mine, out, steps=4))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    spoiled(demonstrations, tmp_path)
+    with pytest.raises(ValueError, match=r"data\.path=.* holds other demonstrations"):
+        train.run(configuration(mine, out, steps=4))
+    shutil.copy(demonstrations, mine)
+    # A run from before demonstrations were noted goes by its configuration.
+    stored = json.loads((out / "run_config.json").read_text())
+    del stored["demonstrations"]
+    (out / "run_config.json").write_text(json.dumps(stored))
+    assert train.run(configuration(mine, out, steps=4))["resumed_from"] == "checkpoint-2"
+
+
+def test_a_zarr_folder_is_known_by_names_and_content(tmp_path):
+    (tmp_path / "data").mkdir()
+    for name, content in (("data/b", b"1"), ("data/a", b"2"), (".zgroup", b"{}")):
+        (tmp_path / name).write_bytes(content)
+    listed = "".join(
+        f"{name}\0{hashlib.sha256(content).hexdigest()}\n"
+        for name, content in ((".zgroup", b"{}"), ("data/a", b"2"), ("data/b", b"1"))
+    )
+    first = demonstrations_sha256(tmp_path)
+    assert first == hashlib.sha256(listed.encode()).hexdigest()
+    (tmp_path / "data" / "a").rename(tmp_path / "data" / "c")
+    assert demonstrations_sha256(tmp_path) != first
+
+
+def test_a_batch_must_reach_every_process(demonstrations, tmp_path, monkeypatch):
+    monkeypatch.setattr(train.Accelerator, "num_processes", 3)
+    with pytest.raises(ValueError, match=r"trainer\.batch_size=2 of \d+ windows must be at least the 3 processes"):
+        train.run(configuration(demonstrations, tmp_path / "run", batch_size=2))
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_wait_for_a_long_validation(demonstrations, tmp_path, monkeypatch):
+    seen, accelerator = [], train.Accelerator
+    monkeypatch.setattr(train, "Accelerator", lambda **given: (seen.extend(given["kwargs_handlers"]), accelerator())[1])
+    train.run(configuration(demonstrations, tmp_path / "run", steps=1))
+    assert seen[0].to_kwargs()["timeout"].total_seconds() == 24 * 3600
+
+
+@pytest.mark.parametrize("task", ["lift", "can"])
+def test_the_full_configurations_start_on_published_demonstrations(write_robomimic_file, tmp_path, task):
+    """Made smaller, and on a file of robomimic's layout, whose environment is not the one here."""
+    further = (("robot0_eef_quat", 4), ("robot0_gripper_qpos", 2), ("object", 10))
+    path = write_robomimic_file((20, 18), ("agentview", "robot0_eye_in_hand"), further)
+    small = ["policy.widths=[16, 32]", "policy.decoder_width=8", "trainer.epochs=null", "trainer.steps=1"]
+    small += ["encoder.preset=null", "encoder.hidden_size=16", "encoder.num_hidden_layers=1"]
+    small += ["encoder.num_attention_heads=2", "encoder.intermediate_size=16", "trainer.batch_size=2"]
+    small += ["policy.step_embedding_size=8", "trainer.disable_tqdm=true"]
+    where = [f"data.path={path}", f"trainer.output_dir={tmp_path / 'run'}"]
+    config = load_config(ROOT / "configs" / "robotics" / f"{task}_vit_base_dense.yaml", [*small, *where])
+    results = train.run(config)
+    assert results["steps"] == 1 and results["episodes"] == {"train": 1, "valid": 1}
+    assert CrosswayPolicy.from_pretrained(tmp_path / "run" / "model").config.crop == 76
+
+
 def test_sigterm_saves_and_the_run_goes_on_as_if_nothing_had_been(whole_run, demonstrations, tmp_path, monkeypatch):
     out, update = tmp_path / "stopped", train.Training._update
 
@@ -201,8 +301,6 @@ def test_a_killed_run_goes_on_from_its_checkpoint_with_equal_losses(demonstratio
 
 
 def test_a_cut_off_checkpoint_is_skipped(whole_run, tmp_path, capsys):
-    import shutil
-
     for step in (4, 8):
         shutil.copytree(whole_run / "checkpoint-10", tmp_path / f"checkpoint-{step}")
     weights = tmp_path / "checkpoint-8" / "model.safetensors"
@@ -301,6 +399,16 @@ def test_the_better_policy_is_kept():
 # ---- configurations -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("path", [path for path in CONFIGS if "smoke" in path.stem], ids=lambda path: path.stem)
+def test_the_readme_records_and_trains_what_small_configurations_read(path):
+    readme = (ROOT / "tasks" / "robotics" / "README.md").read_text()
+    config = load_config(path)
+    (line,) = (each for each in readme.splitlines() if f" {config['data']['path']} --episodes" in each)
+    cameras = {key.removesuffix("_image") for key, shape in config["policy"]["observations"].items() if len(shape) == 3}
+    assert cameras <= set(line.partition("--cameras")[2].split())
+    assert f"--config {path.relative_to(ROOT)}\n" in readme and f"`{path.stem}`" in readme
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_builds(path):
     """On the meta device: the full ones have hundreds of millions of weights."""
@@ -348,6 +456,18 @@ def test_windows_of_table_6_are_all_patches():
         ("policy.crop=90", "crop=90 must be at most"),
         ("encoder.prior=fibonacci", "fibonacci"),
         ("encoder.hiden_size=3", "hidden_size"),
+        ("policy.observations=3", r"policy\.observations=3 must be keys with their shapes"),
+        ("policy.observations={a: 3}", r"policy\.observations: a=3 must be \[size\]"),
+        ("policy.groups=7", r"policy\.widths=\[512, 1024, 2048\] must be multiples of groups=7"),
+        ("policy.decoder_width=9", r"policy\.decoder_width=9 must be a multiple of groups=8"),
+        ("policy.kernel_size=4", r"policy\.kernel_size=4 must be odd"),
+        ("policy.step_embedding_size=abc", r"policy\.step_embedding_size='abc' must be an integer"),
+        ("policy.step_embedding_size=7", r"policy\.step_embedding_size=7 must be even"),
+        ("policy.horizon=18", r"policy\.horizon=18 must be a multiple of 4"),
+        ("encoder.patch_size=0", r"encoder\.patch_size=0 must be an integer of 1 or more"),
+        ("encoder.patch_size=[8]", r"encoder\.patch_size=\[8\] must be an integer of 1 or more"),
+        ("encoder.patch_size=90", r"encoder\.patch_size=\[90, 90\] must be at most the 76x76 pixels"),
+        ("trainer.betas=[a, b]", r"trainer\.betas=\['a', 'b'\] must be two numbers in"),
     ],
 )
 def test_bad_values_are_refused(override, message):
