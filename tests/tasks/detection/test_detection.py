@@ -337,7 +337,10 @@ def _cut(path):
             lambda root: Image.new("RGB", (40, 32)).save(root / "images/training/2.png"),
             r"images/training/2\.png is of 32x40 pixels, the annotation file says 32x32",
         ),
-        (_annotation(lambda content: content["categories"][1].update(name="odd")), r"instances_training\.json has 1 of the 2 classes"),
+        (
+            _annotation(lambda content: content["categories"][1].update(name="odd")),
+            r"instances_training\.json has 1 of the 2 classes",
+        ),
         (
             _annotation(lambda content: content["annotations"][2]["segmentation"]["counts"].append(7)),
             r"instances_training\.json: annotation 3 of 1\.png has run lengths that do not fill its image of 32x32",
