@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ except ImportError:  # said by `_open`, where it is needed
 
 # Behind so many frames seeking is worth its while.
 SEEK_FROM = 100
+# FFmpeg's names of the formats with an index to seek by.
+INDEXED = {"matroska", "mov", "avi"}
+# So many may lack at a video's end before it counts as broken off.
+SPARE_FRAMES = 3
 
 
 @contextmanager
@@ -45,13 +50,15 @@ def _other_streams(container: Any) -> str:
 
 
 def count_frames(path: str | os.PathLike) -> int:
-    """Number of frames of a video, without decoding them where the file does not say it itself.
+    """Number of frames of a video, without decoding them.
+
+    They are counted: what a container says itself holds frames that are cut away, or (AVI) ticks of its clock.
 
     Raises:
-        OSError: naming the file, for one that is missing, empty, damaged or without video or frames.
+        OSError: naming the file, for one that is missing, empty, damaged, breaks off or is without video or frames.
     """
     with _open(path) as (container, stream):
-        count = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
+        count = sum(_shows(packet) for packet in _packets(path, container, stream))
     if not count:
         raise OSError(f"{path} holds no frames")
     return count
@@ -68,36 +75,96 @@ def read_frames(
         short_side: pixels that the shorter side is scaled to; None: as it is.
 
     Raises:
-        OSError: naming the file, for one that is missing, empty, damaged, without video, or shorter than `indices`.
+        OSError: naming the file, for one that is missing, empty, damaged, without video, shorter than `indices`, or,
+            where all is read, breaks off.
     """
     wanted = None if indices is None else sorted(set(indices))
-    found: dict[int, np.ndarray] = {}
-    with _open(path) as (container, stream):
-        scaler = av.video.reformatter.VideoReformatter()  # one for all frames, which would each set up their own
-        for number, frame in _numbered(container, stream, wanted[0] if wanted else 0):
-            if wanted is None or number in wanted:
-                found[number] = _pixels(frame, short_side, scaler)
-            if wanted is not None and len(found) == len(wanted):
-                break
+    times = _times(path) if wanted and wanted[0] >= SEEK_FROM else []
+    found = _found(path, wanted, short_side, times)
+    if wanted and any(number not in found for number in wanted if number < len(times)):
+        found = _found(path, wanted, short_side, [])  # a seek that came too late
     if not found:
-        raise OSError(f"{path} holds no frames" if wanted is None else f"{path} has no frame {wanted[0]}")
+        raise OSError(f"{path} has no frame {wanted[0]}" if wanted else f"{path} holds no frames")
     numbers: Iterable[int] = sorted(found) if indices is None else indices
     if missing := [number for number in numbers if number not in found]:
         raise OSError(f"{path} has no frame {missing[0]}; it ends or breaks off before it")
     return np.stack([found[number] for number in numbers])
 
 
-def _numbered(container: Any, stream: Any, first: int) -> Any:
-    """Pairs of number and decoded frame from `first` on, or from before it."""
+def _found(
+    path: str | os.PathLike, wanted: list[int] | None, short_side: int | None, times: list[int]
+) -> dict[int, np.ndarray]:
+    """Those of the wanted frames (None: all) that are there, by a seek with `times`, else counted from the start."""
+    found: dict[int, np.ndarray] = {}
+    with _open(path) as (container, stream):
+        scaler = av.video.reformatter.VideoReformatter()  # one for all frames, which would each set up their own
+        numbered: Iterable[tuple[int, Any]]
+        numbered = enumerate(frame for packet in _packets(path, container, stream) for frame in packet.decode())
+        if times and wanted:
+            container.seek(times[min(wanted[0], len(times) - 1)], stream=stream)
+            number_of = {time: number for number, time in enumerate(times)}
+            numbered = ((number_of.get(frame.pts, -1), frame) for frame in container.decode(stream))
+        for number, frame in numbered:
+            if wanted is None or number in wanted:
+                found[number] = _pixels(frame, short_side, scaler)
+            if wanted is not None and (not wanted or number >= wanted[-1]):
+                break
+    return found
+
+
+def _shows(packet: Any) -> bool:
+    """Whether a packet holds a frame that is shown, not one that an edit list cuts away."""
+    return packet.size > 0 and not packet.is_discard
+
+
+def _times(path: str | os.PathLike) -> list[int]:
+    """Presentation times of all frames, in order; none where they do not tell which frame a seek has come to."""
+    with _open(path) as (container, stream):
+        if not INDEXED & set(container.format.name.split(",")):
+            return []  # times behind a seek are FFmpeg's guesses
+        times = [packet.pts for packet in _packets(path, container, stream) if _shows(packet)]
+    return [] if None in times or len(set(times)) < len(times) else sorted(times)
+
+
+def _packets(path: str | os.PathLike, container: Any, stream: Any) -> Iterator[Any]:
+    """All packets of a stream; behind the last, OSError if the frames end before the file says that they do."""
+    times: list[int] = []
+    end = 0
+    for packet in container.demux(stream):
+        if packet.pts is not None:
+            end = max(end, packet.pts + (packet.duration or 0))
+            if _shows(packet):
+                times.append(packet.pts)
+        yield packet
+    times.sort()
     rate: Fraction | None = stream.average_rate
-    start = stream.start_time or 0
-    if first >= SEEK_FROM and rate and stream.time_base:
-        container.seek(start + int(first / rate / stream.time_base), stream=stream)
-        for frame in container.decode(stream):
-            if frame.pts is not None:
-                yield round((frame.pts - start) * stream.time_base * rate), frame
-        return
-    yield from enumerate(container.decode(stream))
+    gaps = [behind - before for before, behind in pairwise(times)] + ([1 / rate / stream.time_base] if rate else [])
+    said = _said_end(container, stream, times[0]) if times else None
+    # A last frame's duration is not always said, and clocks are rounded: only what lacks more than that is named.
+    if said is not None and gaps and said - end > max(SPARE_FRAMES * sum(gaps) / len(gaps), *gaps):
+        seconds = [float(time * stream.time_base) for time in (end, said)]
+        raise OSError(f"{path} breaks off: its frames end at {seconds[0]:.2f} s, not at {seconds[1]:.2f} s as it says")
+
+
+def _said_end(container: Any, stream: Any, first: int) -> Fraction | None:
+    """Where a file says that its video ends, whatever its sound does, in ticks of the stream; None if it does not.
+
+    An AVI's length is none: it may count its clock from 0 or from the first frame, and FFmpeg scales it by the file.
+    """
+    kinds = container.format.name.split(",")
+    if "matroska" in kinds:  # FFmpeg's tag; another program's may be out of date, but not both times
+        try:
+            hours, minutes, seconds = stream.metadata["DURATION"].split(":")
+            end = (int(hours) * 60 + int(minutes)) * 60 + Fraction(seconds)
+        except (KeyError, ValueError):
+            return None
+        if container.duration is not None:
+            end = min(end, Fraction(container.duration, av.time_base))
+        return end / stream.time_base
+    # Without a number of frames (fragmented mp4) the duration may be a guess from the bit rate.
+    if "mov" in kinds and stream.frames and stream.duration:
+        return Fraction(first + stream.duration)
+    return None
 
 
 def _pixels(frame: Any, short_side: int | None, scaler: Any) -> np.ndarray:

@@ -231,8 +231,8 @@ def _write_outputs(
     counts = np.array(results["confusion"])
     draw_confusion(counts, classes, out / "confusion.png", f"{heading}: {accuracy:.2f} % on test")
     order = np.random.default_rng(0).permutation(len(test))
-    firsts = [next(index for index in order if test.videos.labels[index] == label) for label in range(len(classes))]
-    shown = [int(index) for index in firsts[:SHOWN]]
+    firsts = {int(test.videos.labels[index]): int(index) for index in reversed(order)}  # of the classes in the split
+    shown = [firsts[label] for label in sorted(firsts)[:SHOWN]]
     draw_clips(
         [test.frames(index) for index in shown],
         [classes[test.videos.labels[index]] for index in shown],

@@ -1,10 +1,13 @@
 """Frames by PyAV: the right ones, and one line for every file that has none."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
 av = pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
 
+from tasks.video import decoding  # noqa: E402
 from tasks.video.decoding import SEEK_FROM, count_frames, read_frames, sample_indices, write_video  # noqa: E402
 
 
@@ -20,13 +23,34 @@ def numbers_of(frames):
     return (stripes << np.arange(8)).sum(1).tolist()
 
 
-def encode(path, frames, codec, rate=25, gop=12):
+def encode(path, frames, codec, times=None, sound=0.0, b_frames=None):
+    """Write frames, at 25 a second or at these milliseconds, and so many seconds of sound."""
     with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=rate)
-        stream.height, stream.width, stream.pix_fmt, stream.gop_size = *frames.shape[1:3], "yuv420p", gop
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        stream = container.add_stream(codec, rate=25)
+        stream.height, stream.width, stream.pix_fmt, stream.gop_size = *frames.shape[1:3], "yuv420p", 12
+        if b_frames is not None:
+            stream.codec_context.max_b_frames = b_frames
+        if times is not None:
+            stream.codec_context.time_base = Fraction(1, 1000)
+        if sound:
+            speaker = container.add_stream("aac", rate=8000, layout="mono")
+        for number, pixels in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            if times is not None:
+                frame.pts, frame.time_base = times[number], Fraction(1, 1000)
+            container.mux(stream.encode(frame))
         container.mux(stream.encode())
+        for number in range(int(sound * 8000 / 1024)):
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+            frame.sample_rate, frame.pts, frame.time_base = 8000, 1024 * number, Fraction(1, 8000)
+            container.mux(speaker.encode(frame))
+        if sound:
+            container.mux(speaker.encode())
+
+
+def cut_off(path, share):
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
 
 
 def sound(path):
@@ -55,6 +79,73 @@ def test_frames_behind_a_seek_are_the_right_ones(name, codec, tmp_path):
     wanted = [SEEK_FROM + 7, SEEK_FROM + 31, count - 1, 3]
     for indices in (wanted[:3], wanted):  # the second starts without a seek
         assert numbers_of(read_frames(tmp_path / name, indices)) == indices
+
+
+UNEVEN = np.cumsum([(20, 35, 90, 41, 160)[number % 5] + 7 * (number % 3) for number in range(SEEK_FROM + 60)])
+
+
+@pytest.mark.parametrize(
+    "name, codec, times, b_frames",
+    [
+        ("clip.mkv", "libx264", UNEVEN, None),  # with B-frames, its preset's
+        ("clip.mp4", "libx264", UNEVEN, None),
+        ("clip.mp4", "libx264", UNEVEN + 5000, 0),
+        ("clip.mkv", "libx264", 40 * np.arange(len(UNEVEN)) + 3000, None),  # even, starts late
+        ("clip.mp4", "mpeg4", None, 2),
+        ("clip.avi", "mpeg4", None, 2),
+        ("clip.avi", "libx264", UNEVEN, 0),  # an AVI says a number of frames that are ticks of its clock
+        ("clip.mpg", "mpeg1video", None, 2),  # without an index to seek by
+    ],
+)
+def test_every_frame_is_the_right_one_whatever_the_times(name, codec, times, b_frames, tmp_path):
+    path, count = tmp_path / name, len(UNEVEN)
+    encode(path, numbered(count), codec, None if times is None else times.tolist(), b_frames=b_frames)
+    assert count_frames(path) == count
+    assert numbers_of(read_frames(path)) == list(range(count))
+    for number in range(SEEK_FROM - 3, count):
+        assert numbers_of(read_frames(path, [number])) == [number]
+    for first in range(SEEK_FROM - 1, count - 40, 3):
+        group = [first + 39, first, first + 11, first + 2]
+        assert numbers_of(read_frames(path, group)) == group
+    for beyond in ([count], [SEEK_FROM, count]):
+        with pytest.raises(OSError, match=f"has no frame {count}"):
+            read_frames(path, beyond)
+
+
+def test_frames_that_an_edit_list_cuts_away_are_not_counted(tmp_path):
+    encode(tmp_path / "whole.mp4", numbered(SEEK_FROM + 60), "libx264", b_frames=0)
+    # Copied from the key frame 24 on, to be shown from frame 30 on.
+    with av.open(str(tmp_path / "whole.mp4")) as whole:
+        source = whole.streams.video[0]
+        with av.open(str(tmp_path / "clip.mp4"), "w", options={"avoid_negative_ts": "disabled"}) as container:
+            stream = container.add_stream_from_template(source)
+            for packet in list(whole.demux(source))[24:-1]:
+                start = round(30 / 25 / packet.time_base)
+                packet.pts, packet.dts, packet.stream = packet.pts - start, packet.dts - start, stream
+                container.mux(packet)
+    shown = list(range(30, SEEK_FROM + 60))
+    assert numbers_of(read_frames(tmp_path / "clip.mp4")) == shown
+    assert count_frames(tmp_path / "clip.mp4") == len(shown)
+    for number in (0, SEEK_FROM + 1, len(shown) - 1):
+        assert numbers_of(read_frames(tmp_path / "clip.mp4", [number])) == [shown[number]]
+
+
+def test_frames_without_times_are_counted(tmp_path, monkeypatch):
+    encode(tmp_path / "clip.mkv", numbered(SEEK_FROM + 60), "libx264", UNEVEN.tolist())
+    monkeypatch.setattr(decoding, "_times", lambda path: [])
+    wanted = [SEEK_FROM + 31, SEEK_FROM + 7]
+    assert numbers_of(read_frames(tmp_path / "clip.mkv", wanted)) == wanted
+
+
+def test_a_seek_that_comes_too_late_costs_no_frame(tmp_path, monkeypatch):
+    encode(tmp_path / "clip.mkv", numbered(SEEK_FROM + 60), "libx264", UNEVEN.tolist())
+    times = decoding._times(tmp_path / "clip.mkv")
+    # The first wanted frame's time is put behind the key frame that follows it.
+    wanted = SEEK_FROM + 7
+    monkeypatch.setattr(
+        decoding, "_times", lambda path: [*times[:wanted], times[wanted + 12] + 1, *times[wanted + 1 :]]
+    )
+    assert numbers_of(read_frames(tmp_path / "clip.mkv", [wanted, wanted + 1])) == [wanted, wanted + 1]
 
 
 def test_short_side_keeps_the_shape(tmp_path):
@@ -99,8 +190,28 @@ def test_a_video_that_breaks_off_names_the_frame(tmp_path):
     write_video(tmp_path / "clip.mkv", np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), dtype=np.uint8))
     content = (tmp_path / "clip.mkv").read_bytes()
     (tmp_path / "clip.mkv").write_bytes(content[: len(content) // 2])
-    with pytest.raises(OSError, match=r"clip\.mkv has no frame 5; it ends or breaks off before it"):
+    with pytest.raises(OSError, match=r"clip\.mkv breaks off: its frames end at 0\.\d\d s, not at 0\.24 s"):
         read_frames(tmp_path / "clip.mkv", [0, 5])
+
+
+@pytest.mark.parametrize("name, codec", [("clip.mkv", "libx264"), ("clip.mkv", "ffv1"), ("clip.webm", "libvpx")])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
+def test_a_video_that_is_cut_off_is_named(name, codec, share, tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (200, 32, 32, 3), dtype=np.uint8)  # more than head and index
+    encode(tmp_path / name, noise, codec)
+    cut_off(tmp_path / name, share)
+    for read in (read_frames, count_frames):
+        with pytest.raises(OSError, match=rf"{name} breaks off: its frames end at [0-7]\.\d\d s, not at 8\.00 s"):
+            read(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["clip.mkv", "clip.mp4", "clip.avi"])
+@pytest.mark.parametrize("times", [None, UNEVEN, UNEVEN + 3000, UNEVEN[:1], UNEVEN[:2]])
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 20.0])
+def test_a_whole_video_is_accepted_whatever_its_sound(name, times, seconds, tmp_path):
+    count = SEEK_FROM if times is None else len(times)
+    encode(tmp_path / name, numbered(count), "libx264", None if times is None else times.tolist(), sound=seconds)
+    assert len(read_frames(tmp_path / name)) == count_frames(tmp_path / name) == count
 
 
 @pytest.mark.parametrize(

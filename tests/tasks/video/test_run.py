@@ -104,6 +104,17 @@ def test_a_run_learns_and_evaluate_gives_its_metric(config_file, tmp_path, capsy
     assert (out / "results.json").stat().st_mtime_ns == before
 
 
+def test_a_class_that_test_lacks_is_no_matter(videos, config_file, tmp_path):
+    copy = tmp_path / "videos"
+    shutil.copytree(videos, copy)
+    shutil.rmtree(copy / "test" / "left")
+    results = train.run(load_config(config_file, [f"data.path={copy}", "trainer.num_train_epochs=1"]))
+    assert results["classes"] == ["left", "right"]
+    assert sum(results["confusion"][0]) == 0 and sum(results["confusion"][1]) == 4
+    for name in ("results.json", "clips.png", "confusion.png", "model/model.safetensors"):
+        assert (tmp_path / "run" / name).is_file()
+
+
 @pytest.mark.slow
 def test_one_frame_is_chance_and_the_prior_changes_the_output(config_file, tmp_path):
     single = load_config(config_file, ["model.num_frames=1", f"trainer.output_dir={tmp_path}/single"])
@@ -178,6 +189,12 @@ def test_bad_values_are_one_line(override, config_file, tmp_path, capsys):
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert BAD[override] in error and error.startswith("python -m tasks.video.train: ")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_smoke_run_has_a_folder_of_its_own_that_the_readme_names():
+    out = load_config(CONFIGS / "smoke.yaml")["trainer"]["output_dir"]
+    assert out != "outputs/smoke"  # classification's
+    assert f"tasks.video.evaluate {out}/model" in (ROOT / "tasks" / "video" / "README.md").read_text()
 
 
 def test_motion_clips_are_not_flipped_over():
