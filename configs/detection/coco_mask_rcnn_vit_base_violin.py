@@ -1,4 +1,5 @@
 """Mask R-CNN 1x on COCO, DeiT-B with VIOLIN."""
 
 _base_ = ["base/coco_1x.py"]
-model = dict(backbone=dict(prior="violin"))
+# alpha and beta as the paper starts them on trained weights: a mask near 1.
+model = dict(backbone=dict(prior=dict(decay=dict(name="violin", init="finetune"))))

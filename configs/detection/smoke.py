@@ -27,6 +27,8 @@ model = dict(
         intermediate_size=192,
         stem="convolution",
         stem_channels=16,
+        image_mean=[0.485, 0.456, 0.406],
+        image_std=[0.229, 0.224, 0.225],
         out_indices=[4],
         drop_path_rate=0.0,
         with_cp=False,
@@ -51,7 +53,7 @@ model = dict(
 )
 
 _load = [
-    dict(type="ReadImage"),
+    dict(type="ReadListedImage"),
     dict(type="LoadAnnotations", with_bbox=True, with_mask=True),
     dict(type="Resize", scale=(size, size), keep_ratio=True),  # scenes of another size, and mm needs a scale factor
 ]

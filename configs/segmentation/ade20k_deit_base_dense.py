@@ -1,7 +1,8 @@
 """VIOLIN Table 8 (left), the baseline: UPerNet, DeiT-B of ImageNet, ADE20K, 80k steps with batches of 16.
 
 The paper names mmsegmentation, DeiT-B, the steps and the batch; the rest is mmsegmentation's recipe for UPerNet with
-DeiT-B. The weights, in one folder: python -m hf_sparseprior convert deit_base_patch16_224.pth checkpoints/deit_base
+DeiT-B, but for the neck that rescales the maps. Four processes of 4 images make the batch. The weights, in
+one folder: python -m hf_sparseprior convert deit_base_patch16_224.pth checkpoints/deit_base
 """
 
 _base_ = ["../dense/runtime.py", "_base_/ade20k.py", "_base_/upernet.py"]

@@ -63,7 +63,15 @@ optim_wrapper = dict(
     clip_grad=dict(max_norm=1.0),
     # UPerNet's last layer starts near zero behind few channels; at the rate of the others it takes most of the run.
     paramwise_cfg=dict(
-        custom_keys={"neck": dict(lr_mult=3), "decode_head": dict(lr_mult=3), "decode_head.conv_seg": dict(lr_mult=30)}
+        custom_keys={
+            "neck": dict(lr_mult=3),
+            "decode_head": dict(lr_mult=3),
+            "decode_head.conv_seg": dict(lr_mult=30),
+            "position_embeddings": dict(decay_mult=0.0),
+            "class_token": dict(decay_mult=0.0),
+            "layernorm": dict(decay_mult=0.0),
+            "decay_bias": dict(decay_mult=0.0),
+        }
     ),
 )
 param_scheduler = [

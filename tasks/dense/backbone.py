@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from transformers.utils import CONFIG_NAME
 from hf_sparseprior import SparsePriorViTBackbone, SparsePriorViTConfig, SparsePriorViTModel
 from hf_sparseprior.hub import check_whole
 from hf_sparseprior.prior import of_prior
+
+# Fields that change what the same weights compute.
+READ_ALIKE = ("num_attention_heads", "hidden_act", "layer_norm_eps", "residual_scale")
 
 
 class SparsePriorViT(SparsePriorViTBackbone):
@@ -32,7 +36,7 @@ class SparsePriorViT(SparsePriorViTBackbone):
         out_indices: stages of the feature maps, 0 the embedding and n the output of layer n. (mm's own ViTs count
             layers from 0: their 3, 5, 7, 11 are 4, 6, 8, 12 here.)
         with_cp: gradient checkpointing.
-        config: fields of `SparsePriorViTConfig`.
+        config: fields of `SparsePriorViTConfig`; without `prior`, that of the `pretrained` folder.
 
     Raises:
         ValueError: for a bad field, or a prior that prunes tokens.
@@ -51,6 +55,9 @@ class SparsePriorViT(SparsePriorViTBackbone):
         self._is_built = False  # torch.nn.Module is not initialised yet, but it takes plain attributes
         pretrained = pretrained_folder(pretrained, init_cfg)
         options = {**config, "out_indices": None if out_indices is None else list(out_indices)}
+        if pretrained is not None and "prior" not in config and (Path(pretrained) / CONFIG_NAME).is_file():
+            # Else a folder with a mask would be taken for dense.
+            options["prior"] = SparsePriorViTConfig.get_config_dict(pretrained)[0].get("prior", "dense")
         if preset is not None:
             built = SparsePriorViTConfig.from_preset(preset, **options)
         elif pretrained is not None:
@@ -116,17 +123,25 @@ def load_weights(model: SparsePriorViTModel, folder: str) -> None:
 
     Raises:
         OSError: for a missing folder, one that lacks weights of its own, or a file that is no safetensors.
-        ValueError: for weights that do not fit, with their names.
+        ValueError: for weights that do not fit, with their names, or a folder that reads them in another way.
     """
     check_folder(folder)
     source, info = SparsePriorViTModel.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True)
     check_whole(folder, info)
+    for name in READ_ALIKE:
+        there, here = getattr(source.config, name), getattr(model.config, name)
+        if there != here:
+            raise ValueError(f"pretrained={folder} has {name}={there!r}, the backbone {name}={here!r}")
     state, own = source.state_dict(), model.state_dict()
     positions = "embeddings.position_embeddings"
     if positions in state and source.config.grid != model.config.grid:
         state[positions] = source.embeddings.resized_positions(model.config.grid)
     if source.config.prior != model.config.prior:
         state = {key: value for key, value in state.items() if key in own or not of_prior(key)}
+    for name in ("image_mean", "image_std"):
+        there, here = getattr(source.config, name), getattr(model.config, name)
+        if there != here:
+            warnings.warn(f"pretrained={folder} was trained with {name}={there}, the backbone has {here}", stacklevel=2)
     problems = {
         "missing": [key for key in own if key not in state and not of_prior(key)],
         "left over": [key for key in state if key not in own],

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from mmengine.config import Config, DictAction
-from mmengine.dist import is_main_process
+from mmengine.hooks import Hook
 from mmengine.model import revert_sync_batchnorm
 from mmengine.runner import Runner
 from safetensors import SafetensorError
@@ -134,9 +134,22 @@ def errors_in_one_line() -> Iterator[None]:
     """Turn what mmengine raises for a bad config, assertions and unknown names, into ValueErrors."""
     try:
         yield
-    except (AssertionError, KeyError, AttributeError) as error:
+    except (AssertionError, KeyError, AttributeError, IndexError, RuntimeError) as error:
         text = str(error.args[0]) if error.args else type(error).__name__
         raise ValueError(f"the configuration does not build: {text.strip().splitlines()[0]}") from error
+
+
+@contextmanager
+def first_step_in_one_line(runner: Runner) -> Iterator[None]:
+    """`errors_in_one_line` until a step was done: parts that do not fit each other show in the first, bugs later."""
+    before = runner.iter
+    try:
+        with errors_in_one_line():
+            yield
+    except ValueError as error:
+        if error.__cause__ is not None and runner.iter > before:
+            raise error.__cause__ from None
+        raise
 
 
 @contextmanager
@@ -186,9 +199,52 @@ def build_runner(config: Config) -> QuietRunner:
     config.experiment_name = f"{Path(config.filename or 'run').stem}_{next(_RUNS)}"
     with errors_in_one_line():
         runner = QuietRunner.from_cfg(config)
+        check_normalisation(runner.model.module if runner.distributed else runner.model)
+    runner.register_hook(CheckClasses())
     if not runner.distributed:  # one process has nothing to synchronise, and a CPU cannot
         runner.model = revert_sync_batchnorm(runner.model)
     return runner
+
+
+class CheckClasses(Hook):
+    """Compares the heads' number of classes with the data's, before the first batch."""
+
+    def before_train(self, runner: Runner) -> None:
+        """Training and validation data."""
+        data = [runner.train_dataloader, *([runner.val_dataloader] if runner.val_loop is not None else [])]
+        check_classes(runner.model, [loader.dataset for loader in data])
+
+    def before_test(self, runner: Runner) -> None:
+        """Test data."""
+        check_classes(runner.model, [runner.test_dataloader.dataset])
+
+
+def check_classes(model: torch.nn.Module, data: Sequence[Any]) -> None:
+    """Raise ValueError unless every head that tells classes apart has as many as every data set."""
+    # A region proposal network tells object from background, whatever the classes.
+    named = ((name.removeprefix("module."), module) for name, module in model.named_modules())
+    heads = {name: head.num_classes for name, head in named if hasattr(head, "num_classes")}
+    for dataset in data:
+        classes = dataset.metainfo["classes"]
+        for name, number in heads.items():
+            # A data preprocessor or a whole model may repeat its head's number: heads alone are named.
+            if name and not name.startswith("rpn_head") and number != len(classes):
+                raise ValueError(
+                    f"model.{name}.num_classes={number}, the data has {len(classes)} classes: "
+                    f"{', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}"
+                )
+
+
+def check_normalisation(model: Any) -> None:
+    """Raise ValueError unless the saved backbone will say how its images were normalised (mm's are 0 to 255)."""
+    given, config = model.data_preprocessor, model.backbone.config
+    for name, own in (("mean", config.image_mean), ("std", config.image_std)):
+        values = getattr(given, name, None)
+        if values is not None and not torch.allclose(values.flatten().float(), 255 * torch.tensor(own), atol=0.1):
+            raise ValueError(
+                f"model.data_preprocessor.{name}={[round(float(value), 3) for value in values.flatten()]} must be 255 "
+                f"times model.backbone.image_{name}={list(own)}, which other tasks normalise by"
+            )
 
 
 def run(task: Task, config: Config, overwrite: bool = False, command: str | None = None) -> dict[str, Any]:
@@ -212,19 +268,19 @@ def run(task: Task, config: Config, overwrite: bool = False, command: str | None
         return finished
     check_data(config)
     config, new = copy.deepcopy(config), not out.exists()
-    if is_main_process():
+    if _is_first():
         claim(out, identity)
     if checkpoint := last_whole_checkpoint(out):
         config.load_from, config.resume = checkpoint, True
-        if is_main_process():
+        if _is_first():
             print(f"going on from {checkpoint}", file=sys.stderr)
     try:
         runner = build_runner(config)
-        with errors_in_one_line(), released(runner):
+        with released(runner), first_step_in_one_line(runner):
             runner.train()
     except (ValueError, OSError, TypeError, ImportError):
         # What a mistake left behind would stand in the way of the corrected run.
-        if new and is_main_process() and not last_whole_checkpoint(out):
+        if new and _is_first() and not last_whole_checkpoint(out):
             shutil.rmtree(out)
         raise
     metrics = runner.test()
@@ -243,13 +299,18 @@ def run(task: Task, config: Config, overwrite: bool = False, command: str | None
         "config": flat(config.to_dict()),
         "history": loss_history(runner),
     }
-    if is_main_process():
+    if _is_first():
         model = runner.model.module if runner.distributed else runner.model
         save_model(out / MODEL, config, model)
         results["model_sha256"] = file_sha256(out / MODEL / WEIGHTS)
         task.draw(model, runner.test_dataloader.dataset, out / PICTURE)
         write_results(out / RESULTS, results)
     return results
+
+
+def _is_first() -> bool:
+    """Whether this is the process that writes, also before mmengine has joined the processes together."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def check_data(config: Config) -> None:

@@ -12,10 +12,34 @@ from typing import Any
 from mmdet.datasets import CocoDataset
 from mmdet.datasets.api_wrappers import COCO
 from mmdet.evaluation import CocoMetric
-from mmdet.registry import DATA_SAMPLERS, DATASETS, METRICS
+from mmdet.registry import DATA_SAMPLERS, DATASETS, METRICS, TRANSFORMS
 from mmengine.dataset import DefaultSampler
 
 from tasks.dense.hooks import Draw
+from tasks.dense.reading import ReadImage
+
+
+class DanglingReference(ValueError):
+    """An annotation of an image or a category that is not in the file."""
+
+
+class CheckedCOCO(COCO):
+    """pycocotools' index of an annotation file, which drops no annotation without a word."""
+
+    def createIndex(self) -> None:
+        """Index the file that was just read.
+
+        Raises:
+            DanglingReference: for an annotation of an image or category that is not there.
+        """
+        for key, table in (("image_id", "images"), ("category_id", "categories")):
+            known = {entry["id"] for entry in self.dataset[table]}
+            for annotation in self.dataset["annotations"]:
+                if annotation[key] not in known:
+                    raise DanglingReference(
+                        f"annotation {annotation.get('id')} has {key} {annotation[key]!r}, which is not among {table}"
+                    )
+        super().createIndex()
 
 
 @DATASETS.register_module()
@@ -24,9 +48,11 @@ class CheckedCocoDataset(CocoDataset):
 
     Raises:
         OSError: for a missing annotation file.
-        ValueError: for one that is no JSON or not COCO's layout, has not all the classes, or holds an annotation whose
-            box or mask does not fit its image.
+        ValueError: for one that is no JSON or not COCO's layout, has not all the classes, or holds an annotation of
+            an image or category that is not there, or whose box or mask does not fit its image.
     """
+
+    COCOAPI = CheckedCOCO
 
     def load_data_list(self) -> list[dict]:
         """Read and check the annotation file: one entry an image."""
@@ -35,6 +61,8 @@ class CheckedCocoDataset(CocoDataset):
         try:
             with redirect_stdout(io.StringIO()):  # pycocotools tells how long it reads
                 entries = super().load_data_list()
+        except DanglingReference as error:
+            raise ValueError(f"{self.ann_file}: {error}") from None
         except (KeyError, TypeError, AttributeError, AssertionError, IndexError) as error:
             raise ValueError(f"{self.ann_file} is not COCO's layout ({type(error).__name__}: {error})") from None
         except ValueError as error:
@@ -57,6 +85,27 @@ class CheckedCocoDataset(CocoDataset):
             if damage := annotation_damage(annotation, image["height"], image["width"]):
                 raise ValueError(f"{self.ann_file}: annotation {annotation.get('id')} of {image['file_name']} {damage}")
         return super().parse_data_info(raw_data_info)
+
+
+@TRANSFORMS.register_module()
+class ReadListedImage(ReadImage):
+    """`ReadImage`, which compares the file with the size that the annotation file gives it."""
+
+    def transform(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Read results["img_path"] into results["img"].
+
+        Raises:
+            OSError: for a missing or broken file.
+            ValueError: for an image of another size than its annotations are of.
+        """
+        listed = (results["height"], results["width"])
+        results = super().transform(results)
+        if results["ori_shape"] != listed:
+            found = "x".join(map(str, results["ori_shape"]))
+            raise ValueError(
+                f"{results['img_path']} is of {found} pixels, the annotation file says {listed[0]}x{listed[1]}"
+            )
+        return results
 
 
 @DATA_SAMPLERS.register_module()
@@ -97,6 +146,10 @@ def annotation_damage(annotation: dict[str, Any], height: int, width: int) -> st
     box, mask = annotation.get("bbox"), annotation.get("segmentation")
     if not isinstance(box, list) or len(box) != 4 or not all(_is_number(value) for value in box):
         return f"has bbox {box!r}, which must be four numbers"
+    left, top, across, down = box
+    # A pixel of tolerance: published boxes are rounded.
+    if min(across, down) < 0 or min(left, top) < -1 or left + across > width + 1 or top + down > height + 1:
+        return f"has bbox {box}, which is not within its image of {height}x{width} (left, top, width, height)"
     if isinstance(mask, list):
         if not mask or not all(
             isinstance(polygon, list) and len(polygon) >= 6 and len(polygon) % 2 == 0 and all(map(_is_number, polygon))
@@ -113,7 +166,32 @@ def annotation_damage(annotation: dict[str, Any], height: int, width: int) -> st
         or sum(mask["counts"]) != height * width
     ):
         return f"has run lengths that do not fill its image of {height}x{width}"
+    if isinstance(mask["counts"], str) and packed_pixels(mask["counts"]) != height * width:
+        return f"has packed run lengths that do not fill its image of {height}x{width}"
     return None
+
+
+def packed_pixels(counts: str) -> int | None:
+    """Number of pixels that COCO's packed run lengths cover, or None where they are none.
+
+    Characters carry five bits each and one that says whether the number goes on (pycocotools' rleFrString); from the
+    third run on, numbers are differences to the run before the last.
+    """
+    runs: list[int] = []
+    value = shift = 0
+    for character in counts:
+        bits = ord(character) - 48
+        if not 0 <= bits < 64:
+            return None
+        value |= (bits & 31) << shift
+        shift += 5
+        if bits & 32:
+            continue
+        if bits & 16:
+            value -= 1 << shift
+        runs.append(value + (runs[-2] if len(runs) > 2 else 0))
+        value = shift = 0
+    return None if shift or any(run < 0 for run in runs) else sum(runs)
 
 
 def _is_number(value: Any) -> bool:

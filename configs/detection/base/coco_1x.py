@@ -10,7 +10,7 @@ configs have it, which VIOLIN's detection follows (batch 16, 1x; the paper does 
 _base_ = ["mask_rcnn.py"]
 data_root = "data/coco/"
 _load = [
-    dict(type="ReadImage"),
+    dict(type="ReadListedImage"),
     dict(type="LoadAnnotations", with_bbox=True, with_mask=True),
     dict(type="Resize", scale=(1333, 800), keep_ratio=True),
 ]

@@ -105,6 +105,14 @@ def test_another_grid_interpolates_positions_and_another_prior_starts_anew(class
     assert fresh
 
 
+def test_a_folder_keeps_its_prior_where_only_the_preset_is_named(tmp_path):
+    """Else a folder with a mask would be taken for dense without a word."""
+    config = SparsePriorViTConfig.from_preset("deit_tiny", prior="fibottention", num_hidden_layers=1)
+    SparsePriorViTModel(config).save_pretrained(tmp_path)
+    backbone = SparsePriorViT(preset="deit_tiny", num_hidden_layers=1, pretrained=str(tmp_path), out_indices=[1])
+    assert backbone.config.prior == config.prior and backbone.config.prior_name == "fibottention"
+
+
 def test_mms_own_word_for_a_folder(classifier):
     _, folder = classifier
     backbone = SparsePriorViT(init_cfg={"type": "Pretrained", "checkpoint": folder})
@@ -126,6 +134,10 @@ def test_what_does_not_fit_is_named(classifier, tmp_path):
         wider.init_weights()
     with pytest.raises(ValueError, match=r"left over: layers\.2"):
         SparsePriorViT(pretrained=folder, num_hidden_layers=2).init_weights()
+    with pytest.raises(ValueError, match=r"has num_attention_heads=\d, the backbone num_attention_heads=1"):
+        SparsePriorViT(pretrained=folder, num_attention_heads=1).init_weights()
+    with pytest.warns(UserWarning, match="was trained with image_mean"):
+        SparsePriorViT(pretrained=folder, image_mean=[0.1, 0.2, 0.3]).init_weights()
     with pytest.raises(OSError, match="pretrained=/nowhere is not a folder of a saved model"):
         SparsePriorViT(preset="deit_tiny", pretrained="/nowhere").init_weights()
     weights = load_file(f"{folder}/model.safetensors")

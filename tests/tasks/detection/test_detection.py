@@ -28,7 +28,7 @@ from tasks.dense.loading import read_checkpoint
 from tasks.dense.runs import evaluate, flat, load_config, run
 from tasks.dense.scenes import mask_box, run_lengths
 from tasks.detection.baseline import fit_constant
-from tasks.detection.data import NumberedEpochSampler, annotation_damage
+from tasks.detection.data import NumberedEpochSampler, annotation_damage, packed_pixels
 from tasks.detection.task import DETECTION, constant_metrics
 
 CONFIGS = Path("configs/detection")
@@ -325,7 +325,19 @@ def _cut(path):
             _annotation(lambda content: content["annotations"][0].pop("area")),
             r"instances_training\.json is not COCO's layout",
         ),
-        (_annotation(lambda content: content["categories"].pop()), r"instances_training\.json has 1 of the 2 classes"),
+        (
+            _annotation(lambda content: content["annotations"][1].update(category_id=999)),
+            r"instances_training\.json: annotation 2 has category_id 999, which is not among categories",
+        ),
+        (
+            _annotation(lambda content: content["annotations"][3].update(image_id=77)),
+            r"instances_training\.json: annotation 4 has image_id 77, which is not among images",
+        ),
+        (
+            lambda root: Image.new("RGB", (40, 32)).save(root / "images/training/2.png"),
+            r"images/training/2\.png is of 32x40 pixels, the annotation file says 32x32",
+        ),
+        (_annotation(lambda content: content["categories"][1].update(name="odd")), r"instances_training\.json has 1 of the 2 classes"),
         (
             _annotation(lambda content: content["annotations"][2]["segmentation"]["counts"].append(7)),
             r"instances_training\.json: annotation 3 of 1\.png has run lengths that do not fill its image of 32x32",
@@ -346,13 +358,17 @@ def test_broken_files_are_named_in_one_line(data, tmp_path, capfd, damage, said)
     [
         ({"bbox": [1, 2, 3]}, "four numbers"),
         ({"bbox": [1, 2, 3, float("nan")]}, "four numbers"),
+        ({"bbox": [0, 0, -2, 3]}, "not within its image of 4x5"),
+        ({"bbox": [3, 0, 4, 3]}, "not within its image of 4x5"),
+        ({"bbox": [0, -0.5, 2, 4]}, None),
         ({"segmentation": []}, "polygon"),
         ({"segmentation": [[1, 2, 3, 4]]}, "polygon"),
         ({"segmentation": None}, "neither polygons nor run lengths"),
         ({"segmentation": {"size": [5, 4], "counts": [20]}}, r"size \[5, 4\]"),
         ({"segmentation": {"size": [4, 5], "counts": [-1, 21]}}, "do not fill"),
         ({"segmentation": {"size": [4, 5], "counts": [3, 17]}}, None),
-        ({"segmentation": {"size": [4, 5], "counts": "abc"}}, None),
+        ({"segmentation": {"size": [4, 5], "counts": "abc"}}, "packed run lengths"),
+        ({"segmentation": {"size": [4, 5], "counts": "zzz~"}}, "packed run lengths"),
         ({"segmentation": [[0, 0, 2, 0, 2, 3]]}, None),
     ],
 )
@@ -402,8 +418,37 @@ def test_full_size_configs_are_mask_rcnn_1x():
     assert dense.train_cfg.max_epochs == 12 and dense.param_scheduler[-1].milestones == [8, 11]
     assert dense.train_dataloader.batch_size * 8 == dense.auto_scale_lr.base_batch_size == 16
     assert dense.model.roi_head.bbox_head.num_classes == 80 and dense.model.backbone.preset == "deit_base"
-    assert dense.model.backbone.prior == "dense" and violin.model.backbone.prior == "violin"
+    assert dense.model.backbone.prior == "dense"
+    assert violin.model.backbone.prior == {"decay": {"name": "violin", "init": "finetune"}}
     same = violin.to_dict()
     same["model"]["backbone"]["prior"] = "dense"
     same["work_dir"] = dense.work_dir
     assert same == dense.to_dict()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_packed_run_lengths_are_pycocotools(seed):
+    random = np.random.default_rng(seed)
+    height, width = random.integers(1, 70, 2)
+    mask = random.random((height, width)) < random.choice([0.0, 0.02, 0.5, 1.0])
+    counts = _encoded(mask)["counts"].decode()
+    assert packed_pixels(counts) == height * width
+    annotation = {"bbox": [0, 0, 1, 1], "segmentation": {"size": [height, width], "counts": counts}}
+    assert annotation_damage(annotation, height, width) is None
+    assert annotation_damage(annotation, height, width + 1) is not None
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.roi_head.bbox_head.num_classes=1", "model.roi_head.bbox_head.num_classes=1, the data has 2 classes"),
+        ("model.backbone.image_mean=[0.5,0.5,0.5]", "model.data_preprocessor.mean=[123.675, 116.28, 103.53] must be"),
+        ("model.neck.in_channels=32", "the configuration does not build: "),
+    ],
+)
+def test_parts_that_do_not_fit_get_one_line(data, tmp_path, capfd, override, said):
+    arguments = options(data, tmp_path / "run", override)
+    assert train_main(DETECTION, ["--config", str(CONFIGS / "smoke.py"), *arguments]) == 2
+    last = capfd.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
+    assert said in last and last.startswith("python -m tasks.detection.train: "), last
+    assert not (tmp_path / "run").exists()

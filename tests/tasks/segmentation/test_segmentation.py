@@ -322,6 +322,7 @@ def _paint(root, shape, label):
         ("train_dataloader.dataset.data_root=/nowhere", "data_root=/nowhere is not a folder"),
         ("model.backbone.pretrained=/nowhere", "pretrained=/nowhere is not a folder of a saved model"),
         ("model.decode_head.type=NoHead", "NoHead"),
+        ("model.decode_head.num_classes=2", "model.decode_head.num_classes=2, the data has 3 classes: background, "),
         ("nonsense", "must be key=value"),
     ],
 )
@@ -358,6 +359,9 @@ def test_configs_parse_and_build(path):
     for name, factor in factors.items():
         expected = config.optim_wrapper.optimizer.lr * (factor if path.stem == "smoke" else 1)
         assert rates[name] == pytest.approx(expected)
+    for group in wrapper.optimizer.param_groups:
+        if any("decay_bias" in name for name in _names(model, group["params"])):
+            assert group["weight_decay"] == 0
     for part in ("train", "val", "test"):
         dataset = config[f"{part}_dataloader"].dataset
         assert DATASETS.get(dataset.type) is not None
@@ -375,7 +379,7 @@ def test_full_size_configs_are_the_papers():
     dense, violin = (load_config(CONFIGS / f"ade20k_deit_base_{prior}.py") for prior in ("dense", "violin"))
     assert dense.train_cfg.max_iters == 80000 and dense.model.decode_head.num_classes == 150
     assert dense.model.backbone.preset == "deit_base" and dense.model.backbone.prior == "dense"
-    assert violin.model.backbone.prior == "violin"
+    assert violin.model.backbone.prior == {"decay": {"name": "violin", "init": "finetune"}}
     same = violin.to_dict()
     same["model"]["backbone"]["prior"] = "dense"
     same["work_dir"] = dense.work_dir
