@@ -77,9 +77,9 @@ def evaluate(
     started = time.monotonic()
     found: list[Episode] = []
     with make_matching_environment(about, str(folder)) as simulator:
-        seeds = tqdm(range(seed, seed + episodes), desc="episodes", disable=not show_progress, dynamic_ncols=True)
         if problem := picture_problem(simulator):
             print(f"no pictures: {problem}", file=sys.stderr)
+        seeds = tqdm(range(seed, seed + episodes), desc="episodes", disable=not show_progress, dynamic_ncols=True)
         for number, episode_seed in enumerate(seeds):
             size = FRAME_SIZE if number < PICTURED and not problem else 0
             found.append(rollout(policy, simulator, episode_seed, max_steps, size))
