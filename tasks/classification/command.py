@@ -1,7 +1,8 @@
-"""What the commands that train have in common: how they end."""
+"""What the commands that train have in common: their arguments and how they end."""
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 from collections.abc import Callable
@@ -9,6 +10,27 @@ from collections.abc import Callable
 
 class RunStopped(Exception):
     """The run was told to end (SIGTERM) and saved a checkpoint from which it goes on."""
+
+
+def train_parser(
+    task: str, description: str, example: str, config: str = "YAML file", keys: str = "section.key=value"
+) -> argparse.ArgumentParser:
+    """Arguments of `python -m tasks.TASK.train`: `config`, `overwrite` and `overrides`.
+
+    Args:
+        task: name of the task's folder, and of that of its configurations.
+        description: what is trained.
+        example: of an override.
+        config: what kind of file a configuration is.
+        keys: how overrides are written.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tasks.{task}.train", description=f"{description} Goes on where an interrupted run stopped."
+    )
+    parser.add_argument("--config", required=True, help=f"{config}, see configs/{task}")
+    parser.add_argument("--overwrite", action="store_true", help="replace a run with another configuration")
+    parser.add_argument("overrides", nargs="*", metavar=keys, help=f"e.g. {example}")
+    return parser
 
 
 def run_command(program: str, work: Callable[[], None], goes_on: str | None = None) -> int:

@@ -122,3 +122,15 @@ def checkpoint_damage(checkpoint: Path, files: Sequence[str]) -> str | None:
         if path.name != "training_args.bin" and not zipfile.is_zipfile(path):
             return f"{path.name} is cut off"
     return None
+
+
+def stored_config(model_folder: Path) -> dict[str, Any]:
+    """The configuration of the run that saved a model in its folder.
+
+    Raises:
+        OSError: if the model is not in a run's folder.
+    """
+    stored = model_folder.resolve().parent / RUN_CONFIG
+    if not stored.exists():
+        raise OSError(f"{stored} is missing, so the data is not known; give --config")
+    return json.loads(stored.read_text(encoding="utf-8"))

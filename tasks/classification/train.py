@@ -5,7 +5,6 @@ A run that was interrupted goes on from its last checkpoint; a finished run is n
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from hf_sparseprior.training import (
 )
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.augmentation import AugmentationConfig
-from tasks.classification.command import RunStopped, run_command
+from tasks.classification.command import RunStopped, run_command, train_parser
 from tasks.classification.config import MODEL_EXTRAS, DataConfig, check_config, load_config
 from tasks.classification.distillation import (
     DistillationConfig,
@@ -415,13 +414,7 @@ def _write_outputs(out: Path, results: dict[str, Any], model: Any, weights: dict
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.classification.train",
-        description="Train a SparsePriorViT classifier. Goes on where an interrupted run stopped.",
-    )
-    parser.add_argument("--config", required=True, help="YAML file, see configs/classification")
-    parser.add_argument("--overwrite", action="store_true", help="replace a run with another configuration")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. model.prior=violin")
+    parser = train_parser("classification", "Train a SparsePriorViT classifier.", "model.prior=violin")
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()  # bars for reading and writing weights; the training bar stays
 

@@ -55,14 +55,15 @@ class SparsePriorViT(SparsePriorViTBackbone):
         self._is_built = False  # torch.nn.Module is not initialised yet, but it takes plain attributes
         pretrained = pretrained_folder(pretrained, init_cfg)
         options = {**config, "out_indices": None if out_indices is None else list(out_indices)}
-        if pretrained is not None and "prior" not in config and (Path(pretrained) / CONFIG_NAME).is_file():
-            # Else a folder with a mask would be taken for dense.
-            options["prior"] = SparsePriorViTConfig.get_config_dict(pretrained)[0].get("prior", "dense")
-        if preset is not None:
-            built = SparsePriorViTConfig.from_preset(preset, **options)
-        elif pretrained is not None:
+        saved: dict[str, Any] = {}
+        if pretrained is not None and (preset is None or (Path(pretrained) / CONFIG_NAME).is_file()):
             check_folder(pretrained)
             saved, _ = SparsePriorViTConfig.get_config_dict(pretrained)
+        if preset is not None:
+            # Without its own prior a folder with a mask would be taken for dense.
+            own = {"prior": saved["prior"]} if "prior" in saved else {}
+            built = SparsePriorViTConfig.from_preset(preset, **{**own, **options})
+        elif saved:
             built = SparsePriorViTConfig.from_dict({**saved, "out_features": None, **options})
         else:
             built = SparsePriorViTConfig(**options)

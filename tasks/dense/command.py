@@ -9,20 +9,16 @@ from mmengine.dist import is_main_process
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.classification.command import run_command
+from tasks.classification.command import run_command, train_parser
 from tasks.classification.run_folder import MODEL, RESULTS
 from tasks.dense.runs import PICTURE, SPLITS, Task, evaluate, load_config, run
 
 
 def train_main(task: Task, argv: list[str] | None = None) -> int:
     """`python -m tasks.<task>.train`; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m tasks.{task.name}.train",
-        description=f"Train a model for {task.name}. Goes on where an interrupted run stopped.",
+    parser = train_parser(
+        task.name, f"Train a model for {task.name}.", "model.backbone.prior=violin", "mm config file", "key=value"
     )
-    parser.add_argument("--config", required=True, help=f"mm config file, see configs/{task.name}")
-    parser.add_argument("--overwrite", action="store_true", help="replace a run with another configuration")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model.backbone.prior=violin")
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
 

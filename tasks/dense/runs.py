@@ -130,26 +130,20 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def errors_in_one_line() -> Iterator[None]:
-    """Turn what mmengine raises for a bad config, assertions and unknown names, into ValueErrors."""
+def errors_in_one_line(still: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Turn what mmengine raises for parts that do not build or do not fit each other into ValueErrors.
+
+    Args:
+        still: whether an error is still one of these; where it is not, it is a bug and stays as it is.
+    """
     try:
         yield
     except (AssertionError, KeyError, AttributeError, IndexError, RuntimeError) as error:
-        text = str(error.args[0]) if error.args else type(error).__name__
-        raise ValueError(f"the configuration does not build: {text.strip().splitlines()[0]}") from error
-
-
-@contextmanager
-def first_step_in_one_line(runner: Runner) -> Iterator[None]:
-    """`errors_in_one_line` until a step was done: parts that do not fit each other show in the first, bugs later."""
-    before = runner.iter
-    try:
-        with errors_in_one_line():
-            yield
-    except ValueError as error:
-        if error.__cause__ is not None and runner.iter > before:
-            raise error.__cause__ from None
-        raise
+        if not still():
+            raise
+        text = str(error.args[0]).strip() if error.args else ""
+        said = text.splitlines()[0] if text else type(error).__name__
+        raise ValueError(f"the configuration does not build: {said}") from error
 
 
 @contextmanager
@@ -221,14 +215,17 @@ class CheckClasses(Hook):
 
 def check_classes(model: torch.nn.Module, data: Sequence[Any]) -> None:
     """Raise ValueError unless every head that tells classes apart has as many as every data set."""
-    # A region proposal network tells object from background, whatever the classes.
     named = ((name.removeprefix("module."), module) for name, module in model.named_modules())
-    heads = {name: head.num_classes for name, head in named if hasattr(head, "num_classes")}
+    # Not the whole model, which repeats its head's, nor a region proposal network, which tells object from background.
+    heads = {
+        name: module.num_classes
+        for name, module in named
+        if name and not name.startswith("rpn_head") and hasattr(module, "num_classes")
+    }
     for dataset in data:
         classes = dataset.metainfo["classes"]
         for name, number in heads.items():
-            # A data preprocessor or a whole model may repeat its head's number: heads alone are named.
-            if name and not name.startswith("rpn_head") and number != len(classes):
+            if number != len(classes):
                 raise ValueError(
                     f"model.{name}.num_classes={number}, the data has {len(classes)} classes: "
                     f"{', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}"
@@ -276,7 +273,8 @@ def run(task: Task, config: Config, overwrite: bool = False, command: str | None
             print(f"going on from {checkpoint}", file=sys.stderr)
     try:
         runner = build_runner(config)
-        with released(runner), first_step_in_one_line(runner):
+        # Parts that do not fit each other show before the first step is done.
+        with released(runner), errors_in_one_line(lambda: runner.iter == 0):
             runner.train()
     except (ValueError, OSError, TypeError, ImportError):
         # What a mistake left behind would stand in the way of the corrected run.

@@ -6,7 +6,6 @@ of windows, noise, crops) follows from seed and step alone, so a resumed run is 
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import signal
@@ -31,7 +30,7 @@ from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 from hf_sparseprior.hub import whole_folder, write_text
 from hf_sparseprior.training.allocator import keep_freed_memory
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
-from tasks.classification.command import RunStopped, run_command
+from tasks.classification.command import RunStopped, run_command, train_parser
 from tasks.classification.report import command_line, environment, write_results
 from tasks.classification.run_folder import (
     MODEL,
@@ -500,13 +499,7 @@ def draw_history(history: Sequence[dict[str, Any]], path: Path, heading: str) ->
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.robotics.train",
-        description="Train a diffusion policy on demonstrations. Goes on where an interrupted run stopped.",
-    )
-    parser.add_argument("--config", required=True, help="YAML file, see configs/robotics")
-    parser.add_argument("--overwrite", action="store_true", help="replace a run with another configuration")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. encoder.prior=violin")
+    parser = train_parser("robotics", "Train a diffusion policy on demonstrations.", "encoder.prior=violin")
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()  # bars for reading and writing weights; the training bar stays
 

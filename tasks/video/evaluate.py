@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from tasks.classification.config import apply_overrides
 from tasks.classification.evaluate import check_classes, load_whole_model
 from tasks.classification.metrics import compute_metrics, confusion_matrix
 from tasks.classification.report import command_line, draw_confusion, environment, write_results
-from tasks.classification.run_folder import RUN_CONFIG
+from tasks.classification.run_folder import stored_config
 from tasks.video.config import SPLITS, DataConfig, check_config, load_config
 from tasks.video.data import load_data, make_dataset
 from tasks.video.train import factor_accuracies
@@ -72,10 +71,7 @@ def run_config(model_folder: Path, file: str | None = None, overrides: Sequence[
     """The configuration of a YAML file, or of the run that saved the model, with overrides of its `data`."""
     if file:
         return load_config(file, overrides)
-    stored = model_folder.resolve().parent / RUN_CONFIG
-    if not stored.exists():
-        raise OSError(f"{stored} is missing, so the data is not known; give --config")
-    config = json.loads(stored.read_text(encoding="utf-8"))
+    config = stored_config(model_folder)
     apply_overrides(config, overrides, sections=("data",))
     return check_config(config)
 

@@ -5,7 +5,6 @@ A run that was interrupted goes on from its last checkpoint; a finished run is n
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import sys
@@ -31,7 +30,7 @@ from hf_sparseprior.training import (
     StopOnSignal,
 )
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.classification.command import RunStopped, run_command
+from tasks.classification.command import RunStopped, run_command, train_parser
 from tasks.classification.inputs import global_batch
 from tasks.classification.metrics import compute_metrics, confusion_matrix
 from tasks.classification.report import (
@@ -246,13 +245,7 @@ def _write_outputs(
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.video.train",
-        description="Train a SparsePriorTimesformer on clips. Goes on where an interrupted run stopped.",
-    )
-    parser.add_argument("--config", required=True, help="YAML file, see configs/video")
-    parser.add_argument("--overwrite", action="store_true", help="replace a run with another configuration")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. model.prior=fibottention")
+    parser = train_parser("video", "Train a SparsePriorTimesformer on clips.", "model.prior=fibottention")
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
 
