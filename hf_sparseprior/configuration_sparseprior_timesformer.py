@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from .attention import SparsePriorAttention  # noqa: F401  every helper is named here, older releases follow no chains
+from .checks import check_integer
 from .configuration_sparseprior_vit import SparsePriorViTConfig, check_number
 from .curves import CURVES  # noqa: F401
 from .decay import DECAYS  # noqa: F401
@@ -18,7 +19,6 @@ from .relative_offsets import BUCKET_METHODS  # noqa: F401
 from .relative_position import RelativePosition  # noqa: F401
 from .sequences import SEQUENCES  # noqa: F401
 from .sparsifiner import Sparsifiner  # noqa: F401
-from .supports import check_integer
 from .token_pruning import TokenPruning  # noqa: F401
 
 

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneConfigMixin
 
+from .checks import check_boolean, check_integer
 from .curves import CURVES  # noqa: F401  every helper is named here, older releases do not follow chains of imports
 from .decay import DECAYS  # noqa: F401
 from .extras import EXTRAS
@@ -26,7 +27,7 @@ from .relative_offsets import BUCKET_METHODS  # noqa: F401
 from .relative_position import RelativePosition  # noqa: F401
 from .sequences import SEQUENCES  # noqa: F401
 from .sparsifiner import Sparsifiner  # noqa: F401
-from .supports import check_boolean, check_integer, support_notes
+from .supports import support_notes
 from .token_pruning import TokenPruning  # noqa: F401
 
 logger = logging.getLogger("hf_sparseprior.config")

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .checks import check_boolean, check_integer, check_keys, plain, split_spec
 from .curves import CURVES, TRANSPOSED_SUFFIX, curve_names, curve_rank
-from .supports import check_boolean, check_integer, check_keys, plain, registering, split_spec
+from .registry import registering
 
 DECAYS: dict[str, type[Decay]] = {}
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .supports import check_keys, plain, registering, split_spec
+from .checks import check_keys, plain, split_spec
+from .registry import registering
 
 EXTRAS: dict[str, type[Extra]] = {}
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .checks import check_integer
 from .extras import Extra, register_extra
-from .supports import check_integer
 
 
 @register_extra("localvit")

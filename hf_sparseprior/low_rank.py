@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .checks import check_boolean, check_integer
 from .extras import PriorModule
 from .ops import AttentionPlan
-from .supports import check_boolean, check_integer, check_not_both, kept_share, registering
+from .registry import registering
+from .supports import check_not_both, kept_share
 
 MIXERS: dict[str, type[Mixer]] = {}
 

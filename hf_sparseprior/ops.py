@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .checks import check_integer, check_keys, split_spec
 from .decay import (
     DECAYS,
     SETTING_CHECKS,
@@ -35,8 +36,6 @@ from .decay import (
 from .relative_offsets import relative_table
 from .supports import (
     Pairs,
-    check_integer,
-    check_keys,
     key_lists,
     layer_offsets,
     layer_pairs,
@@ -44,7 +43,6 @@ from .supports import (
     pruning_ratio,
     resolve_support,
     self_rows,
-    split_spec,
 )
 
 try:  # a saved model runs without the package, and then without compiled kernels

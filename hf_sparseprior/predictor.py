@@ -10,9 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from .checks import check_integer
 from .extras import PriorModule
 from .ops import AttentionPlan
-from .supports import check_integer, check_not_both, kept_share, registering
+from .registry import registering
+from .supports import check_not_both, kept_share
 
 PREDICTORS: dict[str, type[Predictor]] = {}
 

@@ -13,6 +13,7 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
+from .checks import check_keys
 from .decay import DECAYS, resolve_decay
 from .extras import EXTRAS, PriorModule, resolve_extras, resolve_module
 from .locality import LocalityBranch  # noqa: F401  registers itself
@@ -20,7 +21,7 @@ from .low_rank import MIXERS
 from .predictor import PREDICTORS
 from .relative_position import RelativePosition  # noqa: F401  registers its kinds
 from .sparsifiner import Sparsifiner  # noqa: F401  registers itself
-from .supports import SUPPORTS, check_keys, head_offsets, layer_pairs, pruning_ratio, resolve_support
+from .supports import SUPPORTS, head_offsets, layer_pairs, pruning_ratio, resolve_support
 from .token_pruning import TokenPruning
 
 # What a prior's modules are called within attention layers, MLPs and the model: decay, predictor, mixer and extras.

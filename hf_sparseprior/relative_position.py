@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .checks import check_boolean, check_integer, plain
 from .extras import Extra, register_extra
 from .ops import AttentionPlan, plan_table
 from .relative_offsets import BUCKET_METHODS, count_buckets
-from .supports import check_boolean, check_integer, plain
 
 
 class RelativePosition(Extra):

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .checks import check_boolean, check_integer, check_within
 from .low_rank import check_sides, resize_tokens
 from .ops import AttentionPlan, keys_of_scores, predicted_keys
 from .predictor import Predictor, register_predictor
-from .supports import check_boolean, check_integer, check_within
 
 # Of the plane-filling sequence of points that starts W_down and W_up: 1 / p, 1 / p^2, p^3 = p + 1 (Roberts 2018).
 PLASTIC = (0.7548776662466927, 0.5698402909980532)

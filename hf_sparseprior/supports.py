@@ -14,35 +14,21 @@ the papers and in messages, from 0 in arrays.
 from __future__ import annotations
 
 import bisect
-import difflib
 import inspect
-import operator
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from .checks import check_boolean, check_integer, check_keys, check_percentage, plain, split_spec
+from .registry import registering
 from .sequences import SEQUENCES, SETTING_MINIMUM, head_sequence, sequence_settings
 
 SUPPORTS: dict[str, Callable[..., list[list[int]]]] = {}
 PAIRS: dict[str, Callable[..., list[np.ndarray]]] = {}
 MASK_FILLS = ("neg_inf", "zero")
 COMMON_SETTINGS = {"shuffle_seed": 0, "mask_fill": "neg_inf"}
-
-
-def registering(kind: str, registry: dict[str, Any], name: str) -> Callable[[Any], Any]:
-    """A decorator that puts a function or class into a registry; a class keeps its name there as `name`."""
-
-    def register(entry: Any) -> Any:
-        if name in registry:
-            raise ValueError(f"{kind} {name!r} is registered already")
-        if isinstance(entry, type):
-            entry.name = name  # type: ignore[attr-defined]
-        registry[name] = entry
-        return entry
-
-    return register
 
 
 def register_support(name: str) -> Callable[[Callable], Callable]:
@@ -64,64 +50,6 @@ def register_pairs(name: str) -> Callable[[Callable], Callable]:
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------
-
-
-def check_keys(given: Iterable[str], allowed: Sequence[str], where: str) -> None:
-    """Raise for the first key that is not allowed, with the nearest one that is."""
-    for key in given:
-        if key not in allowed:
-            near = difflib.get_close_matches(str(key), allowed, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"{where} has no setting {key!r}; {hint}Settings: {', '.join(allowed)}")
-
-
-def split_spec(spec: Any, slot: str, registry: Collection[str]) -> tuple[str, dict[str, Any]]:
-    """Name and settings of "name" or {"name": ..., settings}; the name must be registered."""
-    settings = {"name": spec} if isinstance(spec, str) else dict(spec) if isinstance(spec, Mapping) else {}
-    name = settings.pop("name", None)
-    if isinstance(spec, Mapping) and "name" not in spec:
-        raise ValueError(f"{slot} needs a 'name', one of {', '.join(registry)}; got {spec!r}")
-    if not isinstance(name, str) or name not in registry:
-        shown = name if isinstance(spec, Mapping) else spec
-        near = difflib.get_close_matches(name, list(registry), n=1) if isinstance(name, str) else []
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{slot}={shown!r} must be one of {', '.join(registry)}{hint}")
-    return name, settings
-
-
-def plain(value: Any) -> Any:
-    """A numpy scalar as the Python value that json can write; anything else as it is."""
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def check_integer(name: str, value: Any, minimum: int, note: str = "") -> int:
-    """`value` as a Python int of at least `minimum`; numpy integers pass, booleans and floats do not."""
-    try:
-        integer = operator.index(value)
-    except TypeError:
-        integer = None
-    if integer is None or isinstance(value, (bool, np.bool_)) or integer < minimum:
-        raise ValueError(f"{name}={value!r} must be an integer of {minimum} or more{note}")
-    return integer
-
-
-def check_percentage(name: str, value: Any) -> float:
-    """`value` as it is if it is a number from 0 to 100."""
-    return check_within(name, value, 0, 100, "a percentage from 0 to 100")
-
-
-def check_within(name: str, value: Any, low: float, high: float, allowed: str) -> float:
-    """`value` as it is if it is a number from `low` to `high`; `allowed` says so in words."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ValueError(f"{name}={value!r} must be {allowed}")
-    return value
-
-
-def check_boolean(name: str, value: Any) -> bool:
-    """`value` as a Python bool; nothing but True and False passes."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"{name}={value!r} must be True or False")
-    return bool(value)
 
 
 def support_settings(name: str) -> dict[str, Any]:

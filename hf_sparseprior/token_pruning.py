@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .checks import check_boolean, check_integer, plain
 from .extras import Extra, register_extra
-from .supports import check_boolean, check_integer, plain
 
 
 class Tokens(NamedTuple):

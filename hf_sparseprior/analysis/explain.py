@@ -13,6 +13,7 @@ import torch
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.decays import position_names
 from hf_sparseprior.analysis.flops import attention_flops, dense_attention_flops
+from hf_sparseprior.checks import check_integer, check_keys
 from hf_sparseprior.curves import curve_names, curve_rank
 from hf_sparseprior.decay import DECAYS, PLACEMENTS, decay_mask, initial_beta, make_decay
 from hf_sparseprior.extras import EXTRAS, PriorModule
@@ -23,8 +24,6 @@ from hf_sparseprior.sequences import SEQUENCES
 from hf_sparseprior.supports import (
     SUPPORTS,
     attended_pairs,
-    check_integer,
-    check_keys,
     count_nonzeros,
     head_offsets,
     layer_order,

@@ -19,12 +19,13 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from hf_sparseprior.checks import check_integer
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.extras import PriorModule
 from hf_sparseprior.prior import chooser_of, prior_name, pruning_of, resolve_prior
 from hf_sparseprior.sparsifiner import Sparsifiner
-from hf_sparseprior.supports import Pairs, attended_pairs, check_integer, head_offsets, layer_pairs
+from hf_sparseprior.supports import Pairs, attended_pairs, head_offsets, layer_pairs
 from hf_sparseprior.token_pruning import EViT
 
 

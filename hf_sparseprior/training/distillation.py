@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_sparseprior.checks import check_keys
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTForImageClassification
 from hf_sparseprior.predictor import Predictor
 from hf_sparseprior.prior import pruning_of
-from hf_sparseprior.supports import check_keys
 from hf_sparseprior.token_pruning import counted_patches, take
 
 # ---- the losses of the papers, of tensors ---------------------------------------------------------------------------

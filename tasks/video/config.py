@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_sparseprior import SparsePriorTimesformerConfig
+from hf_sparseprior.checks import check_boolean, check_integer
 from hf_sparseprior.configuration_sparseprior_vit import check_number
-from hf_sparseprior.supports import check_boolean, check_integer
 from tasks.classification.config import apply_overrides, check_known, check_trainer, read_layers, trainer_keys
 from tasks.video.motion import MotionConfig
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from hf_sparseprior.checks import check_integer
 from hf_sparseprior.hub import whole_folder, write_text
-from hf_sparseprior.supports import check_integer
 from tasks.classification.command import run_command
 from tasks.video.decoding import read_frames, write_video
 
