@@ -23,6 +23,7 @@ from .low_rank import MIXERS  # noqa: F401
 from .ops import BACKENDS  # noqa: F401
 from .predictor import PREDICTORS  # noqa: F401
 from .prior import prior_name, prior_pruning_ratio, resolve_prior
+from .registry import registering  # noqa: F401
 from .relative_offsets import BUCKET_METHODS  # noqa: F401
 from .relative_position import RelativePosition  # noqa: F401
 from .sequences import SEQUENCES  # noqa: F401

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from .attention import SparsePriorAttention  # noqa: F401  every helper is named here, older releases follow no chains
+from .checks import check_integer  # noqa: F401
 from .configuration_sparseprior_timesformer import AUTO_MAP, SparsePriorTimesformerConfig
 from .configuration_sparseprior_vit import SparsePriorViTConfig
 from .curves import CURVES  # noqa: F401
@@ -39,6 +40,7 @@ from .modeling_sparseprior_vit import (
 from .ops import BACKENDS  # noqa: F401
 from .predictor import PREDICTORS  # noqa: F401
 from .prior import of_prior
+from .registry import registering  # noqa: F401
 from .relative_offsets import BUCKET_METHODS  # noqa: F401
 from .relative_position import RelativePosition  # noqa: F401
 from .sequences import SEQUENCES  # noqa: F401

@@ -41,9 +41,9 @@ from tasks.analysis.runs import (
     shown_image,
     write_analysis,
 )
-from tasks.classification.command import run_command
-from tasks.classification.report import markdown_table
-from tasks.classification.sources import decode
+from tasks.common.command import run_command
+from tasks.common.images.sources import decode
+from tasks.common.tables import markdown_table
 
 COLUMNS = ("image", "left", "top", "width", "height")
 EXAMPLES = 6

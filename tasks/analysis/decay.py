@@ -20,8 +20,8 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.decays import LearnedDecay, learned_decays
 from tasks.analysis.runs import SavedModel, add_model_arguments, check_counts, open_models, write_analysis
-from tasks.classification.command import run_command
-from tasks.classification.report import markdown_table
+from tasks.common.command import run_command
+from tasks.common.tables import markdown_table
 
 QUANTILES = {"min": 0.0, "Q1": 0.25, "median": 0.5, "Q3": 0.75, "max": 1.0}
 

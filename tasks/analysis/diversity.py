@@ -28,8 +28,8 @@ from tasks.analysis.runs import (
     pixel_batches,
     write_analysis,
 )
-from tasks.classification.command import run_command
-from tasks.classification.report import markdown_table
+from tasks.common.command import run_command
+from tasks.common.tables import markdown_table
 
 STATISTICS = ("min", "q1", "median", "q3", "max")
 NOTE = (

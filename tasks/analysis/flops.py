@@ -33,9 +33,11 @@ from hf_sparseprior.analysis.flops import (
 )
 from hf_sparseprior.configuration_sparseprior_vit import PRESETS, as_pair
 from hf_sparseprior.prior import prior_name, resolve_prior
-from tasks.classification.config import load_config, parse_value
-from tasks.classification.report import command_line, environment, write_results
-from tasks.classification.run_folder import MODEL
+from tasks.classification.config import load_config
+from tasks.common.config import parse_value
+from tasks.common.environment import command_line, environment
+from tasks.common.results import write_results
+from tasks.common.run_folder import MODEL
 
 # Sides of the square images for a model of 224 pixels; those of others are as many times their own. Each is cut down to
 # a multiple of the model's patch.

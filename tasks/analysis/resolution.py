@@ -22,8 +22,10 @@ from hf_sparseprior.analysis.pictures import COLOURS, MARKERS, pyplot, save
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.hub import write_text
 from tasks.analysis.trained import Cells, Trained, add_arguments, check_arguments, fill_cells, load_trained
-from tasks.classification.command import run_command
-from tasks.classification.report import command_line, environment, markdown_table, write_results
+from tasks.common.command import run_command
+from tasks.common.environment import command_line, environment
+from tasks.common.results import write_results
+from tasks.common.tables import markdown_table
 
 # VIOLIN Figure 8 goes from 144 to 512 with models trained at 224; the steps between are ours.
 FIGURE_8 = (144, 192, 224, 256, 320, 384, 448, 512)

@@ -41,9 +41,11 @@ from tasks.analysis.trained import (
     fill_cells,
     load_trained,
 )
-from tasks.classification.command import run_command
-from tasks.classification.config import check_known
-from tasks.classification.report import command_line, environment, markdown_table, write_results
+from tasks.common.command import run_command
+from tasks.common.config import check_known
+from tasks.common.environment import command_line, environment
+from tasks.common.results import write_results
+from tasks.common.tables import markdown_table
 
 CLEAN = "clean"
 

@@ -20,12 +20,13 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, IMAGE_PROCESSOR
 from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.adapters.lora import import_peft
 from hf_sparseprior.analysis.layers import AttentionLayers, find_attention
-from tasks.classification.config import DataConfig
-from tasks.classification.data import ImageDataset, Preparation, load_data
 from tasks.classification.evaluate import load_whole_model, run_config
-from tasks.classification.report import command_line, environment, write_results
-from tasks.classification.run_folder import MODEL, RUN_CONFIG
-from tasks.classification.sources import SPLITS, balanced_subset, drop_corrupt
+from tasks.common.environment import command_line, environment
+from tasks.common.images.config import DataConfig
+from tasks.common.images.data import ImageDataset, Preparation, load_data
+from tasks.common.images.sources import SPLITS, balanced_subset, drop_corrupt
+from tasks.common.results import write_results
+from tasks.common.run_folder import MODEL, RUN_CONFIG
 
 
 @dataclass

@@ -38,8 +38,8 @@ from tasks.analysis.runs import (
     shown_image,
     write_analysis,
 )
-from tasks.classification.command import run_command
-from tasks.classification.report import markdown_table
+from tasks.common.command import run_command
+from tasks.common.tables import markdown_table
 
 # As many as the paper's figures show, unless --layers and --heads say more.
 QUERY_LAYERS, QUERY_HEADS, BASIS_LAYERS, BASIS_ROWS, COEFFICIENT_HEAD = 3, 4, 6, 24, 5

@@ -30,11 +30,11 @@ from tasks.analysis.runs import (
     model_names,
     num_channels,
 )
-from tasks.classification.config import DataConfig
-from tasks.classification.data import Preparation
 from tasks.classification.evaluate import check_classes, load_split, run_config
-from tasks.classification.report import read_results, write_results
-from tasks.classification.sources import ImageData, Images
+from tasks.common.images.config import DataConfig
+from tasks.common.images.data import Preparation
+from tasks.common.images.sources import ImageData, Images
+from tasks.common.results import read_results, write_results
 
 Change = Callable[[Image.Image], Image.Image]
 

@@ -34,8 +34,8 @@ from tasks.benchmark.contenders import (
     timed_call,
 )
 from tasks.benchmark.timing import Forecast, SetUp, free_memory, measure
-from tasks.classification.command import run_command
-from tasks.classification.report import write_results
+from tasks.common.command import run_command
+from tasks.common.results import write_results
 
 COPIES = {
     COPY: "q, k, v read and the output written once, into memory that is there; with gradients, once more with theirs",

@@ -25,7 +25,8 @@ from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassific
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.ops import AttentionPlan, plan_table, run_plan
 from hf_sparseprior.prior import resolve_prior
-from tasks.classification.report import command_line, environment, write_results
+from tasks.common.environment import command_line, environment
+from tasks.common.results import write_results
 
 Call = Callable[[], object]
 

@@ -27,8 +27,8 @@ from hf_sparseprior.ops import BACKENDS, Backend
 from hf_sparseprior.ops import Call as AttentionCall
 from tasks.benchmark import report
 from tasks.benchmark.timing import Call, Forecast, SetUp, free_memory, measure
-from tasks.classification.command import run_command
-from tasks.classification.report import write_results
+from tasks.common.command import run_command
+from tasks.common.results import write_results
 
 PASSES = {"forward": "forward", "training": "training step"}
 DENSE, COPY = "dense", "copy_attention"

@@ -20,8 +20,8 @@ from hf_sparseprior.ops import run_plan
 from hf_sparseprior.prior import resolve_prior
 from tasks.benchmark import report
 from tasks.benchmark.timing import SetUp, measure
-from tasks.classification.command import run_command
-from tasks.classification.report import write_results
+from tasks.common.command import run_command
+from tasks.common.results import write_results
 
 DENSE, PREDICTION, GATHERED, COMPILED, MASKED = "dense", "prediction", "gather", "cpp", "sdpa with a mask"
 BOTH = "prediction and attention"

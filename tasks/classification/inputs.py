@@ -12,11 +12,11 @@ from transformers import BitImageProcessorPil, ViTImageProcessorPil, default_dat
 from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.hub import image_processor_settings
 from hf_sparseprior.training import DrawSampler, LabelMaps, Mixing, SoftTargetCollator
-from tasks.classification.augmentation import Augmentation, AugmentationConfig
-from tasks.classification.config import DataConfig
-from tasks.classification.data import ImageDataset, Preparation, load_data
-from tasks.classification.sources import ImageData, StreamData, drop_corrupt, stream_data
 from tasks.classification.streaming import StreamCollator, StreamedImages, noted_damage
+from tasks.common.images.augmentation import Augmentation, AugmentationConfig
+from tasks.common.images.config import DataConfig
+from tasks.common.images.data import ImageDataset, Preparation, load_data
+from tasks.common.images.sources import ImageData, StreamData, drop_corrupt, stream_data
 
 DAMAGED = "damaged_images.txt"
 

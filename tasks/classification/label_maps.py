@@ -28,13 +28,14 @@ from hf_sparseprior.training.token_labels import (
     patch_probabilities,
     top_classes,
 )
-from tasks.classification.command import run_command
-from tasks.classification.config import DataConfig, load_config
-from tasks.classification.data import ImageDataset, Preparation, load_data
+from tasks.classification.config import load_config
 from tasks.classification.evaluate import load_whole_model
 from tasks.classification.inputs import make_processor
-from tasks.classification.sources import ImageData, Images, drop_corrupt
 from tasks.classification.token_label_config import TokenLabelConfig
+from tasks.common.command import run_command
+from tasks.common.images.config import DataConfig
+from tasks.common.images.data import ImageDataset, Preparation, load_data
+from tasks.common.images.sources import ImageData, Images, drop_corrupt
 
 TOP_K = 5  # as published
 

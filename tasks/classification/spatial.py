@@ -24,12 +24,12 @@ from PIL import Image
 from scipy.ndimage import binary_fill_holes
 
 from hf_sparseprior.analysis import pictures
-from tasks.classification.command import run_command
-from tasks.classification.config import SPLITS, DataConfig
-from tasks.classification.sources import READERS, Images
-from tasks.classification.sources.arrays import FASHION_CLASSES
-from tasks.classification.sources.cifar import checksum
-from tasks.classification.sources.tables import write_parquet
+from tasks.common.command import run_command
+from tasks.common.images.config import SPLITS, DataConfig
+from tasks.common.images.sources import READERS, Images
+from tasks.common.images.sources.arrays import FASHION_CLASSES
+from tasks.common.images.sources.cifar import checksum
+from tasks.common.images.sources.tables import write_parquet
 
 SIDE = 32
 SIZES = {"train": 1000, "validation": 500, "test": 2000}

@@ -11,9 +11,9 @@ from PIL import Image
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hf_sparseprior.training import Draw
-from tasks.classification.data import Preparation
-from tasks.classification.metrics import IGNORED
-from tasks.classification.sources import decode_row, row_name
+from tasks.common.images.data import Preparation
+from tasks.common.images.sources import decode_row, row_name
+from tasks.common.metrics import IGNORED
 
 # Positions of different loader processes must not meet: mixup takes partners, and one draw a batch, by position.
 POSITIONS_OF_A_WORKER = 1 << 32

@@ -32,9 +32,7 @@ from hf_sparseprior.training import (
     StopOnSignal,
 )
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.classification.augmentation import AugmentationConfig
-from tasks.classification.command import RunStopped, run_command, train_parser
-from tasks.classification.config import MODEL_EXTRAS, DataConfig, check_config, load_config
+from tasks.classification.config import MODEL_EXTRAS, check_config, load_config
 from tasks.classification.distillation import (
     DistillationConfig,
     end_phase,
@@ -45,27 +43,17 @@ from tasks.classification.distillation import (
 from tasks.classification.evaluate import load_whole_model
 from tasks.classification.inputs import make_inputs, read_data
 from tasks.classification.label_maps import check_token_classifier, open_label_maps
-from tasks.classification.metrics import compute_metrics, confusion_matrix
-from tasks.classification.report import (
-    command_line,
-    draw_confusion,
-    draw_history,
-    environment,
-    read_results,
-    write_results,
-)
-from tasks.classification.run_folder import (
-    ADAPTER,
-    AVERAGE,
-    MODEL,
-    RESULTS,
-    claim,
-    finished_results,
-    last_whole_checkpoint,
-)
 from tasks.classification.token_label_config import TokenLabelConfig
 from tasks.classification.tuning import TuningConfig, merged, save_adapter, trainable_parameters, tuned
-from tasks.classification.vtab.tasks import FINAL
+from tasks.common.command import RunStopped, run_command, train_parser
+from tasks.common.environment import command_line, environment
+from tasks.common.images.augmentation import AugmentationConfig
+from tasks.common.images.config import DataConfig
+from tasks.common.images.vtab_tasks import FINAL
+from tasks.common.metrics import compute_metrics, confusion_matrix
+from tasks.common.plots import draw_confusion, draw_history
+from tasks.common.results import read_results, write_results
+from tasks.common.run_folder import ADAPTER, AVERAGE, MODEL, RESULTS, claim, finished_results, last_whole_checkpoint
 
 # What a run does unless its configuration says otherwise.
 TRAINER_DEFAULTS: dict[str, Any] = {

@@ -9,8 +9,8 @@ from mmengine.dist import is_main_process
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.classification.command import run_command, train_parser
-from tasks.classification.run_folder import MODEL, RESULTS
+from tasks.common.command import run_command, train_parser
+from tasks.common.run_folder import MODEL, RESULTS
 from tasks.dense.runs import PICTURE, SPLITS, Task, evaluate, load_config, run
 
 

@@ -22,7 +22,7 @@ from mmengine.registry import DATA_SAMPLERS, FUNCTIONS, HOOKS, TRANSFORMS
 from tqdm import tqdm
 
 from hf_sparseprior.training.stopping import WorkerStart
-from tasks.classification.command import RunStopped
+from tasks.common.command import RunStopped
 
 
 def seed_everything(*entropy: int) -> None:

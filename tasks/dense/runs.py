@@ -35,8 +35,9 @@ from safetensors.torch import load_file, save_file
 
 from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.hub import file_sha256
-from tasks.classification.report import command_line, environment, write_results
-from tasks.classification.run_folder import MODEL, RESULTS, claim, finished_results
+from tasks.common.environment import command_line, environment
+from tasks.common.results import write_results
+from tasks.common.run_folder import MODEL, RESULTS, claim, finished_results
 from tasks.dense.backbone import save_backbone
 from tasks.dense.hooks import OneLineProgress, StopOnSignal
 from tasks.dense.loading import refuse_pickles

@@ -38,10 +38,10 @@ import numpy as np
 
 from hf_sparseprior.analysis.pictures import pyplot, save
 from hf_sparseprior.hub import whole_folder, write_text
-from tasks.classification.command import run_command
-from tasks.classification.config import DataConfig
-from tasks.classification.sources.arrays import read_digits, read_fashion_mnist
-from tasks.classification.sources.images import Images
+from tasks.common.command import run_command
+from tasks.common.images.config import DataConfig
+from tasks.common.images.sources.arrays import read_digits, read_fashion_mnist
+from tasks.common.images.sources.images import Images
 from tasks.dense.pictures import draw_instances
 
 SPLITS = ("training", "validation", "test")

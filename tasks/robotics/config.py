@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tasks.classification.config import apply_overrides, check_known, read_layers
+from tasks.common.config import apply_overrides, check_known, read_layers
 from tasks.robotics.policy import PolicyConfig
 
 SECTIONS = ("data", "policy", "encoder", "trainer")
@@ -128,7 +128,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, di
         ValueError: for unknown keys, with the nearest known one, bad values, or text that is not YAML.
         OSError: for a missing file.
     """
-    config = read_layers(Path(path), sections=SECTIONS)
+    config = read_layers(Path(path), SECTIONS)
     apply_overrides(config, overrides, SECTIONS)
     if config["trainer"].get("mixed_precision") is False:
         config["trainer"]["mixed_precision"] = "no"  # YAML reads a bare no as False

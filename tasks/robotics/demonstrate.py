@@ -26,8 +26,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from hf_sparseprior.hub import check_new, write_text
-from tasks.classification.command import run_command
-from tasks.classification.report import command_line, write_results
+from tasks.common.command import run_command
+from tasks.common.environment import command_line
+from tasks.common.results import write_results
 from tasks.robotics.environments import ENVIRONMENTS, Environment, make_environment, picture_problem
 from tasks.robotics.formats import (
     ACTIONS,

@@ -16,9 +16,10 @@ from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
-from tasks.classification.command import run_command
-from tasks.classification.report import command_line, environment, write_results
-from tasks.classification.run_folder import MODEL
+from tasks.common.command import run_command
+from tasks.common.environment import command_line, environment
+from tasks.common.results import write_results
+from tasks.common.run_folder import MODEL
 from tasks.robotics.config import TEST_SEED
 from tasks.robotics.environments import picture_problem
 from tasks.robotics.policy import POLICY_FILE, CrosswayPolicy, policy_sha256

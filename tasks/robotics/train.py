@@ -30,9 +30,10 @@ from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 from hf_sparseprior.hub import whole_folder, write_text
 from hf_sparseprior.training.allocator import keep_freed_memory
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
-from tasks.classification.command import RunStopped, run_command, train_parser
-from tasks.classification.report import command_line, environment, write_results
-from tasks.classification.run_folder import (
+from tasks.common.command import RunStopped, run_command, train_parser
+from tasks.common.environment import command_line, environment
+from tasks.common.results import write_results
+from tasks.common.run_folder import (
     MODEL,
     RESULTS,
     RUN_CONFIG,

@@ -20,7 +20,6 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.classification.command import run_command
 from tasks.classification.compare import (
     OWNED,
     Comparison,
@@ -32,7 +31,8 @@ from tasks.classification.compare import (
     run_comparison,
     write_comparison,
 )
-from tasks.classification.config import apply_overrides, check_known, read_yaml
+from tasks.common.command import run_command
+from tasks.common.config import apply_overrides, check_known, read_yaml
 from tasks.video.config import SECTIONS, check_config, load_config
 from tasks.video.train import run
 

@@ -17,7 +17,7 @@ from typing import Any
 from hf_sparseprior import SparsePriorTimesformerConfig
 from hf_sparseprior.checks import check_boolean, check_integer
 from hf_sparseprior.configuration_sparseprior_vit import check_number
-from tasks.classification.config import apply_overrides, check_known, check_trainer, read_layers, trainer_keys
+from tasks.common.config import apply_overrides, check_known, check_trainer, read_layers, trainer_keys
 from tasks.video.motion import MotionConfig
 
 SECTIONS = ("data", "augmentation", "model", "trainer")
@@ -106,7 +106,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, di
         ValueError: for unknown keys, with the nearest known one, and bad values.
         OSError: for a missing file.
     """
-    config = read_layers(Path(path), sections=SECTIONS)
+    config = read_layers(Path(path), SECTIONS)
     apply_overrides(config, overrides, SECTIONS)
     check_config(config)
     config["trainer"].setdefault("output_dir", f"outputs/{Path(path).stem}")

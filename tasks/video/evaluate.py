@@ -13,12 +13,14 @@ import torch
 from transformers import AutoModelForVideoClassification, Trainer, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
-from tasks.classification.command import run_command
-from tasks.classification.config import apply_overrides
 from tasks.classification.evaluate import check_classes, load_whole_model
-from tasks.classification.metrics import compute_metrics, confusion_matrix
-from tasks.classification.report import command_line, draw_confusion, environment, write_results
-from tasks.classification.run_folder import stored_config
+from tasks.common.command import run_command
+from tasks.common.config import apply_overrides
+from tasks.common.environment import command_line, environment
+from tasks.common.metrics import compute_metrics, confusion_matrix
+from tasks.common.plots import draw_confusion
+from tasks.common.results import write_results
+from tasks.common.run_folder import stored_config
 from tasks.video.config import SPLITS, DataConfig, check_config, load_config
 from tasks.video.data import load_data, make_dataset
 from tasks.video.train import factor_accuracies

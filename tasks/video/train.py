@@ -30,18 +30,7 @@ from hf_sparseprior.training import (
     StopOnSignal,
 )
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.classification.command import RunStopped, run_command, train_parser
 from tasks.classification.inputs import global_batch
-from tasks.classification.metrics import compute_metrics, confusion_matrix
-from tasks.classification.report import (
-    command_line,
-    draw_confusion,
-    draw_history,
-    environment,
-    read_results,
-    write_results,
-)
-from tasks.classification.run_folder import MODEL, RESULTS, finished_results
 from tasks.classification.train import (
     TRAINER_DEFAULTS,
     claim_folder,
@@ -49,6 +38,12 @@ from tasks.classification.train import (
     trainer_errors,
     validation_metrics,
 )
+from tasks.common.command import RunStopped, run_command, train_parser
+from tasks.common.environment import command_line, environment
+from tasks.common.metrics import compute_metrics, confusion_matrix
+from tasks.common.plots import draw_confusion, draw_history
+from tasks.common.results import read_results, write_results
+from tasks.common.run_folder import MODEL, RESULTS, finished_results
 from tasks.video.config import MODEL_EXTRAS, AugmentationConfig, DataConfig, check_config, load_config
 from tasks.video.data import ClipDataset, VideoData, load_data, make_dataset
 from tasks.video.pictures import draw_clips

@@ -31,8 +31,9 @@ from tasks.classification.compare import (
     refuse_owned,
     variant_configs,
 )
-from tasks.classification.config import SECTIONS, apply_overrides, check_config, check_known, read_layers
-from tasks.classification.vtab.tasks import FINAL, SELECTION, TASKS
+from tasks.classification.config import SECTIONS, check_config
+from tasks.common.config import apply_overrides, check_known, read_layers
+from tasks.common.images.vtab_tasks import FINAL, SELECTION, TASKS
 
 KEYS = ("title", "seeds", "selection_seeds", "grid", "variants")
 _OWNER = "the sweep's to choose"
@@ -119,7 +120,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
         OSError: for a missing file.
     """
     path = Path(path)
-    content = read_layers(path, KEYS)
+    content = read_layers(path, SECTIONS, KEYS)
     shared = {section: content[section] for section in SECTIONS}
     seeds, selection_seeds = content.get("seeds"), content.get("selection_seeds")
     check_seeds(seeds, str(path))
@@ -128,7 +129,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     refuse_owned([f"{section}.{key}" for section in SECTIONS for key in shared[section]], OWNED, str(path))
     owned = {**OWNED, **{key: "an axis of the grid" for key in points[0]}}
     refuse_owned([override.partition("=")[0] for override in overrides], owned, "the command line")
-    apply_overrides(shared, overrides)
+    apply_overrides(shared, overrides, SECTIONS)
     if shared["data"].get("source") != "vtab":
         raise ValueError(f"{path}: data.source={shared['data'].get('source')!r} must be 'vtab'")
     shared["trainer"].setdefault("disable_tqdm", True)

@@ -18,10 +18,10 @@ import numpy as np
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.hub import write_text
-from tasks.classification.command import run_command
-from tasks.classification.report import count_of_seeds, markdown_table, plus_minus
 from tasks.classification.vtab.plan import Records, load_sweep, point_name
-from tasks.classification.vtab.tasks import GROUPS, TASKS, Task
+from tasks.common.command import run_command
+from tasks.common.images.vtab_tasks import GROUPS, TASKS, Task
+from tasks.common.tables import count_of_seeds, markdown_table, plus_minus
 
 BEST = 3
 AVERAGE = "Avg."

@@ -28,14 +28,15 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.classification.command import RunStopped, run_command
 from tasks.classification.compare import check_seeds, record_of
-from tasks.classification.report import command_line, write_results
-from tasks.classification.sources.vtab import task_folder
 from tasks.classification.train import run as train
 from tasks.classification.vtab.plan import Records, Run, Sweep, choose, load_sweep
 from tasks.classification.vtab.report import write_report
-from tasks.classification.vtab.tasks import TASKS
+from tasks.common.command import RunStopped, run_command
+from tasks.common.environment import command_line
+from tasks.common.images.sources.vtab import task_folder
+from tasks.common.images.vtab_tasks import TASKS
+from tasks.common.results import write_results
 
 WAIT_SECONDS = 2.0  # before looking again for a run that another process may have given up
 

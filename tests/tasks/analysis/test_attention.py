@@ -11,8 +11,8 @@ from hf_sparseprior.analysis.image_maps import darkened, with_heat
 from hf_sparseprior.supports import build_mask
 from tasks.analysis.attention import attention_rows, chosen, main, parse_query, query_rows
 from tasks.analysis.runs import open_models
-from tasks.classification.config import DataConfig
-from tasks.classification.data import load_data
+from tasks.common.images.config import DataConfig
+from tasks.common.images.data import load_data
 
 
 @pytest.fixture

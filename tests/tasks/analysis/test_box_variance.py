@@ -10,9 +10,9 @@ from transformers import BitImageProcessorPil
 import hf_sparseprior as sp
 from tasks.analysis.box_variance import main, patches_inside, read_boxes
 from tasks.analysis.runs import open_models
-from tasks.classification.config import DataConfig
-from tasks.classification.data import load_data
-from tasks.classification.sources import balanced_subset
+from tasks.common.images.config import DataConfig
+from tasks.common.images.data import load_data
+from tasks.common.images.sources import balanced_subset
 
 LAYERS, GRID, PATCH = 2, 4, 4
 

@@ -11,8 +11,8 @@ import hf_sparseprior as sp
 from hf_sparseprior import ops
 from tasks.analysis.diversity import main, measure, spread
 from tasks.analysis.runs import open_models
-from tasks.classification.config import DataConfig
-from tasks.classification.data import load_data
+from tasks.common.images.config import DataConfig
+from tasks.common.images.data import load_data
 
 
 def diversity_of(model, pixels):

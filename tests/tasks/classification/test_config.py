@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from tasks.classification.compare import builds_on, load_comparison, needed_first
-from tasks.classification.config import DataConfig, load_config, parse_value
+from tasks.classification.config import load_config
 from tasks.classification.train import build_model
+from tasks.common.config import parse_value
+from tasks.common.images.config import DataConfig
 
 FOLDER = Path(__file__).parents[3] / "configs" / "classification"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))

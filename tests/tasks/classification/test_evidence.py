@@ -15,7 +15,7 @@ from hf_sparseprior.prior import resolve_prior
 from tasks.classification import evidence, train
 from tasks.classification.compare import RECORDED, Comparison, load_comparison, record_of
 from tasks.classification.config import load_config
-from tasks.classification.report import write_results
+from tasks.common.results import write_results
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "classification"
 TASKS = ("count", "position", "orientation", "fashion")

@@ -11,7 +11,7 @@ from datasets import load_dataset
 from PIL import Image
 
 from tasks.classification import fetch_cifar10 as fetch
-from tasks.classification.sources import cifar, tables
+from tasks.common.images.sources import cifar, tables
 
 PER_BATCH = 20
 

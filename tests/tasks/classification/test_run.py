@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tasks.classification import demo
 from tasks.classification import evaluate as evaluation
 from tasks.classification import train as training
-from tasks.classification.metrics import accuracy_metric, confusion_matrix
+from tasks.common.metrics import accuracy_metric, confusion_matrix
 
 CONFIG = {
     "data": {"source": "digits"},

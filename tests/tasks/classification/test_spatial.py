@@ -7,10 +7,10 @@ from scipy import ndimage
 from sklearn.datasets import load_digits, load_sample_images
 
 from tasks.classification import spatial
-from tasks.classification.config import SPLITS, DataConfig
-from tasks.classification.data import load_data
-from tasks.classification.sources import arrays, cifar
 from tasks.classification.spatial import GARMENT, TASKS, Pool, Sources, make_split
+from tasks.common.images.config import SPLITS, DataConfig
+from tasks.common.images.data import load_data
+from tasks.common.images.sources import arrays, cifar
 
 SIZES = {"train": 48, "validation": 24, "test": 96}
 ON_PHOTOS = ("count", "position", "orientation")

@@ -15,8 +15,8 @@ from tasks.classification import evaluate as evaluation
 from tasks.classification import train as training
 from tasks.classification.compare import load_comparison, table
 from tasks.classification.config import check_config, load_config
-from tasks.classification.run_folder import last_whole_checkpoint
 from tasks.classification.tuning import METHODS, TuningConfig, merged, trainable_parameters, tuned
+from tasks.common.run_folder import last_whole_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 

@@ -8,7 +8,7 @@ from PIL import Image
 
 pytest.importorskip("skimage", reason="the photos are scikit-image's")
 
-from tasks.classification.sources import arrays
+from tasks.common.images.sources import arrays
 from tasks.dense import scenes
 from tasks.dense.scenes import CLASSES, SPLITS, Layer, SceneSettings, compose, main, run_lengths
 

@@ -22,7 +22,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
-from tasks.classification.run_folder import claim
+from tasks.common.run_folder import claim
 from tasks.dense.command import train_main
 from tasks.dense.loading import read_checkpoint
 from tasks.dense.runs import evaluate, flat, load_config, run

@@ -22,7 +22,7 @@ pytest.importorskip("h5py", reason="the robotics extra is not installed")
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from tasks.classification.command import RunStopped
+from tasks.common.command import RunStopped
 from tasks.robotics import train
 from tasks.robotics.config import check_config, load_config
 from tasks.robotics.formats import Episode, demonstrations_sha256, write_demonstrations

@@ -25,8 +25,8 @@ from mmseg.registry import DATASETS, MODELS, TRANSFORMS
 from mmseg.structures import SegDataSample
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
-from tasks.classification.command import RunStopped
-from tasks.classification.run_folder import claim
+from tasks.common.command import RunStopped
+from tasks.common.run_folder import claim
 from tasks.dense.command import evaluate_main, train_main
 from tasks.dense.loading import read_checkpoint
 from tasks.dense.runs import build_runner, evaluate, flat, load_config, run

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.classification.config import DataConfig, check_config
-from tasks.classification.data import load_data
-from tasks.classification.sources import READERS
+from tasks.classification.config import check_config
 from tasks.classification.train import build_model, run
-from tasks.classification.vtab.tasks import LISTS, TASKS
+from tasks.common.images.config import DataConfig
+from tasks.common.images.data import load_data
+from tasks.common.images.sources import READERS
+from tasks.common.images.vtab_tasks import LISTS, TASKS
 
 PARTS = {
     "selection": {"train": "train800", "validation": "val200", "test": "val200"},

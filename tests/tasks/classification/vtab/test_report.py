@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tasks.classification.vtab import report
-from tasks.classification.vtab.tasks import GROUPS, TASKS
+from tasks.common.images.vtab_tasks import GROUPS, TASKS
 
 spec = importlib.util.spec_from_file_location("golden", Path(__file__).with_name("golden.py"))
 golden = importlib.util.module_from_spec(spec)

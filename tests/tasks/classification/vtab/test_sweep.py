@@ -17,7 +17,7 @@ from tasks.classification.vtab import sweep as sweeping
 from tasks.classification.vtab.plan import Records, choose, load_sweep, point_name
 from tasks.classification.vtab.report import summarize
 from tasks.classification.vtab.sweep import Job, claim, main, work
-from tasks.classification.vtab.tasks import TASKS
+from tasks.common.images.vtab_tasks import TASKS
 
 ROOT = Path(__file__).parents[4]
 CONFIGS = sorted((ROOT / "configs" / "classification" / "vtab").glob("*.yaml"))

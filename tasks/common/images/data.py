@@ -12,9 +12,9 @@ from tqdm.auto import tqdm
 
 from hf_sparseprior.training import Draw, LabelMaps
 from hf_sparseprior.training.token_labels import WHOLE
-from tasks.classification.augmentation import Augmentation
-from tasks.classification.config import DataConfig
-from tasks.classification.sources import READERS, SPLITS, ImageData, Images, balanced_subset
+from tasks.common.images.augmentation import Augmentation
+from tasks.common.images.config import DataConfig
+from tasks.common.images.sources import READERS, SPLITS, ImageData, Images, balanced_subset
 
 CACHE_LIMIT = 1 << 30
 

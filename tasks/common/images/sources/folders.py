@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tasks.classification.config import SPLITS, DataConfig
-from tasks.classification.sources.images import (
+from tasks.common.images.config import SPLITS, DataConfig
+from tasks.common.images.sources.images import (
     SPLIT_NAMES,
     ImageData,
     Images,

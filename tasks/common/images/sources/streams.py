@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tasks.classification.config import SPLITS, DataConfig
-from tasks.classification.sources.images import class_indices, data_folder, pick_splits, short, split_files
-from tasks.classification.sources.tables import (
+from tasks.common.images.config import SPLITS, DataConfig
+from tasks.common.images.sources.images import class_indices, data_folder, pick_splits, short, split_files
+from tasks.common.images.sources.tables import (
     arrow_tables,
     check_classes,
     class_names,

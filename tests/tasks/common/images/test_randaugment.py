@@ -9,8 +9,8 @@ from PIL import Image, ImageEnhance, ImageOps
 from scipy import stats
 from sklearn.datasets import load_sample_image
 
-from tasks.classification import randaugment as module
-from tasks.classification.randaugment import OPERATIONS, Policy, parse_policy, randaugment
+from tasks.common.images import randaugment as module
+from tasks.common.images.randaugment import OPERATIONS, Policy, parse_policy, randaugment
 
 BICUBIC, FILL = Image.Resampling.BICUBIC, (124, 116, 104)
 LEVELS = [0.0, 0.3, 2.5, 4.99, 5.0, 7.7, 9.0, 9.999, 10.0]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tasks.classification.config import DataConfig
-from tasks.classification.sources.images import ImageData, Images, counts, data_folder, file_images
-from tasks.classification.vtab.tasks import LISTS, STAGES, TASKS, Task
+from tasks.common.images.config import DataConfig
+from tasks.common.images.sources.images import ImageData, Images, counts, data_folder, file_images
+from tasks.common.images.vtab_tasks import LISTS, STAGES, TASKS, Task
 
 
 def read_vtab(config: DataConfig) -> ImageData:

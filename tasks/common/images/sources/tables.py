@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from tasks.classification.config import DataConfig
-from tasks.classification.sources.images import (
+from tasks.common.images.config import DataConfig
+from tasks.common.images.sources.images import (
     ImageData,
     Images,
     counts,

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_sparseprior.hub import write_text
-from tasks.classification.report import read_results
+from tasks.common.results import read_results
 
 RUN_CONFIG = "run_config.json"
 RESULTS = "results.json"

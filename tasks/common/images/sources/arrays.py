@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.classification.config import DataConfig
-from tasks.classification.sources import cifar
-from tasks.classification.sources.images import ImageData, array_images, counts, data_folder
-from tasks.classification.sources.tables import read_parquet
+from tasks.common.images.config import DataConfig
+from tasks.common.images.sources import cifar
+from tasks.common.images.sources.images import ImageData, array_images, counts, data_folder
+from tasks.common.images.sources.tables import read_parquet
 
 # Where Debian's package dataset-fashion-mnist puts its files.
 FASHION_MNIST = "/usr/share/datasets/fashion-mnist"

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tasks.classification.config import SPLITS, DataConfig
-from tasks.classification.sources.arrays import (
-    read_cifar10,
-    read_cifar100,
-    read_digits,
-    read_fashion_mnist,
-    read_mnist,
-)
-from tasks.classification.sources.folders import read_csv, read_image_folder, read_imagenet, read_tiny_imagenet
-from tasks.classification.sources.images import SPLIT_NAMES, ImageData, Images, balanced_subset, decode, to_rgb
-from tasks.classification.sources.scan import drop_corrupt, find_corrupt
-from tasks.classification.sources.streams import StreamData, row_name, stream_data
-from tasks.classification.sources.tables import (
-    decode_row,
-    read_arrow,
-    read_hub,
-    read_parquet,
-)
-from tasks.classification.sources.vtab import read_vtab
+from tasks.common.images.config import SPLITS, DataConfig
+from tasks.common.images.sources.arrays import read_cifar10, read_cifar100, read_digits, read_fashion_mnist, read_mnist
+from tasks.common.images.sources.folders import read_csv, read_image_folder, read_imagenet, read_tiny_imagenet
+from tasks.common.images.sources.images import SPLIT_NAMES, ImageData, Images, balanced_subset, decode, to_rgb
+from tasks.common.images.sources.scan import drop_corrupt, find_corrupt
+from tasks.common.images.sources.streams import StreamData, row_name, stream_data
+from tasks.common.images.sources.tables import decode_row, read_arrow, read_hub, read_parquet
+from tasks.common.images.sources.vtab import read_vtab
 
 READERS: dict[str, Callable[[DataConfig], ImageData]] = {
     "digits": read_digits,

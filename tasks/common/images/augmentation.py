@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_sparseprior.training import Mixing
 from hf_sparseprior.training.token_labels import FLIPPED, WHOLE, box_view
-from tasks.classification.randaugment import parse_policy, randaugment
+from tasks.common.images.randaugment import parse_policy, randaugment
 
 logger = logging.getLogger("hf_sparseprior.augmentation")
 

@@ -21,9 +21,9 @@ from datasets.distributed import split_dataset_by_node
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from tasks.classification.config import SOURCES, SOURCES_OF, DataConfig
-from tasks.classification.data import load_data
-from tasks.classification.sources import (
+from tasks.common.images.config import SOURCES, SOURCES_OF, DataConfig
+from tasks.common.images.data import load_data
+from tasks.common.images.sources import (
     READERS,
     SPLITS,
     arrays,
@@ -836,7 +836,7 @@ def test_a_process_that_leaves_a_stream_half_read_ends_well(write):
     config, _ = write("parquet", streaming=True)
     code = (
         "import sys\nfrom tasks.classification.config import DataConfig\n"
-        "from tasks.classification.sources import stream_data\n"
+        "from tasks.common.images.sources import stream_data\n"
         "data = stream_data(DataConfig(source='parquet', path=sys.argv[1], streaming=True))\n"
         "rows = [iter(data.splits['train']) for _ in range(2)]\nprint([next(one)['index'] for one in rows])\n"
     )

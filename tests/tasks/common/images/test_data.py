@@ -9,8 +9,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from transformers import ViTImageProcessorPil
 
-from tasks.classification.config import DataConfig
-from tasks.classification.data import ImageDataset, Preparation, load_data, stratified_cut
+from tasks.common.images.config import DataConfig
+from tasks.common.images.data import ImageDataset, Preparation, load_data, stratified_cut
 
 # Real images for every format: a few of scikit-learn's digits.
 DIGITS = load_digits()

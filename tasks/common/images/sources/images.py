@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tasks.classification.config import SPLITS, DataConfig
+from tasks.common.images.config import SPLITS, DataConfig
 
 # Names that data sets in the wild give to each split's folder or file.
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}

@@ -13,8 +13,8 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from tasks.classification.config import DataConfig
-from tasks.classification.sources.images import ImageData, Images, short
+from tasks.common.images.config import DataConfig
+from tasks.common.images.sources.images import ImageData, Images, short
 
 NAMES_SHOWN = 3
 

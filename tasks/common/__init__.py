@@ -1,0 +1,1 @@
+"""What the tasks share. Nothing here imports a task."""

@@ -1,0 +1,1 @@
+"""Images with labels: sources, splits, augmentation, data sets for torch."""

@@ -1,0 +1,155 @@
+"""Settings of image data: which source, which splits, how many images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tasks.common.images.vtab_tasks import STAGES, TASKS
+
+SOURCES = (
+    "digits",
+    "imagefolder",
+    "parquet",
+    "arrow",
+    "hub",
+    "csv",
+    "cifar10",
+    "cifar100",
+    "tiny_imagenet",
+    "imagenet",
+    "fashion_mnist",
+    "mnist",
+    "vtab",
+)
+
+
+SPLITS = ("train", "validation", "test")
+
+
+TABLES = ("parquet", "arrow", "hub")
+
+
+# Fields that mean nothing to other sources than these.
+SOURCES_OF = {
+    "config_name": ("hub",),
+    "revision": ("hub",),
+    "splits": ("imagefolder", "csv", *TABLES),
+    "image_column": ("csv", *TABLES),
+    "label_column": ("csv", "cifar100", *TABLES),
+    "classes": ("csv", *TABLES),
+    "streaming": TABLES,
+    "task": ("vtab",),
+    "stage": ("vtab",),
+}
+
+
+@dataclass
+class DataConfig:
+    """Where images come from. Which files each source reads is in tasks/classification/README.md.
+
+    source: one of `SOURCES`.
+    path: folder, file or (hub) name of the data set; digits needs none, fashion_mnist takes Debian's package without.
+    config_name, revision: of a hub data set: its configuration, and a branch, tag or commit.
+    splits: {train: NAME, validation: NAME, test: NAME}, the source's own names (folders, beginnings of files) where
+        they are not the usual ones or not all wanted; null: the usual ones.
+    image_column, label_column: of tables and CSV files; null: the only one that can be meant. cifar100: label_column
+        fine (null) or coarse.
+    classes: file of class names, one a line, in the order of the labels, for tables that do not say them.
+    task, stage: of vtab: one of its 19 tasks, and "selection" (train on train800, judge on val200) or "final" (train on
+        train800val200, test on test). In "selection" val200 is both validation and test, so a test accuracy is
+        optimistic where validation chose the epoch; in "final" nothing may be chosen.
+    published_validation: "test" or "validation": what the published val of tiny_imagenet and imagenet is. Papers report
+        accuracy on it, so it is our test, looked at once, and our validation is cut from the training images.
+    validation_fraction, test_fraction: cut, stratified, from the training images where the source has no such split.
+    split_seed: of that cut and of the limits; runs of different `trainer.seed` share the split.
+    limit_train, limit_validation, limit_test: use this many images, of every class as many, drawn by split_seed after
+        the cut; a smaller limit is part of a larger one. null: all.
+    corrupt: "fatal", "skip" or "unchecked": images that cannot be read end the run before it begins, are left out, or
+        are not looked for, so that the first one ends the run when it is met.
+    streaming: read images as they are needed, for sets too large for a disk, shuffled in training within shards and a
+        buffer; all splits must be there.
+    cache: keep images in memory, ready for the model or, where they are augmented, decoded; null: below 1 GiB.
+    """
+
+    source: str = "digits"
+    path: str | None = None
+    config_name: str | None = None
+    revision: str | None = None
+    splits: dict[str, str] | None = None
+    image_column: str | None = None
+    label_column: str | None = None
+    classes: str | None = None
+    task: str | None = None
+    stage: str | None = None
+    published_validation: str = "test"
+    validation_fraction: float = 0.2
+    test_fraction: float = 0.2
+    split_seed: int = 0
+    limit_train: int | None = None
+    limit_validation: int | None = None
+    limit_test: int | None = None
+    corrupt: str = "fatal"
+    streaming: bool = False
+    cache: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        self._check_source()
+        self._check_splits()
+        choices: dict[str, tuple] = {
+            "published_validation": ("test", "validation"),
+            "corrupt": ("fatal", "skip", "unchecked"),
+            "task": (*TASKS, None),
+            "stage": (*STAGES, None),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"data.{name}={getattr(self, name)!r} must be one of {', '.join(filter(None, allowed))}"
+                )
+        if not isinstance(self.streaming, bool):
+            raise ValueError(f"data.streaming={self.streaming!r} must be true or false")
+        if self.cache not in (None, True, False):
+            raise ValueError(f"data.cache={self.cache!r} must be true, false or null")
+
+    def _check_source(self) -> None:
+        if self.source not in SOURCES:
+            raise ValueError(f"data.source={self.source!r} must be one of {', '.join(SOURCES)}")
+        if self.source not in ("digits", "fashion_mnist") and not self.path:
+            raise ValueError(f"data.source={self.source!r} needs data.path")
+        for name in ("path", "config_name", "revision", "image_column", "label_column", "classes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f"data.{name}={value!r} must be text")
+        for name, sources in SOURCES_OF.items():
+            if getattr(self, name) and self.source not in sources:
+                raise ValueError(
+                    f"data.{name}={getattr(self, name)!r} is for data.source {', '.join(sources)}, not {self.source}"
+                )
+
+    def _check_splits(self) -> None:
+        names = self.splits
+        if names is not None and not (
+            isinstance(names, dict)
+            and "train" in names
+            and set(names) <= set(SPLITS)
+            and all(isinstance(name, str) and name for name in names.values())
+        ):
+            raise ValueError(f"data.splits={names!r} must be like {{train: NAME, validation: NAME, test: NAME}}")
+        for name in ("validation_fraction", "test_fraction"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
+                raise ValueError(f"data.{name}={value!r} must be a number between 0 and 1")
+        if self.validation_fraction + self.test_fraction >= 1:
+            raise ValueError(
+                f"data.validation_fraction={self.validation_fraction} and data.test_fraction={self.test_fraction} "
+                "leave no training images"
+            )
+        if isinstance(self.split_seed, bool) or not isinstance(self.split_seed, int) or self.split_seed < 0:
+            raise ValueError(f"data.split_seed={self.split_seed!r} must be an integer of 0 or more")
+        for split in SPLITS:
+            limit = getattr(self, f"limit_{split}")
+            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+                raise ValueError(f"data.limit_{split}={limit!r} must be an integer of 1 or more, or null")
+            if limit is not None and self.streaming:
+                raise ValueError(f"data.limit_{split}={limit} cannot be balanced in a stream; set data.streaming=false")

@@ -1,0 +1,56 @@
+"""Pictures of a run: training curves, confusion matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
+
+
+def draw_history(history: Sequence[dict[str, Any]], path: Path, heading: str) -> Path:
+    """Loss and validation accuracy over epochs, from the Trainer's log."""
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for key, label, colour in (("loss", "training", INK), ("eval_loss", "validation", ACCENT)):
+        points = [(entry["epoch"], entry[key]) for entry in history if key in entry]
+        if points:
+            left.plot(*zip(*points, strict=True), color=colour, label=label)
+    left.set_xlabel("epoch")
+    left.set_ylabel("loss")
+    if left.lines:
+        left.legend(frameon=False)
+    points = [(entry["epoch"], 100 * entry["eval_accuracy"]) for entry in history if "eval_accuracy" in entry]
+    if points:
+        right.plot(*zip(*points, strict=True), color=ACCENT)
+    right.set_xlabel("epoch")
+    right.set_ylabel("validation accuracy, %")
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    figure.suptitle(heading)
+    return save(figure, path)
+
+
+def draw_confusion(counts: np.ndarray, classes: Sequence[str], path: Path, heading: str) -> Path:
+    """Confusion matrix: shares of each true class, counts written where there is room."""
+    plt = pyplot()
+    size = min(12.0, 2.4 + 0.42 * len(classes))
+    figure, axis = plt.subplots(figsize=(size, size), layout="constrained")
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    if len(classes) <= 30:
+        for row in range(len(classes)):
+            for column in range(len(classes)):
+                if counts[row, column]:
+                    colour = "white" if shares[row, column] > 0.5 else INK
+                    axis.text(column, row, counts[row, column], ha="center", va="center", fontsize=8, color=colour)
+        axis.set_xticks(range(len(classes)), classes, rotation=90 if max(map(len, classes)) > 3 else 0)
+        axis.set_yticks(range(len(classes)), classes)
+    axis.set_xlabel("predicted")
+    axis.set_ylabel("true")
+    axis.set_title(heading, fontsize=10)
+    return save(figure, path)

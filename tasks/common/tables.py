@@ -1,0 +1,21 @@
+"""Numbers as text: Markdown tables, means with their spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table of these cells."""
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(cells) + " |" for cells in rows])
+
+
+def plus_minus(mean: float, deviation: float | None, sign: str = "") -> str:
+    """ "70.35 ± 0.12", the mean alone where there is no deviation; with sign="+" a plus before what is not below 0."""
+    return f"{mean:{sign}.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
+
+
+def count_of_seeds(count: int) -> str:
+    """ "3 seeds" or "1 seed"."""
+    return f"{count} seeds" if count > 1 else "1 seed"
