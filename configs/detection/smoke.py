@@ -1,7 +1,7 @@
 """Mask R-CNN small enough for two cores, on scenes of 128 pixels with patches of 8: the backbone's map has stride 8. It
 learns from nothing in minutes, which is why it has LV-ViT's convolution stem.
 
-    python -m tasks.dense.scenes data/scenes
+    python -m tasks.common.mm.scenes data/scenes
     python -m tasks.detection.train --config configs/detection/smoke.py
 """
 

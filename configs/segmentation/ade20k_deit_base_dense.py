@@ -5,7 +5,7 @@ DeiT-B, but for the neck that rescales the maps. Four processes of 4 images make
 one folder: python -m hf_sparseprior convert deit_base_patch16_224.pth checkpoints/deit_base
 """
 
-_base_ = ["../dense/runtime.py", "_base_/ade20k.py", "_base_/upernet.py"]
+_base_ = ["../mm/runtime.py", "base/ade20k.py", "base/upernet.py"]
 custom_imports = dict(imports=["tasks.segmentation"])
 default_scope = "mmseg"
 

@@ -1,10 +1,10 @@
 """UPerNet with a small ViT on scenes: learns in minutes on two cores.
 
-python -m tasks.dense.scenes data/scenes
+python -m tasks.common.mm.scenes data/scenes
 python -m tasks.segmentation.train --config configs/segmentation/smoke.py
 """
 
-_base_ = ["../dense/runtime.py", "_base_/scenes.py"]
+_base_ = ["../mm/runtime.py", "base/scenes.py"]
 work_dir = "outputs/segmentation_smoke"  # both have a smoke.py
 custom_imports = dict(imports=["tasks.segmentation"])
 default_scope = "mmseg"

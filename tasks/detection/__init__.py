@@ -4,9 +4,9 @@
 
 from mmdet.registry import MODELS
 
-from tasks.dense import hooks, pyramid, reading  # noqa: F401
-from tasks.dense.backbone import SparsePriorViT
-from tasks.dense.loading import refuse_pickles
+from tasks.common.mm import hooks, pyramid, reading  # noqa: F401
+from tasks.common.mm.backbone import SparsePriorViT
+from tasks.common.mm.loading import refuse_pickles
 from tasks.detection import data  # noqa: F401
 
 refuse_pickles()

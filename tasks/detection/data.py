@@ -15,8 +15,8 @@ from mmdet.evaluation import CocoMetric
 from mmdet.registry import DATA_SAMPLERS, DATASETS, METRICS, TRANSFORMS
 from mmengine.dataset import DefaultSampler
 
-from tasks.dense.hooks import Draw
-from tasks.dense.reading import ReadImage
+from tasks.common.mm.hooks import Draw
+from tasks.common.mm.reading import ReadImage
 
 
 class DanglingReference(ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import tasks.detection  # noqa: F401  registers what configs name
-from tasks.dense.command import evaluate_main
+from tasks.common.mm.command import evaluate_main
 from tasks.detection.task import DETECTION
 
 if __name__ == "__main__":

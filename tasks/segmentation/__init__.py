@@ -2,9 +2,9 @@
 
 from mmseg.registry import MODELS
 
-from tasks.dense import hooks, reading  # noqa: F401
-from tasks.dense.backbone import SparsePriorViT
-from tasks.dense.loading import refuse_pickles
+from tasks.common.mm import hooks, reading  # noqa: F401
+from tasks.common.mm.backbone import SparsePriorViT
+from tasks.common.mm.loading import refuse_pickles
 from tasks.segmentation import data  # noqa: F401
 
 refuse_pickles()

@@ -10,8 +10,8 @@ from mmcv.transforms import BaseTransform
 from mmseg.datasets import BaseSegDataset
 from mmseg.registry import DATASETS, TRANSFORMS
 
-from tasks.dense.pictures import class_colours
-from tasks.dense.reading import read_image
+from tasks.common.mm.pictures import class_colours
+from tasks.common.mm.reading import read_image
 
 IGNORED = 255
 

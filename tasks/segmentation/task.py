@@ -12,7 +12,7 @@ from mmengine.dataset import pseudo_collate
 from mmseg.registry import DATASETS, METRICS
 
 from hf_sparseprior.analysis.pictures import pyplot, save
-from tasks.dense.runs import Task
+from tasks.common.mm.runs import Task
 from tasks.segmentation.data import IGNORED
 
 SHOWN = 6  # images of the picture

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 import tasks.segmentation  # noqa: F401  registers what configs name
-from tasks.dense.command import train_main
+from tasks.common.mm.command import train_main
 from tasks.segmentation.task import SEGMENTATION
 
 if __name__ == "__main__":

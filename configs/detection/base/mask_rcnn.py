@@ -3,7 +3,7 @@ pyramid. DeiT-B in size; VIOLIN's own detection results (Table 8) are with Swin-
 Weights of a trained classifier: model.backbone.pretrained=FOLDER.
 """
 
-_base_ = ["../../dense/runtime.py"]
+_base_ = ["../../mm/runtime.py"]
 custom_imports = dict(imports=["tasks.detection"], allow_failed_imports=False)
 default_scope = "mmdet"
 custom_hooks = [

@@ -7,7 +7,7 @@ pytest.importorskip("mmcv.ops", reason="the extra `dense` is not installed", exc
 
 from pycocotools.coco import COCO
 
-from tasks.dense.scenes import mask_box, run_lengths
+from tasks.common.mm.scenes import mask_box, run_lengths
 from tasks.detection.baseline import DETECTIONS, fit_constant, overlaps
 
 

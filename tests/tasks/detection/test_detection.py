@@ -22,11 +22,11 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
+from tasks.common.mm.command import train_main
+from tasks.common.mm.loading import read_checkpoint
+from tasks.common.mm.runs import evaluate, flat, load_config, run
+from tasks.common.mm.scenes import mask_box, run_lengths
 from tasks.common.run_folder import claim
-from tasks.dense.command import train_main
-from tasks.dense.loading import read_checkpoint
-from tasks.dense.runs import evaluate, flat, load_config, run
-from tasks.dense.scenes import mask_box, run_lengths
 from tasks.detection.baseline import fit_constant
 from tasks.detection.data import NumberedEpochSampler, annotation_damage, packed_pixels
 from tasks.detection.task import DETECTION, constant_metrics

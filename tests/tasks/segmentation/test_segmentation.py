@@ -26,10 +26,10 @@ from mmseg.structures import SegDataSample
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
 from tasks.common.command import RunStopped
+from tasks.common.mm.command import evaluate_main, train_main
+from tasks.common.mm.loading import read_checkpoint
+from tasks.common.mm.runs import build_runner, evaluate, flat, load_config, run
 from tasks.common.run_folder import claim
-from tasks.dense.command import evaluate_main, train_main
-from tasks.dense.loading import read_checkpoint
-from tasks.dense.runs import build_runner, evaluate, flat, load_config, run
 from tasks.segmentation.data import ReadAnnotation
 from tasks.segmentation.task import SEGMENTATION, constant_predictor
 
@@ -175,8 +175,8 @@ def test_after_a_kill_the_same_command_goes_on_with_the_same_losses(finished, da
     arguments = ["--config", str(CONFIGS / "smoke.py"), *OVERRIDES, *roots, f"work_dir={out}"]
     code = (
         "import os, signal, sys, tasks.segmentation\n"
-        "from tasks.dense import hooks\n"
-        "from tasks.dense.command import train_main\n"
+        "from tasks.common.mm import hooks\n"
+        "from tasks.common.mm.command import train_main\n"
         "from tasks.segmentation.task import SEGMENTATION\n"
         "def die(self, runner, *a, **k):\n"
         "    if runner.iter + 1 == 5: os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -10,7 +10,7 @@ pytest.importorskip("mmengine", reason="the extra `dense` is not installed")
 from mmengine.logging import HistoryBuffer
 from mmengine.runner.checkpoint import CheckpointLoader, _load_checkpoint
 
-from tasks.dense.loading import read_checkpoint, refuse_pickles
+from tasks.common.mm.loading import read_checkpoint, refuse_pickles
 
 
 class Attack:

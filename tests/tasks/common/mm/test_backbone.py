@@ -10,7 +10,7 @@ from hf_sparseprior import (
     SparsePriorViTForImageClassification,
     SparsePriorViTModel,
 )
-from tasks.dense.backbone import SparsePriorViT, save_backbone
+from tasks.common.mm.backbone import SparsePriorViT, save_backbone
 
 SMALL = {
     "image_size": 48, "patch_size": 8, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,

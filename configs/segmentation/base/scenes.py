@@ -1,4 +1,4 @@
-"""Scenes with exact masks (tasks.dense.scenes), 128x128 pixels: the background and eight classes."""
+"""Scenes with exact masks (tasks.common.mm.scenes), 128x128 pixels: the background and eight classes."""
 
 data_root = "data/scenes"
 num_classes = 9

@@ -10,8 +10,8 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.common.command import run_command, train_parser
+from tasks.common.mm.runs import PICTURE, SPLITS, Task, evaluate, load_config, run
 from tasks.common.run_folder import MODEL, RESULTS
-from tasks.dense.runs import PICTURE, SPLITS, Task, evaluate, load_config, run
 
 
 def train_main(task: Task, argv: list[str] | None = None) -> int:

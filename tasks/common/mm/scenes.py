@@ -1,4 +1,4 @@
-"""Small scenes with exact masks: python -m tasks.dense.scenes OUT [--train N --val N --test N --size 128 --seed 0]
+"""Small scenes with exact masks: python -m tasks.common.mm.scenes OUT [--train N --val N --test N --size 128 --seed 0]
 
 Handwritten digits (scikit-learn) and garments (Fashion-MNIST, Debian's package dataset-fashion-mnist) pasted on crops
 of the photos that scikit-image and scikit-learn carry; nothing is downloaded. Eight classes: four digits that differ in
@@ -42,7 +42,7 @@ from tasks.common.command import run_command
 from tasks.common.images.config import DataConfig
 from tasks.common.images.sources.arrays import read_digits, read_fashion_mnist
 from tasks.common.images.sources.images import Images
-from tasks.dense.pictures import draw_instances
+from tasks.common.mm.pictures import draw_instances
 
 SPLITS = ("training", "validation", "test")
 # Source and its labels (of Fashion-MNIST: T-shirt, pullover, coat and shirt; sandal, sneaker and ankle boot).
@@ -379,7 +379,9 @@ def write_scenes(out: Path, settings: SceneSettings) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
     parser = argparse.ArgumentParser(
-        prog="python -m tasks.dense.scenes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tasks.common.mm.scenes",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     default = SceneSettings()
     parser.add_argument("out", type=Path, help="folder to write; must not exist")

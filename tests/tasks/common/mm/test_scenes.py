@@ -9,8 +9,8 @@ from PIL import Image
 pytest.importorskip("skimage", reason="the photos are scikit-image's")
 
 from tasks.common.images.sources import arrays
-from tasks.dense import scenes
-from tasks.dense.scenes import CLASSES, SPLITS, Layer, SceneSettings, compose, main, run_lengths
+from tasks.common.mm import scenes
+from tasks.common.mm.scenes import CLASSES, SPLITS, Layer, SceneSettings, compose, main, run_lengths
 
 needs_garments = pytest.mark.skipif(
     not Path(arrays.FASHION_MNIST).is_dir(), reason="Debian's package dataset-fashion-mnist is not installed"

@@ -36,11 +36,11 @@ from safetensors.torch import load_file, save_file
 from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.hub import file_sha256
 from tasks.common.environment import command_line, environment
+from tasks.common.mm.backbone import save_backbone
+from tasks.common.mm.hooks import OneLineProgress, StopOnSignal
+from tasks.common.mm.loading import refuse_pickles
 from tasks.common.results import write_results
 from tasks.common.run_folder import MODEL, RESULTS, claim, finished_results
-from tasks.dense.backbone import save_backbone
-from tasks.dense.hooks import OneLineProgress, StopOnSignal
-from tasks.dense.loading import refuse_pickles
 
 BACKBONE, CONFIG, WEIGHTS, PICTURE = "backbone", "config.py", "model.safetensors", "predictions.png"
 PACKAGES = ("onedl-mmcv", "onedl-mmengine", "onedl-mmsegmentation", "onedl-mmdetection")
@@ -317,7 +317,7 @@ def check_data(config: Config) -> None:
     for part in ("train", "val", "test"):
         root = config.get(f"{part}_dataloader", {}).get("dataset", {}).get("data_root")
         if root and not Path(root).is_dir():
-            hint = f"; python -m tasks.dense.scenes {root} makes it" if "scenes" in Path(root).name else ""
+            hint = f"; python -m tasks.common.mm.scenes {root} makes it" if "scenes" in Path(root).name else ""
             raise OSError(f"{part}_dataloader.dataset.data_root={root} is not a folder{hint}")
 
 
