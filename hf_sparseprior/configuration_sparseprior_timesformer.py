@@ -4,23 +4,9 @@ from __future__ import annotations
 
 import math
 
-from .attention import SparsePriorAttention  # noqa: F401  every helper is named here, older releases follow no chains
 from .checks import check_integer
 from .configuration_sparseprior_vit import SparsePriorViTConfig, check_number
-from .curves import CURVES  # noqa: F401
-from .decay import DECAYS  # noqa: F401
-from .extras import EXTRAS  # noqa: F401
-from .locality import LocalityBranch  # noqa: F401
-from .low_rank import MIXERS  # noqa: F401
-from .ops import BACKENDS  # noqa: F401
-from .predictor import PREDICTORS  # noqa: F401
 from .prior import pruning_of
-from .registry import registering  # noqa: F401
-from .relative_offsets import BUCKET_METHODS  # noqa: F401
-from .relative_position import RelativePosition  # noqa: F401
-from .sequences import SEQUENCES  # noqa: F401
-from .sparsifiner import Sparsifiner  # noqa: F401
-from .token_pruning import TokenPruning  # noqa: F401
 
 
 class SparsePriorTimesformerConfig(SparsePriorViTConfig):

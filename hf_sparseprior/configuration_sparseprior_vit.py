@@ -15,21 +15,9 @@ from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneConfigMixin
 
 from .checks import check_boolean, check_integer
-from .curves import CURVES  # noqa: F401  every helper is named here, older releases do not follow chains of imports
-from .decay import DECAYS  # noqa: F401
 from .extras import EXTRAS
-from .locality import LocalityBranch  # noqa: F401
-from .low_rank import MIXERS  # noqa: F401
-from .ops import BACKENDS  # noqa: F401
-from .predictor import PREDICTORS  # noqa: F401
 from .prior import prior_name, prior_pruning_ratio, resolve_prior
-from .registry import registering  # noqa: F401
-from .relative_offsets import BUCKET_METHODS  # noqa: F401
-from .relative_position import RelativePosition  # noqa: F401
-from .sequences import SEQUENCES  # noqa: F401
-from .sparsifiner import Sparsifiner  # noqa: F401
 from .supports import support_notes
-from .token_pruning import TokenPruning  # noqa: F401
 
 logger = logging.getLogger("hf_sparseprior.config")
 

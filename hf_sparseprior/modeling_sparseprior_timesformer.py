@@ -18,16 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .attention import SparsePriorAttention  # noqa: F401  every helper is named here, older releases follow no chains
-from .checks import check_integer  # noqa: F401
 from .configuration_sparseprior_timesformer import AUTO_MAP, SparsePriorTimesformerConfig
 from .configuration_sparseprior_vit import SparsePriorViTConfig
-from .curves import CURVES  # noqa: F401
-from .decay import DECAYS  # noqa: F401
-from .extras import EXTRAS  # noqa: F401
-from .hub import complete_folder  # noqa: F401
-from .locality import LocalityBranch  # noqa: F401
-from .low_rank import MIXERS  # noqa: F401
 from .modeling_sparseprior_vit import (
     SparsePriorViTEmbeddings,
     SparsePriorViTForImageClassification,
@@ -37,16 +29,7 @@ from .modeling_sparseprior_vit import (
     SparsePriorViTModelOutput,
     SparsePriorViTPreTrainedModel,
 )
-from .ops import BACKENDS  # noqa: F401
-from .predictor import PREDICTORS  # noqa: F401
 from .prior import of_prior
-from .registry import registering  # noqa: F401
-from .relative_offsets import BUCKET_METHODS  # noqa: F401
-from .relative_position import RelativePosition  # noqa: F401
-from .sequences import SEQUENCES  # noqa: F401
-from .sparsifiner import Sparsifiner  # noqa: F401
-from .supports import SUPPORTS  # noqa: F401
-from .token_pruning import TokenPruning  # noqa: F401
 
 
 class SparsePriorTimesformerEmbeddings(SparsePriorViTEmbeddings):

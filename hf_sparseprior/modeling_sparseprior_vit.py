@@ -22,23 +22,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ModelOutput
 
 from .attention import SparsePriorAttention
-from .checks import check_integer  # noqa: F401  every helper is named here, older releases do not follow chains of imports
 from .configuration_sparseprior_vit import AUTO_MAP, SparsePriorViTConfig, as_pair
-from .curves import CURVES  # noqa: F401
 from .decay import Decay
 from .extras import PriorModule, make_extras
 from .hub import check_source, complete_folder, load_errors_in_one_line
-from .locality import LocalityBranch  # noqa: F401
-from .low_rank import MIXERS  # noqa: F401
-from .ops import BACKENDS  # noqa: F401
-from .predictor import PREDICTORS  # noqa: F401
 from .prior import pruning_of
-from .registry import registering  # noqa: F401
-from .relative_offsets import BUCKET_METHODS  # noqa: F401
-from .relative_position import RelativePosition  # noqa: F401
-from .sequences import SEQUENCES  # noqa: F401
-from .sparsifiner import Sparsifiner  # noqa: F401
-from .supports import SUPPORTS  # noqa: F401
 from .token_pruning import EViT, TokenPruning, Tokens
 
 

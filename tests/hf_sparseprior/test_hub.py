@@ -1,5 +1,6 @@
 """What a saved folder contains, that it loads where the package is not installed, and what is refused."""
 
+import ast
 import json
 import os
 import pickle
@@ -15,6 +16,8 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelFor
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 from hf_sparseprior import (
+    SparsePriorTimesformerConfig,
+    SparsePriorTimesformerModel,
     SparsePriorViTBackbone,
     SparsePriorViTConfig,
     SparsePriorViTForImageClassification,
@@ -33,7 +36,10 @@ CLASSES = {
     "AutoModelForImageClassification": SparsePriorViTForImageClassification,
     "AutoBackbone": SparsePriorViTBackbone,
 }
-FAMILIES = ("sparseprior_vit", "sparseprior_timesformer")
+SAVED = {
+    "sparseprior_vit": (SparsePriorViTConfig, SparsePriorViTModel),
+    "sparseprior_timesformer": (SparsePriorTimesformerConfig, SparsePriorTimesformerModel),
+}
 MODELS = [SparsePriorViTModel, SparsePriorViTForImageClassification, SparsePriorViTBackbone]
 
 
@@ -86,16 +92,35 @@ def test_code_is_flat_and_complete(cls, tmp_path):
         assert imported <= {"numpy", "safetensors", "torch", "transformers"}, path.name
 
 
-def test_modeling_file_names_every_helper():
-    """Releases that do not follow chains of imports copy what the modeling and the configuration file name."""
+def siblings(entry_files):
+    """Names of the modules that these files of the package reach by `from .name import ...`, themselves included."""
     package = Path(sys.modules["hf_sparseprior"].__file__).parent
+    reached, waiting = set(), list(entry_files)
+    while waiting:
+        name = waiting.pop()
+        if name in reached:
+            continue
+        reached.add(name)
+        for node in ast.walk(ast.parse((package / f"{name}.py").read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1 and node.module and "." not in node.module, f"{name}: {ast.unparse(node)}"
+                waiting.append(node.module)
+    return reached
 
-    def chain(name):
-        named = set(get_relative_imports(package / f"{name}.py"))
-        return named.union(*(chain(other) for other in named)) if named else named
 
-    for name in (f"{kind}_{family}" for kind in ("configuration", "modeling") for family in FAMILIES):
-        assert set(get_relative_imports(package / f"{name}.py")) == chain(name)
+@pytest.mark.parametrize("family", SAVED)
+def test_a_folder_carries_what_its_two_files_import(family, tmp_path):
+    """transformers follows the chains of relative imports (since 5.20, the oldest that we take), so no list is kept."""
+    torch.manual_seed(0)
+    config_class, model_class = SAVED[family]
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    config = config_class(image_size=32, patch_size=8, **sizes)
+    model_class(config).save_pretrained(tmp_path / "model")
+    expected = siblings([f"configuration_{family}", f"modeling_{family}"])
+    assert {path.stem for path in (tmp_path / "model").glob("*.py")} == expected
+    assert {"attention", "ops", "registry", "supports"} < expected
+    config.save_pretrained(tmp_path / "config")
+    assert {path.stem for path in (tmp_path / "config").glob("*.py")} == siblings([f"configuration_{family}"])
 
 
 def test_weights_are_safetensors_only(folder):
@@ -287,6 +312,32 @@ for folder in sorted(path for path in Path("kinds").iterdir()):
 save_file(logits, "logits.safetensors")
 """
 )
+
+
+HUB = (
+    WITHOUT_PACKAGE
+    + """
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel
+
+model = AutoModel.from_pretrained("somebody/a-model", trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules.")
+save_file({"output": model(load_file("pixels.safetensors")["pixels"]).last_hidden_state}, "output.safetensors")
+"""
+)
+
+
+def test_a_model_of_the_hub_brings_its_code(tmp_path, monkeypatch):
+    """Other than a folder's, files of a name on the hub are fetched one by one, as each is found to import the next."""
+    commit, model = "0" * 40, make(SparsePriorViTModel)
+    repository = tmp_path / "home" / "hub" / "models--somebody--a-model"
+    model.save_pretrained(repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    save_file({"pixels": images()}, tmp_path / "pixels.safetensors")
+    run_elsewhere(HUB, tmp_path)
+    monkeypatch.setattr(ops, "diagonal_cpu", None)  # without the package there is no compiled kernel
+    assert torch.equal(load_file(tmp_path / "output.safetensors")["output"], model(images()).last_hidden_state)
 
 
 def test_every_kind_of_attention_comes_back_by_remote_code(tmp_path, monkeypatch):
