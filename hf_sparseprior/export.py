@@ -11,16 +11,10 @@ from typing import Any
 from transformers import AutoConfig
 
 from hf_sparseprior import modeling_sparseprior_timesformer, modeling_sparseprior_vit
-from hf_sparseprior.hub import (
-    CARD,
-    PROCESSOR,
-    check_new,
-    check_whole,
-    file_sha256,
-    model_card,
-    whole_folder,
-    write_text,
-)
+from hf_sparseprior.files import check_new, file_sha256, whole_folder, write_text
+from hf_sparseprior.image_processor import PROCESSOR
+from hf_sparseprior.loading import check_whole
+from hf_sparseprior.model_card import CARD, model_card
 
 RESULTS = "results.json"
 # By model type.

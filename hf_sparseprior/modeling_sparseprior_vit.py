@@ -25,7 +25,8 @@ from .attention import SparsePriorAttention
 from .configuration_sparseprior_vit import AUTO_MAP, SparsePriorViTConfig, as_pair
 from .decay import Decay
 from .extras import PriorModule, make_extras
-from .hub import check_source, complete_folder, load_errors_in_one_line
+from .hub import complete_folder
+from .loading import check_source, load_errors_in_one_line
 from .prior import pruning_of
 from .token_pruning import EViT, TokenPruning, Tokens
 

@@ -34,7 +34,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from hf_sparseprior.attention import PriorAttention
 from hf_sparseprior.extras import EXTRAS, resolve_extras
-from hf_sparseprior.hub import write_bytes
+from hf_sparseprior.files import write_bytes
 from hf_sparseprior.low_rank import MIXERS
 from hf_sparseprior.prior import parse_prior, resolve_prior
 

@@ -20,7 +20,8 @@ from hf_sparseprior.adapters.lora import CLASSIFIERS
 from hf_sparseprior.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.convert import lvvit, sparseprior_vit, timesformer, timm_vit, transformers_vit
-from hf_sparseprior.hub import PROCESSOR, check_new, whole_file, whole_folder
+from hf_sparseprior.files import check_new, whole_file, whole_folder
+from hf_sparseprior.image_processor import PROCESSOR
 from hf_sparseprior.modeling_sparseprior_timesformer import (
     SparsePriorTimesformerForVideoClassification,
     SparsePriorTimesformerModel,

@@ -16,7 +16,9 @@ from torch import Tensor
 from hf_sparseprior.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.convert.common import ONLY_OURS, field_problems, one_if_square, plain_weights, refuse
-from hf_sparseprior.hub import PROCESSOR, check_whole, image_processor_settings, write_text
+from hf_sparseprior.files import write_text
+from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
+from hf_sparseprior.loading import check_whole
 
 TARGETS = ("timesformer",)
 FAMILY = SparsePriorTimesformerConfig.model_type

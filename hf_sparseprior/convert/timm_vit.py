@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.convert.common import ONLY_OURS, field_problems, one_if_square, plain_weights, refuse
-from hf_sparseprior.hub import write_text
+from hf_sparseprior.files import write_text
 
 TARGETS = ("timm", "original")
 # Width to heads of the published models: tiny, small, base, large, huge.

@@ -25,7 +25,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_sparseprior.hub import write_bytes, write_text
+from hf_sparseprior.files import write_bytes, write_text
 from hf_sparseprior.token_pruning import counted_patches, take
 
 HEADER = "label_maps.json"

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hf_sparseprior.hub import check_whole
+from hf_sparseprior.loading import check_whole
 from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTPreTrainedModel
 from hf_sparseprior.training.distillation import Distillation
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage

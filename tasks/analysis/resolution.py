@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.analysis.pictures import COLOURS, MARKERS, pyplot, save
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
-from hf_sparseprior.hub import write_text
+from hf_sparseprior.files import write_text
 from tasks.analysis.trained import Cells, Trained, add_arguments, check_arguments, fill_cells, load_trained
 from tasks.common.command import run_command
 from tasks.common.environment import command_line, environment

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 from transformers.utils import logging as transformers_logging
 
-from hf_sparseprior.hub import write_text
+from hf_sparseprior.files import write_text
 from tasks.analysis import robustness_pictures as pictures
 from tasks.analysis.corruptions import (
     BENCHMARK_CORRUPTIONS,

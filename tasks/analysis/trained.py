@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
-from hf_sparseprior.hub import PROCESSOR, file_sha256
+from hf_sparseprior.files import file_sha256
+from hf_sparseprior.image_processor import PROCESSOR
 from tasks.analysis.runs import (
     add_data_arguments,
     add_model_arguments,

@@ -38,7 +38,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.analysis import pictures
-from hf_sparseprior.hub import write_text
+from hf_sparseprior.files import write_text
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.config import MODEL_EXTRAS, SECTIONS, check_config, load_config
 from tasks.classification.train import check_pretrained, load_run, pretrained_sha256, run

@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.decays import learned_decay_masks
-from hf_sparseprior.hub import write_text
+from hf_sparseprior.files import write_text
 from hf_sparseprior.supports import build_mask
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.compare import Comparison, draw_results, run_comparison, table

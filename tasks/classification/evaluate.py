@@ -14,7 +14,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Tr
 from transformers.utils import logging as transformers_logging
 
 import hf_sparseprior  # noqa: F401  registers the Auto classes
-from hf_sparseprior.hub import check_whole
+from hf_sparseprior.loading import check_whole
 from tasks.classification.config import check_config, load_config
 from tasks.common.config import apply_overrides
 from tasks.common.environment import command_line, environment

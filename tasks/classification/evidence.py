@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.analysis import pictures
-from hf_sparseprior.hub import write_text
+from hf_sparseprior.files import write_text
 from tasks.classification.compare import Comparison, all_records, load_comparison, spread
 from tasks.common.command import run_command
 from tasks.common.tables import markdown_table

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import BitImageProcessorPil, ViTImageProcessorPil, default_data_collator
 
 from hf_sparseprior import SparsePriorViTConfig
-from hf_sparseprior.hub import image_processor_settings
+from hf_sparseprior.image_processor import image_processor_settings
 from hf_sparseprior.training import DrawSampler, LabelMaps, Mixing, SoftTargetCollator
 from tasks.classification.streaming import StreamCollator, StreamedImages, noted_damage
 from tasks.common.images.augmentation import Augmentation, AugmentationConfig

@@ -19,7 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior import SparsePriorViTForImageClassification
-from hf_sparseprior.hub import file_sha256
+from hf_sparseprior.files import file_sha256
 from hf_sparseprior.training import LabelMaps, MapHeader, write_label_maps
 from hf_sparseprior.training.token_labels import (
     IMAGES_PER_FILE,

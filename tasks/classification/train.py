@@ -23,7 +23,9 @@ from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassific
 from hf_sparseprior.adapters.lora import classifier_names
 from hf_sparseprior.analysis.decays import learned_decay_masks
 from hf_sparseprior.analysis.flops import model_flops
-from hf_sparseprior.hub import CARD, file_sha256, made_up_keys, model_card, write_text
+from hf_sparseprior.files import file_sha256, write_text
+from hf_sparseprior.loading import newly_initialised
+from hf_sparseprior.model_card import CARD, model_card
 from hf_sparseprior.prior import of_prior
 from hf_sparseprior.training import (
     OneLineProgress,
@@ -98,7 +100,7 @@ def load_pretrained(folder: str, options: dict[str, Any]) -> SparsePriorViTForIm
     model, info = SparsePriorViTForImageClassification.from_pretrained(
         folder, ignore_mismatched_sizes=True, output_loading_info=True, **options
     )
-    fresh = made_up_keys(info)
+    fresh = newly_initialised(info)
     new = [name for name in classifier_names(model) if f"{name}.weight" in fresh]
     _draw_classifiers(model, new, model.config.initializer_range)
     fresh = [key for key in fresh if not _may_start_anew(key)]

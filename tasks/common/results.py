@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hf_sparseprior.hub import write_text
+from hf_sparseprior.files import write_text
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:

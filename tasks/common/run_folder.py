@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_sparseprior.hub import write_text
+from hf_sparseprior.files import write_text
 from tasks.common.results import read_results
 
 RUN_CONFIG = "run_config.json"

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hf_sparseprior.hub import check_new, write_text
+from hf_sparseprior.files import check_new, write_text
 from tasks.common.command import run_command
 from tasks.common.environment import command_line
 from tasks.common.results import write_results

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_sparseprior.hub import check_new, file_sha256, whole_file, whole_folder
+from hf_sparseprior.files import check_new, file_sha256, whole_file, whole_folder
 from tasks.robotics.actions import POSE_ACTION_SIZE, matrix_from_axis_angle, matrix_to_6d
 from tasks.robotics.environments import BASE_FRAME, POSE_ACTION, Environment
 

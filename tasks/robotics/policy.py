@@ -25,7 +25,8 @@ from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTModel
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
-from hf_sparseprior.hub import check_whole, file_sha256, whole_folder, write_text
+from hf_sparseprior.files import file_sha256, whole_folder, write_text
+from hf_sparseprior.loading import check_whole
 from tasks.robotics.diffusion import SAMPLERS, denoise, noise_scheduler, sampler
 from tasks.robotics.normalizer import ACTIONS, Normalizer
 from tasks.robotics.unet import ConditionalUNet1D

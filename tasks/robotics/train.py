@@ -27,7 +27,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
-from hf_sparseprior.hub import whole_folder, write_text
+from hf_sparseprior.files import whole_folder, write_text
 from hf_sparseprior.training.allocator import keep_freed_memory
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from tasks.common.command import RunStopped, run_command, train_parser

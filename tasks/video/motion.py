@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from hf_sparseprior.checks import check_integer
-from hf_sparseprior.hub import whole_folder, write_text
+from hf_sparseprior.files import whole_folder, write_text
 from tasks.common.command import run_command
 from tasks.video.decoding import read_frames, write_video
 

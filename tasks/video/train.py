@@ -21,7 +21,9 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior import SparsePriorTimesformerConfig, SparsePriorTimesformerForVideoClassification
-from hf_sparseprior.hub import CARD, PROCESSOR, file_sha256, image_processor_settings, model_card, write_text
+from hf_sparseprior.files import file_sha256, write_text
+from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
+from hf_sparseprior.model_card import CARD, model_card
 from hf_sparseprior.training import (
     DrawSampler,
     OneLineProgress,

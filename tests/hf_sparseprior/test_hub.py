@@ -24,8 +24,8 @@ from hf_sparseprior import (
     SparsePriorViTModel,
     ops,
 )
-from hf_sparseprior.hub import model_card
 from hf_sparseprior.low_rank import MIXERS
+from hf_sparseprior.model_card import model_card
 from hf_sparseprior.predictor import PREDICTORS
 from hf_sparseprior.supports import SUPPORTS
 from tests.hf_sparseprior.without_package import WITHOUT_PACKAGE

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior import SparsePriorViTBackbone, SparsePriorViTConfig, SparsePriorViTModel
-from hf_sparseprior.hub import check_whole
+from hf_sparseprior.loading import check_whole
 from hf_sparseprior.prior import of_prior
 
 # Fields that change what the same weights compute.

@@ -34,7 +34,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from hf_sparseprior import SparsePriorViTConfig
-from hf_sparseprior.hub import file_sha256
+from hf_sparseprior.files import file_sha256
 from tasks.common.environment import command_line, environment
 from tasks.common.mm.backbone import save_backbone
 from tasks.common.mm.hooks import OneLineProgress, StopOnSignal

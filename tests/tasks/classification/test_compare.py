@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.hub import file_sha256
+from hf_sparseprior.files import file_sha256
 from hf_sparseprior.training import SoftTargetCollator
 from tasks.classification import compare
 from tasks.classification import train as training

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hf_sparseprior.hub import file_sha256
+from hf_sparseprior.files import file_sha256
 from tasks.classification import compare
 from tasks.classification import train as training
 from tasks.classification.compare import Comparison, load_comparison, needed_first, run_comparison

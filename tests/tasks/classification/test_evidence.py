@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.decay import init_values
-from hf_sparseprior.hub import file_sha256
+from hf_sparseprior.files import file_sha256
 from hf_sparseprior.prior import resolve_prior
 from tasks.classification import evidence, train
 from tasks.classification.compare import RECORDED, Comparison, load_comparison, record_of

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from hf_sparseprior import SparsePriorViTForImageClassification
-from hf_sparseprior.hub import file_sha256
+from hf_sparseprior.files import file_sha256
 from hf_sparseprior.training import Draw, LabelMaps
 from hf_sparseprior.training.token_labels import affine_view, map_probabilities
 from tasks.classification import label_maps

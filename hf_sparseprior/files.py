@@ -1,0 +1,72 @@
+"""Files and folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def file_sha256(path: str | os.PathLike) -> str:
+    """SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    scratch = path.with_name(path.name + ".partial")
+    scratch.write_bytes(content)
+    os.replace(scratch, path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    write_bytes(path, text.encode())
+
+
+def check_new(out: Path) -> None:
+    """Raise OSError if a folder to be written exists; long work asks before it begins."""
+    if out.exists():
+        raise OSError(f"{out} exists already; choose a new name")
+
+
+@contextmanager
+def whole_folder(out: str | os.PathLike) -> Iterator[Path]:
+    """A scratch folder that becomes `out` when the block ends well, and vanishes when it does not.
+
+    Raises:
+        OSError: if `out` exists.
+    """
+    out = Path(out)
+    check_new(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield scratch
+        scratch.chmod(0o755)
+        os.replace(scratch, out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def whole_file(out: str | os.PathLike) -> Iterator[Path]:
+    """The same for a file: a scratch path of the same suffix for the block to write.
+
+    Raises:
+        OSError: if `out` exists.
+    """
+    out = Path(out)
+    check_new(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = out.with_name(f".partial.{out.name}")
+    try:
+        yield scratch
+        os.replace(scratch, out)
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -1,0 +1,47 @@
+"""Checks of what `from_pretrained` is given and of what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers.utils import CONFIG_NAME
+
+
+def newly_initialised(loading_info: dict[str, Any]) -> list[str]:
+    """Weights that `from_pretrained` initialised because the checkpoint had none, or none of that shape."""
+    return sorted({*loading_info["missing_keys"], *(mismatch[0] for mismatch in loading_info["mismatched_keys"])})
+
+
+def check_whole(folder: Any, loading_info: dict[str, Any]) -> None:
+    """Raise OSError if `from_pretrained` made up a weight, as its loading info says."""
+    if fresh := newly_initialised(loading_info):
+        raise OSError(f"{folder} lacks weights that fit its config: {', '.join(fresh[:3])} ({len(fresh)} in all)")
+
+
+def check_source(source: Any, options: dict[str, Any]) -> None:
+    """Refuse a folder without a config: transformers would take the default one and a model nobody asked for.
+
+    Args:
+        source: what `from_pretrained` was given, a folder, a name on the hub or None.
+        options: its keyword arguments.
+    """
+    if source is None or "config" in options:
+        return
+    folder = Path(source) / options.get("subfolder", "")
+    if folder.is_dir() and not (folder / CONFIG_NAME).is_file():
+        raise OSError(f"{folder} holds no {CONFIG_NAME}")
+
+
+@contextmanager
+def load_errors_in_one_line(source: Any) -> Iterator[None]:
+    """Turn a damaged safetensors file into one error that names the folder."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(
+            f"{source}: the safetensors checkpoint cannot be read, it is damaged or cut off ({error})"
+        ) from error

@@ -1,0 +1,101 @@
+"""The model card of a saved model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .image_processor import takes_clips
+
+CARD = "README.md"
+
+
+def model_card(config: Any, results: dict[str, Any] | None = None, license_name: str = "apache-2.0") -> str:
+    """Text of the model card.
+
+    Args:
+        config: of the model.
+        results: results.json of the run that trained it: its data, metrics and command go into the card.
+        license_name: for the card's header.
+    """
+    results = results or {}
+    classifies = any("Classification" in name for name in config.architectures or [])
+    clips = takes_clips(config)
+    tag = ("video" if clips else "image") + "-classification"
+    if not classifies:
+        tag = "feature-extraction" if clips else "image-feature-extraction"
+    lines = [
+        "---",
+        "library_name: transformers",
+        f"pipeline_tag: {tag}",
+        f"license: {license_name}",
+        "tags: [vision-transformer, sparse-attention, spatial-prior]",
+        "---",
+        "",
+        f"# {'SparsePriorTimesformer' if clips else 'SparsePriorViT'}, prior: {config.prior_name}",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| architecture | {_architecture(config)} |",
+        f"| image, patch, grid | {config.image_size}, {config.patch_size}, {config.grid[0]}x{config.grid[1]} patches |",
+        *([f"| frames | {config.num_frames} |"] if clips else []),
+        f"| prior | `{json.dumps(config.prior)}` |",
+        f"| pruning ratio | {config.pruning_ratio:.2f} % of {_pruned(config)}, prefix tokens included |",
+        *([f"| classes | {config.num_labels} |"] if classifies else []),
+        f"| data | {results.get('data', 'not recorded')} |",
+    ]
+    metrics = results.get("metrics", {})
+    lines += [f"| {name} | {value} |" for name, value in metrics.items()] or ["| metrics | not recorded |"]
+    if "command" in results:
+        lines.append(f"| trained with | `{results['command']}` |")
+    lines += [
+        "",
+        "```python",
+        *(_FEATURES if not classifies else _CLASSIFY_CLIPS if clips else _CLASSIFY),
+        "```",
+        "",
+        "Where hf_sparseprior is installed and imported, `trust_remote_code` is not needed.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+_CLASSIFY = (
+    "from transformers import pipeline",
+    'classify = pipeline("image-classification", model="PATH_OR_NAME_OF_THIS_MODEL", trust_remote_code=True)',
+    'classify("image.png")',
+)
+# Decoding needs PyAV (pip install av).
+_CLASSIFY_CLIPS = (
+    "from transformers import pipeline",
+    'classify = pipeline("video-classification", model="PATH_OR_NAME_OF_THIS_MODEL", trust_remote_code=True)',
+    'classify("clip.mp4")',
+)
+_FEATURES = (
+    "from transformers import AutoModel",
+    'model = AutoModel.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL", trust_remote_code=True)',
+    "features = model(pixel_values).last_hidden_state",
+)
+
+
+def _pruned(config: Any) -> str:
+    """What the pruning ratio is a percentage of (`prior.prior_pruning_ratio`)."""
+    if config.prior["mixer"] == "softmax":
+        return "query-key pairs left out"
+    return "dense attention's multiply-adds over query-key pairs saved"
+
+
+def _architecture(config: Any) -> str:
+    prefix = ", ".join(name for name, used in _prefix_tokens(config) if used) or "none"
+    layers, heads, width = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
+    stem = ", convolutional stem" if config.stem == "convolution" else ""
+    kind = "TimeSformer, divided space-time attention" if takes_clips(config) else "ViT"
+    return f"{kind}, {layers} layers, {heads} heads, width {width}{stem}, {config.pooling} pooling, prefix: {prefix}"
+
+
+def _prefix_tokens(config: Any) -> list[tuple[str, Any]]:
+    return [
+        ("class token", config.use_class_token),
+        ("distillation token", config.use_distillation_token),
+        (f"{config.num_register_tokens} register tokens", config.num_register_tokens),
+    ]
