@@ -15,7 +15,7 @@ from hf_sparseprior.training.layer_decay import layer_of_parameter, parameter_gr
 from hf_sparseprior.training.mixing import Mixing, SoftTargetCollator
 from hf_sparseprior.training.progress import OneLineProgress
 from hf_sparseprior.training.sampling import Draw, DrawSampler
-from hf_sparseprior.training.stopping import StopOnSignal
+from hf_sparseprior.training.stopping import StopOnSignal, StopRequest
 from hf_sparseprior.training.token_labels import LabelMaps, MapHeader, token_label_loss, token_targets, write_label_maps
 from hf_sparseprior.training.trainer import SparsePriorTrainer, soft_target_loss
 
@@ -32,6 +32,7 @@ __all__ = [
     "SparsePriorTrainer",
     "SparsePriorTrainingArguments",
     "StopOnSignal",
+    "StopRequest",
     "Teacher",
     "WeightAverage",
     "attention_loss",

@@ -14,46 +14,77 @@ from torch import distributed
 from transformers import TrainerCallback
 
 
-class StopOnSignal(TrainerCallback):
-    """On SIGTERM, as schedulers send it before they kill: finish the step, save a checkpoint, stop.
+class StopRequest:
+    """SIGTERM, as schedulers send it before they kill: noted instead of obeyed, and agreed on by all processes.
 
-    Several processes stop behind the same step, whichever of them got the signal. transformers' own
-    `enable_jit_checkpoint` waits three seconds, saves without the other processes' agreement, and with an epoch
-    strategy evaluates in the middle of the epoch, after which a resumed run no longer equals an uninterrupted one.
-
-    `stopped` is true once training ended this way, also if its last step was done by then: the run has to end, whatever
-    would come behind its training.
+    Used by every training loop: `listen` before the first step, `agreed` after each step, `release` at the end; or as
+    a context manager, which listens and releases. A request stays known after `release`.
     """
 
     def __init__(self) -> None:
-        self.requested = self.stopped = False
+        self.requested = False  # of this process
         self._earlier: Any = None
         self._group: Any = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Listen for the signal."""
-        self.requested = self.stopped = False
+    def listen(self) -> None:
+        """Note the signal from here on; called by all processes of a distributed run."""
+        self.requested = False
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            self._earlier = signal.signal(signal.SIGTERM, self._request)
-        if args.world_size > 1:
+            self._earlier = signal.signal(signal.SIGTERM, self._note)
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             self._group = distributed.new_group(backend="gloo")
 
-    def _request(self, signum: int, frame: Any) -> None:
+    def _note(self, signum: int, frame: Any) -> None:
         self.requested = True
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save and stop if any process was told to."""
-        if self._any_requested():
-            self.stopped = control.should_training_stop = True
-            # Behind the last step of an epoch its end comes first: a resumed run starts with the next one.
-            control.should_save = control.should_save or not _ends_epoch(state)
-
-    def _any_requested(self) -> bool:
+    def agreed(self) -> bool:
+        """Whether any process was told to stop, the same answer in all; called by all of them at the same point."""
         if self._group is None:
             return self.requested
         flag = torch.tensor(int(self.requested))  # on the CPU: no device has to wait for it
         distributed.all_reduce(flag, distributed.ReduceOp.MAX, group=self._group)
         return bool(flag)
+
+    def release(self) -> None:
+        """Let the signal do again what it did before."""
+        if self._earlier is not None:
+            signal.signal(signal.SIGTERM, self._earlier)
+            self._earlier = None
+
+    def __enter__(self) -> StopRequest:
+        self.listen()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+class StopOnSignal(TrainerCallback):
+    """On SIGTERM: finish the step, save a checkpoint, stop.
+
+    Several processes stop after the same step, whichever of them got the signal. transformers' own
+    `enable_jit_checkpoint` waits three seconds, saves without the other processes' agreement, and with an epoch
+    strategy evaluates in the middle of the epoch, after which a resumed run no longer equals an uninterrupted one.
+
+    `stopped` is true once training ended this way, also if its last step was done by then: the run has to end, whatever
+    would come after its training.
+    """
+
+    def __init__(self) -> None:
+        self.request = StopRequest()
+        self.stopped = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Listen for the signal."""
+        self.stopped = False
+        self.request.listen()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save and stop if any process was told to."""
+        if self.request.agreed():
+            self.stopped = control.should_training_stop = True
+            # After the last step of an epoch its end comes first: a resumed run starts with the next one.
+            control.should_save = control.should_save or not _ends_epoch(state)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """What belongs to the end of an epoch that did not end waits for the resumed run."""
@@ -65,10 +96,8 @@ class StopOnSignal(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop listening."""
         if args.save_strategy != "no":  # else what was trained would be lost
-            self.stopped = self._any_requested() or self.stopped
-        if self._earlier is not None:
-            signal.signal(signal.SIGTERM, self._earlier)
-            self._earlier = None
+            self.stopped = self.request.agreed() or self.stopped
+        self.request.release()
 
 
 def _ends_epoch(state: Any) -> bool:

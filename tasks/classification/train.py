@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from transformers import ProgressCallback, set_seed
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
@@ -55,7 +54,7 @@ from tasks.common.images.vtab_tasks import FINAL
 from tasks.common.metrics import compute_metrics, confusion_matrix
 from tasks.common.plots import draw_confusion, draw_history
 from tasks.common.results import read_results, write_results
-from tasks.common.run_folder import ADAPTER, AVERAGE, MODEL, RESULTS, claim, finished_results, last_whole_checkpoint
+from tasks.common.run_folder import ADAPTER, AVERAGE, MODEL, RESULTS, claim_with, finished_results
 
 # What a run does unless its configuration says otherwise.
 TRAINER_DEFAULTS: dict[str, Any] = {
@@ -248,7 +247,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
             dataset.fill_cache(show_progress=not arguments.disable_tqdm)
         inputs.datasets["train"][next(iter(inputs.train_sampler))]
     # Until here nothing was written or thrown away: a bad value leaves the folder as it was.
-    checkpoint = claim_folder(out, config, trainer)
+    checkpoint = claim_with(trainer.accelerator, out, config, trainer.checkpoint_files())
     if not arguments.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(OneLineProgress())
@@ -313,18 +312,6 @@ def validation_metrics(state: Any, best: bool) -> dict[str, float]:
     step = state.best_global_step if best else state.global_step
     judged = [entry for entry in state.log_history if "eval_accuracy" in entry and entry["step"] == step]
     return {"validation_accuracy": judged[-1]["eval_accuracy"]} if judged else {}
-
-
-def claim_folder(out: Path, config: dict[str, dict[str, Any]], trainer: Any) -> str | None:
-    """Make the folder this run's, by one process for all; the checkpoint that all go on from."""
-    checkpoint = None
-    trainer.accelerator.wait_for_everyone()  # until every process has looked at what is there
-    if trainer.is_world_process_zero():
-        claim(out, config)
-        checkpoint = last_whole_checkpoint(out, trainer.checkpoint_files())
-        if checkpoint:
-            print(f"going on from {checkpoint}", file=sys.stderr)
-    return broadcast_object_list([checkpoint])[0]
 
 
 def trainer_errors(make: Any, **options: Any) -> Any:

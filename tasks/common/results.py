@@ -1,22 +1,102 @@
-"""results.json, what a run leaves behind."""
+"""results.json, what a run or an evaluation leaves behind: one form for every task."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from hf_sparseprior.files import write_text
+from tasks.common.environment import command_line, environment
+from tasks.common.upgrade import RESULTS_VERSION, upgraded, validation_name
 
 
-def write_results(path: Path, results: dict[str, Any]) -> None:
-    """Write results.json whole or not at all."""
+@dataclass
+class Results:
+    """What every task records; what one task alone knows goes into `details`.
+
+    task: name of its folder.
+    metrics: by name, SPLIT_METRIC; accuracy, IoU, precision and success are fractions, not percent.
+    config: the whole configuration, nested.
+    seed, parameters, trainable_parameters: of the run and its model.
+    steps, seconds: of training, those before an interruption included. seconds_per_step: of training alone.
+    processes: how many trained. resumed_from: name of the checkpoint that the run went on from.
+    command: as a user types it; None: that of this process.
+    history: {"step": ..., "epoch": ..., name: value} in order, `validation_` before a name of that split.
+    details: more keys, which stand beside these in the file.
+    versions, hardware: of packages and machine.
+
+    What an evaluation does not have is None.
+    """
+
+    task: str
+    metrics: dict[str, Any]
+    config: dict[str, Any]
+    seed: int | None = None
+    parameters: int | None = None
+    trainable_parameters: int | None = None
+    steps: int | None = None
+    seconds: float | None = None
+    seconds_per_step: float | None = None
+    processes: int | None = None
+    resumed_from: str | None = None
+    command: str | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    hardware: dict[str, Any] = field(default_factory=dict)
+    results_version: int = RESULTS_VERSION
+
+    def __post_init__(self) -> None:
+        """Fill in what follows from this process; refuse details that would hide a field."""
+        self.command = self.command or command_line()
+        if not self.versions:
+            self.versions, self.hardware = environment().values()
+        if hidden := sorted({*self.details} & {item.name for item in fields(self)}):
+            raise ValueError(f"details of results must not be named {', '.join(hidden)}")
+
+    def content(self) -> dict[str, Any]:
+        """The keys of results.json: the fields, with `details` spread out among them."""
+        own = {item.name: getattr(self, item.name) for item in fields(self)}
+        details, history = own.pop("details"), own.pop("history")
+        return {**own, **details, "history": history}
+
+    def write(self, path: Path) -> dict[str, Any]:
+        """Write the file, whole or not at all; its content."""
+        content = self.content()
+        write_results(path, content)
+        return content
+
+    @classmethod
+    def read(cls, path: str | os.PathLike) -> Results:
+        """A results.json of any version; keys that are no fields are `details`.
+
+        Raises:
+            ValueError: for a file that is no results.json.
+        """
+        content = read_results(path)
+        if missing := [name for name in ("task", "metrics", "config") if name not in content]:
+            raise ValueError(f"{path} is no results.json, it lacks {', '.join(missing)}")
+        names = {item.name for item in fields(cls)} - {"details"}
+        details = {key: value for key, value in content.items() if key not in names}
+        return cls(**{key: value for key, value in content.items() if key in names}, details=details)
+
+
+def write_results(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON whole or not at all, in a folder that is made if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(results, indent=1) + "\n")
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_results(path: str | os.PathLike) -> dict[str, Any]:
-    """Read a results.json."""
+    """Read a results.json of any version, or a record of one, in today's form."""
     with open(path, encoding="utf-8") as file:
-        return json.load(file)
+        return upgraded(json.load(file))
+
+
+def trainer_history(log: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The log of transformers' Trainer as `Results.history`: `eval_` becomes `validation_`."""
+    return [{validation_name(key): value for key, value in entry.items()} for entry in log]

@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_sparseprior.files import write_text
 from tasks.common.results import read_results
+from tasks.common.upgrade import upgraded_config
 
 RUN_CONFIG = "run_config.json"
 RESULTS = "results.json"
 MODEL = "model"
 AVERAGE = "model_ema"  # the same with the moving average of the weights
 ADAPTER = "adapter"  # what LoRA or DoRA learned, without the weights it changes; MODEL has both
-# Where a run lies and how it shows itself does not make it another run.
-COSMETIC = ("output_dir", "disable_tqdm", "dataloader_num_workers", "save_total_limit", "report_to")
+EVALUATION = "evaluation"
+# Where a run lies, how it shows itself and how many processes read its data does not make it another run.
+COSMETIC = (
+    *("output_dir", "disable_tqdm", "dataloader_num_workers", "save_total_limit", "report_to"),  # of the Trainer
+    *("work_dir", "log_level", "launcher", "resume", "num_workers", "persistent_workers", "max_keep_ckpts"),  # of mm
+)
+
+
+def default_output_dir(task: str, config: str | Path) -> str:
+    """Where a run or comparison lies unless it says otherwise: outputs/TASK/NAME_OF_THE_FILE."""
+    return f"outputs/{task}/{Path(config).stem}"
+
+
+def evaluation_folder(model: Path) -> Path:
+    """Where `evaluate` writes by default: RUN/evaluation for RUN/model, RUN/evaluation/NAME for another model."""
+    model = model.resolve()
+    folder = model.parent / EVALUATION
+    return folder if model.name == MODEL else folder / model.name
 
 
 def finished_results(
@@ -67,42 +86,94 @@ def claim(out: Path, config: dict[str, Any]) -> None:
     write_text(out / RUN_CONFIG, json.dumps(config, indent=1) + "\n")
 
 
-def folder_differences(out: Path, config: dict[str, dict[str, Any]]) -> list[str]:
+def folder_differences(out: Path, config: dict[str, Any]) -> list[str]:
     """Keys in which the run that has the folder differs from this one."""
     try:
-        return config_differences(json.loads((out / RUN_CONFIG).read_text(encoding="utf-8")), config)
+        stored = json.loads((out / RUN_CONFIG).read_text(encoding="utf-8"))
+        return config_differences(stored, config)
     except (ValueError, AttributeError, TypeError):
         return [f"{RUN_CONFIG} is damaged"]
 
 
-def config_differences(earlier: dict[str, Any], config: dict[str, dict[str, Any]]) -> list[str]:
-    """Keys that make these two configurations different runs, with both values."""
-    sections = {section: dict(earlier.get(section) or {}) for section in config}
-    return [
-        f"{section}.{key}: {sections[section].get(key)!r} there, {config[section].get(key)!r} here"
-        for section in config
-        for key in sorted({*config[section], *sections[section]})
-        if key not in COSMETIC and config[section].get(key) != sections[section].get(key)
-    ]
+def config_differences(earlier: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """Keys that make these two configurations different runs, with both values.
+
+    Args:
+        earlier: as a run of any version stored it; sections that `config` does not have are left out.
+        config: sections of keys and values; a key that is missing is as good as null.
+    """
+    earlier = upgraded_config(earlier)
+    found: list[str] = []
+    for section, values in config.items():
+        there = earlier.get(section) or {}
+        for key in _keys(there, values):
+            found += _value_differences(f"{section}.{key}", there.get(key), values.get(key))
+    return found
+
+
+def _keys(*sections: dict[str, Any]) -> list[str]:
+    return sorted(set().union(*sections) - {*COSMETIC})
+
+
+def _value_differences(name: str, there: Any, here: Any) -> Iterator[str]:
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in _keys(there, here):
+            if key in there and key in here:
+                yield from _value_differences(f"{name}.{key}", there[key], here[key])
+            elif there.get(key) != {} != here.get(key):  # an empty section is as good as none
+                shown = (repr(values[key]) if key in values else "nothing" for values in (there, here))
+                yield "{}: {} there, {} here".format(f"{name}.{key}", *shown)
+    elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        for index, values in enumerate(zip(there, here, strict=True)):
+            yield from _value_differences(f"{name}.{index}", *values)
+    elif there != here:
+        yield f"{name}: {there!r} there, {here!r} here"
 
 
 def last_whole_checkpoint(out: Path, files: Sequence[str]) -> str | None:
-    """The newest checkpoint that was written to its end.
-
-    A run that is killed while it saves leaves a folder that lacks files or holds cut ones; such a folder is skipped
-    with one line.
+    """The newest checkpoint-N of a Trainer that was written to its end; others are skipped with one line.
 
     Args:
         out: folder of the run.
         files: names that a checkpoint of it holds, files or folders.
     """
-    numbered = [path for path in out.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdigit()]
-    for path in sorted(numbered, key=lambda path: int(path.name.rsplit("-", 1)[1]), reverse=True):
-        damage = checkpoint_damage(path, files)
-        if damage is None:
+    return newest_whole(out, ["checkpoint-*"], lambda path: checkpoint_damage(path, files))
+
+
+def newest_whole(out: Path, patterns: Sequence[str], damage: Callable[[Path], str | None]) -> str | None:
+    """The checkpoint with the highest number that was written to its end.
+
+    A run that is killed while it saves leaves one that lacks files or is cut off; it is skipped with one line.
+
+    Args:
+        out: folder of the run.
+        patterns: of checkpoints' names, which end in a number before the suffix.
+        damage: what a checkpoint lacks, None for a whole one.
+    """
+    found = [path for pattern in patterns for path in out.glob(pattern)]
+    numbered = [(int(end[0]), path) for path in found if (end := re.findall(r"\d+$", path.stem))]
+    for _, path in sorted(numbered, reverse=True):
+        if (problem := damage(path)) is None:
             return str(path)
-        print(f"{path} is skipped: {damage}", file=sys.stderr)
+        print(f"{path} is skipped: {problem}", file=sys.stderr)
     return None
+
+
+def cut_off(path: Path) -> str | None:
+    """What is wrong with a file that torch.save wrote, None for a whole one."""
+    return None if zipfile.is_zipfile(path) else "it is cut off"
+
+
+def claim_with(accelerator: Any, out: Path, config: dict[str, Any], files: Sequence[str]) -> str | None:
+    """`claim` by one process for all of an Accelerator; the checkpoint that all go on from."""
+    checkpoint = None
+    accelerator.wait_for_everyone()  # until every process has looked at what is there
+    if accelerator.is_main_process:
+        claim(out, config)
+        checkpoint = last_whole_checkpoint(out, files)
+        if checkpoint:
+            print(f"going on from {checkpoint}", file=sys.stderr)
+    return broadcast_object_list([checkpoint])[0]
 
 
 def checkpoint_damage(checkpoint: Path, files: Sequence[str]) -> str | None:
@@ -119,7 +190,7 @@ def checkpoint_damage(checkpoint: Path, files: Sequence[str]) -> str | None:
         return f"it is cut off ({str(error).splitlines()[0]})"
     for path in (*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")):
         # training_args.bin is of no use for going on.
-        if path.name != "training_args.bin" and not zipfile.is_zipfile(path):
+        if path.name != "training_args.bin" and cut_off(path):
             return f"{path.name} is cut off"
     return None
 
@@ -133,4 +204,4 @@ def stored_config(model_folder: Path) -> dict[str, Any]:
     stored = model_folder.resolve().parent / RUN_CONFIG
     if not stored.exists():
         raise OSError(f"{stored} is missing, so the data is not known; give --config")
-    return json.loads(stored.read_text(encoding="utf-8"))
+    return upgraded_config(json.loads(stored.read_text(encoding="utf-8")))

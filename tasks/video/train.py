@@ -35,7 +35,6 @@ from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.inputs import global_batch
 from tasks.classification.train import (
     TRAINER_DEFAULTS,
-    claim_folder,
     decay_change,
     trainer_errors,
     validation_metrics,
@@ -45,7 +44,7 @@ from tasks.common.environment import command_line, environment
 from tasks.common.metrics import compute_metrics, confusion_matrix
 from tasks.common.plots import draw_confusion, draw_history
 from tasks.common.results import read_results, write_results
-from tasks.common.run_folder import MODEL, RESULTS, finished_results
+from tasks.common.run_folder import MODEL, RESULTS, claim_with, finished_results
 from tasks.video.config import MODEL_EXTRAS, AugmentationConfig, DataConfig, check_config, load_config
 from tasks.video.data import ClipDataset, VideoData, load_data, make_dataset
 from tasks.video.pictures import draw_clips
@@ -125,7 +124,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         train_sampler=sampler,
         data_collator=default_data_collator,
     )
-    checkpoint = claim_folder(out, config, trainer)
+    checkpoint = claim_with(trainer.accelerator, out, config, trainer.checkpoint_files())
     if not arguments.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(OneLineProgress())
