@@ -1,7 +1,7 @@
 """Compare priors over seeds: python -m tasks.classification.compare --config FILE [section.key=value ...]
 
 first: [cifar10_pretrain_tiny.yaml]    optional: runs that rows start from, done before them, in this order
-base: cifar10_small_dense.yaml         configuration that every run shares
+base: cifar10_small.yaml#dense         configuration that every run shares
 seeds: [0, 1, 2]
 variants:                              name of a row: what it changes
   dense: {}
@@ -9,7 +9,9 @@ variants:                              name of a row: what it changes
   lora: {tuning: {method: lora}}
   other: {base: smoke.yaml}            a row with a base of its own
 
-`variants` may also name a file of them. Names of files are relative to the file they are in. Runs of one seed see the
+The rest is a run's configuration that every row shares: sections, and a `matrix`, of which FILE#CELL names one cell
+(tasks/common/config.py). `variants` may also name a file of rows. Names of files are relative to the file they are in.
+Runs of one seed see the
 same images in the same order, augmented alike, and with `model.pretrained` start from one new classifier and the same
 adapters. Seeds take turns, so that an early stop leaves a fair comparison. Every finished run leaves a record; killed
 at any moment, the same command goes on where it stopped, and does no finished run again. Prints one table and draws one
@@ -25,7 +27,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,10 +41,18 @@ from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.files import write_text
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.classification.config import MODEL_EXTRAS, SECTIONS, check_config, load_config
+from tasks.classification.config import MODEL_EXTRAS, SECTIONS, check_config
 from tasks.classification.train import check_pretrained, load_run, pretrained_sha256, run
 from tasks.common.command import run_command
-from tasks.common.config import apply_overrides, check_known, read_yaml
+from tasks.common.config import (
+    COMPARISON,
+    apply_overrides,
+    check_known,
+    check_name,
+    config_name,
+    merge_bases,
+    read_layers,
+)
 from tasks.common.results import read_results, write_results
 from tasks.common.run_folder import RUN_CONFIG, config_differences, finished_results, folder_differences
 from tasks.common.tables import count_of_seeds, markdown_table, plus_minus
@@ -86,25 +95,20 @@ def load_comparison(path: str | Path, overrides: Sequence[str] = ()) -> Comparis
         OSError: for a missing file.
     """
     path = Path(path)
-    content = read_yaml(path)
-    check_known(content, ("first", "base", "seeds", "variants"), str(path))
-    base, seeds, variants = (content.get(key) for key in ("base", "seeds", "variants"))
-    check_base(base, str(path))
-    folder = path.parent
-    if isinstance(variants, str):
-        variants, folder = read_yaml(path.parent / variants), (path.parent / variants).parent
+    content = read_layers(path, SECTIONS, COMPARISON)
+    first, seeds, variants = (content.pop(key, None) for key in COMPARISON)
     check_seeds(seeds, str(path))
     refuse_owned([override.partition("=")[0] for override in overrides], OWNED, "the command line")
-    shared = load_config(path.parent / base, overrides)
-    configs = variant_configs(variants, shared, overrides, OWNED, str(path), folder)
-    return Comparison(path.stem, configs, seeds, first_configs(content.get("first"), overrides, path))
+    apply_overrides(content, overrides, SECTIONS)
+    configs = variant_configs(variants, check_config(content), overrides, OWNED, str(path), own_bases=True)
+    return Comparison(config_name(path), configs, seeds, first_configs(first, overrides, path))
 
 
 def first_configs(names: Any, overrides: Sequence[str], path: Path) -> list[dict[str, dict[str, Any]]]:
     """The checked configurations of the runs before the rows, with those overrides that reach them.
 
     Args:
-        names: of their files, relative to `path`; None: there are no such runs.
+        names: of their files; None: there are no such runs.
         overrides: `section.key=value` of the command line.
         path: the comparison's file.
     """
@@ -113,7 +117,7 @@ def first_configs(names: Any, overrides: Sequence[str], path: Path) -> list[dict
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path}: first={names!r} must be a list of names of configuration files")
     shared = [override for override in overrides if override.partition(".")[0] in SHARED_WITH_FIRST]
-    configs = [load_run(path.parent / name, shared) for name in names]
+    configs = [load_run(name, shared) for name in names]
     for name, config in zip(names, configs, strict=True):
         try:
             _check_model(config["model"])
@@ -122,29 +126,24 @@ def first_configs(names: Any, overrides: Sequence[str], path: Path) -> list[dict
     return configs
 
 
-def check_base(base: Any, where: str) -> None:
-    """Raise ValueError unless this can be the name of a configuration file."""
-    if not isinstance(base, str):
-        raise ValueError(f"{where}: base={base!r} must be the name of a configuration file")
-
-
 def variant_configs(
     variants: Any,
     shared: dict[str, dict[str, Any]],
     overrides: Sequence[str],
     owned: Mapping[str, str],
     path: str,
-    folder: Path | None = None,
+    own_bases: bool = False,
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """The checked configuration of each variant.
 
     Args:
-        variants: {name: {section: {key: value}}}, what each changes; `base` names a file that one changes instead.
+        variants: {name: {section: {key: value}}}, what each changes; `base`, a list of files, is what one
+            changes instead.
         shared: the configuration that they change.
         overrides: `section.key=value` of the command line, which win.
         owned: keys that no variant may set, and who does.
         path: the file, for errors.
-        folder: that a variant's base is relative to; None: variants have none.
+        own_bases: whether variants may have a `base`.
     """
     if not isinstance(variants, dict) or not variants:
         raise ValueError(f"{path}: variants={variants!r} must hold a name and changes for each row")
@@ -155,9 +154,8 @@ def variant_configs(
         if not isinstance(changes, dict):
             raise ValueError(f"{where} must hold sections, got {changes!r}")
         config, changes = copy.deepcopy(shared), dict(changes)
-        if folder is not None and (base := changes.pop("base", None)) is not None:
-            check_base(base, where)
-            config = load_config(folder / base)
+        if own_bases and (base := changes.pop("base", None)):
+            config = check_config(merge_bases({"base": base}, where, SECTIONS))
         check_known(changes, SECTIONS, where)
         for section, values in changes.items():
             if not isinstance(values, dict):
@@ -171,14 +169,6 @@ def variant_configs(
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     return configs
-
-
-def check_name(name: str, where: str) -> None:
-    """Raise ValueError unless this can be the name of a folder."""
-    if not re.fullmatch(r"[\w+,=][\w+.,=-]*", name):
-        raise ValueError(
-            f"{where} {name!r} must be a name of letters, digits and + - _ . , = only, not starting with - or ."
-        )
 
 
 def check_seeds(seeds: Any, where: str) -> None:

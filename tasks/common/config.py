@@ -1,18 +1,36 @@
-"""Configurations in YAML: `base:` inheritance, section.key=value overrides, checks of what every run has.
+"""Configurations in YAML: `base:` inheritance, cells of a `matrix:`, section.key=value overrides, and checks.
 
-Each task says which sections its files have.
+base: ../recipes/deit.yaml           files that this one changes, relative to it: a name or a list, later ones win
+SECTION: {KEY: VALUE}                each task says which sections its files have
+matrix:                              products of runs; a cell is called VALUE-VALUE-..., in the order of the axes
+  data: {cifar10: {base: ../data/cifar10.yaml}, digits: {data: {source: digits}}}    a value and what it changes
+  model: [../models/vit_tiny.yaml, ../models/vit_base.yaml]                          or files, called by their names
+exclude: [digits-vit_base]           cells of the product that there are not
+cells: {digits-vit_tiny: {trainer: {seed: 1}}}                                       what single cells change besides
+variants: {dense: {}, violin: {model: {prior: violin}}}                              rows of a comparison
+
+A file or one of its cells is named FILE or FILE#CELL, on the command line and in `base` alike; FILE#CELL-ROW (FILE#ROW
+without a matrix) is a row of a comparison as a run of its own. A cell is the file with what its values say, axis by
+axis, and then `cells`: files of `base` are added to those of the file, a section or `variants` is changed key by key,
+any other key is replaced. `${AXIS}` in a text is the cell's value on that axis, and `${KEY}` a text that the file or an
+earlier axis gives at the top, such as `title`. `python -m tasks.common.config FILE` lists the cells.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+COMPARISON = ("first", "seeds", "variants")  # keys of a comparison besides those of the run that its rows change
 
 
 class _Loader(yaml.SafeLoader):
@@ -79,13 +97,21 @@ def trainer_keys() -> list[str]:
     return [field.name for field in fields(SparsePriorTrainingArguments) if field.init]
 
 
-def check_known(given: Iterable[str], known: Sequence[str], where: str) -> None:
-    """Raise for the first unknown key, naming the nearest known one."""
+def check_known(given: Iterable[str], known: Sequence[str], where: str, kind: str = "key") -> None:
+    """Raise for the first unknown key, naming the nearest known one; `kind`: what is looked for, for the error."""
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise ValueError(f"{where} has no key {key!r}; {hint}")
+            raise ValueError(f"{where} has no {kind} {key!r}; {hint}")
+
+
+def check_name(name: str, where: str) -> None:
+    """Raise ValueError unless this can be the name of a folder."""
+    if not re.fullmatch(r"[\w+,=][\w+.,=-]*", name):
+        raise ValueError(
+            f"{where} {name!r} must be a name of letters, digits and + - _ . , = only, not starting with - or ."
+        )
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -100,13 +126,180 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
+# ---- cells ----------------------------------------------------------------------------------------------------------
+
+
+def split_cell(path: str | Path) -> tuple[Path, str | None]:
+    """FILE and CELL of FILE#CELL; None where no cell is named."""
+    path = Path(path)
+    name, mark, cell = path.name.partition("#")
+    return (path.with_name(name), cell) if name and mark else (path, None)
+
+
+def config_name(path: str | Path) -> str:
+    """What folders call a configuration: FILE, or FILE_CELL, without the file's suffix."""
+    file, cell = split_cell(path)
+    return file.stem if cell is None else f"{file.stem}_{cell}"
+
+
+def default_output(task: str, path: str | Path) -> str:
+    """Where a run of a task lies unless it says otherwise: outputs/TASK/FILE, or outputs/TASK/FILE_CELL."""
+    return f"outputs/{task}/{config_name(path)}"
+
+
+def read_cell(path: str | Path) -> dict[str, Any]:
+    """The content of FILE, FILE#CELL or FILE#CELL-ROW as the module's docstring says, its bases not read.
+
+    Raises:
+        ValueError: for a matrix of which no cell is named, an unknown cell, and bad axes, with file and axis or cell.
+        OSError: for a missing file.
+    """
+    file, name = split_cell(path)
+    cells = read_cells(file)
+    if name is None:
+        if "" in cells:
+            return cells[""]
+        raise ValueError(f"{file} is a matrix; name one of its cells, {file}#CELL: {', '.join(cells)}")
+    rows = read_rows(cells)
+    check_known([name], [*filter(None, cells), *rows], str(file), "cell")
+    return cells[name] if name in cells else rows[name]
+
+
+def read_cells(file: Path) -> dict[str, dict[str, Any]]:
+    """The content of every cell of a file by name; of a file without a matrix, {"": its content}."""
+    content = _with_located_bases(read_yaml(file), file.parent, str(file))
+    matrix, exclude, changes = (content.pop(key, None) for key in ("matrix", "exclude", "cells"))
+    if matrix is None and exclude is None and changes is None:
+        return {"": content}
+    if not isinstance(matrix, dict) or not matrix:
+        raise ValueError(f"{file}: matrix={matrix!r} must hold a name and values for each axis")
+    axes = {str(axis): _read_axis(values, file.parent, f"{file}, axis {axis!r}") for axis, values in matrix.items()}
+    names = ["-".join(values) for values in itertools.product(*axes.values())]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{file}: two cells are called {next(name for name in names if names.count(name) > 1)!r}")
+    exclude, changes = exclude or [], changes or {}
+    if not isinstance(exclude, list) or not isinstance(changes, dict):
+        raise ValueError(f"{file}: `exclude` must be a list of cells, and `cells` hold changes by cell")
+    check_known([*exclude, *changes], names, str(file), "cell")
+    cells = {}
+    for name, values in zip(names, itertools.product(*axes.values()), strict=True):
+        if name not in exclude:
+            where = f"{file}#{name}"
+            own = _with_located_bases(changes.get(name) or {}, file.parent, where)
+            layers = [content, *(axes[axis][value] for axis, value in zip(axes, values, strict=True)), own]
+            cells[name] = _merge(layers, dict(zip(axes, values, strict=True)), where)
+    return cells
+
+
+def read_rows(cells: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The rows of `read_cells`' comparisons as runs by name: CELL-ROW, or ROW without a matrix.
+
+    Raises:
+        ValueError: for a row called as another or as a cell.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for cell, content in cells.items():
+        rows = content.get("variants")
+        for row, changes in rows.items() if isinstance(rows, dict) else ():
+            name = f"{cell}-{row}" if cell else str(row)
+            if name in found or name in cells:
+                raise ValueError(f"two cells or rows are called {name!r}")
+            changes = changes if isinstance(changes, dict) else {}
+            # A row with a base of its own changes that in place of what the comparison shares.
+            shared = {} if changes.get("base") else {key: content[key] for key in content if key not in COMPARISON}
+            found[name] = _merge([shared, changes], {}, name)
+    return found
+
+
+def _read_axis(values: Any, folder: Path, where: str) -> dict[str, dict[str, Any]]:
+    """What each value of an axis changes, its bases located."""
+    if isinstance(values, list) and all(isinstance(value, str) for value in values):
+        values = {config_name(value): {"base": value} for value in values}
+    if not isinstance(values, dict) or not values:
+        raise ValueError(f"{where}: {values!r} must hold values and what they change, or be a list of files")
+    for value in values:
+        check_name(str(value), f"{where}: value")
+    return {
+        str(value): _with_located_bases(changes or {}, folder, f"{where}, value {value!r}")
+        for value, changes in values.items()
+    }
+
+
+def _with_located_bases(content: Any, folder: Path, where: str) -> dict[str, Any]:
+    """A copy whose names of files, in `base`, `first` and the rows of `variants`, no longer depend on its folder."""
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} must hold keys and values, got {content!r}")
+    content = dict(content)
+    if "base" in content:
+        content["base"] = locate(content["base"], folder, where)
+    if isinstance(content.get("first"), list) and all(isinstance(name, str) for name in content["first"]):
+        content["first"] = [str(folder / name) for name in content["first"]]
+    if isinstance(content.get("variants"), str):
+        file = folder / content["variants"]
+        content["variants"], folder = read_yaml(file), file.parent
+    if isinstance(content.get("variants"), dict):
+        content["variants"] = {
+            row: _with_located_bases(changes, folder, f"{where}, variant {row!r}")
+            if isinstance(changes, dict)
+            else changes
+            for row, changes in content["variants"].items()
+        }
+    return content
+
+
+def locate(base: Any, folder: Path, where: str) -> list[str]:
+    """The files that a `base` names, with their folder.
+
+    Raises:
+        ValueError: if it is neither the name of a file nor a list of names.
+    """
+    names = [base] if isinstance(base, str) else [] if base is None else base
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{where}: base={base!r} must be the name of a file, or a list of names")
+    return [str(folder / name) for name in names]
+
+
+def _merge(layers: Sequence[dict[str, Any]], names: dict[str, str], where: str) -> dict[str, Any]:
+    """Contents over each other; `names`: what `${...}` stands for besides the texts at the top of earlier layers."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        texts = {**{key: value for key, value in merged.items() if isinstance(value, str)}, **names}
+        for key, value in _fill(layer, texts, where).items() if names else layer.items():
+            if key == "base":
+                merged[key] = [*merged.get(key, []), *value]
+            elif isinstance(value, dict) and isinstance(merged.get(key), dict):
+                merged[key] = {**merged[key], **value}
+            else:
+                merged[key] = value
+    return merged
+
+
+def _fill(value: Any, texts: Mapping[str, str], where: str) -> Any:
+    """A copy of a value with `${NAME}` replaced in all its texts."""
+    if isinstance(value, dict):
+        return {key: _fill(part, texts, where) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_fill(part, texts, where) for part in value]
+    if not isinstance(value, str):
+        return value
+
+    def text(match: re.Match[str]) -> str:
+        check_known([match[1]], list(texts), where, "name")
+        return texts[match[1]]
+
+    return re.sub(r"\$\{([^{}]*)\}", text, value)
+
+
+# ---- files over their bases -----------------------------------------------------------------------------------------
+
+
 def read_layers(
-    path: Path, sections: Sequence[str], others: Sequence[str] = (), seen: tuple[Path, ...] = ()
+    path: str | Path, sections: Sequence[str], others: Sequence[str] = (), seen: tuple[Path, ...] = ()
 ) -> dict[str, Any]:
-    """The content of a file over that of the files that its `base` names.
+    """The content of FILE or FILE#CELL over that of the files that its `base` names.
 
     Args:
-        path: the file.
+        path: the file, or one of its cells.
         sections: names of what holds keys and values.
         others: names of top-level keys besides the sections; a file's value replaces that of its bases as a whole.
         seen: the files that led here.
@@ -114,21 +307,52 @@ def read_layers(
     Returns:
         A dict for each section, and the other keys that some file has.
     """
+    path = Path(path)
     if path.resolve() in seen:
         raise ValueError(f"{path}: `base` leads back to this file")
-    content = read_yaml(path)
-    bases = content.pop("base", None) or []
-    bases = [bases] if isinstance(bases, str) else bases
-    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise ValueError(f"{path}: base={bases!r} must be the name of a file, or a list of names")
-    check_known(content, (*sections, *others), str(path))
-    layers = [read_layers(path.parent / base, sections, others, (*seen, path.resolve())) for base in bases]
+    content = read_cell(path)
+    if "variants" in content and "variants" not in others:
+        rows = read_rows({split_cell(path)[1] or "": content})
+        raise ValueError(f"{path} is a comparison; name one of its rows, {split_cell(path)[0]}#ROW: {', '.join(rows)}")
+    return merge_bases(content, str(path), sections, others, (*seen, path.resolve()))
+
+
+def merge_bases(
+    content: dict[str, Any],
+    where: str,
+    sections: Sequence[str],
+    others: Sequence[str] = (),
+    seen: tuple[Path, ...] = (),
+) -> dict[str, Any]:
+    """A content as `read_cell` returns it over that of its bases; the other arguments as in `read_layers`."""
+    own = {key: value for key, value in content.items() if key != "base"}
+    check_known(own, (*sections, *others), where)
+    layers = [read_layers(base, sections, others, seen) for base in content.get("base", [])]
     config: dict[str, Any] = {section: {} for section in sections}
-    for key, values in (pair for layer in (*layers, content) for pair in layer.items()):
+    for key, values in (pair for layer in (*layers, own) for pair in layer.items()):
         if key in others:
             config[key] = values
         elif isinstance(values, dict):
             config[key].update(values)
         else:
-            raise ValueError(f"{path}: section {key!r} must hold keys and values, got {values!r}")
+            raise ValueError(f"{where}: section {key!r} must hold keys and values, got {values!r}")
     return config
+
+
+def main(argv: list[str] | None = None) -> int:
+    """List the cells of a file and the rows of its comparisons, each as what follows FILE# in its name."""
+    parser = argparse.ArgumentParser(prog="python -m tasks.common.config", description="List the cells of a file.")
+    parser.add_argument("file", type=Path, help="YAML file of a configuration")
+    file = parser.parse_args(argv).file
+    try:
+        cells = read_cells(file)
+        rows = read_rows(cells)
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    print("\n".join([*filter(None, cells), *rows]) or f"{file} is a single configuration")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

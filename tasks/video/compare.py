@@ -24,16 +24,14 @@ from tasks.classification.compare import (
     OWNED,
     Comparison,
     all_records,
-    check_base,
-    check_name,
     check_seeds,
     refuse_owned,
     run_comparison,
     write_comparison,
 )
 from tasks.common.command import run_command
-from tasks.common.config import apply_overrides, check_known, read_yaml
-from tasks.video.config import SECTIONS, check_config, load_config
+from tasks.common.config import apply_overrides, check_known, check_name, config_name, read_layers
+from tasks.video.config import SECTIONS, check_config
 from tasks.video.train import run
 
 
@@ -45,15 +43,13 @@ def load_comparison(path: str | Path, overrides: Sequence[str] = ()) -> Comparis
         OSError: for a missing file.
     """
     path = Path(path)
-    content = read_yaml(path)
-    check_known(content, ("base", "seeds", "variants"), str(path))
-    base, seeds, variants = (content.get(key) for key in ("base", "seeds", "variants"))
-    check_base(base, str(path))
+    content = read_layers(path, SECTIONS, ("seeds", "variants"))
+    seeds, variants = content.pop("seeds", None), content.pop("variants", None)
     check_seeds(seeds, str(path))
     refuse_owned([override.partition("=")[0] for override in overrides], OWNED, "the command line")
     if not isinstance(variants, dict) or not variants:
         raise ValueError(f"{path}: variants={variants!r} must hold a name and changes for each row")
-    shared = load_config(path.parent / base)
+    shared = check_config(content)
     configs = {}
     for name, changes in variants.items():
         check_name(str(name), f"{path}: variant")
@@ -67,7 +63,7 @@ def load_comparison(path: str | Path, overrides: Sequence[str] = ()) -> Comparis
             configs[str(name)] = check_config(config)
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{where}: {error}") from None
-    return Comparison(path.stem, configs, seeds)
+    return Comparison(config_name(path), configs, seeds)
 
 
 def main(argv: list[str] | None = None) -> int:

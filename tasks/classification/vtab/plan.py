@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from tasks.classification.compare import (
-    check_name,
     check_one_checkpoint,
     check_seeds,
     check_start,
@@ -32,7 +31,7 @@ from tasks.classification.compare import (
     variant_configs,
 )
 from tasks.classification.config import SECTIONS, check_config
-from tasks.common.config import apply_overrides, check_known, read_layers
+from tasks.common.config import apply_overrides, check_known, check_name, config_name, read_layers
 from tasks.common.images.vtab_tasks import FINAL, SELECTION, TASKS
 
 KEYS = ("title", "seeds", "selection_seeds", "grid", "variants")
@@ -141,7 +140,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
             check_config(tried)
         except ValueError as error:
             raise ValueError(f"{path}, variant {name!r}, {point_name(point)}: {error}") from None
-    return Sweep(str(content.get("title") or path.stem), configs, points, selection_seeds, seeds)
+    return Sweep(str(content.get("title") or config_name(path)), configs, points, selection_seeds, seeds)
 
 
 def _read_grid(grid: Any, path: str) -> list[dict[str, Any]]:

@@ -33,6 +33,7 @@ from tasks.classification.train import run as train
 from tasks.classification.vtab.plan import Records, Run, Sweep, choose, load_sweep
 from tasks.classification.vtab.report import write_report
 from tasks.common.command import RunStopped, run_command
+from tasks.common.config import config_name
 from tasks.common.environment import command_line
 from tasks.common.images.sources.vtab import task_folder
 from tasks.common.images.vtab_tasks import TASKS
@@ -302,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def run() -> None:
         keep_freed_memory()
-        out = arguments.out or Path("outputs") / Path(arguments.config).stem
+        out = arguments.out or Path("outputs") / config_name(arguments.config)
         job = Job(
             arguments.config,
             arguments.overrides,
