@@ -142,11 +142,6 @@ def config_name(path: str | Path) -> str:
     return file.stem if cell is None else f"{file.stem}_{cell}"
 
 
-def default_output(task: str, path: str | Path) -> str:
-    """Where a run of a task lies unless it says otherwise: outputs/TASK/FILE, or outputs/TASK/FILE_CELL."""
-    return f"outputs/{task}/{config_name(path)}"
-
-
 def read_cell(path: str | Path) -> dict[str, Any]:
     """The content of FILE, FILE#CELL or FILE#CELL-ROW as the module's docstring says, its bases not read.
 

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_sparseprior.files import write_text
+from tasks.common.config import config_name
 from tasks.common.results import read_results
 from tasks.common.upgrade import upgraded_config
 
@@ -33,8 +34,8 @@ COSMETIC = (
 
 
 def default_output_dir(task: str, config: str | Path) -> str:
-    """Where a run or comparison lies unless it says otherwise: outputs/TASK/NAME_OF_THE_FILE."""
-    return f"outputs/{task}/{Path(config).stem}"
+    """Where a run or comparison lies unless it says otherwise: outputs/TASK/FILE, or outputs/TASK/FILE_CELL."""
+    return f"outputs/{task}/{config_name(config)}"
 
 
 def evaluation_folder(model: Path) -> Path:

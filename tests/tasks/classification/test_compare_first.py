@@ -207,7 +207,7 @@ def test_a_first_run_is_checked_when_the_file_is_read(tmp_path):
     with pytest.raises(FileNotFoundError, match="no_such"):
         load_comparison(chain(tmp_path, first=["no_such.yaml"]))
     write(tmp_path, "bad.yaml", base="tiny.yaml", model={"patch_size": 3})
-    with pytest.raises(ValueError, match=r"first 'bad.yaml': .*patch_size=3"):
+    with pytest.raises(ValueError, match=r"first '\S*bad.yaml': .*patch_size=3"):
         load_comparison(chain(tmp_path, first=["bad.yaml"]))
 
 
@@ -233,10 +233,10 @@ def test_bases_in_a_file_of_rows_are_relative_to_it(tmp_path):
     assert load_comparison(path).configs["other"]["trainer"]["weight_decay"] == 0.3
 
 
-@pytest.mark.parametrize("base", [5, ["tiny.yaml"], {}])
+@pytest.mark.parametrize("base", [5, [5], {}])
 def test_a_bad_base_of_a_row_is_named(tmp_path, base):
     path = chain(tmp_path, variants={"a": {"base": base}})
-    with pytest.raises(ValueError, match=r"variant 'a': base=.* must be the name of a configuration file"):
+    with pytest.raises(ValueError, match=r"variant 'a': base=.* must be the name of a file, or a list of names"):
         load_comparison(path)
 
 

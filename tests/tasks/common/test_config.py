@@ -3,7 +3,8 @@
 import pytest
 
 from tasks.common import config
-from tasks.common.config import config_name, default_output, read_cell, read_layers
+from tasks.common.config import config_name, read_cell, read_layers
+from tasks.common.run_folder import default_output_dir
 
 SECTIONS = ("data", "model", "trainer")
 MATRIX = """
@@ -189,7 +190,7 @@ def test_a_row_called_as_a_cell_is_refused(folder):
     [("a/smoke.yaml", "smoke"), ("a/t.yaml#lora-0.5", "t_lora-0.5"), ("t.v2.yaml", "t.v2"), ("a#b/t.yaml#c", "t_c")],
 )
 def test_folders_follow_from_task_file_and_cell(path, name):
-    assert config_name(path) == name and default_output("video", path) == f"outputs/video/{name}"
+    assert config_name(path) == name and default_output_dir("video", path) == f"outputs/video/{name}"
 
 
 def test_the_command_lists_cells_and_rows(folder, capsys):
