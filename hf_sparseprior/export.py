@@ -13,8 +13,8 @@ from transformers import AutoConfig
 from hf_sparseprior import modeling_sparseprior_timesformer, modeling_sparseprior_vit
 from hf_sparseprior.files import check_new, file_sha256, whole_folder, write_text
 from hf_sparseprior.image_processor import PROCESSOR
-from hf_sparseprior.loading import check_whole
 from hf_sparseprior.model_card import CARD, model_card
+from hf_sparseprior.pretrained import load_whole_model
 
 RESULTS = "results.json"
 # By model type.
@@ -42,9 +42,7 @@ def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_nam
     cls: Any = getattr(MODELING.get(config.model_type), str(names[0]), None) if names else None
     if not hasattr(cls, "from_pretrained"):
         raise OSError(f"{source} holds {names or 'no architecture'}; export takes the SparsePriorViT classes")
-    # Mismatches are allowed only to be named in one line.
-    model, info = cls.from_pretrained(source, ignore_mismatched_sizes=True, output_loading_info=True)
-    check_whole(source, info)
+    model = load_whole_model(source, cls)
     results = _results_of(source)
     with whole_folder(out) as scratch:
         if (source / PROCESSOR).is_file():

@@ -29,7 +29,7 @@ from .modeling_sparseprior_vit import (
     SparsePriorViTModelOutput,
     SparsePriorViTPreTrainedModel,
 )
-from .prior import of_prior
+from .pretrained import check_saved_folder, copy_weights, load_whole_model, may_start_anew
 
 
 class SparsePriorTimesformerEmbeddings(SparsePriorViTEmbeddings):
@@ -209,50 +209,41 @@ class SparsePriorTimesformerPreTrainedModel(SparsePriorViTPreTrainedModel):
         if "num_labels" in options:  # the names are of the image model's classes
             fields = {key: value for key, value in fields.items() if key not in ("id2label", "label2id")}
         model = cls(cls.config_class(**{**fields, **options})).to(image_model.dtype)
-        same_prior = model.config.prior == image_model.config.prior
-        same_classes = model.config.num_labels == image_model.config.num_labels
-        source = {_bare(key): value for key, value in image_model.state_dict().items()}
-        embeddings = getattr(image_model, "vit", image_model).embeddings
-        if embeddings.position_embeddings is not None:
-            source["embeddings.position_embeddings"] = embeddings.resized_positions(model.config.grid)
-        target, misfits = model.state_dict(), []
-        for key, value in target.items():
-            name = _bare(key)
-            given = source.get(name.replace("temporal_attention", "attention").replace(*_TEMPORAL_NORM))
-            if name == "embeddings.time_embeddings" or "temporal_dense" in name:
+        for name, value in model.state_dict().items():
+            if _starts_at_zero(name):
                 value.zero_()
-                continue
-            if given is not None and given.shape == value.shape and (same_prior or not of_prior(name)):
-                if same_classes or not name.startswith("classifier."):
-                    value.copy_(given)
-            elif not (of_prior(name) or "temporal" in name or name.startswith("classifier.")):
-                misfits.append(name)
-        if misfits:
-            raise ValueError(
-                f"{type(image_model).__name__} does not fit {model.config.model_type}: {', '.join(misfits[:3])} "
-                f"would start at random ({len(misfits)} in all)"
-            )
+        copy_weights(
+            image_model,
+            model,
+            source_name=_spatial_name,
+            may_start_anew=lambda name: "temporal" in name or _starts_at_zero(name) or may_start_anew(name),
+            copy_prior=model.config.prior == image_model.config.prior,
+        )
         return model.eval()
 
 
-_TEMPORAL_NORM = ("temporal_layernorm", "layernorm_before")
 # What a config says about its own model or folder.
 _NOT_TAKEN = ("model_type", "architectures", "auto_map", "_name_or_path", "transformers_version", "num_labels")
 
 
-def _bare(key: str) -> str:
-    return key.removeprefix("vit.")
+def _starts_at_zero(name: str) -> bool:
+    return "time_embeddings" in name or "temporal_dense" in name
+
+
+def _spatial_name(name: str) -> str:
+    """The image model's name for a weight: temporal attention starts as a copy of spatial attention."""
+    return name.replace("temporal_attention", "attention").replace("temporal_layernorm", "layernorm_before")
 
 
 def _load_image_model(folder: str | os.PathLike) -> Any:
+    check_saved_folder(folder)
     config, _ = SparsePriorViTConfig.get_config_dict(folder)
     if config.get("model_type") != SparsePriorViTConfig.model_type:
         raise OSError(
-            f"{folder} holds a model of type {config.get('model_type')!r}, no {SparsePriorViTConfig.model_type!r}"
+            f"{folder} holds a model of type {config.get('model_type')!r}, not {SparsePriorViTConfig.model_type!r}"
         )
     classifies = any("Classification" in name for name in config.get("architectures") or [])
-    cls = SparsePriorViTForImageClassification if classifies else SparsePriorViTModel
-    return cls.from_pretrained(folder)
+    return load_whole_model(folder, SparsePriorViTForImageClassification if classifies else SparsePriorViTModel)
 
 
 class SparsePriorTimesformerModel(SparsePriorTimesformerPreTrainedModel, SparsePriorViTModel):

@@ -20,7 +20,8 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, IMAGE_PROCESSOR
 from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.adapters.lora import import_peft
 from hf_sparseprior.analysis.layers import AttentionLayers, find_attention
-from tasks.classification.evaluate import load_whole_model, run_config
+from hf_sparseprior.pretrained import load_whole_model
+from tasks.classification.evaluate import run_config
 from tasks.common.environment import command_line, environment
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import ImageDataset, Preparation, load_data

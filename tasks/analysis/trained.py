@@ -20,6 +20,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from hf_sparseprior.files import file_sha256
 from hf_sparseprior.image_processor import PROCESSOR
+from hf_sparseprior.pretrained import check_classes
 from tasks.analysis.runs import (
     add_data_arguments,
     add_model_arguments,
@@ -31,9 +32,9 @@ from tasks.analysis.runs import (
     model_names,
     num_channels,
 )
-from tasks.classification.evaluate import check_classes, load_split, run_config
+from tasks.classification.evaluate import run_config
 from tasks.common.images.config import DataConfig
-from tasks.common.images.data import Preparation
+from tasks.common.images.data import Preparation, load_split
 from tasks.common.images.sources import ImageData, Images
 from tasks.common.results import read_results, write_results
 

@@ -31,8 +31,9 @@ from hf_sparseprior.training import (
 )
 from tasks.benchmark.timing import turn_order
 from tasks.classification.config import load_config
-from tasks.classification.train import TRAINER_DEFAULTS, build_model
+from tasks.classification.train import TRAINER_DEFAULTS
 from tasks.common.environment import command_line, environment
+from tasks.common.images.model import build_model
 from tasks.common.results import write_results
 
 CLASSES = [str(label) for label in range(10)]

@@ -41,8 +41,8 @@ from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.files import write_text
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.classification.config import MODEL_EXTRAS, SECTIONS, check_config
-from tasks.classification.train import check_pretrained, load_run, pretrained_sha256, run
+from tasks.classification.config import SECTIONS, check_config
+from tasks.classification.train import load_run, run
 from tasks.common.command import run_command
 from tasks.common.config import (
     COMPARISON,
@@ -53,6 +53,7 @@ from tasks.common.config import (
     merge_bases,
     read_layers,
 )
+from tasks.common.images.model import MODEL_EXTRAS, check_pretrained, pretrained_sha256
 from tasks.common.results import read_results, write_results
 from tasks.common.run_folder import RUN_CONFIG, config_differences, finished_results, folder_differences
 from tasks.common.tables import count_of_seeds, markdown_table, plus_minus

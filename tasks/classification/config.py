@@ -12,7 +12,6 @@ trainer: {...}                   fields of SparsePriorTrainingArguments, transfo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -24,9 +23,9 @@ from tasks.classification.tuning import TuningConfig, check_tuning
 from tasks.common.config import apply_overrides, check_known, check_trainer, read_layers, trainer_keys
 from tasks.common.images.augmentation import AugmentationConfig
 from tasks.common.images.config import DataConfig
+from tasks.common.images.model import MODEL_EXTRAS, check_classifier_init_std
 
 SECTIONS = ("data", "augmentation", "model", "tuning", "distillation", "token_labels", "trainer")
-MODEL_EXTRAS = ("preset", "pretrained", "classifier_init_std")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
@@ -55,9 +54,7 @@ def check_config(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
     if TokenLabelConfig(**config["token_labels"]).path and data.streaming:
         raise ValueError("token_labels.path needs images in any order, not a stream; set data.streaming=false")
     check_distillation(config)
-    std = config["model"].get("classifier_init_std")
-    if std is not None and (isinstance(std, bool) or not isinstance(std, (int, float)) or not 0 <= std < math.inf):
-        raise ValueError(f"model.classifier_init_std={std!r} must be a number of 0 or more")
+    check_classifier_init_std(config["model"])
     if "label_smoothing_factor" in config["trainer"]:
         raise ValueError("trainer.label_smoothing_factor does not go with mixup; use augmentation.label_smoothing")
     check_trainer(config["trainer"])

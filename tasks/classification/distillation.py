@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from accelerate.utils import parse_flag_from_env
-from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior import SparsePriorViTForImageClassification
+from hf_sparseprior.pretrained import check_saved_folder
 from hf_sparseprior.training.distillation import (
     Distillation,
     Teacher,
@@ -113,8 +112,7 @@ def make_distillation(config: dict[str, dict[str, Any]]) -> Distillation | None:
     folder = teacher_folder(config)
     if folder is None:
         return None
-    if not (Path(folder) / CONFIG_NAME).is_file():
-        raise OSError(f"distillation.teacher={folder} is not a folder of a saved model")
+    check_saved_folder(folder, "distillation.teacher")
     options = {"prior": "dense"} if settings.teacher == SELF else {}
     return Distillation(settings.weights(), Teacher.from_pretrained(folder, **options))
 

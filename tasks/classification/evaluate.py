@@ -10,47 +10,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoImageProcessor, AutoModelForImageClassification, Trainer, TrainingArguments
+from transformers import AutoImageProcessor, Trainer, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 import hf_sparseprior  # noqa: F401  registers the Auto classes
-from hf_sparseprior.loading import check_whole
+from hf_sparseprior.pretrained import check_classes, load_whole_model
 from tasks.classification.config import check_config, load_config
 from tasks.common.config import apply_overrides
 from tasks.common.environment import command_line, environment
 from tasks.common.images.config import DataConfig
-from tasks.common.images.data import ImageDataset, Preparation, load_data
-from tasks.common.images.sources import SPLITS, ImageData, drop_corrupt
+from tasks.common.images.data import ImageDataset, Preparation, load_split
+from tasks.common.images.sources import SPLITS
 from tasks.common.metrics import compute_metrics, confusion_matrix
 from tasks.common.plots import draw_confusion
 from tasks.common.results import write_results
 from tasks.common.run_folder import stored_config
-
-
-def load_whole_model(folder: str | Path, auto_class: Any = AutoModelForImageClassification, **options: Any) -> Any:
-    """A saved model, by default a classifier, of which every weight is in the folder; `options` of from_pretrained."""
-    if not Path(folder).is_dir():
-        raise OSError(f"{folder} is not a folder of a saved model")
-    model, info = auto_class.from_pretrained(
-        folder, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True, **options
-    )
-    check_whole(folder, info)
-    return model
-
-
-def load_split(config: DataConfig, split: str) -> ImageData:
-    """The data with this split alone, damaged images left out if the configuration says so."""
-    data = load_data(config)
-    data.splits = {split: data.splits[split]}
-    drop_corrupt(data, config, show_progress=True)
-    return data
-
-
-def check_classes(model: Any, classes: Sequence[str]) -> None:
-    """Raise ValueError unless a saved classifier's classes are these, in this order."""
-    expected = [model.config.id2label[index] for index in range(model.config.num_labels)]
-    if expected != classes:
-        raise ValueError(f"the model's classes {expected} are not those of the data, {classes}")
 
 
 def evaluate_model(

@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.files import file_sha256
+from hf_sparseprior.pretrained import load_whole_model
 from hf_sparseprior.training import LabelMaps, MapHeader, write_label_maps
 from hf_sparseprior.training.token_labels import (
     IMAGES_PER_FILE,
@@ -29,7 +30,6 @@ from hf_sparseprior.training.token_labels import (
     top_classes,
 )
 from tasks.classification.config import load_config
-from tasks.classification.evaluate import load_whole_model
 from tasks.classification.inputs import make_processor
 from tasks.classification.token_label_config import TokenLabelConfig
 from tasks.common.command import run_command

@@ -15,17 +15,14 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from transformers import ProgressCallback, set_seed
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.adapters.lora import classifier_names
 from hf_sparseprior.analysis.decays import learned_decay_masks
 from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.files import file_sha256, write_text
-from hf_sparseprior.loading import newly_initialised
 from hf_sparseprior.model_card import CARD, model_card
-from hf_sparseprior.prior import of_prior
+from hf_sparseprior.pretrained import load_whole_model, weights_sha256
 from hf_sparseprior.training import (
     OneLineProgress,
     SparsePriorTrainer,
@@ -33,7 +30,7 @@ from hf_sparseprior.training import (
     StopOnSignal,
 )
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.classification.config import MODEL_EXTRAS, check_config, load_config
+from tasks.classification.config import check_config, load_config
 from tasks.classification.distillation import (
     DistillationConfig,
     end_phase,
@@ -41,7 +38,6 @@ from tasks.classification.distillation import (
     start_phase,
     teacher_folder,
 )
-from tasks.classification.evaluate import load_whole_model
 from tasks.classification.inputs import make_inputs, read_data
 from tasks.classification.label_maps import check_token_classifier, open_label_maps
 from tasks.classification.token_label_config import TokenLabelConfig
@@ -50,6 +46,7 @@ from tasks.common.command import RunStopped, run_command, train_parser
 from tasks.common.environment import command_line, environment
 from tasks.common.images.augmentation import AugmentationConfig
 from tasks.common.images.config import DataConfig
+from tasks.common.images.model import build_model, pretrained_sha256
 from tasks.common.images.vtab_tasks import FINAL
 from tasks.common.metrics import compute_metrics, confusion_matrix
 from tasks.common.plots import draw_confusion, draw_history
@@ -68,109 +65,6 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "remove_unused_columns": False,
     "ddp_find_unused_parameters": False,
 }
-
-
-def build_model(model: dict[str, Any], classes: list[str]) -> SparsePriorViTForImageClassification:
-    """The model of a configuration's `model` section, from scratch or from a saved folder."""
-    options = dict(model)
-    std = options.pop("classifier_init_std", None)
-    built = _build_model(options, classes)
-    if std is not None:
-        _draw_classifiers(built, classifier_names(built), std)
-    return built
-
-
-def _build_model(options: dict[str, Any], classes: list[str]) -> SparsePriorViTForImageClassification:
-    preset, pretrained = options.pop("preset", None), options.pop("pretrained", None)
-    if preset and pretrained:
-        raise ValueError(f"model.preset={preset!r} and model.pretrained={pretrained!r} exclude each other")
-    options["id2label"] = dict(enumerate(classes))
-    options["label2id"] = {name: index for index, name in enumerate(classes)}
-    if pretrained:
-        return load_pretrained(pretrained, options)
-    if preset:
-        return SparsePriorViTForImageClassification(SparsePriorViTConfig.from_preset(preset, **options))
-    return SparsePriorViTForImageClassification(SparsePriorViTConfig(**options))
-
-
-def load_pretrained(folder: str, options: dict[str, Any]) -> SparsePriorViTForImageClassification:
-    """A saved model with changed options: only classifier and prior may start anew, positions are interpolated."""
-    _check_folder(folder)
-    model, info = SparsePriorViTForImageClassification.from_pretrained(
-        folder, ignore_mismatched_sizes=True, output_loading_info=True, **options
-    )
-    fresh = newly_initialised(info)
-    new = [name for name in classifier_names(model) if f"{name}.weight" in fresh]
-    _draw_classifiers(model, new, model.config.initializer_range)
-    fresh = [key for key in fresh if not _may_start_anew(key)]
-    positions = "vit.embeddings.position_embeddings"
-    if positions in fresh and positions not in info["missing_keys"] and _copy_positions(folder, model):
-        fresh.remove(positions)
-    if fresh:
-        more = f" and {len(fresh) - 3} more" if len(fresh) > 3 else ""
-        raise ValueError(
-            f"model.pretrained={folder} does not fit this model: {', '.join(fresh[:3])}{more} would start at random"
-        )
-    return model
-
-
-def check_pretrained(model: dict[str, Any]) -> None:
-    """Let the configuration in `model.pretrained`, with the options of this section over it, check itself.
-
-    Raises:
-        ValueError: for bad options.
-        OSError: if the folder is missing or has no configuration.
-    """
-    if not (folder := model.get("pretrained")):
-        return
-    _check_folder(folder)
-    saved, _ = SparsePriorViTConfig.get_config_dict(folder)
-    options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
-    SparsePriorViTConfig.from_dict({**saved, **options})
-
-
-def _check_folder(folder: str) -> None:
-    if not (Path(folder) / CONFIG_NAME).is_file():
-        raise OSError(f"model.pretrained={folder} is not a folder of a saved model")
-
-
-@torch.no_grad()
-def _draw_classifiers(model: SparsePriorViTForImageClassification, names: Sequence[str], std: float) -> None:
-    """New weights from a normal distribution with this standard deviation, biases 0.
-
-    They follow from torch's seed alone: a decay draws before, and runs of one seed would differ by their prior.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(torch.initial_seed())
-        for classifier in map(model.get_submodule, names):
-            torch.nn.init.trunc_normal_(classifier.weight, std=std)
-            torch.nn.init.zeros_(classifier.bias)
-
-
-def pretrained_sha256(model: dict[str, Any]) -> str | None:
-    """SHA-256 of the weights that a run started from; None for one from scratch, or from weights in several files."""
-    return _weights_sha256(model.get("pretrained"))
-
-
-def _weights_sha256(folder: str | None) -> str | None:
-    weights = Path(folder or "") / SAFE_WEIGHTS_NAME
-    return file_sha256(weights) if folder and weights.is_file() else None
-
-
-def _may_start_anew(key: str) -> bool:
-    return "classifier" in key or of_prior(key)
-
-
-@torch.no_grad()
-def _copy_positions(folder: str, model: SparsePriorViTForImageClassification) -> bool:
-    """Interpolate a saved model's position embedding to the model's grid; False if it does not fit otherwise."""
-    source = SparsePriorViTForImageClassification.from_pretrained(folder).vit.embeddings
-    resized = source.resized_positions(model.config.grid)
-    target = model.vit.embeddings.position_embeddings
-    if resized.shape != target.shape:
-        return False
-    target.copy_(resized)
-    return True
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
@@ -276,7 +170,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         "trainable_parameters": trained,
         "pretrained_sha256": checksum,
         "label_maps_teacher_sha256": maps and maps.header.teacher,
-        "teacher_sha256": _weights_sha256(teacher_folder(config)),
+        "teacher_sha256": (teacher := teacher_folder(config)) and weights_sha256(teacher),
         "decay_change_at_start": decay_at_start["max_decay_change"],
         "mean_decay_change_at_start": decay_at_start["mean_decay_change"],
         "alpha_change_at_start": decay_at_start["max_alpha_change"],

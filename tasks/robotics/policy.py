@@ -26,7 +26,7 @@ from transformers.utils import CONFIG_NAME
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTModel
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.files import file_sha256, whole_folder, write_text
-from hf_sparseprior.loading import check_whole
+from hf_sparseprior.pretrained import load_whole_model
 from tasks.robotics.diffusion import SAMPLERS, denoise, noise_scheduler, sampler
 from tasks.robotics.normalizer import ACTIONS, Normalizer
 from tasks.robotics.unet import ConditionalUNet1D
@@ -503,11 +503,7 @@ class CrosswayPolicy(nn.Module):
             source = folder / ENCODERS / key
             if not (source / CONFIG_NAME).is_file():
                 raise OSError(f"{source / CONFIG_NAME} is missing, of the encoder of {key}")
-            encoder, info = SparsePriorViTModel.from_pretrained(
-                source, output_loading_info=True, ignore_mismatched_sizes=True
-            )
-            check_whole(source, info)
-            policy.encoders[key] = encoder
+            policy.encoders[key] = load_whole_model(source, SparsePriorViTModel)
         try:
             weights = load_file(folder / WEIGHTS_FILE)
         except (SafetensorError, FileNotFoundError) as error:

@@ -26,8 +26,10 @@ from transformers import get_cosine_schedule_with_warmup
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging as transformers_logging
 
+from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 from hf_sparseprior.files import whole_folder, write_text
+from hf_sparseprior.pretrained import check_saved_folder, load_changed_model
 from hf_sparseprior.training.allocator import keep_freed_memory
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from tasks.common.command import RunStopped, run_command, train_parser
@@ -168,13 +170,13 @@ def start_encoders(policy: CrosswayPolicy, folder: str, encoder: dict[str, Any])
     Raises:
         ValueError, OSError: if the folder does not fit.
     """
-    from tasks.classification.train import load_pretrained
-
+    check_saved_folder(folder, "encoder.pretrained")
     options = {key: value for key, value in encoder.items() if key not in ("preset", "pretrained")}
     for key in policy.config.cameras:
         size = policy.encoders[key].config.image_size
-        vit = load_pretrained(folder, {**options, "image_size": size}).vit
-        policy.encoders[key].load_state_dict(vit.state_dict())
+        changes = {**options, "image_size": size}
+        classifier, _ = load_changed_model(folder, SparsePriorViTForImageClassification, **changes)
+        policy.encoders[key].load_state_dict(classifier.vit.state_dict())
 
 
 def _count(module: torch.nn.Module) -> int:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForVideoClassification, Trainer, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
-from tasks.classification.evaluate import check_classes, load_whole_model
+from hf_sparseprior.pretrained import check_classes, load_whole_model
 from tasks.common.command import run_command
 from tasks.common.config import apply_overrides
 from tasks.common.environment import command_line, environment

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from transformers import ProgressCallback, default_data_collator, set_seed
-from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior import SparsePriorTimesformerConfig, SparsePriorTimesformerForVideoClassification
 from hf_sparseprior.files import file_sha256, write_text
 from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
 from hf_sparseprior.model_card import CARD, model_card
+from hf_sparseprior.pretrained import check_saved_folder
 from hf_sparseprior.training import (
     DrawSampler,
     OneLineProgress,
@@ -58,8 +58,7 @@ def build_model(model: dict[str, Any], classes: Sequence[str]) -> SparsePriorTim
     options["id2label"] = dict(enumerate(classes))
     options["label2id"] = {name: index for index, name in enumerate(classes)}
     if folder := model.get("image_model"):
-        if not (Path(folder) / CONFIG_NAME).is_file():
-            raise OSError(f"model.image_model={folder} is not a folder of a saved model")
+        check_saved_folder(folder, "model.image_model")
         # `num_labels` says that the image model's classifier is of other classes.
         options["num_labels"] = len(classes)
         return SparsePriorTimesformerForVideoClassification.from_image_model(folder, **options)

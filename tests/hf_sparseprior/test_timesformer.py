@@ -183,7 +183,7 @@ def test_weights_that_would_start_at_random_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"does not fit .*: layers.0.mlp.fc1.weight"):
         SparsePriorTimesformerModel.from_image_model(image_model(SparsePriorViTModel), intermediate_size=40)
     make().save_pretrained(tmp_path)
-    with pytest.raises(OSError, match="of type 'sparseprior_timesformer', no 'sparseprior_vit'"):
+    with pytest.raises(OSError, match="of type 'sparseprior_timesformer', not 'sparseprior_vit'"):
         SparsePriorTimesformerModel.from_image_model(tmp_path)
 
 

@@ -14,7 +14,7 @@ from hf_sparseprior.training import Draw, LabelMaps
 from hf_sparseprior.training.token_labels import WHOLE
 from tasks.common.images.augmentation import Augmentation
 from tasks.common.images.config import DataConfig
-from tasks.common.images.sources import READERS, SPLITS, ImageData, Images, balanced_subset
+from tasks.common.images.sources import READERS, SPLITS, ImageData, Images, balanced_subset, drop_corrupt
 
 CACHE_LIMIT = 1 << 30
 
@@ -41,6 +41,14 @@ def load_data(config: DataConfig) -> ImageData:
             if limit > len(images):
                 raise ValueError(f"data.limit_{split}={limit} must be at most the {len(images)} images of the split")
             data.splits[split] = images.subset(balanced_subset(images.labels, limit, config.split_seed))
+    return data
+
+
+def load_split(config: DataConfig, split: str) -> ImageData:
+    """The data with this split alone, without damaged images if the configuration says so."""
+    data = load_data(config)
+    data.splits = {split: data.splits[split]}
+    drop_corrupt(data, config, show_progress=True)
     return data
 
 

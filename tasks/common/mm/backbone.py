@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior import SparsePriorViTBackbone, SparsePriorViTConfig, SparsePriorViTModel
-from hf_sparseprior.loading import check_whole
-from hf_sparseprior.prior import of_prior
+from hf_sparseprior.pretrained import check_saved_folder, copy_weights, load_whole_model
 
 # Fields that change what the same weights compute.
 READ_ALIKE = ("num_attention_heads", "hidden_act", "layer_norm_eps", "residual_scale")
@@ -57,7 +55,7 @@ class SparsePriorViT(SparsePriorViTBackbone):
         options = {**config, "out_indices": None if out_indices is None else list(out_indices)}
         saved: dict[str, Any] = {}
         if pretrained is not None and (preset is None or (Path(pretrained) / CONFIG_NAME).is_file()):
-            check_folder(pretrained)
+            check_saved_folder(pretrained, "pretrained")
             saved, _ = SparsePriorViTConfig.get_config_dict(pretrained)
         if preset is not None:
             # Without its own prior a folder with a mask would be taken for dense.
@@ -103,19 +101,12 @@ def pretrained_folder(pretrained: str | None, init_cfg: dict[str, Any] | None) -
     return init_cfg["checkpoint"]
 
 
-def check_folder(folder: str) -> None:
-    """Raise OSError unless a folder of a saved model is there."""
-    if not (Path(folder) / CONFIG_NAME).is_file():
-        raise OSError(f"pretrained={folder} is not a folder of a saved model")
-
-
 def pad_to_patches(pixel_values: Tensor, patch_size: tuple[int, int]) -> Tensor:
     """(B, channels, height, width) with zeros at bottom and right up to whole patches."""
     height, width = (-side % patch for side, patch in zip(pixel_values.shape[-2:], patch_size, strict=True))
     return F.pad(pixel_values, (0, width, 0, height)) if height or width else pixel_values
 
 
-@torch.no_grad()
 def load_weights(model: SparsePriorViTModel, folder: str) -> None:
     """Fill a model with the backbone of a saved folder; a classifier stays behind.
 
@@ -126,32 +117,17 @@ def load_weights(model: SparsePriorViTModel, folder: str) -> None:
         OSError: for a missing folder, one that lacks weights of its own, or a file that is no safetensors.
         ValueError: for weights that do not fit, with their names, or a folder that reads them in another way.
     """
-    check_folder(folder)
-    source, info = SparsePriorViTModel.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True)
-    check_whole(folder, info)
+    check_saved_folder(folder, "pretrained")
+    source = load_whole_model(folder, SparsePriorViTModel)
     for name in READ_ALIKE:
         there, here = getattr(source.config, name), getattr(model.config, name)
         if there != here:
             raise ValueError(f"pretrained={folder} has {name}={there!r}, the backbone {name}={here!r}")
-    state, own = source.state_dict(), model.state_dict()
-    positions = "embeddings.position_embeddings"
-    if positions in state and source.config.grid != model.config.grid:
-        state[positions] = source.embeddings.resized_positions(model.config.grid)
-    if source.config.prior != model.config.prior:
-        state = {key: value for key, value in state.items() if key in own or not of_prior(key)}
     for name in ("image_mean", "image_std"):
         there, here = getattr(source.config, name), getattr(model.config, name)
         if there != here:
             warnings.warn(f"pretrained={folder} was trained with {name}={there}, the backbone has {here}", stacklevel=2)
-    problems = {
-        "missing": [key for key in own if key not in state and not of_prior(key)],
-        "left over": [key for key in state if key not in own],
-        "of another shape": [key for key in own if key in state and state[key].shape != own[key].shape],
-    }
-    said = [f"{what}: {', '.join(keys[:5])} ({len(keys)} in all)" for what, keys in problems.items() if keys]
-    if said:
-        raise ValueError(f"pretrained={folder} does not fit the backbone; {'; '.join(said)}")
-    model.load_state_dict(state, strict=False)
+    copy_weights(source, model, strict=True)
 
 
 def save_backbone(model: SparsePriorViTBackbone, folder: str) -> None:

@@ -6,9 +6,9 @@ import torch
 
 from tasks.classification.compare import builds_on, load_comparison, needed_first
 from tasks.classification.config import load_config
-from tasks.classification.train import build_model
 from tasks.common.config import parse_value
 from tasks.common.images.config import DataConfig
+from tasks.common.images.model import build_model
 
 FOLDER = Path(__file__).parents[3] / "configs" / "classification"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))

@@ -12,6 +12,7 @@ from tasks.classification import train as training
 from tasks.classification.compare import load_comparison
 from tasks.classification.config import check_config, load_config
 from tasks.classification.distillation import DistillationConfig, make_distillation
+from tasks.common.images.model import build_model
 
 FOLDER = Path(__file__).parents[3] / "configs" / "classification"
 SHIPPED = sorted((FOLDER / "sparsifiner").glob("*.yaml"))
@@ -233,7 +234,7 @@ def test_every_shipped_configuration_builds_its_model(path):
         preset = "_".join(base.split("_")[:2])
         model = {"preset": preset, "image_size": 384 if "384" in base else 224, **model}
     with torch.device("meta"):
-        built = training.build_model(model, ["a", "b", "c"]).config
+        built = build_model(model, ["a", "b", "c"]).config
     assert (built.hidden_size, built.num_attention_heads, built.grid[0] * built.grid[1] + 1) == sizes[base]
     phase = DistillationConfig(**config["distillation"])
     assert config["trainer"].get("ema_decay") is None
@@ -265,7 +266,7 @@ def test_comparisons_are_the_rows_of_the_tables(table, budgets):
         changed = {key: value for key, value in config["model"].items() if key != "pretrained"}
         preset = {"preset": "deit_tiny", "image_size": 384} if table == 3 else {"preset": "deit_small"}
         with torch.device("meta"):
-            model = training.build_model({**preset, **changed}, ["a", "b"])
+            model = build_model({**preset, **changed}, ["a", "b"])
         attention = model.vit.layers[0].attention
         if (predictor := attention.predictor) is not None:
             found.append(predictor.budget_of(predictor.settings, attention.plan(model.config.grid, 1).total))

@@ -15,6 +15,7 @@ from hf_sparseprior.prior import resolve_prior
 from tasks.classification import evidence, train
 from tasks.classification.compare import RECORDED, Comparison, load_comparison, record_of
 from tasks.classification.config import load_config
+from tasks.common.images.model import build_model
 from tasks.common.results import write_results
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "classification"
@@ -244,7 +245,7 @@ def test_every_prior_starts_from_the_same_new_classifier(saved):
 
     def weight(seed, prior):
         torch.manual_seed(seed)
-        return train.build_model({"pretrained": str(saved), "prior": prior}, classes).classifier.weight
+        return build_model({"pretrained": str(saved), "prior": prior}, classes).classifier.weight
 
     first, *others = (weight(1, prior) for prior in PRIORS)
     assert all(torch.equal(first, other) for other in others)

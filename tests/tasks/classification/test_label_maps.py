@@ -16,12 +16,12 @@ from PIL import Image
 
 from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.files import file_sha256
+from hf_sparseprior.pretrained import load_whole_model
 from hf_sparseprior.training import Draw, LabelMaps
 from hf_sparseprior.training.token_labels import affine_view, map_probabilities
 from tasks.classification import label_maps
 from tasks.classification import train as training
 from tasks.classification.config import check_config, load_config
-from tasks.classification.evaluate import load_whole_model
 from tasks.classification.inputs import make_datasets
 from tasks.common.images import randaugment
 from tasks.common.images.augmentation import Augmentation, AugmentationConfig

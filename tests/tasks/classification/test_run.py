@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tasks.classification import demo
 from tasks.classification import evaluate as evaluation
 from tasks.classification import train as training
+from tasks.common.images.model import build_model
 from tasks.common.metrics import accuracy_metric, confusion_matrix
 
 CONFIG = {
@@ -315,7 +316,7 @@ def test_results_name_the_prior_and_how_far_the_decay_moved(finished):
 
 def build(finished, **options):
     model = {**CONFIG["model"], **options, "pretrained": str(finished[0] / "model")}
-    return training.build_model(model, [str(digit) for digit in range(options.pop("classes", 10))])
+    return build_model(model, [str(digit) for digit in range(options.pop("classes", 10))])
 
 
 def test_pretrained_weights_are_taken_over(finished):
@@ -326,7 +327,7 @@ def test_pretrained_weights_are_taken_over(finished):
 
 def test_another_prior_and_other_classes_start_those_parts_anew(finished):
     model = {**CONFIG["model"], "prior": "dense", "pretrained": str(finished[0] / "model")}
-    built = training.build_model(model, ["a", "b"])
+    built = build_model(model, ["a", "b"])
     assert built.classifier.weight.shape == (2, 24) and built.config.prior_name == "dense"
 
 
@@ -339,10 +340,10 @@ def test_positions_are_interpolated_for_another_size(finished):
 
 
 def test_a_model_of_another_shape_is_refused(finished):
-    with pytest.raises(ValueError, match=r"does not fit this model: vit.* would start at random"):
+    with pytest.raises(ValueError, match=r"does not fit SparsePriorViTForImageClassification; of another shape: emb"):
         build(finished, hidden_size=48)
     with pytest.raises(OSError, match="nowhere is not a folder of a saved model"):
-        training.build_model({"pretrained": "nowhere"}, ["a", "b"])
+        build_model({"pretrained": "nowhere"}, ["a", "b"])
 
 
 def test_evaluate_names_a_folder_that_is_not_there(finished, tmp_path, capsys):

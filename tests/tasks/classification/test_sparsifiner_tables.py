@@ -9,7 +9,7 @@ from hf_sparseprior.analysis.flops import UP_SHARES, masked_pruning_flops, model
 from hf_sparseprior.prior import pruning_of
 from hf_sparseprior.sparsifiner import Sparsifiner
 from tasks.classification.compare import load_comparison
-from tasks.classification.train import build_model
+from tasks.common.images.model import build_model
 
 FOLDER = Path(__file__).parents[3] / "configs" / "classification" / "compare"
 

@@ -8,7 +8,8 @@ import torch
 
 from tasks.classification.compare import load_comparison
 from tasks.classification.config import load_config
-from tasks.classification.train import build_model, run
+from tasks.classification.train import run
+from tasks.common.images.model import build_model
 
 FOLDER = Path(__file__).parents[3] / "configs" / "classification"
 CONFIGS = sorted(FOLDER.glob("token_pruning/*.yaml"))

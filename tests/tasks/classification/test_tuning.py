@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
+from hf_sparseprior.pretrained import load_whole_model
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
 from tasks.classification import compare
 from tasks.classification import evaluate as evaluation
@@ -16,6 +17,7 @@ from tasks.classification import train as training
 from tasks.classification.compare import load_comparison, table
 from tasks.classification.config import check_config, load_config
 from tasks.classification.tuning import METHODS, TuningConfig, merged, trainable_parameters, tuned
+from tasks.common.images.model import build_model
 from tasks.common.run_folder import last_whole_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -70,7 +72,7 @@ def config_of(saved, method, folder, prior="violin", tuning=None, **trainer):
 
 def build(saved, method, prior="violin", **tuning):
     torch.manual_seed(1)
-    model = training.build_model({**MODEL, "prior": prior, "pretrained": str(saved)}, CLASSES)
+    model = build_model({**MODEL, "prior": prior, "pretrained": str(saved)}, CLASSES)
     return tuned(model, TuningConfig(method, **tuning))
 
 
@@ -140,7 +142,7 @@ def test_steps_change_only_what_is_trained(saved, method):
 def test_with_the_class_token_alone_the_last_beta_has_no_gradient(saved):
     torch.manual_seed(1)
     options = {**MODEL, "pooling": "class_token", "prior": "violin", "pretrained": str(saved)}
-    model = tuned(training.build_model(options, CLASSES), TuningConfig("violin"))
+    model = tuned(build_model(options, CLASSES), TuningConfig("violin"))
     model(images(), labels=torch.arange(6)).loss.backward()
     moving = {name for name in SCALARS if model.get_parameter(name).grad.abs().max() > 0}
     assert SCALARS - moving == {f"vit.layers.{LAYERS - 1}.attention.decay_bias.beta"}
@@ -215,9 +217,9 @@ def test_the_adapter_alone_is_enough(finished, saved):
         assert not (folder / "adapter").exists()
         return
     torch.manual_seed(99)  # another start of the decay
-    base = training.build_model(config["model"], CLASSES)
+    base = build_model(config["model"], CLASSES)
     adapted = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()
-    whole = evaluation.load_whole_model(folder / "model").eval()
+    whole = load_whole_model(folder / "model").eval()
     torch.testing.assert_close(adapted(images()).logits, whole(images()).logits, rtol=0, atol=1e-5)
     assert (folder / "adapter" / "adapter_model.safetensors").stat().st_size < 12_000
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tasks.classification.config import check_config
-from tasks.classification.train import build_model, run
+from tasks.classification.train import run
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import load_data
+from tasks.common.images.model import build_model
 from tasks.common.images.sources import READERS
 from tasks.common.images.vtab_tasks import LISTS, TASKS
 

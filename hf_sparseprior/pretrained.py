@@ -1,0 +1,160 @@
+"""Saved models: opened whole as they were saved, or as the start of a model with another prior, classifier or grid.
+
+Only the weights of a prior and of a classifier may start anew. Everything else comes from the folder, or the call fails
+and names what does not fit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageClassification
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
+
+from .files import file_sha256
+from .loading import check_whole, newly_initialised
+from .prior import of_prior
+
+POSITIONS = "embeddings.position_embeddings"
+
+
+def check_saved_folder(folder: str | os.PathLike, setting: str | None = None) -> None:
+    """Raise OSError unless a folder of a saved model is there; `setting` is the name that its user gave it under."""
+    if not (Path(folder) / CONFIG_NAME).is_file():
+        named = f"{setting}={folder}" if setting else f"{folder}"
+        raise OSError(f"{named} is not a folder of a saved model")
+
+
+def load_whole_model(
+    folder: str | os.PathLike, model_class: Any = AutoModelForImageClassification, **options: Any
+) -> Any:
+    """A saved model of which every weight is in the folder, safetensors only.
+
+    Args:
+        folder: of the saved model.
+        model_class: of the model, or one of transformers' Auto classes.
+        options: of `from_pretrained`.
+
+    Raises:
+        OSError: if there is no such folder, or if a weight is missing or has another shape than the config says.
+    """
+    if not Path(folder).is_dir():
+        raise OSError(f"{folder} is not a folder of a saved model")
+    model, info = model_class.from_pretrained(
+        folder, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True, **options
+    )
+    check_whole(folder, info)
+    return model
+
+
+def check_classes(model: Any, classes: Sequence[str]) -> None:
+    """Raise ValueError unless a saved classifier's classes are these, in this order."""
+    expected = [model.config.id2label[index] for index in range(model.config.num_labels)]
+    if expected != classes:
+        raise ValueError(f"the model's classes {expected} are not those of the data, {classes}")
+
+
+def load_changed_model(folder: str | os.PathLike, model_class: Any, **changes: Any) -> tuple[Any, list[str]]:
+    """A model that starts from a saved one and differs from it in fields of the config.
+
+    With another prior, the prior's weights start anew. With other classes, the classifier does. With another image
+    size, the position embedding is interpolated. Everything that starts anew is drawn by `model_class`.
+
+    Args:
+        folder: of a saved SparsePriorViT, with or without a classifier.
+        model_class: a SparsePriorViT class.
+        changes: fields of the config that differ from the saved ones.
+
+    Returns:
+        The model, and the names of the weights that started anew.
+
+    Raises:
+        OSError: if the folder is missing or damaged.
+        ValueError: for bad fields, and if other weights than those would start anew; it names them.
+    """
+    check_saved_folder(folder)
+    model, info = model_class.from_pretrained(folder, ignore_mismatched_sizes=True, output_loading_info=True, **changes)
+    fresh = newly_initialised(info)
+    anew = [name for name in fresh if may_start_anew(name)]
+    if anew != fresh:
+        source, info = model_class.from_pretrained(folder, ignore_mismatched_sizes=True, output_loading_info=True)
+        copy_weights(source, model, absent=newly_initialised(info))
+    return model, anew
+
+
+def may_start_anew(name: str) -> bool:
+    """Whether a weight of this name belongs to a prior or a classifier."""
+    return "classifier" in name or of_prior(name)
+
+
+def _same_name(name: str) -> str:
+    return name
+
+
+@torch.no_grad()
+def copy_weights(
+    source: Any,
+    target: Any,
+    *,
+    source_name: Callable[[str], str] = _same_name,
+    may_start_anew: Callable[[str], bool] = may_start_anew,
+    absent: Collection[str] = (),
+    copy_prior: bool = True,
+    strict: bool = False,
+) -> None:
+    """Copy the weights of one SparsePriorViT into another that may have another prior, classifier, dtype or grid.
+
+    Names count without the prefix of the base model, so a bare model and one with a classifier fit each other. The
+    position embedding is interpolated to the target's grid. Where the source has no weight of the same name and shape,
+    the target keeps its own if it may start anew.
+
+    Args:
+        source: model to copy from.
+        target: model to fill in place; nothing is written if the two do not fit.
+        source_name: the source's name for a weight of the target.
+        may_start_anew: whether the target may keep its own weight of this name.
+        absent: names in `source` of weights that are not to be copied, because its folder did not hold them.
+        copy_prior: copy weights of the prior too, where name and shape fit.
+        strict: refuse every weight of another shape, and weights of the source that the target has no place for.
+
+    Raises:
+        ValueError: naming the weights that do not fit.
+    """
+    given = _state(source, absent)
+    if POSITIONS in given:
+        given[POSITIONS] = source.base_model.embeddings.resized_positions(target.config.grid)
+    wanted = _state(target)
+    copies: dict[str, Tensor] = {}
+    problems: dict[str, list[str]] = {"missing": [], "of another shape": [], "left over": []}
+    for name, value in wanted.items():
+        weight = given.get(source_name(name)) if copy_prior or not of_prior(name) else None
+        if weight is not None and weight.shape == value.shape:
+            copies[name] = weight
+        elif not may_start_anew(name) or (strict and weight is not None):
+            problems["missing" if weight is None else "of another shape"].append(name)
+    if strict:
+        used = {source_name(name) for name in wanted}
+        problems["left over"] = [name for name in given if name not in used and not may_start_anew(name)]
+    found = [f"{what}: {', '.join(names[:5])} ({len(names)} in all)" for what, names in problems.items() if names]
+    if found:
+        where = source.name_or_path or type(source).__name__
+        raise ValueError(f"{where} does not fit {type(target).__name__}; {'; '.join(found)}")
+    for name, weight in copies.items():
+        wanted[name].copy_(weight)
+
+
+def _state(model: Any, without: Collection[str] = ()) -> dict[str, Tensor]:
+    """Weights by their names in the base model."""
+    prefix = f"{model.base_model_prefix}."
+    return {name.removeprefix(prefix): value for name, value in model.state_dict().items() if name not in without}
+
+
+def weights_sha256(folder: str | os.PathLike) -> str | None:
+    """SHA-256 of a saved model's weights; None if they are not in one file."""
+    weights = Path(folder) / SAFE_WEIGHTS_NAME
+    return file_sha256(weights) if weights.is_file() else None

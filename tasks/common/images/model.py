@@ -1,0 +1,92 @@
+"""The classifier that the `model` section of a configuration describes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
+from hf_sparseprior.adapters.lora import classifier_names
+from hf_sparseprior.pretrained import check_saved_folder, load_changed_model, weights_sha256
+
+# Keys of the section besides the fields of SparsePriorViTConfig.
+MODEL_EXTRAS = ("preset", "pretrained", "classifier_init_std")
+
+
+def build_model(model: dict[str, Any], classes: Sequence[str]) -> SparsePriorViTForImageClassification:
+    """The model of a configuration's `model` section, from scratch or from a saved folder.
+
+    A model from a folder may have another prior, other classes and another image size (`load_changed_model`).
+
+    Raises:
+        ValueError: for bad options, or a folder that does not fit them.
+        OSError: for a folder that is missing or damaged.
+    """
+    options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
+    preset, pretrained, std = map(model.get, MODEL_EXTRAS)
+    if preset and pretrained:
+        raise ValueError(f"model.preset={preset!r} and model.pretrained={pretrained!r} exclude each other")
+    options["id2label"] = dict(enumerate(classes))
+    options["label2id"] = {name: index for index, name in enumerate(classes)}
+    if pretrained:
+        built = _from_folder(pretrained, options)
+    elif preset:
+        built = SparsePriorViTForImageClassification(SparsePriorViTConfig.from_preset(preset, **options))
+    else:
+        built = SparsePriorViTForImageClassification(SparsePriorViTConfig(**options))
+    if std is not None:
+        _draw_classifiers(built, classifier_names(built), std)
+    return built
+
+
+def _from_folder(folder: str, options: dict[str, Any]) -> SparsePriorViTForImageClassification:
+    check_saved_folder(folder, "model.pretrained")
+    model, anew = load_changed_model(folder, SparsePriorViTForImageClassification, **options)
+    new = [name for name in classifier_names(model) if f"{name}.weight" in anew]
+    _draw_classifiers(model, new, model.config.initializer_range)
+    return model
+
+
+@torch.no_grad()
+def _draw_classifiers(model: SparsePriorViTForImageClassification, names: Sequence[str], std: float) -> None:
+    """New weights from a normal distribution with this standard deviation, biases 0.
+
+    They follow from torch's seed alone. Otherwise a decay, which draws before them, would make runs of one seed differ
+    by their prior.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(torch.initial_seed())
+        for classifier in map(model.get_submodule, names):
+            torch.nn.init.trunc_normal_(classifier.weight, std=std)
+            torch.nn.init.zeros_(classifier.bias)
+
+
+def check_pretrained(model: dict[str, Any]) -> None:
+    """Let the configuration in `model.pretrained`, with the options of this section over it, check itself.
+
+    Raises:
+        ValueError: for bad options.
+        OSError: if the folder is missing or has no configuration.
+    """
+    if not (folder := model.get("pretrained")):
+        return
+    check_saved_folder(folder, "model.pretrained")
+    saved, _ = SparsePriorViTConfig.get_config_dict(folder)
+    options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
+    SparsePriorViTConfig.from_dict({**saved, **options})
+
+
+def check_classifier_init_std(model: dict[str, Any]) -> None:
+    """Raise ValueError for a bad `classifier_init_std`; the other keys check themselves when the model is built."""
+    std = model.get("classifier_init_std")
+    if std is not None and (isinstance(std, bool) or not isinstance(std, (int, float)) or not 0 <= std < math.inf):
+        raise ValueError(f"model.classifier_init_std={std!r} must be a number of 0 or more")
+
+
+def pretrained_sha256(model: dict[str, Any]) -> str | None:
+    """SHA-256 of the weights that a run started from; None for one from scratch, or from weights in several files."""
+    folder = model.get("pretrained")
+    return weights_sha256(folder) if folder else None

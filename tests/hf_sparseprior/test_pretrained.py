@@ -1,0 +1,197 @@
+"""Saved models, opened whole or as the start of another one: what is copied, what starts anew, what is refused."""
+
+import hashlib
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel
+
+from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
+from hf_sparseprior.pretrained import (
+    check_classes,
+    check_saved_folder,
+    copy_weights,
+    load_changed_model,
+    load_whole_model,
+    weights_sha256,
+)
+
+SMALL = {
+    "image_size": 32, "patch_size": 8, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 48, "num_labels": 3,
+}  # fmt: skip
+POSITIONS = "embeddings.position_embeddings"
+
+
+def make(cls=SparsePriorViTForImageClassification, seed=0, **settings):
+    """A model of which no weight has a value that its initialisation could give it."""
+    torch.manual_seed(seed)
+    model = cls(SparsePriorViTConfig(**{**SMALL, "prior": "fibottention+violin", **settings}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape))
+    return model.eval()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = make()
+    model.save_pretrained(tmp_path / "saved")
+    return model, tmp_path / "saved"
+
+
+def remove_weight(folder, name):
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    del weights[name]
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def assert_equal(found, expected, but=()):
+    """Weights of the same names and values, except for names that contain a text of `but`."""
+    assert set(found) == set(expected)
+    for name, value in found.items():
+        assert value.equal(expected[name]) != any(text in name for text in but), name
+
+
+# ---- whole models ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_class", [None, AutoModel, SparsePriorViTModel])
+def test_a_whole_model_has_the_saved_weights(saved, model_class):
+    model, folder = saved
+    found = load_whole_model(folder, *([model_class] if model_class else []))
+    assert_equal(found.state_dict(), (model.vit if model_class else model).state_dict())
+
+
+def test_a_folder_that_lacks_a_weight_is_refused(saved, tmp_path):
+    _, folder = saved
+    remove_weight(folder, "vit.layers.1.mlp.fc2.weight")
+    with pytest.raises(OSError, match=r"lacks weights that fit its config: vit\.layers\.1\.mlp\.fc2\.weight \(1 in"):
+        load_whole_model(folder)
+    with pytest.raises(OSError, match="nowhere is not a folder of a saved model"):
+        load_whole_model(tmp_path / "nowhere")
+    with pytest.raises(OSError, match="^model.pretrained=nowhere is not a folder of a saved model"):
+        check_saved_folder("nowhere", "model.pretrained")
+    check_saved_folder(folder)
+
+
+def test_classes_are_compared_in_order(saved):
+    check_classes(saved[0], ["LABEL_0", "LABEL_1", "LABEL_2"])
+    with pytest.raises(ValueError, match="are not those of the data"):
+        check_classes(saved[0], ["LABEL_1", "LABEL_0", "LABEL_2"])
+
+
+def test_the_checksum_is_of_the_weights(saved, tmp_path):
+    content = (saved[1] / "model.safetensors").read_bytes()
+    assert weights_sha256(saved[1]) == hashlib.sha256(content).hexdigest()
+    assert weights_sha256(tmp_path) is None
+
+
+# ---- changed models -------------------------------------------------------------------------------------------------
+
+
+def test_without_changes_nothing_starts_anew(saved):
+    model, folder = saved
+    found, anew = load_changed_model(folder, SparsePriorViTForImageClassification)
+    assert anew == []
+    assert_equal(found.state_dict(), model.state_dict())
+
+
+def test_another_prior_starts_anew_and_everything_else_is_kept(saved):
+    model, folder = saved
+    found, anew = load_changed_model(folder, SparsePriorViTForImageClassification, prior="swin_rpb")
+    kept = {name: value for name, value in model.state_dict().items() if "decay_bias" not in name}
+    fresh = {name for name in found.state_dict() if "relative_position" in name}
+    assert set(anew) == fresh != set()
+    assert_equal({name: value for name, value in found.state_dict().items() if name not in fresh}, kept)
+
+
+def test_other_classes_start_a_classifier_anew(saved):
+    model, folder = saved
+    found, anew = load_changed_model(folder, SparsePriorViTForImageClassification, num_labels=5)
+    assert anew == ["classifier.bias", "classifier.weight"] and found.classifier.weight.shape == (5, 24)
+    assert_equal(found.vit.state_dict(), model.vit.state_dict())
+
+
+@pytest.mark.parametrize("with_classifier", [True, False])
+def test_another_image_size_interpolates_positions(saved, tmp_path, with_classifier):
+    model, folder = saved
+    if not with_classifier:
+        folder = tmp_path / "bare"
+        model.vit.save_pretrained(folder)
+    found, anew = load_changed_model(folder, SparsePriorViTForImageClassification, image_size=48)
+    assert anew == ([] if with_classifier else ["classifier.bias", "classifier.weight"])
+    expected = {**model.vit.state_dict(), POSITIONS: model.vit.embeddings.resized_positions((6, 6))}
+    assert expected[POSITIONS].shape == (1, 1 + 36, 24)
+    assert_equal(found.vit.state_dict(), expected)
+    assert found.classifier.weight.equal(model.classifier.weight) == with_classifier
+
+
+def test_weights_that_would_start_anew_are_named(saved, tmp_path):
+    _, folder = saved
+    with pytest.raises(ValueError, match=r"saved does not fit .*; missing: layers\.2\.layernorm_before\.weight"):
+        load_changed_model(folder, SparsePriorViTForImageClassification, num_hidden_layers=3)
+    with pytest.raises(ValueError, match=r"of another shape: layers\.0\.mlp\.fc1\.weight.* \(6 in all\)"):
+        load_changed_model(folder, SparsePriorViTForImageClassification, intermediate_size=40)
+    remove_weight(folder, "vit.layernorm.weight")
+    with pytest.raises(ValueError, match=r"missing: layernorm\.weight \(1 in all\)"):
+        load_changed_model(folder, SparsePriorViTForImageClassification, image_size=48)
+    with pytest.raises(OSError, match="nowhere is not a folder of a saved model"):
+        load_changed_model(tmp_path / "nowhere", SparsePriorViTForImageClassification)
+
+
+# ---- copies ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_has_every_weight_of_the_same_name_and_shape():
+    source, target = make(), make(SparsePriorViTModel, seed=1)
+    copy_weights(source, target, strict=True)
+    assert_equal(target.state_dict(), source.vit.state_dict())
+
+
+def test_a_copy_between_priors_leaves_the_targets_prior_and_classifier_alone():
+    source, target = make(), make(seed=1, prior="violin", num_labels=5)
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    copy_weights(source, target, copy_prior=False)
+    assert_equal(target.vit.state_dict(), source.vit.state_dict(), but=["decay_bias"])
+    own = {name: value for name, value in target.state_dict().items() if "decay_bias" in name or "classifier" in name}
+    assert own and all(value.equal(before[name]) for name, value in own.items())
+    copy_weights(source, target)  # the decay of both priors is the same
+    assert_equal(target.vit.state_dict(), source.vit.state_dict())
+
+
+def test_a_copy_keeps_the_targets_dtype_and_takes_names_from_a_map():
+    source, target = make(prior="dense"), make(seed=1, prior="dense").bfloat16()
+    copy_weights(source, target, source_name=lambda name: name.replace("layers.1", "layers.0"))
+    for name, value in target.vit.state_dict().items():
+        expected = source.vit.state_dict()[name.replace("layers.1", "layers.0")]
+        assert value.dtype == torch.bfloat16 and value.equal(expected.bfloat16()), name
+
+
+def test_nothing_is_written_if_the_models_do_not_fit():
+    source, target = make(), make(seed=1, intermediate_size=40)
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    with pytest.raises(ValueError, match=r"SparsePriorViTForImageClassification does not fit .*of another shape"):
+        copy_weights(source, target)
+    assert_equal(target.state_dict(), before)
+
+
+def test_a_strict_copy_refuses_what_is_left_over_and_a_prior_of_another_shape():
+    shallow = make(seed=1, num_hidden_layers=1)
+    copy_weights(make(), shallow)
+    with pytest.raises(ValueError, match=r"left over: layers\.1\.layernorm_before\.weight"):
+        copy_weights(make(), shallow, strict=True)
+    one_curve = make(seed=1, prior={"decay": {"name": "violin", "curves": ["snake"]}})
+    copy_weights(make(), one_curve)
+    with pytest.raises(ValueError, match=r"of another shape: layers\.0\.attention\.decay_bias"):
+        copy_weights(make(), one_curve, strict=True)
+    copy_weights(make(), make(seed=1, prior="dense"), strict=True)  # a prior that the target does not have has no place
+
+
+def test_absent_weights_are_not_copied():
+    source, target = make(), make(seed=1)
+    own = target.classifier.weight.clone()
+    copy_weights(source, target, absent=["classifier.weight"])
+    assert target.classifier.weight.equal(own) and target.classifier.bias.equal(source.classifier.bias)
