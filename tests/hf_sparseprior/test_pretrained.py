@@ -72,7 +72,7 @@ def test_a_folder_that_lacks_a_weight_is_refused(saved, tmp_path):
         load_whole_model(folder)
     with pytest.raises(OSError, match="nowhere is not a folder of a saved model"):
         load_whole_model(tmp_path / "nowhere")
-    with pytest.raises(OSError, match="^model.pretrained=nowhere is not a folder of a saved model"):
+    with pytest.raises(OSError, match=r"^model\.pretrained=nowhere is not a folder of a saved model"):
         check_saved_folder("nowhere", "model.pretrained")
     check_saved_folder(folder)
 
