@@ -6,7 +6,6 @@ learns from nothing in minutes, which is why it has LV-ViT's convolution stem.
 """
 
 _base_ = ["base/mask_rcnn.py"]
-work_dir = "outputs/detection_smoke"  # both have a smoke.py
 data_root = "data/scenes/"
 classes = ("zero", "one", "four", "seven", "top", "trouser", "shoe", "bag")
 size, channels = 128, 64

@@ -5,7 +5,6 @@ python -m tasks.segmentation.train --config configs/segmentation/smoke.py
 """
 
 _base_ = ["../mm/runtime.py", "base/scenes.py"]
-work_dir = "outputs/segmentation_smoke"  # both have a smoke.py
 custom_imports = dict(imports=["tasks.segmentation"])
 default_scope = "mmseg"
 custom_hooks = [dict(type="SeedSteps"), dict(type="OneLineProgress", metrics=["mIoU"]), dict(type="StopOnSignal")]

@@ -22,6 +22,10 @@ PACKAGES = (
     "numpy",
     "scikit-learn",
     "av",
+    "onedl-mmcv",
+    "onedl-mmengine",
+    "onedl-mmsegmentation",
+    "onedl-mmdetection",
 )
 
 

@@ -55,7 +55,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted keys as nested dicts and, where all keys of a level are numbers, lists: {"a.0.b": 1} -> {"a": [{"b": 1}]}.
 
     Args:
-        flat: plain values by dotted key.
+        flat: values by dotted key; a dict under one key is merged with what other keys put there.
     """
     root: dict[str, Any] = {}
     for key, value in flat.items():
@@ -63,7 +63,8 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
         node = root
         for part in parents:
             node = node.setdefault(part, {})
-        node[last] = value
+        both = isinstance(value, dict) and isinstance(node.get(last), dict)
+        node[last] = {**node[last], **value} if both else value
     return {key: _lists(value) for key, value in root.items()}
 
 

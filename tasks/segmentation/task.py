@@ -12,7 +12,7 @@ from mmengine.dataset import pseudo_collate
 from mmseg.registry import DATASETS, METRICS
 
 from hf_sparseprior.analysis.pictures import pyplot, save
-from tasks.common.mm.runs import Task
+from tasks.common.mm.task import Task
 from tasks.segmentation.data import IGNORED
 
 SHOWN = 6  # images of the picture
@@ -31,7 +31,7 @@ def constant_predictor(config: Config) -> dict[str, Any]:
     """The class that, predicted everywhere, has the highest mIoU on the test set, by the test evaluator itself.
 
     Returns:
-        test_mIoU in percent and the class.
+        test_mIoU, a fraction, and the class.
     """
     dataset = DATASETS.build(config.test_dataloader.dataset)
     metric = METRICS.build(config.test_evaluator)
@@ -43,7 +43,7 @@ def constant_predictor(config: Config) -> dict[str, Any]:
         predicted[index] = areas.sum()
         hit = torch.zeros_like(areas)
         hit[index] = areas[index]
-        score = float(metric.compute_metrics([(hit, predicted + areas - hit, predicted, areas)])["mIoU"])
+        score = float(metric.compute_metrics([(hit, predicted + areas - hit, predicted, areas)])["mIoU"]) / 100
         if score > best["test_mIoU"]:
             best = {"test_mIoU": score, "class": name}
     return best
@@ -78,4 +78,4 @@ def draw_predictions(model: Any, dataset: Any, path: Path) -> Path:
     return save(figure, path)
 
 
-SEGMENTATION = Task("segmentation", draw_predictions, constant_predictor)
+SEGMENTATION = Task("segmentation", draw_predictions, constant_predictor, in_percent=True)

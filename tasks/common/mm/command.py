@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mmengine.dist import is_main_process
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.common.command import run_command, train_parser
-from tasks.common.mm.runs import PICTURE, SPLITS, Task, evaluate, load_config, run
+from tasks.common.mm.config import load_config
+from tasks.common.mm.evaluate import evaluate
+from tasks.common.mm.task import MM_SPLITS, PICTURE, Task
+from tasks.common.mm.train import run
 from tasks.common.run_folder import MODEL, RESULTS
 
 
@@ -24,18 +29,22 @@ def train_main(task: Task, argv: list[str] | None = None) -> int:
 
     def work() -> None:
         keep_freed_memory()
-        config = load_config(arguments.config, arguments.overrides)
+        config = load_config(task.name, arguments.config, arguments.overrides)
         results = run(task, config, arguments.overwrite)
         if not is_main_process():
             return
-        for name, value in results["metrics"].items():
-            print(f"{name}: {value:.2f}")
-        for name, value in results["baseline"].items():
-            print(f"constant predictor, {name}: {value:.2f}" if isinstance(value, float) else f"{name}: {value}")
+        print_metrics(results["metrics"])
+        print_metrics({f"constant predictor, {name}": value for name, value in results["baseline"].items()})
         out = Path(config.work_dir)
         print(f"results: {out / RESULTS}, picture: {out / PICTURE}, model: {out / MODEL}")
 
     return run_command(parser.prog, work, "from the last checkpoint")
+
+
+def print_metrics(metrics: Mapping[str, Any]) -> None:
+    """One line for each."""
+    for name, value in metrics.items():
+        print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
 
 
 def evaluate_main(task: Task, argv: list[str] | None = None) -> int:
@@ -44,15 +53,14 @@ def evaluate_main(task: Task, argv: list[str] | None = None) -> int:
         prog=f"python -m tasks.{task.name}.evaluate", description=f"Evaluate a saved model for {task.name}."
     )
     parser.add_argument("model", type=Path, help="model folder of a run; its config.py is run, so it has to be trusted")
-    parser.add_argument("--split", choices=tuple(SPLITS), default="test")
-    parser.add_argument("--out", type=Path, help="folder for results and picture; default: MODEL/../evaluation")
+    parser.add_argument("--split", choices=tuple(MM_SPLITS), default="test")
+    parser.add_argument("--out", type=Path, help="folder for results and picture; default: RUN/evaluation")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. test_dataloader.dataset.data_root=DIR")
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
 
     def work() -> None:
         results = evaluate(task, arguments.model, arguments.split, arguments.overrides, arguments.out)
-        for name, value in results["metrics"].items():
-            print(f"{name}: {value:.2f}")
+        print_metrics(results["metrics"])
 
     return run_command(parser.prog, work)

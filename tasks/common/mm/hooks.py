@@ -8,20 +8,18 @@ number of workers.
 from __future__ import annotations
 
 import random
-import signal
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from mmengine.dataset import InfiniteSampler
-from mmengine.dist import all_reduce, get_rank, get_world_size, is_main_process
+from mmengine.dist import get_rank, is_main_process
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import DATA_SAMPLERS, FUNCTIONS, HOOKS, TRANSFORMS
 from tqdm import tqdm
 
-from hf_sparseprior.training.stopping import WorkerStart
+from hf_sparseprior.training.stopping import StopRequest, WorkerStart
 from tasks.common.command import RunStopped
 
 
@@ -64,7 +62,7 @@ class SeedAugmentation:
         """Nothing changes in `results`.
 
         Raises:
-            ValueError: behind another sampler.
+            ValueError: if the images come from another sampler than `NumberedSampler`.
         """
         draw = results["sample_idx"]
         if not isinstance(draw, Draw):
@@ -97,50 +95,35 @@ class StopOnSignal(Hook):
     Loops over epochs resume at the start of an epoch; there nothing is saved and the last epoch's checkpoint counts.
     """
 
-    priority = "LOWEST"  # behind CheckpointHook
+    priority = "LOWEST"  # after CheckpointHook
 
     def __init__(self) -> None:
-        self.requested = False
-        self._earlier: Any = None
+        self.request = StopRequest()
 
     def before_train(self, runner: Any) -> None:
         """Listen."""
-        self.requested = False
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            self._earlier = signal.signal(signal.SIGTERM, self._request)
-
-    def _request(self, signum: int, frame: Any) -> None:
-        self.requested = True
-
-    def _any_requested(self) -> bool:
-        if get_world_size() == 1:
-            return self.requested
-        flag = torch.tensor(int(self.requested))
-        all_reduce(flag, "max")
-        return bool(flag)
+        self.request.listen()
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Save and stop if any process was told to."""
-        if not self._any_requested():
+        if not self.request.agreed():
             return
         step = runner.iter + 1
         for hook in runner.hooks:
             if isinstance(hook, CheckpointHook) and not hook.by_epoch:
                 if not str(hook.last_ckpt).endswith(hook.filename_tmpl.format(step)):
                     hook._save_checkpoint(runner)
-                raise RunStopped(f"stopped behind step {step}; the same command goes on from there")
-        raise RunStopped(f"stopped behind step {step}; the same command goes on from the last whole epoch")
+                raise RunStopped(f"stopped after step {step}; the same command goes on from there")
+        raise RunStopped(f"stopped after step {step}; the same command goes on from the last whole epoch")
 
     def after_train(self, runner: Any) -> None:
         """Stop listening."""
-        if self._earlier is not None:
-            signal.signal(signal.SIGTERM, self._earlier)
-            self._earlier = None
+        self.request.release()
 
 
 @HOOKS.register_module()
 class OneLineProgress(Hook):
-    """One bar for the whole training, with the loss and the last validation's numbers behind it.
+    """One bar for the whole training, with the loss and the last validation's numbers after it.
 
     Args:
         metrics: names of validation metrics to show, as the evaluator returns them.

@@ -23,9 +23,11 @@ from pycocotools.cocoeval import COCOeval
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
 from tasks.common.mm.command import train_main
+from tasks.common.mm.config import load_config, run_identity
+from tasks.common.mm.evaluate import evaluate
 from tasks.common.mm.loading import read_checkpoint
-from tasks.common.mm.runs import evaluate, flat, load_config, run
 from tasks.common.mm.scenes import mask_box, run_lengths
+from tasks.common.mm.train import run
 from tasks.common.run_folder import claim
 from tasks.detection.baseline import fit_constant
 from tasks.detection.data import NumberedEpochSampler, annotation_damage, packed_pixels
@@ -91,11 +93,11 @@ def data(tmp_path_factory):
 
 def options(data, out, *overrides):
     roots = [f"{part}_dataloader.dataset.data_root={data}/" for part in SPLITS]
-    return [*OVERRIDES, *roots, f"work_dir={out}", *overrides]
+    return [*OVERRIDES, *roots, f"output_dir={out}", *overrides]
 
 
 def config_of(data, out, *overrides):
-    config = load_config(CONFIGS / "smoke.py", options(data, out, *overrides))
+    config = load_config("detection", CONFIGS / "smoke.py", options(data, out, *overrides))
     init_default_scope("mmdet")
     return config
 
@@ -128,7 +130,11 @@ def finished(data, tmp_path_factory):
 
 def test_a_run_leaves_everything_and_evaluate_reproduces_it(finished, tmp_path):
     out, results = finished
-    assert results["task"] == "detection" and results["steps"] == 6 and len(results["history"]["loss"]) == 6
+    assert (
+        results["task"] == "detection"
+        and results["steps"] == 6
+        and [entry["step"] for entry in results["history"]] == list(range(1, 7))
+    )
     assert {"test_coco/bbox_mAP", "test_coco/segm_mAP"} <= set(results["metrics"])
     assert set(results["baseline"]) >= {"test_coco/bbox_mAP", "test_coco/segm_mAP"}
     for name in ("results.json", "predictions.png", "model/model.safetensors", "model/backbone/config.json"):
@@ -142,7 +148,7 @@ def test_after_a_kill_the_run_goes_on_with_the_same_losses(finished, data, tmp_p
     """The folder as a kill leaves it that came while the second checkpoint was written."""
     out = tmp_path / "run"
     config = config_of(data, out)
-    claim(out, {"config": flat(config.to_dict())})
+    claim(out, run_identity(config))
     shutil.copy(finished[0] / "iter_3.pth", out)
     (out / "iter_5.pth").write_bytes((out / "iter_3.pth").read_bytes()[:1000])
     results = run(DETECTION, config)
@@ -386,7 +392,7 @@ def test_annotations_are_checked(change, said):
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
 def test_configs_parse_and_build(path):
-    config = load_config(path)
+    config = load_config("detection", path)
     assert isinstance(config, Config) and config.default_scope == "mmdet"
     init_default_scope("mmdet")
     with torch.device("meta"):
@@ -417,7 +423,9 @@ def test_configs_parse_and_build(path):
 
 
 def test_full_size_configs_are_mask_rcnn_1x():
-    dense, violin = (load_config(CONFIGS / f"coco_mask_rcnn_vit_base_{prior}.py") for prior in ("dense", "violin"))
+    dense, violin = (
+        load_config("detection", CONFIGS / f"coco_mask_rcnn_vit_base_{prior}.py") for prior in ("dense", "violin")
+    )
     assert dense.train_cfg.max_epochs == 12 and dense.param_scheduler[-1].milestones == [8, 11]
     assert dense.train_dataloader.batch_size * 8 == dense.auto_scale_lr.base_batch_size == 16
     assert dense.model.roi_head.bbox_head.num_classes == 80 and dense.model.backbone.preset == "deit_base"

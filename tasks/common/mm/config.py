@@ -1,0 +1,110 @@
+"""mm config files: reading them with overrides, checking them, storing them as JSON."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mmengine.config import Config, DictAction
+
+from tasks.common.run_folder import default_output_dir
+from tasks.common.upgrade import nested
+
+OUTPUT_DIR, WORK_DIR = "output_dir", "work_dir"  # one thing: the name that every task uses, and mmengine's own
+
+
+def load_config(task: str, path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """An mm config file with overrides.
+
+    The folder of the run is `output_dir`, as in every task, in files and overrides; mmengine's own name, `work_dir`,
+    does the same. The Config has it as `work_dir`. Default: outputs/TASK/NAME_OF_THE_FILE.
+
+    Args:
+        task: name of the task's folder.
+        path: of the config, which is Python and is run.
+        overrides: "key.key=value", values as mm's `--cfg-options` writes them.
+
+    Raises:
+        OSError: for a missing file.
+        ValueError: for a file that does not run, or an override of something that is not there.
+    """
+    if not Path(path).is_file():
+        raise OSError(f"--config {path} does not exist")
+    try:
+        config = Config.fromfile(str(path))
+    except ImportError:
+        raise
+    except Exception as error:  # a config is a program and can fail like one
+        raise ValueError(f"--config {path}: {type(error).__name__}: {first_line(error)}") from None
+    if OUTPUT_DIR in config:
+        config[WORK_DIR] = config.pop(OUTPUT_DIR)
+    config.setdefault(WORK_DIR, default_output_dir(task, path))
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise ValueError(f"{override!r} must be key=value")
+        key = WORK_DIR if key == OUTPUT_DIR else key
+        check_key(config, key)
+        try:
+            config.merge_from_dict({key: DictAction._parse_iterable(value)})
+        except (AssertionError, KeyError, TypeError) as error:
+            raise ValueError(f"{override!r}: {first_line(error)}") from None
+    return config
+
+
+def check_key(config: Any, key: str) -> None:
+    """Raise ValueError unless all of a dotted key but its last part leads somewhere, or for a new key at the top."""
+    parts = key.split(".")
+    node: Any = config
+    for depth, part in enumerate(parts):
+        known = [str(index) for index in range(len(node))] if isinstance(node, (list, tuple)) else list(node)
+        if part not in known:
+            if 0 < depth == len(parts) - 1 and not isinstance(node, (list, tuple)):
+                return
+            near = difflib.get_close_matches(part, known, n=1)
+            hint = f"; did you mean {'.'.join([*parts[:depth], near[0]])!r}?" if near else ""
+            raise ValueError(f"{key!r}: there is no {'.'.join(parts[: depth + 1])!r} in the configuration{hint}")
+        if depth < len(parts) - 1:
+            node = node[int(part) if isinstance(node, (list, tuple)) else part]
+            if not isinstance(node, (dict, list, tuple)):
+                raise ValueError(f"{key!r}: {'.'.join(parts[: depth + 1])!r} is {node!r} and has no parts")
+
+
+def check_data(config: Config) -> None:
+    """Raise OSError if a dataset's folder is missing, before anything is written."""
+    for part in ("train", "val", "test"):
+        root = config.get(f"{part}_dataloader", {}).get("dataset", {}).get("data_root")
+        if root and not Path(root).is_dir():
+            hint = f"; python -m tasks.common.mm.scenes {root} makes it" if "scenes" in Path(root).name else ""
+            raise OSError(f"{part}_dataloader.dataset.data_root={root} is not a folder{hint}")
+
+
+def as_json(value: Any) -> Any:
+    """A nested configuration of plain values, as JSON keeps it: tuples as lists, what is no plain value as its repr."""
+    if isinstance(value, dict):
+        return {str(key): as_json(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(part) for part in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
+
+
+def run_identity(config: Config) -> dict[str, Any]:
+    """What makes a run this one, as run_config.json keeps it."""
+    return {"config": _without_dots(as_json(config.to_dict()))}
+
+
+def _without_dots(value: Any) -> Any:
+    """mm's keys with dots (names of modules, in `custom_keys`) as nested ones.
+
+    Runs of results version 1 kept the whole configuration as dotted keys, where the two are the same.
+    """
+    if isinstance(value, dict):
+        return nested({key: _without_dots(part) for key, part in value.items()})
+    return [_without_dots(part) for part in value] if isinstance(value, list) else value
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type where it has none."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()

@@ -1,0 +1,50 @@
+"""Evaluation of a saved model of mm on one split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mmengine.config import Config
+
+from hf_sparseprior.files import file_sha256
+from tasks.common.mm.config import WORK_DIR, as_json, check_data, load_config
+from tasks.common.mm.runner import build_runner
+from tasks.common.mm.saving import CONFIG, WEIGHTS, fill_model
+from tasks.common.mm.task import MM_SPLITS, Task
+from tasks.common.results import Results
+from tasks.common.run_folder import evaluation_folder
+
+
+def evaluate(
+    task: Task, folder: Path, split: str = "test", overrides: Sequence[str] = (), out: Path | None = None
+) -> dict[str, Any]:
+    """Metrics of a saved model on a split, with results and picture in `out` (default: RUN/evaluation)."""
+    if not (folder / CONFIG).is_file():
+        raise OSError(f"{folder} is not a folder of a saved model: it holds no {CONFIG}")
+    config = load_config(task.name, folder / CONFIG, overrides)
+    out = out or evaluation_folder(folder)
+    config[WORK_DIR] = str(out)
+    part = MM_SPLITS[split]
+    for name in ("dataloader", "evaluator"):
+        config[f"test_{name}"] = config[f"{part}_{name}"]
+    check_data(Config({"test_dataloader": config.test_dataloader}))
+    for key in ("train_dataloader", "train_cfg", "optim_wrapper", "param_scheduler", "val_dataloader", "val_cfg"):
+        config.pop(key, None)
+    config.pop("val_evaluator", None)
+    runner = build_runner(config)
+    fill_model(runner.model, folder)
+    results = Results(
+        task=task.name,
+        metrics=task.metrics(split, runner.test()),
+        config=as_json(config.to_dict()),
+        parameters=sum(parameter.numel() for parameter in runner.model.parameters()),
+        details={
+            "model": str(folder),
+            "model_sha256": file_sha256(folder / WEIGHTS),
+            "images": len(runner.test_dataloader.dataset),
+        },
+    )
+    task.draw(runner.model, runner.test_dataloader.dataset, out / f"predictions_{split}.png")
+    return results.write(out / f"results_{split}.json")

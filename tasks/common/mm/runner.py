@@ -1,0 +1,128 @@
+"""mmengine's Runner as all our runs use it: quiet, without pickles, with checks before the first batch."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from mmengine.config import Config
+from mmengine.hooks import Hook
+from mmengine.model import revert_sync_batchnorm
+from mmengine.runner import Runner
+
+from tasks.common.mm.hooks import OneLineProgress, StopOnSignal
+from tasks.common.mm.loading import refuse_pickles
+
+_RUNS = itertools.count()  # of this process
+
+
+class QuietRunner(Runner):
+    """mmengine's Runner, whose log goes to its file; the terminal shows errors and the progress bar."""
+
+    def build_logger(self, *args: Any, **kwargs: Any) -> Any:
+        """As mmengine's."""
+        logger = super().build_logger(*args, **kwargs)
+        for handler in logger.handlers:
+            if not isinstance(handler, logging.FileHandler):
+                handler.setLevel(max(handler.level, logging.ERROR))
+        return logger
+
+
+def build_runner(config: Config) -> QuietRunner:
+    """The Runner of a config, on every process that torchrun started; builds model, data and metric."""
+    refuse_pickles()
+    config = copy.deepcopy(config)
+    config.launcher = "pytorch" if "TORCHELASTIC_RUN_ID" in os.environ else "none"
+    # mmengine knows runs by name and second: one that begins within the same second would be given the other's folder.
+    config.experiment_name = f"{Path(config.filename or 'run').stem}_{next(_RUNS)}"
+    with errors_in_one_line():
+        runner = QuietRunner.from_cfg(config)
+        check_normalisation(whole_model(runner))
+    runner.register_hook(CheckClasses())
+    if not runner.distributed:  # one process has nothing to synchronise, and a CPU cannot
+        runner.model = revert_sync_batchnorm(runner.model)
+    return runner
+
+
+def whole_model(runner: Runner) -> Any:
+    """The model without what distributes it."""
+    return runner.model.module if runner.distributed else runner.model
+
+
+@contextmanager
+def errors_in_one_line(still: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Turn what mmengine raises for parts that do not build or do not fit each other into ValueErrors.
+
+    Args:
+        still: whether an error is still one of these; where it is not, it is a bug and stays as it is.
+    """
+    try:
+        yield
+    except (AssertionError, KeyError, AttributeError, IndexError, RuntimeError) as error:
+        if not still():
+            raise
+        text = str(error.args[0]).strip() if error.args else ""
+        said = text.splitlines()[0] if text else type(error).__name__
+        raise ValueError(f"the configuration does not build: {said}") from error
+
+
+@contextmanager
+def released(runner: Runner) -> Iterator[None]:
+    """Close the bar and stop listening for signals, also where training ends in an error."""
+    try:
+        yield
+    finally:
+        for hook in runner.hooks:
+            if isinstance(hook, (OneLineProgress, StopOnSignal)):
+                hook.after_train(runner)
+
+
+class CheckClasses(Hook):
+    """Compares the heads' number of classes with the data's, before the first batch."""
+
+    def before_train(self, runner: Runner) -> None:
+        """Training and validation data."""
+        data = [runner.train_dataloader, *([runner.val_dataloader] if runner.val_loop is not None else [])]
+        check_classes(runner.model, [loader.dataset for loader in data])
+
+    def before_test(self, runner: Runner) -> None:
+        """Test data."""
+        check_classes(runner.model, [runner.test_dataloader.dataset])
+
+
+def check_classes(model: torch.nn.Module, data: Sequence[Any]) -> None:
+    """Raise ValueError unless every head that tells classes apart has as many as every data set."""
+    named = ((name.removeprefix("module."), module) for name, module in model.named_modules())
+    # Not the whole model, which repeats its head's, nor a region proposal network, which tells object from background.
+    heads = {
+        name: module.num_classes
+        for name, module in named
+        if name and not name.startswith("rpn_head") and hasattr(module, "num_classes")
+    }
+    for dataset in data:
+        classes = dataset.metainfo["classes"]
+        for name, number in heads.items():
+            if number != len(classes):
+                raise ValueError(
+                    f"model.{name}.num_classes={number}, the data has {len(classes)} classes: "
+                    f"{', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}"
+                )
+
+
+def check_normalisation(model: Any) -> None:
+    """Raise ValueError unless the saved backbone will say how its images were normalised (mm's are 0 to 255)."""
+    given, config = model.data_preprocessor, model.backbone.config
+    for name, own in (("mean", config.image_mean), ("std", config.image_std)):
+        values = getattr(given, name, None)
+        if values is not None and not torch.allclose(values.flatten().float(), 255 * torch.tensor(own), atol=0.1):
+            raise ValueError(
+                f"model.data_preprocessor.{name}={[round(float(value), 3) for value in values.flatten()]} must be 255 "
+                f"times model.backbone.image_{name}={list(own)}, which other tasks normalise by"
+            )

@@ -1,0 +1,57 @@
+"""The model folder of a run of mmengine: config.py and model.safetensors of the whole model, and its backbone alone."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from mmengine.config import Config
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from hf_sparseprior import SparsePriorViTConfig
+from tasks.common.mm.backbone import save_backbone
+
+BACKBONE, CONFIG, WEIGHTS = "backbone", "config.py", "model.safetensors"
+
+
+def save_model(folder: Path, config: Config, model: Any) -> None:
+    """Write the whole model, with a config that needs no other folder, and its backbone alone."""
+    own = copy.deepcopy(config)
+    given = {key: config.model.backbone[key] for key in ("type", "with_cp") if key in config.model.backbone}
+    # transformers' own bookkeeping is not a matter of the architecture.
+    built, default = model.backbone.config, SparsePriorViTConfig()
+    names = [field.name for field in fields(SparsePriorViTConfig) if field.name in SparsePriorViTConfig.__annotations__]
+    changed = {name: getattr(built, name) for name in names if getattr(built, name) != getattr(default, name)}
+    own.model["backbone"] = {**given, **changed, "out_indices": list(built.out_indices)}
+    for key in ("load_from", "resume"):
+        own.pop(key, None)
+    folder.mkdir(parents=True, exist_ok=True)
+    own.dump(str(folder / CONFIG))
+    save_backbone(model.backbone, str(folder / BACKBONE))
+    weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    save_file(weights, str(folder / WEIGHTS), metadata={"format": "pt"})
+
+
+def fill_model(model: torch.nn.Module, folder: Path) -> None:
+    """Load the weights of `save_model`, every one and no other.
+
+    Raises:
+        OSError: for a missing or damaged file.
+        ValueError: for weights that do not fit, with their names.
+    """
+    file = folder / WEIGHTS
+    if not file.is_file():
+        raise OSError(f"{file} does not exist")
+    try:
+        state = load_file(file)
+    except SafetensorError as error:
+        raise OSError(f"{file} cannot be read, it is damaged or cut off ({error})") from None
+    own = model.state_dict()
+    fitting = {name for name in {*own} & {*state} if own[name].shape == state[name].shape}
+    if wrong := sorted({*own, *state} - fitting):
+        raise ValueError(f"{file} does not fit its {CONFIG}: {', '.join(wrong[:5])} ({len(wrong)} in all)")
+    model.load_state_dict(state)

@@ -1,0 +1,34 @@
+"""What segmentation and detection each add to a run of mmengine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmengine.config import Config
+
+PICTURE = "predictions.png"
+MM_SPLITS = {"test": "test", "validation": "val"}  # our names and mm's
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a task adds to a run.
+
+    name: of the task's folder.
+    draw: draws predictions of a model for a dataset's first images into a file.
+    baseline: metrics of the best constant predictor on the test dataset, by the framework's own metric, as results.json
+        has them.
+    in_percent: whether that metric is in percent; in results.json it is a fraction.
+    """
+
+    name: str
+    draw: Callable[[Any, Any, Any], Any]
+    baseline: Callable[[Config], dict[str, Any]]
+    in_percent: bool = False
+
+    def metrics(self, split: str, values: Mapping[str, Any]) -> dict[str, float]:
+        """The framework's metrics as results.json has them, SPLIT_NAME."""
+        scale = 100 if self.in_percent else 1
+        return {f"{split}_{name}": float(value) / scale for name, value in values.items()}

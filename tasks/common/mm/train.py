@@ -1,0 +1,128 @@
+"""A run of mmengine from a config file to results.json, as segmentation and detection share it.
+
+OUT/run_config.json       what makes the run this one
+OUT/iter_N.pth            checkpoints
+OUT/TIME/                 mmengine's log
+OUT/model/                config.py and model.safetensors of the whole model, what `evaluate` reads,
+                          and backbone/, a SparsePriorViT that every other task loads
+OUT/predictions.png       truth and predictions side by side
+OUT/results.json          written last
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from mmengine.config import Config
+from mmengine.dist import get_world_size
+from mmengine.runner import Runner
+
+from hf_sparseprior.files import file_sha256
+from tasks.common.mm.config import OUTPUT_DIR, as_json, check_data, run_identity
+from tasks.common.mm.runner import build_runner, errors_in_one_line, released, whole_model
+from tasks.common.mm.saving import WEIGHTS, save_model
+from tasks.common.mm.task import PICTURE, Task
+from tasks.common.results import Results
+from tasks.common.run_folder import MODEL, RESULTS, claim, cut_off, finished_results, newest_whole
+
+CHECKPOINTS = ("iter_*.pth", "epoch_*.pth")
+
+
+def run(task: Task, config: Config, overwrite: bool = False, command: str | None = None) -> dict[str, Any]:
+    """Train, test once, write model, picture and results. An interrupted run goes on, a finished one is not done again.
+
+    Args:
+        task: what is trained.
+        config: as `load_config` returns it.
+        overwrite: throw away what a run of another configuration left in `config.work_dir`.
+        command: for results.json.
+
+    Returns:
+        The content of results.json.
+
+    Raises:
+        ValueError, OSError: for bad values and files.
+        RunStopped: on SIGTERM, after a checkpoint was saved.
+    """
+    out, identity = Path(config.work_dir), run_identity(config)
+    if finished := finished_results(out, identity, overwrite, OUTPUT_DIR):
+        return finished
+    check_data(config)
+    config, new = copy.deepcopy(config), not out.exists()
+    if is_first():
+        claim(out, identity)
+    if checkpoint := newest_whole(out, CHECKPOINTS, cut_off):
+        config.load_from, config.resume = checkpoint, True
+        if is_first():
+            print(f"going on from {checkpoint}", file=sys.stderr)
+    try:
+        runner = build_runner(config)
+        # Parts that do not fit each other show before the first step is done.
+        with released(runner), errors_in_one_line(lambda: runner.iter == 0):
+            runner.train()
+    except (ValueError, OSError, TypeError, ImportError):
+        # What a mistake left behind would stand in the way of the corrected run.
+        if new and is_first() and not newest_whole(out, CHECKPOINTS, cut_off):
+            shutil.rmtree(out)
+        raise
+    results = results_of(task, config, runner)
+    results.resumed_from, results.command = checkpoint and Path(checkpoint).name, command or results.command
+    if not is_first():
+        return results.content()
+    save_model(out / MODEL, config, whole_model(runner))
+    results.details["model_sha256"] = file_sha256(out / MODEL / WEIGHTS)
+    task.draw(whole_model(runner), runner.test_dataloader.dataset, out / PICTURE)
+    return results.write(out / RESULTS)
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes, also before mmengine has joined the processes together."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def results_of(task: Task, config: Config, runner: Runner) -> Results:
+    """Results of a trained model, which is tested here."""
+    seconds, waiting = training_seconds(runner)
+    parameters = list(runner.model.parameters())
+    return Results(
+        task=task.name,
+        metrics=task.metrics("test", runner.test()),
+        config=as_json(config.to_dict()),
+        seed=runner.seed,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        steps=runner.iter,
+        seconds=round(seconds, 2),
+        seconds_per_step=seconds / max(runner.iter, 1),
+        processes=get_world_size(),
+        history=loss_history(runner),
+        details={
+            "baseline": task.baseline(config),
+            "prior": runner.model.backbone.config.prior_name,
+            "data_wait": waiting / max(seconds, 1e-9),
+        },
+    )
+
+
+def training_seconds(runner: Runner) -> tuple[float, float]:
+    """Seconds of training, those before an interruption included, and those of them that waited for data."""
+    scalars = runner.message_hub.log_scalars
+    seconds, waiting = (
+        float(scalars[name].data[0].sum()) if name in scalars else 0.0 for name in ("train/time", "train/data_time")
+    )
+    return seconds, waiting
+
+
+def loss_history(runner: Runner, points: int = 200) -> list[dict[str, Any]]:
+    """Training loss at the end of up to `points` equal stretches of steps, averaged over each."""
+    history = runner.message_hub.log_scalars.get("train/loss")
+    losses = [] if history is None else history.data[0]
+    length = max(1, -(-len(losses) // points))
+    stretches = [losses[start : start + length] for start in range(0, len(losses), length)]
+    ends = [min(start + length, len(losses)) for start in range(0, len(losses), length)]
+    return [{"step": end, "loss": float(stretch.mean())} for end, stretch in zip(ends, stretches, strict=True)]

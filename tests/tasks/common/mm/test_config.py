@@ -1,0 +1,52 @@
+"""mm config files: where a run lies, what makes it this run, runs that were begun before results had a version."""
+
+import json
+
+import pytest
+
+pytest.importorskip("mmengine", reason="the extra `dense` is not installed")
+
+from tasks.common.mm.config import as_json, load_config, run_identity
+from tasks.common.run_folder import folder_differences
+
+TEXT = """
+model = dict(type="Net", sizes=(1, 2), parts=[dict(width=3), dict(width=4)], options=dict())
+custom_keys = {"head.last": dict(lr=30), "head": dict(lr=3)}
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "smoke.py"
+    path.write_text(TEXT)
+    return path
+
+
+def test_the_folder_is_output_dir_and_work_dir_is_the_same(file):
+    assert load_config("segmentation", file).work_dir == "outputs/segmentation/smoke"
+    assert load_config("detection", file).work_dir == "outputs/detection/smoke"
+    for name in ("output_dir", "work_dir"):
+        assert load_config("detection", file, [f"{name}=here"]).work_dir == "here"
+        file.write_text(f"{TEXT}{name} = 'there'\n")
+        config = load_config("detection", file)
+        assert config.work_dir == "there" and "output_dir" not in config
+        assert load_config("detection", file, ["output_dir=here"]).work_dir == "here"
+
+
+def test_a_configuration_is_stored_nested(file):
+    stored = as_json(load_config("detection", file, ["model.parts.1.width=5"]).to_dict())
+    assert stored["model"] == {"type": "Net", "sizes": [1, 2], "parts": [{"width": 3}, {"width": 5}], "options": {}}
+    assert stored["custom_keys"] == {"head.last": {"lr": 30}, "head": {"lr": 3}}
+    assert json.loads(json.dumps(stored)) == stored
+
+
+def test_a_run_that_was_begun_with_dotted_keys_goes_on(file, tmp_path):
+    """run_config.json as results version 1 had it."""
+    dotted = {
+        "model.type": "Net", "model.sizes": [1, 2], "model.parts.0.width": 3, "model.parts.1.width": 4,
+        "custom_keys.head.last.lr": 30, "custom_keys.head.lr": 3,
+    }  # fmt: skip
+    (tmp_path / "run_config.json").write_text(json.dumps({"config": dotted}))
+    assert folder_differences(tmp_path, run_identity(load_config("detection", file))) == []
+    other = run_identity(load_config("detection", file, ["model.parts.1.width=5"]))
+    assert folder_differences(tmp_path, other) == ["config.model.parts.1.width: 4 there, 5 here"]
