@@ -59,6 +59,11 @@ def run_command(program: str, work: Callable[[], None], goes_on: str | None = No
     return 0
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type where it has none."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
+
+
 def one_line(error: Exception) -> str:
     """An error's text; of one in a data loader worker, whose text is the worker's traceback, the last line."""
     text = str(error)

@@ -29,6 +29,8 @@ def upgraded(content: Any) -> Any:
     if content.get("task") == "video":
         content["metrics"] = {validation_name(key): value for key, value in content["metrics"].items()}
     if content.get("task") == "robotics":
+        if isinstance(episodes := content.get("episodes"), dict) and "valid" in episodes:
+            content["episodes"] = {"train": episodes["train"], "validation": episodes["valid"]}
         seed = content.get("config", {}).get("trainer", {}).get("seed", 0)
         content.setdefault("seed", seed if "history" in content else None)
         if isinstance(parts := content.get("parameters"), dict):

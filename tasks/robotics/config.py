@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from hf_sparseprior.checks import check_integer
 from tasks.common.config import apply_overrides, check_known, read_layers
-from tasks.robotics.policy import PolicyConfig
+from tasks.common.run_folder import default_output_dir
+from tasks.robotics.policy_config import PolicyConfig
 
 SECTIONS = ("data", "policy", "encoder", "trainer")
 VALIDATION_SEED = 50_000  # environments of the checkpoint's choice: from here on
@@ -43,7 +45,7 @@ class DataConfig:
         if not isinstance(self.path, str) or not self.path:
             raise ValueError(f"data.path={self.path!r} must name a file of demonstrations")
         if self.episodes is not None:
-            _check_integer("data.episodes", self.episodes, 1)
+            check_integer("data.episodes", self.episodes, 1)
         _check_positive("data.floor", self.floor)
         if not isinstance(self.floors, dict):
             raise ValueError(f"data.floors={self.floors!r} must hold keys and numbers")
@@ -99,11 +101,11 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         """Check the fields."""
         for name in ("seed", "warmup_steps", "validation_episodes"):
-            _check_integer(f"trainer.{name}", getattr(self, name), 0)
+            check_integer(f"trainer.{name}", getattr(self, name), 0)
         counts = ("steps", "epochs", "batch_size", "log_steps", "validation_batches", "validate_steps", "save_steps")
         for name in counts:
             if getattr(self, name) is not None:
-                _check_integer(f"trainer.{name}", getattr(self, name), 1)
+                check_integer(f"trainer.{name}", getattr(self, name), 1)
         for name in ("learning_rate", "ema_power"):
             _check_positive(f"trainer.{name}", getattr(self, name))
         if self.max_grad_norm is not None:
@@ -132,7 +134,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, di
     apply_overrides(config, overrides, SECTIONS)
     if config["trainer"].get("mixed_precision") is False:
         config["trainer"]["mixed_precision"] = "no"  # YAML reads a bare no as False
-    config["trainer"].setdefault("output_dir", f"outputs/{Path(path).stem}")
+    config["trainer"].setdefault("output_dir", default_output_dir("robotics", path))
     check_config(config)
     return config
 
@@ -149,11 +151,6 @@ def check_config(config: dict[str, dict[str, Any]]) -> tuple[DataConfig, PolicyC
     for key in policy.cameras:
         policy.encoder_config(key)
     return DataConfig(**config["data"]), policy, TrainerConfig(**config["trainer"])
-
-
-def _check_integer(name: str, value: Any, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name}={value!r} must be an integer of {minimum} or more")
 
 
 def _is_fraction(value: Any) -> bool:

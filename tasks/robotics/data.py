@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tasks.robotics.normalizer import ACTIONS, Normalizer
-from tasks.robotics.policy import PolicyConfig, scaled_images
+from tasks.robotics.policy import scaled_images
+from tasks.robotics.policy_config import PolicyConfig
 
 
 def window_starts(length: int, observation_steps: int, horizon: int, action_steps: int) -> range:

@@ -31,14 +31,13 @@ from tasks.common.environment import command_line
 from tasks.common.results import write_results
 from tasks.robotics.environments import ENVIRONMENTS, Environment, make_environment, picture_problem
 from tasks.robotics.formats import (
-    ACTIONS,
-    EXECUTED,
     Demonstrations,
     Episode,
     check_environment,
     open_demonstrations,
     write_demonstrations,
 )
+from tasks.robotics.formats.demonstrations import ACTIONS, EXECUTED
 from tasks.robotics.video import contact_sheet, write_video
 
 STEPS = {"lift": 150, "can": 300, "pusht": 300}  # an episode that takes longer has failed

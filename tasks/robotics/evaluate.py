@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,108 +17,141 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 from tasks.common.command import run_command
-from tasks.common.environment import command_line, environment
-from tasks.common.results import write_results
-from tasks.common.run_folder import MODEL
+from tasks.common.results import Results
+from tasks.common.run_folder import MODEL, evaluation_folder
 from tasks.robotics.config import TEST_SEED
 from tasks.robotics.environments import picture_problem
 from tasks.robotics.policy import POLICY_FILE, CrosswayPolicy, policy_sha256
 from tasks.robotics.rollout import Episode, make_matching_environment, rollout, summary
 from tasks.robotics.video import write_video
 
+RESULTS_TEST = "results_test.json"
 PICTURED = 4  # episodes in picture and video
 FRAME_SIZE = 160  # pixels of each
 
 
-def evaluate(
-    run: Path,
-    episodes: int,
-    seed: int,
-    out: Path,
-    untrained: bool = False,
-    max_steps: int | None = None,
-    sampler: str | None = None,
-    sampling_steps: int | None = None,
-    show_progress: bool = False,
-) -> dict[str, Any]:
-    """Success on held-out seeds; writes results.json, episodes.png and a film of the first episodes into `out`.
+@dataclass
+class Rollouts:
+    """Which episodes a policy is judged by.
+
+    episodes: how many, of the seeds `seed`, `seed` + 1, ...
+    seed: of the first.
+    untrained: the same policy with random weights instead, for comparison.
+    max_steps: actions of an episode; None: the environment's horizon.
+    sampler, sampling_steps: instead of the policy's own.
+    """
+
+    episodes: int = 50
+    seed: int = TEST_SEED
+    untrained: bool = False
+    max_steps: int | None = None
+    sampler: str | None = None
+    sampling_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("episodes", "max_steps", "sampling_steps"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {value} must be 1 or more")
+
+
+def evaluate(run: Path, rollouts: Rollouts, out: Path | None = None, show_progress: bool = False) -> dict[str, Any]:
+    """Success on held-out seeds; writes results_test.json, episodes.png and a film of the first episodes.
 
     Where nothing can be drawn, which the observations of a policy without cameras do not need, picture and film are
     left out, with one line.
 
     Args:
         run: folder of a run, or of a saved policy.
-        episodes: how many, of the seeds `seed`, `seed` + 1, ...
-        seed: of the first.
-        out: folder.
-        untrained: the same policy with random weights, for comparison.
-        max_steps: actions of an episode; None: the environment's horizon.
-        sampler, sampling_steps: instead of the policy's own.
+        rollouts: which episodes.
+        out: folder; None: `default_folder`.
         show_progress: one line of it.
 
     Raises:
         ValueError, OSError: for bad values, files, and an environment with other settings than the demonstrations'.
     """
-    for name, value in (("--episodes", episodes), ("--max-steps", max_steps), ("--sampling-steps", sampling_steps)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} {value} must be 1 or more")
-    folder = run / MODEL if (run / MODEL / POLICY_FILE).is_file() else run
-    policy = CrosswayPolicy.from_pretrained(folder)
-    about = policy.about
-    if untrained:
-        torch.manual_seed(0)
-        policy = CrosswayPolicy(policy.config, policy.normalizer).eval()
-    if sampler is not None:
-        policy.config.sampler = sampler
-    if sampling_steps is not None:
-        policy.config.sampling_steps = sampling_steps
-    policy.config.__post_init__()
-    if torch.cuda.is_available():
-        policy.cuda()
+    folder, out = policy_folder(run), out or default_folder(run, rollouts.untrained)
+    policy = load_policy(folder, rollouts)
     started = time.monotonic()
-    found: list[Episode] = []
-    with make_matching_environment(about, str(folder)) as simulator:
-        if problem := picture_problem(simulator):
-            print(f"no pictures: {problem}", file=sys.stderr)
-        seeds = tqdm(range(seed, seed + episodes), desc="episodes", disable=not show_progress, dynamic_ncols=True)
-        for number, episode_seed in enumerate(seeds):
-            size = FRAME_SIZE if number < PICTURED and not problem else 0
-            found.append(rollout(policy, simulator, episode_seed, max_steps, size))
-            seeds.set_postfix(solved=sum(episode.success for episode in found), refresh=False)
-        fps = simulator.fps
-    seconds = time.monotonic() - started
-    results = {
-        "task": "robotics",
-        "policy": str(folder),
-        "untrained": untrained,
-        "environment": about["environment"],
-        "settings": about["settings"],
-        "metrics": summary(found),
-        "episodes": [{key: value for key, value in asdict(episode).items() if key != "frames"} for episode in found],
-        "sampler": policy.config.sampler,
-        "sampling_steps": policy.config.sampling_steps or policy.config.noise_levels,
-        "seconds": round(seconds, 2),
-        "model_sha256": None if untrained else policy_sha256(folder),
-        "command": command_line(),
-        **environment(),
-    }
+    found, fps = run_episodes(policy, folder, rollouts, show_progress)
+    results = Results(
+        task="robotics",
+        metrics=summary(found),
+        config={"rollouts": asdict(rollouts)},
+        parameters=sum(parameter.numel() for parameter in policy.parameters()),
+        seconds=round(time.monotonic() - started, 2),
+        details={
+            "policy": str(folder),
+            "untrained": rollouts.untrained,
+            "environment": policy.about["environment"],
+            "settings": policy.about["settings"],
+            "episodes": [{key: value for key, value in asdict(each).items() if key != "frames"} for each in found],
+            "sampler": policy.config.sampler,
+            "sampling_steps": policy.config.sampling_steps or policy.config.noise_levels,
+            "model_sha256": None if rollouts.untrained else policy_sha256(folder),
+            "film": None,
+        },
+    )
     out.mkdir(parents=True, exist_ok=True)
-    pictured = [episode for episode in found if episode.frames]
-    heading = f"{about['environment']['name']}: {_rate(results)}{', untrained' if untrained else ''}"
-    results["film"] = None
-    if pictured:
+    if pictured := [episode for episode in found if episode.frames]:
+        name = policy.about["environment"]["name"]
+        heading = f"{name}: {success_text(results.metrics, len(found))}{', untrained' if rollouts.untrained else ''}"
         draw_episodes(pictured, out / "episodes.png", heading)
         longest = max(len(episode.frames) for episode in pictured)
         film = write_video(out / "episodes.mp4", [side_by_side(pictured, index) for index in range(longest)], fps)
-        results["film"] = film.name
-    write_results(out / "results.json", results)
-    return results
+        results.details["film"] = film.name
+    return results.write(out / RESULTS_TEST)
 
 
-def _rate(results: dict[str, Any]) -> str:
-    low, high = results["metrics"]["success_interval"]
-    solved = sum(episode["success"] for episode in results["episodes"])
-    return f"{solved} of {len(results['episodes'])} solved (95 %: {100 * low:.0f} to {100 * high:.0f} %)"
+def policy_folder(run: Path) -> Path:
+    """The saved policy of a run; a folder that is no run is a policy's itself."""
+    return run / MODEL if (run / MODEL / POLICY_FILE).is_file() else run
+
+
+def default_folder(run: Path, untrained: bool) -> Path:
+    """RUN/evaluation, and RUN/evaluation/untrained for random weights."""
+    folder = evaluation_folder(policy_folder(run))
+    return folder / "untrained" if untrained else folder
+
+
+def load_policy(folder: Path, rollouts: Rollouts) -> CrosswayPolicy:
+    """The policy that acts, in evaluation mode."""
+    policy = CrosswayPolicy.from_pretrained(folder)
+    if rollouts.untrained:
+        about = policy.about
+        torch.manual_seed(0)
+        policy = CrosswayPolicy(policy.config, policy.normalizer).eval()
+        policy.about = about
+    if rollouts.sampler is not None:
+        policy.config.sampler = rollouts.sampler
+    if rollouts.sampling_steps is not None:
+        policy.config.sampling_steps = rollouts.sampling_steps
+    policy.config.__post_init__()
+    return policy.cuda() if torch.cuda.is_available() else policy
+
+
+def run_episodes(
+    policy: CrosswayPolicy, folder: Path, rollouts: Rollouts, show_progress: bool
+) -> tuple[list[Episode], int]:
+    """All episodes, the first ones with frames where something can be drawn, and the simulator's frames a second."""
+    found: list[Episode] = []
+    with make_matching_environment(policy.about, str(folder)) as simulator:
+        if problem := picture_problem(simulator):
+            print(f"no pictures: {problem}", file=sys.stderr)
+        seeds = range(rollouts.seed, rollouts.seed + rollouts.episodes)
+        progress = tqdm(seeds, desc="episodes", disable=not show_progress, dynamic_ncols=True)
+        for number, seed in enumerate(progress):
+            size = FRAME_SIZE if number < PICTURED and not problem else 0
+            found.append(rollout(policy, simulator, seed, rollouts.max_steps, size))
+            progress.set_postfix(solved=sum(episode.success for episode in found), refresh=False)
+        return found, simulator.fps
+
+
+def success_text(metrics: Mapping[str, Any], episodes: int) -> str:
+    """How many of so many episodes were solved, with the interval of the rate."""
+    low, high = (100 * side for side in metrics["success_interval"])
+    solved = round(metrics["success"] * episodes)
+    return f"{solved} of {episodes} solved (95 %: {low:.0f} to {high:.0f} %)"
 
 
 def draw_episodes(episodes: Sequence[Episode], path: Path, heading: str, columns: int = 6) -> Path:
@@ -141,7 +174,7 @@ def draw_episodes(episodes: Sequence[Episode], path: Path, heading: str, columns
 
 
 def side_by_side(episodes: Sequence[Episode], index: int) -> np.ndarray:
-    """The frames of this moment beside each other; an episode that has ended keeps its last one."""
+    """The frames of this moment side by side; an episode that has ended keeps its last one."""
     return np.concatenate([episode.frames[min(index, len(episode.frames) - 1)] for episode in episodes], 1)
 
 
@@ -160,27 +193,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for results and pictures; default: RUN/evaluation")
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
-    name = "evaluation_untrained" if arguments.untrained else "evaluation"
-    out = arguments.out or arguments.run / name
+    out = arguments.out or default_folder(arguments.run, arguments.untrained)
 
     def work() -> None:
-        results = evaluate(
-            arguments.run,
-            arguments.episodes,
-            arguments.seed,
-            out,
-            arguments.untrained,
-            arguments.max_steps,
-            arguments.sampler,
-            arguments.sampling_steps,
-            show_progress=True,
-        )
-        print(f"success: {_rate(results)}")
+        chosen = {item.name: getattr(arguments, item.name) for item in fields(Rollouts)}
+        results = evaluate(arguments.run, Rollouts(**chosen), out, show_progress=True)
+        print(f"success: {success_text(results['metrics'], arguments.episodes)}")
         for key in ("max_reward", "final_coverage"):
             if key in results["metrics"]:
                 print(f"{key}: {results['metrics'][key]:.3f}")
         pictures = f", picture: {out}/episodes.png, film: {out}/{results['film']}" if results["film"] else ""
-        print(f"results: {out}/results.json{pictures}")
+        print(f"results: {out}/{RESULTS_TEST}{pictures}")
 
     return run_command(parser.prog, work)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from mmengine.config import Config, DictAction
 
+from tasks.common.command import first_line
 from tasks.common.run_folder import default_output_dir
 from tasks.common.upgrade import nested
 
@@ -103,8 +104,3 @@ def _without_dots(value: Any) -> Any:
     if isinstance(value, dict):
         return nested({key: _without_dots(part) for key, part in value.items()})
     return [_without_dots(part) for part in value] if isinstance(value, list) else value
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type where it has none."""
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()

@@ -12,12 +12,13 @@ import torch
 for package in ("diffusers", "gym_pusht", "zarr"):
     pytest.importorskip(package, reason="the robotics extra is not installed")
 
-from tasks.robotics import evaluate, train  # noqa: E402
+from tasks.robotics import evaluate, train, training  # noqa: E402
 from tasks.robotics.environments import gl_library, make_environment  # noqa: E402
 from tasks.robotics.formats import Episode as Demonstration  # noqa: E402
 from tasks.robotics.formats import write_demonstrations  # noqa: E402
 from tasks.robotics.normalizer import Normalizer  # noqa: E402
-from tasks.robotics.policy import CrosswayPolicy, PolicyConfig  # noqa: E402
+from tasks.robotics.policy import CrosswayPolicy  # noqa: E402
+from tasks.robotics.policy_config import PolicyConfig  # noqa: E402
 from tasks.robotics.rollout import Episode, make_matching_environment, rollout, summary, wilson_interval  # noqa: E402
 
 
@@ -150,7 +151,7 @@ def test_the_command_writes_results_picture_and_film(saved, tmp_path, capsys):
     assert "0 of 2 solved (95 %: 0 to 66 %)" in capsys.readouterr().out
     assert evaluate.main([*arguments, "--out", str(tmp_path / "untrained"), "--untrained"]) == 0
     trained, untrained = (
-        json.loads((tmp_path / name / "results.json").read_text()) for name in ("trained", "untrained")
+        json.loads((tmp_path / name / "results_test.json").read_text()) for name in ("trained", "untrained")
     )
     assert [episode["seed"] for episode in trained["episodes"]] == [70, 71]
     assert trained["metrics"]["success_interval"] == pytest.approx([0, 0.6576], abs=1e-4)
@@ -167,8 +168,8 @@ def test_without_gl_pictures_alone_are_left_out(saved, tmp_path, monkeypatch, ca
     assert evaluate.main([str(saved), "--episodes", "1", "--max-steps", "4", "--out", str(out)]) == 0
     written = capsys.readouterr()
     assert "no pictures: no GL library: apt-get install libosmesa6\n" in written.err and "film" not in written.out
-    assert [path.name for path in out.iterdir()] == ["results.json"]
-    assert json.loads((out / "results.json").read_text())["film"] is None
+    assert [path.name for path in out.iterdir()] == ["results_test.json"]
+    assert json.loads((out / "results_test.json").read_text())["film"] is None
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,7 @@ def test_training_chooses_on_validation_seeds(tmp_path, monkeypatch):
         real = rollout(policy, environment, seed, max_steps=2)
         return Episode(seed, real.success, next(scores), real.steps)
 
-    monkeypatch.setattr(train, "rollout", scored)
+    monkeypatch.setattr(training, "rollout", scored)
     policy = pusht_policy().config
     options = ("widths", "kernel_size", "groups", "step_embedding_size", "observations", "action_size")
     trainer = {"output_dir": str(tmp_path / "run"), "steps": 6, "validate_steps": 2, "validation_episodes": 2}

@@ -120,7 +120,7 @@ def test_a_published_pusht_file_is_read(published_file):
 def test_a_published_robomimic_file_is_read(robomimic_file):
     demonstrations = open_demonstrations(robomimic_file)
     assert demonstrations.environment == {"name": "lift", "cameras": ("agentview",), "image_size": 84}
-    assert demonstrations.action_size == 10 and demonstrations.split("valid") == ("demo_1",)
+    assert demonstrations.action_size == 10 and demonstrations.split("validation") == ("demo_1",)
     with h5py.File(robomimic_file) as file:
         stored = file["data/demo_0/actions"][:]
     actions = demonstrations.read("demo_0", "actions", 1, 6)
@@ -144,13 +144,13 @@ def test_relative_actions_are_refused(robomimic_file):
 def test_a_published_file_without_masks_is_split(robomimic_file):
     change(robomimic_file, lambda file: file.pop("mask"))
     demonstrations = open_demonstrations(robomimic_file)
-    assert demonstrations.split("train") == ("demo_0",) and demonstrations.split("valid") == ("demo_1",)
+    assert demonstrations.split("train") == ("demo_0",) and demonstrations.split("validation") == ("demo_1",)
 
 
 @pytest.mark.parametrize("task", ["lift", "pusht"])
 def test_splits(task, request):
     demonstrations = open_demonstrations(request.getfixturevalue(f"{task}_file"))
-    train, valid = demonstrations.split("train"), demonstrations.split("valid")
+    train, valid = demonstrations.split("train"), demonstrations.split("validation")
     assert valid == ("demo_9",) and len(train) == 11 and set(train) | set(valid) == set(demonstrations.episodes)
     with pytest.raises(ValueError, match="split 'test' must be one of train, valid"):
         demonstrations.split("test")
@@ -159,7 +159,7 @@ def test_splits(task, request):
 @pytest.mark.parametrize(("count", "valid"), [(1, 0), (2, 1), (9, 1), (20, 2)])
 def test_few_episodes_are_split_too(tmp_path, arm_settings, make_episode, count, valid):
     demonstrations = open_demonstrations(file_of(tmp_path, "lift", arm_settings, make_episode, [2] * count))
-    assert len(demonstrations.split("valid")) == valid and len(demonstrations.split("train")) == count - valid
+    assert len(demonstrations.split("validation")) == valid and len(demonstrations.split("train")) == count - valid
 
 
 @pytest.mark.parametrize("task", ["lift", "pusht"])

@@ -11,15 +11,10 @@ import torch
 pytest.importorskip("diffusers", reason="the robotics extra is not installed")
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
+from tasks.robotics.image_decoder import image_positions
 from tasks.robotics.normalizer import Normalizer
-from tasks.robotics.policy import (
-    CrosswayPolicy,
-    PolicyConfig,
-    cropped,
-    image_positions,
-    read_policy_file,
-    scaled_images,
-)
+from tasks.robotics.policy import CrosswayPolicy, cropped, read_policy_file, scaled_images
+from tasks.robotics.policy_config import PolicyConfig
 from tests.tasks.robotics.tiny import observations, one_episode, tiny_config, tiny_policy
 
 

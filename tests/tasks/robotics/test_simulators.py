@@ -9,7 +9,7 @@ from scipy.spatial.transform import Rotation
 from tasks.robotics import environments
 from tasks.robotics.actions import matrix_from_axis_angle, pose_action
 from tasks.robotics.environments import ENVIRONMENTS, make_environment
-from tasks.robotics.formats import BASE_POSITIONS
+from tasks.robotics.formats.hdf5_layout import BASE_POSITIONS
 
 CAMERAS = {"lift": ("agentview", "robot0_eye_in_hand"), "can": ("agentview", "robot0_eye_in_hand"), "pusht": ("image",)}
 LOW = {

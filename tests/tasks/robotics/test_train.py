@@ -23,9 +23,11 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from tasks.common.command import RunStopped
-from tasks.robotics import train
+from tasks.common.run_folder import last_whole_checkpoint
+from tasks.robotics import train, training
 from tasks.robotics.config import check_config, load_config
-from tasks.robotics.formats import Episode, demonstrations_sha256, write_demonstrations
+from tasks.robotics.data import Windows, read_episodes
+from tasks.robotics.formats import Episode, demonstrations_sha256, open_demonstrations, write_demonstrations
 from tasks.robotics.normalizer import Normalizer
 from tasks.robotics.policy import CrosswayPolicy
 from tests.tasks.robotics.tiny import tiny_config
@@ -129,7 +131,7 @@ def test_a_run_leaves_results_picture_and_policy(whole_run):
     assert [entry["step"] for entry in results["history"] if "loss" in entry] == [3, 6, 9, 10]
     assert [entry["step"] for entry in results["history"] if "validation_loss" in entry] == [5, 10]
     assert results["metrics"]["validation_loss"] == results["history"][-1]["validation_loss"]
-    assert results["episodes"] == {"train": 10, "valid": 1}
+    assert results["episodes"] == {"train": 10, "validation": 1}
     assert results["versions"]["torch"] and results["prior"] == "fibottention"
     assert (whole_run / "curves.png").stat().st_size > 5000
     assert [path.name for path in whole_run.glob("checkpoint-*")] == ["checkpoint-10"]
@@ -177,16 +179,16 @@ def test_a_finished_run_of_other_demonstrations_is_not_taken_for_this_one(demons
 
 
 def test_a_stopped_run_does_not_go_on_with_other_demonstrations(demonstrations, tmp_path, monkeypatch):
-    mine, out, update = tmp_path / demonstrations.name, tmp_path / "run", train.Training._update
+    mine, out, update = tmp_path / demonstrations.name, tmp_path / "run", training.Training._update
     shutil.copy(demonstrations, mine)
 
-    def update_and_stop(training):
-        losses = update(training)
-        training._stop = training.step == 2
+    def update_and_stop(loop):
+        losses = update(loop)
+        loop.stop.requested = loop.step == 2
         return losses
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Training, "_update", update_and_stop)
+        patch.setattr(training.Training, "_update", update_and_stop)
         with pytest.raises(RunStopped):
             train.run(configuration(mine, out, steps=4))
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -216,15 +218,17 @@ def test_a_zarr_folder_is_known_by_names_and_content(tmp_path):
 
 
 def test_a_batch_must_reach_every_process(demonstrations, tmp_path, monkeypatch):
-    monkeypatch.setattr(train.Accelerator, "num_processes", 3)
+    monkeypatch.setattr(training.Accelerator, "num_processes", 3)
     with pytest.raises(ValueError, match=r"trainer\.batch_size=2 of \d+ windows must be at least the 3 processes"):
         train.run(configuration(demonstrations, tmp_path / "run", batch_size=2))
     assert not (tmp_path / "run").exists()
 
 
 def test_processes_wait_for_a_long_validation(demonstrations, tmp_path, monkeypatch):
-    seen, accelerator = [], train.Accelerator
-    monkeypatch.setattr(train, "Accelerator", lambda **given: (seen.extend(given["kwargs_handlers"]), accelerator())[1])
+    seen, accelerator = [], training.Accelerator
+    monkeypatch.setattr(
+        training, "Accelerator", lambda **given: (seen.extend(given["kwargs_handlers"]), accelerator())[1]
+    )
     train.run(configuration(demonstrations, tmp_path / "run", steps=1))
     assert seen[0].to_kwargs()["timeout"].total_seconds() == 24 * 3600
 
@@ -241,21 +245,21 @@ def test_the_full_configurations_start_on_published_demonstrations(write_robomim
     where = [f"data.path={path}", f"trainer.output_dir={tmp_path / 'run'}"]
     config = load_config(ROOT / "configs" / "robotics" / f"{task}_vit_base_dense.yaml", [*small, *where])
     results = train.run(config)
-    assert results["steps"] == 1 and results["episodes"] == {"train": 1, "valid": 1}
+    assert results["steps"] == 1 and results["episodes"] == {"train": 1, "validation": 1}
     assert CrosswayPolicy.from_pretrained(tmp_path / "run" / "model").config.crop == 76
 
 
 def test_sigterm_saves_and_the_run_goes_on_as_if_nothing_had_been(whole_run, demonstrations, tmp_path, monkeypatch):
-    out, update = tmp_path / "stopped", train.Training._update
+    out, update = tmp_path / "stopped", training.Training._update
 
-    def update_and_stop(training):
-        losses = update(training)
-        if training.step == 5:
+    def update_and_stop(loop):
+        losses = update(loop)
+        if loop.step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
         return losses
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Training, "_update", update_and_stop)
+        patch.setattr(training.Training, "_update", update_and_stop)
         with pytest.raises(RunStopped, match="stopped at step 5"):
             train.run(with_cameras(configuration(demonstrations, out)))
     assert not (out / "results.json").exists()
@@ -282,18 +286,13 @@ def test_a_killed_run_goes_on_from_its_checkpoint_with_equal_losses(demonstratio
     def finish(out: Path, steps: int) -> list:
         """The first `steps` updates of the run of 4000, whose schedule they follow."""
         run = configuration(demonstrations, out, steps=4000, validate_steps=50, save_steps=5)
-        _, policy, trainer = check_config(run)
-        episodes = train.open_demonstrations(demonstrations)
-        read = train.read_episodes(episodes, episodes.split("train"), policy)
-        torch.manual_seed(0)
-        model = CrosswayPolicy(policy, train.fit_normalizer(read, policy, 0.02, {}))
-        training = train.Training(model, trainer, train.Windows(read, policy), None, out)
-        if checkpoint := train.last_whole_checkpoint(out, train.CHECKPOINT_FILES):
-            training.load(Path(checkpoint))
-            assert training.step == step
+        loop, _ = train.make_training(run, open_demonstrations(demonstrations))
+        if checkpoint := last_whole_checkpoint(out, training.CHECKPOINT_FILES):
+            loop.load(Path(checkpoint))
+            assert loop.step == step
         losses = []
-        while training.step < steps:
-            losses.append((training.step, training._update()))
+        while loop.step < steps:
+            losses.append((loop.step, loop._update()))
         return losses
 
     resumed, fresh = (finish(tmp_path / name, step + 4) for name in ("killed", "fresh"))
@@ -305,7 +304,7 @@ def test_a_cut_off_checkpoint_is_skipped(whole_run, tmp_path, capsys):
         shutil.copytree(whole_run / "checkpoint-10", tmp_path / f"checkpoint-{step}")
     weights = tmp_path / "checkpoint-8" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:2000])
-    assert train.last_whole_checkpoint(tmp_path, train.CHECKPOINT_FILES) == str(tmp_path / "checkpoint-4")
+    assert last_whole_checkpoint(tmp_path, training.CHECKPOINT_FILES) == str(tmp_path / "checkpoint-4")
     assert "checkpoint-8 is skipped" in capsys.readouterr().err
 
 
@@ -327,30 +326,30 @@ def test_training_lowers_the_validation_loss(demonstrations, tmp_path):
 
 def test_validation_loss_draws_the_same_every_time(demonstrations, whole_run):
     policy = CrosswayPolicy.from_pretrained(whole_run / "model")
-    file = train.open_demonstrations(demonstrations)
-    windows = train.Windows(train.read_episodes(file, file.split("valid"), policy.config), policy.config)
-    first = train.validation_loss(policy, windows, 8, 2)
+    file = open_demonstrations(demonstrations)
+    windows = Windows(read_episodes(file, file.split("validation"), policy.config), policy.config)
+    first = training.validation_loss(policy, windows, 8, 2)
     torch.randn(3)
-    assert train.validation_loss(policy, windows, 8, 2) == first
+    assert training.validation_loss(policy, windows, 8, 2) == first
 
 
 def test_an_epoch_takes_every_window_once_and_processes_share_each_batch(demonstrations):
     _, policy, trainer = check_config(configuration(demonstrations, Path("unused"), batch_size=16))
-    file = train.open_demonstrations(demonstrations)
-    windows = train.Windows(train.read_episodes(file, file.split("train"), policy), policy)
-    training = train.Training.__new__(train.Training)
-    training.config, training.train, training.epoch_steps = trainer, windows, len(windows) // 16
+    file = open_demonstrations(demonstrations)
+    windows = Windows(read_episodes(file, file.split("train"), policy), policy)
+    loop = training.Training.__new__(training.Training)
+    loop.config, loop.train, loop.epoch_steps = trainer, windows, len(windows) // 16
 
     def drawn(step: int, process: int, processes: int) -> list[int]:
-        training.step = step
-        training.accelerator = SimpleNamespace(process_index=process, num_processes=processes)
-        return training._windows().tolist()
+        loop.step = step
+        loop.accelerator = SimpleNamespace(process_index=process, num_processes=processes)
+        return loop._windows().tolist()
 
     epochs = []
     for epoch in range(2):
-        steps = range(epoch * training.epoch_steps, (epoch + 1) * training.epoch_steps)
+        steps = range(epoch * loop.epoch_steps, (epoch + 1) * loop.epoch_steps)
         epochs.append([window for step in steps for window in drawn(step, 0, 1)])
-        assert len(set(epochs[-1])) == len(epochs[-1]) == 16 * training.epoch_steps
+        assert len(set(epochs[-1])) == len(epochs[-1]) == 16 * loop.epoch_steps
         for step in steps:
             parts = [drawn(step, process, 3) for process in range(3)]
             assert sorted(window for part in parts for window in part) == sorted(drawn(step, 0, 1))
@@ -379,7 +378,7 @@ def test_the_moving_average_is_diffusers():
         with torch.no_grad():
             layer.weight.add_(torch.randn(2, 3))
         reference.step(layer.parameters())
-        decay = train.ema_decay(step, 0.75, 0.9)
+        decay = training.ema_decay(step, 0.75, 0.9)
         average.update(decay)
         assert decay == pytest.approx(reference.cur_decay_value)
         assert torch.allclose(average.averages["weight"], reference.shadow_params[0], atol=1e-6)
@@ -389,11 +388,11 @@ def test_the_better_policy_is_kept():
     def entry(success, reward):
         return {"validation_success": success, "validation_max_reward": reward}
 
-    assert train._better(entry(0, 0), None)
-    assert train._better(entry(0.5, 0.1), entry(0.4, 0.9))
-    assert train._better(entry(0.5, 0.3), entry(0.5, 0.2))
-    assert train._better(entry(0.5, 0.2), entry(0.5, 0.2))
-    assert not train._better(entry(0.5, 0.1), entry(0.5, 0.2))
+    assert training.is_better(entry(0, 0), None)
+    assert training.is_better(entry(0.5, 0.1), entry(0.4, 0.9))
+    assert training.is_better(entry(0.5, 0.3), entry(0.5, 0.2))
+    assert training.is_better(entry(0.5, 0.2), entry(0.5, 0.2))
+    assert not training.is_better(entry(0.5, 0.1), entry(0.5, 0.2))
 
 
 # ---- configurations -------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from tasks.robotics.normalizer import Normalizer
-from tasks.robotics.policy import CrosswayPolicy, PolicyConfig
+from tasks.robotics.policy import CrosswayPolicy
+from tasks.robotics.policy_config import PolicyConfig
 
 MODIFIED = {"support": {"name": "fibottention", "w_min": 9, "w_max": 9, "modified": True}}
 

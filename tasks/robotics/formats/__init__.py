@@ -1,0 +1,116 @@
+"""Demonstration files: robomimic's HDF5 layout and Diffusion Policy's zarr layout, behind one reader.
+
+    demonstrations = open_demonstrations("lift.hdf5")
+    demonstrations.read("demo_0", "agentview_image", 0, 2)  # uint8 (2, 84, 84, 3)
+    environment = make_environment(**demonstrations.environment)
+    check_environment(demonstrations, environment)
+
+HDF5 (robomimic): data/demo_i/{actions, states, rewards, dones, obs/<key>}, attribute num_samples; data.attrs env_args,
+JSON; mask/train and mask/valid, names of episodes. zarr, version 2 (Diffusion Policy): data/{img, state, action,
+keypoint, n_contacts}, all episodes one after the other, and meta/episode_ends. Observation t is what action t was
+chosen from. Beyond both layouts: executed_actions, which were the actions with noise, and each episode's seed, so that
+an episode can be replayed exactly; and the environment's settings, without which actions mean nothing.
+
+Published files have no such settings. Diffusion Policy's PushT is read as it is. robomimic's Lift and Can with absolute
+actions (its image_abs.hdf5, made by Diffusion Policy) are converted when they are read: from positions in the world and
+axis angles to ours. They were recorded by older robosuite versions in another image mode: `check_environment` says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_sparseprior.files import check_new, file_sha256
+from tasks.robotics.environments import Environment
+from tasks.robotics.formats.demonstrations import BrokenDemonstrations, Demonstrations
+from tasks.robotics.formats.episode import Episode
+from tasks.robotics.formats.hdf5_layout import HDF5Demonstrations, write_hdf5
+from tasks.robotics.formats.zarr_layout import ZarrDemonstrations, write_zarr
+
+__all__ = [
+    "BrokenDemonstrations",
+    "Demonstrations",
+    "Episode",
+    "check_environment",
+    "demonstrations_sha256",
+    "open_demonstrations",
+    "write_demonstrations",
+]
+
+# What has to be the same for recorded actions to mean the same; for images besides: mode and size.
+ACTION_SETTINGS = ("environment", "action", "frame", "controller", "control_hz", "versions")
+IMAGE_SETTINGS = ("image_mode", "image_size")
+
+
+def open_demonstrations(path: str | Path) -> Demonstrations:
+    """Open a file (HDF5) or a folder (zarr) of demonstrations.
+
+    Raises:
+        OSError: if there is none.
+        ValueError: naming the file and what is broken or missing in it.
+        ImportError: if the package that reads it is not installed.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"no demonstrations at {path}: python -m tasks.robotics.demonstrate makes some")
+    return ZarrDemonstrations(path) if path.is_dir() else HDF5Demonstrations(path)
+
+
+def demonstrations_sha256(path: Path) -> str:
+    """SHA-256 of a file; of a zarr folder's files with their names, in order."""
+    if path.is_file():
+        return file_sha256(path)
+    digest = hashlib.sha256()
+    for file in sorted(each for each in path.rglob("*") if each.is_file()):
+        digest.update(f"{file.relative_to(path).as_posix()}\0{file_sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def check_environment(demonstrations: Demonstrations, environment: Environment) -> None:
+    """Refuse an environment in which the demonstrations' actions or images mean something else.
+
+    Published PushT files do not say their versions; those are not compared then.
+
+    Raises:
+        ValueError: naming the first setting (controller, frame, image mode, versions, ...) that differs.
+    """
+    there, here = demonstrations.settings, environment.settings
+    compared = ACTION_SETTINGS + (IMAGE_SETTINGS if here["cameras"] else ())
+    for key in compared:
+        if (key in there and there[key] != here[key]) or (key not in there and key != "versions"):
+            was, now = _difference(there.get(key), here[key])
+            raise ValueError(
+                f"{demonstrations.path} was made with {key} {was}, this environment has {now}; "
+                "make the demonstrations again or use the environment they were made in"
+            )
+    if missing := [camera for camera in here["cameras"] if camera not in there["cameras"]]:
+        raise ValueError(f"{demonstrations.path} has no images of camera {missing[0]!r}")
+
+
+def write_demonstrations(path: Path, episodes: Sequence[Path], settings: dict[str, Any]) -> None:
+    """Write a file of episodes, whole or not at all, in the layout of the task: HDF5 for arms, zarr for PushT.
+
+    Args:
+        path: of the new file.
+        episodes: files of `Episode.save`, in order; one is in memory at a time.
+        settings: of the environment.
+
+    Raises:
+        OSError: if the path exists.
+    """
+    check_new(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (write_zarr if settings["environment"] == "pusht" else write_hdf5)(path, episodes, settings)
+
+
+def _difference(there: Any, here: Any) -> tuple[str, str]:
+    """Two values that differ, dictionaries by their first key that does."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in (*here, *there):
+            if there.get(key) != here.get(key):
+                was, now = _difference(there.get(key), here.get(key))
+                return f"{key} {was}", f"{key} {now}"
+    return repr(there), repr(here)

@@ -1,0 +1,302 @@
+"""The training loop of a policy: steps, validation, checkpoints.
+
+What a step draws (order of windows, noise, crops) follows from seed and step alone, so a run that goes on from a
+checkpoint is the run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import get_cosine_schedule_with_warmup
+from transformers.trainer import TRAINER_STATE_NAME
+
+from hf_sparseprior.files import whole_folder, write_text
+from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
+from hf_sparseprior.training.stopping import StopRequest
+from tasks.common.command import RunStopped
+from tasks.common.run_folder import MODEL
+from tasks.robotics.config import VALIDATION_SEED, TrainerConfig
+from tasks.robotics.data import Windows
+from tasks.robotics.policy import CrosswayPolicy
+from tasks.robotics.rollout import rollout, summary
+
+WEIGHTS_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.pt"
+LOGGED = ("loss", "diffusion")
+CHECKPOINT_FILES = (WEIGHTS_FILE, EMA_FILE, OPTIMIZER_FILE, TRAINER_STATE_NAME)
+# One process rolls out at validation while the others wait; torch gives up after ten minutes.
+PATIENCE = timedelta(hours=24)
+
+
+class Training:
+    """The loop: what it knows goes into a checkpoint and comes back."""
+
+    def __init__(
+        self,
+        policy: CrosswayPolicy,
+        config: TrainerConfig,
+        train: Windows,
+        validation: Windows | None,
+        out: Path,
+    ) -> None:
+        self.config, self.train, self.validation, self.out = config, train, validation, out
+        self.accelerator = Accelerator(
+            mixed_precision=config.mixed_precision, kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)]
+        )
+        processes, windows = self.accelerator.num_processes, min(config.batch_size, len(train))
+        if windows < processes:
+            raise ValueError(
+                f"trainer.batch_size={config.batch_size} of {len(train)} windows must be at least the {processes} "
+                "processes that share it"
+            )
+        optimizer = torch.optim.AdamW(
+            policy.parameters(),
+            lr=config.learning_rate,
+            betas=tuple(config.betas),
+            weight_decay=config.weight_decay,
+        )
+        self.epoch_steps = max(1, len(train) // config.batch_size)  # what is left of an epoch is left out
+        self.steps = config.epochs * self.epoch_steps if config.epochs else config.steps
+        # Not prepared: accelerate would take a step for every process.
+        self.schedule = get_cosine_schedule_with_warmup(optimizer, min(config.warmup_steps, self.steps), self.steps)
+        self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
+        self.policy: CrosswayPolicy = self.accelerator.unwrap_model(self.model)
+        self.average = WeightAverage(self.policy, config.ema_decay)
+        self.simulator: Any = None
+        self.about: dict[str, Any] = {}
+        self.history: list[dict[str, Any]] = []
+        self.best: dict[str, Any] | None = None
+        self.running: list[dict[str, float]] = []  # losses since the last entry of the history
+        self.step = 0
+        self.seconds = self.step_seconds = 0.0
+        self.stop = StopRequest()
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """All steps that are left; RunStopped on SIGTERM."""
+        with self.stop:
+            progress = tqdm(
+                total=self.steps,
+                initial=self.step,
+                desc="training",
+                disable=self.config.disable_tqdm or not self.accelerator.is_main_process,
+                dynamic_ncols=True,
+            )
+            with progress:
+                self._run(progress)
+        if self.best is None:
+            self._save_policy()
+
+    def _run(self, progress: Any) -> None:
+        while self.step < self.steps:
+            started = time.monotonic()
+            self.running.append(self._update())
+            elapsed = time.monotonic() - started
+            self.seconds += elapsed
+            self.step_seconds += elapsed
+            progress.update()
+            if self.step % self.config.log_steps == 0 or self.step == self.steps:
+                entry = {key: sum(losses[key] for losses in self.running) / len(self.running) for key in LOGGED}
+                self.history.append({"step": self.step, **entry})
+                self.running = []
+                progress.set_postfix(self._numbers(), refresh=False)
+            last = self.step == self.steps
+            due = last or (self.config.validate_steps and self.step % self.config.validate_steps == 0)
+            if due:
+                started = time.monotonic()
+                self._validate()
+                self.seconds += time.monotonic() - started
+                progress.set_postfix(self._numbers(), refresh=False)
+            every = self.config.save_steps or self.config.validate_steps
+            stop = self.stop.agreed()
+            if stop or last or (every and self.step % every == 0):
+                self._save_checkpoint()
+            if stop and not last:
+                raise RunStopped(f"stopped at step {self.step}; the same command goes on from its checkpoint")
+
+    def _update(self) -> dict[str, float]:
+        """One step; its losses."""
+        self.model.train()
+        torch.manual_seed(_seed(self.config.seed, self.step, self.accelerator.process_index))
+        observations, actions = self.train.batch(self._windows())
+        device = self.accelerator.device
+        losses = self.model({key: value.to(device) for key, value in observations.items()}, actions.to(device))
+        if not torch.isfinite(losses["loss"]):
+            raise ValueError(
+                f"the loss of step {self.step + 1} is {losses['loss'].item()}; lower trainer.learning_rate"
+            )
+        self.accelerator.backward(losses["loss"])
+        if self.config.max_grad_norm is not None:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.average.update(ema_decay(self.step, self.config.ema_power, self.config.ema_decay))
+        return {key: losses[key].item() for key in LOGGED}
+
+    def _windows(self) -> Tensor:
+        """This process' windows of the next step; every epoch has an order of its own."""
+        size = self.config.batch_size
+        epoch, index = divmod(self.step, self.epoch_steps)
+        generator = torch.Generator().manual_seed(_seed(self.config.seed, epoch, 0))
+        order = torch.randperm(len(self.train), generator=generator)[index * size : (index + 1) * size]
+        return order[self.accelerator.process_index :: self.accelerator.num_processes]
+
+    def _numbers(self) -> dict[str, str]:
+        shown = {"diffusion": "loss", "validation_loss": "val loss", "validation_success": "val success"}
+        latest = {key: entry[key] for entry in self.history for key in shown if key in entry}
+        return {shown[key]: f"{value:.4g}" for key, value in latest.items()}
+
+    # ---- validation -------------------------------------------------------------------------------------------------
+
+    def _validate(self) -> None:
+        """Validation loss and, if the simulator is asked, success; the best policy is saved. By one process."""
+        if self.accelerator.is_main_process:
+            entry: dict[str, Any] = {"step": self.step}
+            with self.average.swapped_in():
+                self.policy.eval()
+                if self.validation is not None:
+                    entry["validation_loss"] = validation_loss(
+                        self.policy, self.validation, self.config.batch_size, self.config.validation_batches
+                    )
+                if self.simulator is not None:
+                    seeds = range(VALIDATION_SEED, VALIDATION_SEED + self.config.validation_episodes)
+                    found = summary([rollout(self.policy, self.simulator, seed) for seed in seeds])
+                    entry |= {
+                        "validation_success": found["success"],
+                        "validation_max_reward": found["max_reward"],
+                    }
+            if self.simulator is not None and is_better(entry, self.best):
+                self.best = entry
+                self._save_policy()
+            self.history.append(entry)
+        self.accelerator.wait_for_everyone()
+
+    def metrics(self) -> dict[str, Any]:
+        """The numbers of the policy that was saved."""
+        latest: dict[str, Any] = {}
+        for entry in self.history:
+            latest |= {key: value for key, value in entry.items() if key != "step"}
+        if self.best is not None:
+            latest |= {key: value for key, value in self.best.items() if key != "step"} | {
+                "policy_step": self.best["step"]
+            }
+        return latest
+
+    # ---- files ------------------------------------------------------------------------------------------------------
+
+    def _save_policy(self) -> None:
+        """The averaged weights as the run's policy, in place of an earlier one."""
+        if not self.accelerator.is_main_process:
+            return
+        scratch = self.out / f"{MODEL}.new"
+        shutil.rmtree(scratch, ignore_errors=True)
+        with self.average.swapped_in():
+            self.policy.save_pretrained(scratch, {**self.about, "step": self.step})
+        shutil.rmtree(self.out / MODEL, ignore_errors=True)
+        scratch.rename(self.out / MODEL)
+
+    def _save_checkpoint(self) -> None:
+        if not self.accelerator.is_main_process:
+            self.accelerator.wait_for_everyone()
+            return
+        folder = self.out / f"checkpoint-{self.step}"
+        shutil.rmtree(folder, ignore_errors=True)  # one that was found damaged
+        with whole_folder(folder) as scratch:
+            state = {name: value.contiguous() for name, value in self.policy.state_dict().items()}
+            save_file(state, scratch / WEIGHTS_FILE)
+            self.average.save(scratch)
+            scaler = self.accelerator.scaler
+            torch.save(
+                {
+                    "optimizer": self.optimizer.state_dict(),
+                    "schedule": self.schedule.state_dict(),
+                    "scaler": None if scaler is None else scaler.state_dict(),
+                },
+                scratch / OPTIMIZER_FILE,
+            )
+            known = {
+                "global_step": self.step,
+                "seconds": self.seconds,
+                "step_seconds": self.step_seconds,
+                "best": self.best,
+                "history": self.history,
+                "running": self.running,
+            }
+            write_text(scratch / TRAINER_STATE_NAME, json.dumps(known, indent=1) + "\n")
+        for other in self.out.glob("checkpoint-*"):
+            if other != folder and other.name.rsplit("-", 1)[1].isdigit():
+                shutil.rmtree(other)
+        self.accelerator.wait_for_everyone()
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint."""
+        self.policy.load_state_dict(load_file(folder / WEIGHTS_FILE))
+        self.average.load(folder)
+        stored = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
+        self.optimizer.load_state_dict(stored["optimizer"])
+        self.schedule.load_state_dict(stored["schedule"])
+        if self.accelerator.scaler is not None and stored["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(stored["scaler"])
+        known = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        self.step, self.history, self.best = known["global_step"], known["history"], known["best"]
+        self.seconds, self.step_seconds, self.running = known["seconds"], known["step_seconds"], known["running"]
+
+
+def ema_decay(step: int, power: float, highest: float) -> float:
+    """Decay of the moving average at update `step` (from 1): min(highest, 1 - step^-power), 0 at the first."""
+    return min(highest, 1 - step**-power)
+
+
+def _seed(seed: int, step: int, process: int) -> int:
+    """A seed of torch's generator for this step of this process."""
+    return (seed * 1_000_003 + step) * 1_009 + process
+
+
+@torch.no_grad()
+def validation_loss(policy: CrosswayPolicy, windows: Windows, batch_size: int, batches: int) -> float:
+    """Mean squared error of the noise over some windows, with the same windows, noise and diffusion steps every time.
+
+    Args:
+        policy: in evaluation mode.
+        windows: of validation episodes.
+        batch_size, batches: how many windows; each at most once.
+    """
+    generator = torch.Generator().manual_seed(0)
+    device = next(policy.parameters()).device
+    losses, count = 0.0, 0
+    for chosen in torch.randperm(len(windows), generator=generator).split(batch_size)[:batches]:
+        observations, actions = windows.batch(chosen)
+        noise = torch.randn(actions.shape, generator=generator)
+        steps = torch.randint(0, policy.config.noise_levels, (len(chosen),), generator=generator)
+        losses += (
+            len(chosen)
+            * policy(
+                {key: value.to(device) for key, value in observations.items()},
+                *(tensor.to(device) for tensor in (actions, noise, steps)),
+            )["diffusion"].item()
+        )
+        count += len(chosen)
+    return losses / count
+
+
+def is_better(entry: dict[str, Any], best: dict[str, Any] | None) -> bool:
+    """More successes, then more reward; of equals the later one, which has learned for longer."""
+
+    def rank(of: dict[str, Any]) -> tuple[float, float]:
+        return of["validation_success"], of["validation_max_reward"]
+
+    return best is None or rank(entry) >= rank(best)
