@@ -60,7 +60,7 @@ optim_wrapper = dict(
     type="OptimWrapper",
     optimizer=dict(type="AdamW", lr=1e-3, betas=(0.9, 0.999), weight_decay=0.05),
     clip_grad=dict(max_norm=1.0),
-    # UPerNet's last layer starts near zero behind few channels; at the rate of the others it takes most of the run.
+    # UPerNet's last layer has few channels and starts near zero; at the others' rate it takes most of the run.
     paramwise_cfg=dict(
         custom_keys={
             "neck": dict(lr_mult=3),

@@ -63,7 +63,7 @@ class TrainerConfig:
     steps: updates of the weights.
     epochs: passes over the windows instead; null: `steps` says how many updates.
     batch_size: windows an update, of all processes together.
-    learning_rate, warmup_steps: cosine per step down to 0 behind a linear warm-up.
+    learning_rate, warmup_steps: cosine per step down to 0 after a linear warm-up.
     betas, weight_decay: of AdamW.
     max_grad_norm: gradients are clipped to it; null: they are not.
     ema_power, ema_decay: the weights' moving average has decay min(ema_decay, 1 - step^-ema_power) at update

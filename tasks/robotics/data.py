@@ -1,7 +1,7 @@
 """Windows of demonstrations as Diffusion Policy cuts them (Chi et al. 2023), in memory.
 
 A window is `horizon` steps of one episode; its first `observation_steps` observations are what the policy sees. It may
-begin before the episode and end behind it, where the first and the last step are repeated, so that the first
+begin before the episode and end after it, where the first and the last step are repeated, so that the first
 observation is seen alone and every step of the episode is executed.
 """
 
@@ -22,7 +22,7 @@ from tasks.robotics.policy_config import PolicyConfig
 def window_starts(length: int, observation_steps: int, horizon: int, action_steps: int) -> range:
     """First steps of the windows of an episode, negative where a window begins before it.
 
-    `observation_steps` - 1 repeated steps in front at most, `action_steps` - 1 behind.
+    `observation_steps` - 1 repeated steps before it at most, `action_steps` - 1 after it.
     """
     return range(1 - observation_steps, length - horizon + action_steps)
 

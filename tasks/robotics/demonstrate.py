@@ -112,7 +112,7 @@ def record(environment: Environment, demonstrator: Demonstrator, seed: int) -> E
 def demonstrate(
     task: str, out: Path, episodes: int, seed: int = 0, cameras: Sequence[str] = (), image_size: int | None = None
 ) -> dict[str, Any]:
-    """Write a file of demonstrations, and return what is written beside it as JSON.
+    """Write a file of demonstrations, and return what is written next to it as JSON.
 
     Raises:
         ValueError: for bad values, another run's unfinished work, or a task that is never solved.

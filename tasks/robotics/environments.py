@@ -1,4 +1,4 @@
-"""The environments by name, behind one small interface, and what has to be set before a simulator is imported.
+"""The environments by name, with one small interface, and what has to be set before a simulator is imported.
 
     environment = make_environment("lift", cameras=("agentview", "robot0_eye_in_hand"), image_size=84)
     observation = environment.reset(seed=7)

@@ -14,7 +14,7 @@ from tasks.robotics.policy_config import PolicyConfig
 
 
 class ImageDecoder(nn.Module):
-    """An image of 2x2 features: tiled to half the size, positions beside them, two residual blocks, doubled."""
+    """An image of 2x2 features: tiled to half the size, positions concatenated, two residual blocks, doubled."""
 
     def __init__(self, channels: int, config: PolicyConfig, size: tuple[int, int]) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-ACTIONS = "actions"  # the key of actions, beside those of observations
+ACTIONS = "actions"  # the key of actions; the others are observations
 
 
 class Normalizer(nn.Module):

@@ -288,7 +288,7 @@ class CrosswayPolicy(nn.Module):
             raise OSError(f"{folder / WEIGHTS_FILE} cannot be read: {error}") from error
         expected = {name: value.shape for name, value in policy.state_dict().items() if _own(name)}
         if {name: value.shape for name, value in weights.items()} != expected:
-            raise OSError(f"{folder / WEIGHTS_FILE} does not fit {POLICY_FILE} beside it")
+            raise OSError(f"{folder / WEIGHTS_FILE} does not fit {POLICY_FILE} next to it")
         policy.load_state_dict(weights, strict=False)
         policy.about = content["about"]
         return policy.eval()

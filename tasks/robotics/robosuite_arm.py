@@ -182,7 +182,7 @@ class RobosuiteArm(Environment):
         return self._arm.base_pos, self._arm.base_ori
 
     def _observe(self) -> Observation:
-        # A step ends with the integration of velocities: poses of bodies and cameras lag behind by one.
+        # A step ends with the integration of velocities: poses of bodies and cameras are one step late.
         mujoco.mj_kinematics(self._model, self._data)
         mujoco.mj_camlight(self._model, self._data)
         data = self._data

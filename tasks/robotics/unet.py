@@ -60,7 +60,7 @@ class ResidualBlock(nn.Module):
 class ConditionalUNet1D(nn.Module):
     """Predicts the noise in a sequence of actions.
 
-    Every width but the last halves the time behind its two blocks; two blocks in the middle; every width but the first
+    Every width but the last halves the time after its two blocks; two blocks in the middle; every width but the first
     takes the skipped features, undoes the halving and ends at the width before it.
 
     Args:

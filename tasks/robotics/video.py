@@ -21,7 +21,7 @@ def write_video(path: Path, frames: Sequence[np.ndarray], fps: int) -> Path:
         fps: frames a second.
 
     Returns:
-        What was written: a .gif beside it where an .mp4 was asked for and PyAV is not installed.
+        What was written: a .gif next to it where an .mp4 was asked for and PyAV is not installed.
 
     Raises:
         ValueError: for no frames, frames of several sizes or another suffix.

@@ -11,7 +11,7 @@ train_pipeline = [
     dict(type="PhotoMetricDistortion"),
     dict(type="PackSegInputs"),
 ]
-# The annotation is read behind the resizing: it is compared at its own size.
+# The annotation is read after the image is resized: it is compared at its own size.
 test_pipeline = [
     dict(type="ReadImage"),
     dict(type="Resize", scale=(2048, 512), keep_ratio=True),

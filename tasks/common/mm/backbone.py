@@ -108,7 +108,7 @@ def pad_to_patches(pixel_values: Tensor, patch_size: tuple[int, int]) -> Tensor:
 
 
 def load_weights(model: SparsePriorViTModel, folder: str) -> None:
-    """Fill a model with the backbone of a saved folder; a classifier stays behind.
+    """Fill a model with the backbone of a saved folder; a classifier is left out.
 
     The position embedding is interpolated to the model's grid. Weights of a prior that the folder does not have start
     as they are, those of a prior that the model does not have are left out (the two are another prior's).

@@ -30,7 +30,7 @@ def history_method(owner: Any, name: str) -> Any:
     return getattr(HistoryBuffer, name)
 
 
-# What the checkpoints of mmengine hold beside tensors and plain values: histories of losses as numpy arrays.
+# What the checkpoints of mmengine hold besides tensors and plain values: histories of losses as numpy arrays.
 ALLOWED: list[Any] = [
     HistoryBuffer,
     (history_method, "builtins.getattr"),

@@ -35,7 +35,7 @@ class SimpleFeaturePyramid(BaseModule):
         in_channels: C of the backbone.
         out_channels: of every output.
         scales: side of each output in sides of the backbone's map, powers of two, falling: (4, 2, 1, 0.5) are strides
-            4, 8, 16, 32 behind patches of 16 pixels.
+            4, 8, 16, 32 after patches of 16 pixels.
         num_outs: number of maps in all.
         init_cfg: as every module of mmengine.
 

@@ -1,4 +1,4 @@
-"""Demonstration files: robomimic's HDF5 layout and Diffusion Policy's zarr layout, behind one reader.
+"""Demonstration files: robomimic's HDF5 layout and Diffusion Policy's zarr layout, with one reader for both.
 
     demonstrations = open_demonstrations("lift.hdf5")
     demonstrations.read("demo_0", "agentview_image", 0, 2)  # uint8 (2, 84, 84, 3)

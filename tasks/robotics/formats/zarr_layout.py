@@ -109,7 +109,7 @@ class ZarrDemonstrations(Demonstrations):
             raise self._fail(f"{name} is no array")
         if array.nchunks_initialized != array.nchunks:
             raise self._fail(f"{name} has {array.nchunks_initialized} of its {array.nchunks} chunks")
-        # Blosc, in published files, decompresses what is cut off without a word, from memory behind its end.
+        # Blosc (published files) decompresses a file that is cut off without an error: it reads memory after its end.
         if any(codec.codec_id == "blosc" for codec in array.compressors):
             for chunk in (self.path / name).iterdir():
                 if not chunk.name.startswith(".") and _blosc_bytes(chunk) != chunk.stat().st_size:
