@@ -49,7 +49,7 @@ def fit_constant(coco: Any, category_ids: Sequence[int]) -> ConstantPredictor:
 
     Args:
         coco: pycocotools' COCO with the training annotations; crowds are left out.
-        category_ids: of each label.
+        category_ids: category of each label.
     """
     images = coco.loadImgs(coco.getImgIds())
     candidates, labels, scores, shapes = [], [], [], []

@@ -21,7 +21,7 @@ from tasks.common.mm.task import Task
 from tasks.detection.baseline import fit_constant
 
 SHOWN = 6  # images of the picture
-MIN_SCORE = 0.3  # of what is drawn
+MIN_SCORE = 0.3  # objects with lower scores are not drawn
 
 
 def constant_metrics(config: Config) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class DataConfig:
     path: HDF5 file in robomimic's layout or zarr folder in Diffusion Policy's.
     episodes: use this many of the file's training episodes, from its first on; null: all.
     floor: smallest range that a dimension is taken to have when it is scaled to [-1, 1], in its own unit.
-    floors: of these keys ("actions" or an observation) instead, a number or one for each dimension. Rotations and
+    floors: other floors for some keys ("actions" or an observation), a number or one for each dimension. Rotations and
         grippers lie in [-1, 1] already: with 2 they keep their scale however little they move.
     """
 
@@ -59,12 +59,12 @@ class TrainerConfig:
     """How it is trained: Diffusion Policy's values where a file says nothing.
 
     output_dir: where the run lies.
-    seed: of weights, order of windows, noise and crops.
+    seed: seeds the weights, the order of windows, noise and crops.
     steps: updates of the weights.
     epochs: passes over the windows instead; null: `steps` says how many updates.
     batch_size: windows an update, of all processes together.
     learning_rate, warmup_steps: cosine per step down to 0 after a linear warm-up.
-    betas, weight_decay: of AdamW.
+    betas, weight_decay: as AdamW has them.
     max_grad_norm: gradients are clipped to it; null: they are not.
     ema_power, ema_decay: the weights' moving average has decay min(ema_decay, 1 - step^-ema_power) at update
         `step`, counted from 1.

@@ -31,7 +31,7 @@ class Windows:
     """All windows of some episodes.
 
     Args:
-        episodes: of each the observations (steps, ...) by key, and "actions" (steps, A).
+        episodes: observations (steps, ...) by key, and "actions" (steps, A), for each episode.
         config: what the policy needs of them.
 
     Raises:
@@ -75,8 +75,8 @@ def read_episodes(demonstrations: Any, names: Sequence[str], config: PolicyConfi
 
     Args:
         demonstrations: as `formats.open_demonstrations` gives them.
-        names: of episodes.
-        config: of the policy.
+        names: names of the episodes.
+        config: the policy's.
     """
     episodes = []
     for name in names:
@@ -116,10 +116,10 @@ def fit_normalizer(
     """Ranges of the training episodes.
 
     Args:
-        episodes: of training alone.
-        config: of the policy.
+        episodes: training episodes alone.
+        config: the policy's.
         floor: smallest range of a dimension.
-        floors: of these keys instead, a number or one for each dimension.
+        floors: other floors for some keys, a number or one for each dimension.
 
     Raises:
         ValueError: for floors of other keys or sizes.

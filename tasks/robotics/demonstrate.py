@@ -75,9 +75,9 @@ def record(environment: Environment, demonstrator: Demonstrator, seed: int) -> E
     """One episode, or None if it failed.
 
     Args:
-        environment: of the demonstrations.
-        demonstrator: of this environment.
-        seed: of the environment and of the noise.
+        environment: where the demonstrations are recorded.
+        demonstrator: controller for this environment.
+        seed: seeds the environment and the noise.
     """
     observation = environment.reset(seed)
     demonstrator.reset(seed)

@@ -65,7 +65,7 @@ def denoise(
         predict: (samples (B, ...), time step int64 (B,)) to the noise in them, (B, ...).
         start: standard normal noise (B, ...).
         reverse: as `sampler` makes it.
-        generator: of the noise that "ddpm" draws.
+        generator: draws the noise of "ddpm".
 
     Returns:
         (B, ...), clean samples.

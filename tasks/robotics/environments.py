@@ -22,8 +22,8 @@ from hf_sparseprior.doctor import gl_library
 Observation = dict[str, np.ndarray]
 
 GL_PACKAGES = "apt-get install libosmesa6, or libegl1 libegl-mesa0"
-IMAGE_SIZES = {"lift": 84, "can": 84, "pusht": 96}  # of the published data sets, pixels
-# Of the arms, as their settings say it.
+IMAGE_SIZES = {"lift": 84, "can": 84, "pusht": 96}  # pixels of the published data sets
+# Actions and frame of the arms, as their settings name them.
 POSE_ACTION, BASE_FRAME = "position 3, rotation 6 (rows of the matrix), gripper 1", "robot base"
 MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 16, 1024
 
@@ -122,7 +122,12 @@ def _arm(name: str, cameras: tuple[str, ...], image_size: int) -> Environment:
         from tasks.robotics.robosuite_arm import RobosuiteArm
     except ModuleNotFoundError as error:
         raise ImportError(f"{name} needs robosuite ({error}): make robotics") from error
-    except (AttributeError, ImportError, OSError, RuntimeError) as error:  # of the GL library, which mujoco loads
+    except (
+        AttributeError,
+        ImportError,
+        OSError,
+        RuntimeError,
+    ) as error:  # GL library, which mujoco loads
         raise OSError(
             f"{name} cannot be imported with MUJOCO_GL={os.environ['MUJOCO_GL']} ({error}): {GL_PACKAGES}; "
             "without images MUJOCO_GL=disable does"

@@ -35,7 +35,7 @@ class Rollouts:
     """Which episodes a policy is judged by.
 
     episodes: how many, of the seeds `seed`, `seed` + 1, ...
-    seed: of the first.
+    seed: seed of the first episode.
     untrained: the same policy with random weights instead, for comparison.
     max_steps: actions of an episode; None: the environment's horizon.
     sampler, sampling_steps: instead of the policy's own.

@@ -67,7 +67,7 @@ class CrosswayPolicy(nn.Module):
 
     Args:
         config: what it is made of.
-        normalizer: of actions and of the observations that are no images.
+        normalizer: scales actions and the observations that are no images.
 
     Attributes:
         about: what a saved policy was kept with, e.g. the settings of its environment.
@@ -212,7 +212,7 @@ class CrosswayPolicy(nn.Module):
 
         Args:
             observations: as in `normalized`.
-            generator: of the CPU; the same state gives the same actions.
+            generator: a generator of the CPU; the same state gives the same actions.
         """
         condition, _ = self.encode(self.normalized(observations))
         size = (len(condition), self.config.horizon, self.config.action_size)

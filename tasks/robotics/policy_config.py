@@ -25,11 +25,11 @@ class PolicyConfig:
     crop: pixels of the window that the encoders see, at random in training, in the centre else; null: everything.
     encoder: fields of SparsePriorViTConfig and `preset`; the image size is the crop's, without what is left of it right
         of and below whole patches. Every camera has one like this.
-    widths, kernel_size, groups, step_embedding_size: of the U-Net.
-    reconstruction_weight: of each observation's mean squared error in the loss; 0: nothing is decoded.
+    widths, kernel_size, groups, step_embedding_size: as `ConditionalUNet1D` takes them.
+    reconstruction_weight: weight of each observation's mean squared error in the loss; 0: nothing is decoded.
     reconstruction_size: pixels of decoded images; null: image_size.
     decoder_width, decoder_positions: channels of the image decoder and of the positions it is given.
-    noise_levels: of the diffusion.
+    noise_levels: steps of the diffusion in training.
     sampler, sampling_steps: how actions are drawn, see `diffusion.sampler`.
     """
 

@@ -18,28 +18,28 @@ from tasks.robotics.pusht import TABLE, PushT
 
 NOISE = 2.0  # standard deviation of what is added to the targets that are executed, not to those recorded
 
-_RADIUS = 15.0  # of the pusher
+_RADIUS = 15.0  # the pusher's
 _CONTACTS = 48  # points along the outline
-_CHECKED = 8  # of the imagined pushes, those imagined again with the way back
+_CHECKED = 8  # so many of the imagined pushes are imagined again with the way back
 _GAP = 6.0  # between pusher and block at the start of a push
-_ADVANCE, _FINE_ADVANCE = 12.0, 4.0  # of the target of the pusher in a step of a push; of the last, short pushes
+_ADVANCE, _FINE_ADVANCE = 12.0, 4.0  # of the pusher's target in a step of a push, and of a short, last push
 _PUSH_STEPS = 14
 _WORSE = 8.0  # mean distance of the corners above the present one at which a push is not imagined further
 _FINE = 14.0  # mean distance of the corners below which pushes are short
 _LEAD = 45.0  # target ahead of the pusher on its way around
-_ARRIVED, _NEAR = 4.0, 14.0  # distances that count as there: of the start of a push, of a corner of the way
+_ARRIVED, _NEAR = 4.0, 14.0  # distances at which the start of a push and a corner of the way count as reached
 _BACK = 30.0  # way back after a push
 _CLEARANCE = 26.0  # between block and the corners of the way around it
-_LEAVES = 8.0  # of a way that begins at the block, the length in which it has to get half that far from it
+_LEAVES = 8.0  # a way that begins at the block has to get half this far from it within this length
 _MARGIN = 21.0  # between the pusher's centre and the edge of the table
-_SPEED = 20.0  # of the pusher on its way, in a step
+_SPEED = 20.0  # the pusher's on its way, in a step
 _STEP_COST = 0.06  # mean distance of the corners that a step has to gain
 _PATIENCE = 40  # steps on a way before another plan is made
 
 
 @dataclass
 class _Push:
-    start: np.ndarray  # of the pusher
+    start: np.ndarray  # where the pusher starts
     targets: list[np.ndarray]
     cost: float
 

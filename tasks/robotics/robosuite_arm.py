@@ -57,7 +57,7 @@ class RobosuiteArm(Environment):
 
     Args:
         name: "lift" or "can".
-        cameras: of CAMERAS.
+        cameras: some of CAMERAS.
         image_size: height and width of their images, pixels.
 
     Raises:

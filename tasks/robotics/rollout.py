@@ -63,12 +63,12 @@ def rollout(
 ) -> Episode:
     """Let a policy act until the task is solved or time is up.
 
-    The first observation stands for those before it; of every plan `action_steps` actions are executed.
+    The first observation stands for those before it; the first `action_steps` actions of every plan are executed.
 
     Args:
         policy: in evaluation mode.
         environment: as it was recorded in.
-        seed: of the episode and of the policy's noise.
+        seed: seeds the episode and the policy's noise.
         max_steps: actions; None: the environment's horizon.
         picture_size: pixels of the frames that are kept; 0: none.
     """

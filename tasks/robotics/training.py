@@ -272,7 +272,7 @@ def validation_loss(policy: CrosswayPolicy, windows: Windows, batch_size: int, b
 
     Args:
         policy: in evaluation mode.
-        windows: of validation episodes.
+        windows: windows of the validation episodes.
         batch_size, batches: how many windows; each at most once.
     """
     generator = torch.Generator().manual_seed(0)
@@ -294,7 +294,7 @@ def validation_loss(policy: CrosswayPolicy, windows: Windows, batch_size: int, b
 
 
 def is_better(entry: dict[str, Any], best: dict[str, Any] | None) -> bool:
-    """More successes, then more reward; of equals the later one, which has learned for longer."""
+    """More successes, then more reward; between equals the later one, which has learned for longer."""
 
     def rank(of: dict[str, Any]) -> tuple[float, float]:
         return of["validation_success"], of["validation_max_reward"]

@@ -67,9 +67,9 @@ class ConditionalUNet1D(nn.Module):
         action_size: A.
         condition_size: D of what the sequence depends on besides the diffusion step.
         widths: channels from outside to the middle.
-        kernel_size: of the convolutions, odd.
-        groups: of GroupNorm; divides every width.
-        step_embedding_size: of the diffusion step.
+        kernel_size: width of the convolutions, odd.
+        groups: groups of GroupNorm; divides every width.
+        step_embedding_size: size of the diffusion step's embedding.
 
     Raises:
         ValueError: for sizes that do not fit together.

@@ -25,8 +25,8 @@ class FolderSegmentation(BaseSegDataset):
     Args:
         data_root: the folder.
         split: folder name below images and annotations.
-        img_suffix: of the images.
-        options: of `BaseSegDataset`.
+        img_suffix: how names of images end.
+        options: further options of `BaseSegDataset`.
 
     Raises:
         OSError: for a missing folder or list of classes.

@@ -24,7 +24,7 @@ def load_config(task: str, path: str | Path, overrides: Sequence[str] = ()) -> C
 
     Args:
         task: name of the task's folder.
-        path: of the config, which is Python and is run.
+        path: the config, which is Python and is run.
         overrides: "key.key=value", values as mm's `--cfg-options` writes them.
 
     Raises:

@@ -34,7 +34,7 @@ def draw_instances(
         boxes: (objects, 4) left, top, right, bottom in pixels.
         labels: index into `classes` of each object.
         classes: names.
-        scores: of each object, written after its class.
+        scores: each object's score, written after its class.
     """
     colours = class_colours(len(classes))
     shown = image.astype(np.float32)

@@ -33,7 +33,7 @@ class SimpleFeaturePyramid(BaseModule):
 
     Args:
         in_channels: C of the backbone.
-        out_channels: of every output.
+        out_channels: channels of every output.
         scales: side of each output in sides of the backbone's map, powers of two, falling: (4, 2, 1, 0.5) are strides
             4, 8, 16, 32 after patches of 16 pixels.
         num_outs: number of maps in all.

@@ -68,10 +68,10 @@ PHOTOS = {
     "validation": ("skimage/data/coins.png", "skimage/data/moon.png", "sklearn/datasets/images/flower.jpg"),
     "test": ("skimage/data/grass.png", "skimage/data/hubble_deep_field.jpg", "skimage/data/rocket.jpg"),
 }
-SHARES = {"training": 0.7, "validation": 0.1, "test": 0.2}  # of the digits and garments
+SHARES = {"training": 0.7, "validation": 0.1, "test": 0.2}  # shares of the digits and garments
 THRESHOLDS = {"digits": 110, "garments": 40}  # grey value of 255 from which an enlarged pixel belongs to the object
 MAX_OBJECTS = 4
-SIDES = (0.24, 0.5)  # of an object's square, as shares of the scene's side
+SIDES = (0.24, 0.5)  # sides of an object's square, as shares of the scene's side
 MIN_VISIBLE = 0.25  # share of an object's pixels that must be seen, or it is left out
 MIN_PIXELS = 40
 
@@ -101,7 +101,7 @@ class Layer:
     """One object before it is pasted.
 
     label: index into `CLASSES`; mask: bool (side, side); colours: uint8 RGB (side, side, 3);
-    top, left: of its square in the scene.
+    top, left: corner of its square in the scene.
     """
 
     label: int
@@ -195,7 +195,7 @@ def make_layer(label: int, grey: Any, size: int, random: np.random.Generator) ->
     Args:
         label: index into `CLASSES`.
         grey: PIL image, bright on black.
-        size: of the scene, pixels.
+        size: side of the scene, pixels.
         random: where the draws come from.
     """
     from PIL import Image

@@ -16,7 +16,7 @@ MM_SPLITS = {"test": "test", "validation": "val"}  # our names and mm's
 class Task:
     """What a task adds to a run.
 
-    name: of the task's folder.
+    name: name of the task's folder.
     draw: draws predictions of a model for a dataset's first images into a file.
     baseline: metrics of the best constant predictor on the test dataset, by the framework's own metric, as results.json
         has them.

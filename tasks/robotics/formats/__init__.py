@@ -60,7 +60,7 @@ def open_demonstrations(path: str | Path) -> Demonstrations:
 
 
 def demonstrations_sha256(path: Path) -> str:
-    """SHA-256 of a file; of a zarr folder's files with their names, in order."""
+    """SHA-256 of a file, or of all files of a zarr folder with their names, in order."""
     if path.is_file():
         return file_sha256(path)
     digest = hashlib.sha256()
@@ -94,9 +94,9 @@ def write_demonstrations(path: Path, episodes: Sequence[Path], settings: dict[st
     """Write a file of episodes, whole or not at all, in the layout of the task: HDF5 for arms, zarr for PushT.
 
     Args:
-        path: of the new file.
+        path: the new file.
         episodes: files of `Episode.save`, in order; one is in memory at a time.
-        settings: of the environment.
+        settings: the environment's.
 
     Raises:
         OSError: if the path exists.

@@ -27,7 +27,7 @@ class Demonstrations(ABC):
     It may be handed to other processes: each opens the file for itself.
 
     Attributes:
-        path: of the file, or of the zarr folder.
+        path: the file, or the zarr folder.
         episodes: their names.
         lengths: steps of each episode, by name.
         seeds: with which the environment was reset for each episode, by name; None where the file does not say.

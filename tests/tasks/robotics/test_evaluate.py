@@ -14,12 +14,11 @@ for package in ("diffusers", "gym_pusht", "zarr"):
 
 from tasks.robotics import evaluate, train, training  # noqa: E402
 from tasks.robotics.environments import gl_library, make_environment  # noqa: E402
-from tasks.robotics.formats import Episode as Demonstration  # noqa: E402
-from tasks.robotics.formats import write_demonstrations  # noqa: E402
 from tasks.robotics.normalizer import Normalizer  # noqa: E402
 from tasks.robotics.policy import CrosswayPolicy  # noqa: E402
 from tasks.robotics.policy_config import PolicyConfig  # noqa: E402
 from tasks.robotics.rollout import Episode, make_matching_environment, rollout, summary, wilson_interval  # noqa: E402
+from tests.tasks.robotics.tiny import write_pusht  # noqa: E402
 
 
 def pusht_policy(seed: int = 0) -> CrosswayPolicy:
@@ -210,27 +209,7 @@ def test_bad_arguments_are_one_line_and_status_2(saved, tmp_path, capsys, argume
 
 def test_training_chooses_on_validation_seeds(tmp_path, monkeypatch):
     """The saved policy is that of the best step, and no seed of evaluation is ever looked at."""
-    generator, paths = np.random.default_rng(0), []
-    with make_environment("pusht") as environment:
-        settings = environment.settings
-        for seed in range(10):
-            seen = [environment.reset(seed)]
-            actions = generator.uniform(100, 400, (20, 2))
-            states = [environment.state()]
-            for action in actions:
-                seen.append(environment.step(action)[0])
-                states.append(environment.state())
-            paths.append(tmp_path / f"{seed}.npz")
-            Demonstration(
-                seed=seed,
-                actions=actions,
-                executed=actions,
-                states=np.array(states[:-1]),
-                rewards=np.zeros(20),
-                dones=np.zeros(20, bool),
-                observations={key: np.stack([step[key] for step in seen[:-1]]) for key in seen[0]},
-            ).save(paths[-1])
-    write_demonstrations(tmp_path / "pusht.zarr", paths, settings)
+    write_pusht(tmp_path)
     seeds, scores = [], iter([0.5, 0.5, 0.9, 0.9, 0.2, 0.2])
 
     def scored(policy, environment, seed):

@@ -1,8 +1,12 @@
 """A policy of a few thousand parameters, and what it sees."""
 
+from pathlib import Path
+
 import numpy as np
 import torch
 
+from tasks.robotics.environments import make_environment
+from tasks.robotics.formats import Episode, write_demonstrations
 from tasks.robotics.normalizer import Normalizer
 from tasks.robotics.policy import CrosswayPolicy
 from tasks.robotics.policy_config import PolicyConfig
@@ -59,3 +63,27 @@ def observations(config: PolicyConfig, batch: int = 2, seed: int = 0) -> dict[st
 def one_episode(values: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """The first sample alone, as a simulator gives it."""
     return {key: value[0].numpy() for key, value in values.items()}
+
+
+def write_pusht(folder: Path, episodes: int = 10, steps: int = 20) -> Path:
+    """pusht.zarr in a folder: random pushes in the simulator."""
+    generator, paths = np.random.default_rng(0), []
+    with make_environment("pusht") as environment:
+        for seed in range(episodes):
+            seen, states = [environment.reset(seed)], [environment.state()]
+            actions = generator.uniform(100, 400, (steps, 2))
+            for action in actions:
+                seen.append(environment.step(action)[0])
+                states.append(environment.state())
+            paths.append(folder / f"{seed}.npz")
+            Episode(
+                seed=seed,
+                actions=actions,
+                executed=actions,
+                states=np.array(states[:-1]),
+                rewards=np.zeros(steps),
+                dones=np.zeros(steps, bool),
+                observations={key: np.stack([step[key] for step in seen[:-1]]) for key in seen[0]},
+            ).save(paths[-1])
+        write_demonstrations(folder / "pusht.zarr", paths, environment.settings)
+    return folder / "pusht.zarr"
