@@ -1,0 +1,188 @@
+"""What was saved by the commit that tests/fixtures/before_16 names loads with today's code and computes the same."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageClassification, AutoModelForVideoClassification
+
+import hf_sparseprior  # noqa: F401  registers the models
+from tests.hf_sparseprior.without_package import WITHOUT_PACKAGE
+
+BEFORE = Path(__file__).parent / "fixtures" / "before_16"
+MODELS = sorted(path.name for path in (BEFORE / "models").iterdir())
+STOCK = sorted(path.name for path in (BEFORE / "stock").iterdir())
+ADAPTERS = sorted(path.parent.name for path in BEFORE.glob("adapters/*/adapter_config.json"))
+
+
+def same_machine() -> bool:
+    """Whether bits can be compared: the sums of another processor or another PyTorch have other last bits."""
+    made = json.loads((BEFORE / "made_with.json").read_text())
+    cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return made["cpu"] in cpu and made["torch"] == torch.__version__ and made["python"] == platform.python_version()
+
+
+@pytest.fixture(autouse=True)
+def reference(monkeypatch):
+    """The backend and the number of threads that the expected values are from."""
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", "reference")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def assert_same(value: torch.Tensor, expected: torch.Tensor) -> None:
+    assert expected.std() > 0.01
+    torch.testing.assert_close(value, expected, rtol=0, atol=1e-6)
+    assert torch.equal(value, expected) or not same_machine()
+
+
+def check(model: torch.nn.Module, folder: Path) -> None:
+    expected = load_file(folder / "expected.safetensors")
+    with torch.no_grad():
+        assert_same(model.eval()(expected["pixel_values"]).logits, expected["logits"])
+
+
+def test_every_kind_is_there():
+    assert (len(MODELS), len(STOCK), len(ADAPTERS)) == (14, 3, 3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    auto_class = AutoModelForVideoClassification if name == "timesformer" else AutoModelForImageClassification
+    folder = BEFORE / "models" / name
+    model, info = auto_class.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    check(model, folder)
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_stock_models(name):
+    folder = BEFORE / "stock" / name
+    model, info = AutoModelForImageClassification.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    check(model, folder)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters(name):
+    peft = pytest.importorskip("peft")
+    base = AutoModelForImageClassification.from_pretrained(BEFORE / "adapters" / "base")
+    check(peft.PeftModel.from_pretrained(base, BEFORE / "adapters" / name), BEFORE / "adapters" / name)
+
+
+LOAD_ITS_OWN_CODE = """
+import sys, torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageClassification
+model = AutoModelForImageClassification.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+assert type(model).__module__.startswith("transformers_modules"), type(model).__module__
+expected = load_file(sys.argv[1] + "/expected.safetensors")
+logits = model(expected["pixel_values"]).logits
+assert (logits - expected["logits"]).abs().max() < float(sys.argv[2]), (logits, expected["logits"])
+"""
+
+
+@pytest.mark.parametrize("package", ["without the package", "with the package"])
+def test_a_model_runs_on_the_code_that_it_carries(package, tmp_path):
+    """With today's package installed, the old code reaches its compiled kernels, under the chooser's own choice."""
+    folder = shutil.copytree(BEFORE / "models" / "fibottention_violin", tmp_path / "model")
+    with zipfile.ZipFile(folder / "code.zip") as archive:
+        archive.extractall(folder)
+    with_package = package == "with the package"
+    script = LOAD_ITS_OWN_CODE if with_package else WITHOUT_PACKAGE + LOAD_ITS_OWN_CODE
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
+    environment |= {"SPARSEPRIOR_BACKEND": "auto"} if with_package else {}
+    command = [sys.executable, "-c", script, str(folder), "1e-5" if with_package else "1e-6"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_classification_run_goes_on_to_the_same_weights(tmp_path, monkeypatch):
+    """The same seeds give the same run: order of the images, dropped paths, optimizer, learning rates."""
+    from tasks.classification import train
+
+    monkeypatch.chdir(tmp_path)
+    config = json.loads((BEFORE / "classification" / "stopped" / "run_config.json").read_text())
+    out = shutil.copytree(BEFORE / "classification" / "stopped", tmp_path / config["trainer"]["output_dir"])
+    results = train.run(config)
+    assert results["resumed_from"] == "checkpoint-17"
+    expected = json.loads((BEFORE / "classification" / "finished" / "results.json").read_text())
+    assert results["metrics"] == pytest.approx(expected["metrics"], abs=1e-6)
+    weights, before = (
+        load_file(folder / "model" / "model.safetensors") for folder in (out, BEFORE / "classification" / "finished")
+    )
+    assert weights.keys() == before.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=1e-5)
+        assert torch.equal(value, before[name]) or not same_machine(), name
+
+
+def test_a_classification_run_from_its_start_gives_the_same_weights(tmp_path, monkeypatch):
+    from tasks.classification import train
+
+    monkeypatch.chdir(tmp_path)
+    config = json.loads((BEFORE / "classification" / "config.json").read_text())
+    config["trainer"]["output_dir"] = "run"
+    results = train.run(config)
+    expected = json.loads((BEFORE / "classification" / "finished" / "results.json").read_text())
+    before = load_file(BEFORE / "classification" / "finished" / "model" / "model.safetensors")
+    weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert weights.keys() == before.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=1e-4)
+        assert torch.equal(value, before[name]) or not same_machine(), name
+    assert results["metrics"]["test_accuracy"] == pytest.approx(expected["metrics"]["test_accuracy"], abs=0.01)
+
+
+def test_a_saved_classifier_is_evaluated_as_before(tmp_path):
+    from tasks.classification import evaluate
+
+    run = shutil.copytree(BEFORE / "classification" / "finished", tmp_path / "run")
+    before = json.loads((run / "evaluation" / "results_test.json").read_text())
+    assert evaluate.main([str(run / "model"), "--out", str(tmp_path / "out")]) == 0
+    found = json.loads(next((tmp_path / "out").glob("results*.json")).read_text())
+    assert found["metrics"]["test_accuracy"] == pytest.approx(before["metrics"]["test_accuracy"], abs=1e-6)
+    assert found["confusion"] == before["confusion"]
+
+
+def test_a_saved_policy_plans_as_before():
+    pytest.importorskip("diffusers", reason="the robotics extra is not installed")
+    from tasks.robotics.policy import CrosswayPolicy
+
+    policy = CrosswayPolicy.from_pretrained(BEFORE / "policy")
+    expected = load_file(BEFORE / "policy" / "expected.safetensors")
+    actions = expected.pop("actions")
+    assert_same(policy.plan(expected, torch.Generator().manual_seed(7)), actions)
+
+
+def test_a_saved_segmentation_model_is_evaluated_as_before(tmp_path):
+    """In a process of its own, as its stored configuration imports what it names."""
+    pytest.importorskip("mmcv", reason="the extra `dense` is not installed")
+    pytest.importorskip("mmseg", reason="the extra `dense` is not installed")
+    run = shutil.copytree(BEFORE / "segmentation" / "run", tmp_path / "run")
+    before = json.loads((run / "evaluation" / "results_test.json").read_text())
+    shutil.rmtree(run / "evaluation")
+    data = BEFORE / "segmentation" / "data"
+    roots = [f"{part}_dataloader.dataset.data_root={data}" for part in ("train", "val", "test")]
+    command = [sys.executable, "-m", "tasks.segmentation.evaluate", str(run / "model"), *roots]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(next(run.rglob("results_test.json")).read_text())
+    assert found["model_sha256"] == before["model_sha256"] and found["metrics"].keys() == before["metrics"].keys()
+    # Percentages then, fractions now; mmseg rounds to 1e-4.
+    scale = 1.0 if found["metrics"]["test_aAcc"] > 1 else 100.0
+    for name, value in before["metrics"].items():
+        assert scale * found["metrics"][name] == pytest.approx(value, abs=0.02), name
