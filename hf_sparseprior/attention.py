@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from .decay import Decay, make_decay
 from .extras import make_extras, make_module
 from .low_rank import MIXERS, Mixer
-from .ops import AttentionPlan, forced_backend, run_plan
+from .attention_plan import AttentionPlan
+from .attention_request import AttentionRequest
+from .backend_choice import forced_backend
+from .ops import run_plan
 from .predictor import PREDICTORS, Predictor
 from .relative_position import RelativePosition
 from .supports import support_notes
@@ -90,71 +93,65 @@ class PriorAttention(nn.Module):
     ) -> AttentionPlan:
         return self.plan((height, width), num_prefix_tokens, decay_key)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: tuple[int, int],
-        num_prefix_tokens: int = 0,
-        *,
-        scale: float | None = None,
-        dropout_p: float = 0.0,
-        need_weights: bool = False,
-        backend: str = "auto",
-        bias: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        kept: Tensor | None = None,
-        weight_rows: int | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention of projected queries, keys and values (B, H, T, D), as `ops.run_plan`, with relative positions.
-
-        (What drops tokens goes neither with mixers nor with relative positions; `prior.check_together` sees to that.)
-        """
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+    def current_plan(self, grid: tuple[int, int], num_prefix_tokens: int = 0) -> AttentionPlan:
+        """The plan of the next forward, a constant in a compiled graph."""
         decay = self.active_decay()
         decay_key = NO_DECAY if decay is None else decay.key
         # A grid decides the tables, so a symbolic size becomes a number here: one compiled graph per grid.
         sizes = (operator.index(grid[0]), operator.index(grid[1]), operator.index(num_prefix_tokens))
-        plan = self._constant_plan(self.support_key, decay_key, *sizes)
+        return self._constant_plan(self.support_key, decay_key, *sizes)
+
+    def attend(self, request: AttentionRequest, backend: str = "auto") -> tuple[Tensor, Tensor | None]:
+        """Attention of projected queries, keys and values with the layer's prior.
+
+        (What drops tokens goes neither with mixers nor with relative positions; `prior.check_together` sees to that.)
+
+        Args:
+            request: with the layer's `current_plan`; its decay, keys and relative positions are filled in here.
+            backend: as in `ops.run_plan`.
+
+        Returns:
+            As `ops.run_plan`.
+        """
         if self.mixer is not None:
-            source, forced = forced_backend(backend)
-            if forced not in ("auto", "reference"):
-                raise ValueError(f"{source}={forced!r} cannot run mixer {self.mixer.name!r}, which has one form")
-            if bias is not None:
-                raise ValueError(f"mixer {self.mixer.name!r} has no logits of pairs to which a bias could be added")
-            return self.mixer(q, k, v, plan, scale, dropout_p, need_weights, token_ids)
-        keys = top_k = None
+            return self._mix(request, backend)
+        q, k, plan, scale = request.q, request.k, request.plan, request.logit_scale
+        key_ids = top_k = None
         if self.predictor is not None:
             top_k = self.predictor.top_k(q.shape[2])
-            keys = self.predictor(q, k, scale, plan, token_ids, kept) if top_k is None else None
+            if top_k is None:
+                key_ids = self.predictor(q, k, scale, plan, request.token_ids, request.keep_mask)
         relative: list[RelativePosition] = list(self.relative_position.values())  # type: ignore[arg-type]
+        bias = request.bias
         for position in relative:
-            own = position(q, k, scale, plan)
-            bias = own if bias is None else bias + own
+            logits = position(q, k, scale, plan)
+            bias = logits if bias is None else bias + logits
         on_values = [position for position in relative if position.uses_weights]
-        out, weights = run_plan(
-            plan,
-            q,
-            k,
-            v,
-            decay() if decay is not None else None,
-            scale=scale,
-            dropout_p=dropout_p,
-            need_weights=need_weights or bool(on_values),
-            backend=backend,
+        decay = self.active_decay()
+        filled = request._replace(
+            decay=None if decay is None else decay(),
             bias=bias,
-            token_ids=token_ids,
-            keys=keys,
+            key_ids=key_ids,
             top_k=top_k,
-            kept=kept,
-            weight_rows=weight_rows,
             renormalise=self.predictor is None or self.predictor.renormalise,
+            need_weights=request.need_weights or bool(on_values),
         )
+        out, weights = run_plan(filled, backend)
         for position in on_values:
             assert weights is not None
             out = out + position.value_term(weights, plan)
-        return out, weights if need_weights else None
+        return out, weights if request.need_weights else None
+
+    def _mix(self, request: AttentionRequest, backend: str) -> tuple[Tensor, Tensor | None]:
+        """The mixer's output and weights; it has one form, which no backend changes."""
+        assert self.mixer is not None
+        source, forced = forced_backend(backend)
+        if forced not in ("auto", "reference"):
+            raise ValueError(f"{source}={forced!r} cannot run mixer {self.mixer.name!r}, which has one form")
+        if request.bias is not None:
+            raise ValueError(f"mixer {self.mixer.name!r} has no logits of pairs to which a bias could be added")
+        q, k, v, plan, need_weights = request.q, request.k, request.v, request.plan, request.need_weights
+        return self.mixer(q, k, v, plan, request.logit_scale, request.dropout_p, need_weights, request.token_ids)
 
 
 class SparsePriorAttention(PriorAttention):
@@ -199,7 +196,7 @@ class SparsePriorAttention(PriorAttention):
         output_attentions: bool = False,
         backend: str = "auto",
         token_ids: Tensor | None = None,
-        kept: Tensor | None = None,
+        keep_mask: Tensor | None = None,
         weight_rows: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Self-attention.
@@ -210,7 +207,7 @@ class SparsePriorAttention(PriorAttention):
             num_prefix_tokens: in front of the patches.
             output_attentions: also return the attention weights.
             backend: forces a backend of `hf_sparseprior.ops`.
-            token_ids, kept, weight_rows: as in `ops.run_plan`.
+            token_ids, keep_mask, weight_rows: as in `AttentionRequest`.
 
         Returns:
             (B, T, hidden_size) and the weights (B, H, T, T), with `weight_rows` (B, H, weight_rows, T), or None.
@@ -220,17 +217,16 @@ class SparsePriorAttention(PriorAttention):
         q = self.q_proj(hidden_states).view(key_shape).transpose(1, 2)
         k = self.k_proj(hidden_states).view(key_shape).transpose(1, 2)
         v = self.v_proj(hidden_states).view(batch, total, self.num_heads, self.head_dim).transpose(1, 2)
-        out, weights = self.attend(
+        request = AttentionRequest(
             q,
             k,
             v,
-            grid,
-            num_prefix_tokens,
+            self.current_plan(grid, num_prefix_tokens),
             dropout_p=self.attention_dropout if self.training else 0.0,
-            need_weights=output_attentions,
-            backend=backend,
             token_ids=token_ids,
-            kept=kept,
+            keep_mask=keep_mask,
+            need_weights=output_attentions,
             weight_rows=weight_rows,
         )
+        out, weights = self.attend(request, backend)
         return self.o_proj(out.transpose(1, 2).reshape(batch, total, self.num_heads * self.head_dim)), weights

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .checks import check_boolean, check_integer
 from .extras import PriorModule
-from .ops import AttentionPlan
+from .attention_plan import AttentionPlan
 from .registry import registering
 from .supports import check_not_both, kept_share
 

@@ -283,7 +283,7 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
             grid: (height, width) of the patches.
             num_prefix_tokens: P.
             output_attentions: also return the attention weights.
-            token_ids, kept: as in `ops.run_plan`.
+            token_ids, kept: as `token_ids` and `keep_mask` of `AttentionRequest`.
             pruning: drops tokens between attention and MLP.
 
         Returns:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .checks import check_integer
 from .extras import PriorModule
-from .ops import AttentionPlan
+from .attention_plan import AttentionPlan
 from .registry import registering
 from .supports import check_not_both, kept_share
 

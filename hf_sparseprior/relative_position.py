@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from .checks import check_boolean, check_integer, plain
 from .extras import Extra, register_extra
-from .ops import AttentionPlan, plan_table
+from .attention_plan import AttentionPlan, plan_table
 from .relative_offsets import BUCKET_METHODS, count_buckets
 
 

@@ -33,6 +33,7 @@ from transformers.utils import cached_file
 from transformers.utils.output_capturing import _active_collector
 
 from hf_sparseprior.attention import PriorAttention
+from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.extras import EXTRAS, resolve_extras
 from hf_sparseprior.files import write_bytes
 from hf_sparseprior.low_rank import MIXERS
@@ -239,20 +240,19 @@ def prior_attention(
     bias = attention_mask
     if bias is not None and bias.dtype == torch.bool:
         bias = torch.zeros(bias.shape, dtype=query.dtype, device=bias.device).masked_fill(~bias, -math.inf)
-    out, weights = prior.attend(
+    request = AttentionRequest(
         query,
         key,
         value,
-        grid,
-        num_prefix_tokens,
+        prior.current_plan(grid, num_prefix_tokens),
         scale=scaling,
         dropout_p=dropout,
-        need_weights=_wants_weights(prior.config, kwargs),
-        # "eager" is transformers' word for the written-out form.
-        backend="reference" if prior.config._attn_implementation == "eager" else "auto",
         bias=bias,
         token_ids=token_ids,
+        need_weights=_wants_weights(prior.config, kwargs),
     )
+    # "eager" is transformers' word for the written-out form.
+    out, weights = prior.attend(request, "reference" if prior.config._attn_implementation == "eager" else "auto")
     return out.transpose(1, 2), weights
 
 

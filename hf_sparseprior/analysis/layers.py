@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_sparseprior.adapters.stock import SIDECAR, find_encoder, num_heads_of
 from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
-from hf_sparseprior.ops import plan_table
+from hf_sparseprior.attention_plan import plan_table
 from hf_sparseprior.prior import prior_name
 
 # What the linear layer behind the heads is called, in our models and in transformers'.

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_sparseprior.ops import AttentionPlan, listed_mask
+from hf_sparseprior.attention_plan import AttentionPlan
+from hf_sparseprior.attention_request import listed_mask
 from hf_sparseprior.sparsifiner import Sparsifiner
 
 

@@ -1,0 +1,213 @@
+"""One call of attention as a value, and what several backends make from it: masks, positions, decay.
+
+Shape letters as in `ops`, and n patches that are there, T = P + n, K places of a list of keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .attention_plan import AttentionPlan, decay_positions, plan_table
+from .decay import decay_weights, prefix_weights
+
+
+# A named tuple, not a dataclass: it is made and changed in a third of the time, and dynamo traces `_replace`.
+class AttentionRequest(NamedTuple):
+    """One call of attention.
+
+    Fields from `bias` on restrict or extend what the plan says, where they are not None.
+
+    Args:
+        q, k, v: (B, H, T, D).
+        plan: support, decay and grid of the layer.
+        decay: settings and tensors of the decay in this step.
+        scale: factor of the logits, default D ** -0.5.
+        dropout_p: dropout probability of the attention weights.
+        bias: added to the logits after decay and support, broadcastable to (B, H, T, T): relative positions, padding.
+        token_ids: int64 (B, n) where the tokens after the prefix are not all patches of the grid in raster order but
+            these of them, others in each image (masked autoencoders, token pruning). Support and decay go by where
+            the patches lie in the grid. -1 is a token that lies nowhere in it, and is treated like a prefix token.
+        keep_mask: (B, T), 1 for keys that stay and 0 for those that are dropped, with a gradient for both; a query sees
+            itself in any case (attention masking of DynamicViT, Rao et al. 2021).
+        key_ids: integers (B, H, n, K), the tokens that each patch of each image sees, prefix tokens counted, -1 where
+            it sees fewer than K; the support is dense.
+        renormalise: the softmax runs over the keys of `key_ids`; False: over all keys, and the weights of those that
+            are not listed are set to 0.
+        top_k: a query keeps this number of keys, those of its largest logits.
+        need_weights: also return the attention weights.
+        weight_rows: with `need_weights`, the weights of the first tokens only, as many, which are prefix tokens;
+            before dropout and without forming all.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    plan: AttentionPlan
+    decay: dict[str, Any] | None = None
+    scale: float | None = None
+    dropout_p: float = 0.0
+    bias: Tensor | None = None
+    token_ids: Tensor | None = None
+    keep_mask: Tensor | None = None
+    key_ids: Tensor | None = None
+    renormalise: bool = True
+    top_k: int | None = None
+    need_weights: bool = False
+    weight_rows: int | None = None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """float32 for half precision, else the dtype of q: logits, decay and softmax are never in half precision."""
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+    @property
+    def logit_scale(self) -> float:
+        """`scale`, or its default."""
+        return self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    @property
+    def needs_all_weights(self) -> bool:
+        """Whether the backend returns the weights (B, H, T, T)."""
+        return self.need_weights and self.weight_rows is None
+
+    @property
+    def drops_after_softmax(self) -> bool:
+        """Whether the softmax runs over all keys, and keys that are not listed lose their weights after it."""
+        return self.key_ids is not None and not self.renormalise
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether pairs lie off the diagonals that all images share."""
+        return self.key_ids is not None or self.plan.pairs is not None
+
+
+# ---- what a request asks for that some backends cannot do -----------------------------------------------------------
+
+
+def decay_placement(decay: dict[str, Any] | None) -> str:
+    """Where the decay acts, one of `decay.PLACEMENTS`."""
+    return "multiply" if decay is None else decay.get("placement", "multiply")
+
+
+def needs_all_logits(request: AttentionRequest) -> str | None:
+    """Why only a dense path knows the logits that are asked for; None if others do."""
+    if (placement := decay_placement(request.decay)) != "multiply":
+        return f"placement={placement!r} of the decay is for the reference alone"
+    if request.bias is not None:
+        return "a bias is added to the logits of all pairs"
+    if request.top_k is not None:
+        return "only the largest logits are kept, so all are needed"
+    if request.keep_mask is not None:
+        return "dropped keys have a gradient, so the logits of all pairs are needed"
+    if request.drops_after_softmax:
+        return "renormalise=False: the softmax runs over all keys before some are dropped"
+    return None
+
+
+def leaves_diagonals(request: AttentionRequest) -> str | None:
+    """Why the pairs do not lie on the same diagonals in every image; None if they do."""
+    if request.token_ids is not None:
+        return "only some patches of the grid are there, others in each image"
+    if request.key_ids is not None:
+        return "a predictor chose the keys of each image"
+    if request.plan.pairs is not None:
+        return f"support {request.plan.support['name']!r} has pairs off its diagonals"
+    return None
+
+
+def drops_unformed_pairs(request: AttentionRequest) -> str | None:
+    """Why a path along diagonals cannot drop weights; None if it can."""
+    if request.dropout_p > 0 and request.plan.mask_fill == "zero":
+        return "dropout with mask_fill='zero' would have to drop pairs that are never formed"
+    return None
+
+
+# ---- masks ----------------------------------------------------------------------------------------------------------
+
+
+def pair_mask(request: AttentionRequest) -> Tensor | None:
+    """Mask (H, T, T) or (B, H, T, T) of the keys that each query sees, True = attended; None: all."""
+    if request.key_ids is not None:
+        return listed_mask(request.key_ids, request.plan.num_prefix_tokens, request.q.shape[2])
+    if request.plan.offsets is None:
+        return None
+    if request.token_ids is not None:
+        return _subset_mask(request.plan, request.token_ids)
+    return plan_table(request.plan, "mask", request.q.device)
+
+
+def listed_mask(key_ids: Tensor, num_prefix_tokens: int, total: int) -> Tensor:
+    """Mask (B, H, T, T) of the lists of keys (B, H, n, K) that the patches see; prefix tokens see everything."""
+    seen = torch.zeros(*key_ids.shape[:-1], total + 1, dtype=torch.bool, device=key_ids.device)
+    seen.scatter_(-1, torch.where(key_ids < 0, total, key_ids).long(), True)  # "no key" is the column after the last
+    return F.pad(seen[..., :total], (0, 0, num_prefix_tokens, 0), value=True)
+
+
+def _subset_mask(plan: AttentionPlan, token_ids: Tensor) -> Tensor:
+    """Mask (B, H, T, T) of some patches of the grid, (B, n), each image's own; one at -1 sees and is seen by all."""
+    prefix, patches = plan.num_prefix_tokens, token_ids.clamp_min(0)
+    if plan.pairs is None:
+        attended = plan_table(plan, "attended", token_ids.device)
+        mask = attended[:, (patches.unsqueeze(-1) - patches.unsqueeze(-2)).abs()].transpose(0, 1)
+    else:
+        places = patches + prefix
+        whole = plan_table(plan, "mask", token_ids.device)
+        mask = whole[:, places.unsqueeze(-1), places.unsqueeze(-2)].transpose(0, 1)
+    mask = mask | off_grid_pairs(token_ids).unsqueeze(1)
+    if not prefix:  # a patch none of whose keys is there attends to itself
+        alone = ~mask.any(-1, keepdim=True)
+        mask = mask | (alone & torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device))
+    return F.pad(mask, (prefix, 0, prefix, 0), value=True)
+
+
+def off_grid_pairs(token_ids: Tensor) -> Tensor:
+    """Mask (B, n, n) of the pairs with a token that lies nowhere in the grid."""
+    off_grid = token_ids < 0
+    return off_grid.unsqueeze(-1) | off_grid.unsqueeze(-2)
+
+
+# ---- positions and decay --------------------------------------------------------------------------------------------
+
+
+def token_positions(request: AttentionRequest) -> Tensor:
+    """Positions (C, A, N) that the decay measures distances along; (C, A, B, n) where `token_ids` says which patches.
+
+    Those of a token that lies nowhere in the grid mean nothing.
+    """
+    assert request.decay is not None
+    positions = decay_positions(request.plan, request.decay, request.q.device)
+    return positions if request.token_ids is None else positions[..., request.token_ids.clamp_min(0)]
+
+
+def key_lists(request: AttentionRequest) -> Tensor:
+    """The tokens that each patch sees, (1 or B, H, n, K), -1 after the last."""
+    return plan_table(request.plan, "keys", request.q.device)[None] if request.key_ids is None else request.key_ids
+
+
+def listed_decay(request: AttentionRequest, key_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """M at the listed pairs, (1 or B, H, n, K); what it is at places without a key has no effect."""
+    assert request.decay is not None
+    prefix, positions = request.plan.num_prefix_tokens, token_positions(request)
+    patches = (key_ids - prefix).clamp_min(0).long()
+    beta_CH = request.decay["beta"]
+    gamma_H = prefix_weights(request.decay, dtype)
+    heads = []
+    for head in range(request.plan.num_heads):
+        patch_ids = patches[:, head]
+        if request.token_ids is None:  # positions (C, A, N)
+            distances = (positions[:, :, None, :, None] - positions[:, :, patch_ids]).abs().sum(1)
+        else:  # (C, A, B, n)
+            key_positions = (
+                positions.unsqueeze(-2)
+                .expand(*positions.shape[:-1], *patch_ids.shape[-2:-1], -1)
+                .gather(-1, patch_ids.expand(*positions.shape[:2], *patch_ids.shape))
+            )
+            distances = (positions.unsqueeze(-1) - key_positions).abs().sum(1)
+        weights = decay_weights(beta_CH[:, head : head + 1], distances, dtype)[0]
+        prefix_weight = 1.0 if gamma_H is None else gamma_H[head]
+        heads.append(torch.where(key_ids[:, head] < prefix, prefix_weight, weights))
+    return torch.stack(heads, 1)

@@ -1,0 +1,148 @@
+"""The backends of attention, each registered once, and which of them runs a call."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .attention_plan import AttentionPlan
+from .attention_request import AttentionRequest
+
+logger = logging.getLogger("hf_sparseprior.ops")
+
+
+class Crossover(NamedTuple):
+    """Where a sparse path begins to beat the dense path that it replaces."""
+
+    tokens: int  # the fewest patches
+    density: float  # the largest share of the pairs
+
+
+# (device type, whether gradients are wanted, dense backend that would run instead)
+CrossoverKey = tuple[str, bool, str]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to run attention; see `register_backend`."""
+
+    can_run: Callable[[AttentionRequest], str | None]
+    run: Callable[[AttentionRequest], tuple[Tensor, Tensor | None]]
+    priority: float
+    dense: bool = False
+    crossovers: Mapping[CrossoverKey, Crossover] = field(default_factory=dict)
+
+
+BACKENDS: dict[str, Backend] = {}
+
+
+def register_backend(
+    name: str,
+    *,
+    can_run: Callable[[AttentionRequest], str | None],
+    run: Callable[[AttentionRequest], tuple[Tensor, Tensor | None]],
+    priority: float,
+    dense: bool = False,
+    crossovers: Mapping[CrossoverKey, Crossover] | None = None,
+) -> None:
+    """Add a way to run attention: to the choice, to `backend=` and SPARSEPRIOR_BACKEND, to tests and benchmark.
+
+    Args:
+        name: what it is called everywhere.
+        can_run: None if it can run a request, else why not, as half a sentence.
+        run: output (B, H, T, D) in the dtype of q, and the weights (B, H, T, T) if `request.needs_all_weights`, else
+            None. It agrees with `reference`, forward and backward. The first line of its docstring describes it.
+        priority: of those that can run and are not slower than dense attention, the highest runs. The package's own
+            are from 0, `reference`, to 50.
+        dense: it forms all pairs; the dense backend of the highest priority that can run is what others compete with.
+        crossovers: from where on it is faster than a dense backend, by (device type, whether gradients are wanted,
+            dense backend); without an entry it counts as faster everywhere.
+
+    Raises:
+        ValueError: if the name is taken.
+    """
+    if name in BACKENDS or name == "auto":
+        raise ValueError(f"backend {name!r} is registered already")
+    BACKENDS[name] = Backend(can_run, run, priority, dense, crossovers or {})
+
+
+def unregister_backend(name: str) -> None:
+    """Take a backend out again."""
+    del BACKENDS[name]
+
+
+def slower_than_dense(
+    backend: Backend, plan: AttentionPlan, device_type: str, trains: bool, dense_path: str, listed: int | None = None
+) -> str | None:
+    """Why a backend would be slower than the dense backend `dense_path`, None if it would not.
+
+    `listed` is how many keys a predictor has listed for each patch.
+    """
+    if plan.offsets is None and listed is None:
+        return None
+    density = plan.density if listed is None else listed / plan.total
+    device_type = device_type if device_type in ("cpu", "cuda") else "cuda"
+    limits = backend.crossovers.get((device_type, trains, dense_path))
+    if limits is None:
+        return None
+    if plan.num_tokens < limits.tokens:
+        return f"dense is faster below {limits.tokens} patches"
+    if density > limits.density:
+        return f"dense is faster with more than {100 * limits.density:.1f} % of the pairs"
+    return None
+
+
+def forced_backend(backend: str) -> tuple[str, str]:
+    """Who forces a backend, and its name; "auto" where nobody does. An unknown name is a ValueError."""
+    source = "backend"
+    if backend == "auto" and (forced := os.environ.get("SPARSEPRIOR_BACKEND")):
+        source, backend = "SPARSEPRIOR_BACKEND", forced
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"{source}={backend!r} must be one of auto, {', '.join(BACKENDS)}")
+    return source, backend
+
+
+def choose_backend(request: AttentionRequest, backend: str = "auto") -> str:
+    """Name of the backend to run.
+
+    `backend` forces one, else the environment variable SPARSEPRIOR_BACKEND does, else the fastest that can run is
+    taken. A forced backend that cannot run is an error, never another backend.
+    """
+    source, backend = forced_backend(backend)
+    if backend != "auto":
+        if reason := BACKENDS[backend].can_run(request):
+            raise ValueError(f"{source}={backend!r} cannot run this attention: {reason}")
+        if not torch.compiler.is_compiling():
+            logger.debug("layer %d: %s (forced)", request.plan.layer, backend)
+        return backend
+    q, k, v = request.q, request.k, request.v
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    by_priority = sorted(BACKENDS, key=lambda name: -BACKENDS[name].priority)
+    dense_path = next(n for n in by_priority if BACKENDS[n].dense and BACKENDS[n].can_run(request) is None)
+    listed = None if request.key_ids is None else request.key_ids.shape[-1]
+    refused: list[tuple[str, str]] = []
+    for name in by_priority:
+        reason = slower_than_dense(BACKENDS[name], request.plan, q.device.type, trains, dense_path, listed)
+        reason = reason or BACKENDS[name].can_run(request)
+        if reason is None:
+            if not torch.compiler.is_compiling() and logger.isEnabledFor(logging.DEBUG):
+                _log_choice(request, name, refused)
+            return name
+        refused.append((name, reason))
+    raise AssertionError("unreachable: reference runs everything")
+
+
+def _log_choice(request: AttentionRequest, name: str, refused: list[tuple[str, str]]) -> None:
+    plan = request.plan
+    if request.key_ids is None:
+        size = f"{plan.num_tokens} patches, {100 * plan.density:.1f} % of the pairs kept"
+    else:
+        size = f"{plan.num_tokens} patches, up to {request.key_ids.shape[-1]} keys of each listed"
+    others = "".join(f"; not {other}: {reason}" for other, reason in refused)
+    logger.debug("layer %d: %s (%s%s)", plan.layer, name, size, others)

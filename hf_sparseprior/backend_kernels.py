@@ -1,0 +1,165 @@
+"""`cpp` and `triton`: attention by the compiled kernels of the package. Shape letters as in `ops`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .attention_plan import plan_table
+from .attention_request import (
+    AttentionRequest,
+    drops_unformed_pairs,
+    key_lists,
+    leaves_diagonals,
+    listed_decay,
+    needs_all_logits,
+)
+from .backend_choice import Crossover, register_backend
+from .backend_gather import gather_can_run
+from .compiled_kernels import decayed_cpu, diagonal_cpu, kernels_missing, listed_cpu, triton_device
+from .decay import prefix_weights
+
+
+def _kernel_can_run(request: AttentionRequest) -> str | None:
+    """What the compiled kernels along diagonals, and over all pairs with a decay, have in common."""
+    if request.plan.offsets is None and request.decay is None:
+        return "dense attention without a decay is what scaled_dot_product_attention is for"
+    if reason := needs_all_logits(request) or leaves_diagonals(request):
+        return reason
+    if request.needs_all_weights:
+        return "the compiled kernels do not return attention weights"
+    if request.decay is not None and request.decay.get("order") is not None:
+        return "the compiled kernels have tables of whole ranks, and this order is learned"
+    return kernels_missing() or drops_unformed_pairs(request)
+
+
+def cpp_can_run(request: AttentionRequest) -> str | None:
+    """What the C++ kernels cannot do."""
+    if request.has_lists:
+        return gather_can_run(request) or kernels_missing() or diagonal_cpu.can_run(request.q)
+    if request.plan.offsets is None and request.dropout_p > 0:
+        return "the C++ kernel has no dropout of dense attention"
+    return _kernel_can_run(request) or diagonal_cpu.can_run(request.q)
+
+
+def triton_can_run(request: AttentionRequest) -> str | None:
+    """What the Triton kernels cannot do."""
+    return _kernel_can_run(request) or triton_device.can_run(request.q)
+
+
+def cpp(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
+    """The C++ kernels: along diagonals, over lists of keys, or over all pairs with a decay."""
+    if request.has_lists:
+        return _listed_kernel(request), None
+    if request.plan.offsets is not None:
+        return _diagonal_kernel(request, diagonal_cpu.diagonal_attention, "offset_counts"), None
+    scalars = _decay_scalars(request)
+    positions = plan_table(request.plan, "positions_float32", request.q.device)
+    out = decayed_cpu.decayed_attention(
+        request.q, request.k, request.v, positions, *scalars, request.plan.num_prefix_tokens, request.logit_scale
+    )
+    return out, None
+
+
+def triton(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
+    """The Triton kernels: along diagonals, or over all pairs with a decay."""
+    diagonal_attention, decayed_attention = triton_device.kernels()
+    if request.plan.offsets is not None:
+        return _diagonal_kernel(request, diagonal_attention, "offset_begin"), None
+    scalars = _decay_scalars(request)
+    positions = plan_table(request.plan, "positions_int32", request.q.device)
+    prefix, scale = request.plan.num_prefix_tokens, request.logit_scale
+    out = decayed_attention(
+        request.q, request.k, request.v, positions, *scalars, prefix, scale, dropout_p=request.dropout_p
+    )
+    return out, None
+
+
+class DecayScalars(NamedTuple):
+    """A decay's scalars in float32: log gamma (C, H), alpha (H,), gamma of pairs with a prefix token (H,)."""
+
+    log_gamma: Tensor
+    alpha: Tensor
+    prefix_gamma: Tensor
+
+
+def _decay_scalars(request: AttentionRequest) -> DecayScalars:
+    assert request.decay is not None
+    ones = torch.ones(request.plan.num_heads, device=request.q.device)
+    alpha_H, gamma_H = request.decay.get("alpha"), prefix_weights(request.decay, torch.float32)
+    return DecayScalars(
+        F.logsigmoid(request.decay["beta"].float()),
+        ones if alpha_H is None else alpha_H.float(),
+        ones if gamma_H is None else gamma_H,
+    )
+
+
+def _listed_kernel(request: AttentionRequest) -> Tensor:
+    """Attention over lists of keys by the C++ kernel."""
+    key_ids, factor, prefix_factor = key_lists(request).int(), None, None
+    if request.decay is not None:
+        scalars = _decay_scalars(request)
+        factor = listed_decay(request, key_ids, torch.float32) * scalars.alpha.view(-1, 1, 1)
+        prefix_factor = scalars.alpha * scalars.prefix_gamma
+    prefix, scale = request.plan.num_prefix_tokens, request.logit_scale
+    return listed_cpu.listed_attention(request.q, request.k, request.v, key_ids, prefix, scale, factor, prefix_factor)
+
+
+def _diagonal_kernel(request: AttentionRequest, kernel: Callable[..., Tensor], heads_table: str) -> Tensor:
+    """Attention along diagonals; `heads_table` says how the kernel wants to know which offsets a head has."""
+    plan, device = request.plan, request.q.device
+    weights = {}
+    if request.decay is not None:
+        scalars = _decay_scalars(request)
+        distances, pairs = (plan_table(plan, name, device) for name in ("pair_distances", "pair_counts"))
+        log_gamma = scalars.log_gamma.repeat_interleave(pairs, dim=1, output_size=distances.shape[1])
+        alpha = scalars.alpha.repeat_interleave(pairs, output_size=distances.shape[1])
+        weights = {
+            "pair_weights": torch.exp(distances * log_gamma).mean(0) * alpha,
+            "pair_begin": plan_table(plan, "pair_begin", device),
+            "prefix_weight": scalars.alpha * scalars.prefix_gamma,
+            "self_weight": scalars.alpha,
+        }
+    return kernel(
+        request.q,
+        request.k,
+        request.v,
+        plan_table(plan, "signed_offsets", device),
+        plan_table(plan, heads_table, device),
+        plan.num_prefix_tokens,
+        request.logit_scale,
+        zero_fill=plan.mask_fill == "zero",
+        dropout_p=request.dropout_p,
+        **weights,
+    )
+
+
+# Measured on two cores in float32, interleaved, medians: Fibottention and windows of growing width, 4 to 1024 patches,
+# 6 heads of 64, batches of 1 to 8. Over lists of keys, 2 to 50 % of them, 64 to 1024 patches, on one busy core, the
+# same limits came out.
+register_backend(
+    "cpp",
+    can_run=cpp_can_run,
+    run=cpp,
+    priority=50,
+    crossovers={
+        ("cpu", False, "sdpa"): Crossover(16, 0.5),
+        ("cpu", True, "sdpa"): Crossover(36, 0.45),
+        ("cpu", False, "reference"): Crossover(1, 0.65),
+        ("cpu", True, "reference"): Crossover(1, 0.6),
+    },
+)
+# Not measured. On a GPU nothing sparse beats ideal dense attention below some 400 tokens.
+register_backend(
+    "triton",
+    can_run=triton_can_run,
+    run=triton,
+    priority=40,
+    crossovers={
+        ("cuda", trains, dense): Crossover(400, 1 / 16) for trains in (False, True) for dense in ("sdpa", "reference")
+    },
+)

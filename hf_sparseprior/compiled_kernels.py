@@ -1,0 +1,22 @@
+"""The package's compiled kernels, for files that a saved model carries: None where the package is not installed."""
+
+from __future__ import annotations
+
+try:
+    from hf_sparseprior.kernels import API_VERSION as INSTALLED_VERSION
+    from hf_sparseprior.kernels import decayed_cpu, diagonal_cpu, listed_cpu, predicted_cpu, triton_device
+except ImportError:
+    INSTALLED_VERSION = None  # type: ignore[assignment]
+    decayed_cpu = diagonal_cpu = listed_cpu = predicted_cpu = triton_device = None  # type: ignore[assignment]
+
+# The kernels' interface that this code was written for: a saved model may meet an installed package of another version.
+EXPECTED_VERSION = 1
+
+
+def kernels_missing() -> str | None:
+    """Why the compiled kernels cannot be called, None if they can."""
+    if INSTALLED_VERSION is None:
+        return "the package hf_sparseprior is not installed, its kernels are not part of a saved model"
+    if INSTALLED_VERSION != EXPECTED_VERSION:
+        return f"the installed kernels have interface {INSTALLED_VERSION}, this code needs {EXPECTED_VERSION}"
+    return None

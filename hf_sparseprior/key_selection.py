@@ -1,0 +1,74 @@
+"""Selection of keys for each image: the largest logits of a query, or the largest predicted scores of a patch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .compiled_kernels import diagonal_cpu, kernels_missing, predicted_cpu
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Mask of the `count` largest of the last dimension; of equal ones those in front."""
+    chosen = largest_indices(values.detach(), count, in_order=False)
+    return torch.zeros_like(values, dtype=torch.bool).scatter_(-1, chosen, True)
+
+
+def largest_indices(values: Tensor, count: int, in_order: bool = True) -> Tensor:
+    """Indices of the `count` largest of the last dimension, of equal ones those in front.
+
+    `in_order`: from the largest on; otherwise in any order, which takes two thirds of the time.
+    """
+    if values.dtype == torch.float64:
+        return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :count]
+    # topk is faster than a stable sort, but takes any of equal values: integers in the order of the floats, followed by
+    # the place, are never equal. Adding 0 makes -0 equal to 0.
+    bits = (values.float() + 0.0).view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    places = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
+    return torch.topk(ordered | places, count, dim=-1, sorted=in_order).indices
+
+
+def predicted_keys(
+    coefficients: Tensor, basis: Tensor, num_prefix_tokens: int, budget: int, threshold: float
+) -> Tensor:
+    """Tokens with the largest scores of each patch: the `budget` largest of c W, of the c above `threshold`.
+
+    By the C++ kernel where it runs, which never forms all pairs. Of equal scores those in front are taken; scores that
+    are equal but for their rounding may go either way, so the two ways can differ there.
+
+    Args:
+        coefficients: (B, H, n, R), A_down of Sparsifiner.
+        basis: W_up, (R, N), or (B, 1, R, n) where each image has its own patches.
+        num_prefix_tokens: P.
+        budget: 1 to n.
+        threshold: tau.
+
+    Returns:
+        Integers (B, H, n, P + budget): the prefix tokens, then patches of scores that are not 0, then -1. A patch that
+        is left without any key, which needs P = 0, sees itself.
+    """
+    if basis.dim() == 2 and not _kernel_refuses_scores(coefficients, basis):
+        return predicted_cpu.predicted_keys(coefficients, basis, num_prefix_tokens, budget, threshold)
+    scores = torch.where(coefficients > threshold, coefficients, 0.0) @ basis
+    return keys_of_scores(scores, num_prefix_tokens, budget)
+
+
+def _kernel_refuses_scores(coefficients: Tensor, basis: Tensor) -> bool:
+    if kernels_missing() or not coefficients.dtype == basis.dtype == torch.float32:
+        return True
+    return diagonal_cpu.can_run(coefficients) is not None
+
+
+def keys_of_scores(scores: Tensor, num_prefix_tokens: int, budget: int) -> Tensor:
+    """As `predicted_keys`, of scores (B, H, n, n)."""
+    scores = scores.masked_fill(scores == 0, -math.inf)
+    chosen = largest_indices(scores, budget)  # in order, because what is -1 must come after the rest
+    chosen = torch.where(torch.isneginf(scores.gather(-1, chosen)), -1, chosen + num_prefix_tokens)
+    if not num_prefix_tokens:
+        own = torch.arange(scores.shape[-1], device=scores.device).unsqueeze(-1)
+        return torch.where((chosen < 0).all(-1, keepdim=True), own, chosen)
+    always = torch.arange(num_prefix_tokens, device=scores.device).expand(*chosen.shape[:-1], -1)
+    return torch.cat([always, chosen], -1)
