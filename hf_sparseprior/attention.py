@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .decay import Decay, make_decay
-from .extras import make_extras, make_module
-from .low_rank import MIXERS, Mixer
 from .attention_plan import AttentionPlan
 from .attention_request import AttentionRequest
 from .backend_choice import forced_backend
+from .decay import Decay, make_decay
+from .extras import make_extras, make_module
+from .low_rank import MIXERS, Mixer
 from .ops import run_plan
 from .predictor import PREDICTORS, Predictor
 from .relative_position import RelativePosition

@@ -156,7 +156,7 @@ def _scatter_weights(
 
 
 # CPU: measured on two cores in float32, interleaved, medians: Fibottention, 3 to 12 heads of 16 to 64, batches of 2 to
-# 64. A pair costs ten times what it costs cpp. CUDA: not measured; hundreds of small launches cost milliseconds a layer.
+# 64. A pair costs ten times what it costs cpp. CUDA: not measured; hundreds of small launches take milliseconds.
 register_backend(
     "diagonal",
     can_run=diagonal_can_run,

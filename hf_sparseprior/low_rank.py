@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .attention_plan import AttentionPlan
 from .checks import check_boolean, check_integer
 from .extras import PriorModule
-from .attention_plan import AttentionPlan
 from .registry import registering
 from .supports import check_not_both, kept_share
 

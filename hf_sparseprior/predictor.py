@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from .attention_plan import AttentionPlan
 from .checks import check_integer
 from .extras import PriorModule
-from .attention_plan import AttentionPlan
 from .registry import registering
 from .supports import check_not_both, kept_share
 

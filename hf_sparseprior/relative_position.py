@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .attention_plan import AttentionPlan, plan_table
 from .checks import check_boolean, check_integer, plain
 from .extras import Extra, register_extra
-from .attention_plan import AttentionPlan, plan_table
 from .relative_offsets import BUCKET_METHODS, count_buckets
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .checks import check_boolean, check_integer, check_within
-from .low_rank import check_sides, resize_tokens
 from .attention_plan import AttentionPlan
+from .checks import check_boolean, check_integer, check_within
 from .key_selection import keys_of_scores, predicted_keys
+from .low_rank import check_sides, resize_tokens
 from .predictor import Predictor, register_predictor
 
 # Of the plane-filling sequence of points that starts W_down and W_up: 1 / p, 1 / p^2, p^3 = p + 1 (Roberts 2018).

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_sparseprior.analysis.layers import find_attention
-from hf_sparseprior.decay import Decay, decay_mask, decay_weights
 from hf_sparseprior.attention_plan import AttentionPlan, decay_positions
+from hf_sparseprior.decay import Decay, decay_mask, decay_weights
 
 
 @torch.no_grad()

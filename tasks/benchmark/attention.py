@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_sparseprior.ops import BACKENDS
+from hf_sparseprior.backend_choice import BACKENDS
 from hf_sparseprior.supports import resolve_support
 from tasks.benchmark import report
 from tasks.benchmark.contenders import (

@@ -15,8 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from hf_sparseprior.attention_plan import AttentionPlan
+from hf_sparseprior.attention_request import AttentionRequest
+from hf_sparseprior.backend_choice import BACKENDS, choose_backend
 from hf_sparseprior.decay import DECAYS, decay_weights, prefix_weights, resolve_decay
-from hf_sparseprior.ops import BACKENDS, AttentionPlan, Call, choose_backend, run_plan
+from hf_sparseprior.ops import run_plan
 from hf_sparseprior.supports import resolve_support, self_rows
 
 LAYOUTS = ("projection", "packed", "contiguous")
@@ -140,20 +143,18 @@ def _run_dense(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return F.scaled_dot_product_attention
 
 
-def make_call(problem: Problem) -> Call:
+def make_request(problem: Problem) -> AttentionRequest:
     """The problem as the registry's backends and the chooser see it."""
-    scale = problem.q.shape[-1] ** -0.5
-    inputs = (problem.q, problem.k, problem.v, problem.plan, problem.decay)
-    return Call(*inputs, scale, 0.0, False, *[None] * (len(Call._fields) - 8))
+    return AttentionRequest(problem.q, problem.k, problem.v, problem.plan, problem.decay)
 
 
 def _backend_contender(name: str) -> Contender:
     def can_run(problem: Problem, trains: bool) -> str | None:
         with torch.set_grad_enabled(trains):
-            return BACKENDS[name].can_run(make_call(problem))
+            return BACKENDS[name].can_run(make_request(problem))
 
     def prepare(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        return lambda q, k, v: run_plan(problem.plan, q, k, v, problem.decay, backend=name)[0]
+        return lambda q, k, v: run_plan(AttentionRequest(q, k, v, problem.plan, problem.decay), backend=name)[0]
 
     return Contender((BACKENDS[name].run.__doc__ or name).split("\n")[0], can_run, prepare)
 
@@ -161,7 +162,7 @@ def _backend_contender(name: str) -> Contender:
 def chosen_backend(problem: Problem, trains: bool) -> str:
     """What the chooser takes for this problem."""
     with torch.set_grad_enabled(trains):
-        return choose_backend(make_call(problem))
+        return choose_backend(make_request(problem))
 
 
 def _plain_support(problem: Problem) -> str | None:

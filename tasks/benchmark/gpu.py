@@ -22,8 +22,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
+from hf_sparseprior.attention_plan import AttentionPlan, plan_table
+from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.ops import AttentionPlan, plan_table, run_plan
+from hf_sparseprior.ops import run_plan
 from hf_sparseprior.prior import resolve_prior
 from tasks.common.environment import command_line, environment
 from tasks.common.results import write_results
@@ -145,7 +147,7 @@ def contender(name: str, plan: AttentionPlan, inputs: list[Tensor], train: bool)
             run = flex_call(plan, *inputs)
         else:
             backend = {"masked": "sdpa"}.get(name, name)
-            run = lambda q, k, v: run_plan(plan, q, k, v, decay, backend=backend)[0]  # noqa: E731
+            run = lambda q, k, v: run_plan(AttentionRequest(q, k, v, plan, decay), backend=backend)[0]  # noqa: E731
         if not train:
 
             def forward() -> Any:
@@ -267,7 +269,7 @@ def check(tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, fl
         found = []
         for backend, wide in (("triton", dtype), ("reference", torch.float64)):
             leaves = [x.detach().to(wide).requires_grad_() for x in inputs]
-            out, _ = run_plan(plan, *leaves, scalars, backend=backend)
+            out, _ = run_plan(AttentionRequest(*leaves, plan, scalars), backend=backend)
             gradient = torch.ones_like(out)
             gradient[..., ::2] = -0.5
             found.append([out.detach(), *torch.autograd.grad(out, leaves, gradient)])

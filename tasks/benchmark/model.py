@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from hf_sparseprior.attention_request import AttentionRequest
+from hf_sparseprior.backend_choice import BACKENDS, register_backend, unregister_backend
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
 from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTForImageClassification
-from hf_sparseprior.ops import BACKENDS, Backend
-from hf_sparseprior.ops import Call as AttentionCall
 from tasks.benchmark import report
 from tasks.benchmark.timing import Call, Forecast, SetUp, free_memory, measure
 from tasks.common.command import run_command
@@ -87,8 +87,8 @@ class CopyAttention(torch.autograd.Function):
         return grad.clone(), grad.clone(), grad.clone()
 
 
-def _run_copy(call: AttentionCall) -> tuple[Tensor, None]:
-    return CopyAttention.apply(call.q, call.k, call.v), None
+def _run_copy(request: AttentionRequest) -> tuple[Tensor, None]:
+    return CopyAttention.apply(request.q, request.k, request.v), None
 
 
 @contextmanager
@@ -99,12 +99,13 @@ def forced_backend(name: str | None) -> Iterator[None]:
         return
     before = os.environ.get("SPARSEPRIOR_BACKEND")
     if name == COPY:
-        BACKENDS[COPY] = Backend(lambda call: None, _run_copy, needs_mask=False)
+        register_backend(COPY, can_run=lambda request: None, run=_run_copy, priority=-1)
     os.environ["SPARSEPRIOR_BACKEND"] = name
     try:
         yield
     finally:
-        BACKENDS.pop(COPY, None)
+        if name == COPY:
+            unregister_backend(COPY)
         os.environ.pop("SPARSEPRIOR_BACKEND")
         if before is not None:
             os.environ["SPARSEPRIOR_BACKEND"] = before

@@ -1,7 +1,7 @@
 """Sparsifiner's prediction and the ways to attend to predicted keys: python -m tasks.benchmark.predictor
 
 Whether a prediction pays: dense attention without one, the prediction itself, attention over its lists of keys
-(gathered, by the C++ kernel, and dense with a mask, which decide `hf_sparseprior.ops.CROSSOVERS` of lists), and both
+(gathered, by the C++ kernel, and dense with a mask, which decide the crossovers of lists), and both
 together as a layer does them, with the backend that it chooses.
 """
 
@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_sparseprior.attention import PriorAttention
+from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.ops import run_plan
 from hf_sparseprior.prior import resolve_prior
 from tasks.benchmark import report
@@ -54,15 +55,16 @@ def set_ups(side: int, batch: int, keep_rate: float, trains: bool, arguments: ar
 
         return lambda: call
 
+    listed = AttentionRequest(*tensors, plan, scale=scale, key_ids=keys)
     timed = {
         DENSE: passes(lambda: F.scaled_dot_product_attention(*tensors, scale=scale)),
-        GATHERED: passes(lambda: run_plan(plan, *tensors, None, scale=scale, backend="gather", keys=keys)[0]),
-        COMPILED: passes(lambda: run_plan(plan, *tensors, None, scale=scale, backend="cpp", keys=keys)[0]),
-        MASKED: passes(lambda: run_plan(plan, *tensors, None, scale=scale, backend="sdpa", keys=keys)[0]),
+        GATHERED: passes(lambda: run_plan(listed, backend="gather")[0]),
+        COMPILED: passes(lambda: run_plan(listed, backend="cpp")[0]),
+        MASKED: passes(lambda: run_plan(listed, backend="sdpa")[0]),
     }
     if not trains:
         timed[PREDICTION] = lambda: lambda: predictor(q, k, scale, plan, None)
-        timed[BOTH] = passes(lambda: layer.attend(*tensors, grid, 1)[0])
+        timed[BOTH] = passes(lambda: layer.attend(AttentionRequest(*tensors, layer.current_plan(grid, 1)))[0])
     return timed
 
 

@@ -7,8 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from hf_sparseprior.attention import SparsePriorAttention
+from hf_sparseprior.backend_choice import BACKENDS
 from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.ops import BACKENDS, attention
+from hf_sparseprior.ops import attention
 from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.supports import PAIRS, SUPPORTS, build_mask
 

@@ -10,6 +10,7 @@ from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
 from hf_sparseprior.low_rank import MIXERS
 from hf_sparseprior.prior import prior_pruning_ratio, resolve_prior
+from tests.hf_sparseprior.attention_calls import attend
 
 GRID, HEADS, WIDTH = (3, 4), 2, 5
 BUILT = [name for name in MIXERS if name != "softmax"]
@@ -38,7 +39,7 @@ def test_linformer_equals_its_definition(prefix, share):
     keys = attention.mixer.mix_keys
     values = keys if share else attention.mixer.mix_values
     q, k, v = inputs(prefix)
-    out, weights = attention.attend(q, k, v, GRID, prefix, need_weights=True)
+    out, weights = attend(attention, q, k, v, GRID, prefix, need_weights=True)
     for b in range(2):
         for h in range(HEADS):
             # Rows of the prefix as they are, then mixtures of the patches, written out.
@@ -51,14 +52,14 @@ def test_linformer_equals_its_definition(prefix, share):
                 expected = sum(p * value for p, value in zip(probs, mixed[1], strict=True))
                 torch.testing.assert_close(out[b, h, j], expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(weights @ v, out)
-    torch.testing.assert_close(attention.attend(q, k, v, GRID, prefix)[0], out)
+    torch.testing.assert_close(attend(attention, q, k, v, GRID, prefix)[0], out)
 
 
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_efficient_attention_equals_its_definition(prefix):
     attention = make("efficient")
     q, k, v = inputs(prefix)
-    out, weights = attention.attend(q, k, v, GRID, prefix, need_weights=True)
+    out, weights = attend(attention, q, k, v, GRID, prefix, need_weights=True)
     for b in range(2):
         for h in range(HEADS):
             queries = [softmax(row) for row in q[b, h].tolist()]
@@ -79,12 +80,12 @@ def test_some_of_the_patches_in_any_order(name):
     order = torch.stack([torch.randperm(12, generator=torch.Generator().manual_seed(seed)) for seed in range(2)])
     places = torch.cat([torch.zeros(2, 1, dtype=torch.int64), 1 + order], 1)[:, None, :, None].expand_as(q)
     moved = [x.gather(2, places) for x in (q, k, v)]
-    expected = attention.attend(q, k, v, GRID, 1)[0].gather(2, places)
-    torch.testing.assert_close(attention.attend(*moved, GRID, 1, token_ids=order)[0], expected, rtol=0, atol=1e-12)
+    expected = attend(attention, q, k, v, GRID, 1)[0].gather(2, places)
+    torch.testing.assert_close(attend(attention, *moved, GRID, 1, token_ids=order)[0], expected, rtol=0, atol=1e-12)
     fewer = [x[:, :, :7] for x in moved]
-    out, weights = attention.attend(*fewer, GRID, 1, token_ids=order[:, :6], need_weights=True)
+    out, weights = attend(attention, *fewer, GRID, 1, token_ids=order[:, :6], need_weights=True)
     torch.testing.assert_close(weights @ fewer[2], out, rtol=0, atol=1e-12)
-    torch.testing.assert_close(attention.attend(*fewer, GRID, 1, token_ids=order[:, :6])[0], out, rtol=0, atol=1e-12)
+    torch.testing.assert_close(attend(attention, *fewer, GRID, 1, token_ids=order[:, :6])[0], out, rtol=0, atol=1e-12)
 
 
 def test_linformer_on_a_finer_grid_mixes_the_same_places():
@@ -94,7 +95,7 @@ def test_linformer_on_a_finer_grid_mixes_the_same_places():
         attention.mixer.mix_keys.fill_(0.3)
         attention.mixer.mix_values.fill_(0.2)
     q, k, v = (torch.ones(1, HEADS, 48, WIDTH, dtype=torch.float64) * x for x in (1.0, 2.0, 3.0))
-    out, _ = attention.attend(q, k, v, (6, 8))
+    out, _ = attend(attention, q, k, v, (6, 8))
     torch.testing.assert_close(out, torch.full_like(out, 0.2 * 12 * 3.0))
 
 
@@ -159,14 +160,14 @@ def test_every_mixer_trains_and_is_saved(name, tmp_path):
 def test_a_forced_backend_is_refused(monkeypatch):
     attention = make("linformer")
     with pytest.raises(ValueError, match="backend='diagonal' cannot run mixer 'linformer'"):
-        attention.attend(*inputs(0), GRID, backend="diagonal")
+        attend(attention, *inputs(0), GRID, backend="diagonal")
     monkeypatch.setenv("SPARSEPRIOR_BACKEND", "fast")
     with pytest.raises(ValueError, match="SPARSEPRIOR_BACKEND='fast' must be one of auto, reference"):
-        attention.attend(*inputs(0), GRID)
-    attention.attend(*inputs(0), GRID, backend="reference")
+        attend(attention, *inputs(0), GRID)
+    attend(attention, *inputs(0), GRID, backend="reference")
 
 
 def test_a_bias_is_refused():
     attention = make("efficient")
     with pytest.raises(ValueError, match="mixer 'efficient' has no logits of pairs to which a bias could be added"):
-        attention.attend(*inputs(0), GRID, bias=torch.zeros(1))
+        attend(attention, *inputs(0), GRID, bias=torch.zeros(1))

@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_sparseprior import ops
+from hf_sparseprior import compiled_kernels, ops
+from hf_sparseprior.attention_plan import AttentionPlan, plan_table
+from hf_sparseprior.attention_request import AttentionRequest
+from hf_sparseprior.backend_choice import BACKENDS, slower_than_dense
+from hf_sparseprior.compiled_kernels import diagonal_cpu, triton_device
 from hf_sparseprior.curves import curve_names, curve_rank
 from hf_sparseprior.decay import DECAYS, resolve_decay
-from hf_sparseprior.ops import BACKENDS, AttentionPlan, attention, plan_table, run_plan
+from hf_sparseprior.ops import attention, run_plan
 from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.supports import (
     MASK_FILLS,
@@ -632,7 +636,7 @@ def test_the_diagonal_path_keeps_no_mask():
     plan = make_plan("fibottention", (8, 8), decay="violin")
     leaves = make_leaves((8, 8), 1, ("violin", True, False))
     decay = {**plan.decay, "alpha": leaves["alpha"], "beta": leaves["beta"]}
-    run_plan(plan, leaves["q"], leaves["k"], leaves["v"], decay, backend="diagonal")
+    run_plan(AttentionRequest(leaves["q"], leaves["k"], leaves["v"], plan, decay), backend="diagonal")
     assert [name for name, _ in plan.tables] == ["positions"]
 
 
@@ -674,9 +678,9 @@ def test_tables_made_under_inference_mode_can_be_trained_with(backend):
     inputs = (leaves["q"], leaves["k"], leaves["v"])
     decay = {**plan.decay, "alpha": leaves["alpha"], "beta": leaves["beta"]}
     with torch.inference_mode():
-        first, _ = run_plan(plan, *inputs, decay, backend=backend)
+        first, _ = run_plan(AttentionRequest(*inputs, plan, decay), backend=backend)
     assert plan.tables and not any(table.is_inference() for table in plan.tables.values())
-    out, _ = run_plan(plan, *inputs, decay, backend=backend)
+    out, _ = run_plan(AttentionRequest(*inputs, plan, decay), backend=backend)
     assert torch.equal(out, first)
     assert all(grad.abs().max() > 0 for grad in gradients(out, leaves).values())
 
@@ -761,7 +765,7 @@ def chosen(caplog, monkeypatch):
 
 
 def test_the_log_names_the_path_and_why_not_others(chosen, monkeypatch):
-    monkeypatch.setattr(ops, "diagonal_cpu", None)  # as in a saved model without the package
+    monkeypatch.setattr(compiled_kernels, "INSTALLED_VERSION", None)  # as in a saved model without the package
     assert "layer 2: sdpa (16 patches, 100.0 % of the pairs kept; not cpp: dense attention" in chosen("dense", None, 4)
     message = chosen("dense", DECAY_VARIANTS[1], 4)
     assert "layer 2: reference" in message and "not sdpa: a decay multiplies the logits" in message
@@ -781,9 +785,9 @@ def test_the_log_names_the_path_and_why_not_others(chosen, monkeypatch):
 
 
 def test_the_compiled_kernel_is_chosen_where_it_is_faster(chosen, monkeypatch):
-    if reason := ops.diagonal_cpu.ready():
+    if reason := diagonal_cpu.ready():
         pytest.skip(reason)
-    monkeypatch.setattr(ops.diagonal_cpu, "can_run", lambda q: None)
+    monkeypatch.setattr(diagonal_cpu, "can_run", lambda q: None)
     assert "layer 2: sdpa" in chosen("dense", None, 4)
     assert "layer 2: cpp" in chosen("dense", DECAY_VARIANTS[1], 4)
     assert "layer 2: cpp" in chosen("fibottention", None, 14)
@@ -792,28 +796,29 @@ def test_the_compiled_kernel_is_chosen_where_it_is_faster(chosen, monkeypatch):
     assert "not cpp: the C++ kernel has no dropout of dense attention" in chosen(
         "dense", DECAY_VARIANTS[1], 4, dropout_p=0.1
     )
-    monkeypatch.setattr(ops.diagonal_cpu, "can_run", lambda q: "no compiler")
+    monkeypatch.setattr(diagonal_cpu, "can_run", lambda q: "no compiler")
     assert "layer 2: diagonal" in (message := chosen("fibottention", None, 20)) and "not cpp: no compiler" in message
 
 
 def test_every_crossover_is_of_a_sparse_path_and_a_dense_one():
-    for (name, device_type, trains, dense_path), limits in ops.CROSSOVERS.items():
-        assert name in BACKENDS and dense_path in ("sdpa", "reference") and device_type in ("cpu", "cuda")
+    crossovers = [(name, *key, limits) for name in BACKENDS for key, limits in BACKENDS[name].crossovers.items()]
+    assert {name for name, *_ in crossovers} == {name for name in BACKENDS if not BACKENDS[name].dense}
+    for name, device_type, trains, dense_path, limits in crossovers:
+        assert BACKENDS[dense_path].dense and device_type in ("cpu", "cuda")
         if limits.tokens > 1:
             support = resolve_support({"name": "window", "w": 1}, 3, 2)
             below = AttentionPlan(3, (1, limits.tokens - 1), 0, support, None, 0)
-            reason = ops.slower_than_dense(name, below, device_type, trains, dense_path)
+            reason = slower_than_dense(BACKENDS[name], below, device_type, trains, dense_path)
             assert reason == f"dense is faster below {limits.tokens} patches"
-    assert set(ops.ORDER) == set(BACKENDS)
 
 
 def test_triton_is_for_cuda_and_many_patches():
     support = resolve_support("fibottention", 3, 1024)
     many, few = (AttentionPlan(3, grid, 1, support, None, 0) for grid in ((32, 32), (4, 4)))
-    assert ops.slower_than_dense("triton", many, "cuda", True, "sdpa") is None
-    assert ops.slower_than_dense("triton", few, "cuda", True, "sdpa") == "dense is faster below 400 patches"
+    assert slower_than_dense(BACKENDS["triton"], many, "cuda", True, "sdpa") is None
+    assert slower_than_dense(BACKENDS["triton"], few, "cuda", True, "sdpa") == "dense is faster below 400 patches"
     for dtype in (torch.float32, torch.float64):  # the device is said before anything else
-        assert "not for cpu" in ops.triton_device.can_run(torch.zeros(1, 1, 1, 8, dtype=dtype))
+        assert "not for cpu" in triton_device.can_run(torch.zeros(1, 1, 1, 8, dtype=dtype))
 
 
 @pytest.mark.parametrize("backend", [*PYTORCH, "cpp"])

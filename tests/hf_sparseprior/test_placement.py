@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
+from hf_sparseprior.attention_plan import AttentionPlan
+from hf_sparseprior.attention_request import AttentionRequest
+from hf_sparseprior.backend_choice import BACKENDS
 from hf_sparseprior.decay import (
     DECAYS,
     PLACEMENTS,
@@ -17,7 +20,7 @@ from hf_sparseprior.decay import (
     resized_order,
     resolve_decay,
 )
-from hf_sparseprior.ops import BACKENDS, AttentionPlan, attention, run_plan
+from hf_sparseprior.ops import attention, run_plan
 from hf_sparseprior.supports import build_mask, resolve_support
 
 GRID, HEADS = (3, 4), 2
@@ -109,7 +112,8 @@ def test_adding_m_less_one_is_adding_m(support):
     positions = torch.tensor(DECAYS["violin"].positions({"curves": ["peano", "peano_t"]}, GRID))
     plan = AttentionPlan(HEADS, GRID, 0, resolve_support(SUPPORTS[support], HEADS, 12), None, 0)
     q = found["q"] * found["alpha"].view(-1, 1, 1)
-    expected, _ = run_plan(plan, q, found["k"], found["v"], None, bias=decay_mask(decay, positions, torch.float64))
+    bias = decay_mask(decay, positions, torch.float64)
+    expected, _ = run_plan(AttentionRequest(q, found["k"], found["v"], plan, bias=bias))
     torch.testing.assert_close(attend(found, "add", support, 0), expected, rtol=1e-10, atol=1e-12)
 
 
@@ -256,10 +260,10 @@ def test_a_learned_order_learns_its_positions():
     p = order.flatten()
     mask = 0.9 ** (p[:, None] - p[None]).abs()
     expected = torch.softmax(q @ k.transpose(-1, -2) / 2 * mask, -1) @ v
-    torch.testing.assert_close(run_plan(plan, q, k, v, decay())[0], expected, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(run_plan(AttentionRequest(q, k, v, plan, decay()))[0], expected, rtol=1e-7, atol=1e-8)
 
     def function(order):
-        return run_plan(plan, q, k, v, {**decay(), "order": order})[0]
+        return run_plan(AttentionRequest(q, k, v, plan, {**decay(), "order": order}))[0]
 
     assert torch.autograd.gradcheck(function, (order.requires_grad_(),))
 

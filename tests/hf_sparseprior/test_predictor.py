@@ -5,11 +5,15 @@ import torch
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.attention import PriorAttention
+from hf_sparseprior.attention_plan import AttentionPlan
+from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.decay import PLACEMENTS
-from hf_sparseprior.ops import AttentionPlan, largest, run_plan
+from hf_sparseprior.key_selection import largest
+from hf_sparseprior.ops import run_plan
 from hf_sparseprior.predictor import PREDICTORS, TopK
 from hf_sparseprior.prior import prior_pruning_ratio, resolve_prior
 from hf_sparseprior.supports import resolve_support
+from tests.hf_sparseprior.attention_calls import attend
 
 GRID, HEADS = (3, 4), 2
 SETTINGS_OF_3 = {"name": "topk", "keys": 3}
@@ -43,11 +47,11 @@ def brute_topk(q, k, v, count, factor=None):
 def test_topk_equals_brute_force(prefix, count):
     q, k, v = inputs(prefix)
     attention = PriorAttention(HEADS, resolve_prior({"predictor": {"name": "topk", "keys": count}}, HEADS, GRID))
-    out, weights = attention.attend(q, k, v, GRID, prefix, need_weights=True)
+    out, weights = attend(attention, q, k, v, GRID, prefix, need_weights=True)
     torch.testing.assert_close(out, brute_topk(q, k, v, count), rtol=0, atol=1e-12)
     assert ((weights > 0).sum(-1) == count).all()
     torch.testing.assert_close(weights @ v, out)
-    assert attention.attend(q, k, v, GRID, prefix)[0].equal(out)
+    assert attend(attention, q, k, v, GRID, prefix)[0].equal(out)
 
 
 def test_topk_acts_on_the_decayed_logits():
@@ -59,7 +63,7 @@ def test_topk_acts_on_the_decayed_logits():
     distance = [[abs(j // 4 - t // 4) + abs(j % 4 - t % 4) for t in range(12)] for j in range(12)]
     alpha = attention.decay_bias().get("alpha", torch.ones(HEADS)).tolist()
     factor = [[[alpha[h] * 0.5**d for d in row] for row in distance] for h in range(HEADS)]
-    out, _ = attention.attend(q, k, v, GRID)
+    out, _ = attend(attention, q, k, v, GRID)
     torch.testing.assert_close(out, brute_topk(q, k, v, 3, factor), rtol=0, atol=1e-12)
 
 
@@ -71,19 +75,19 @@ def test_a_decay_elsewhere_leaves_the_other_keys_out(placement):
     with torch.no_grad():
         attention.decay_bias.beta.fill_(0.0)  # gamma 1/2
         attention.decay_bias.prefix_beta.fill_(0.0)
-    out, weights = attention.attend(q, k, v, GRID, 1, need_weights=True)
+    out, weights = attend(attention, q, k, v, GRID, 1, need_weights=True)
     assert ((weights != 0).sum(-1) <= 3).all() and (weights != 0).any(-1).all()
     torch.testing.assert_close(weights @ v, out)
-    of_prefix = attention.attend(q, k, v, GRID, 1, need_weights=True, weight_rows=1)[1]
+    of_prefix = attend(attention, q, k, v, GRID, 1, need_weights=True, weight_rows=1)[1]
     torch.testing.assert_close(of_prefix, weights[:, :, :1], rtol=0, atol=1e-12)
 
 
 def test_topk_of_all_keys_is_dense():
     q, k, v = inputs()
     plan = AttentionPlan(HEADS, GRID, 1, resolve_support(None, HEADS, 12), None, 0)
-    dense, _ = run_plan(plan, q, k, v, None, backend="reference")
+    dense, _ = run_plan(AttentionRequest(q, k, v, plan), backend="reference")
     for count in (13, 14, 10**6):
-        out, _ = run_plan(plan, q, k, v, None, top_k=count)
+        out, _ = run_plan(AttentionRequest(q, k, v, plan, top_k=count))
         assert out.equal(dense)
 
 
@@ -91,7 +95,7 @@ def test_equal_logits_go_by_their_index():
     q, k, v = inputs()
     q, same = torch.ones_like(q), torch.ones_like(k)  # no rounding makes a difference
     attention = PriorAttention(HEADS, resolve_prior({"predictor": {"name": "topk", "keys": 4}}, HEADS, GRID))
-    weights = attention.attend(q, same, v, GRID, 1, need_weights=True)[1]
+    weights = attend(attention, q, same, v, GRID, 1, need_weights=True)[1]
     assert (weights[..., :4] == 0.25).all() and (weights[..., 4:] == 0).all()
 
 
@@ -109,7 +113,7 @@ def test_the_largest_of_equal_values_are_those_in_front(dtype):
 def test_topk_gradients_equal_those_of_the_kept_keys():
     q, k, v = inputs()
     attention = PriorAttention(HEADS, resolve_prior({"predictor": {"name": "topk", "keys": 4}}, HEADS, GRID))
-    out, weights = attention.attend(q, k, v, GRID, 1, need_weights=True)
+    out, weights = attend(attention, q, k, v, GRID, 1, need_weights=True)
     logits = (q @ k.transpose(-1, -2) / math.sqrt(5)).masked_fill(weights == 0, -math.inf)
     expected = torch.softmax(logits, -1) @ v
     direction = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

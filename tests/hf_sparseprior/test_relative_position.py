@@ -11,12 +11,13 @@ from transformers import SwinConfig, SwinModel, ViTConfig, ViTMAEConfig, ViTMAEM
 import hf_sparseprior as sp
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.attention import SparsePriorAttention
+from hf_sparseprior.backend_choice import BACKENDS
 from hf_sparseprior.decay import DECAYS, decay_mask
 from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.ops import BACKENDS
 from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.relative_offsets import piecewise_index, relative_buckets, relative_offsets, relative_sinusoids
 from hf_sparseprior.supports import build_mask
+from tests.hf_sparseprior.attention_calls import attend
 
 GRID, HEADS, HIDDEN = (3, 4), 3, 12
 PATCHES = [(row, column) for row in range(GRID[0]) for column in range(GRID[1])]
@@ -196,7 +197,7 @@ def test_extras_add_up():
     plan = both.plan(GRID, 1)
     biases = [layer.relative_position[name](q, k, 0.5, plan) for layer, name in ((one, "swin_rpb"), (other, "irpe_k"))]
     expected = torch.softmax(q @ k.transpose(-1, -2) * 0.5 + sum(biases), -1)
-    _, weights = both.attend(q, k, k, GRID, 1, scale=0.5, need_weights=True)
+    _, weights = attend(both, q, k, k, GRID, 1, scale=0.5, need_weights=True)
     torch.testing.assert_close(weights, expected)
 
 

@@ -9,12 +9,15 @@ import torch
 from torch.nn import functional as F
 
 import hf_sparseprior as sp
-from hf_sparseprior import ops
+from hf_sparseprior import compiled_kernels
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.attention import PriorAttention
-from hf_sparseprior.ops import CROSSOVERS, largest_indices, listed_mask
+from hf_sparseprior.attention_request import listed_mask
+from hf_sparseprior.backend_choice import BACKENDS
+from hf_sparseprior.key_selection import largest_indices
 from hf_sparseprior.prior import prior_pruning_ratio, resolve_prior
 from hf_sparseprior.sparsifiner import Sparsifiner
+from tests.hf_sparseprior.attention_calls import attend
 from tests.hf_sparseprior.without_package import WITHOUT_PACKAGE
 
 GRID, HEADS, WIDTH = (3, 4), 2, 5
@@ -93,7 +96,7 @@ def test_equals_brute_force(prefix, keep_rate, renormalise):
     budget = math.ceil(keep_rate * (12 + prefix))
     out, kept = brute_attention(*arrays, expected, budget, prefix, renormalise, scale)
     for backend in ("reference", "sdpa", "gather") if renormalise else ("reference", "auto"):
-        own, weights = attention.attend(q, k, v, GRID, prefix, backend=backend, need_weights=backend == "reference")
+        own, weights = attend(attention, q, k, v, GRID, prefix, backend=backend, need_weights=backend == "reference")
         np.testing.assert_allclose(own.detach().numpy(), out, rtol=0, atol=1e-12)
         if weights is not None:
             assert {place: set(map(int, row.nonzero())) for place, row in _rows(weights)} == kept
@@ -113,7 +116,7 @@ def test_gradients_are_those_of_the_kept_pairs(backend):
     logits = (q @ k.transpose(-1, -2) * WIDTH**-0.5).masked_fill(~listed_mask(keys, 1, 13), -math.inf)
     direction = torch.randn(q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = torch.autograd.grad(torch.softmax(logits, -1) @ v, (q, k, v), direction)
-    out, _ = attention.attend(q, k, v, GRID, 1, backend=backend)
+    out, _ = attend(attention, q, k, v, GRID, 1, backend=backend)
     for own, other in zip(torch.autograd.grad(out, (q, k, v), direction), expected, strict=True):
         torch.testing.assert_close(own, other, rtol=0, atol=1e-12)
 
@@ -123,7 +126,7 @@ def test_plain_form_runs_written_out_and_says_why():
     q, k, v = inputs()
     for backend in ("sdpa", "gather"):
         with pytest.raises(ValueError, match=f"backend='{backend}' cannot run .* the softmax runs over all keys"):
-            attention.attend(q, k, v, GRID, 1, backend=backend)
+            attend(attention, q, k, v, GRID, 1, backend=backend)
 
 
 # ---- budgets ---------------------------------------------------------------------------------------------------------
@@ -204,7 +207,7 @@ def test_rounding_of_floats_adds_no_key():
 def test_a_budget_says_the_same_as_a_keep_rate():
     q, k, v = inputs()
     by_rate, by_budget = make_attention(keep_rate=0.3), make_attention(budget=4)
-    assert by_rate.attend(q, k, v, GRID, 1)[0].equal(by_budget.attend(q, k, v, GRID, 1)[0])
+    assert attend(by_rate, q, k, v, GRID, 1)[0].equal(attend(by_budget, q, k, v, GRID, 1)[0])
 
 
 def test_equal_scores_go_by_their_index():
@@ -234,7 +237,7 @@ def test_largest_indices_of_equal_values_are_the_first(dtype):
 def test_keep_rate_1_is_dense_bit_for_bit():
     q, k, v = (tensor.float() for tensor in inputs())
     attention = make_attention(keep_rate=1)
-    out, _ = attention.attend(q, k, v, GRID, 1)
+    out, _ = attend(attention, q, k, v, GRID, 1)
     assert out.equal(F.scaled_dot_product_attention(q, k, v, scale=WIDTH**-0.5))
     assert prior_pruning_ratio(attention.prior, HEADS, GRID, 1, WIDTH) == 0
     assert Sparsifiner.products(attention.prior["predictor"], HEADS, WIDTH, 12, 1) == 0
@@ -245,7 +248,7 @@ def test_without_a_prefix_a_patch_without_scores_sees_itself():
     torch.nn.init.zeros_(attention.predictor.w_up)
     q, k, v = inputs(prefix=0)
     for backend in ("reference", "sdpa", "gather"):
-        out, _ = attention.attend(q, k, v, GRID, 0, backend=backend)
+        out, _ = attend(attention, q, k, v, GRID, 0, backend=backend)
         torch.testing.assert_close(out, v, rtol=0, atol=1e-12)
 
 
@@ -270,11 +273,11 @@ def test_nothing_leads_from_the_output_to_the_predictor_but_from_the_scores():
     attention = make_attention().train()
     q, k, v = inputs()
     for backend in ("reference", "sdpa", "gather"):
-        attention.attend(q, k, v, GRID, 1, backend=backend)[0].sum().backward()
+        attend(attention, q, k, v, GRID, 1, backend=backend)[0].sum().backward()
         assert all(parameter.grad is None for parameter in attention.predictor.parameters())
     scores = []
     attention.predictor.recorder = scores.append
-    attention.attend(q, k, v, GRID, 1)
+    attend(attention, q, k, v, GRID, 1)
     scores[0].square().sum().backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in attention.predictor.parameters())
 
@@ -325,9 +328,9 @@ def test_dense_while_it_trains_alone():
     q, k, v = inputs()
     dense = F.scaled_dot_product_attention(q, k, v, scale=WIDTH**-0.5)
     attention.predictor.dense_in_training = True
-    assert attention.attend(q, k, v, GRID, 1)[0].equal(dense)
+    assert attend(attention, q, k, v, GRID, 1)[0].equal(dense)
     attention.eval()
-    assert not torch.allclose(attention.attend(q, k, v, GRID, 1)[0], dense)
+    assert not torch.allclose(attend(attention, q, k, v, GRID, 1)[0], dense)
 
 
 # ---- other grids, some of the patches --------------------------------------------------------------------------------
@@ -347,7 +350,7 @@ def test_other_grids_have_the_weights_interpolated():
     assert (predictor.sparse_basis((28, 28)).view(-1, 28, 28)[:, 15:] != 0).any()
     q, k, v = (t.float() for t in inputs(tokens=20 * 11, heads=1, width=4))
     attention.train(False)
-    _, weights = attention.attend(q, k, v, (20, 11), 1, need_weights=True)
+    _, weights = attend(attention, q, k, v, (20, 11), 1, need_weights=True)
     assert (weights[:, :, 0] > 0).all() and (weights[..., 0] > 0).all()
     patches = (weights[:, :, 1:, 1:] > 0).sum(-1)
     assert patches.max() == math.ceil(0.25 * 221)
@@ -366,7 +369,7 @@ def test_some_patches_are_the_whole_grid_without_the_others():
         # B stays that of the whole grid: ceil(0.3 * 13) = 4.
         expected, _ = brute_attention(*single, scores, 4, 1, True, scale)
         for backend in ("reference", "sdpa", "gather"):
-            out, _ = attention.attend(q, k, v, GRID, 1, token_ids=ids, backend=backend)
+            out, _ = attend(attention, q, k, v, GRID, 1, token_ids=ids, backend=backend)
             np.testing.assert_allclose(out[image].detach().numpy(), expected[0], rtol=0, atol=1e-12)
     everything = torch.arange(12).expand(2, -1)
     whole = inputs()
@@ -389,10 +392,10 @@ def test_together_with_a_decay():
     attention = PriorAttention(HEADS, prior, head_dim=WIDTH).double().eval()
     torch.nn.init.constant_(attention.decay_bias.beta, 1.0)
     q, k, v = inputs()
-    out, weights = attention.attend(q, k, v, GRID, 1, backend="reference", need_weights=True)
+    out, weights = attend(attention, q, k, v, GRID, 1, backend="reference", need_weights=True)
     kept = (weights > 0).sum(-1)[:, :, 1:]
     assert kept.max() == 4 and (kept == 4).double().mean() > 0.9  # few rows have no coefficient above tau
-    torch.testing.assert_close(attention.attend(q, k, v, GRID, 1, backend="gather")[0], out, rtol=0, atol=1e-12)
+    torch.testing.assert_close(attend(attention, q, k, v, GRID, 1, backend="gather")[0], out, rtol=0, atol=1e-12)
 
 
 # ---- the choice of how to attend -------------------------------------------------------------------------------------
@@ -400,17 +403,17 @@ def test_together_with_a_decay():
 
 @pytest.mark.parametrize(("side", "budget", "chosen"), [(14, 2, "sdpa"), (24, 144, "sdpa"), (24, 6, "gather")])
 def test_lists_are_gathered_where_that_was_faster(side, budget, chosen, caplog, monkeypatch):
-    monkeypatch.setattr(ops, "diagonal_cpu", None)  # as in a saved model without the package
+    monkeypatch.setattr(compiled_kernels, "INSTALLED_VERSION", None)  # as in a saved model without the package
     monkeypatch.delenv("SPARSEPRIOR_BACKEND", raising=False)
     caplog.set_level("DEBUG", "hf_sparseprior.ops")
     prior = resolve_prior({"predictor": {"name": "sparsifiner", "budget": budget}}, 1, (side, side))
     attention = PriorAttention(1, prior, head_dim=4)
     q, k, v = (tensor.detach().float() for tensor in inputs(tokens=side**2, heads=1, width=4))
     with torch.no_grad():
-        attention.attend(q, k, v, (side, side), 1)
+        attend(attention, q, k, v, (side, side), 1)
     (message,) = (record.getMessage() for record in caplog.records)
     assert message.startswith(f"layer 0: {chosen} ({side**2} patches, up to {budget + 1} keys of each listed")
-    limits = CROSSOVERS["gather", "cpu", False, "sdpa"]
+    limits = BACKENDS["gather"].crossovers["cpu", False, "sdpa"]
     if chosen == "sdpa":
         few = f"dense is faster below {limits.tokens} patches"
         many = f"dense is faster with more than {100 * limits.density:.1f} % of the pairs"

@@ -18,9 +18,11 @@ import hf_sparseprior as sp
 from hf_sparseprior import SparsePriorViTBackbone, SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.analysis.flops import masked_pruning_flops, model_flops, preset_flops, unexplained_numbers
 from hf_sparseprior.attention import PriorAttention
+from hf_sparseprior.attention_plan import AttentionPlan
+from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.curves import curve_rank
 from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.ops import AttentionPlan, run_plan
+from hf_sparseprior.ops import run_plan
 from hf_sparseprior.prior import pruning_of, resolve_prior
 from hf_sparseprior.supports import build_mask
 from hf_sparseprior.token_pruning import DynamicViT, EViT, TokenPruning, split_by_score
@@ -33,6 +35,7 @@ from hf_sparseprior.training import (
     token_loss,
 )
 from hf_sparseprior.training.keep_rate import scheduled_keep_rate
+from tests.hf_sparseprior.attention_calls import attend
 from tests.hf_sparseprior.without_package import WITHOUT_PACKAGE
 
 GRID = (5, 6)
@@ -284,12 +287,12 @@ def test_a_masked_token_is_as_good_as_gone(prior):
     layer, (q, k, v), ids = attention_layer(prior), qkv(30), chosen_patches()
     kept = torch.zeros(3, 30, dtype=torch.float64).scatter_(1, ids, 1.0)
     places = torch.cat([torch.arange(2).expand(3, -1), ids + 2], 1)
-    masked, weights = layer.attend(q, k, v, GRID, 2, kept=F.pad(kept, (2, 0), value=1.0), need_weights=True)
+    masked, weights = attend(layer, q, k, v, GRID, 2, keep_mask=F.pad(kept, (2, 0), value=1.0), need_weights=True)
 
     def taken(x):
         return x.gather(2, places[:, None, :, None].expand(-1, 4, -1, x.shape[-1]))
 
-    gone, own_weights = layer.attend(taken(q), taken(k), taken(v), GRID, 2, token_ids=ids, need_weights=True)
+    gone, own_weights = attend(layer, taken(q), taken(k), taken(v), GRID, 2, token_ids=ids, need_weights=True)
     torch.testing.assert_close(taken(masked), gone, rtol=0, atol=1e-12)
     columns = taken(weights).gather(3, places[:, None, None].expand(-1, 4, 13, -1))
     torch.testing.assert_close(columns, own_weights, rtol=0, atol=1e-12)
@@ -300,8 +303,8 @@ def test_a_masked_token_is_as_good_as_gone(prior):
 def test_leading_weights_are_the_first_rows_of_all_weights(prior, subset):
     ids = chosen_patches() if subset else None
     layer, (q, k, v) = attention_layer(prior), qkv(11 if subset else 30)
-    out, weights = layer.attend(q, k, v, GRID, 2, need_weights=True, token_ids=ids)
-    own_out, rows = layer.attend(q, k, v, GRID, 2, need_weights=True, token_ids=ids, weight_rows=2)
+    out, weights = attend(layer, q, k, v, GRID, 2, need_weights=True, token_ids=ids)
+    own_out, rows = attend(layer, q, k, v, GRID, 2, need_weights=True, token_ids=ids, weight_rows=2)
     assert rows.shape == (3, 4, 2, q.shape[2])
     torch.testing.assert_close(rows, weights[:, :, :2], rtol=0, atol=1e-12)
     torch.testing.assert_close(own_out, out, rtol=0, atol=1e-12)
@@ -315,7 +318,7 @@ def test_kept_patches_attend_where_they_lie_in_the_grid(support, learn_prefix):
     layer = attention_layer({"support": support, "decay": decay})
     ids = F.pad(chosen_patches(), (0, 1), value=-1)
     q, k, v = qkv(12)
-    out, _ = layer.attend(q, k, v, GRID, 2, token_ids=ids)
+    out, _ = attend(layer, q, k, v, GRID, 2, token_ids=ids)
     whole = torch.tensor(
         build_mask(layer.prior["support"], num_heads=4, num_tokens=30, num_prefix_tokens=2, layer=layer.layer_idx)
     )
@@ -349,21 +352,23 @@ def test_dropped_keys_have_a_gradient():
     kept[:, 5:9] = 0.0
     kept.requires_grad_()
     plan = AttentionPlan(4, GRID, 2, resolve_prior("dense", 4, GRID)["support"], None, 0)
-    out, _ = run_plan(plan, q, k, v, None, kept=kept)
+    out, _ = run_plan(AttentionRequest(q, k, v, plan, keep_mask=kept))
     (gradient,) = torch.autograd.grad(out.square().sum(), kept)
     assert (gradient[:, 5:9].abs() > 1e-6).all()
-    assert torch.autograd.gradcheck(lambda own: run_plan(plan, q, k, v, None, kept=own)[0], (kept,), fast_mode=True)
+    assert torch.autograd.gradcheck(
+        lambda own: run_plan(AttentionRequest(q, k, v, plan, keep_mask=own))[0], (kept,), fast_mode=True
+    )
 
 
 def test_what_run_plan_cannot_do_with_rows_and_dropped_keys():
     q, k, v = qkv(30)
     plan = AttentionPlan(4, GRID, 2, resolve_prior("dense", 4, GRID)["support"], None, 0)
     with pytest.raises(ValueError, match="weight_rows=3 must be between 1 and the 2 prefix tokens"):
-        run_plan(plan, q, k, v, None, need_weights=True, weight_rows=3)
+        run_plan(AttentionRequest(q, k, v, plan, need_weights=True, weight_rows=3))
     with pytest.raises(ValueError, match="weight_rows=1 cannot be used with a bias or with dropped keys"):
-        run_plan(plan, q, k, v, None, need_weights=True, weight_rows=1, bias=torch.zeros(32, 32))
+        run_plan(AttentionRequest(q, k, v, plan, need_weights=True, weight_rows=1, bias=torch.zeros(32, 32)))
     with pytest.raises(ValueError, match="dropped keys have a gradient"):
-        run_plan(plan, q, k, v, None, backend="sdpa", kept=torch.ones(3, 32, dtype=torch.float64))
+        run_plan(AttentionRequest(q, k, v, plan, keep_mask=torch.ones(3, 32, dtype=torch.float64)), backend="sdpa")
 
 
 # ---- the choice -----------------------------------------------------------------------------------------------------

@@ -12,9 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_sparseprior.attention import SparsePriorAttention
+from hf_sparseprior.attention_plan import AttentionPlan, plan_table
+from hf_sparseprior.attention_request import AttentionRequest
+from hf_sparseprior.backend_dense import dense_decay
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.kernels import diagonal_cpu
-from hf_sparseprior.ops import AttentionPlan, Call, _dense_decay, attention, plan_table
+from hf_sparseprior.ops import attention
 from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.supports import resolve_support
 
@@ -118,10 +121,8 @@ class Kernels:
         plan = AttentionPlan(heads, grid, prefix, resolved, {"name": decay, **settings}, 1)
         if plan.offsets is not None:
             sizes = sizes * plan_table(plan, "mask", device)
-        spec, positions = {"name": decay, **settings, **scalars}, plan_table(plan, "positions", device)
-        empty = Call(wide["q"], wide["k"], wide["v"], plan, spec, 1.0, 0.0, False, *[None] * (len(Call._fields) - 8))
-        call = empty._replace(positions=positions)
-        weights = _dense_decay(call, torch.float64)
+        spec = {"name": decay, **settings, **scalars}
+        weights = dense_decay(AttentionRequest(wide["q"], wide["k"], wide["v"], plan, spec), torch.float64)
         if (alpha := scalars.get("alpha")) is not None:
             weights = weights * alpha.view(-1, 1, 1)
         sums = torch.autograd.grad(weights, list(scalars.values()), sizes, allow_unused=True)

@@ -6,9 +6,11 @@ import random
 import pytest
 import torch
 
+from hf_sparseprior.attention_plan import AttentionPlan
+from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.kernels import listed_cpu
-from hf_sparseprior.ops import AttentionPlan, run_plan
+from hf_sparseprior.ops import run_plan
 from hf_sparseprior.supports import resolve_support
 
 GRIDS = [(1, 1), (1, 2), (3, 5), (4, 4), (1, 17), (3, 11), (7, 9)]
@@ -68,7 +70,7 @@ def test_lists_of_each_image(cpp, decay, prefix):
     def results(backend, dtype):
         own = {name: leaf.detach().to(dtype).requires_grad_() for name, leaf in leaves.items()}
         scalars = None if decay is None else {**settings, **{k: x for k, x in own.items() if k not in "qkv"}}
-        out, _ = run_plan(plan, own["q"], own["k"], own["v"], scalars, keys=keys, backend=backend)
+        out, _ = run_plan(AttentionRequest(own["q"], own["k"], own["v"], plan, scalars, key_ids=keys), backend=backend)
         direction = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(dtype)
         return [out, *torch.autograd.grad(out, list(own.values()), direction, allow_unused=True)]
 

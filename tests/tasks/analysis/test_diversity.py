@@ -88,7 +88,7 @@ def test_no_map_is_kept(runs, monkeypatch):
     run_plan = ops.run_plan
     monkeypatch.setattr(
         "hf_sparseprior.attention.run_plan",
-        lambda *args, **options: asked.append(options["need_weights"]) or run_plan(*args, **options),
+        lambda request, backend: asked.append(request.need_weights) or run_plan(request, backend),
     )
     arguments = Namespace(
         models=[runs["fibottention+violin"]], names=None, device="cpu", config=None, set=[], split="test", limit=4,

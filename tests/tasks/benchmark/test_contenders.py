@@ -3,8 +3,10 @@ import dataclasses
 import pytest
 import torch
 
+from hf_sparseprior.attention_request import AttentionRequest
+from hf_sparseprior.backend_choice import BACKENDS
 from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.ops import BACKENDS, run_plan
+from hf_sparseprior.ops import run_plan
 from hf_sparseprior.supports import PAIRS, SUPPORTS
 from tasks.benchmark import contenders
 from tasks.benchmark.contenders import Setting, Size, make_problem
@@ -15,7 +17,7 @@ DOUBLE = Setting(heads=3, width=4, dtype=torch.float64)
 
 
 def reference(problem):
-    return run_plan(problem.plan, problem.q, problem.k, problem.v, problem.decay, backend="reference")[0]
+    return run_plan(contenders.make_request(problem), backend="reference")[0]
 
 
 @pytest.mark.parametrize("support", [*DIAGONAL, {"name": "fibottention", "w_min": 1, "w_max": 299, "modified": True}])
@@ -84,7 +86,7 @@ def test_wrong_outputs_and_gradients_are_caught(tokens):
         return reference(problem) + torch.zeros_like(q).index_fill(2, torch.tensor([tokens - 1]), 1e-2)
 
     def without_gradient(q, k, v):
-        return run_plan(problem.plan, q, k.detach() + 0 * k, v, None, backend="reference")[0]
+        return run_plan(AttentionRequest(q, k.detach() + 0 * k, v, problem.plan), backend="reference")[0]
 
     contenders.check(problem, lambda q, k, v: reference(problem), trains=True, dense=False)
     with pytest.raises(RuntimeError, match="WRONG: the output differs by 1"):

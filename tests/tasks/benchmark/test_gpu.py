@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from hf_sparseprior.ops import BACKENDS
+from hf_sparseprior.backend_choice import BACKENDS
 from tasks.benchmark import gpu
 
 

@@ -4,7 +4,7 @@ import os
 import pytest
 import torch
 
-from hf_sparseprior.ops import BACKENDS
+from hf_sparseprior.backend_choice import BACKENDS
 from tasks.benchmark import model
 from tasks.benchmark.model import COPY, DENSE, PASSES, Contender, ModelRun
 
