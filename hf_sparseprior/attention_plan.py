@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from .decay import DECAYS, resized_order
+from .masks import Pairs, key_lists, mask_from_offsets, pruning_ratio
 from .relative_offsets import relative_table
-from .supports import Pairs, key_lists, layer_offsets, layer_pairs, mask_from_offsets, pruning_ratio
+from .resolved import ResolvedSupport
+from .supports import layer_offsets, layer_pairs
 
 
 class AttentionPlan:
@@ -37,7 +39,7 @@ class AttentionPlan:
         num_heads: int,
         grid: tuple[int, int],
         num_prefix_tokens: int,
-        support: dict[str, Any],
+        support: ResolvedSupport,
         decay: dict[str, Any] | None,
         layer: int,
     ) -> None:
@@ -55,7 +57,7 @@ class AttentionPlan:
         self.pairs: Pairs = None  # off the diagonals
         self.density = 1.0
         if support["name"] != "dense":
-            sizes = {"num_heads": num_heads, "num_tokens": self.num_tokens, "layer": layer}
+            sizes: Any = {"num_heads": num_heads, "num_tokens": self.num_tokens, "layer": layer, "grid": grid}
             self.offsets, self.pairs = layer_offsets(support, **sizes), layer_pairs(support, **sizes)
             self.density = 1.0 - pruning_ratio(self.offsets, self.num_tokens, num_prefix_tokens, self.pairs) / 100.0
         self.tables: dict[tuple[str, torch.device], Tensor] = {}

@@ -18,7 +18,7 @@ from .attention_request import (
 )
 from .backend_choice import Crossover, register_backend
 from .decay import decay_weights, offset_distances, prefix_weights
-from .supports import self_rows
+from .masks import self_rows
 
 
 def diagonal_can_run(request: AttentionRequest) -> str | None:

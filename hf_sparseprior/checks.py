@@ -66,3 +66,9 @@ def check_boolean(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"{name}={value!r} must be True or False")
     return bool(value)
+
+
+def check_not_both(name: str, value: Any, pruning_ratio: float | None) -> None:
+    """Raise if a number is given and a pruning ratio, which decides it, as well."""
+    if value is not None and pruning_ratio is not None:
+        raise ValueError(f"{name}={value!r} and pruning_ratio={pruning_ratio!r} cannot both be given")

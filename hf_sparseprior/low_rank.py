@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention_plan import AttentionPlan
-from .checks import check_boolean, check_integer
+from .checks import check_boolean, check_integer, check_not_both
 from .extras import PriorModule
+from .masks import unpruned_count
 from .registry import registering
-from .supports import check_not_both, kept_share
 
 MIXERS: dict[str, type[Mixer]] = {}
 
@@ -121,7 +121,7 @@ class Linformer(Mixer):
         number, ratio = settings["projected_tokens"], settings["pruning_ratio"]
         check_not_both("linformer: projected_tokens", number, ratio)
         if number is None:
-            number = kept_share("linformer", cls.DEFAULT_RATIO if ratio is None else ratio, sides[0] * sides[1])
+            number = unpruned_count("linformer", cls.DEFAULT_RATIO if ratio is None else ratio, sides[0] * sides[1])
         return {
             "projected_tokens": check_integer("linformer: projected_tokens", number, 1),
             "share_key_value": check_boolean("linformer: share_key_value", settings["share_key_value"]),
@@ -195,7 +195,7 @@ class EfficientAttention(Mixer):
         width, ratio = settings["key_width"], settings["pruning_ratio"]
         check_not_both("efficient: key_width", width, ratio)
         if ratio is not None:
-            width = kept_share("efficient", ratio, grid[0] * grid[1])
+            width = unpruned_count("efficient", ratio, grid[0] * grid[1])
         return {
             "key_width": None if width is None else check_integer("efficient: key_width", width, 1),
             "pruning_ratio": None,

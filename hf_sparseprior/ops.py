@@ -127,7 +127,7 @@ def attention(
     grid = _check_grid(grid, num_tokens, decay is not None)
     if decay is not None:
         decay = _check_decay(decay, num_heads)
-    resolved = resolve_support(support, num_heads, num_tokens)
+    resolved = resolve_support(support, num_heads, num_tokens, grid)
     settings = None if decay is None else {key: value for key, value in decay.items() if not isinstance(value, Tensor)}
     plan = AttentionPlan(num_heads, grid, num_prefix_tokens, resolved, settings, layer)
     request = AttentionRequest(q, k, v, plan, decay, scale, dropout_p, need_weights=need_weights)

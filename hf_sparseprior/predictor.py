@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from .attention_plan import AttentionPlan
-from .checks import check_integer
+from .checks import check_integer, check_not_both
 from .extras import PriorModule
+from .masks import unpruned_count
 from .registry import registering
-from .supports import check_not_both, kept_share
 
 PREDICTORS: dict[str, type[Predictor]] = {}
 
@@ -94,7 +94,7 @@ class TopK(Predictor):
         if keys is not None:
             return {"keys": check_integer("topk: keys", keys, 1), "pruning_ratio": None}
         ratio = cls.DEFAULT_RATIO if ratio is None else ratio
-        kept_share("topk", ratio, 1)
+        unpruned_count("topk", ratio, 1)
         return {"keys": None, "pruning_ratio": ratio}
 
     @classmethod
@@ -116,4 +116,4 @@ class TopK(Predictor):
         if self.keys is not None:
             return min(total, self.keys)
         assert self.pruning_ratio is not None
-        return kept_share("topk", self.pruning_ratio, total)
+        return unpruned_count("topk", self.pruning_ratio, total)

@@ -18,10 +18,11 @@ from .decay import DECAYS, resolve_decay
 from .extras import EXTRAS, PriorModule, resolve_extras, resolve_module
 from .locality import LocalityBranch  # noqa: F401  registers itself
 from .low_rank import MIXERS
+from .masks import pruning_ratio
 from .predictor import PREDICTORS
 from .relative_position import RelativePosition  # noqa: F401  registers its kinds
 from .sparsifiner import Sparsifiner  # noqa: F401  registers itself
-from .supports import SUPPORTS, head_offsets, layer_pairs, pruning_ratio, resolve_support
+from .supports import SUPPORTS, resolve_support, support_pattern
 from .token_pruning import TokenPruning
 
 # What a prior's modules are called within attention layers, MLPs and the model: decay, predictor, mixer and extras.
@@ -70,7 +71,7 @@ def resolve_prior(prior: str | dict[str, Any] | None, num_heads: int, grid: Sequ
     slots = parse_prior(prior)
     num_tokens = grid[0] * grid[1]
     try:
-        support = resolve_support(slots["support"], num_heads, num_tokens)
+        support = resolve_support(slots["support"], num_heads, num_tokens, grid)
     except ValueError as error:
         raise ValueError(f"prior: {error} ({grid[0]}x{grid[1]} grid)") from None
     try:
@@ -187,6 +188,5 @@ def prior_pruning_ratio(
         settings, kind = found
         kept = kind.kept_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
         return 100.0 * (1.0 - kept / (num_tokens + num_prefix_tokens) ** 2)
-    offsets = head_offsets(prior["support"], num_heads=num_heads, num_tokens=num_tokens)
-    pairs = layer_pairs(prior["support"], num_heads=num_heads, num_tokens=num_tokens, layer=0)
-    return pruning_ratio(offsets, num_tokens, num_prefix_tokens, pairs)
+    pattern = support_pattern(prior["support"], num_heads=num_heads, num_tokens=num_tokens, grid=grid)
+    return pruning_ratio(pattern.offsets, num_tokens, num_prefix_tokens, pattern.layer_pairs(0))

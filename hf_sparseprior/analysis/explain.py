@@ -18,23 +18,19 @@ from hf_sparseprior.curves import curve_names, curve_rank
 from hf_sparseprior.decay import DECAYS, PLACEMENTS, decay_mask, initial_beta, make_decay
 from hf_sparseprior.extras import EXTRAS, PriorModule
 from hf_sparseprior.low_rank import MIXERS
-from hf_sparseprior.predictor import PREDICTORS
-from hf_sparseprior.prior import chooser_of, parse_prior, resolve_prior
-from hf_sparseprior.sequences import SEQUENCES
-from hf_sparseprior.supports import (
-    SUPPORTS,
+from hf_sparseprior.masks import (
     attended_pairs,
     count_nonzeros,
-    head_offsets,
-    layer_order,
-    layer_pairs,
     lonely_rows,
     mask_from_offsets,
     pruning_ratio,
     self_rows,
-    support_notes,
-    support_settings,
 )
+from hf_sparseprior.predictor import PREDICTORS
+from hf_sparseprior.prior import chooser_of, parse_prior, resolve_prior
+from hf_sparseprior.resolved import Resolved, ResolvedSupport, own_settings
+from hf_sparseprior.sequences import SEQUENCES
+from hf_sparseprior.supports import SUPPORTS, layer_order, support_notes, support_pattern, support_settings
 
 # Patches of a 64x64 grid: beyond it the N x N pictures take minutes and gigabytes.
 LARGEST_PICTURE = 4096
@@ -130,17 +126,17 @@ def _place_setting(slots: dict[str, Any], key: str, value: Any) -> None:
     check_keys([key], known, "this prior")
 
 
-def _shown(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={json.dumps(value)}" for key, value in settings.items() if key != "name")
+def _shown(settings: Resolved) -> str:
+    return ", ".join(f"{key}={json.dumps(value)}" for key, value in own_settings(settings).items())
 
 
-def _print_heading(settings: dict[str, Any], arguments: argparse.Namespace) -> None:
+def _print_heading(settings: Resolved, arguments: argparse.Namespace) -> None:
     size = "x".join(map(str, arguments.grid))
     print(f"{settings['name']} on a {size} grid, {arguments.heads} heads, {arguments.prefix} prefix tokens")
     print(f"{_shown(settings)}\n")
 
 
-def explain_chooser(settings: dict[str, Any], kind: type[PriorModule], arguments: argparse.Namespace) -> None:
+def explain_chooser(settings: Any, kind: type[PriorModule], arguments: argparse.Namespace) -> None:
     """Settings, pruning ratio and FLOPs of a predictor or a mixer, whose pairs are another for each image or none."""
     heads, grid, prefix, head_dim = arguments.heads, arguments.grid, arguments.prefix, arguments.head_dim
     tokens = grid[0] * grid[1]
@@ -158,21 +154,21 @@ def explain_chooser(settings: dict[str, Any], kind: type[PriorModule], arguments
     )
 
 
-def explain_support(support: dict[str, Any], arguments: argparse.Namespace) -> list[Path]:
+def explain_support(support: ResolvedSupport, arguments: argparse.Namespace) -> list[Path]:
     """Offsets, nonzeros, pruning ratio, empty rows and FLOPs of a support, and its picture."""
     heads, grid, prefix = arguments.heads, arguments.grid, arguments.prefix
     tokens = grid[0] * grid[1]
-    offsets = head_offsets(support, num_heads=heads, num_tokens=tokens)
-    pairs = layer_pairs(support, num_heads=heads, num_tokens=tokens, layer=arguments.layer or 0)
+    pattern = support_pattern(support, num_heads=heads, num_tokens=tokens, grid=grid)
+    offsets, pairs = pattern.offsets, pattern.layer_pairs(arguments.layer or 0)
     _print_heading(support, arguments)
     print(f"{'support':>7}  {'nonzeros':>8}  {'empty rows':>10}  offsets")
     for number, own in enumerate(offsets, start=1):
         shown = " ".join(map(str, own)) if len(own) <= 16 else f"{own[0]} .. {own[-1]} ({len(own)})"
         empty, kept = len(self_rows(own, tokens, 0)), count_nonzeros(own, tokens)
         if pairs is not None:
-            random = pairs[number - 1]
-            empty, kept = len(lonely_rows(own, random, tokens, 0)), count_nonzeros(own, tokens, 0, random)
-            shown = f"{shown} and {len(random)} random pairs".removeprefix(" and ")
+            others = pairs[number - 1]
+            empty, kept = len(lonely_rows(own, others, tokens, 0)), count_nonzeros(own, tokens, 0, others)
+            shown = f"{shown} and {len(others)} other pairs".removeprefix(" and ")
         print(f"{number:>7}  {kept:>8}  {empty:>10}  {shown or '-'}")
     patch_nonzeros = attended_pairs(offsets, tokens, 0, pairs)
     nonzeros = attended_pairs(offsets, tokens, prefix, pairs)

@@ -20,13 +20,11 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.analysis import pictures
-from hf_sparseprior.analysis.flops import (
-    CONVENTIONS,
+from hf_sparseprior.analysis.flops import CONVENTIONS, ModelFlops, model_flops
+from hf_sparseprior.analysis.paper_numbers import (
     FIGURE_3,
     IMAGENET_CLASSES,
-    ModelFlops,
     convit_base_flops,
-    model_flops,
     paper_numbers,
     saving,
     unexplained_numbers,

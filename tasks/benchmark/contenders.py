@@ -19,8 +19,9 @@ from hf_sparseprior.attention_plan import AttentionPlan
 from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.backend_choice import BACKENDS, choose_backend
 from hf_sparseprior.decay import DECAYS, decay_weights, prefix_weights, resolve_decay
+from hf_sparseprior.masks import self_rows
 from hf_sparseprior.ops import run_plan
-from hf_sparseprior.supports import resolve_support, self_rows
+from hf_sparseprior.supports import resolve_support
 
 LAYOUTS = ("projection", "packed", "contiguous")
 PASSES = {"forward": "forward", "forward_backward": "forward + backward"}

@@ -11,7 +11,7 @@ from hf_sparseprior.backend_choice import BACKENDS
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.ops import attention
 from hf_sparseprior.prior import resolve_prior
-from hf_sparseprior.supports import PAIRS, SUPPORTS, build_mask
+from hf_sparseprior.supports import SUPPORTS, build_mask, has_pairs
 
 HIDDEN, HEADS = 12, 3
 PRIORS = [name if decay is None else f"{name}+{decay}" for name in SUPPORTS for decay in [None, *DECAYS]]
@@ -213,7 +213,7 @@ def test_layers_share_no_plans():
 def test_training_after_inference_mode(prior, backend):
     layer = make_layer(prior)
     if backend == "sparse":
-        backend = "gather" if layer.prior["support"]["name"] in PAIRS else "diagonal"
+        backend = "gather" if has_pairs(layer.prior["support"]["name"]) else "diagonal"
     with torch.inference_mode():
         before = layer(tokens(), (4, 4), 1, backend=backend)[0]
     out, _ = layer(tokens(), (4, 4), 1, backend=backend)

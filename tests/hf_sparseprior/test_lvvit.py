@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_sparseprior as sp
-from hf_sparseprior.analysis.flops import model_flops, paper_numbers
+from hf_sparseprior.analysis.flops import model_flops
+from hf_sparseprior.analysis.paper_numbers import paper_numbers
 from hf_sparseprior.convert import convert_checkpoint, read_checkpoint
 from hf_sparseprior.convert.lvvit import matches
 from hf_sparseprior.training import WeightAverage

@@ -24,9 +24,9 @@ from hf_sparseprior.ops import attention, run_plan
 from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.supports import (
     MASK_FILLS,
-    PAIRS,
     SUPPORTS,
     build_mask,
+    has_pairs,
     head_offsets,
     layer_order,
     layer_pairs,
@@ -37,7 +37,7 @@ OTHERS = [name for name in BACKENDS if name != "reference"]
 # These take any dtype on any device; what compiled kernels do is tested in kernels/.
 PYTORCH = [name for name in BACKENDS if name not in ("cpp", "triton")]
 PATTERNS = [name for name in SUPPORTS if name != "dense"]
-ON_DIAGONALS = [name for name in PATTERNS if name not in PAIRS]
+ON_DIAGONALS = [name for name in PATTERNS if not has_pairs(name)]
 
 # Settings besides the defaults: small windows for small grids, empty heads, the diagonal left out, everything kept.
 MORE = {
@@ -366,7 +366,8 @@ def test_inputs_may_be_views(backend):
 
 
 @pytest.mark.parametrize(
-    ("backend", "name"), [both for both in product(PYTORCH, PATTERNS) if both[0] != "diagonal" or both[1] not in PAIRS]
+    ("backend", "name"),
+    [pair for pair in product(PYTORCH, PATTERNS) if pair[0] != "diagonal" or pair[1] in ON_DIAGONALS],
 )
 def test_masked_keys_change_nothing(backend, name):
     variants = [None] if backend == "sdpa" else [None, DECAY_VARIANTS[1]]

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_sparseprior.fibottention import resolve_sequence
 from hf_sparseprior.sequences import (
     SEQUENCES,
     SETTING_MINIMUM,
@@ -16,7 +17,6 @@ from hf_sparseprior.sequences import (
     sequence_settings,
     wythoff_start,
 )
-from hf_sparseprior.supports import resolve_sequence
 
 checked = settings(max_examples=100, deadline=None, derandomize=True)
 

@@ -11,27 +11,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_sparseprior.fibottention import window_sizes
+from hf_sparseprior.masks import count_nonzeros, key_lists, mask_from_offsets, pruning_ratio, self_rows
 from hf_sparseprior.sequences import SEQUENCES, sequence_settings, wythoff_start
+from hf_sparseprior.support_baselines import _integers
 from hf_sparseprior.supports import (
     COMMON_SETTINGS,
     MASK_FILLS,
     SUPPORTS,
-    _integers,
     build_mask,
-    count_nonzeros,
     head_offsets,
-    key_lists,
     layer_offsets,
     layer_order,
     layer_pairs,
-    mask_from_offsets,
-    pruning_ratio,
     register_support,
     resolve_support,
-    self_rows,
     support_notes,
     support_settings,
-    window_sizes,
 )
 
 PHI = (1 + math.sqrt(5)) / 2

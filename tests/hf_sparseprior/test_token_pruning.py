@@ -16,7 +16,8 @@ from transformers import TrainerCallback, ViTConfig, ViTForImageClassification
 
 import hf_sparseprior as sp
 from hf_sparseprior import SparsePriorViTBackbone, SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.analysis.flops import masked_pruning_flops, model_flops, preset_flops, unexplained_numbers
+from hf_sparseprior.analysis.flops import model_flops
+from hf_sparseprior.analysis.paper_numbers import masked_pruning_flops, preset_flops, unexplained_numbers
 from hf_sparseprior.attention import PriorAttention
 from hf_sparseprior.attention_plan import AttentionPlan
 from hf_sparseprior.attention_request import AttentionRequest

@@ -9,30 +9,19 @@ from torch.utils.flop_counter import FlopCounterMode
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.flops import (
     CONVENTIONS,
-    FIGURE_3,
     ModelFlops,
     attention_flops,
     attention_parts,
-    convit_base_flops,
     decay_operations,
     dense_attention_flops,
     model_flops,
-    paper_numbers,
-    preset_flops,
-    saving,
 )
+from hf_sparseprior.analysis.paper_numbers import FIGURE_3, convit_base_flops, paper_numbers, preset_flops, saving
 from hf_sparseprior.configuration_sparseprior_vit import PRESETS
 from hf_sparseprior.decay import DECAYS, resolve_decay
+from hf_sparseprior.masks import attended_pairs
 from hf_sparseprior.sequences import SEQUENCES
-from hf_sparseprior.supports import (
-    SUPPORTS,
-    attended_pairs,
-    build_mask,
-    head_offsets,
-    layer_offsets,
-    layer_pairs,
-    resolve_support,
-)
+from hf_sparseprior.supports import SUPPORTS, build_mask, head_offsets, layer_offsets, layer_pairs, resolve_support
 
 SETTINGS = [
     *({"name": name} for name in SUPPORTS),

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hf_sparseprior.analysis.flops import UP_SHARES, preset_flops, sparsifiner_mhsa
+from hf_sparseprior.analysis.paper_numbers import UP_SHARES, preset_flops, sparsifiner_mhsa
 from hf_sparseprior.attention import PriorAttention
 from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.sparsifiner import Sparsifiner

@@ -10,10 +10,10 @@ import torch
 from hf_sparseprior import ops
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.kernels import build
-from hf_sparseprior.supports import MASK_FILLS, PAIRS, SUPPORTS, layer_offsets, resolve_support
+from hf_sparseprior.supports import MASK_FILLS, SUPPORTS, has_pairs, layer_offsets, resolve_support
 
 GRIDS = [(1, 1), (1, 2), (2, 3), (4, 4), (7, 5), (14, 14)]
-PATTERNS = [name for name in SUPPORTS if name != "dense" and name not in PAIRS]
+PATTERNS = [name for name in SUPPORTS if name != "dense" and not has_pairs(name)]
 DTYPES = [torch.float32, torch.bfloat16]
 FEW = {"heads": 4, "width": 24, "batch": 2}
 

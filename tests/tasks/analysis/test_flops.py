@@ -6,7 +6,8 @@ import pytest
 from PIL import Image
 
 import hf_sparseprior as sp
-from hf_sparseprior.analysis.flops import convit_base_flops, model_flops, preset_flops
+from hf_sparseprior.analysis.flops import model_flops
+from hf_sparseprior.analysis.paper_numbers import convit_base_flops, preset_flops
 from tasks.analysis.flops import main
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "classification"

@@ -7,12 +7,12 @@ from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.backend_choice import BACKENDS
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.ops import run_plan
-from hf_sparseprior.supports import PAIRS, SUPPORTS
+from hf_sparseprior.supports import SUPPORTS, has_pairs
 from tasks.benchmark import contenders
 from tasks.benchmark.contenders import Setting, Size, make_problem
 from tasks.benchmark.timing import traced_bytes
 
-DIAGONAL = [name for name in SUPPORTS if name != "dense" and name not in PAIRS]
+DIAGONAL = [name for name in SUPPORTS if name != "dense" and not has_pairs(name)]
 DOUBLE = Setting(heads=3, width=4, dtype=torch.float64)
 
 

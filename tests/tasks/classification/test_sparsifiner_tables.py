@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_sparseprior.analysis.flops import UP_SHARES, masked_pruning_flops, model_flops, sparsifiner_mhsa
+from hf_sparseprior.analysis.flops import model_flops
+from hf_sparseprior.analysis.paper_numbers import UP_SHARES, masked_pruning_flops, sparsifiner_mhsa
 from hf_sparseprior.prior import pruning_of
 from hf_sparseprior.sparsifiner import Sparsifiner
 from tasks.classification.compare import load_comparison

@@ -1,0 +1,323 @@
+"""The papers' FLOPs with what they include."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_sparseprior.analysis.flops import ModelFlops, block_flops, convention_of, model_flops
+from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
+from hf_sparseprior.sparsifiner import Sparsifiner
+from hf_sparseprior.token_pruning import EViT
+
+# Fibottention Figure 3: the models whose cost it draws over the resolution.
+FIGURE_3 = ("vit_base", "vit_tiny", "convit_base")
+IMAGENET_CLASSES = 1000
+
+
+def preset_flops(
+    preset: str,
+    image_size: int | Sequence[int] = 224,
+    prior: str | dict[str, Any] = "dense",
+    convention: str = "multiply_adds",
+    num_prefix_tokens: int | None = None,
+) -> ModelFlops:
+    """`model_flops` of one of the papers' architectures with ImageNet's 1000 classes."""
+    config = SparsePriorViTConfig.from_preset(preset, num_labels=IMAGENET_CLASSES)
+    return model_flops(config, image_size, prior, convention, num_prefix_tokens)
+
+
+def convit_base_flops(
+    image_size: int | Sequence[int] = 224,
+    prior: str | dict[str, Any] = "dense",
+    convention: str = "multiply_adds",
+) -> ModelFlops:
+    """FLOPs of ConViT-B (d'Ascoli et al. 2021; Fibottention section 6.3) for one image.
+
+    ViT-B with 16 heads of width 48, whose first 10 layers are gated positional attention over the patch tokens: a
+    second attention map from three numbers a pair, a linear layer 3 -> h ("positions") and its own softmax. The class
+    token joins before the last 2 layers, plain ones, and the prior's support changes only those.
+    """
+    config = SparsePriorViTConfig.from_preset("vit_base", num_attention_heads=16, num_labels=IMAGENET_CLASSES)
+    heads, width, hidden = config.num_attention_heads, config.hidden_size, config.intermediate_size
+    plain = model_flops(config, image_size, prior, convention)
+    if plain.decay is not None:
+        raise ValueError("convit_base is counted with a support, not with a decay")
+    rule, tokens = convention_of(convention), plain.num_tokens
+    gated = block_flops(tokens, tokens, width, hidden, heads * tokens**2, heads, convention)
+    gated["positions"] = rule.multiply_add * 3 * heads * tokens**2
+    gated["softmax"] *= 2
+    return ModelFlops(
+        image_size=plain.image_size,
+        grid=plain.grid,
+        tokens="the patches only in layers 1 to 10, the class token too in 11 and 12",
+        num_prefix_tokens=plain.num_prefix_tokens,
+        convention=convention,
+        attended_pairs=[heads * tokens**2] * 10 + plain.attended_pairs[10:],
+        patch_embedding=plain.patch_embedding,
+        layers=[gated] * 10 + plain.layers[10:],
+        classifier=plain.classifier,
+    )
+
+
+def saving(sparse: ModelFlops, dense: ModelFlops) -> float:
+    """Percentage of a whole model's FLOPs that the prior saves."""
+    return 100.0 * (1 - sparse.total / dense.total)
+
+
+@dataclass(frozen=True)
+class PaperNumber:
+    """A number that a paper prints, our count of it, and what that count includes."""
+
+    source: str
+    printed: float
+    count: float
+    unit: str
+    includes: str
+
+
+def paper_numbers() -> list[PaperNumber]:
+    """The papers' FLOPs with what they include; in all of them a multiply-add is 1 FLOP and softmax none."""
+    return [
+        *_fibottention_numbers(),
+        *_other_numbers(),
+        *_sparsifiner_numbers(),
+        *_token_pruning_numbers(),
+    ]
+
+
+def _fibottention_numbers() -> list[PaperNumber]:
+    paper_prior = {"support": {"name": "fibottention", "w_min": 5, "w_max": 65}}
+    dense, dense_patches = preset_flops("vit_base"), preset_flops("vit_base", num_prefix_tokens=0)
+    sparse = preset_flops("vit_base", prior=paper_prior)
+    sparse_patches = preset_flops("vit_base", prior=paper_prior, num_prefix_tokens=0)
+    scaled = dense.attention * sparse_patches.attention / dense_patches.attention
+    savings = {
+        (preset, size): saving(preset_flops(preset, size, "fibottention"), preset_flops(preset, size))
+        for preset, size in (("vit_base", 1024), ("vit_base", 1056), ("vit_tiny", 528), ("vit_tiny", 544))
+    }
+    return [
+        PaperNumber(
+            "Fibottention Table 2 and section 4.2, dense ViT-B",
+            0.72,
+            dense.attention / 1e9,
+            "G",
+            "Q K^T and (softmax) V of 12 layers, 12 heads of width 64, over 197 tokens: class token included "
+            f"({dense_patches.attention / 1e9:.4f} without it); no projections",
+        ),
+        PaperNumber(
+            "Fibottention Table 2 and section 4.2, sparse ViT-B",
+            0.014,
+            sparse_patches.attention / 1e9,
+            "G",
+            "the same products, layers and heads at w 5..65 over the 196 patch tokens: class token NOT included "
+            f"({sparse.attention / 1e9:.4f} with it); the dense number times the patch-only share of pairs, "
+            f"{scaled / 1e9:.4f}, rounds to 0.014 too",
+        ),
+        PaperNumber(
+            "Fibottention section 6.3, 'up to 48 %' in Figure 3",
+            48,
+            savings["vit_base", 1056],
+            "%",
+            "whole ViT-B with class token, patch embedding and classifier at 1056 px, the size at which it rounds to "
+            "48; the text gives no resolution, and the saving grows with it: ViT-B "
+            f"{savings['vit_base', 1024]:.1f} at 1024 px, ViT-T {savings['vit_tiny', 528]:.1f} at 528 and "
+            f"{savings['vit_tiny', 544]:.1f} at 544",
+        ),
+    ]
+
+
+def _other_numbers() -> list[PaperNumber]:
+    tiny, base = preset_flops("deit_tiny", 384), preset_flops("deit_base", 384)
+    return [
+        PaperNumber(
+            "Sparsifiner Table 2, MHSA of dense DeiT-S",
+            357.7,
+            preset_flops("deit_small").attention / 1e6,
+            "M",
+            "Q K^T and (softmax) V of 12 layers over 197 tokens: class token included; no projections",
+        ),
+        PaperNumber(
+            "Sparsifiner Table 3, MHSA of dense DeiT-T at 384 px",
+            1534.1,
+            tiny.attention / 1e6,
+            "M",
+            "the same products over 577 tokens: class token included",
+        ),
+        PaperNumber(
+            "Sparsifiner Table 3, dense DeiT-T at 384 px overall",
+            3.58,
+            (tiny.attention + tiny.part("mlp") + tiny.classifier) / 1e9,
+            "G",
+            "those products, MLP and classifier over 577 tokens; projections and patch embedding NOT included "
+            f"({tiny.total / 1e9:.2f} with them)",
+        ),
+        PaperNumber(
+            "Sparsifiner Table 1, MHSA of dense LV-ViT-S",
+            476.9,
+            preset_flops("lvvit_small").attention / 1e6,
+            "M",
+            "Q K^T and (softmax) V of 16 layers over 197 tokens: class token included; no projections",
+        ),
+        PaperNumber(
+            "VIOLIN Table 1, DeiT-B",
+            55.4,
+            preset_flops("deit_base", 384, num_prefix_tokens=0).total / 1e9,
+            "G",
+            "the whole model at 384 px over 576 patch tokens: class token NOT included "
+            f"({base.total / 1e9:.2f} with it; at 224 px {preset_flops('deit_base').total / 1e9:.2f})",
+        ),
+    ]
+
+
+# Sparsifiner's count has a part that its data decide: the products of A_down W_up without a zero. The share of them all
+# that its tables need, one for each base model; the paper gives neither these shares nor a formula.
+UP_SHARES = {"DeiT-S": 0.1974, "LV-ViT-S": 0.2053, "DeiT-T at 384 px": 0.0043}
+
+
+def sparsifiner_mhsa(
+    num_layers: int, num_heads: int, width: int, num_tokens: int, budget: int, up_share: float, num_down: int = 32
+) -> float:
+    """MHSA as Sparsifiner's tables count it, in multiply-adds: the patches alone, B keys for each, and the prediction.
+
+    Args:
+        num_layers, num_heads, width: of the model.
+        num_tokens: N.
+        budget: B.
+        up_share: share of the products of A_down W_up that are counted; see `Sparsifiner.up_share`.
+        num_down: R.
+    """
+    settings = {"num_down": num_down, "keep_rate": None}
+    up = Sparsifiner.up_products(settings, num_heads, num_tokens)
+    prediction = Sparsifiner.products(settings, num_heads, width // num_heads, num_tokens, 0) - (1 - up_share) * up
+    return num_layers * (2 * budget * num_tokens * width + prediction)
+
+
+def _sparsifiner_numbers() -> list[PaperNumber]:
+    """Those rows of its tables that come out with one share for each base model."""
+    small = {178: 396.8, 79: 218.0, 40: 147.5, 20: 111.4, 10: 93.3, 2: 78.9}
+    includes = (
+        "B keys for each of 196 patch tokens, W_down K, Q (W_down K)^T and {:.2%} of A_down W_up, in {} layers; class "
+        "token NOT included"
+    )
+    numbers = [
+        PaperNumber(
+            f"Sparsifiner Table 2, MHSA at B = {budget}",
+            printed,
+            sparsifiner_mhsa(12, 6, 384, 196, budget, UP_SHARES["DeiT-S"]) / 1e6,
+            "M",
+            includes.format(UP_SHARES["DeiT-S"], 12)
+            + "; at B = 158, 138, 119, 99 and 60 within 0.1 of what is printed",
+        )
+        for budget, printed in small.items()
+    ]
+    numbers += [
+        PaperNumber(
+            f"Sparsifiner Table 1, MHSA of Sparsif-LV-S at B = {budget}",
+            printed,
+            sparsifiner_mhsa(16, 6, 384, 196, budget, UP_SHARES["LV-ViT-S"]) / 1e6,
+            "M",
+            includes.format(UP_SHARES["LV-ViT-S"], 16),
+        )
+        for budget, printed in {99: 339.7, 50: 221.7, 20: 149.5}.items()
+    ]
+    mlp = preset_flops("deit_tiny", 384).part("mlp")
+    for keep_rate, budget, printed, overall in (
+        (0.5, 288, 851.0, 2.89),
+        (0.25, 138, 452.9, 2.49),
+        (0.1, 58, 240.5, 2.28),
+    ):
+        count = sparsifiner_mhsa(12, 3, 192, 576, budget, UP_SHARES["DeiT-T at 384 px"])
+        where = f"Sparsifiner Table 3, DeiT-T at 384 px, keep rate {keep_rate}"
+        other = "" if keep_rate == 0.1 else f", where ceil({keep_rate} 577) is {math.ceil(keep_rate * 577)}"
+        text = (
+            f"{budget} keys{other}, for each of 576 patch tokens, W_down K, Q (W_down K)^T and "
+            f"{UP_SHARES['DeiT-T at 384 px']:.2%} of A_down W_up; class token NOT included"
+        )
+        numbers += [
+            PaperNumber(f"{where}, MHSA", printed, count / 1e6, "M", text),
+            PaperNumber(
+                f"{where}, overall",
+                overall,
+                (count + mlp) / 1e9,
+                "G",
+                "the same and the MLPs over 577 tokens; projections, patch embedding and classifier NOT included",
+            ),
+        ]
+    return numbers
+
+
+# Sparsifiner Table 1, MHSA in MFLOPs by token keep rate: DeiT-S, DeiT-S at attention keep rate 0.25, LV-ViT-S.
+_TABLE_1_PLAIN = {0.7: 193.1, 0.5: 149.1}
+_TABLE_1_SPARSE = {0.7: 113.3, 0.5: 86.6}
+_TABLE_1_LVVIT = {0.7: 256.0, 0.5: 198.8}
+
+
+def masked_patches(keep_rate: float, num_layers: int = 12) -> list[int]:
+    """Patches that see one another in each layer of the code published with Sparsifiner, which prunes as EViT does.
+
+    It masks them: the pruning block still attends to all 196, those behind it to ceil(keep_rate^s 196).
+    """
+    blocks = EViT.pruning_blocks(EViT.SETTINGS, num_layers)
+    stages = [sum(block < layer for block in blocks) for layer in range(1, num_layers + 1)]
+    return [EViT.count(keep_rate**stage, 196) for stage in stages]
+
+
+def masked_pruning_flops(keep_rate: float, num_layers: int = 12) -> int:
+    """Q K^T and (softmax) V of a pruned DeiT-S as Sparsifiner's Table 1 counts them.
+
+    Of `masked_patches`; the row of the class token keeps all 197 keys, its column is not counted once patches are gone.
+    """
+    patches = masked_patches(keep_rate, num_layers)
+    return 2 * 384 * sum(197**2 if own == 196 else 197 + own**2 for own in patches)
+
+
+def _token_pruning_numbers() -> list[PaperNumber]:
+    return [
+        PaperNumber(
+            f"Sparsifiner Table 1, MHSA of EViT and DynamicViT on DeiT-S at {rate}",
+            printed,
+            masked_pruning_flops(rate) / 1e6,
+            "M",
+            "Q K^T and (softmax) V as its code masks them: 4 layers over 197 tokens, then 3, 3 and 2 in which the kept "
+            "patches see one another and the class token sees all 197, the class token's column NOT included. "
+            f"Computed really: {_pruned_attention('evit', rate):.1f} by evit, its fused token included, "
+            f"{_pruned_attention('evit', rate, fuse=False):.1f} without it, "
+            f"{_pruned_attention('dynamicvit', rate):.1f} by dynamicvit, which prunes before block 4, not within it",
+        )
+        for rate, printed in _TABLE_1_PLAIN.items()
+    ]
+
+
+def _pruned_attention(name: str, keep_rate: float, **settings: Any) -> float:
+    prior = {"extras": [{"name": name, "keep_rate": keep_rate, **settings}]}
+    return preset_flops("deit_small", prior=prior).attention / 1e6
+
+
+def unexplained_numbers() -> list[PaperNumber]:
+    """Numbers that no formula was found for, with the nearest count that follows from what the paper says."""
+    share = UP_SHARES["DeiT-S"]
+    sparse = [
+        PaperNumber(
+            f"Sparsifiner Table 1, MHSA of Sparsifiner on DeiT-S at token keep rate {rate}, attention keep rate 0.25",
+            printed,
+            sum(sparsifiner_mhsa(1, 6, 384, own, min(50, own), share) for own in masked_patches(rate)) / 1e6,
+            "M",
+            f"what gives Table 2, for the patches that are left and with its {share:.2%} of A_down W_up, that of a "
+            "model that drops no tokens; the shares of these models are not printed",
+        )
+        for rate, printed in _TABLE_1_SPARSE.items()
+    ]
+    return sparse + [
+        PaperNumber(
+            f"Sparsifiner Table 1, MHSA of EViT and DynamicViT on LV-ViT-S at {rate}",
+            printed,
+            masked_pruning_flops(rate, num_layers=16) / 1e6,
+            "M",
+            "what gives DeiT-S's numbers, with 16 layers that prune at a quarter, half and three quarters; no choice "
+            "of three blocks gives both printed numbers",
+        )
+        for rate, printed in _TABLE_1_LVVIT.items()
+    ]

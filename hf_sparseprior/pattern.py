@@ -1,0 +1,118 @@
+"""Registration of supports, and the pattern that each of them gives.
+
+N is the number of patch tokens; heads and rows of the Wythoff array count from 1 in the papers and in messages, from 0
+in arrays.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .checks import check_integer
+from .masks import Pairs
+from .registry import registering
+
+COMMON_SETTINGS: dict[str, Any] = {"shuffle_seed": 0, "mask_fill": "neg_inf"}
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Which keys each head sees, before heads are shuffled.
+
+    offsets: of each head the distances |j - k| in raster order at which patches attend to one another, sorted, in
+        0..N-1; 0 is the diagonal.
+    pairs: by layer number the further pairs of each head, (query, key) of patches, int64 (n, 2), in order, each once,
+        none of them on one of the head's offsets. Shuffling does not move them. None: there are none.
+    """
+
+    offsets: list[list[int]]
+    pairs: Callable[[int], list[np.ndarray]] | None = None
+
+    def layer_pairs(self, layer: int) -> Pairs:
+        """`pairs` of a layer."""
+        return None if self.pairs is None else self.pairs(layer)
+
+
+@dataclass(frozen=True)
+class Support:
+    """A registered support: see `register_support`.
+
+    settings: its own, with their defaults. sees_grid: whether its function takes the grid.
+    """
+
+    name: str
+    function: Callable[..., list[list[int]] | Pattern]
+    settings: dict[str, Any]
+    sees_grid: bool
+    check: Callable[[dict[str, Any]], dict[str, Any]]
+    notes: Callable[[Mapping[str, Any], Pattern, Sequence[int]], list[str]]
+
+    def pattern(self, num_heads: int, num_tokens: int, grid: Sequence[int] | None, settings: dict[str, Any]) -> Pattern:
+        """The pattern for so many heads and patch tokens; `settings` are its own, defaults may be left out."""
+        size = grid_of(num_tokens, grid, f"support {self.name!r}") if self.sees_grid else num_tokens
+        made = self.function(num_heads, size, **settings)
+        pattern = made if isinstance(made, Pattern) else Pattern(made)
+        # An offset of N or more relates no two tokens; dropping it here keeps counts and kernels free of the case.
+        return Pattern([[o for o in offsets if o < num_tokens] for offsets in pattern.offsets], pattern.pairs)
+
+
+SUPPORTS: dict[str, Support] = {}
+
+
+def register_support(
+    name: str,
+    *,
+    check: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    notes: Callable[[Mapping[str, Any], Pattern, Sequence[int]], list[str]] = lambda support, pattern, grid: [],
+) -> Callable[[Callable], Callable]:
+    """Register a function under `name`, which makes it a support of every model.
+
+    The function takes (num_heads, num_tokens), or (num_heads, grid) with grid = (height, width) for a pattern in two
+    dimensions. Its keyword-only arguments are the support's settings with their defaults; it checks their values. It
+    returns the offsets of each head or, where there are other pairs too, a `Pattern`. `shuffle_seed` and `mask_fill`
+    belong to every support.
+
+    Args:
+        name: as in `prior`.
+        check: takes the support's own settings and returns them in their full form.
+        notes: takes the resolved support, its pattern and the grid, and returns what a user should know of them.
+    """
+
+    def register(function: Callable) -> Callable:
+        _, size, *rest = inspect.signature(function).parameters.values()
+        if size.name not in ("num_tokens", "grid") or any(p.kind is not p.KEYWORD_ONLY for p in rest):
+            raise TypeError(f"support {name!r} must take (num_heads, num_tokens) or (num_heads, grid), then keywords")
+        settings = {p.name: p.default for p in rest}
+        registering("support", SUPPORTS, name)(Support(name, function, settings, size.name == "grid", check, notes))
+        return function
+
+    return register
+
+
+def support_settings(name: str) -> dict[str, Any]:
+    """Settings of a support with their defaults, the common ones included."""
+    if name not in SUPPORTS:
+        raise ValueError(f"support={name!r} must be one of {', '.join(SUPPORTS)}")
+    return {**SUPPORTS[name].settings, **COMMON_SETTINGS}
+
+
+def grid_of(num_tokens: int, grid: Sequence[int] | None, what: str) -> tuple[int, int]:
+    """(height, width) of so many patch tokens; a square where `grid` is None.
+
+    Raises:
+        ValueError: for another number of patches, and for None where N is no square.
+    """
+    if grid is None:
+        side = math.isqrt(num_tokens)
+        if side**2 != num_tokens:
+            raise ValueError(f"grid=None with {what} needs a square number of patch tokens, got {num_tokens}")
+        return side, side
+    if len(grid) != 2 or grid[0] * grid[1] != num_tokens:
+        raise ValueError(f"grid={tuple(grid)} must be (height, width) with {num_tokens} patch tokens")
+    return check_integer("grid", grid[0], 1), check_integer("grid", grid[1], 1)

@@ -1,0 +1,62 @@
+"""Types of a prior's full form, the one that `resolve_prior` returns and that config.json holds.
+
+They stay dicts, so that json reads and writes them. A support, a decay, a predictor, a mixer and an extra each have
+their own settings besides the keys named here; `own_settings` gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict, cast, get_args
+
+MaskFill = Literal["neg_inf", "zero"]
+MASK_FILLS: tuple[MaskFill, ...] = get_args(MaskFill)
+Placement = Literal["multiply", "add", "multiply_after", "add_after", "add_after_as_printed", "residual"]
+
+
+class ResolvedSupport(TypedDict):
+    """A support and what all of them can be set to.
+
+    shuffle_seed: decides which head has which support in which layer; None: head i has support i.
+    mask_fill: what the logits of pairs are that are left out.
+    """
+
+    name: str
+    shuffle_seed: int | None
+    mask_fill: MaskFill
+
+
+class ResolvedDecay(TypedDict):
+    """A decay and what all of them can be set to; see `decay.Decay.SETTINGS`."""
+
+    name: str
+    init: str | dict[str, float]
+    learn_alpha: bool
+    learn_beta: bool
+    learn_prefix: bool
+    placement: Placement
+    gamma: float | None
+
+
+class ResolvedModule(TypedDict):
+    """A predictor, a mixer or an extra."""
+
+    name: str
+
+
+class ResolvedPrior(TypedDict):
+    """All five slots."""
+
+    support: ResolvedSupport
+    decay: ResolvedDecay | None
+    predictor: ResolvedModule | None
+    mixer: Literal["softmax"] | ResolvedModule
+    extras: list[ResolvedModule]
+
+
+Resolved = ResolvedSupport | ResolvedDecay | ResolvedModule
+
+
+def own_settings(resolved: Resolved | Mapping[str, Any]) -> dict[str, Any]:
+    """All settings of what fills a slot, without its name."""
+    return {key: value for key, value in cast("Mapping[str, Any]", resolved).items() if key != "name"}

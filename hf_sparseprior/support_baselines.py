@@ -1,0 +1,232 @@
+"""Supports of other papers: the same pattern in every head, as in Fibottention's comparisons (section 6.1).
+
+A pruning ratio is the percentage of pairs left out; that which a support can be given counts pairs of patches only.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .checks import check_boolean, check_integer, check_not_both
+from .masks import count_nonzeros, pruning_ratio, unpruned_pairs
+from .pattern import Pattern, register_support
+
+
+@register_support("window")
+def window(
+    num_heads: int,
+    num_tokens: int,
+    *,
+    w: int | None = None,
+    diagonal: bool = True,
+    pruning_ratio: float | None = None,
+) -> list[list[int]]:
+    """|j - k| <= w, with or without the diagonal, the same for all heads (Fibottention Tables 12 and 13); w = 15."""
+    diagonal = check_boolean("diagonal", diagonal)
+    first = 0 if diagonal else 1
+
+    def offsets(w: int) -> list[int]:
+        return list(range(first, min(w, num_tokens - 1) + 1))
+
+    w = setting_for("w", w, pruning_ratio, 15, [range(first, max(first + 1, num_tokens))], offsets, num_tokens)
+    return [offsets(w) for _ in range(num_heads)]
+
+
+def setting_for(
+    name: str,
+    value: int | None,
+    pruning_ratio: float | None,
+    default: int,
+    choices: Sequence[range],
+    offsets: Callable[[int], list[int]],
+    num_tokens: int,
+) -> int:
+    """A support's one number: as given, or that of `choices` whose pruning ratio is nearest to the one given.
+
+    Args:
+        name, value, default: of the number; the first of `choices` is the least allowed.
+        choices: none of them empty.
+        offsets: of a head, by the number; within each of `choices`, how many pairs they keep rises with it or falls.
+    """
+    check_not_both(name, value, pruning_ratio)
+    if pruning_ratio is None:
+        return default if value is None else check_integer(name, value, choices[0].start)
+    kept = unpruned_pairs(pruning_ratio, num_tokens)
+
+    def pairs(choice: int) -> int:
+        return count_nonzeros(offsets(choice), num_tokens)
+
+    def nearest(part: range) -> range:
+        sign = 1 if pairs(part[0]) <= pairs(part[-1]) else -1
+        place = bisect.bisect_left(part, sign * kept, key=lambda choice: sign * pairs(choice))
+        return part[max(0, place - 1) : place + 1]
+
+    near = [choice for part in choices for choice in nearest(part)]
+    return min(near, key=lambda choice: abs(pairs(choice) - kept))
+
+
+@register_support("longformer")
+def longformer(
+    num_heads: int, num_tokens: int, *, w: int | None = None, pruning_ratio: float | None = None
+) -> list[list[int]]:
+    """A sliding window of w tokens, both sides together, and the diagonal; prefix tokens are global.
+
+    Beltagy et al. 2020. w = 2 is Fibottention's Table 2 (98.47 % at N = 196). More global tokens are more registers
+    (`num_register_tokens`).
+    """
+    return sliding_window(num_heads, num_tokens, w, pruning_ratio)
+
+
+def sliding_window(num_heads: int, num_tokens: int, w: int | None, pruning_ratio: float | None) -> list[list[int]]:
+    """The diagonal and w / 2 diagonals on either side of it."""
+    check_not_both("w", w, pruning_ratio)
+    if w is not None and check_integer("w", w, 0) % 2:
+        raise ValueError(f"w={w} must be even, it counts both sides of the diagonal together")
+
+    def offsets(half: int) -> list[int]:
+        return list(range(min(half, num_tokens - 1) + 1))
+
+    half = None if w is None else w // 2
+    half = setting_for("w", half, pruning_ratio, 1, [range(num_tokens)], offsets, num_tokens)
+    return [offsets(half) for _ in range(num_heads)]
+
+
+@register_support("strided")
+def strided(
+    num_heads: int,
+    num_tokens: int,
+    *,
+    stride: int | None = None,
+    local: int = 0,
+    pruning_ratio: float | None = None,
+) -> list[list[int]]:
+    """The nearest `local` tokens on either side, and every stride-th token of the whole sequence.
+
+    Sparse Transformer (Child et al. 2019, section 4.2), its two patterns merged into one head and without causality.
+    Stride 65 keeps 590 of 196^2 pairs, 98.46 %; Fibottention's Table 2 prints 98.47, which no stride gives.
+    """
+    local = check_integer("local", local, 0)
+
+    def offsets(stride: int) -> list[int]:
+        return sorted({*range(min(local, num_tokens - 1) + 1), *range(0, num_tokens, stride)})
+
+    # A larger stride keeps fewer pairs only where all its tokens lie outside the window.
+    last = max(1, num_tokens - 1)
+    inside = min(local, last)
+    choices = [range(own, own + 1) for own in range(1, inside + 1)]
+    choices += [range(inside + 1, last + 1)] if inside < last else []
+    stride = setting_for("stride", stride, pruning_ratio, 65, choices, offsets, num_tokens)
+    return [offsets(stride) for _ in range(num_heads)]
+
+
+@register_support("random")
+def random_support(
+    num_heads: int, num_tokens: int, *, pruning_ratio: float = 98.52, seed: int = 0, per_head: bool = False
+) -> Pattern:
+    """Pairs drawn uniformly at random, the same for every image, others in each layer; none is on a diagonal as such.
+
+    round((1 - pruning_ratio / 100) N^2) pairs of a head (Fibottention Tables 2 and 10). `per_head` draws them for every
+    head anew.
+    """
+    check_integer("seed", seed, 0)
+    check_boolean("per_head", per_head)
+    count = unpruned_pairs(pruning_ratio, num_tokens)
+    return Pattern(
+        offsets=[[] for _ in range(num_heads)],
+        pairs=lambda layer: draw_pairs(num_heads, num_tokens, layer, count, [], seed, per_head),
+    )
+
+
+def _bigbird_notes(support: Mapping[str, Any], pattern: Pattern, grid: Sequence[int]) -> list[str]:
+    wanted, highest = support["pruning_ratio"], pruning_ratio(pattern.offsets, grid[0] * grid[1])
+    if wanted is None or wanted <= highest:
+        return []
+    return [
+        f"{support['name']}: pruning_ratio={wanted} is out of reach on the {grid[0]}x{grid[1]} grid; the window alone "
+        f"leaves {highest:.2f} %"
+    ]
+
+
+@register_support("bigbird", notes=_bigbird_notes)
+def bigbird(
+    num_heads: int,
+    num_tokens: int,
+    *,
+    w: int = 2,
+    random_keys: float | None = None,
+    seed: int = 0,
+    per_head: bool = False,
+    pruning_ratio: float | None = None,
+) -> Pattern:
+    """A sliding window as in `longformer`, global prefix tokens, and random pairs, others in each layer.
+
+    Zaheer et al. 2020. `random_keys` random pairs a query on average, r = random_keys N in all (Fibottention Table 11;
+    1 in its Table 2: 97.96 % at N = 196). A pruning ratio decides it, with the window as it is.
+    """
+    check_integer("seed", seed, 0)
+    check_boolean("per_head", per_head)
+    offsets = sliding_window(num_heads, num_tokens, w, None)
+    count = bigbird_count(num_tokens, offsets[0], random_keys, pruning_ratio)
+    return Pattern(
+        offsets=offsets,
+        pairs=lambda layer: draw_pairs(num_heads, num_tokens, layer, count, offsets[0], seed, per_head),
+    )
+
+
+def bigbird_count(
+    num_tokens: int, offsets: Sequence[int], random_keys: float | None, pruning_ratio: float | None
+) -> int:
+    """How many random pairs a head of BigBird has; not more than its window leaves."""
+    window_pairs = count_nonzeros(offsets, num_tokens)
+    check_not_both("random_keys", random_keys, pruning_ratio)
+    if pruning_ratio is not None:
+        wanted = max(0, unpruned_pairs(pruning_ratio, num_tokens) - window_pairs)
+    else:
+        keys = 1 if random_keys is None else random_keys
+        if isinstance(keys, bool) or not isinstance(keys, (int, float)) or not 0 <= keys < np.inf:
+            raise ValueError(f"random_keys={random_keys!r} must be a number of 0 or more, pairs a query on average")
+        wanted = round(keys * num_tokens)
+    return min(wanted, num_tokens**2 - window_pairs)
+
+
+def draw_pairs(
+    num_heads: int, num_tokens: int, layer: int, count: int, offsets: Sequence[int], seed: int, per_head: bool
+) -> list[np.ndarray]:
+    """`count` pairs of patches, uniformly without repetition from those on none of the offsets, (count, 2) a head."""
+    drawn = []
+    for head in range(num_heads if per_head else 1):
+        # Independent of everything else that is random. Numpy promises that the bits stay the same on every platform
+        # and in every version, and promises it of nothing that it makes from them.
+        drawn.append(_draw(np.random.PCG64([seed, layer, head]), num_tokens, count, offsets))
+    return drawn if per_head else drawn * num_heads
+
+
+def _integers(bits: np.random.PCG64, below: int, count: int) -> np.ndarray:
+    """About `count` integers from 0 to `below` - 1, at most 2^32 - 1, each equally likely (Lemire 2019)."""
+    words = bits.random_raw((count + 1) // 2)
+    halves = np.stack([words & np.uint64(2**32 - 1), words >> np.uint64(32)], 1).ravel()
+    products = halves * np.uint64(below)
+    # Of the 2^32 numbers as many are dropped as leave a multiple of `below`.
+    kept = products & np.uint64(2**32 - 1) >= np.uint64(2**32 % below)
+    return (products[kept] >> np.uint64(32)).astype(np.int64)
+
+
+def _draw(bits: np.random.PCG64, num_tokens: int, count: int, offsets: Sequence[int]) -> np.ndarray:
+    pairs = np.empty(0, dtype=np.int64)
+    diagonals = np.array(offsets, dtype=np.int64)
+    if 2 * count > num_tokens**2:  # drawn one by one, the last ones would hardly be hit
+        everything = np.arange(num_tokens**2)
+        free = everything[~np.isin(np.abs(everything // num_tokens - everything % num_tokens), diagonals)]
+        pairs = free[np.argsort(bits.random_raw(len(free)), kind="stable")[:count]]
+    while len(pairs) < count:
+        more = _integers(bits, num_tokens**2, 2 * (count - len(pairs)) + 16)
+        more = more[~np.isin(np.abs(more // num_tokens - more % num_tokens), diagonals)]
+        everything = np.concatenate([pairs, more])
+        first = np.sort(np.unique(everything, return_index=True)[1])  # in the order in which they were drawn
+        pairs = everything[first][:count]
+    pairs = np.sort(pairs)
+    return np.stack([pairs // num_tokens, pairs % num_tokens], 1)
