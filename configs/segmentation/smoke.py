@@ -38,7 +38,7 @@ model = dict(
         image_std=[0.229, 0.224, 0.225],
         out_indices=[1, 2, 3, 4],
     ),
-    # Patches of 8 pixels: x2 is stride 4, where UPerNet"s finest maps usually lie.
+    # Patches of 8 pixels: x2 is stride 4, where UPerNet's finest maps usually lie.
     neck=dict(type="Feature2Pyramid", embed_dim=width, rescales=[2, 1, 0.5, 0.25], norm_cfg=norm),
     decode_head=dict(
         type="UPerHead",

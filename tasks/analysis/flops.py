@@ -32,7 +32,7 @@ from hf_sparseprior.analysis.paper_numbers import (
 from hf_sparseprior.configuration_sparseprior_vit import PRESETS, as_pair
 from hf_sparseprior.prior import prior_name, resolve_prior
 from tasks.classification.config import load_config
-from tasks.common.config import parse_value
+from tasks.common.config import parse_value, split_cell
 from tasks.common.environment import command_line, environment
 from tasks.common.results import write_results
 from tasks.common.run_folder import MODEL
@@ -47,7 +47,7 @@ Counter = Callable[..., ModelFlops]
 
 
 def read_config(model: str) -> SparsePriorViTConfig:
-    """The config of a preset, a saved model's folder, a run's folder or a YAML of configs/classification.
+    """The config of a preset, a saved model's folder, a run's folder or a classification run's FILE or FILE#CELL.
 
     A preset has ImageNet's 1000 classes. A YAML has no classifier here: its data decides.
 
@@ -57,7 +57,7 @@ def read_config(model: str) -> SparsePriorViTConfig:
     path = Path(model)
     if model in PRESETS:
         return SparsePriorViTConfig.from_preset(model, num_labels=IMAGENET_CLASSES, prior=PRESET_PRIOR)
-    if path.suffix in (".yaml", ".yml"):
+    if split_cell(path)[0].suffix in (".yaml", ".yml"):
         return _yaml_config(path)
     for folder in (path, path / MODEL):
         if (folder / "config.json").is_file():
@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
         "models",
         nargs="*",
         metavar="MODEL",
-        help=f"{', '.join([*PRESETS, CONVIT])}; a YAML of configs/classification; a folder of a saved model or a run",
+        help=f"{', '.join([*PRESETS, CONVIT])}; a YAML of a classification run; a folder of a saved model or a run",
     )
     parser.add_argument(
         "--prior",

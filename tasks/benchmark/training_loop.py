@@ -146,7 +146,7 @@ def measure(config: dict[str, dict[str, Any]], steps: int, rounds: int) -> dict[
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
     parser = argparse.ArgumentParser(prog="python -m tasks.benchmark.training_loop", description=__doc__.split("\n")[0])
-    parser.add_argument("--config", default="configs/classification/cifar10_small_dense.yaml")
+    parser.add_argument("--config", default="configs/classification/cifar10_small.yaml#dense")
     parser.add_argument("--steps", type=int, default=20, help="steps a round")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmark/training_loop.json"))

@@ -156,7 +156,7 @@ def variant_configs(
             raise ValueError(f"{where} must hold sections, got {changes!r}")
         config, changes = copy.deepcopy(shared), dict(changes)
         if own_bases and (base := changes.pop("base", None)):
-            config = check_config(merge_bases({"base": base}, where, SECTIONS))
+            config = merge_bases({"base": base}, where, SECTIONS)
         check_known(changes, SECTIONS, where)
         for section, values in changes.items():
             if not isinstance(values, dict):

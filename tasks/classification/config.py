@@ -1,6 +1,6 @@
 """Configuration of a classification run: YAML, `base:` inheritance and key=value overrides.
 
-base: digits_vit_dense.yaml      another file that this one changes, relative to it; or a list of files, later ones win
+base: digits.yaml#dense          another file or cell that this one changes, relative to it; or a list, later ones win
 data: {...}                      fields of DataConfig
 augmentation: {...}              fields of AugmentationConfig, what happens to training images
 model: {...}                     fields of SparsePriorViTConfig, plus `preset`, `pretrained` and `classifier_init_std`

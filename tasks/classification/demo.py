@@ -54,7 +54,7 @@ sys.exit(0 if same else 1)
 
 def train_all(out: Path, seeds: int) -> dict[str, list[dict[str, Any]]]:
     """Results of every seed by prior."""
-    configs = {prior: load_config(CONFIGS / f"digits_vit_{prior.replace('+', '_')}.yaml") for prior in PRIORS}
+    configs = {prior: load_config(CONFIGS / f"digits.yaml#{prior}") for prior in PRIORS}
     return run_comparison(Comparison("demo", configs, list(range(seeds))), out, out, command="make demo")
 
 

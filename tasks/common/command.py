@@ -27,7 +27,7 @@ def train_parser(
     parser = argparse.ArgumentParser(
         prog=f"python -m tasks.{task}.train", description=f"{description} Goes on where an interrupted run stopped."
     )
-    parser.add_argument("--config", required=True, help=f"{config}, see configs/{task}")
+    parser.add_argument("--config", required=True, help=f"{config}, or FILE#CELL for a cell of its matrix, see configs")
     parser.add_argument("--overwrite", action="store_true", help="replace a run with another configuration")
     parser.add_argument("overrides", nargs="*", metavar=keys, help=f"e.g. {example}")
     return parser

@@ -13,7 +13,8 @@ A file or one of its cells is named FILE or FILE#CELL, on the command line and i
 without a matrix) is a row of a comparison as a run of its own. A cell is the file with what its values say, axis by
 axis, and then `cells`: files of `base` are added to those of the file, a section or `variants` is changed key by key,
 any other key is replaced. `${AXIS}` in a text is the cell's value on that axis, and `${KEY}` a text that the file or an
-earlier axis gives at the top, such as `title`. `python -m tasks.common.config FILE` lists the cells.
+earlier axis gives at the top, such as `title`. `trainer.output_dir` of a base is not inherited.
+`python -m tasks.common.config FILE` lists the cells.
 """
 
 from __future__ import annotations
@@ -323,6 +324,8 @@ def merge_bases(
     own = {key: value for key, value in content.items() if key != "base"}
     check_known(own, (*sections, *others), where)
     layers = [read_layers(base, sections, others, seen) for base in content.get("base", [])]
+    for layer in layers:  # a run has its folder for itself, what builds on its file does not share it
+        layer.get("trainer", {}).pop("output_dir", None)
     config: dict[str, Any] = {section: {} for section in sections}
     for key, values in (pair for layer in (*layers, own) for pair in layer.items()):
         if key in others:

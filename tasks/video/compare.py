@@ -1,6 +1,6 @@
 """Compare video models over seeds: python -m tasks.video.compare --config FILE [section.key=value ...]
 
-base: ../motion_dense.yaml           configuration that every run shares
+base: smoke.yaml                     configuration that every run shares, besides sections in the file itself
 seeds: [0, 1, 2]
 variants:                            name of a row: what it changes
   dense: {}

@@ -1,6 +1,6 @@
 """Configuration of a video run: YAML, `base:` inheritance and key=value overrides, as in tasks/classification.
 
-base: motion_dense.yaml          another file that this one changes, relative to it; or a list of files, later ones win
+base: motion.yaml#dense          another file or cell that this one changes, relative to it; or a list, later ones win
 data: {...}                      fields of DataConfig
 augmentation: {...}              fields of AugmentationConfig, what happens to training clips
 model: {...}                     fields of SparsePriorTimesformerConfig, plus `preset` and `image_model`

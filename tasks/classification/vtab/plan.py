@@ -1,6 +1,6 @@
 """Which runs a VTAB-1K sweep consists of, their records, and which grid point selection chose.
 
-base: full.yaml                        file that this one changes, relative to it; its keys are those of this file
+base: vtab.yaml#deit_base-full          file or cell that this one changes, relative to it; its keys are those here
 title: DeiT-B                          of the table
 seeds: [0, 1, 2, 3, 4]                 of the final stage
 selection_seeds: [0, 1, 2, 3, 4]       of every grid point

@@ -286,7 +286,9 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m tasks.classification.vtab.sweep",
         description="Fine-tune on VTAB-1K. Goes on where it was stopped, and does no run twice.",
     )
-    parser.add_argument("--config", required=True, help="YAML file of a sweep, see configs/classification/vtab")
+    parser.add_argument(
+        "--config", required=True, help="YAML file of a sweep, such as configs/classification/vtab.yaml#deit_base-full"
+    )
     parser.add_argument("--out", type=Path, help="folder of the runs while they last; default: outputs/NAME")
     parser.add_argument("--records", type=Path, help="folder of one record a run, tables and picture; default: --out")
     parser.add_argument("--tasks", nargs="+", metavar="NAME", help=f"only these of {', '.join(TASKS)}")

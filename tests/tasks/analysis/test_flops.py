@@ -10,7 +10,7 @@ from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.analysis.paper_numbers import convit_base_flops, preset_flops
 from tasks.analysis.flops import main
 
-CONFIGS = Path(__file__).parents[3] / "configs" / "classification"
+EXPERIMENTS = Path(__file__).parents[3] / "configs" / "experiments"
 
 
 def test_without_a_model_it_counts_figure_3_and_the_papers_numbers(capsys, tmp_path):
@@ -39,7 +39,7 @@ def test_the_picture_has_a_line_for_each_model_in_both_panels(tmp_path):
 
 
 def test_a_configuration_file(capsys, tmp_path):
-    config = CONFIGS / "imagenet_vit_base_fibottention.yaml"
+    config = EXPERIMENTS / "fib_tables_2_3.yaml#imagenet-vit_base-fibottention"
     assert main([str(config), "--image-sizes", "224", "--convention", "torch", "--out", str(tmp_path)]) == 0
     assert "no classifier" in capsys.readouterr().out
     (counted,) = json.loads((tmp_path / "flops.json").read_text())["models"]

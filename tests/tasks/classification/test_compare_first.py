@@ -246,7 +246,7 @@ def test_a_missing_base_of_a_row_is_named(tmp_path):
 
 
 def test_sweeps_have_no_rows_with_a_base(tmp_path):
-    shipped = Path(__file__).parents[3] / "configs" / "classification" / "vtab" / "deit_tiny_full.yaml"
+    shipped = Path(__file__).parents[3] / "configs" / "classification" / "vtab.yaml#deit_tiny-full"
     path = write(tmp_path, "sweep.yaml", base=str(shipped), variants={"a": {"base": "x.yaml"}})
     with pytest.raises(ValueError, match="variant 'a' has no key 'base'"):
         load_sweep(path)

@@ -1,6 +1,3 @@
-import re
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -9,10 +6,12 @@ from tasks.classification.config import load_config
 from tasks.common.config import parse_value
 from tasks.common.images.config import DataConfig
 from tasks.common.images.model import build_model
+from tests.configs import shipped
 
-FOLDER = Path(__file__).parents[3] / "configs" / "classification"
-CONFIGS = sorted(FOLDER.glob("*.yaml"))
-COMPARISONS = sorted(FOLDER.glob("compare/*.yaml"))
+FILES = ("imagenet", "digits", "cifar10_small", "cifar10_pretrain_tiny", "smoke")
+RUNS = [run for name in FILES for run in shipped.runs(f"classification/{name}.yaml") if "40x40" not in run]
+RUNS += [*shipped.runs("experiments/fib_tables_2_3.yaml"), "recipes/finetune.yaml"]
+COMPARISONS = shipped.comparisons()
 
 
 def write(tmp_path, text, name="run.yaml"):
@@ -21,23 +20,21 @@ def write(tmp_path, text, name="run.yaml"):
     return path
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_configuration_builds_its_model(path):
-    config = load_config(path)
+@pytest.mark.parametrize("name", RUNS)
+def test_every_shipped_configuration_builds_its_model(name):
+    config = load_config(shipped.path(name))
     with torch.device("meta"):
         model = build_model(config["model"], ["a", "b", "c"])
     assert model.config.id2label == {0: "a", 1: "b", 2: "c"}
-    kinds = r"dense|fibottention_violin|fibottention|violin|smoke|finetune|pretrain"
-    expected = re.search(kinds, path.stem)[0].replace("_", "+")
-    # smoke has both; finetune takes the prior of the model that it starts from
-    expected = {"smoke": "fibottention+violin", "finetune": "dense", "pretrain": "dense"}.get(expected, expected)
-    assert model.config.prior_name == expected
-    assert model.config.prior["support"].get("modified", False) == ("modified" in path.stem)
+    # finetune takes the prior of the model that it starts from
+    named = [prior for prior in ("fibottention", "violin") if prior in name or "smoke" in name]
+    assert model.config.prior_name == ("+".join(named) or "dense")
+    assert model.config.prior["support"].get("modified", False) == ("modified" in name)
 
 
-@pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
-def test_every_shipped_comparison_builds_its_models(path):
-    comparison = load_comparison(path)
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_every_shipped_comparison_builds_its_models(name):
+    comparison = load_comparison(shipped.path(name))
     first = {f"first {number}": config for number, config in enumerate(comparison.first)}
     if first:  # and then rows and later runs read nothing else that a run leaves
         read = [(config, list(first.values())) for config in comparison.configs.values()]
@@ -47,10 +44,10 @@ def test_every_shipped_comparison_builds_its_models(path):
             assert any(builds_on(config, other) for other in earlier) >= made
         assert needed_first(comparison.first, list(comparison.configs.values())) == comparison.first
     ratios = {}
-    for name, config in {**first, **comparison.configs}.items():
+    for row, config in {**first, **comparison.configs}.items():
         config["model"].pop("pretrained", None)  # of a run that this machine need not have
         with torch.device("meta"):
-            ratios[name] = build_model(config["model"], ["a", "b", "c"]).config.pruning_ratio
+            ratios[row] = build_model(config["model"], ["a", "b", "c"]).config.pruning_ratio
     assert len(comparison.seeds) >= 1 and len(comparison.configs) >= 3
 
 
@@ -58,7 +55,7 @@ def test_every_shipped_comparison_builds_its_models(path):
 @pytest.mark.parametrize(("model", "width", "heads"), [("vit_base", 768, 12), ("vit_tiny", 192, 3)])
 @pytest.mark.parametrize("prior", ["dense", "fibottention", "fibottention_modified"])
 def test_the_rows_of_fibottention_table_2_are_full_size(data, model, width, heads, prior):
-    config = load_config(FOLDER / f"{data}_{model}_{prior}.yaml")
+    config = load_config(shipped.path(f"experiments/fib_tables_2_3.yaml#{data}-{model}-{prior}"))
     with torch.device("meta"):
         built = build_model(config["model"], ["a", "b"]).config
     assert (built.hidden_size, built.num_attention_heads, built.num_hidden_layers) == (width, heads, 12)
@@ -69,7 +66,7 @@ def test_the_rows_of_fibottention_table_2_are_full_size(data, model, width, head
 
 
 def test_the_recipe_is_fibottention_table_9():
-    config = load_config(FOLDER / "cifar10_vit_base_fibottention.yaml")
+    config = load_config(shipped.path("experiments/fib_tables_2_3.yaml#cifar10-vit_base-fibottention"))
     augmentation, trainer = config["augmentation"], config["trainer"]
     assert augmentation["randaugment"] == "rand-m15-n2-mstd1.0-inc1"
     assert (augmentation["scale"], augmentation["ratio"]) == ([0.08, 1.0], [0.67, 1.5])

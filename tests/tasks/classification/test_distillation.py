@@ -13,9 +13,10 @@ from tasks.classification.compare import load_comparison
 from tasks.classification.config import check_config, load_config
 from tasks.classification.distillation import DistillationConfig, make_distillation
 from tasks.common.images.model import build_model
+from tests.configs import shipped
 
-FOLDER = Path(__file__).parents[3] / "configs" / "classification"
-SHIPPED = sorted((FOLDER / "sparsifiner").glob("*.yaml"))
+SHIPPED = [run for name in ("sparsifiner", "sparsifiner_small") for run in shipped.runs(f"classification/{name}.yaml")]
+SHIPPED += ["classification/deit_tiny_384.yaml", "classification/cifar10_small.yaml#40x40"]
 CONFIG = {
     "data": {"source": "digits", "limit_train": 120, "limit_validation": 40, "limit_test": 40},
     "model": {
@@ -221,15 +222,17 @@ def test_a_run_that_cannot_learn_this_way_writes_nothing(dense, tmp_path):
 # ---- shipped configurations ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_every_shipped_configuration_builds_its_model(path):
-    config = load_config(path)
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_configuration_builds_its_model(name):
+    config = load_config(shipped.path(name))
     model = {key: value for key, value in config["model"].items() if key != "pretrained"}
     sizes = {
         **{"deit_small": (384, 6, 197), "deit_tiny_384": (192, 3, 577), "lvvit_small": (384, 6, 197)},
         **{"digits": (64, 4, 65), "cifar10_small_40": (96, 6, 401), "cifar10_small": (96, 6, 197)},
     }
-    base = next(name for name in sizes if path.stem.startswith(name))
+    cell = {SHIPPED[-2]: "deit_tiny_384-dense", SHIPPED[-1]: "cifar10_small_40-dense"}.get(name, name.partition("#")[2])
+    model_name, _, phase_name = cell.rpartition("-")
+    base = next(size for size in sizes if model_name.startswith(size))
     if "hidden_size" not in model:
         preset = "_".join(base.split("_")[:2])
         model = {"preset": preset, "image_size": 384 if "384" in base else 224, **model}
@@ -238,18 +241,18 @@ def test_every_shipped_configuration_builds_its_model(path):
     assert (built.hidden_size, built.num_attention_heads, built.grid[0] * built.grid[1] + 1) == sizes[base]
     phase = DistillationConfig(**config["distillation"])
     assert config["trainer"].get("ema_decay") is None
-    epochs = {"digits": {5: 10, 40: 10}, "cifar10": {5: 2, 40: 2}}.get(path.stem.split("_")[0], {5: 5, 40: 40})
-    if path.stem.endswith("predictor"):
+    epochs = {"digits": {5: 10, 40: 10}, "cifar10": {5: 2, 40: 2}}.get(model_name.split("_")[0], {5: 5, 40: 40})
+    if phase_name == "predictor":
         assert built.prior_name == "sparsifiner" and phase.phase == "predictor"
         assert phase.weights() == {"labels": 0, "token": 0, "class": 0, "attention": 1}
         assert config["trainer"]["num_train_epochs"] == epochs[5]
         assert config["trainer"]["weight_decay"] == 0.05 and built.drop_path_rate == 0
-    elif path.stem.endswith("dense"):
+    elif phase_name == "dense":
         assert phase.teacher is None
     else:
         assert phase.weights() == {"labels": 1, "token": 0.5, "class": 0.5, "attention": 0}
         assert config["trainer"]["num_train_epochs"] == epochs[40]
-        assert config["model"]["pretrained"] == f"outputs/sparsifiner/{path.stem}_predictor/model"
+        assert config["model"]["pretrained"] == f"outputs/sparsifiner/{model_name}_predictor/model"
 
 
 @pytest.mark.parametrize(
@@ -257,7 +260,7 @@ def test_every_shipped_configuration_builds_its_model(path):
     [(2, [178, 158, 138, 119, 99, 79, 60, 40, 20, 10, 2]), (3, [289, 145, 58]), (4, [79])],
 )
 def test_comparisons_are_the_rows_of_the_tables(table, budgets):
-    comparison = load_comparison(FOLDER / "compare" / f"sparsifiner_table{table}.yaml")
+    comparison = load_comparison(shipped.path(f"experiments/sparsifiner_table{table}.yaml#full"))
     assert [Path(config["trainer"]["output_dir"]).name for config in comparison.first] == {
         3: ["deit_tiny_384_dense", "deit_tiny_384_predictor"]
     }.get(table, ["deit_small_predictor"])

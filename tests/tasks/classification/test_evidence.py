@@ -1,7 +1,6 @@
 import copy
 import re
 import statistics
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +16,9 @@ from tasks.classification.compare import RECORDED, Comparison, load_comparison, 
 from tasks.classification.config import load_config
 from tasks.common.images.model import build_model
 from tasks.common.results import write_results
+from tests.configs import shipped
 
-CONFIGS = Path(__file__).parents[3] / "configs" / "classification"
+EVIDENCE = str(shipped.path("classification/evidence.yaml"))
 TASKS = ("count", "position", "orientation", "fashion")
 NAMES = ("full-plain", "full-violin", "lora-plain", "lora-violin")
 ACCURACY = {
@@ -127,7 +127,7 @@ def test_a_checkpoint_that_no_record_names_is_said_so():
 
 
 def test_a_folder_of_records_that_is_not_there_is_refused_and_not_made(tmp_path, capsys):
-    comparison, typo = str(CONFIGS / "compare" / "evidence_count.yaml"), tmp_path / "typo"
+    comparison, typo = f"{EVIDENCE}#count", tmp_path / "typo"
     assert evidence.main([comparison, "--records", str(typo), "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.splitlines()[-1].count(f"--records {typo} is not a folder") == 1
     assert not list(tmp_path.iterdir())
@@ -147,7 +147,7 @@ def test_rows_need_a_plain_row_of_their_method(names):
 
 
 def test_the_command_reads_what_compare_leaves(tmp_path, capsys):
-    paths = [str(CONFIGS / "compare" / f"evidence_{task}.yaml") for task in TASKS]
+    paths = [f"{EVIDENCE}#{task}" for task in TASKS]
     config = copy.deepcopy(load_comparison(paths[0]).configs["full-plain"])
     config["trainer"]["seed"] = 1
     kept = record("full-plain", 1, 0.5, config=config)
@@ -163,7 +163,7 @@ def test_the_command_reads_what_compare_leaves(tmp_path, capsys):
 
 
 def test_the_four_comparisons_differ_in_their_data_alone():
-    comparisons = {task: load_comparison(CONFIGS / "compare" / f"evidence_{task}.yaml") for task in TASKS}
+    comparisons = {task: load_comparison(f"{EVIDENCE}#{task}") for task in TASKS}
     for task, comparison in comparisons.items():
         assert len(comparison.seeds) >= 3
         for name, config in comparison.configs.items():
@@ -187,9 +187,9 @@ def expected_change(beta_low, beta_high, distances):
 
 
 def test_every_method_has_the_same_priors_and_the_controls_start_as_far_from_no_mask_as_the_moving_one():
-    pretrained = load_config(CONFIGS / "cifar10_pretrain_tiny.yaml")["model"]
+    pretrained = load_config(shipped.path("classification/cifar10_pretrain_tiny.yaml"))["model"]
     assert pretrained["image_size"] // pretrained["patch_size"] == 8
-    configs = load_comparison(CONFIGS / "compare" / "evidence_count.yaml").configs
+    configs = load_comparison(f"{EVIDENCE}#count").configs
     decays = {}
     for name, config in configs.items():
         method, _, prior = name.partition("-")

@@ -295,7 +295,7 @@ def test_streams_and_mixtures_are_refused():
 
 
 def test_the_shipped_recipe_is_lv_vits():
-    config = load_config(ROOT / "configs" / "classification" / "imagenet_lvvit_small_dense.yaml")
+    config = load_config(ROOT / "configs" / "classification" / "imagenet.yaml#lvvit_small")
     augmentation, trainer = config["augmentation"], config["trainer"]
     assert (augmentation["mixtoken"], augmentation["eval_crop_ratio"], augmentation["label_smoothing"]) == (1, 0.9, 0.1)
     assert augmentation["randaugment"] == "rand-m9-mstd0.5-inc1" and augmentation["erasing"] == 0.25

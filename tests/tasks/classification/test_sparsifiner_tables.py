@@ -1,7 +1,5 @@
 """The comparisons of Sparsifiner's tables against what the paper prints."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,8 +9,9 @@ from hf_sparseprior.prior import pruning_of
 from hf_sparseprior.sparsifiner import Sparsifiner
 from tasks.classification.compare import load_comparison
 from tasks.common.images.model import build_model
+from tests.configs import shipped
 
-FOLDER = Path(__file__).parents[3] / "configs" / "classification" / "compare"
+TABLES = shipped.path("experiments")
 
 # MHSA in MFLOPs by table and row, as printed.
 PRINTED = {
@@ -71,7 +70,9 @@ def counted(config):
 
 @pytest.fixture(scope="module")
 def comparisons():
-    return {table: load_comparison(FOLDER / f"sparsifiner_table{table}.yaml") for table in PRINTED}
+    return {
+        table: load_comparison(shipped.path(f"experiments/sparsifiner_table{table}.yaml#full")) for table in PRINTED
+    }
 
 
 @pytest.mark.parametrize("table", PRINTED)
@@ -99,7 +100,7 @@ def test_reduced_comparisons_have_the_same_rows(comparisons, table):
         priors = [config["model"].get("prior") or "dense" for config in comparison.configs.values()]
         return [prior if isinstance(prior, str) else _rates(prior) for prior in priors]
 
-    small = load_comparison(FOLDER / f"sparsifiner_table{table}_small.yaml")
+    small = load_comparison(TABLES / f"sparsifiner_table{table}.yaml#small")
     assert small.seeds == [0, 1, 2]
     assert sorted(map(str, kinds(small))) == sorted(map(str, kinds(comparisons[table])))
     assert {config["data"]["source"] for config in (*small.first, *small.configs.values())} == {"cifar10"}

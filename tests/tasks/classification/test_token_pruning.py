@@ -1,7 +1,6 @@
 """Configurations of pruned models, and a run with one of them."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +9,13 @@ from tasks.classification.compare import load_comparison
 from tasks.classification.config import load_config
 from tasks.classification.train import run
 from tasks.common.images.model import build_model
+from tests.configs import shipped
 
-FOLDER = Path(__file__).parents[3] / "configs" / "classification"
-CONFIGS = sorted(FOLDER.glob("token_pruning/*.yaml"))
+TABLE = "experiments/sparsifiner_table1.yaml#full"
+METHODS = {"evit": "evit", "dynamicvit": "dynamicvit", "sparsif-evit": "evit", "sparsifiner": "dynamicvit"}
+DEIT = [f"{TABLE}-{method}_{rate}" for method in METHODS for rate in (0.7, 0.5)]
+LVVIT = [f"{TABLE}-{method}-lv_{rate}" for method in ("evit", "dynamicvit") for rate in (0.7, 0.5)]
+SMALL = [f"classification/token_pruning.yaml#{method}" for method in ("evit", "dynamicvit")]
 
 
 def built(config):
@@ -24,38 +27,31 @@ def built(config):
         return build_model(model, [str(number) for number in range(1000)])
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_shipped_configurations_build_models_that_prune(path):
-    config = load_config(path)
+@pytest.mark.parametrize("name", [*DEIT, *LVVIT, *SMALL])
+def test_shipped_configurations_build_models_that_prune(name):
+    config = load_config(shipped.path(name))
+    method, _, rate = name.rpartition("#")[2].removeprefix("full-").partition("_")
+    method = method.removesuffix("-lv")
     model = built(config)
     (extra,) = model.config.prior["extras"]
-    assert extra["name"] in path.stem
-    assert config["trainer"]["output_dir"].endswith(path.stem)
-    assert bool(config["distillation"].get("teacher")) == ("dynamicvit" in path.stem or "sparsifiner" in path.stem)
+    assert extra["name"] == METHODS[method]
+    assert bool(config["distillation"].get("teacher")) == (method != "evit")
     own = model.config
-    if path.stem.startswith("lvvit_small"):
+    if name in LVVIT:
         assert (own.hidden_size, own.num_hidden_layers, own.token_classifier) == (384, 16, True)
-        assert model.vit.token_pruning[extra["name"]].blocks == [5, 9, 13] and extra["keep_rate"] == 0.7
-    if "deit_small" not in path.stem:
+        assert model.vit.token_pruning[extra["name"]].blocks == [5, 9, 13] and extra["keep_rate"] == float(rate)
+    if name not in DEIT:
         return
     assert (own.hidden_size, own.num_attention_heads, own.num_hidden_layers, own.grid) == (384, 6, 12, (14, 14))
     assert model.vit.token_pruning[extra["name"]].blocks == [4, 7, 10]
-    assert extra["keep_rate"] == float(path.stem.rpartition("_")[2])
+    assert extra["keep_rate"] == float(rate)
     sparse = own.prior["predictor"]
-    assert (sparse is not None) == ("sparsifiner" in path.stem)
+    assert (sparse is not None) == method.startswith("sparsif")
     assert sparse is None or (sparse["name"], sparse["keep_rate"]) == ("sparsifiner", 0.25)
 
 
-def test_the_rows_of_table_1_are_there():
-    kinds = [f"{sparse}{name}" for sparse in ("", "sparsifiner_") for name in ("evit", "dynamicvit")]
-    names = {f"deit_small_{kind}_{rate}" for kind in kinds for rate in (0.7, 0.5)}
-    assert names <= {path.stem for path in CONFIGS}
-
-
 def test_recipes_are_those_of_the_published_scripts():
-    evit, dynamicvit = (
-        load_config(FOLDER / "token_pruning" / f"deit_small_{name}_0.7.yaml") for name in ("evit", "dynamicvit")
-    )
+    evit, dynamicvit = (load_config(shipped.path(f"{TABLE}-{name}_0.7")) for name in ("evit", "dynamicvit"))
     named = ("num_train_epochs", "learning_rate", "per_device_train_batch_size", "weight_decay")
     assert [evit["trainer"][name] for name in named] == [300, 1e-3, 128, 0.05]
     assert (evit["trainer"]["keep_rate_start_epoch"], evit["trainer"]["keep_rate_epochs"]) == (10, 100)
@@ -64,7 +60,7 @@ def test_recipes_are_those_of_the_published_scripts():
 
 
 def test_the_comparison_builds_its_models():
-    comparison = load_comparison(FOLDER / "compare" / "token_pruning_digits.yaml")
+    comparison = load_comparison(shipped.path("classification/token_pruning_digits.yaml"))
     priors = {name: built(config).config.prior_name for name, config in comparison.configs.items()}
     assert priors == {name: name.partition("_")[0] for name in comparison.configs}
 
@@ -78,10 +74,10 @@ TINY = [
 
 def test_a_run_from_a_dense_model_with_a_teacher(tmp_path):
     dense = tmp_path / "dense"
-    run(load_config(FOLDER / "digits_vit_dense.yaml", [*TINY, f"trainer.output_dir={dense}"]))
+    run(load_config(shipped.path("classification/digits.yaml#dense"), [*TINY, f"trainer.output_dir={dense}"]))
     out = tmp_path / "dynamicvit"
     options = [*TINY, f"model.pretrained={dense}/model", f"trainer.output_dir={out}"]
-    run(load_config(FOLDER / "token_pruning" / "digits_dynamicvit.yaml", options))
+    run(load_config(shipped.path("classification/token_pruning.yaml#dynamicvit"), options))
     results = json.loads((out / "results.json").read_text())
     assert results["prior"] == "dynamicvit"
     logged = [entry for entry in results["history"] if "loss" in entry]

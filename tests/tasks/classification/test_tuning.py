@@ -19,10 +19,10 @@ from tasks.classification.config import check_config, load_config
 from tasks.classification.tuning import METHODS, TuningConfig, merged, trainable_parameters, tuned
 from tasks.common.images.model import build_model
 from tasks.common.run_folder import last_whole_checkpoint
+from tests.configs import shipped
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
-CONFIGS = Path(__file__).parents[3] / "configs" / "classification"
 CLASSES = [str(digit) for digit in range(10)]
 WIDTH, LAYERS, HEADS, CURVES = 24, 2, 2, 8
 # With the class token alone, the last layer's pairs of patches do not count, and its beta is not trained.
@@ -339,24 +339,24 @@ SHIPPED = {
     "lora_violin": ("lora", "violin"),
     "dora_dense": ("dora", "dense"), "dora_violin": ("dora", "violin"), "violin": ("violin", "violin"),
 }  # fmt: skip
+TUNING = "classification/tuning.yaml"
 
 
 def test_every_shipped_way_of_tuning_is_what_its_name_says():
-    assert {path.stem for path in CONFIGS.glob("tuning/*.yaml")} == {*SHIPPED, "digits"}
-    comparison = load_comparison(CONFIGS / "compare" / "tuning_digits.yaml")
+    cells = {f"{method}-{prior}": (method, prior) for method, prior in SHIPPED.values()}
+    further = {f"{method}-fibottention": (method, "fibottention") for method in ("full", "lora", "dora")}
+    assert set(shipped.runs(TUNING)) == {f"{TUNING}#{cell}" for cell in (*cells, *further)}
+    comparison = load_comparison(shipped.path("classification/tuning_digits.yaml"))
     assert comparison.configs.keys() == SHIPPED.keys()
-    for name, expected in SHIPPED.items():
-        for config in (
-            load_config(CONFIGS / "tuning" / f"{name}.yaml", ["model.pretrained=x"]),
-            comparison.configs[name],
-        ):
-            prior = SparsePriorViTConfig(image_size=8, patch_size=2, prior=config["model"]["prior"]).prior_name
-            assert (config["tuning"].get("method", "full"), prior) == expected
+    tuned = {name: load_config(shipped.path(f"{TUNING}#{name}"), ["model.pretrained=x"]) for name in (cells | further)}
+    for name, config in (tuned | comparison.configs).items():
+        prior = SparsePriorViTConfig(image_size=8, patch_size=2, prior=config["model"]["prior"]).prior_name
+        assert (config["tuning"].get("method", "full"), prior) == (SHIPPED | cells | further)[name]
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", shipped.runs(TUNING))
 def test_what_starts_anew_in_every_layer_has_one_learning_rate_and_no_drop_path(name):
-    config = load_config(CONFIGS / "tuning" / f"{name}.yaml", ["model.pretrained=x"])
+    config, name = load_config(shipped.path(name), ["model.pretrained=x"]), name.partition("#")[2]
     everywhere = config["tuning"].get("method", "full") in ("lora", "dora", "violin")
     assert everywhere or name.startswith(("full", "linear"))
     assert (config["trainer"]["layer_decay"] == 1.0) == everywhere

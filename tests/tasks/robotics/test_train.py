@@ -30,10 +30,12 @@ from tasks.robotics.data import Windows, read_episodes
 from tasks.robotics.formats import Episode, demonstrations_sha256, open_demonstrations, write_demonstrations
 from tasks.robotics.normalizer import Normalizer
 from tasks.robotics.policy import CrosswayPolicy
+from tests.configs import shipped
 from tests.tasks.robotics.tiny import tiny_config
 
 ROOT = Path(__file__).parents[3]
-CONFIGS = sorted((ROOT / "configs" / "robotics").glob("*.yaml"))
+SMOKE, TABLE_6 = (shipped.runs(name) for name in reversed(shipped.ROBOTICS))
+LIFT_DENSE = shipped.path("experiments/fib_table6.yaml#lift-dense")
 SETTINGS = {
     "environment": "lift",
     "action": "of this test",
@@ -243,7 +245,7 @@ def test_the_full_configurations_start_on_published_demonstrations(write_robomim
     small += ["encoder.num_attention_heads=2", "encoder.intermediate_size=16", "trainer.batch_size=2"]
     small += ["policy.step_embedding_size=8", "trainer.disable_tqdm=true"]
     where = [f"data.path={path}", f"trainer.output_dir={tmp_path / 'run'}"]
-    config = load_config(ROOT / "configs" / "robotics" / f"{task}_vit_base_dense.yaml", [*small, *where])
+    config = load_config(shipped.path(f"experiments/fib_table6.yaml#{task}-dense"), [*small, *where])
     results = train.run(config)
     assert results["steps"] == 1 and results["episodes"] == {"train": 1, "validation": 1}
     assert CrosswayPolicy.from_pretrained(tmp_path / "run" / "model").config.crop == 76
@@ -398,43 +400,44 @@ def test_the_better_policy_is_kept():
 # ---- configurations -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [path for path in CONFIGS if "smoke" in path.stem], ids=lambda path: path.stem)
-def test_the_readme_records_and_trains_what_small_configurations_read(path):
+@pytest.mark.parametrize("name", SMOKE)
+def test_the_readme_records_and_trains_what_small_configurations_read(name):
     readme = (ROOT / "tasks" / "robotics" / "README.md").read_text()
-    config = load_config(path)
+    config = load_config(shipped.path(name))
     (line,) = (each for each in readme.splitlines() if f" {config['data']['path']} --episodes" in each)
     cameras = {key.removesuffix("_image") for key, shape in config["policy"]["observations"].items() if len(shape) == 3}
     assert cameras <= set(line.partition("--cameras")[2].split())
-    assert f"--config {path.relative_to(ROOT)}\n" in readme and f"`{path.stem}`" in readme
+    assert f"--config configs/{name}\n" in readme and f"`{name.partition('#')[2]}`" in readme
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_configuration_builds(path):
+@pytest.mark.parametrize("name", [*SMOKE, *TABLE_6])
+def test_every_configuration_builds(name):
     """On the meta device: the full ones have hundreds of millions of weights."""
-    _, policy, _ = check_config(load_config(path))
+    _, policy, _ = check_config(load_config(shipped.path(name)))
     bounds = {key: ([0.0] * policy.observations[key][0], [1.0] * policy.observations[key][0]) for key in policy.states}
     bounds["actions"] = ([0.0] * policy.action_size, [1.0] * policy.action_size)
     with torch.device("meta"):
         built = CrosswayPolicy(policy, Normalizer(bounds, dict.fromkeys(bounds, 0.1)))
     assert len(built.encoders) == len(policy.cameras)
-    if "vit_base" not in path.stem:
+    if name in SMOKE:
         return
     sizes = {"lift": (2, 9), "can": (2, 9), "pusht": (1, 10)}
-    assert (len(built.encoders), built.encoders[policy.cameras[0]].config.grid[0]) == sizes[path.stem.split("_")[0]]
+    cameras, grid = sizes[name.partition("#")[2].partition("-")[0]]
+    assert (len(built.encoders), built.encoders[policy.cameras[0]].config.grid[0]) == (cameras, grid)
     # Twelve layers of 12 d^2 + 13 d, the last norm, patches of 8x8x3 and their bias, positions and class token.
-    d, patches = 768, sizes[path.stem.split("_")[0]][1] ** 2
+    d, patches = 768, grid**2
     counted = 12 * (12 * d * d + 13 * d) + 2 * d + (192 + 1) * d + (patches + 1) * d + d
     for encoder in built.encoders.values():
         assert sum(parameter.numel() for parameter in encoder.parameters()) == counted
 
 
 def test_windows_of_table_6_are_all_patches():
-    for path in CONFIGS:
-        support = check_config(load_config(path))[1].encoder.get("prior")
-        if "fibottention" in path.stem:
-            patches = 100 if "pusht" in path.stem else 81
+    for name in TABLE_6:
+        support = check_config(load_config(shipped.path(name)))[1].encoder.get("prior")
+        if "fibottention" in name:
+            patches = 100 if "pusht" in name else 81
             assert support["support"]["w_min"] == support["support"]["w_max"] == patches
-            assert support["support"].get("modified", False) == path.stem.endswith("modified")
+            assert support["support"].get("modified", False) == name.endswith("modified")
 
 
 @pytest.mark.parametrize(
@@ -471,11 +474,11 @@ def test_windows_of_table_6_are_all_patches():
 )
 def test_bad_values_are_refused(override, message):
     with pytest.raises(ValueError, match=message):
-        load_config(ROOT / "configs" / "robotics" / "lift_vit_base_dense.yaml", [override])
+        load_config(LIFT_DENSE, [override])
 
 
 def test_missing_and_broken_files_are_one_line_and_status_2(tmp_path, demonstrations, capsys):
-    smoke = str(ROOT / "configs" / "robotics" / "lift_state_smoke.yaml")
+    smoke = str(shipped.path("robotics/smoke.yaml#lift_state"))
     out = f"trainer.output_dir={tmp_path / 'out'}"
     assert train.main(["--config", smoke, out, f"data.path={tmp_path / 'none.hdf5'}"]) == 2
     assert "none.hdf5" in capsys.readouterr().err

@@ -28,6 +28,7 @@ from tasks.video import compare, evaluate, train
 from tasks.video.config import AugmentationConfig, DataConfig, load_config
 from tasks.video.data import load_data, make_dataset
 from tasks.video.decoding import write_video
+from tests.configs import shipped
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs" / "video"
@@ -276,12 +277,13 @@ def test_image_models_start_video_runs(config_file, tmp_path):
 
 # What Section 5.1 of the paper says: frames, sampling, and 94 % of pairs masked with Modified Wythoff, 1.5 % more
 # with Wythoff.
-FULL = sorted(path.name for path in CONFIGS.glob("*_timesformer_*.yaml"))
+TABLE_5 = "experiments/fib_table5.yaml"
+FULL = shipped.runs(TABLE_5)
 
 
 @pytest.mark.parametrize("name", FULL)
 def test_full_size_configurations_parse_and_build(name):
-    config = load_config(CONFIGS / name)
+    config = load_config(shipped.path(name))
     assert (config["model"]["num_frames"], config["data"]["stride"]) == ((16, 4) if "nucla" in name else (8, 32))
     assert config["trainer"]["num_train_epochs"] == 15 and config["trainer"]["per_device_train_batch_size"] == 32
     section = {key: value for key, value in config["model"].items() if key != "image_model"}
@@ -290,19 +292,17 @@ def test_full_size_configurations_parse_and_build(name):
     # TimeSformer's 121.4 million: ViT-B's 85.8, and for each of 12 layers a norm, four projections and one behind.
     backbone = sum(parameter.numel() for parameter in model.vit.parameters())
     assert backbone == 85_798_656 + 12 * (5 * (768 * 768 + 768) + 2 * 768) + config["model"]["num_frames"] * 768
-    ratios = {"dense": 0.0, "bigbird": 93.0, "fibottention": 95.5, "fibottention_modified": 94.0}
-    assert model.config.pruning_ratio == pytest.approx(
-        ratios[name.split("timesformer_")[1].removesuffix(".yaml")], abs=0.6
-    )
+    ratios = {"dense": 0.0, "bigbird": 93.0, "fibottention": 95.5, "fibottention-modified": 94.0}
+    assert model.config.pruning_ratio == pytest.approx(ratios[name.partition("#")[2].partition("-")[2]], abs=0.6)
 
 
 def test_there_is_a_configuration_for_every_cell_of_table_5():
     assert len(FULL) == 12
-    assert len(compare.load_comparison(CONFIGS / "compare" / "fib_table5.yaml").configs) == 4
+    assert [len(compare.load_comparison(shipped.path(cell)).configs) for cell in shipped.cells(TABLE_5)] == [4, 4, 4]
 
 
 def test_comparisons_name_the_variant(tmp_path):
-    comparison = compare.load_comparison(CONFIGS / "compare" / "motion.yaml")
+    comparison = compare.load_comparison(CONFIGS / "motion.yaml")
     assert comparison.configs["single-frame"]["model"]["num_frames"] == 1
     path = tmp_path / "bad.yaml"
     path.write_text(f"base: {CONFIGS / 'smoke.yaml'}\nseeds: [0]\nvariants:\n  odd: {{model: {{num_frames: 0}}}}\n")

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-FULL = Path(__file__).parents[4] / "configs" / "classification" / "vtab" / "full.yaml"
+FULL = Path(__file__).parents[4] / "configs" / "classification" / "vtab.yaml#deit_base-full"
 # The shipped recipe on a model of one layer for images of 8x8 pixels.
 TINY = {
     "base": str(FULL),

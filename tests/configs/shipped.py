@@ -1,0 +1,42 @@
+"""What configs/ holds, by the names that commands take."""
+
+from pathlib import Path
+
+from tasks.common.config import read_cells, read_rows
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+VIDEO = ("experiments/fib_table5.yaml", "video/motion.yaml", "video/smoke.yaml")
+ROBOTICS = ("experiments/fib_table6.yaml", "robotics/smoke.yaml")
+VTAB = "classification/vtab.yaml"
+
+
+def path(name: str) -> Path:
+    """The file of a name, or a cell of it."""
+    return CONFIGS / name
+
+
+def cells(name: str) -> list[str]:
+    """FILE#CELL for each cell of a file, or its name alone."""
+    return [f"{name}#{cell}" if cell else name for cell in read_cells(path(name))]
+
+
+def runs(name: str) -> list[str]:
+    """FILE#CELL or FILE#CELL-ROW for each run that a file describes."""
+    rows = read_rows(read_cells(path(name)))
+    return [f"{name}#{row}" for row in rows] or cells(name)
+
+
+def classification() -> list[str]:
+    """Files of the classification task that describe runs, without the sweep's."""
+    names = [f"{folder}/{file.name}" for folder in ("classification", "experiments") for file in files(folder)]
+    return [name for name in names if name not in (*VIDEO, *ROBOTICS, VTAB)]
+
+
+def comparisons() -> list[str]:
+    """The comparisons of the classification task."""
+    return [cell for name in classification() if read_rows(read_cells(path(name))) for cell in cells(name)]
+
+
+def files(folder: str) -> list[Path]:
+    """The YAML files of a folder."""
+    return sorted(CONFIGS.joinpath(folder).glob("*.yaml"))

@@ -1,0 +1,82 @@
+"""Commands that pages name: each resolves to a configuration, and no configuration is without one."""
+
+import itertools
+import re
+import shlex
+
+import pytest
+
+import tasks.classification.compare
+import tasks.classification.config
+import tasks.classification.vtab.plan
+import tasks.robotics.config
+import tasks.video.compare
+import tasks.video.config
+from tests.configs import shipped
+
+ROOT = shipped.CONFIGS.parent
+PAGES = [path for path in (ROOT / "README.md", shipped.CONFIGS / "README.md", *ROOT.glob("tasks/**/*.md"))]
+LOADERS = {
+    "tasks.classification.train": tasks.classification.config.load_config,
+    "tasks.classification.compare": tasks.classification.compare.load_comparison,
+    "tasks.classification.vtab.sweep": tasks.classification.vtab.plan.load_sweep,
+    "tasks.video.train": tasks.video.config.load_config,
+    "tasks.video.compare": tasks.video.compare.load_comparison,
+    "tasks.robotics.train": tasks.robotics.config.load_config,
+}
+MM = ("tasks.segmentation.train", "tasks.detection.train")  # Python files, which their own tests build
+WORD = "[A-Z]{3,}"  # to be filled in
+KNOWN = [str(path.relative_to(ROOT)) for path in (shipped.CONFIGS, *shipped.CONFIGS.rglob("*"))]
+KNOWN += [
+    f"configs/{name}"
+    for file in KNOWN
+    if file.endswith(".yaml")
+    for list_names in (shipped.cells, shipped.runs)
+    for name in list_names(file.removeprefix("configs/"))
+]
+
+
+def rows_of_tables():
+    """(module, name of the configuration, overrides) for every value of the words in capitals of every table's row."""
+    text = (shipped.CONFIGS / "README.md").read_text()
+    for cells in (line.split(" | ") for line in text.splitlines() if re.match(r"\| (Fib|VIO|Spars)", line)):
+        command = shlex.split(cells[2].strip("` |"), comments=False)
+        module, name = command[command.index("-m") + 1], command[command.index("--config") + 1]
+        words = re.findall(WORD, name)
+        values = [re.findall(r"`([\w.]+)`", re.search(rf"{word}: ([^;]*)", cells[1])[1]) for word in words]
+        assert all(values), cells
+        for choice in itertools.product(*values):
+            filled = name
+            for word, value in zip(words, choice, strict=True):
+                filled = filled.replace(word, value)
+            yield module, filled.removeprefix("configs/"), tuple(command[command.index("--config") + 2 :])
+
+
+ROWS = list(rows_of_tables())
+
+
+@pytest.mark.parametrize(("module", "name", "overrides"), ROWS, ids=[row[1] for row in ROWS])
+def test_commands_of_the_tables_resolve(module, name, overrides):
+    if module in MM:
+        assert shipped.path(name).is_file()
+    else:
+        assert LOADERS[module](shipped.path(name), overrides)
+
+
+def test_every_experiment_has_its_commands():
+    named = {name for _, name, _ in ROWS}
+    experiments = [f"experiments/{file.name}" for file in shipped.files("experiments")]
+    trained = {"experiments/fib_table6.yaml"}
+    assert {
+        cell for name in experiments for cell in (shipped.runs if name in trained else shipped.cells)(name)
+    } <= named
+    assert set(shipped.cells(shipped.VTAB)) <= named
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_name_configurations_that_exist(page):
+    for name in re.findall(r"configs(?:/[\w$.+#{},/-]*[\w}])?", page.read_text()):
+        before, _, choices, after = re.fullmatch(r"([^{]*)(\{([^}]*)\})?(.*)", name).groups()
+        for choice in (choices or "").split(","):
+            pattern = re.sub(rf"\\\$\w+|{WORD}", ".+", re.escape(f"{before}{choice}{after}"))
+            assert any(re.fullmatch(pattern, known) for known in KNOWN), name
