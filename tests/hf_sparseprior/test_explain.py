@@ -20,7 +20,7 @@ def test_fibottention_prints_the_golden_numbers(capsys, tmp_path):
 
 def test_support_picture_shows_the_twelve_heads(capsys, tmp_path):
     main(["explain", "fibottention", "--out", str(tmp_path)])
-    image = np.asarray(Image.open(tmp_path / "fibottention_14x14.png").convert("RGB")).astype(int)
+    image = np.asarray(Image.open(tmp_path / "support_fibottention_14x14.png").convert("RGB")).astype(int)
     assert image.shape[0] > 600 and image.shape[1] > 600
     ink = (np.abs(image - np.array([0x1B, 0x3A, 0x4B])).sum(-1) < 30).sum()
     # 9192 pairs, each drawn as about two pixels of its panel.
