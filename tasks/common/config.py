@@ -340,11 +340,16 @@ def merge_bases(
 def main(argv: list[str] | None = None) -> int:
     """List the cells of a file and the rows of its comparisons, each as what follows FILE# in its name."""
     parser = argparse.ArgumentParser(prog="python -m tasks.common.config", description="List the cells of a file.")
-    parser.add_argument("file", type=Path, help="YAML file of a configuration")
+    parser.add_argument("file", type=Path, help="YAML file, or Python file of mmengine")
     file = parser.parse_args(argv).file
     try:
-        cells = read_cells(file)
-        rows = read_rows(cells)
+        if file.suffix == ".py":  # of mmengine
+            from mmengine.config import Config
+
+            cells, rows = Config.fromfile(str(file)).get("cells", {}), {}
+        else:
+            cells = read_cells(file)
+            rows = read_rows(cells)
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

@@ -1,5 +1,6 @@
 """What configs/ holds, by the names that commands take."""
 
+import ast
 from pathlib import Path
 
 from tasks.common.config import read_cells, read_rows
@@ -16,13 +17,17 @@ def path(name: str) -> Path:
 
 
 def cells(name: str) -> list[str]:
-    """FILE#CELL for each cell of a file, or its name alone."""
+    """FILE#CELL for each cell of a file, or its name alone; of mmengine's Python files, too, without running them."""
+    if name.endswith(".py"):
+        assigned = (node for node in ast.parse(path(name).read_text()).body if isinstance(node, ast.Assign))
+        keys = [key.arg for node in assigned if ast.unparse(node.targets[0]) == "cells" for key in node.value.keywords]
+        return [f"{name}#{key}" for key in keys] or [name]
     return [f"{name}#{cell}" if cell else name for cell in read_cells(path(name))]
 
 
 def runs(name: str) -> list[str]:
     """FILE#CELL or FILE#CELL-ROW for each run that a file describes."""
-    rows = read_rows(read_cells(path(name)))
+    rows = [] if name.endswith(".py") else read_rows(read_cells(path(name)))
     return [f"{name}#{row}" for row in rows] or cells(name)
 
 

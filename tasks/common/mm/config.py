@@ -10,6 +10,7 @@ from typing import Any
 from mmengine.config import Config, DictAction
 
 from tasks.common.command import first_line
+from tasks.common.config import check_known, split_cell
 from tasks.common.run_folder import default_output_dir
 from tasks.common.upgrade import nested
 
@@ -19,8 +20,12 @@ OUTPUT_DIR, WORK_DIR = "output_dir", "work_dir"  # one thing: the name that ever
 def load_config(task: str, path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """An mm config file with overrides.
 
+    A file may have `cells`, a dict of changes by name; FILE#CELL is the file with those of one cell, merged as mmengine
+    merges a file over its `_base_`, before the overrides.
+
     The folder of the run is `output_dir`, as in every task, in files and overrides; mmengine's own name, `work_dir`,
-    does the same. The Config has it as `work_dir`. Default: outputs/TASK/NAME_OF_THE_FILE.
+    does the same. The Config has it as `work_dir`. Default: outputs/TASK/FILE, or
+    outputs/TASK/FILE_CELL.
 
     Args:
         task: name of the task's folder.
@@ -31,14 +36,16 @@ def load_config(task: str, path: str | Path, overrides: Sequence[str] = ()) -> C
         OSError: for a missing file.
         ValueError: for a file that does not run, or an override of something that is not there.
     """
-    if not Path(path).is_file():
-        raise OSError(f"--config {path} does not exist")
+    file, cell = split_cell(path)
+    if not file.is_file():
+        raise OSError(f"--config {file} does not exist")
     try:
-        config = Config.fromfile(str(path))
+        config = Config.fromfile(str(file))
     except ImportError:
         raise
     except Exception as error:  # a config is a program and can fail like one
-        raise ValueError(f"--config {path}: {type(error).__name__}: {first_line(error)}") from None
+        raise ValueError(f"--config {file}: {type(error).__name__}: {first_line(error)}") from None
+    take_cell(config, file, cell)
     if OUTPUT_DIR in config:
         config[WORK_DIR] = config.pop(OUTPUT_DIR)
     config.setdefault(WORK_DIR, default_output_dir(task, path))
@@ -53,6 +60,23 @@ def load_config(task: str, path: str | Path, overrides: Sequence[str] = ()) -> C
         except (AssertionError, KeyError, TypeError) as error:
             raise ValueError(f"{override!r}: {first_line(error)}") from None
     return config
+
+
+def take_cell(config: Config, file: Path, cell: str | None) -> None:
+    """Merge what a cell changes into a config, which then has no `cells`.
+
+    Raises:
+        ValueError: for an unknown cell, or a file with cells of which none is named.
+    """
+    cells = config.pop("cells", {})
+    if cell is not None:
+        check_known([cell], list(cells), str(file), "cell")
+        try:
+            config.merge_from_dict(cells[cell])
+        except (AssertionError, KeyError, TypeError) as error:
+            raise ValueError(f"{file}#{cell}: {first_line(error)}") from None
+    elif cells:
+        raise ValueError(f"{file} is a matrix; name one of its cells, {file}#CELL: {', '.join(cells)}")
 
 
 def check_key(config: Any, key: str) -> None:

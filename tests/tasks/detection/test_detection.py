@@ -34,6 +34,7 @@ from tasks.detection.data import NumberedEpochSampler, annotation_damage, packed
 from tasks.detection.task import DETECTION, constant_metrics
 
 CONFIGS = Path("configs/detection")
+FULL_SIZE = [f"coco_mask_rcnn_vit_base.py#{prior}" for prior in ("dense", "violin", "fibottention")]
 CLASSES = ["bright", "dark"]
 SPLITS = {"train": "training", "val": "validation", "test": "test"}
 SMALL = {
@@ -390,14 +391,14 @@ def test_annotations_are_checked(change, said):
 # ---- configs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
-def test_configs_parse_and_build(path):
-    config = load_config("detection", path)
+@pytest.mark.parametrize("file", ["smoke.py", *FULL_SIZE])
+def test_configs_parse_and_build(file):
+    config = load_config("detection", CONFIGS / file)
     assert isinstance(config, Config) and config.default_scope == "mmdet"
     init_default_scope("mmdet")
     with torch.device("meta"):
         model = MODELS.build(config.model)
-    assert model.backbone.config.num_hidden_layers == (4 if path.stem == "smoke" else 12)
+    assert model.backbone.config.num_hidden_layers == (4 if file == "smoke.py" else 12)
     patch, scales = model.backbone.config.patch_size, config.model.neck.scales
     strides = [patch / scale for scale in scales]
     strides += [strides[-1] * 2**extra for extra in range(1, config.model.neck.num_outs - len(scales) + 1)]
@@ -424,7 +425,7 @@ def test_configs_parse_and_build(path):
 
 def test_full_size_configs_are_mask_rcnn_1x():
     dense, violin = (
-        load_config("detection", CONFIGS / f"coco_mask_rcnn_vit_base_{prior}.py") for prior in ("dense", "violin")
+        load_config("detection", CONFIGS / f"coco_mask_rcnn_vit_base.py#{prior}") for prior in ("dense", "violin")
     )
     assert dense.train_cfg.max_epochs == 12 and dense.param_scheduler[-1].milestones == [8, 11]
     assert dense.train_dataloader.batch_size * 8 == dense.auto_scale_lr.base_batch_size == 16

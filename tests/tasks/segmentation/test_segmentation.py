@@ -37,6 +37,7 @@ from tasks.segmentation.data import ReadAnnotation
 from tasks.segmentation.task import SEGMENTATION, constant_predictor
 
 CONFIGS = Path("configs/segmentation")
+FULL_SIZE = [f"ade20k_deit_base.py#{prior}" for prior in ("dense", "violin", "fibottention")]
 SMALL = {
     "image_size": 32, "patch_size": 8, "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2,
     "intermediate_size": 48,
@@ -349,20 +350,20 @@ def test_a_damaged_model_folder_gets_one_line(finished, tmp_path, capfd):
     assert "is not a folder of a saved model" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
-def test_configs_parse_and_build(path):
-    config = load_config("segmentation", path)
+@pytest.mark.parametrize("file", ["smoke.py", *FULL_SIZE])
+def test_configs_parse_and_build(file):
+    config = load_config("segmentation", CONFIGS / file)
     assert isinstance(config, Config) and config.default_scope == "mmseg"
     init_default_scope("mmseg")
     with torch.device("meta"):
         model = MODELS.build(config.model)
-    assert model.backbone.config.num_hidden_layers == (4 if path.stem == "smoke" else 12)
+    assert model.backbone.config.num_hidden_layers == (4 if file == "smoke.py" else 12)
     wrapper = build_optim_wrapper(model, config.optim_wrapper)
     rates = {name: group["lr"] for group in wrapper.optimizer.param_groups for name in _names(model, group["params"])}
     factors = {"decode_head.conv_seg.weight": 30, "decode_head.bottleneck.conv.weight": 3}
     factors["backbone.layers.0.mlp.fc1.bias"] = 1
     for name, factor in factors.items():
-        expected = config.optim_wrapper.optimizer.lr * (factor if path.stem == "smoke" else 1)
+        expected = config.optim_wrapper.optimizer.lr * (factor if file == "smoke.py" else 1)
         assert rates[name] == pytest.approx(expected)
     for group in wrapper.optimizer.param_groups:
         if any("decay_bias" in name for name in _names(model, group["params"])):
@@ -380,9 +381,30 @@ def _names(model, parameters):
     return [name for name, own in model.named_parameters() if any(own is parameter for parameter in parameters)]
 
 
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        ("cells = dict(a=dict(x=1), b=dict())", "c.py", r"c.py is a matrix; name one of its cells, .*c.py#CELL: a, b"),
+        ("cells = dict(abc=dict(x=1))", "c.py#abd", r"c.py has no cell 'abd'; did you mean 'abc'\?"),
+        ("x = 1", "c.py#a", r"c.py has no cell 'a'"),
+        ("x = 1\ncells = dict(a=dict(x=dict(y=1)))", "c.py#a", r"c.py#a: "),
+    ],
+)
+def test_cells_are_named(tmp_path, content, name, message):
+    (tmp_path / "c.py").write_text(content + "\n")
+    with pytest.raises(ValueError, match=message):
+        load_config("segmentation", tmp_path / name)
+
+
+def test_a_cell_changes_its_file_and_overrides_come_after_it(tmp_path):
+    (tmp_path / "c.py").write_text("x = dict(y=1, z=2)\ncells = dict(a=dict(x=dict(y=3)))\n")
+    config = load_config("segmentation", tmp_path / "c.py#a", ["x.z=4"])
+    assert config.x == {"y": 3, "z": 4} and config.work_dir == "outputs/segmentation/c_a" and "cells" not in config
+
+
 def test_full_size_configs_are_the_papers():
     dense, violin = (
-        load_config("segmentation", CONFIGS / f"ade20k_deit_base_{prior}.py") for prior in ("dense", "violin")
+        load_config("segmentation", CONFIGS / f"ade20k_deit_base.py#{prior}") for prior in ("dense", "violin")
     )
     assert dense.train_cfg.max_iters == 80000 and dense.model.decode_head.num_classes == 150
     assert dense.model.backbone.preset == "deit_base" and dense.model.backbone.prior == "dense"

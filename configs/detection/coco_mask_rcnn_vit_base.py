@@ -1,4 +1,4 @@
-"""Mask R-CNN on COCO with the 1x schedule.
+"""Mask R-CNN on COCO with the 1x schedule, DeiT-B; a cell for each prior.
 
 COCO 2017 in its usual layout below data/coco: annotations/instances_{train,val}2017.json, train2017/, val2017/.
 The test annotations are not public: what is called test here is val2017.
@@ -7,7 +7,14 @@ The 1x schedule: 12 epochs of batches of 16, a tenth of the learning rate after 
 configs have it, which VIOLIN's detection follows (batch 16, 1x; the paper does not name the rest).
 """
 
-_base_ = ["mask_rcnn.py"]
+_base_ = ["base/mask_rcnn.py"]
+cells = dict(
+    dense=dict(model=dict(backbone=dict(prior="dense"))),
+    # alpha and beta as the paper starts them on trained weights: a mask near 1.
+    violin=dict(model=dict(backbone=dict(prior=dict(decay=dict(name="violin", init="finetune"))))),
+    # As on ImageNet.
+    fibottention=dict(model=dict(backbone=dict(prior=dict(support=dict(name="fibottention", w_min=5, w_max=65))))),
+)
 data_root = "data/coco/"
 _load = [
     dict(type="ReadListedImage"),

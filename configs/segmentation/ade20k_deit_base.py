@@ -1,4 +1,4 @@
-"""VIOLIN Table 8 (left), the baseline: UPerNet, DeiT-B of ImageNet, ADE20K, 80k steps with batches of 16.
+"""VIOLIN Table 8 (left): UPerNet, DeiT-B of ImageNet, ADE20K, 80k steps with batches of 16; a cell for each prior.
 
 The paper names mmsegmentation, DeiT-B, the steps and the batch; the rest is mmsegmentation's recipe for UPerNet with
 DeiT-B, but for the neck that rescales the maps. Four processes of 4 images make the batch. The weights, in
@@ -9,7 +9,14 @@ _base_ = ["../mm/runtime.py", "base/ade20k.py", "base/upernet.py"]
 custom_imports = dict(imports=["tasks.segmentation"])
 default_scope = "mmseg"
 
-model = dict(backbone=dict(pretrained="checkpoints/deit_base", prior="dense", drop_path_rate=0.1))
+model = dict(backbone=dict(pretrained="checkpoints/deit_base", drop_path_rate=0.1))
+cells = dict(
+    dense=dict(model=dict(backbone=dict(prior="dense"))),
+    # On the weights of the dense model; alpha and beta as the paper starts them there: a mask near 1.
+    violin=dict(model=dict(backbone=dict(prior=dict(decay=dict(name="violin", init="finetune"))))),
+    # Its offsets laid out on the 32x32 grid of the crops; in no paper's table.
+    fibottention=dict(model=dict(backbone=dict(prior="fibottention"))),
+)
 optim_wrapper = dict(
     type="OptimWrapper",
     optimizer=dict(type="AdamW", lr=6e-5, betas=(0.9, 0.999), weight_decay=0.01),
