@@ -22,3 +22,9 @@ def global_generators_left_alone():
         assert torch.equal(torch.get_rng_state(), before[2])
 
     return block
+
+
+@pytest.fixture(autouse=True)
+def no_forced_backend(monkeypatch):
+    """What a developer has forced in the shell decides nothing in a test."""
+    monkeypatch.delenv("SPARSEPRIOR_BACKEND", raising=False)

@@ -1,0 +1,212 @@
+import dataclasses
+import logging
+import os
+from itertools import product
+
+import pytest
+import torch
+
+from hf_sparseprior import compiled_kernels
+from hf_sparseprior.attention_plan import AttentionPlan
+from hf_sparseprior.backend_choice import BACKENDS, slower_than_dense
+from hf_sparseprior.compiled_kernels import diagonal_cpu, triton_device
+from hf_sparseprior.supports import MASK_FILLS, SUPPORTS, resolve_support
+from tests.hf_sparseprior.attention_cases import DECAY_VARIANTS, ON_DIAGONALS, PATTERNS, call, make_leaves, refusal
+
+PYTORCH = [name for name in BACKENDS if name not in ("cpp", "triton")]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+DROPOUT, WEIGHTS = {"dropout_p": 0.1}, {"need_weights": True}
+
+
+# ---- what each backend runs -----------------------------------------------------------------------------------------
+
+
+def should_run(backend, name, mask_fill, variant, dtype, options):
+    """Which attention each backend runs on a CPU, stated once, in words other than those of `can_run`."""
+    filled_with_nothing = mask_fill == "neg_inf" or name == "dense"
+    drops_unformed_pairs = options == DROPOUT and mask_fill == "zero"
+    listed = name in PATTERNS and mask_fill == "neg_inf" and not options
+    if backend == "reference":
+        return True
+    if backend == "sdpa":
+        return filled_with_nothing and variant is None and options != WEIGHTS
+    if backend == "diagonal":
+        return name in ON_DIAGONALS and not drops_unformed_pairs
+    if backend == "gather":
+        return listed
+    if backend == "cpp":
+        if dtype not in (torch.float32, torch.bfloat16) or options == WEIGHTS:
+            return False
+        if name == "dense":
+            return variant is not None and not options
+        return not drops_unformed_pairs if name in ON_DIAGONALS else listed
+    assert backend == "triton"
+    return False
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_run_where_they_should_and_refuse_the_rest(backend, dtype):
+    # Other tests run what `can_run` says; here a backend that refuses too much or too little is found.
+    if backend == "cpp" and (reason := diagonal_cpu.ready()):
+        assert not os.environ.get("CI_NEEDS_KERNELS"), reason
+        pytest.skip(reason)
+    for name, mask_fill, variant in product(SUPPORTS, MASK_FILLS, (None, *DECAY_VARIANTS[1::4])):
+        for options in ({}, DROPOUT, WEIGHTS):
+            support = {"name": name, "mask_fill": mask_fill}
+            leaves = make_leaves((3, 4), 1, variant, dtype=dtype)
+            reason = refusal(backend, support, variant, dtype, **options)
+            assert (reason is None) == should_run(backend, name, mask_fill, variant, dtype, options), reason
+            if reason is None:
+                call(leaves, support, variant, (3, 4), 1, backend=backend, **options)
+                continue
+            with pytest.raises(ValueError) as error:
+                call(leaves, support, variant, (3, 4), 1, backend=backend, **options)
+            assert str(error.value) == f"backend='{backend}' cannot run this attention: {reason}"
+
+
+# ---- the choice -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chosen(caplog, monkeypatch):
+    # Runs one attention and returns what the chooser wrote about it.
+    monkeypatch.setattr(logging.getLogger("hf_sparseprior"), "propagate", True)
+
+    def run(support, variant, side, prefix=1, heads=12, **options):
+        leaves = make_leaves((side, side), prefix, variant, batch=1, heads=heads, width=2, dtype=torch.float32)
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, logger="hf_sparseprior.ops"):
+            call(leaves, support, variant, (side, side), prefix, **options)
+        return " | ".join(record.getMessage() for record in caplog.records)
+
+    return run
+
+
+def test_the_log_names_the_path_and_why_not_others(chosen, monkeypatch):
+    monkeypatch.setattr(compiled_kernels, "INSTALLED_VERSION", None)  # as in a saved model without the package
+    assert "layer 2: sdpa (16 patches, 100.0 % of the pairs kept; not cpp: dense attention" in chosen("dense", None, 4)
+    message = chosen("dense", DECAY_VARIANTS[1], 4)
+    assert "layer 2: reference" in message and "not sdpa: a decay multiplies the logits" in message
+    assert "not cpp: the package hf_sparseprior is not installed" in message
+    message = chosen("dense", None, 4, need_weights=True)
+    assert "layer 2: reference" in message and "not sdpa: " in message and "weights" in message
+    message = chosen({"name": "fibottention", "mask_fill": "zero"}, None, 4)
+    assert "layer 2: reference" in message and "not sdpa: mask_fill='zero'" in message
+    message = chosen("fibottention", None, 20)
+    assert "layer 2: diagonal" in message and "400 patches, 2." in message
+    message = chosen("fibottention", None, 6)
+    assert "layer 2: sdpa" in message and "not diagonal: dense is faster below 400 patches" in message
+    message = chosen({"name": "window", "w": 60}, None, 20)
+    assert "layer 2: sdpa" in message and "not diagonal: dense is faster with more than 6.2 % of the pairs" in message
+    message = chosen({"name": "fibottention", "mask_fill": "zero"}, None, 14, dropout_p=0.1)
+    assert "layer 2: reference" in message and "not diagonal: dropout" in message and "not sdpa: " in message
+
+
+def test_the_compiled_kernel_is_chosen_where_it_is_faster(chosen, monkeypatch):
+    if reason := diagonal_cpu.ready():
+        pytest.skip(reason)
+    monkeypatch.setattr(diagonal_cpu, "can_run", lambda q: None)
+    assert "layer 2: sdpa" in chosen("dense", None, 4)
+    assert "layer 2: cpp" in chosen("dense", DECAY_VARIANTS[1], 4)
+    assert "layer 2: cpp" in chosen("fibottention", None, 14)
+    assert "not cpp: dense is faster below 36 patches" in chosen("fibottention", None, 3)
+    assert "not cpp: dense is faster with more than 45.0 %" in chosen({"name": "window", "w": 120}, None, 14)
+    assert "not cpp: the C++ kernel has no dropout of dense attention" in chosen(
+        "dense", DECAY_VARIANTS[1], 4, dropout_p=0.1
+    )
+    monkeypatch.setattr(diagonal_cpu, "can_run", lambda q: "no compiler")
+    assert "layer 2: diagonal" in (message := chosen("fibottention", None, 20)) and "not cpp: no compiler" in message
+
+
+def test_every_crossover_is_of_a_sparse_path_and_a_dense_one():
+    crossovers = [(name, *key, limits) for name in BACKENDS for key, limits in BACKENDS[name].crossovers.items()]
+    assert {name for name, *_ in crossovers} == {name for name in BACKENDS if not BACKENDS[name].dense}
+    for name, device_type, trains, dense_path, limits in crossovers:
+        assert BACKENDS[dense_path].dense and device_type in ("cpu", "cuda")
+        if limits.tokens > 1:
+            support = resolve_support({"name": "window", "w": 1}, 3, 2)
+            below = AttentionPlan(3, (1, limits.tokens - 1), 0, support, None, 0)
+            reason = slower_than_dense(BACKENDS[name], below, device_type, trains, dense_path)
+            assert reason == f"dense is faster below {limits.tokens} patches"
+
+
+def test_triton_is_for_cuda_and_many_patches():
+    support = resolve_support("fibottention", 3, 1024)
+    many, few = (AttentionPlan(3, grid, 1, support, None, 0) for grid in ((32, 32), (4, 4)))
+    assert slower_than_dense(BACKENDS["triton"], many, "cuda", True, "sdpa") is None
+    assert slower_than_dense(BACKENDS["triton"], few, "cuda", True, "sdpa") == "dense is faster below 400 patches"
+    for dtype in (torch.float32, torch.float64):  # the device is said before anything else
+        assert "not for cpu" in triton_device.can_run(torch.zeros(1, 1, 1, 8, dtype=dtype))
+
+
+@pytest.mark.parametrize("backend", [*PYTORCH, "cpp"])
+def test_the_log_names_a_forced_path_too(chosen, backend):
+    assert backend in chosen("fibottention", None, 4, backend=backend)
+
+
+def test_the_log_is_silent_above_debug(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("hf_sparseprior"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="hf_sparseprior"):
+        call(make_leaves((4, 4), 1), "fibottention", None, (4, 4), 1)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("backend", PYTORCH)
+def test_the_environment_forces_a_backend(monkeypatch, backend):
+    ran = []
+    for name, entry in BACKENDS.items():
+        spy = dataclasses.replace(entry, run=lambda c, name=name, run=entry.run: ran.append(name) or run(c))
+        monkeypatch.setitem(BACKENDS, name, spy)
+    leaves = make_leaves((4, 4), 1)
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", backend)
+    call(leaves, "fibottention", None, (4, 4), 1)
+    assert ran == [backend]
+    # The argument is nearer than the environment.
+    call(leaves, "fibottention", None, (4, 4), 1, backend="reference")
+    assert ran == [backend, "reference"]
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", "auto")
+    call(leaves, "fibottention", None, (4, 4), 1)
+    assert len(ran) == 3
+
+
+@pytest.mark.parametrize(
+    ("backend", "support", "variant", "options", "reason"),
+    [
+        ("sdpa", "dense", DECAY_VARIANTS[1], {}, "a decay multiplies the logits"),
+        ("sdpa", "dense", None, {"need_weights": True}, "does not return attention weights"),
+        ("sdpa", {"name": "window", "mask_fill": "zero"}, None, {}, "mask_fill='zero' keeps exp"),
+        ("diagonal", "dense", None, {}, "the support is dense"),
+        (
+            "diagonal",
+            {"name": "window", "mask_fill": "zero"},
+            None,
+            {"dropout_p": 0.1},
+            "dropout with mask_fill='zero'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_a_forced_backend_that_cannot_run_is_an_error(monkeypatch, how, backend, support, variant, options, reason):
+    leaves = make_leaves((3, 3), 0, variant)
+    if how == "environment":
+        monkeypatch.setenv("SPARSEPRIOR_BACKEND", backend)
+    else:
+        options = {**options, "backend": backend}
+    source = "SPARSEPRIOR_BACKEND" if how == "environment" else "backend"
+    with pytest.raises(ValueError, match=rf"^{source}='{backend}' cannot run this attention: .*{reason}"):
+        call(leaves, support, variant, (3, 3), 0, **options)
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_an_unknown_backend_is_an_error(monkeypatch, how):
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", "flash" if how == "environment" else "auto")
+    options = {} if how == "environment" else {"backend": "flash"}
+    source = "SPARSEPRIOR_BACKEND" if how == "environment" else "backend"
+    with pytest.raises(ValueError, match=rf"^{source}='flash' must be one of auto, {', '.join(BACKENDS)}"):
+        call(make_leaves((2, 2), 0), "dense", None, (2, 2), 0, **options)
+
+
+def test_an_empty_environment_variable_forces_nothing(monkeypatch):
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", "")
+    call(make_leaves((2, 2), 0), "dense", None, (2, 2), 0)

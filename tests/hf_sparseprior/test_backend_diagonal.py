@@ -1,0 +1,35 @@
+import pytest
+
+from hf_sparseprior.attention_request import AttentionRequest
+from hf_sparseprior.decay import DECAYS
+from hf_sparseprior.ops import run_plan
+from hf_sparseprior.supports import MASK_FILLS
+from tests.hf_sparseprior.attention_cases import ON_DIAGONALS, call, largest_tensor, make_leaves, make_plan
+
+
+@pytest.mark.parametrize("mask_fill", MASK_FILLS)
+@pytest.mark.parametrize("variant", [None, *((name, True, True) for name in DECAYS)])
+@pytest.mark.parametrize("name", ON_DIAGONALS)
+def test_the_diagonal_path_makes_no_tensor_of_all_pairs(name, variant, mask_fill):
+    pairs = 1024 * 1024
+    assert largest_tensor("diagonal", {"name": name, "mask_fill": mask_fill}, variant) < pairs / 16
+
+
+def test_the_measure_of_memory_sees_a_tensor_of_all_pairs():
+    assert largest_tensor("reference", "fibottention", None, side=16) >= 2 * 257 * 257
+
+
+def test_the_diagonal_path_keeps_no_mask():
+    plan = make_plan("fibottention", (8, 8), decay="violin")
+    leaves = make_leaves((8, 8), 1, ("violin", True, False))
+    decay = {**plan.decay, "alpha": leaves["alpha"], "beta": leaves["beta"]}
+    run_plan(AttentionRequest(leaves["q"], leaves["k"], leaves["v"], plan, decay), backend="diagonal")
+    assert [name for name, _ in plan.tables] == ["positions"]
+
+
+def test_dropout_with_zero_fill_goes_to_the_reference():
+    leaves = make_leaves((16, 16), 0, batch=1)
+    support = {"name": "fibottention", "mask_fill": "zero"}
+    with pytest.raises(ValueError, match="backend='diagonal' cannot run this attention: dropout with mask_fill='zero'"):
+        call(leaves, support, None, (16, 16), 0, backend="diagonal", dropout_p=0.1)
+    call(leaves, support, None, (16, 16), 0, dropout_p=0.1)

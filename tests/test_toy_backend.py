@@ -1,0 +1,111 @@
+"""A backend that a test registers in one place is found wherever backends are looked up."""
+
+import logging
+
+import pytest
+import torch
+
+from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTModel
+from hf_sparseprior.backend_choice import BACKENDS, Crossover, register_backend, unregister_backend
+from hf_sparseprior.backend_dense import reference
+from tasks.benchmark.contenders import PASSES, Setting, Size, chosen_backend, contenders, make_problem, timed_call
+from tasks.benchmark.model import parse_contenders
+from tests.hf_sparseprior.attention_cases import (
+    DECAY_VARIANTS,
+    FILLED,
+    assert_equals_reference,
+    backend_cases,
+    call,
+    make_leaves,
+    runnable,
+)
+
+VIOLIN = DECAY_VARIANTS[1]
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    # The requests that it ran. Changing `factor[0]` makes it wrong.
+    ran, factor = [], [1.0]
+
+    def can_run(request):
+        return None if request.decay is None else "the toy knows no decay"
+
+    def run(request):
+        """The reference under another name."""
+        ran.append(request)
+        out, weights = reference(request)
+        return out * factor[0], weights
+
+    limits = {("cpu", trains, "sdpa"): Crossover(tokens=30, density=0.5) for trains in (False, True)}
+    register_backend("toy", can_run=can_run, run=run, priority=1000, crossovers=limits)
+    monkeypatch.setattr(logging.getLogger("hf_sparseprior"), "propagate", True)
+    yield ran, factor
+    unregister_backend("toy")
+
+
+def test_it_is_chosen_where_it_is_the_fastest(toy, caplog):
+    ran, _ = toy
+    caplog.set_level(logging.DEBUG, logger="hf_sparseprior.ops")
+
+    def message(support, variant, side):
+        caplog.clear()
+        call(make_leaves((side, side), 1, variant), support, variant, (side, side), 1)
+        return caplog.messages[0]
+
+    assert message("fibottention", None, 6).startswith("layer 2: toy (36 patches") and len(ran) == 1
+    assert "not toy: dense is faster below 30 patches" in message("fibottention", None, 5)
+    assert "not toy: dense is faster with more than 50.0 % of the pairs" in message(
+        {"name": "window", "w": 30}, None, 6
+    )
+    assert "not toy: the toy knows no decay" in message("fibottention", VIOLIN, 6)
+    assert len(ran) == 1
+
+
+def test_it_is_forced_by_argument_and_environment_and_named_in_errors(toy, monkeypatch):
+    ran, _ = toy
+    leaves = make_leaves((2, 2), 1, VIOLIN)
+    call(leaves, "fibottention", None, (2, 2), 1, backend="toy")
+    with pytest.raises(ValueError, match="backend='toy' cannot run this attention: the toy knows no decay"):
+        call(leaves, "fibottention", VIOLIN, (2, 2), 1, backend="toy")
+    with pytest.raises(ValueError, match=r"backend='toi' must be one of auto, reference, .*, toy$"):
+        call(leaves, "fibottention", None, (2, 2), 1, backend="toi")
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", "toy")
+    config = SparsePriorViTConfig(
+        image_size=8, patch_size=4, hidden_size=8, num_attention_heads=2, num_hidden_layers=3, prior="fibottention"
+    )
+    SparsePriorViTModel(config)(torch.zeros(1, 3, 8, 8))
+    assert [request.plan.layer for request in ran] == [2, 0, 1, 2]
+
+
+def test_it_is_compared_with_the_reference_like_every_backend(toy):
+    _, factor = toy
+    cases = [case.values for case in backend_cases(FILLED) if case.values[0] == "toy"]
+    assert [support for _, support in cases] == FILLED
+    for backend, support in cases:
+        assert runnable(backend, support) == [None]
+        assert_equals_reference(backend, support, None, (3, 4), 1)
+    factor[0] = 1.001
+    with pytest.raises(AssertionError):
+        assert_equals_reference("toy", "fibottention", None, (3, 4), 1)
+
+
+def test_the_benchmarks_list_and_check_it(toy):
+    _, factor = toy
+    contender = contenders()["toy"]
+    assert contender.about == "The reference under another name."
+    assert "fibottention@toy" in parse_contenders(["fibottention@toy"])
+    problem = make_problem(Setting(heads=2, width=4), Size(64, 1), trains=True)
+    assert chosen_backend(problem, trains=True) == "toy" and set(PASSES) == {"forward", "forward_backward"}
+    timed_call(problem, contender, trains=True)()
+    assert contender.can_run(make_problem(Setting(decay="violin"), Size(64, 1), True), True) == "the toy knows no decay"
+    factor[0] = 1.001
+    with pytest.raises(RuntimeError, match="WRONG"):
+        timed_call(problem, contender, trains=False)
+
+
+def test_it_is_gone_afterwards_and_no_name_is_taken_twice():
+    assert "toy" not in BACKENDS and "toy" not in contenders()
+    for name in (*BACKENDS, "auto"):
+        with pytest.raises(ValueError, match=f"backend '{name}' is registered already"):
+            register_backend(name, can_run=lambda request: None, run=reference, priority=0)
