@@ -30,6 +30,7 @@ from transformers import (
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.convert import TARGETS, convert_checkpoint, read_checkpoint
+from tests.timm_oracle import import_timm
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 32, "patch_size": 8}
 SOURCES = {
@@ -486,7 +487,7 @@ def test_ours_as_a_folder_of_timm_and_back(kind, cls, tmp_path):
 @pytest.mark.parametrize("cls", [SparsePriorViTForImageClassification, SparsePriorViTModel])
 @pytest.mark.parametrize("kind", OURS_FOR_TIMM)
 def test_timm_itself_loads_the_folder(kind, cls, tmp_path):
-    timm = pytest.importorskip("timm", exc_type=ImportError, reason="timm needs torchvision")
+    timm = import_timm()
     model = ours(small(**OURS_FOR_TIMM[kind]), tmp_path / "ours", cls)
     convert_checkpoint(tmp_path / "ours", tmp_path / "timm", to="timm")
     stock = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
@@ -509,7 +510,7 @@ def test_timm_itself_loads_the_folder(kind, cls, tmp_path):
 )
 @pytest.mark.parametrize("out", ["back.safetensors", "back"])
 def test_models_of_timm_itself_go_both_ways(name, size, out, tmp_path):
-    timm = pytest.importorskip("timm", exc_type=ImportError, reason="timm needs torchvision")
+    timm = import_timm()
     options = {"img_size": size, "depth": 2}
     source = timm.create_model(name, **options).eval()
     with torch.no_grad():
