@@ -1,13 +1,17 @@
-# make demo and make test set up everything they need in .venv; a second run installs nothing.
+# make demo, make check and make test set up everything they need in .venv; a second run installs nothing.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint sanitize smoke install video dense robotics clean
+.PHONY: demo check test lint sanitize mutations smoke install video dense robotics clean
 
 demo: install
 	$(RUN) -m tasks.classification.demo
+
+# For the change at hand: lint, types and the tests that are quick. Tests of tasks whose extra is missing are skipped.
+check: lint
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not slow"
 
 test: lint video dense robotics
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2
@@ -21,6 +25,10 @@ lint: install
 sanitize: install
 	CI_NEEDS_KERNELS=1 $(RUN) -m pytest tests/hf_sparseprior/kernels/test_sanitizer.py
 
+# Thirty mistakes, one at a time, each of which some test has to notice; ten minutes.
+mutations: install
+	$(RUN) -m tests.mutations
+
 # Training runs of minutes, not part of the tests.
 smoke: install
 	$(RUN) -m tasks.classification.train --config configs/classification/smoke.yaml
@@ -33,7 +41,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --constraint constraints.txt torch
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[analysis,classification,dev]'
-	$(RUN) -m pip install --quiet --constraint constraints.txt --no-deps imagecorruptions
+	$(RUN) -m pip install --quiet --constraint constraints.txt --no-deps imagecorruptions timm
 	$(RUN) -m hf_sparseprior doctor
 	touch $@
 

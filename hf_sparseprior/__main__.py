@@ -1,10 +1,15 @@
-"""Command line: python -m hf_sparseprior explain | export | convert | doctor."""
+"""Command line: python -m hf_sparseprior explain | export | convert | doctor.
+
+A bad value ends with one line; with SPARSEPRIOR_TRACEBACK=1 its traceback shows before that.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
+
+from hf_sparseprior.command import USER_ERRORS, report_error
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,9 +82,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             for line in export_folder(arguments.source, arguments.out, arguments.license):
                 print(line)
-    except (ValueError, TypeError, OSError, ImportError, MemoryError) as error:
-        print(f"{parser.prog} {arguments.command}: {error or type(error).__name__}", file=sys.stderr)
-        return 2
+    except USER_ERRORS as error:
+        return report_error(f"{parser.prog} {arguments.command}", error)
     return 0
 
 

@@ -8,6 +8,7 @@ Processes that tests start do not see it. Nothing else in the tests uses Triton 
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -16,3 +17,8 @@ if not torch.cuda.is_available() and find_spec("triton") is not None:
     from hf_sparseprior.kernels import decayed_triton, diagonal_triton  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]
+
+# Processes that tests start in other folders find `tasks`, which no installation brings.
+ROOT = str(Path(__file__).parents[1])
+if ROOT not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+    os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, paths)])

@@ -32,6 +32,7 @@ from hf_sparseprior.analysis.paper_numbers import (
 from hf_sparseprior.configuration_sparseprior_vit import PRESETS, as_pair
 from hf_sparseprior.prior import prior_name, resolve_prior
 from tasks.classification.config import load_config
+from tasks.common.command import run_command
 from tasks.common.config import parse_value, split_cell
 from tasks.common.environment import command_line, environment
 from tasks.common.results import write_results
@@ -202,12 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("outputs/analysis/flops"), help="folder (default %(default)s)")
     arguments = parser.parse_args(argv)
     transformers_logging.set_verbosity_error()
-    try:
-        run(arguments)
-    except (ValueError, OSError, TypeError, ImportError) as error:
-        print(f"{parser.prog}: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(parser.prog, lambda: run(arguments))
 
 
 def run(arguments: argparse.Namespace) -> None:

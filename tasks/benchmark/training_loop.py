@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback, get_scheduler
 from transformers.utils import logging as transformers_logging
 
+from hf_sparseprior.command import USER_ERRORS, report_error
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.training import (
     DrawSampler,
@@ -157,9 +158,8 @@ def main(argv: list[str] | None = None) -> int:
     transformers_logging.set_verbosity_error()
     try:
         results = measure(load_config(arguments.config, arguments.overrides), arguments.steps, arguments.rounds)
-    except (ValueError, OSError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
+    except USER_ERRORS as error:
+        return report_error(parser.prog, error)
     write_results(arguments.out, results)
     medians, shares = results["seconds_per_step"], results["share_of_each_round"]
     print(

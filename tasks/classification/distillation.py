@@ -51,7 +51,7 @@ class DistillationConfig:
         """Check the fields."""
         if self.teacher is not None and (not isinstance(self.teacher, str) or not self.teacher):
             raise ValueError(f"distillation.teacher={self.teacher!r} must be a folder, 'self' or null")
-        if self.phase not in PHASES:
+        if self.phase not in tuple(PHASES):
             raise ValueError(f"distillation.phase={self.phase!r} must be one of {', '.join(PHASES)}")
         for loss in PHASES[self.phase]:
             name, value = f"lambda_{loss}", getattr(self, f"lambda_{loss}")

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hf_sparseprior.command import USER_ERRORS, report_error
 from tasks.common.images.config import DataConfig
 from tasks.common.images.sources.cifar import (
     CLASSES,
@@ -125,9 +126,8 @@ def main(argv: list[str] | None = None) -> int:
         for split, (images, labels) in splits.items():
             write_parquet(images, labels, CLASSES, files[split])
             print(f"{files[split]}: {len(images)} images, sha256 {checksum(images, labels)[:16]}")
-    except (ValueError, OSError, KeyError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
+    except (*USER_ERRORS, KeyError) as error:
+        return report_error(parser.prog, error)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What the commands that train have in common: their arguments and how they end."""
+"""What commands have in common: the arguments of those that train, and how all end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable
+
+from hf_sparseprior.command import USER_ERRORS, report_error
 
 
 class RunStopped(Exception):
@@ -36,6 +38,9 @@ def train_parser(
 def run_command(program: str, work: Callable[[], None], goes_on: str | None = None) -> int:
     """Do the work of a command; a bad value, a missing package, SIGTERM and Ctrl-C end it with one line.
 
+    SPARSEPRIOR_TRACEBACK=1 shows the traceback before that line. An error that no value of the user's causes, such as a
+    TypeError, is raised.
+
     Args:
         program: its name.
         work: what it does.
@@ -46,9 +51,8 @@ def run_command(program: str, work: Callable[[], None], goes_on: str | None = No
     """
     try:
         work()
-    except (ValueError, OSError, TypeError, ImportError) as error:
-        print(f"{program}: {one_line(error)}", file=sys.stderr)
-        return 2
+    except USER_ERRORS as error:
+        return report_error(program, error)
     except RunStopped as stopped:
         print(f"{program}: {stopped}", file=sys.stderr)
         return 128 + signal.SIGTERM
@@ -62,9 +66,3 @@ def run_command(program: str, work: Callable[[], None], goes_on: str | None = No
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type where it has none."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
-
-
-def one_line(error: Exception) -> str:
-    """An error's text; of one in a data loader worker, whose text is the worker's traceback, the last line."""
-    text = str(error)
-    return text.strip().splitlines()[-1].partition(": ")[2] if text.startswith("Caught ") else text

@@ -31,6 +31,8 @@ from typing import Any
 
 import yaml
 
+from hf_sparseprior.command import USER_ERRORS, report_error
+
 COMPARISON = ("first", "seeds", "variants")  # keys of a comparison besides those of the run that its rows change
 
 
@@ -350,9 +352,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             cells = read_cells(file)
             rows = read_rows(cells)
-    except (ValueError, OSError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
+    except USER_ERRORS as error:
+        return report_error(parser.prog, error)
     print("\n".join([*filter(None, cells), *rows]) or f"{file} is a single configuration")
     return 0
 

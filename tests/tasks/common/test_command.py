@@ -1,0 +1,43 @@
+"""How the commands of all tasks end."""
+
+import signal
+
+import pytest
+
+from tasks.common.command import RunStopped, run_command
+
+
+def raising(error):
+    def work():
+        raise error
+
+    return work
+
+
+@pytest.mark.parametrize("error", [ValueError("a=1"), OSError("a=1"), ImportError("a=1"), FileNotFoundError("a=1")])
+@pytest.mark.parametrize("shown", ["0", "1"])
+def test_what_a_user_can_cause_is_one_line(error, shown, monkeypatch, capsys):
+    monkeypatch.setenv("SPARSEPRIOR_TRACEBACK", shown)
+    assert run_command("python -m tasks.x", raising(error)) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1] == "python -m tasks.x: a=1"
+    assert (lines[0] == "Traceback (most recent call last):") if shown == "1" else len(lines) == 1
+
+
+@pytest.mark.parametrize("mistake", [TypeError, AttributeError, KeyError, IndexError, RuntimeError])
+def test_a_mistake_of_the_program_is_raised(mistake):
+    with pytest.raises(mistake, match="a slip"):
+        run_command("python -m tasks.x", raising(mistake("a slip")))
+
+
+def test_the_ends_that_are_no_errors(capsys):
+    assert run_command("x", lambda: None) == 0
+    assert run_command("x", raising(RunStopped("stopped at step 3"))) == 128 + signal.SIGTERM
+    assert run_command("x", raising(KeyboardInterrupt()), "where it stopped") == 130
+    assert run_command("x", raising(KeyboardInterrupt())) == 130
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert lines == [
+        "x: stopped at step 3",
+        "x: interrupted; the same command goes on where it stopped",
+        "x: interrupted; nothing was written",
+    ]
