@@ -19,6 +19,7 @@ from .low_rank import MIXERS, Mixer
 from .ops import run_plan
 from .predictor import PREDICTORS, Predictor
 from .relative_position import RelativePosition
+from .resolved import ResolvedPrior
 from .supports import support_notes
 
 logger = logging.getLogger("hf_sparseprior.attention")
@@ -40,11 +41,11 @@ class PriorAttention(nn.Module):
     # Grids whose plan a layer keeps; a model that sees many resolutions must not collect masks without end.
     MAX_PLANS = 8
 
-    def __init__(self, num_heads: int, prior: dict[str, Any], layer_idx: int = 0, head_dim: int = 0) -> None:
+    def __init__(self, num_heads: int, prior: ResolvedPrior, layer_idx: int = 0, head_dim: int = 0) -> None:
         super().__init__()
         self._set_prior(num_heads, prior, layer_idx, head_dim)
 
-    def _set_prior(self, num_heads: int, prior: dict[str, Any], layer_idx: int, head_dim: int) -> None:
+    def _set_prior(self, num_heads: int, prior: ResolvedPrior, layer_idx: int, head_dim: int) -> None:
         self.num_heads = num_heads
         self.layer_idx = layer_idx
         self.prior = prior
@@ -170,7 +171,7 @@ class SparsePriorAttention(PriorAttention):
         self,
         hidden_size: int,
         num_heads: int,
-        prior: dict[str, Any],
+        prior: ResolvedPrior,
         layer_idx: int = 0,
         qkv_bias: bool = True,
         proj_bias: bool = True,

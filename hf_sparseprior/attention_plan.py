@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .decay import DECAYS, resized_order
+from .decay import DECAYS
 from .masks import Pairs, key_lists, mask_from_offsets, pruning_ratio
 from .relative_offsets import relative_table
 from .resolved import ResolvedSupport
@@ -145,6 +145,8 @@ def _table_in_graph(key: str, name: str, device: str) -> Tensor:
 
 def decay_positions(plan: AttentionPlan, decay: dict[str, Any], device: torch.device) -> Tensor:
     """Positions (C, A, N) that a decay measures distances along: those of its settings, or learned ones."""
-    if (order := decay.get("order")) is not None:
-        return resized_order(order, plan.grid)
+    assert plan.decay is not None
+    kind = DECAYS[plan.decay["name"]]
+    if kind.learns_positions(decay):
+        return kind.learned_positions(decay, plan.grid)
     return plan_table(plan, "positions", device)

@@ -21,7 +21,7 @@ from .attention_request import (
 from .backend_choice import Crossover, register_backend
 from .backend_gather import gather_can_run
 from .compiled_kernels import decayed_cpu, diagonal_cpu, kernels_missing, listed_cpu, triton_device
-from .decay import prefix_weights
+from .decay import DECAYS, prefix_weights
 
 
 def _kernel_can_run(request: AttentionRequest) -> str | None:
@@ -32,7 +32,7 @@ def _kernel_can_run(request: AttentionRequest) -> str | None:
         return reason
     if request.needs_all_weights:
         return "the compiled kernels do not return attention weights"
-    if request.decay is not None and request.decay.get("order") is not None:
+    if request.decay is not None and DECAYS[request.decay["name"]].learns_positions(request.decay):
         return "the compiled kernels have tables of whole ranks, and this order is learned"
     return kernels_missing() or drops_unformed_pairs(request)
 

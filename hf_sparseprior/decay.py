@@ -14,7 +14,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from .checks import check_boolean, check_integer, check_keys, plain, split_spec
 from .curves import CURVES, TRANSPOSED_SUFFIX, curve_names, curve_rank
 from .registry import registering
+from .resolved import Placement, ResolvedDecay, own_settings
 
 DECAYS: dict[str, type[Decay]] = {}
 
@@ -40,7 +41,7 @@ INIT_KEYS = ("alpha_mean", "alpha_std", "beta_low", "beta_high")
 
 # Where M acts, with A = alpha * Q K^T / sqrt(d_h) and S the softmax (VIOLIN Table 14). With M = 1, where decays of
 # adapters start, all but the last two leave a pretrained model as it is.
-PLACEMENTS: dict[str, str] = {
+PLACEMENTS: dict[Placement, str] = {
     "multiply": "S(A * M)",  # VIOLIN Eq. 12
     # S(A + M), which is the same: a softmax does not see what is added to all its logits. In this form it starts as
     # the base model with mask_fill="zero", too.
@@ -59,12 +60,14 @@ def register_decay(name: str) -> Callable[[type[Decay]], type[Decay]]:
     return registering("decay", DECAYS, name)
 
 
-def resolve_decay(decay: str | dict[str, Any] | None, grid: Sequence[int] | None = None) -> dict[str, Any] | None:
+def resolve_decay(
+    decay: str | Mapping[str, Any] | ResolvedDecay | None, grid: Sequence[int] | None = None
+) -> ResolvedDecay | None:
     """The full form of a decay: its name with every setting, checked; None for no decay.
 
     Args:
         decay: name, or a dict of the name with settings.
-        grid: (height, width) of the patches, for decays that keep a value for each of them and say of no grid.
+        grid: (height, width) of the patches, which decays take that keep a value for each patch and are given no grid.
 
     Raises:
         ValueError: naming the field, the value and what is allowed.
@@ -78,17 +81,7 @@ def resolve_decay(decay: str | dict[str, Any] | None, grid: Sequence[int] | None
     settings = dict(DECAYS[name].SETTINGS)
     check_keys(spec, list(settings), f"decay {name!r}")
     settings.update(spec)
-    for key in ("learn_alpha", "learn_beta", "learn_prefix"):
-        settings[key] = check_boolean(f"decay {name!r}: {key}", settings[key])
-    init_values(settings["init"])
-    if isinstance(settings["init"], Mapping):
-        settings["init"] = {key: plain(value) for key, value in settings["init"].items()}
-    for key, check in SETTING_CHECKS.items():
-        if key in settings:
-            settings[key] = check(settings[key])
-    if "grid" in settings and settings["grid"] is None and grid is not None:
-        settings["grid"] = check_grid(grid)
-    return {"name": name, **settings}
+    return cast("ResolvedDecay", {"name": name, **DECAYS[name].check_settings(settings, grid)})
 
 
 def check_curves(curves: Sequence[str]) -> list[str]:
@@ -103,7 +96,7 @@ def check_curves(curves: Sequence[str]) -> list[str]:
     return list(curves)
 
 
-def check_placement(placement: str) -> str:
+def check_placement(placement: Any) -> Placement:
     """A name of `PLACEMENTS`."""
     if not isinstance(placement, str) or placement not in PLACEMENTS:
         names = ", ".join(f"{name} ({formula})" for name, formula in PLACEMENTS.items())
@@ -134,17 +127,6 @@ def check_grid(grid: Sequence[int] | None) -> list[int] | None:
     if isinstance(grid, str) or not isinstance(grid, Sequence) or len(grid) != 2:
         raise ValueError(f"grid={grid!r} must be (height, width) in patches, or None for the model's")
     return [check_integer("grid", side, 1) for side in grid]
-
-
-SETTING_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "curves": check_curves,
-    "placement": check_placement,
-    "gamma": check_gamma,
-    "seed": lambda seed: check_integer("seed", seed, 0),
-    "with_transpose": lambda value: check_boolean("with_transpose", value),
-    "start": check_start,
-    "grid": check_grid,
-}
 
 
 def init_values(init: str | dict[str, float]) -> tuple[float, float, float, float]:
@@ -179,12 +161,17 @@ class Decay(nn.Module):
 
     They stay in at least float32 when the model is cast to half precision: in bfloat16 sigmoid(beta) rounds to 1.
 
+    A subclass has its own SETTINGS with their defaults, a superset of these, `check_settings` for them, `positions`,
+    and TENSORS with `tensor_shapes` if it learns more than alpha and beta.
+
     Args:
         num_heads: H.
         settings: as `resolve_decay` returns them, without the name.
     """
 
     name: str
+    # What `ops.attention` takes besides the settings.
+    TENSORS: tuple[str, ...] = ("alpha", "beta", "prefix_beta")
     SETTINGS: dict[str, Any] = {
         "init": "pretrain",
         "learn_alpha": True,  # False: alpha = 1 and no parameter
@@ -198,7 +185,7 @@ class Decay(nn.Module):
         super().__init__()
         resolved = resolve_decay({"name": self.name, **settings})
         assert resolved is not None
-        self.settings = resolved
+        self.settings: Any = resolved
         self.key = json.dumps(resolved, sort_keys=True)
         num_curves = self.positions(resolved, (1, 1)).shape[0]
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
@@ -220,9 +207,44 @@ class Decay(nn.Module):
         """Make what a subclass learns besides; `initial_values` has to give the values."""
 
     @classmethod
-    def positions(cls, settings: dict[str, Any], grid: tuple[int, int]) -> np.ndarray:
+    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int] | None) -> dict[str, Any]:
+        """The settings with their values checked, for a patch grid (height, width) if there is one.
+
+        Raises:
+            ValueError: naming the setting, the value and what is allowed.
+        """
+        checked = dict(settings)
+        for key in ("learn_alpha", "learn_beta", "learn_prefix"):
+            checked[key] = check_boolean(f"decay {cls.name!r}: {key}", settings[key])
+        init_values(settings["init"])
+        if isinstance(settings["init"], Mapping):
+            checked["init"] = {key: plain(value) for key, value in settings["init"].items()}
+        return {
+            **checked,
+            "placement": check_placement(settings["placement"]),
+            "gamma": check_gamma(settings["gamma"]),
+        }
+
+    @classmethod
+    def positions(cls, settings: Mapping[str, Any], grid: tuple[int, int]) -> np.ndarray:
         """Integer positions (C, A, N) of the patches; the distance of two patches is the sum over the A axes."""
         raise NotImplementedError
+
+    @classmethod
+    def learns_positions(cls, decay: Mapping[str, Any]) -> bool:
+        """Whether the distances follow from the decay's tensors (`learned_positions`), not from `positions`."""
+        return False
+
+    @classmethod
+    def learned_positions(cls, decay: Mapping[str, Any], grid: tuple[int, int]) -> Tensor:
+        """Positions (C, A, N) that follow from the decay's tensors."""
+        raise NotImplementedError
+
+    @classmethod
+    def tensor_shapes(cls, settings: Mapping[str, Any], num_heads: int) -> dict[str, tuple[int | str, ...]]:
+        """Shapes of TENSORS; a word stands for any size."""
+        num_curves = cls.positions(settings, (1, 1)).shape[0]
+        return {"alpha": (num_heads,), "beta": (num_curves, num_heads), "prefix_beta": (num_heads,)}
 
     def initial_values(self) -> dict[str, Tensor]:
         """Fresh values of every scalar, drawn from torch's generator as `init` says."""
@@ -277,7 +299,13 @@ class ViolinDecay(Decay):
     }
 
     @classmethod
-    def positions(cls, settings: dict[str, Any], grid: tuple[int, int]) -> np.ndarray:
+    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int] | None) -> dict[str, Any]:
+        """As of every decay, and `curves`."""
+        checked = super().check_settings(settings, grid)
+        return {**checked, "curves": check_curves(settings["curves"])}
+
+    @classmethod
+    def positions(cls, settings: Mapping[str, Any], grid: tuple[int, int]) -> np.ndarray:
         """Ranks along each curve, (C, 1, N)."""
         curves = check_curves(settings.get("curves", cls.SETTINGS["curves"]))
         return np.stack([curve_rank(curve, grid).reshape(1, -1) for curve in curves])
@@ -294,7 +322,13 @@ class ManhattanDecay(Decay):
     SETTINGS = {"with_transpose": False, **Decay.SETTINGS}
 
     @classmethod
-    def positions(cls, settings: dict[str, Any], grid: tuple[int, int]) -> np.ndarray:
+    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int] | None) -> dict[str, Any]:
+        """As of every decay, and `with_transpose`."""
+        checked = super().check_settings(settings, grid)
+        return {**checked, "with_transpose": check_boolean("with_transpose", settings["with_transpose"])}
+
+    @classmethod
+    def positions(cls, settings: Mapping[str, Any], grid: tuple[int, int]) -> np.ndarray:
         """Rows and columns, (1, 2, N); with the transpose (2, 2, N)."""
         indices = np.indices(grid).reshape(1, 2, -1)
         return np.concatenate([indices, indices[:, ::-1]]) if settings.get("with_transpose") else indices
@@ -318,7 +352,15 @@ class RandomOrderDecay(Decay):
     SETTINGS = {"seed": 0, "with_transpose": True, **Decay.SETTINGS}
 
     @classmethod
-    def positions(cls, settings: dict[str, Any], grid: tuple[int, int]) -> np.ndarray:
+    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int] | None) -> dict[str, Any]:
+        """As of every decay, `seed` and `with_transpose`."""
+        checked = super().check_settings(settings, grid)
+        seed = check_integer("seed", settings["seed"], 0)
+        with_transpose = check_boolean("with_transpose", settings["with_transpose"])
+        return {**checked, "seed": seed, "with_transpose": with_transpose}
+
+    @classmethod
+    def positions(cls, settings: Mapping[str, Any], grid: tuple[int, int]) -> np.ndarray:
         """Random ranks, (1, 1, N); with the transpose (2, 1, N)."""
         seed, with_transpose = (settings.get(key, cls.SETTINGS[key]) for key in ("seed", "with_transpose"))
         ranks = [random_rank(grid, seed, transposed) for transposed in (False, True)[: 1 + with_transpose]]
@@ -336,6 +378,15 @@ class LearnedOrderDecay(Decay):
 
     # start: a curve, or "random" with `seed`. grid: (height, width) of the numbers, None for that of the model.
     SETTINGS = {"start": "z", "seed": 0, "grid": None, **Decay.SETTINGS}
+    TENSORS = (*Decay.TENSORS, "order")
+
+    @classmethod
+    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int] | None) -> dict[str, Any]:
+        """As of every decay, `seed`, `start` and `grid`, which is the model's where it is None."""
+        checked = super().check_settings(settings, grid)
+        own_grid = settings["grid"] if settings["grid"] is not None else grid
+        seed, start = check_integer("seed", settings["seed"], 0), check_start(settings["start"])
+        return {**checked, "seed": seed, "start": start, "grid": check_grid(own_grid)}
 
     def add_parameters(self) -> None:
         """The positions, (1, height, width)."""
@@ -345,11 +396,26 @@ class LearnedOrderDecay(Decay):
         self.order = nn.Parameter(torch.empty(1, *grid, dtype=self.beta.dtype))
 
     @classmethod
-    def positions(cls, settings: dict[str, Any], grid: tuple[int, int]) -> np.ndarray:
+    def positions(cls, settings: Mapping[str, Any], grid: tuple[int, int]) -> np.ndarray:
         """The ranks that the positions start as, (1, 1, N)."""
         start, seed = (settings.get(key, cls.SETTINGS[key]) for key in ("start", "seed"))
         rank = random_rank(grid, seed) if start == "random" else curve_rank(start, grid)
         return rank.reshape(1, 1, -1)
+
+    @classmethod
+    def learns_positions(cls, decay: Mapping[str, Any]) -> bool:
+        """Unless the tensors are without "order", which then is the one that it starts from."""
+        return decay.get("order") is not None
+
+    @classmethod
+    def learned_positions(cls, decay: Mapping[str, Any], grid: tuple[int, int]) -> Tensor:
+        """The decay's "order" on this grid."""
+        return resized_order(decay["order"], grid)
+
+    @classmethod
+    def tensor_shapes(cls, settings: Mapping[str, Any], num_heads: int) -> dict[str, tuple[int | str, ...]]:
+        """As of every decay, and "order"."""
+        return {**super().tensor_shapes(settings, num_heads), "order": (1, "height", "width")}
 
     def initial_values(self) -> dict[str, Tensor]:
         """As for every decay, and the positions."""
@@ -371,9 +437,32 @@ def resized_order(order_CHW: Tensor, grid: tuple[int, int]) -> Tensor:
     return order_CHW.reshape(curves, 1, -1)
 
 
-def make_decay(decay: dict[str, Any], num_heads: int) -> Decay:
+def make_decay(decay: ResolvedDecay, num_heads: int) -> Decay:
     """The module of a resolved decay for one layer."""
-    return DECAYS[decay["name"]](num_heads, **{key: value for key, value in decay.items() if key != "name"})
+    return DECAYS[decay["name"]](num_heads, **own_settings(decay))
+
+
+def check_decay_tensors(decay: Mapping[str, Any], num_heads: int) -> dict[str, Any]:
+    """A decay given with tensors, its defaults filled in.
+
+    Raises:
+        ValueError: naming what is missing or does not fit, and what is allowed.
+    """
+    name, given = split_spec(decay, "decay", DECAYS)
+    kind = DECAYS[name]
+    check_keys(given, [*kind.SETTINGS, *kind.TENSORS], f"decay {name!r}")
+    settings = {key: given.get(key, default) for key, default in kind.SETTINGS.items()}
+    settings = {"name": name, **kind.check_settings(settings, None)}
+    tensors = {key: given[key] for key in kind.TENSORS if key in given}
+    for key, shape in kind.tensor_shapes(settings, num_heads).items():
+        tensor: Any = tensors.get(key)
+        if tensor is None and key != "beta":
+            continue
+        fits = isinstance(tensor, Tensor) and tensor.dim() == len(shape)
+        if not fits or any(want not in (have, str(want)) for want, have in zip(shape, tensor.shape, strict=True)):
+            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
+            raise ValueError(f"decay {key}={got} must be a tensor of shape {str(shape).replace(chr(39), '')}")
+    return {**settings, **tensors}
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------

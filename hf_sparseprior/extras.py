@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from .checks import check_keys, plain, split_spec
 from .registry import registering
+from .resolved import ResolvedModule, own_settings
 
 EXTRAS: dict[str, type[Extra]] = {}
 
@@ -45,7 +46,7 @@ class PriorModule(nn.Module):
         return {name: torch.zeros(parameter.shape) for name, parameter in self.named_parameters(recurse=False)}
 
     @classmethod
-    def kept_pairs(cls, settings: dict[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
+    def kept_pairs(cls, settings: Mapping[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
         """Pairs of a head whose products with keys and values cost as much, of T^2 in dense attention.
 
         Only predictors and mixers are asked.
@@ -53,19 +54,19 @@ class PriorModule(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def settings_for(cls, settings: dict[str, Any], total: int) -> dict[str, Any]:
+    def settings_for(cls, settings: Mapping[str, Any], total: int) -> Mapping[str, Any]:
         """The settings of layers that have lost some of a grid's T tokens; only predictors and mixers are asked."""
         return settings
 
     @classmethod
     def products(
-        cls, settings: dict[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
+        cls, settings: Mapping[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
     ) -> int:
         """Multiply-adds of a layer beside those of the pairs; only predictors and mixers are asked."""
         return 0
 
     @classmethod
-    def projection_change(cls, settings: dict[str, Any], num_heads: int, width: int, total: int) -> int:
+    def projection_change(cls, settings: Mapping[str, Any], num_heads: int, width: int, total: int) -> int:
         """Multiply-adds by which the projections of a layer differ from dense attention's; as `products`."""
         return 0
 
@@ -85,13 +86,16 @@ class Extra(PriorModule):
     place = "attention"
 
     @classmethod
-    def check_model(cls, settings: dict[str, Any], config: Any) -> None:
+    def check_model(cls, settings: Mapping[str, Any], config: Any) -> None:
         """Raise ValueError unless the settings go with a model of this config."""
 
 
+ModuleSpec = str | Mapping[str, Any] | ResolvedModule
+
+
 def resolve_module(
-    spec: str | dict[str, Any], slot: str, registry: Mapping[str, type[PriorModule]], grid: Sequence[int]
-) -> dict[str, Any]:
+    spec: ModuleSpec, slot: str, registry: Mapping[str, type[PriorModule]], grid: Sequence[int]
+) -> ResolvedModule:
     """The full form of what fills a slot: its name with every setting, checked.
 
     Raises:
@@ -101,15 +105,15 @@ def resolve_module(
     settings = dict(registry[name].SETTINGS)
     check_keys(given, list(settings), f"{slot.removesuffix('s')} {name!r}")
     settings.update((key, plain(value)) for key, value in given.items())
-    return {"name": name, **registry[name].check_settings(settings, grid)}
+    return cast("ResolvedModule", {"name": name, **registry[name].check_settings(settings, grid)})
 
 
-def make_module(resolved: dict[str, Any], registry: Mapping[str, type[PriorModule]], *sizes: int) -> PriorModule:
+def make_module(resolved: ResolvedModule, registry: Mapping[str, type[PriorModule]], *sizes: int) -> PriorModule:
     """The module of a resolved slot."""
-    return registry[resolved["name"]](*sizes, **{key: value for key, value in resolved.items() if key != "name"})
+    return registry[resolved["name"]](*sizes, **own_settings(resolved))
 
 
-def resolve_extras(extras: Sequence[str | dict[str, Any]] | None, grid: Sequence[int]) -> list[dict[str, Any]]:
+def resolve_extras(extras: Sequence[ModuleSpec] | None, grid: Sequence[int]) -> list[ResolvedModule]:
     """The full form of `extras`: a list of names with every setting, checked.
 
     Raises:
@@ -124,7 +128,7 @@ def resolve_extras(extras: Sequence[str | dict[str, Any]] | None, grid: Sequence
     return resolved
 
 
-def make_extras(extras: Sequence[dict[str, Any]], place: str, *sizes: int) -> nn.ModuleDict:
+def make_extras(extras: Sequence[ResolvedModule], place: str, *sizes: int) -> nn.ModuleDict:
     """The modules of resolved extras by name, those that have this place."""
     return nn.ModuleDict(
         {extra["name"]: make_module(extra, EXTRAS, *sizes) for extra in extras if EXTRAS[extra["name"]].place == place}

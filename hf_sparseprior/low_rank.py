@@ -7,7 +7,7 @@ Shape letters: B batch, H heads, D head width, N patch tokens, P prefix tokens, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Mixer(PriorModule):
         super().__init__()
 
     @staticmethod
-    def key_width(settings: dict[str, Any], head_dim: int) -> int:
+    def key_width(settings: Mapping[str, Any], head_dim: int) -> int:
         """Width of the queries and keys of a head."""
         return head_dim
 
@@ -135,13 +135,13 @@ class Linformer(Mixer):
         return {name: torch.randn(weight.shape) * std for name, weight in self.named_parameters(recurse=False)}
 
     @classmethod
-    def kept_pairs(cls, settings: dict[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
+    def kept_pairs(cls, settings: Mapping[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
         """As `PriorModule`."""
         return (num_tokens + num_prefix_tokens) * (num_prefix_tokens + settings["projected_tokens"])
 
     @classmethod
     def products(
-        cls, settings: dict[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
+        cls, settings: Mapping[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
     ) -> int:
         """As `PriorModule`: the mixing of keys and of values."""
         return 2 * settings["projected_tokens"] * num_tokens * num_heads * head_dim
@@ -202,17 +202,17 @@ class EfficientAttention(Mixer):
         }
 
     @staticmethod
-    def key_width(settings: dict[str, Any], head_dim: int) -> int:
+    def key_width(settings: Mapping[str, Any], head_dim: int) -> int:
         """As `Mixer`."""
         return head_dim if settings["key_width"] is None else settings["key_width"]
 
     @classmethod
-    def kept_pairs(cls, settings: dict[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
+    def kept_pairs(cls, settings: Mapping[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
         """As `PriorModule`."""
         return (num_tokens + num_prefix_tokens) * cls.key_width(settings, head_dim)
 
     @classmethod
-    def projection_change(cls, settings: dict[str, Any], num_heads: int, width: int, total: int) -> int:
+    def projection_change(cls, settings: Mapping[str, Any], num_heads: int, width: int, total: int) -> int:
         """As `PriorModule`: queries and keys of another width."""
         return 2 * total * width * (num_heads * cls.key_width(settings, width // num_heads) - width)
 

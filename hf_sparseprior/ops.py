@@ -26,9 +26,9 @@ from .backend_dense import leading_weights
 from .backend_diagonal import diagonal  # noqa: F401
 from .backend_gather import gather  # noqa: F401
 from .backend_kernels import cpp  # noqa: F401
-from .checks import check_integer, check_keys, split_spec
-from .decay import DECAYS, SETTING_CHECKS
-from .supports import resolve_support
+from .checks import check_integer
+from .decay import check_decay_tensors
+from .supports import needs_grid, resolve_support
 
 
 def run_plan(request: AttentionRequest, backend: str = "auto") -> tuple[Tensor, Tensor | None]:
@@ -124,9 +124,10 @@ def attention(
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p={dropout_p} must be between 0 and 1")
     num_heads, num_tokens = q.shape[1], q.shape[2] - num_prefix_tokens
-    grid = _check_grid(grid, num_tokens, decay is not None)
+    needed_by = "a decay" if decay is not None else "this support" if needs_grid(support) else None
+    grid = _check_grid(grid, num_tokens, needed_by)
     if decay is not None:
-        decay = _check_decay(decay, num_heads)
+        decay = check_decay_tensors(decay, num_heads)
     resolved = resolve_support(support, num_heads, num_tokens, grid)
     settings = None if decay is None else {key: value for key, value in decay.items() if not isinstance(value, Tensor)}
     plan = AttentionPlan(num_heads, grid, num_prefix_tokens, resolved, settings, layer)
@@ -147,40 +148,15 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} on {tensor.device} must be on the device of q, {q.device}")
 
 
-def _check_grid(grid: tuple[int, int] | None, num_tokens: int, needed: bool) -> tuple[int, int]:
+def _check_grid(grid: tuple[int, int] | None, num_tokens: int, needed_by: str | None) -> tuple[int, int]:
     if grid is None:
         side = math.isqrt(num_tokens)
         if side * side == num_tokens:
             return side, side
-        if needed:
-            raise ValueError(f"grid=None with a decay needs a square number of patch tokens, got {num_tokens}")
+        if needed_by is not None:
+            raise ValueError(f"grid=None with {needed_by} needs a square number of patch tokens, got {num_tokens}")
         return 1, num_tokens
     sides_are_counts = all(isinstance(side, (int, np.integer)) and side > 0 for side in grid)
     if len(grid) != 2 or not sides_are_counts or grid[0] * grid[1] != num_tokens:
         raise ValueError(f"grid={tuple(grid)} must be (height, width) with {num_tokens} patch tokens")
     return int(grid[0]), int(grid[1])
-
-
-DECAY_TENSORS = ("alpha", "beta", "prefix_beta", "order")
-
-
-def _check_decay(decay: dict[str, Any], num_heads: int) -> dict[str, Any]:
-    """A decay given with tensors, its defaults filled in."""
-    name, given = split_spec(decay, "decay", DECAYS)
-    check_keys(given, [*DECAYS[name].SETTINGS, *DECAY_TENSORS], f"decay {name!r}")
-    filled = {**DECAYS[name].SETTINGS, **decay}
-    filled.update({key: check(filled[key]) for key, check in SETTING_CHECKS.items() if key in filled})
-    num_curves = DECAYS[name].positions(filled, (1, 1)).shape[0]
-    expected = {"alpha": (num_heads,), "beta": (num_curves, num_heads), "prefix_beta": (num_heads,)}
-    for key, shape in expected.items():
-        tensor = filled.get(key)
-        if tensor is None and key != "beta":
-            continue
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
-            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
-            raise ValueError(f"decay {key}={got} must be a tensor of shape {shape}")
-    order = filled.get("order")
-    if order is not None and (not isinstance(order, Tensor) or order.dim() != 3 or order.shape[0] != num_curves):
-        got = tuple(order.shape) if isinstance(order, Tensor) else order
-        raise ValueError(f"decay order={got} must be a tensor of shape ({num_curves}, height, width)")
-    return filled

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -98,14 +98,14 @@ class TopK(Predictor):
         return {"keys": None, "pruning_ratio": ratio}
 
     @classmethod
-    def kept_pairs(cls, settings: dict[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
+    def kept_pairs(cls, settings: Mapping[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
         """As `PriorModule`; of the logits that are kept, not of those that are computed."""
         total = num_tokens + num_prefix_tokens
         return total * cls(1, head_dim, **{key: settings[key] for key in cls.SETTINGS}).top_k(total)
 
     @classmethod
     def products(
-        cls, settings: dict[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
+        cls, settings: Mapping[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
     ) -> int:
         """As `PriorModule`: all logits, without those that are kept."""
         kept = cls.kept_pairs(settings, head_dim, num_tokens, num_prefix_tokens)

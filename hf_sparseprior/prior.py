@@ -10,17 +10,18 @@ extras     further modules, a list                                 swin_rpb, irp
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from .checks import check_keys
 from .decay import DECAYS, resolve_decay
-from .extras import EXTRAS, PriorModule, resolve_extras, resolve_module
+from .extras import EXTRAS, ModuleSpec, PriorModule, resolve_extras, resolve_module
 from .locality import LocalityBranch  # noqa: F401  registers itself
 from .low_rank import MIXERS
 from .masks import pruning_ratio
 from .predictor import PREDICTORS
 from .relative_position import RelativePosition  # noqa: F401  registers its kinds
+from .resolved import ResolvedModule, ResolvedPrior
 from .sparsifiner import Sparsifiner  # noqa: F401  registers itself
 from .supports import SUPPORTS, resolve_support, support_pattern
 from .token_pruning import TokenPruning
@@ -35,13 +36,26 @@ def prior_names() -> list[str]:
     return [*SUPPORTS, *DECAYS, *PREDICTORS, *MIXERS, *EXTRAS]
 
 
-def parse_prior(prior: str | dict[str, Any] | None) -> dict[str, Any]:
+PriorSpec = str | Mapping[str, Any] | ResolvedPrior
+
+
+class Stage(NamedTuple):
+    """What a prior needs to know of layers that share heads and grid.
+
+    num_heads: H. grid: (height, width) of the patches.
+    """
+
+    num_heads: int
+    grid: tuple[int, int]
+
+
+def parse_prior(prior: PriorSpec | None) -> dict[str, Any]:
     """A prior as a dict of slots, not yet checked: a name fills its slot, names joined by + fill several."""
     slots: dict[str, Any] = dict.fromkeys(SLOTS)
     slots["extras"] = []
     if prior is None:
         return slots
-    if isinstance(prior, dict):
+    if isinstance(prior, Mapping):
         check_keys(prior, SLOTS, "prior")
         return {**slots, **prior}
     if not isinstance(prior, str):
@@ -62,8 +76,8 @@ def parse_prior(prior: str | dict[str, Any] | None) -> dict[str, Any]:
     return slots
 
 
-def resolve_prior(prior: str | dict[str, Any] | None, num_heads: int, grid: Sequence[int]) -> dict[str, Any]:
-    """The full form of a prior: every slot with every setting, ready to be written to config.json.
+def resolve_prior(prior: PriorSpec | None, num_heads: int, grid: Sequence[int]) -> ResolvedPrior:
+    """The full form of a prior for one stage: every slot with every setting, ready to be written to config.json.
 
     Raises:
         ValueError: naming the field, the value and what is allowed.
@@ -84,25 +98,54 @@ def resolve_prior(prior: str | dict[str, Any] | None, num_heads: int, grid: Sequ
         extras = resolve_extras(slots["extras"], grid)
     except ValueError as error:
         raise ValueError(f"prior: {error}") from None
-    resolved = {"support": support, "decay": decay, "predictor": predictor, "mixer": mixer, "extras": extras}
+    resolved = ResolvedPrior(support=support, decay=decay, predictor=predictor, mixer=mixer, extras=extras)
     check_together(resolved)
     return resolved
 
 
-def resolve_predictor(predictor: str | dict[str, Any] | None, grid: Sequence[int]) -> dict[str, Any] | None:
+def resolve_stages(
+    prior: PriorSpec | Sequence[PriorSpec | None] | None, stages: Sequence[Stage]
+) -> list[ResolvedPrior]:
+    """The full form of a prior for each stage of a model.
+
+    Args:
+        prior: one for all stages, or a list with one for each.
+        stages: heads and grid of each.
+
+    Raises:
+        ValueError: as `resolve_prior`, naming the stage where there are several; and for a list of another length.
+    """
+    if isinstance(prior, Sequence) and not isinstance(prior, str):
+        if len(prior) != len(stages):
+            raise ValueError(f"prior: a list of {len(prior)} must have one for each of {len(stages)} stages")
+        priors = list(prior)
+    else:
+        priors = [prior] * len(stages)
+    resolved = []
+    for number, (own, stage) in enumerate(zip(priors, stages, strict=True), start=1):
+        try:
+            resolved.append(resolve_prior(own, stage.num_heads, stage.grid))
+        except ValueError as error:
+            if len(stages) == 1:
+                raise
+            raise ValueError(f"{error} (stage {number} of {len(stages)})") from None
+    return resolved
+
+
+def resolve_predictor(predictor: ModuleSpec | None, grid: Sequence[int]) -> ResolvedModule | None:
     """The full form of a predictor; None for none."""
     if predictor is None or predictor == "none":
         return None
     return resolve_module(predictor, "predictor", PREDICTORS, grid)
 
 
-def resolve_mixer(mixer: str | dict[str, Any] | None, grid: Sequence[int]) -> str | dict[str, Any]:
+def resolve_mixer(mixer: ModuleSpec | None, grid: Sequence[int]) -> Literal["softmax"] | ResolvedModule:
     """The full form of a mixer; the softmax has no settings and stays a name."""
     resolved = resolve_module("softmax" if mixer is None else mixer, "mixer", MIXERS, grid)
     return "softmax" if resolved["name"] == "softmax" else resolved
 
 
-def check_together(prior: dict[str, Any]) -> None:
+def check_together(prior: ResolvedPrior) -> None:
     """Raise where what fills one slot has nothing to act on, because of another."""
     _check_pruning(prior)
     if prior["predictor"] is not None and prior["support"]["name"] != "dense":
@@ -117,15 +160,20 @@ def check_together(prior: dict[str, Any]) -> None:
         )
     if prior["mixer"] == "softmax":
         return
-    others = {"support": prior["support"]["name"] != "dense", "decay": prior["decay"], "predictor": prior["predictor"]}
-    others["extras"] = [extra["name"] for extra in prior["extras"] if EXTRAS[extra["name"]].place == "attention"]
-    for slot, filled in others.items():
-        if filled:
-            name = ", ".join(filled) if slot == "extras" else prior[slot]["name"]
-            raise ValueError(f"prior: mixer {prior['mixer']['name']!r} has no softmax over pairs for {slot} {name!r}")
+    others = {
+        "support": [prior["support"]["name"]] if prior["support"]["name"] != "dense" else [],
+        "decay": [prior["decay"]["name"]] if prior["decay"] else [],
+        "predictor": [prior["predictor"]["name"]] if prior["predictor"] else [],
+        "extras": [extra["name"] for extra in prior["extras"] if EXTRAS[extra["name"]].place == "attention"],
+    }
+    for slot, names in others.items():
+        if names:
+            raise ValueError(
+                f"prior: mixer {prior['mixer']['name']!r} has no softmax over pairs for {slot} {', '.join(names)!r}"
+            )
 
 
-def pruning_of(prior: dict[str, Any]) -> tuple[dict[str, Any], type[TokenPruning]] | None:
+def pruning_of(prior: ResolvedPrior) -> tuple[Mapping[str, Any], type[TokenPruning]] | None:
     """Settings and class of the token pruning of a resolved prior, if it has one."""
     for extra in prior["extras"]:
         kind = EXTRAS[extra["name"]]
@@ -134,7 +182,7 @@ def pruning_of(prior: dict[str, Any]) -> tuple[dict[str, Any], type[TokenPruning
     return None
 
 
-def _check_pruning(prior: dict[str, Any]) -> None:
+def _check_pruning(prior: ResolvedPrior) -> None:
     """Raise where token pruning meets what needs every token, or itself."""
     if (found := pruning_of(prior)) is None:
         return
@@ -152,7 +200,7 @@ def _check_pruning(prior: dict[str, Any]) -> None:
         )
 
 
-def chooser_of(prior: dict[str, Any]) -> tuple[dict[str, Any], type[PriorModule]] | None:
+def chooser_of(prior: ResolvedPrior) -> tuple[Mapping[str, Any], type[PriorModule]] | None:
     """Settings and class of the mixer or the predictor of a resolved prior; None: the support decides the pairs."""
     if prior["mixer"] != "softmax":
         return prior["mixer"], MIXERS[prior["mixer"]["name"]]
@@ -161,10 +209,10 @@ def chooser_of(prior: dict[str, Any]) -> tuple[dict[str, Any], type[PriorModule]
     return None
 
 
-def prior_name(prior: dict[str, Any]) -> str:
+def prior_name(prior: ResolvedPrior) -> str:
     """Short name of a resolved prior: "fibottention+violin"."""
     parts = [prior["support"]["name"]] if prior["support"]["name"] != "dense" else []
-    parts += [prior[slot]["name"] for slot in ("decay", "predictor") if prior[slot]]
+    parts += [filled["name"] for filled in (prior["decay"], prior["predictor"]) if filled]
     parts += [prior["mixer"]["name"]] if prior["mixer"] != "softmax" else []
     parts += [extra["name"] for extra in prior["extras"]]
     return "+".join(parts) or "dense"
@@ -176,7 +224,7 @@ def of_prior(key: str) -> bool:
 
 
 def prior_pruning_ratio(
-    prior: dict[str, Any], num_heads: int, grid: Sequence[int], num_prefix_tokens: int, head_dim: int
+    prior: ResolvedPrior, num_heads: int, grid: Sequence[int], num_prefix_tokens: int, head_dim: int
 ) -> float:
     """Percentage of all pairs, prefix included, that are left out by the support or the predictor of a layer.
 

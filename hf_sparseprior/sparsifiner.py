@@ -7,7 +7,7 @@ T = P + N, R reduced dimension, K listed keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,25 +111,25 @@ class Sparsifiner(Predictor):
     # ---- cost -------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def budget_of(settings: dict[str, Any], total: int) -> int:
+    def budget_of(settings: Mapping[str, Any], total: int) -> int:
         """B of a grid with T tokens."""
         if settings["budget"] is not None:
             return settings["budget"]
         return math.ceil(round(settings["keep_rate"] * total, 9))  # 0.1 * 30 is above 3
 
     @staticmethod
-    def _keeps_all(settings: dict[str, Any]) -> bool:
+    def _keeps_all(settings: Mapping[str, Any]) -> bool:
         return settings["keep_rate"] == 1
 
     @classmethod
-    def settings_for(cls, settings: dict[str, Any], total: int) -> dict[str, Any]:
+    def settings_for(cls, settings: Mapping[str, Any], total: int) -> Mapping[str, Any]:
         """As `PriorModule`: B stays what it is for all tokens of the grid."""
         if cls._keeps_all(settings):
             return settings
         return {**settings, "keep_rate": None, "budget": cls.budget_of(settings, total)}
 
     @classmethod
-    def kept_pairs(cls, settings: dict[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
+    def kept_pairs(cls, settings: Mapping[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
         """As `PriorModule`: the most that can be kept, B patches and the prefix for each patch."""
         total = num_tokens + num_prefix_tokens
         if cls._keeps_all(settings):
@@ -139,7 +139,7 @@ class Sparsifiner(Predictor):
 
     @classmethod
     def products(
-        cls, settings: dict[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
+        cls, settings: Mapping[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
     ) -> int:
         """As `PriorModule`: W_down K, Q (W_down K)^T and A_down W_up, the last one dense, as it is run."""
         if cls._keeps_all(settings):
@@ -148,7 +148,7 @@ class Sparsifiner(Predictor):
         return down + cls.up_products(settings, num_heads, num_tokens)
 
     @staticmethod
-    def up_products(settings: dict[str, Any], num_heads: int, num_tokens: int) -> int:
+    def up_products(settings: Mapping[str, Any], num_heads: int, num_tokens: int) -> int:
         """Multiply-adds of A_down W_up in a layer; `up_share` says how many of them have no zero in them."""
         return num_heads * settings["num_down"] * num_tokens**2
 

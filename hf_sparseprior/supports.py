@@ -47,6 +47,7 @@ __all__ = [
     "layer_order",
     "layer_pairs",
     "mask_from_offsets",
+    "needs_grid",
     "pruning_ratio",
     "register_support",
     "resolve_support",
@@ -150,6 +151,12 @@ def layer_pairs(
 def has_pairs(name: str) -> bool:
     """Whether a support has pairs that lie on no diagonal as such, which not every backend can take."""
     return support_pattern(name, num_heads=1, num_tokens=4).pairs is not None
+
+
+def needs_grid(support: SupportSpec | None) -> bool:
+    """Whether a support is a pattern in two dimensions."""
+    name, _ = split_spec("dense" if support is None else support, "support", SUPPORTS)
+    return SUPPORTS[name].sees_grid
 
 
 def build_mask(

@@ -9,7 +9,7 @@ prefix tokens, T = P + n.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -100,7 +100,7 @@ class TokenPruning(Extra):
         return {**settings, "keep_rate": _check_rate(cls.name, settings["keep_rate"]), "layers": layers}
 
     @classmethod
-    def check_model(cls, settings: dict[str, Any], config: Any) -> None:
+    def check_model(cls, settings: Mapping[str, Any], config: Any) -> None:
         """As `Extra`."""
         last = cls.pruning_blocks(settings, config.num_hidden_layers)[-1]
         if last > config.num_hidden_layers:
@@ -112,20 +112,20 @@ class TokenPruning(Extra):
             raise ValueError(f"prior: {cls.name!r} needs use_class_token=True")
 
     @staticmethod
-    def pruning_blocks(settings: dict[str, Any], num_layers: int) -> list[int]:
+    def pruning_blocks(settings: Mapping[str, Any], num_layers: int) -> list[int]:
         """The blocks that prune, counted from 1."""
         if settings["layers"] is not None:
             return list(settings["layers"])
         return sorted({1 + num_layers * quarter // 4 for quarter in (1, 2, 3)})
 
     @classmethod
-    def layer_tokens(cls, settings: dict[str, Any], num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
+    def layer_tokens(cls, settings: Mapping[str, Any], num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
         """Tokens beside the prefix in the attention and in the MLP of each block, of N patches."""
         raise NotImplementedError
 
     @classmethod
     def pruning_products(
-        cls, settings: dict[str, Any], num_layers: int, width: int, num_tokens: int, num_prefix_tokens: int
+        cls, settings: Mapping[str, Any], num_layers: int, width: int, num_tokens: int, num_prefix_tokens: int
     ) -> dict[int, int]:
         """Multiply-adds of deciding what is dropped, by layer (from 0), in evaluation and of matrix products alone."""
         raise NotImplementedError
@@ -186,7 +186,7 @@ class EViT(TokenPruning):
         return -(-there * numerator // denominator)
 
     @classmethod
-    def layer_tokens(cls, settings: dict[str, Any], num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
+    def layer_tokens(cls, settings: Mapping[str, Any], num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
         """As `TokenPruning`."""
         blocks, there, sizes = cls.pruning_blocks(settings, num_layers), num_tokens, []
         for block in range(1, num_layers + 1):
@@ -198,7 +198,7 @@ class EViT(TokenPruning):
 
     @classmethod
     def pruning_products(
-        cls, settings: dict[str, Any], num_layers: int, width: int, num_tokens: int, num_prefix_tokens: int
+        cls, settings: Mapping[str, Any], num_layers: int, width: int, num_tokens: int, num_prefix_tokens: int
     ) -> dict[int, int]:
         """As `TokenPruning`: the class token's logits once more."""
         if settings["keep_rate"] == 1.0:
@@ -294,7 +294,7 @@ class DynamicViT(TokenPruning):
         return {**super().check_settings(settings, grid), "ratio_weight": float(weight)}
 
     @classmethod
-    def check_model(cls, settings: dict[str, Any], config: Any) -> None:
+    def check_model(cls, settings: Mapping[str, Any], config: Any) -> None:
         """As `Extra`."""
         super().check_model(settings, config)
         if config.hidden_size % 4:
@@ -307,7 +307,7 @@ class DynamicViT(TokenPruning):
         return max(1, num_tokens * numerator**stage // denominator**stage)
 
     @classmethod
-    def layer_tokens(cls, settings: dict[str, Any], num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
+    def layer_tokens(cls, settings: Mapping[str, Any], num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
         """As `TokenPruning`."""
         blocks = cls.pruning_blocks(settings, num_layers)
         stages = [sum(block <= layer for block in blocks) for layer in range(1, num_layers + 1)]
@@ -316,7 +316,7 @@ class DynamicViT(TokenPruning):
 
     @classmethod
     def pruning_products(
-        cls, settings: dict[str, Any], num_layers: int, width: int, num_tokens: int, num_prefix_tokens: int
+        cls, settings: Mapping[str, Any], num_layers: int, width: int, num_tokens: int, num_prefix_tokens: int
     ) -> dict[int, int]:
         """As `TokenPruning`: the linear layers of the prediction modules, over the patches that are there before."""
         if settings["keep_rate"] == 1.0:

@@ -38,6 +38,7 @@ from hf_sparseprior.extras import EXTRAS, resolve_extras
 from hf_sparseprior.files import write_bytes
 from hf_sparseprior.low_rank import MIXERS
 from hf_sparseprior.prior import parse_prior, resolve_prior
+from hf_sparseprior.resolved import ResolvedPrior
 
 IMPLEMENTATIONS = ("fibottention", "violin")  # names in `AttentionInterface`, one function
 SIDECAR = "sparse_prior"  # the submodule of an attention module that holds its prior
@@ -191,7 +192,7 @@ class StockPrior(PriorAttention):
     def __init__(
         self,
         num_heads: int,
-        prior: dict[str, Any],
+        prior: ResolvedPrior,
         layer_idx: int,
         layout: TokenLayout,
         config: Any,
@@ -384,7 +385,7 @@ class Applied:
     handles: of the hooks.
     """
 
-    prior: dict[str, Any]
+    prior: ResolvedPrior
     attention: list[str]
     handles: list[Any]
 
@@ -517,7 +518,7 @@ def _check_extras(slots: dict[str, Any], family: Family) -> None:
             raise ValueError(f"{extra['name']!r} cannot follow a shuffled part of the patches ({family.attention})")
 
 
-def _check_mixer(prior: dict[str, Any], head_dim: int, family: Family) -> None:
+def _check_mixer(prior: ResolvedPrior, head_dim: int, family: Family) -> None:
     """Raise for a mixer that wants other queries and keys than those that a stock model has, or has no logits."""
     if prior["mixer"] == "softmax":
         return

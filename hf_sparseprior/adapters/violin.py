@@ -32,6 +32,7 @@ from hf_sparseprior.adapters.stock import Applied, attach, detach, find_encoder
 from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
 from hf_sparseprior.decay import DECAYS, Decay, make_decay, resolve_decay
 from hf_sparseprior.prior import of_prior, parse_prior
+from hf_sparseprior.resolved import ResolvedDecay
 
 ATTACHED = "_sparse_prior_adapters"  # the attribute of a stock model whose side-cars are there for adapters alone
 PEFT_ROOT = "base_model.model."  # in front of the names of a model within a PeftModel
@@ -157,7 +158,7 @@ class DecayLayer(nn.Module, BaseTunerLayer):
         self.merged_adapters: list[str] = []
         self._attention = (attention,)  # in a tuple, because it is no child of this module
 
-    def add(self, adapter_name: str, decay: dict[str, Any]) -> None:
+    def add(self, adapter_name: str, decay: ResolvedDecay) -> None:
         """Give an adapter a fresh decay; `decay` is resolved."""
         self.decay_biases[adapter_name] = make_decay(decay, self.num_heads)
         self._move_adapter_to_device_of_base_layer(adapter_name)

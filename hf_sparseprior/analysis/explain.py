@@ -206,7 +206,7 @@ def _shorten(offsets: list[int]) -> str:
     return " ".join(map(str, offsets)) if len(offsets) <= 8 else f"{len(offsets)} offsets"
 
 
-def explain_decay(decay: dict[str, Any], arguments: argparse.Namespace) -> list[Path]:
+def explain_decay(decay: Any, arguments: argparse.Namespace) -> list[Path]:
     """Curves and decay masks of a decay at the middle of its initial interval, and their pictures."""
     grid = arguments.grid
     tokens = grid[0] * grid[1]

@@ -13,7 +13,7 @@ Symbols: N patch tokens, P prefix tokens, T = P + N, L layers, h heads, d width,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,7 +23,8 @@ from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, a
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.extras import PriorModule
 from hf_sparseprior.masks import Pairs, attended_pairs
-from hf_sparseprior.prior import chooser_of, prior_name, pruning_of, resolve_prior
+from hf_sparseprior.prior import PriorSpec, chooser_of, prior_name, pruning_of, resolve_prior
+from hf_sparseprior.resolved import ResolvedDecay, ResolvedPrior
 from hf_sparseprior.supports import Pattern, support_pattern
 
 
@@ -145,7 +146,7 @@ class ModelFlops:
 def model_flops(
     config: SparsePriorViTConfig,
     image_size: int | Sequence[int] | None = None,
-    prior: str | dict[str, Any] | None = None,
+    prior: PriorSpec | None = None,
     convention: str = "multiply_adds",
     num_prefix_tokens: int | None = None,
 ) -> ModelFlops:
@@ -204,11 +205,11 @@ def model_flops(
         patch_embedding=multiply_add * _embedding_products(config, num_tokens),
         layers=layers,
         classifier=multiply_add * inputs * config.num_labels,
-        decay=None if decay is None else _decay_sums(resolved, pattern, grid, prefix, num_layers),
+        decay=None if decay is None else _decay_sums(decay, pattern, grid, prefix, num_layers),
     )
 
 
-def layer_tokens(prior: dict[str, Any], num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
+def layer_tokens(prior: ResolvedPrior, num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
     """Tokens beside the prefix in the attention and in the MLP of each layer, of N patches; `prior` is resolved.
 
     Raises:
@@ -229,7 +230,7 @@ def layer_tokens(prior: dict[str, Any], num_layers: int, num_tokens: int) -> lis
 
 
 def _add_pruning(
-    layers: list[dict[str, int]], prior: dict[str, Any], num_tokens: int, prefix: int, width: int, convention: str
+    layers: list[dict[str, int]], prior: ResolvedPrior, num_tokens: int, prefix: int, width: int, convention: str
 ) -> None:
     """Put what deciding costs into the layers that prune."""
     if (found := pruning_of(prior)) is None:
@@ -259,8 +260,8 @@ def _embedding_products(config: SparsePriorViTConfig, num_tokens: int) -> int:
 
 
 def _layer_pairs(
-    prior: dict[str, Any],
-    found: tuple[dict[str, Any], type[PriorModule]] | None,
+    prior: ResolvedPrior,
+    found: tuple[Mapping[str, Any], type[PriorModule]] | None,
     pattern: Pattern,
     num_tokens: int,
     num_prefix_tokens: int,
@@ -281,19 +282,19 @@ def _layer_pairs(
 
 
 def _decay_sums(
-    prior: dict[str, Any], pattern: Pattern, grid: tuple[int, int], prefix: int, num_layers: int
+    decay: ResolvedDecay, pattern: Pattern, grid: tuple[int, int], prefix: int, num_layers: int
 ) -> dict[str, int]:
     """`decay_operations` of all layers of a model."""
     sums = {"build": 0, "apply": 0}
     for layer in range(num_layers):
         pairs = pattern.layer_pairs(layer)
-        for key, value in decay_operations(prior["decay"], pattern.offsets, grid, prefix, pairs=pairs).items():
+        for key, value in decay_operations(decay, pattern.offsets, grid, prefix, pairs=pairs).items():
             sums[key] += value
     return sums
 
 
 def decay_operations(
-    decay: dict[str, Any],
+    decay: ResolvedDecay,
     offsets: Sequence[Sequence[int]],
     grid: tuple[int, int],
     num_prefix_tokens: int,

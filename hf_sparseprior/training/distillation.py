@@ -247,7 +247,8 @@ class Distillation:
                 f"the attention loss is for priors whose predictor has connectivity scores (sparsifiner), not for "
                 f"{model.config.prior_name!r}"
             )
-        found = pruning_of(getattr(model.config, "prior", {"extras": []}))
+        prior: Any = getattr(model.config, "prior", {"extras": []})
+        found = pruning_of(prior)
         if found is None:
             return
         if "attentions" in self.needs:
