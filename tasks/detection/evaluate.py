@@ -8,5 +8,11 @@ import tasks.detection  # noqa: F401  registers what configs name
 from tasks.common.mm.command import evaluate_main
 from tasks.detection.task import DETECTION
 
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    return evaluate_main(DETECTION, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(evaluate_main(DETECTION))
+    sys.exit(main())

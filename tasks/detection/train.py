@@ -11,5 +11,11 @@ import tasks.detection  # noqa: F401  registers what configs name
 from tasks.common.mm.command import train_main
 from tasks.detection.task import DETECTION
 
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    return train_main(DETECTION, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(train_main(DETECTION))
+    sys.exit(main())

@@ -8,5 +8,11 @@ import tasks.segmentation  # noqa: F401  registers what configs name
 from tasks.common.mm.command import evaluate_main
 from tasks.segmentation.task import SEGMENTATION
 
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    return evaluate_main(SEGMENTATION, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(evaluate_main(SEGMENTATION))
+    sys.exit(main())

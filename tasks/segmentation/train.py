@@ -11,5 +11,11 @@ import tasks.segmentation  # noqa: F401  registers what configs name
 from tasks.common.mm.command import train_main
 from tasks.segmentation.task import SEGMENTATION
 
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    return train_main(SEGMENTATION, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(train_main(SEGMENTATION))
+    sys.exit(main())

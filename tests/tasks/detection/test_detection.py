@@ -23,78 +23,27 @@ from pycocotools.cocoeval import COCOeval
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
 from tasks.common.mm.command import train_main
-from tasks.common.mm.config import load_config, run_identity
+from tasks.common.mm.config import load_config
 from tasks.common.mm.evaluate import evaluate
 from tasks.common.mm.loading import read_checkpoint
-from tasks.common.mm.scenes import mask_box, run_lengths
 from tasks.common.mm.train import run
-from tasks.common.run_folder import claim
 from tasks.detection.baseline import fit_constant
 from tasks.detection.data import NumberedEpochSampler, annotation_damage, packed_pixels
 from tasks.detection.task import DETECTION, constant_metrics
+from tests.tasks.common.mm.shapes import PARTS, data_roots, write_shapes
+from tests.tasks.detection.tiny import OVERRIDES, SMALL
 
 CONFIGS = Path("configs/detection")
 FULL_SIZE = [f"coco_mask_rcnn_vit_base.py#{prior}" for prior in ("dense", "violin", "fibottention")]
-CLASSES = ["bright", "dark"]
-SPLITS = {"train": "training", "val": "validation", "test": "test"}
-SMALL = {
-    "image_size": 32, "patch_size": 8, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "intermediate_size": 48,
-}  # fmt: skip
-OVERRIDES = [
-    *(f"model.backbone.{key}={value}" for key, value in {**SMALL, "stem_channels": 4, "drop_path_rate": 0.2}.items()),
-    "model.backbone.out_indices=[2]", "model.neck.in_channels=24",
-    "model.roi_head.bbox_head.num_classes=2", "model.roi_head.mask_head.num_classes=2",
-    "train_dataloader.batch_size=2", "test_dataloader.batch_size=3", "val_dataloader.batch_size=3",
-    "train_cfg.max_iters=6", "train_cfg.val_interval=6", "default_hooks.checkpoint.interval=3",
-    *(f"{part}_dataloader.dataset.metainfo.classes={CLASSES}".replace(" ", "") for part in SPLITS),
-]  # fmt: skip
-
-
-def write_coco(path, scenes, size):
-    """scenes: a list of (category, mask) for each image."""
-    annotations = [
-        {"image_id": number, "category_id": category, "bbox": mask_box(mask), "area": int(mask.sum()), "iscrowd": 0,
-         "segmentation": run_lengths(mask)}
-        for number, objects in enumerate(scenes)
-        for category, mask in objects
-    ]  # fmt: skip
-    content = {
-        "images": [
-            {"id": number, "file_name": f"{number}.png", "height": size, "width": size} for number in range(len(scenes))
-        ],
-        "annotations": [{"id": index + 1, **annotation} for index, annotation in enumerate(annotations)],
-        "categories": [{"id": 5, "name": "bright"}, {"id": 9, "name": "dark"}],
-    }
-    path.write_text(json.dumps(content))
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Ten small images with a bright and a dark square, in COCO's layout."""
-    root = tmp_path_factory.mktemp("data") / "squares"
-    random = np.random.default_rng(0)
-    (root / "annotations").mkdir(parents=True)
-    for split, count in (("training", 6), ("validation", 3), ("test", 4)):
-        (root / "images" / split).mkdir(parents=True)
-        scenes = []
-        for number in range(count):
-            image, objects = random.integers(100, 150, (32, 32, 3), dtype=np.uint8), []
-            for category, value, left in ((5, 250, 0), (9, 5, 16)):
-                top, left = random.integers(0, 18), left + random.integers(0, 3)
-                mask = np.zeros((32, 32), dtype=bool)
-                mask[top : top + 13, left : left + 12] = True
-                image[mask] = value
-                objects.append((category, mask))
-            scenes.append(objects)
-            Image.fromarray(image).save(root / "images" / split / f"{number}.png")
-        write_coco(root / "annotations" / f"instances_{split}.json", scenes, 32)
-    return root
+    return write_shapes(tmp_path_factory.mktemp("data") / "shapes")
 
 
 def options(data, out, *overrides):
-    roots = [f"{part}_dataloader.dataset.data_root={data}/" for part in SPLITS]
-    return [*OVERRIDES, *roots, f"output_dir={out}", *overrides]
+    return [*OVERRIDES, *data_roots(data), f"output_dir={out}", *overrides]
 
 
 def config_of(data, out, *overrides):
@@ -143,21 +92,6 @@ def test_a_run_leaves_everything_and_evaluate_reproduces_it(finished, tmp_path):
     again = evaluate(DETECTION, out / "model", out=tmp_path / "evaluation")
     assert again["metrics"] == results["metrics"]
     assert evaluate(DETECTION, out / "model", "validation", out=tmp_path / "evaluation")["images"] == 3
-
-
-def test_after_a_kill_the_run_goes_on_with_the_same_losses(finished, data, tmp_path):
-    """The folder as a kill leaves it that came while the second checkpoint was written."""
-    out = tmp_path / "run"
-    config = config_of(data, out)
-    claim(out, run_identity(config))
-    shutil.copy(finished[0] / "iter_3.pth", out)
-    (out / "iter_5.pth").write_bytes((out / "iter_3.pth").read_bytes()[:1000])
-    results = run(DETECTION, config)
-    assert results["resumed_from"] == "iter_3.pth"
-    (losses, weights), (expected_losses, expected_weights) = final(out), final(finished[0])
-    assert losses == expected_losses
-    assert all(torch.equal(weights[key], value) for key, value in expected_weights.items())
-    assert results["metrics"] == finished[1]["metrics"]
 
 
 def test_the_exported_backbone_is_a_classifier_again(finished):
@@ -414,7 +348,7 @@ def test_configs_parse_and_build(file):
     assert decayed["backbone.embeddings.position_embeddings"] == 0 and decayed["backbone.layers.0.mlp.fc1.bias"] == 0
     assert decayed["backbone.layers.0.mlp.fc1.weight"] == 0.05
     assert not any(decay for name, decay in decayed.items() if "decay_bias" in name or "norm" in name)
-    for part in SPLITS:
+    for part in PARTS:
         dataset = config[f"{part}_dataloader"].dataset
         assert DATASETS.get(dataset.type) is not None
         assert [TRANSFORMS.build(step) for step in dataset.pipeline]

@@ -2,19 +2,13 @@
 
 import hashlib
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import yaml
 
 pytest.importorskip("diffusers", reason="the robotics extra is not installed")
 pytest.importorskip("h5py", reason="the robotics extra is not installed")
@@ -23,7 +17,6 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from tasks.common.command import RunStopped
-from tasks.common.run_folder import last_whole_checkpoint
 from tasks.robotics import train, training
 from tasks.robotics.config import check_config, load_config
 from tasks.robotics.data import Windows, read_episodes
@@ -106,19 +99,6 @@ def with_cameras(config: dict) -> dict:
         config["policy"][key] = getattr(tiny, key)
     config["encoder"] = {**tiny.encoder, "drop_path_rate": 0.2}
     return config
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    """Of every file of the saved policy."""
-    files = sorted((out / "model").rglob("*.safetensors"))
-    return {f"{file.relative_to(out)}/{name}": value for file in files for name, value in load_file(file).items()}
-
-
-def assert_same_run(out: Path, other: Path) -> None:
-    histories = [json.loads((folder / "results.json").read_text())["history"] for folder in (out, other)]
-    assert histories[0] == histories[1]
-    ours, theirs = weights(out), weights(other)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.fixture(scope="module")
@@ -249,65 +229,6 @@ def test_the_full_configurations_start_on_published_demonstrations(write_robomim
     results = train.run(config)
     assert results["steps"] == 1 and results["episodes"] == {"train": 1, "validation": 1}
     assert CrosswayPolicy.from_pretrained(tmp_path / "run" / "model").config.crop == 76
-
-
-def test_sigterm_saves_and_the_run_goes_on_as_if_nothing_had_been(whole_run, demonstrations, tmp_path, monkeypatch):
-    out, update = tmp_path / "stopped", training.Training._update
-
-    def update_and_stop(loop):
-        losses = update(loop)
-        if loop.step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return losses
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training.Training, "_update", update_and_stop)
-        with pytest.raises(RunStopped, match="stopped at step 5"):
-            train.run(with_cameras(configuration(demonstrations, out)))
-    assert not (out / "results.json").exists()
-    results = train.run(with_cameras(configuration(demonstrations, out)))
-    assert results["resumed_from"] == "checkpoint-5"
-    assert_same_run(out, whole_run)
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_from_its_checkpoint_with_equal_losses(demonstrations, tmp_path):
-    """A process killed by SIGKILL somewhere behind its first checkpoint; a checkpoint cut off is skipped."""
-    config = configuration(demonstrations, tmp_path / "killed", steps=4000, validate_steps=50, save_steps=5)
-    (tmp_path / "walk.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "tasks.robotics.train", "--config", str(tmp_path / "walk.yaml")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "killed").glob("checkpoint-*")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    step = max(int(path.name.split("-")[1]) for path in (tmp_path / "killed").glob("checkpoint-*"))
-    assert step < 4000, "killed too late"
-
-    def finish(out: Path, steps: int) -> list:
-        """The first `steps` updates of the run of 4000, whose schedule they follow."""
-        run = configuration(demonstrations, out, steps=4000, validate_steps=50, save_steps=5)
-        loop, _ = train.make_training(run, open_demonstrations(demonstrations))
-        if checkpoint := last_whole_checkpoint(out, training.CHECKPOINT_FILES):
-            loop.load(Path(checkpoint))
-            assert loop.step == step
-        losses = []
-        while loop.step < steps:
-            losses.append((loop.step, loop._update()))
-        return losses
-
-    resumed, fresh = (finish(tmp_path / name, step + 4) for name in ("killed", "fresh"))
-    assert len(resumed) == 4 and resumed == fresh[-4:]
-
-
-def test_a_cut_off_checkpoint_is_skipped(whole_run, tmp_path, capsys):
-    for step in (4, 8):
-        shutil.copytree(whole_run / "checkpoint-10", tmp_path / f"checkpoint-{step}")
-    weights = tmp_path / "checkpoint-8" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:2000])
-    assert last_whole_checkpoint(tmp_path, training.CHECKPOINT_FILES) == str(tmp_path / "checkpoint-4")
-    assert "checkpoint-8 is skipped" in capsys.readouterr().err
 
 
 def test_training_lowers_the_validation_loss(demonstrations, tmp_path):

@@ -65,10 +65,10 @@ def one_episode(values: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return {key: value[0].numpy() for key, value in values.items()}
 
 
-def write_pusht(folder: Path, episodes: int = 10, steps: int = 20) -> Path:
+def write_pusht(folder: Path, cameras: tuple[str, ...] = (), episodes: int = 10, steps: int = 20) -> Path:
     """pusht.zarr in a folder: random pushes in the simulator."""
     generator, paths = np.random.default_rng(0), []
-    with make_environment("pusht") as environment:
+    with make_environment("pusht", cameras) as environment:
         for seed in range(episodes):
             seen, states = [environment.reset(seed)], [environment.state()]
             actions = generator.uniform(100, 400, (steps, 2))

@@ -2,9 +2,6 @@ import copy
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +14,6 @@ pytest.importorskip("mmcv", reason="the extra `dense` is not installed")
 pytest.importorskip("mmseg", reason="the extra `dense` is not installed")
 
 from mmengine.config import Config
-from mmengine.hooks import Hook
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import HOOKS, init_default_scope
 from mmseg.datasets.transforms import LoadAnnotations
@@ -25,7 +21,6 @@ from mmseg.registry import DATASETS, MODELS, TRANSFORMS
 from mmseg.structures import SegDataSample
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
-from tasks.common.command import RunStopped
 from tasks.common.mm.command import evaluate_main, train_main
 from tasks.common.mm.config import load_config, run_identity
 from tasks.common.mm.evaluate import evaluate
@@ -35,65 +30,22 @@ from tasks.common.mm.train import run
 from tasks.common.run_folder import claim
 from tasks.segmentation.data import ReadAnnotation
 from tasks.segmentation.task import SEGMENTATION, constant_predictor
+from tests.tasks.common.mm.shapes import data_roots, write_shapes
+from tests.tasks.segmentation.tiny import OVERRIDES, SMALL
 
 CONFIGS = Path("configs/segmentation")
 FULL_SIZE = [f"ade20k_deit_base.py#{prior}" for prior in ("dense", "violin", "fibottention")]
-SMALL = {
-    "image_size": 32, "patch_size": 8, "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2,
-    "intermediate_size": 48,
-}  # fmt: skip
-OVERRIDES = [
-    *(f"model.backbone.{key}={value}" for key, value in SMALL.items()),
-    "model.backbone.prior=fibottention+violin", "model.backbone.drop_path_rate=0.2",
-    "model.backbone.stem=patch", "model.backbone.stem_channels=64",
-    "model.data_preprocessor.size=(32,32)", "model.neck.embed_dim=24", "model.decode_head.channels=8",
-    "model.decode_head.in_channels=[24,24,24,24]", "model.decode_head.num_classes=3",
-    "train_dataloader.batch_size=3", "test_dataloader.batch_size=3", "val_dataloader.batch_size=3",
-    "train_cfg.max_iters=8", "train_cfg.val_interval=4", "default_hooks.checkpoint.interval=3",
-    *(f"{part}_dataloader.dataset.pipeline.{place}.num_classes=3" for part, place in
-      (("train", 2), ("val", 1), ("test", 1))),
-]  # fmt: skip
-
-
-@HOOKS.register_module()
-class SignalAt(Hook):
-    """Sends its own process a signal in the middle of a step, the first time."""
-
-    priority = "VERY_HIGH"
-
-    def __init__(self, step, number):
-        self.step, self.number = step, number
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        if runner.iter + 1 == self.step:
-            os.kill(os.getpid(), self.number)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Ten small images: background, a bright square, a dark square; ADE20K's layout."""
-    root = tmp_path_factory.mktemp("data") / "shapes"
-    random = np.random.default_rng(0)
-    for split, count in (("training", 7), ("validation", 3), ("test", 4)):
-        for part in ("images", "annotations"):
-            (root / part / split).mkdir(parents=True)
-        for number in range(count):
-            image = random.integers(100, 150, (32, 32, 3), dtype=np.uint8)
-            labels = np.ones((32, 32), dtype=np.uint8)
-            for label, value in ((2, 250), (3, 5)):
-                top, left = random.integers(0, 22, 2)
-                image[top : top + 10, left : left + 10] = value
-                labels[top : top + 10, left : left + 10] = label
-            labels[0, :5] = 0
-            Image.fromarray(image).save(root / "images" / split / f"{number}.png")
-            Image.fromarray(labels).save(root / "annotations" / split / f"{number}.png")
-    (root / "classes.txt").write_text("background\nbright\ndark\n")
-    return root
+    return write_shapes(tmp_path_factory.mktemp("data") / "shapes")
 
 
 def config_of(data, out, *overrides):
-    roots = [f"{part}_dataloader.dataset.data_root={data}" for part in ("train", "val", "test")]
-    return load_config("segmentation", CONFIGS / "smoke.py", [*OVERRIDES, *roots, f"output_dir={out}", *overrides])
+    return load_config(
+        "segmentation", CONFIGS / "smoke.py", [*OVERRIDES, *data_roots(data), f"output_dir={out}", *overrides]
+    )
 
 
 def final(out):
@@ -121,15 +73,6 @@ def test_a_run_leaves_everything_and_evaluate_reproduces_it(finished, tmp_path):
     assert other["images"] == 3 and set(other["metrics"]) == {"validation_mIoU", "validation_aAcc", "validation_mAcc"}
 
 
-def test_a_finished_run_is_not_done_again_and_another_is_named(finished, data):
-    out, results = finished
-    assert run(SEGMENTATION, config_of(data, out, "train_dataloader.num_workers=1"))["seed"] == results["seed"]
-    with pytest.raises(
-        ValueError, match=r"output_dir=.*another run \(config\.train_dataloader\.batch_size: 3 there, 2"
-    ):
-        run(SEGMENTATION, config_of(data, out, "train_dataloader.batch_size=2"))
-
-
 def test_runs_of_one_second_keep_to_their_own_folders(data, tmp_path, monkeypatch):
     """mmengine names a run by its config and the second, and hands out what it has under a name."""
     monkeypatch.setattr("mmengine.runner.runner.time.strftime", lambda *arguments: "20260101_000000")
@@ -146,58 +89,8 @@ def test_the_exported_backbone_has_the_trained_weights(finished):
         assert torch.equal(value, weights[f"backbone.{key}"])
 
 
-def test_after_sigterm_the_run_goes_on_with_the_same_losses(finished, data, tmp_path):
-    config = config_of(data, tmp_path / "run")
-    stopping = copy.deepcopy(config)
-    stopping.custom_hooks.append({"type": "SignalAt", "step": 5, "number": int(signal.SIGTERM)})
-    stopping.work_dir = config.work_dir
-    with pytest.raises(RunStopped, match="after step 5"):
-        run(SEGMENTATION, stopping)
-    assert (tmp_path / "run" / "iter_5.pth").exists()
-    os.replace(tmp_path / "run", tmp_path / "stopped")
-    (tmp_path / "run").mkdir()
-    for name in ("iter_3.pth", "iter_5.pth"):
-        os.replace(tmp_path / "stopped" / name, tmp_path / "run" / name)
-    _claim_as(config, tmp_path / "run")
-    # With another number of workers: the draws do not depend on it.
-    config.train_dataloader.num_workers = 1
-    results = run(SEGMENTATION, config)
-    assert results["resumed_from"] == "iter_5.pth"
-    losses, weights = final(tmp_path / "run")
-    expected_losses, expected_weights = final(finished[0])
-    assert losses == expected_losses
-    assert all(torch.equal(weights[key], value) for key, value in expected_weights.items())
-    assert results["metrics"] == finished[1]["metrics"]
-
-
 def _claim_as(config, out):
     claim(out, run_identity(config))
-
-
-@pytest.mark.slow
-def test_after_a_kill_the_same_command_goes_on_with_the_same_losses(finished, data, tmp_path):
-    roots = [f"{part}_dataloader.dataset.data_root={data}" for part in ("train", "val", "test")]
-    out = tmp_path / "run"
-    arguments = ["--config", str(CONFIGS / "smoke.py"), *OVERRIDES, *roots, f"output_dir={out}"]
-    code = (
-        "import os, signal, sys, tasks.segmentation\n"
-        "from tasks.common.mm import hooks\n"
-        "from tasks.common.mm.command import train_main\n"
-        "from tasks.segmentation.task import SEGMENTATION\n"
-        "def die(self, runner, *a, **k):\n"
-        "    if runner.iter + 1 == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "hooks.SeedSteps.after_train_iter = die\n"
-        "train_main(SEGMENTATION, sys.argv[1:])\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=600)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not (out / "results.json").exists()
-    (out / "iter_4.pth").write_bytes((out / "iter_3.pth").read_bytes()[:1000])  # killed while it was written
-    assert train_main(SEGMENTATION, arguments) == 0
-    losses, weights = final(out)
-    expected_losses, expected_weights = final(finished[0])
-    assert losses == expected_losses
-    assert all(torch.equal(weights[key], value) for key, value in expected_weights.items())
 
 
 def test_a_checkpoint_that_holds_code_is_refused(data, tmp_path, capsys):
@@ -303,8 +196,12 @@ def test_a_checkpoint_travels_from_classification_to_segmentation_and_back(data,
 def test_broken_files_are_named_in_one_line(data, tmp_path, capfd, damage, said, workers):
     shutil.copytree(data, tmp_path / "data")
     damage(tmp_path / "data")
-    roots = [f"{part}_dataloader.dataset.data_root={tmp_path}/data" for part in ("train", "val", "test")]
-    options = [*OVERRIDES, *roots, f"output_dir={tmp_path}/run", f"train_dataloader.num_workers={workers}"]
+    options = [
+        *OVERRIDES,
+        *data_roots(tmp_path / "data"),
+        f"output_dir={tmp_path}/run",
+        f"train_dataloader.num_workers={workers}",
+    ]
     assert train_main(SEGMENTATION, ["--config", str(CONFIGS / "smoke.py"), *options]) == 2
     last = capfd.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
     assert re.search(said, last) and last.startswith("python -m tasks.segmentation.train: "), last
@@ -333,8 +230,7 @@ def _paint(root, shape, label):
     ],
 )
 def test_bad_values_get_one_line(data, tmp_path, capfd, override, said):
-    roots = [f"{part}_dataloader.dataset.data_root={data}" for part in ("train", "val", "test")]
-    options = [*OVERRIDES, *roots, f"output_dir={tmp_path}/run", override]
+    options = [*OVERRIDES, *data_roots(data), f"output_dir={tmp_path}/run", override]
     assert train_main(SEGMENTATION, ["--config", str(CONFIGS / "smoke.py"), *options]) == 2
     last = capfd.readouterr().err.strip().splitlines()[-1]
     assert said in last and last.startswith("python -m tasks.segmentation.train: ")

@@ -1,0 +1,240 @@
+"""What every task that trains keeps to, whatever framework it runs on: train, SIGKILL, SIGTERM, going on to the same
+bits, results in one form, evaluation in one place.
+
+A new task is one more row.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tasks.common.results import Results, read_results
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One task.
+
+    task: name of its folder.
+    needs: packages without which it is skipped.
+    prepare: (folder) -> arguments of its `train`, after data was written into the folder. The run takes at least six
+        steps, and has a checkpoint after the third at the latest.
+    folder: key of the override that says where a run lies.
+    same_run: overrides that change nothing in what is trained; a run that goes on is given them.
+    metric: one that results.json has.
+    evaluate: arguments of its `evaluate` besides the model.
+    repeats_test: whether `evaluate` measures what the run measured at its end.
+    """
+
+    task: str
+    needs: tuple[str, ...]
+    prepare: Callable[[Path], list[str]]
+    folder: str
+    same_run: tuple[str, ...]
+    metric: str
+    evaluate: tuple[str, ...] = ()
+    repeats_test: bool = True
+
+    def command(self, name: str, arguments: list[str]) -> int:
+        """The exit status of `python -m tasks.TASK.NAME`, in this process."""
+        return import_module(f"tasks.{self.task}.{name}").main(arguments)
+
+
+def segmentation(folder: Path) -> list[str]:
+    from tests.tasks.common.mm.shapes import data_roots, write_shapes
+    from tests.tasks.segmentation.tiny import OVERRIDES
+
+    return ["--config", "configs/segmentation/smoke.py", *OVERRIDES, *data_roots(write_shapes(folder / "shapes"))]
+
+
+def detection(folder: Path) -> list[str]:
+    from tests.tasks.common.mm.shapes import data_roots, write_shapes
+    from tests.tasks.detection.tiny import OVERRIDES
+
+    return ["--config", "configs/detection/smoke.py", *OVERRIDES, *data_roots(write_shapes(folder / "shapes"))]
+
+
+def robotics(folder: Path) -> list[str]:
+    """PushT from its picture, by an encoder that drops paths: the order of all draws counts."""
+    from tests.tasks.robotics.tiny import write_pusht
+
+    data = write_pusht(folder, cameras=("image",))
+    small = ["policy.widths=[16, 32]", "policy.step_embedding_size=8", "policy.groups=4", "policy.sampling_steps=2"]
+    small += ["encoder.hidden_size=16", "encoder.num_hidden_layers=2", "encoder.num_attention_heads=2"]
+    small += ["encoder.intermediate_size=32", "encoder.drop_path_rate=0.2", "policy.decoder_width=8"]
+    steps = ["trainer.steps=8", "trainer.batch_size=8", "trainer.log_steps=2", "trainer.save_steps=3"]
+    steps += ["trainer.validate_steps=4", "trainer.warmup_steps=2", "trainer.disable_tqdm=true"]
+    return ["--config", "configs/robotics/pusht_image_smoke.yaml", f"data.path={data}", *small, *steps]
+
+
+ROWS = (
+    Row(
+        "segmentation", ("mmengine", "mmcv", "mmseg"), segmentation, "output_dir",
+        ("train_dataloader.num_workers=1",), "test_mIoU",
+    ),
+    Row(
+        "detection", ("mmengine", "mmcv.ops", "mmdet"), detection, "output_dir",
+        ("train_dataloader.num_workers=1",), "test_coco/bbox_mAP",
+    ),
+    Row(
+        "robotics", ("diffusers", "gym_pusht", "zarr"), robotics, "trainer.output_dir",
+        ("trainer.disable_tqdm=false",), "validation_loss", ("--episodes", "1", "--max-steps", "8"), False,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run that was never interrupted, and the command that made it."""
+
+    row: Row
+    arguments: list[str]
+    out: Path
+
+    def train(self, out: Path, *overrides: str) -> int:
+        """The same run in another folder."""
+        return self.row.command("train", [*self.arguments, f"{self.row.folder}={out}", *overrides])
+
+
+@pytest.fixture(scope="module", params=ROWS, ids=lambda row: row.task)
+def whole(request, tmp_path_factory) -> Whole:
+    row = request.param
+    for package in row.needs:
+        pytest.importorskip(package, reason=f"the packages of {row.task} are not installed", exc_type=ImportError)
+    folder = tmp_path_factory.mktemp(row.task)
+    run = Whole(row, row.prepare(folder), folder / "whole")
+    assert run.train(run.out) == 0
+    return run
+
+
+def fingerprint(out: Path) -> dict:
+    """What two equal runs share: every weight that is kept, the history without its clock, the metrics."""
+    results = read_results(out / "results.json")
+    timed = re.compile("seconds|runtime|per_second")
+    return {
+        "weights": {
+            str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted((out / "model").rglob("*.safetensors"))
+        },
+        "history": [{key: entry[key] for key in entry if not timed.search(key)} for entry in results["history"]],
+        "metrics": {key: value for key, value in results["metrics"].items() if not timed.search(key)},
+    }
+
+
+def newest_checkpoint(out: Path) -> tuple[int, Path]:
+    found = [path for path in out.iterdir() if re.fullmatch(r"(checkpoint-|iter_|epoch_)\d+", path.stem)]
+    assert found, f"{out} has no checkpoint"
+    return max((int(re.findall(r"\d+", path.stem)[-1]), path) for path in found)
+
+
+def write_half_a_checkpoint(out: Path) -> None:
+    """A newer checkpoint as a kill leaves it that comes while it is written."""
+    step, path = newest_checkpoint(out)
+    half = path.with_name(path.name.replace(str(step), str(step + 1)))
+    if path.is_dir():
+        shutil.copytree(path, half)
+        for file in (each for each in half.rglob("*") if each.is_file()):
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    else:
+        half.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_results_have_one_form(whole):
+    content = json.loads((whole.out / "results.json").read_text())
+    names = {item.name for item in fields(Results)} - {"details"}
+    assert names <= set(content) and content["task"] == whole.row.task
+    required = names - {"resumed_from"}
+    assert [name for name in sorted(required) if content[name] in (None, {}, [], "")] == []
+    assert content["processes"] == 1 and content["resumed_from"] is None
+    assert isinstance(content["metrics"][whole.row.metric], float)
+    accuracies = [value for key, value in content["metrics"].items() if re.search("accuracy|IoU|mAP|success", key)]
+    assert all(value <= 1 for value in accuracies)  # fractions; COCO's AP of sizes that do not occur is -1
+    assert any(isinstance(section, dict) for section in content["config"].values())
+    assert not any("." in key for key in content["config"])
+    assert all({"step", "epoch"} & set(entry) for entry in content["history"])
+    assert not any(re.match("(eval|val)_", key) for entry in content["history"] for key in entry)
+    assert Results.read(whole.out / "results.json").content() == content
+
+
+def test_a_finished_run_is_not_done_again(whole):
+    before = (whole.out / "results.json").stat().st_mtime_ns
+    assert whole.train(whole.out, *whole.row.same_run) == 0
+    assert (whole.out / "results.json").stat().st_mtime_ns == before
+
+
+def test_after_sigkill_the_same_command_ends_with_the_same_bits(whole, tmp_path, capfd):
+    """Killed after the fifth step, when a newer checkpoint had been begun."""
+    out = tmp_path / "run"
+    code = (
+        "import os, signal, sys\n"
+        "from importlib import import_module\n"
+        "from torch.optim.optimizer import register_optimizer_step_post_hook\n"
+        "steps = []\n"
+        "def die(*given):\n"
+        "    steps.append(1)\n"
+        "    if len(steps) == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "register_optimizer_step_post_hook(die)\n"
+        "import_module(sys.argv[1]).main(sys.argv[2:])\n"
+    )
+    arguments = [f"tasks.{whole.row.task}.train", *whole.arguments, f"{whole.row.folder}={out}"]
+    killed = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, timeout=600)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert not (out / "results.json").exists()
+    write_half_a_checkpoint(out)
+    assert whole.train(out) == 0
+    assert "is skipped: " in capfd.readouterr().err
+    assert read_results(out / "results.json")["resumed_from"]
+    assert fingerprint(out) == fingerprint(whole.out)
+
+
+def test_after_sigterm_the_same_command_ends_with_the_same_bits(whole, tmp_path, capfd):
+    """Stopped in the fifth step, which is finished and saved. What makes no other run may change in between."""
+    out, steps = tmp_path / "run", []
+
+    def stop(*given) -> None:
+        steps.append(1)
+        if len(steps) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    hook = register_optimizer_step_post_hook(stop)
+    try:
+        assert whole.train(out) == 128 + signal.SIGTERM
+    finally:
+        hook.remove()
+    assert "the same command goes on" in capfd.readouterr().err
+    assert len(steps) == 5 and newest_checkpoint(out)[0] == 5
+    assert not (out / "results.json").exists()
+    assert whole.train(out, *whole.row.same_run) == 0
+    assert read_results(out / "results.json")["resumed_from"]
+    assert fingerprint(out) == fingerprint(whole.out)
+
+
+def test_evaluation_lies_in_the_run(whole):
+    assert whole.row.command("evaluate", [str(whole.out / "model"), *whole.row.evaluate]) == 0
+    found, trained = (read_results(whole.out / name) for name in ("evaluation/results_test.json", "results.json"))
+    assert found["task"] == whole.row.task and found["metrics"]
+    assert found["model_sha256"] == trained["model_sha256"]
+    if whole.row.repeats_test:
+        shared = {key: value for key, value in trained["metrics"].items() if key in found["metrics"]}
+        assert shared == found["metrics"] and whole.row.metric in shared
+
+
+def test_another_configuration_does_not_take_the_folder(whole, capfd):
+    seed = "trainer.seed=77" if whole.row.folder.startswith("trainer") else "randomness.seed=77"
+    assert whole.train(whole.out, seed) == 2
+    error = capfd.readouterr().err
+    assert f"{whole.row.folder}={whole.out} belongs to another run" in error and "77 here" in error
