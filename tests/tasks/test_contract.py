@@ -78,7 +78,7 @@ def robotics(folder: Path) -> list[str]:
     small += ["encoder.intermediate_size=32", "encoder.drop_path_rate=0.2", "policy.decoder_width=8"]
     steps = ["trainer.steps=8", "trainer.batch_size=8", "trainer.log_steps=2", "trainer.save_steps=3"]
     steps += ["trainer.validate_steps=4", "trainer.warmup_steps=2", "trainer.disable_tqdm=true"]
-    return ["--config", "configs/robotics/pusht_image_smoke.yaml", f"data.path={data}", *small, *steps]
+    return ["--config", "configs/robotics/smoke.yaml#pusht_image", f"data.path={data}", *small, *steps]
 
 
 ROWS = (
