@@ -34,6 +34,7 @@ import yaml
 from hf_sparseprior.command import USER_ERRORS, report_error
 
 COMPARISON = ("first", "seeds", "variants")  # keys of a comparison besides those of the run that its rows change
+SWEEP = ("title", "seeds", "selection_seeds", "grid", "variants")  # the same of a VTAB sweep
 
 
 class _Loader(yaml.SafeLoader):
@@ -204,7 +205,8 @@ def read_rows(cells: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
                 raise ValueError(f"two cells or rows are called {name!r}")
             changes = changes if isinstance(changes, dict) else {}
             # A row with a base of its own changes that in place of what the comparison shares.
-            shared = {} if changes.get("base") else {key: content[key] for key in content if key not in COMPARISON}
+            own = {key: value for key, value in content.items() if key not in (*COMPARISON, *SWEEP)}
+            shared = {} if changes.get("base") else own
             found[name] = _merge([shared, changes], {}, name)
     return found
 

@@ -17,6 +17,7 @@ import tasks.robotics.config
 import tasks.video.compare
 import tasks.video.config
 from tasks.common.config import read_layers
+from tasks.common.run_folder import claim, folder_differences
 
 ROOT = Path(__file__).parents[2]
 MOVED = [line.split("\t") for line in Path(__file__).with_name("moved.tsv").read_text().splitlines()]
@@ -73,6 +74,29 @@ def test_content_is_what_it_was(old, new, kind, folder, expected):
     assert checksum(path, kind) == expected
     if folder:
         assert RUNS[kind](path)["trainer"]["output_dir"] == folder
+
+
+RESULTS = ROOT / "tasks" / "classification" / "results"
+TASKS = ("count", "fashion", "orientation", "position")
+RECORDED = {
+    "cifar10_small": "classification/cifar10_small_priors.yaml",
+    "fib_table2_small": "experiments/fib_table2.yaml#small",
+    **{f"evidence_{task}": f"classification/evidence.yaml#{task}" for task in TASKS},
+}
+
+
+@pytest.mark.parametrize("folder", RECORDED)
+def test_runs_of_before_are_recognised(folder, tmp_path):
+    """Their records by the comparison, and a folder as such a run left it by its row as a run of its own."""
+    path = ROOT / "configs" / RECORDED[folder]
+    records = tasks.classification.compare.all_records(COMPARISONS["comparison"](path), RESULTS / folder)
+    assert sum(map(len, records.values())) == len([*(RESULTS / folder).glob("*/seed*.json")]) > 0
+    mark = "-" if "#" in path.name else "#"
+    for row, (record, *_) in records.items():
+        claim(tmp_path / row, record["config"])
+        now = RUNS["classification"](f"{path}{mark}{row}", [f"trainer.seed={record['seed']}"])
+        assert folder_differences(tmp_path / row, now) == []
+        assert folder_differences(tmp_path / row, {**now, "model": {}}) != []
 
 
 def test_every_old_configuration_is_there():

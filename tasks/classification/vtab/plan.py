@@ -31,10 +31,9 @@ from tasks.classification.compare import (
     variant_configs,
 )
 from tasks.classification.config import SECTIONS, check_config
-from tasks.common.config import apply_overrides, check_known, check_name, config_name, read_layers
+from tasks.common.config import SWEEP, apply_overrides, check_known, check_name, config_name, read_layers
 from tasks.common.images.vtab_tasks import FINAL, SELECTION, TASKS
 
-KEYS = ("title", "seeds", "selection_seeds", "grid", "variants")
 _OWNER = "the sweep's to choose"
 OWNED = {
     "trainer.seed": f"{_OWNER}; use `seeds` and `selection_seeds`",
@@ -119,7 +118,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
         OSError: for a missing file.
     """
     path = Path(path)
-    content = read_layers(path, SECTIONS, KEYS)
+    content = read_layers(path, SECTIONS, SWEEP)
     shared = {section: content[section] for section in SECTIONS}
     seeds, selection_seeds = content.get("seeds"), content.get("selection_seeds")
     check_seeds(seeds, str(path))

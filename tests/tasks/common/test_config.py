@@ -67,6 +67,11 @@ def test_a_file_changes_a_cell_and_may_be_an_axis_of_another(folder):
     assert read(f"{other}#run") == read(path)
 
 
+def test_a_folder_is_not_inherited(folder):
+    path = write(folder, "base: matrix.yaml#photos-large")
+    assert read(path)["trainer"] == {"rate": 1e-3, "seed": 1, "epochs": 3}
+
+
 def test_lists_and_numbers_pass_through_and_bases_may_be_filled_in(folder):
     text = (
         "matrix: {size: {small: {}, large: {}}}\nbase: models/${size}.yaml\nmodel: {deep: [1, ['${size}']], heads: 3}\n"
