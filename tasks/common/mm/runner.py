@@ -15,7 +15,7 @@ import torch
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.model import revert_sync_batchnorm
-from mmengine.runner import Runner
+from mmengine.runner import BaseLoop, Runner
 
 from tasks.common.mm.hooks import OneLineProgress, StopOnSignal
 from tasks.common.mm.loading import refuse_pickles
@@ -56,6 +56,11 @@ def whole_model(runner: Runner) -> Any:
     return runner.model.module if runner.distributed else runner.model
 
 
+def has_trained(runner: Runner) -> bool:
+    """Whether a step was done. mmengine's own `iter` builds the loop and its data where that has not been done."""
+    return isinstance(runner._train_loop, BaseLoop) and runner.iter > 0
+
+
 @contextmanager
 def errors_in_one_line(still: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Turn what mmengine raises for parts that do not build or do not fit each other into ValueErrors.
@@ -65,7 +70,7 @@ def errors_in_one_line(still: Callable[[], bool] = lambda: True) -> Iterator[Non
     """
     try:
         yield
-    except (AssertionError, KeyError, AttributeError, IndexError, RuntimeError) as error:
+    except (AssertionError, KeyError, AttributeError, IndexError, RuntimeError, TypeError) as error:
         if not still():
             raise
         text = str(error.args[0]).strip() if error.args else ""

@@ -22,9 +22,10 @@ from mmengine.config import Config
 from mmengine.dist import get_world_size
 from mmengine.runner import Runner
 
+from hf_sparseprior.command import USER_ERRORS
 from hf_sparseprior.files import file_sha256
 from tasks.common.mm.config import OUTPUT_DIR, as_json, check_data, run_identity
-from tasks.common.mm.runner import build_runner, errors_in_one_line, released, whole_model
+from tasks.common.mm.runner import build_runner, errors_in_one_line, has_trained, released, whole_model
 from tasks.common.mm.saving import WEIGHTS, save_model
 from tasks.common.mm.task import PICTURE, Task
 from tasks.common.results import Results
@@ -63,9 +64,9 @@ def run(task: Task, config: Config, overwrite: bool = False, command: str | None
     try:
         runner = build_runner(config)
         # Parts that do not fit each other show before the first step is done.
-        with released(runner), errors_in_one_line(lambda: runner.iter == 0):
+        with released(runner), errors_in_one_line(lambda: not has_trained(runner)):
             runner.train()
-    except (ValueError, OSError, TypeError, ImportError):
+    except USER_ERRORS:
         # What a mistake left behind would stand in the way of the corrected run.
         if new and is_first() and not newest_whole(out, CHECKPOINTS, cut_off):
             shutil.rmtree(out)

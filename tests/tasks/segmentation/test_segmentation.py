@@ -225,6 +225,8 @@ def _paint(root, shape, label):
         ("train_dataloader.dataset.data_root=/nowhere", "data_root=/nowhere is not a folder"),
         ("model.backbone.pretrained=/nowhere", "pretrained=/nowhere is not a folder of a saved model"),
         ("model.decode_head.type=NoHead", "NoHead"),
+        ("model.decode_head.depth=3", "unexpected keyword argument 'depth'"),
+        ("train_dataloader.dataset.colour=3", "unexpected keyword argument 'colour'"),
         ("model.decode_head.num_classes=2", "model.decode_head.num_classes=2, the data has 3 classes: background, "),
         ("nonsense", "must be key=value"),
     ],
