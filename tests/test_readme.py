@@ -25,13 +25,7 @@ def test_every_registered_name_is_in_the_table_of_what_exists(name):
     assert f"`{name}`" in README
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        path.relative_to(ROOT)
-        for path in (ROOT / "README.md", ROOT / "configs" / "README.md", *ROOT.glob("tasks/*/*.md"))
-    ],
-)
+@pytest.mark.parametrize("page", [path.relative_to(ROOT) for path in PAGES])
 def test_links_lead_to_files(page):
     links = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
     assert all((ROOT / page).parent.joinpath(link).exists() for link in links if "://" not in link), links

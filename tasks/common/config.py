@@ -159,7 +159,7 @@ def read_cell(path: str | Path) -> dict[str, Any]:
         if "" in cells:
             return cells[""]
         raise ValueError(f"{file} is a matrix; name one of its cells, {file}#CELL: {', '.join(cells)}")
-    rows = read_rows(cells)
+    rows = read_rows(cells, file)
     check_known([name], [*filter(None, cells), *rows], str(file), "cell")
     return cells[name] if name in cells else rows[name]
 
@@ -190,11 +190,11 @@ def read_cells(file: Path) -> dict[str, dict[str, Any]]:
     return cells
 
 
-def read_rows(cells: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def read_rows(cells: Mapping[str, dict[str, Any]], file: Path) -> dict[str, dict[str, Any]]:
     """The rows of `read_cells`' comparisons as runs by name: CELL-ROW, or ROW without a matrix.
 
     Raises:
-        ValueError: for a row called as another or as a cell.
+        ValueError: for a row called as another or as a cell, or that holds no sections.
     """
     found: dict[str, dict[str, Any]] = {}
     for cell, content in cells.items():
@@ -202,12 +202,13 @@ def read_rows(cells: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         for row, changes in rows.items() if isinstance(rows, dict) else ():
             name = f"{cell}-{row}" if cell else str(row)
             if name in found or name in cells:
-                raise ValueError(f"two cells or rows are called {name!r}")
-            changes = changes if isinstance(changes, dict) else {}
-            # A row with a base of its own changes that in place of what the comparison shares.
+                raise ValueError(f"{file}: two cells or rows are called {name!r}")
+            if not isinstance(changes or {}, dict):
+                raise ValueError(f"{file}, variant {row!r} must hold sections, got {changes!r}")
             own = {key: value for key, value in content.items() if key not in (*COMPARISON, *SWEEP)}
-            shared = {} if changes.get("base") else own
-            found[name] = _merge([shared, changes], {}, name)
+            # A row with a base of its own changes that in place of what the comparison shares.
+            shared = {} if changes and changes.get("base") else own
+            found[name] = _merge([shared, changes or {}], {}, name)
     return found
 
 
@@ -237,13 +238,11 @@ def _with_located_bases(content: Any, folder: Path, where: str) -> dict[str, Any
     if isinstance(content.get("variants"), str):
         file = folder / content["variants"]
         content["variants"], folder = read_yaml(file), file.parent
-    if isinstance(content.get("variants"), dict):
-        content["variants"] = {
-            row: _with_located_bases(changes, folder, f"{where}, variant {row!r}")
-            if isinstance(changes, dict)
-            else changes
-            for row, changes in content["variants"].items()
-        }
+    rows = content.get("variants")
+    if isinstance(rows, dict):
+        whole = {row: changes for row, changes in rows.items() if isinstance(changes, dict)}
+        located = {row: _with_located_bases(own, folder, f"{where}, variant {row!r}") for row, own in whole.items()}
+        content["variants"] = {**rows, **located}
     return content
 
 
@@ -312,8 +311,9 @@ def read_layers(
         raise ValueError(f"{path}: `base` leads back to this file")
     content = read_cell(path)
     if "variants" in content and "variants" not in others:
-        rows = read_rows({split_cell(path)[1] or "": content})
-        raise ValueError(f"{path} is a comparison; name one of its rows, {split_cell(path)[0]}#ROW: {', '.join(rows)}")
+        file, cell = split_cell(path)
+        rows = read_rows({cell or "": content}, file)
+        raise ValueError(f"{path} is a comparison; name one of its rows, {file}#ROW: {', '.join(rows)}")
     return merge_bases(content, str(path), sections, others, (*seen, path.resolve()))
 
 
@@ -353,7 +353,7 @@ def main(argv: list[str] | None = None) -> int:
             cells, rows = Config.fromfile(str(file)).get("cells", {}), {}
         else:
             cells = read_cells(file)
-            rows = read_rows(cells)
+            rows = read_rows(cells, file)
     except USER_ERRORS as error:
         return report_error(parser.prog, error)
     print("\n".join([*filter(None, cells), *rows]) or f"{file} is a single configuration")

@@ -27,7 +27,7 @@ def cells(name: str) -> list[str]:
 
 def runs(name: str) -> list[str]:
     """FILE#CELL or FILE#CELL-ROW for each run that a file describes."""
-    rows = [] if name.endswith(".py") else read_rows(read_cells(path(name)))
+    rows = [] if name.endswith(".py") else read_rows(read_cells(path(name)), path(name))
     return [f"{name}#{row}" for row in rows] or cells(name)
 
 
@@ -39,7 +39,7 @@ def classification() -> list[str]:
 
 def comparisons() -> list[str]:
     """The comparisons of the classification task."""
-    return [cell for name in classification() if read_rows(read_cells(path(name))) for cell in cells(name)]
+    return [cell for name in classification() if read_rows(read_cells(path(name)), path(name)) for cell in cells(name)]
 
 
 def files(folder: str) -> list[Path]:

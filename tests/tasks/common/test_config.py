@@ -183,7 +183,14 @@ def test_a_comparison_is_no_run(folder):
 
 def test_a_row_called_as_a_cell_is_refused(folder):
     path = write(folder, "matrix: {x: {a: {}, a-b: {}}}\nvariants: {b: {}}")
-    with pytest.raises(ValueError, match=r"two cells or rows are called 'a-b'"):
+    with pytest.raises(ValueError, match=r"run.yaml: two cells or rows are called 'a-b'"):
+        read(f"{path}#a")
+
+
+@pytest.mark.parametrize("changes", ["5", "dense", "[dense]"])
+def test_a_row_holds_sections(folder, changes):
+    path = write(folder, f"variants: {{a: {changes}}}")
+    with pytest.raises(ValueError, match=r"run.yaml, variant 'a' must hold sections, got "):
         read(f"{path}#a")
 
 
