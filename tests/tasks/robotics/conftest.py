@@ -13,6 +13,15 @@ if "mujoco" not in sys.modules:
     use_software_gl()
 
 
+@pytest.fixture
+def fresh_accelerator():
+    """accelerate keeps the precision of the first run in a process."""
+    yield
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.fixture(scope="session")
 def environment():
     """Environments by arguments of make_environment, made once."""

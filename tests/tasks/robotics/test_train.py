@@ -4,9 +4,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,86 +17,21 @@ from safetensors.torch import load_file
 from tasks.common.command import RunStopped
 from tasks.robotics import train, training
 from tasks.robotics.config import check_config, load_config
-from tasks.robotics.data import Windows, read_episodes
-from tasks.robotics.formats import Episode, demonstrations_sha256, open_demonstrations, write_demonstrations
+from tasks.robotics.formats import demonstrations_sha256
 from tasks.robotics.normalizer import Normalizer
 from tasks.robotics.policy import CrosswayPolicy
 from tests.configs import shipped
-from tests.tasks.robotics.tiny import tiny_config
+from tests.tasks.robotics.walk import SETTINGS, configuration, with_cameras, write_walk
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 ROOT = Path(__file__).parents[3]
 SMOKE, TABLE_6 = (shipped.runs(name) for name in reversed(shipped.ROBOTICS))
 LIFT_DENSE = shipped.path("experiments/fib_table6.yaml#lift-dense")
-SETTINGS = {
-    "environment": "lift",
-    "action": "of this test",
-    "frame": "none",
-    "controller": {},
-    "control_hz": 20,
-    "versions": {},
-    "image_mode": {},
-    "image_size": 40,
-    "cameras": ["agentview", "robot0_eye_in_hand"],
-}
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    """accelerate keeps the precision of the first run in a process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
 def demonstrations(tmp_path_factory) -> Path:
-    """Eleven episodes whose actions follow from their observations."""
-    folder, paths = tmp_path_factory.mktemp("demonstrations"), []
-    generator = np.random.default_rng(0)
-    for seed in range(11):
-        length = int(generator.integers(20, 26))
-        walk = np.cumsum(generator.normal(0, 0.2, (length, 3)), 0)
-        images = np.broadcast_to(np.clip(128 + 60 * walk[:, 0], 0, 255)[:, None, None, None], (length, 40, 40, 3))
-        paths.append(folder / f"{seed}.npz")
-        Episode(
-            seed=seed,
-            actions=np.concatenate([walk, walk[:, :1]], 1),
-            executed=np.zeros((length, 4)),
-            states=walk,
-            rewards=np.zeros(length),
-            dones=np.zeros(length, bool),
-            observations={
-                "agentview_image": images.astype(np.uint8),
-                "robot0_eye_in_hand_image": images.astype(np.uint8),
-                "position": walk.astype(np.float32),
-            },
-        ).save(paths[-1])
-    write_demonstrations(folder / "walk.hdf5", paths, SETTINGS)
-    return folder / "walk.hdf5"
-
-
-def configuration(demonstrations: Path, out: Path, **trainer) -> dict:
-    """Ten steps from the state alone, a checkpoint every four."""
-    config = tiny_config()
-    policy = {"action_size": 4, "observations": {"position": [3]}}
-    for key in ("widths", "kernel_size", "groups", "step_embedding_size", "sampler", "sampling_steps"):
-        policy[key] = getattr(config, key)
-    trainer = {
-        "output_dir": str(out),
-        **{"steps": 10, "batch_size": 16, "learning_rate": 1e-3, "warmup_steps": 2, "log_steps": 3},
-        **{"save_steps": 4, "validate_steps": 5, "disable_tqdm": True, **trainer},
-    }
-    return {"data": {"path": str(demonstrations)}, "policy": policy, "encoder": {}, "trainer": trainer}
-
-
-def with_cameras(config: dict) -> dict:
-    """The same with two cameras, whose encoders drop paths: the order of all draws counts."""
-    tiny = tiny_config()
-    images = {"agentview_image": [40, 40, 3], "robot0_eye_in_hand_image": [40, 40, 3]}
-    config["policy"]["observations"] |= images
-    for key in ("image_size", "crop", "reconstruction_size", "decoder_width", "decoder_positions"):
-        config["policy"][key] = getattr(tiny, key)
-    config["encoder"] = {**tiny.encoder, "drop_path_rate": 0.2}
-    return config
+    return write_walk(tmp_path_factory.mktemp("demonstrations"))
 
 
 @pytest.fixture(scope="module")
@@ -199,22 +132,6 @@ def test_a_zarr_folder_is_known_by_names_and_content(tmp_path):
     assert demonstrations_sha256(tmp_path) != first
 
 
-def test_a_batch_must_reach_every_process(demonstrations, tmp_path, monkeypatch):
-    monkeypatch.setattr(training.Accelerator, "num_processes", 3)
-    with pytest.raises(ValueError, match=r"trainer\.batch_size=2 of \d+ windows must be at least the 3 processes"):
-        train.run(configuration(demonstrations, tmp_path / "run", batch_size=2))
-    assert not (tmp_path / "run").exists()
-
-
-def test_processes_wait_for_a_long_validation(demonstrations, tmp_path, monkeypatch):
-    seen, accelerator = [], training.Accelerator
-    monkeypatch.setattr(
-        training, "Accelerator", lambda **given: (seen.extend(given["kwargs_handlers"]), accelerator())[1]
-    )
-    train.run(configuration(demonstrations, tmp_path / "run", steps=1))
-    assert seen[0].to_kwargs()["timeout"].total_seconds() == 24 * 3600
-
-
 @pytest.mark.parametrize("task", ["lift", "can"])
 def test_the_full_configurations_start_on_published_demonstrations(write_robomimic_file, tmp_path, task):
     """Made smaller, and on a file of robomimic's layout, whose environment is not the one here."""
@@ -229,93 +146,6 @@ def test_the_full_configurations_start_on_published_demonstrations(write_robomim
     results = train.run(config)
     assert results["steps"] == 1 and results["episodes"] == {"train": 1, "validation": 1}
     assert CrosswayPolicy.from_pretrained(tmp_path / "run" / "model").config.crop == 76
-
-
-def test_training_lowers_the_validation_loss(demonstrations, tmp_path):
-    results = train.run(
-        configuration(
-            demonstrations,
-            tmp_path / "run",
-            steps=80,
-            log_steps=80,
-            validate_steps=20,
-            save_steps=80,
-            learning_rate=5e-3,
-        )
-    )
-    losses = [entry["validation_loss"] for entry in results["history"] if "validation_loss" in entry]
-    assert losses[-1] < 0.9 * losses[0], losses  # of the average, which lags behind
-
-
-def test_validation_loss_draws_the_same_every_time(demonstrations, whole_run):
-    policy = CrosswayPolicy.from_pretrained(whole_run / "model")
-    file = open_demonstrations(demonstrations)
-    windows = Windows(read_episodes(file, file.split("validation"), policy.config), policy.config)
-    first = training.validation_loss(policy, windows, 8, 2)
-    torch.randn(3)
-    assert training.validation_loss(policy, windows, 8, 2) == first
-
-
-def test_an_epoch_takes_every_window_once_and_processes_share_each_batch(demonstrations):
-    _, policy, trainer = check_config(configuration(demonstrations, Path("unused"), batch_size=16))
-    file = open_demonstrations(demonstrations)
-    windows = Windows(read_episodes(file, file.split("train"), policy), policy)
-    loop = training.Training.__new__(training.Training)
-    loop.config, loop.train, loop.epoch_steps = trainer, windows, len(windows) // 16
-
-    def drawn(step: int, process: int, processes: int) -> list[int]:
-        loop.step = step
-        loop.accelerator = SimpleNamespace(process_index=process, num_processes=processes)
-        return loop._windows().tolist()
-
-    epochs = []
-    for epoch in range(2):
-        steps = range(epoch * loop.epoch_steps, (epoch + 1) * loop.epoch_steps)
-        epochs.append([window for step in steps for window in drawn(step, 0, 1)])
-        assert len(set(epochs[-1])) == len(epochs[-1]) == 16 * loop.epoch_steps
-        for step in steps:
-            parts = [drawn(step, process, 3) for process in range(3)]
-            assert sorted(window for part in parts for window in part) == sorted(drawn(step, 0, 1))
-            assert {len(part) for part in parts} == {5, 6}
-    assert epochs[0] != epochs[1]
-
-
-@pytest.mark.parametrize("options", [{"mixed_precision": "bf16"}, {"epochs": 2, "max_grad_norm": 0.1}])
-def test_other_ways_to_train(demonstrations, tmp_path, options):
-    results = train.run(configuration(demonstrations, tmp_path / "run", steps=2, batch_size=32, **options))
-    assert results["steps"] == (2 * (results["windows"] // 32) if "epochs" in options else 2)
-    assert np.isfinite(results["metrics"]["validation_loss"])
-
-
-def test_the_moving_average_is_diffusers():
-    """Decays and averages of the published recipe's EMAModel (power 0.75)."""
-    from diffusers.training_utils import EMAModel
-
-    from hf_sparseprior.training import WeightAverage
-
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(3, 2)
-    average = WeightAverage(layer, 0.9)
-    reference = EMAModel(layer.parameters(), decay=0.9, use_ema_warmup=True, inv_gamma=1.0, power=0.75)
-    for step in range(1, 40):
-        with torch.no_grad():
-            layer.weight.add_(torch.randn(2, 3))
-        reference.step(layer.parameters())
-        decay = training.ema_decay(step, 0.75, 0.9)
-        average.update(decay)
-        assert decay == pytest.approx(reference.cur_decay_value)
-        assert torch.allclose(average.averages["weight"], reference.shadow_params[0], atol=1e-6)
-
-
-def test_the_better_policy_is_kept():
-    def entry(success, reward):
-        return {"validation_success": success, "validation_max_reward": reward}
-
-    assert training.is_better(entry(0, 0), None)
-    assert training.is_better(entry(0.5, 0.1), entry(0.4, 0.9))
-    assert training.is_better(entry(0.5, 0.3), entry(0.5, 0.2))
-    assert training.is_better(entry(0.5, 0.2), entry(0.5, 0.2))
-    assert not training.is_better(entry(0.5, 0.1), entry(0.5, 0.2))
 
 
 # ---- configurations -------------------------------------------------------------------------------------------------
