@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# A file's tests stay in one process, which trains what they share once; tests/conftest.py puts the longest files first.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo check test lint sanitize mutations smoke install video dense robotics clean
 
@@ -11,10 +13,10 @@ demo: install
 
 # For the change at hand: lint, types and the tests that are quick. Tests of tasks whose extra is missing are skipped.
 check: lint
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test: lint video dense robotics
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2
+	$(PYTEST)
 
 lint: install
 	$(RUN) -m ruff check .

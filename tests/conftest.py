@@ -22,3 +22,9 @@ if not torch.cuda.is_available() and find_spec("triton") is not None:
 ROOT = str(Path(__file__).parents[1])
 if ROOT not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
     os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, paths)])
+
+
+def pytest_collection_modifyitems(items):
+    """Files with slow tests come first: two processes that take file after file end at about the same time then."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)

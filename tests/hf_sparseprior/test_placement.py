@@ -29,6 +29,7 @@ SUPPORTS = {
     "sparse": {"name": "fibottention", "modified": True, "w_max": 6},
     "zero": {"name": "fibottention", "modified": True, "w_max": 6, "mask_fill": "zero"},
 }
+LEARNED_ORDER_BACKENDS = ("diagonal", "gather")  # in float64, over a support
 IDENTICAL = [name for name in PLACEMENTS if name not in ("add_after_as_printed", "residual")]
 
 
@@ -128,12 +129,10 @@ def test_gradients_of_every_placement(placement, support):
     assert torch.autograd.gradcheck(function, tuple(found.values()), atol=1e-6)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", [placement for placement in PLACEMENTS if placement != "multiply"])
 def test_only_the_reference_places_m_elsewhere(placement):
     found = leaves()
-    for backend in BACKENDS:
-        if backend == "reference" or placement == "multiply":
-            continue
+    for backend in (backend for backend in BACKENDS if backend != "reference"):
         with pytest.raises(ValueError, match="cannot run this attention"):
             attend(found, placement, "sparse", 1, backend=backend)
     with pytest.raises(ValueError, match=r"placement='add' of the decay is for the reference alone"):
@@ -268,26 +267,38 @@ def test_a_learned_order_learns_its_positions():
     assert torch.autograd.gradcheck(function, (order.requires_grad_(),))
 
 
-@pytest.mark.parametrize("support", ["dense", "sparse"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_backends_take_a_learned_order_or_refuse_it(backend, support):
+def learned_order_attention(backend, support):
+    """What a backend computes, and what may have a gradient."""
     found = leaves(1, prefix_beta=False)
     found["beta"] = found["beta"][:1]
     decay = {"name": "learned_order", "alpha": found["alpha"], "beta": found["beta"], "order": torch.rand(1, 3, 4) * 9}
     decay["order"] = decay["order"].double().requires_grad_()
     inputs = [found[name] for name in "qkv"]
     options = {"num_prefix_tokens": 1, "grid": GRID}
-    expected = attention(*inputs, SUPPORTS[support], decay, backend="reference", **options)
-    try:
-        out = attention(*inputs, SUPPORTS[support], decay, backend=backend, **options)
-    except ValueError as error:
-        assert "cannot run this attention" in str(error) and (backend, support) != ("diagonal", "sparse")
-        return
+    return attention(*inputs, SUPPORTS[support], decay, backend=backend, **options), [*inputs, decay["order"]]
+
+
+@pytest.mark.parametrize("backend", LEARNED_ORDER_BACKENDS)
+def test_backends_take_a_learned_order(backend):
+    torch.manual_seed(0)
+    out, leaves_of_out = learned_order_attention(backend, "sparse")
+    torch.manual_seed(0)
+    expected, leaves_of_expected = learned_order_attention("reference", "sparse")
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
     for own, reference in zip(
-        *(torch.autograd.grad(y.square().sum(), [*inputs, decay["order"]]) for y in (out, expected)), strict=True
+        torch.autograd.grad(out.square().sum(), leaves_of_out),
+        torch.autograd.grad(expected.square().sum(), leaves_of_expected),
+        strict=True,
     ):
         torch.testing.assert_close(own, reference, rtol=1e-9, atol=1e-11)
+
+
+def test_backends_refuse_a_learned_order():
+    refused = [(name, "sparse") for name in BACKENDS if name not in ("reference", *LEARNED_ORDER_BACKENDS)]
+    refused += [(name, "dense") for name in BACKENDS if name != "reference"]
+    for backend, support in refused:
+        with pytest.raises(ValueError, match=f"^backend='{backend}' cannot run this attention: "):
+            learned_order_attention(backend, support)
 
 
 @pytest.mark.parametrize("start", ["z", "hilbert_t", "random"])
