@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-FLAGS = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
+FLAGS = "-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all"
 
 
 def runtime():
