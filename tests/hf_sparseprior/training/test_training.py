@@ -252,8 +252,8 @@ def test_two_processes_take_the_step_of_one(tmp_path):
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d",
          "--rdzv-endpoint=localhost:0", str(tmp_path / "script.py"), str(Path(__file__).parent), str(tmp_path)],
-        check=True, cwd=Path(__file__).parents[2], capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        check=True, cwd=Path(__file__).parents[3], capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])},
     )  # fmt: skip
     for name, value in torch.load(tmp_path / "gradients.pt").items():
         torch.testing.assert_close(value, expected[name], atol=2e-7, rtol=1e-4, msg=name)

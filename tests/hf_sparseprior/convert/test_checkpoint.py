@@ -49,7 +49,7 @@ SOURCES = {
     ),
 }
 
-OF_CLIPS = ("sparseprior_timesformer", "timesformer")  # tests/hf_sparseprior/test_timesformer.py
+OF_CLIPS = ("sparseprior_timesformer", "timesformer")  # tests/hf_sparseprior/test_modeling_sparseprior_timesformer.py
 
 
 def make_source(kind):
