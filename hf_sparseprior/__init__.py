@@ -9,14 +9,6 @@ import logging as _logging
 import os as _os
 from typing import Any as _Any
 
-from transformers import (
-    AutoBackbone,
-    AutoConfig,
-    AutoModel,
-    AutoModelForImageClassification,
-    AutoModelForVideoClassification,
-)
-
 from hf_sparseprior import curves, ops, sequences, supports
 from hf_sparseprior.adapters.peft_hook import register_with_peft as _register_with_peft
 from hf_sparseprior.adapters.stock import apply_prior, remove_prior
@@ -62,14 +54,6 @@ def __getattr__(name: str) -> _Any:
     except ModuleNotFoundError as error:
         raise ImportError(f"{name} needs peft: pip install peft") from error
 
-
-AutoConfig.register(SparsePriorViTConfig.model_type, SparsePriorViTConfig)
-AutoModel.register(SparsePriorViTConfig, SparsePriorViTModel)
-AutoModelForImageClassification.register(SparsePriorViTConfig, SparsePriorViTForImageClassification)
-AutoBackbone.register(SparsePriorViTConfig, SparsePriorViTBackbone)
-AutoConfig.register(SparsePriorTimesformerConfig.model_type, SparsePriorTimesformerConfig)
-AutoModel.register(SparsePriorTimesformerConfig, SparsePriorTimesformerModel)
-AutoModelForVideoClassification.register(SparsePriorTimesformerConfig, SparsePriorTimesformerForVideoClassification)
 
 _register_with_peft()
 

@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     from transformers.utils import logging as transformers_logging
 
     from hf_sparseprior.analysis import explain
-    from hf_sparseprior.convert import TARGETS, convert_checkpoint
+    from hf_sparseprior.convert import convert_checkpoint, target_formats
     from hf_sparseprior.doctor import REQUIRABLE, missing_of, report
     from hf_sparseprior.export import export_folder
 
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     convert_parser.add_argument(
         "--to",
-        choices=TARGETS,
+        choices=list(target_formats()),
         help="format: ours (default), a model of transformers, timm, or the .pth file of DeiT, DeiT-III, DINO, DINOv2",
     )
     convert_parser.add_argument(

@@ -43,13 +43,4 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
             )
 
 
-# The classes that a saved folder offers to transformers' Auto classes.
-AUTO_MAP = {
-    "AutoConfig": "configuration_sparseprior_timesformer.SparsePriorTimesformerConfig",
-    "AutoModel": "modeling_sparseprior_timesformer.SparsePriorTimesformerModel",
-    "AutoModelForVideoClassification": (
-        "modeling_sparseprior_timesformer.SparsePriorTimesformerForVideoClassification"
-    ),
-}
-
 SparsePriorTimesformerConfig.register_for_auto_class()

@@ -16,7 +16,8 @@ from transformers.backbone_utils import BackboneConfigMixin
 
 from .checks import check_boolean, check_integer
 from .extras import EXTRAS
-from .prior import prior_name, prior_pruning_ratio, resolve_prior
+from .prior import Stage, prior_name, prior_pruning_ratio, resolve_stages
+from .resolved import ResolvedPrior
 from .supports import support_notes
 
 logger = logging.getLogger("hf_sparseprior.config")
@@ -191,6 +192,16 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
         return image[0] // patch[0], image[1] // patch[1]
 
     @property
+    def stages(self) -> list[Stage]:
+        """Heads and grid of the layers; one entry for each stage of a family whose grid shrinks from stage to stage."""
+        return [Stage(self.num_attention_heads, self.grid)]
+
+    @property
+    def stage_priors(self) -> list[ResolvedPrior]:
+        """The full form of the prior of each stage; `prior` itself is a list only where there are several."""
+        return self.prior if isinstance(self.prior, list) else [self.prior]
+
+    @property
     def num_prefix_tokens(self) -> int:
         """Class, distillation and register tokens in front of the patches."""
         return int(self.use_class_token) + int(self.use_distillation_token) + self.num_register_tokens
@@ -203,13 +214,19 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
     @property
     def pruning_ratio(self) -> float:
         """Percentage of query-key pairs that the prior leaves out, prefix tokens included (`prior_pruning_ratio`)."""
-        heads = self.num_attention_heads
-        return prior_pruning_ratio(self.prior, heads, self.grid, self.num_prefix_tokens, self.hidden_size // heads)
+        kept = total = 0.0
+        for prior, (heads, grid) in zip(self.stage_priors, self.stages, strict=True):
+            ratio = prior_pruning_ratio(prior, heads, grid, self.num_prefix_tokens, self.hidden_size // heads)
+            if len(self.stages) == 1:
+                return ratio
+            pairs = heads * (grid[0] * grid[1] + self.num_prefix_tokens) ** 2
+            kept, total = kept + pairs * (1 - ratio / 100), total + pairs
+        return 100 * (1 - kept / total)
 
     @property
     def prior_name(self) -> str:
         """Short name of the prior, e.g. "fibottention+violin"."""
-        return prior_name(self.prior)
+        return ", ".join(dict.fromkeys(map(prior_name, self.stage_priors)))
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 
@@ -221,9 +238,11 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
         """
         self._validate_sizes()
         self._validate_choices()
-        self.prior = resolve_prior(self.prior, self.num_attention_heads, self.grid)
-        for extra in self.prior["extras"]:
-            EXTRAS[extra["name"]].check_model(extra, self)
+        priors = resolve_stages(self.prior, self.stages)
+        self.prior = priors[0] if len(priors) == 1 else priors
+        for prior in priors:
+            for extra in prior["extras"]:
+                EXTRAS[extra["name"]].check_model(extra, self)
         stage_names = ["stem"] + [f"stage{n}" for n in range(1, self.num_hidden_layers + 1)]
         if self.__dict__.get("stage_names") != stage_names:  # a new config, or one whose depth was changed
             self.stage_names = stage_names
@@ -231,8 +250,9 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
 
     def log_notes(self) -> None:
         """Log clipped windows and heads that have no offset on this grid."""
-        for note in support_notes(self.prior["support"], self.num_attention_heads, self.grid, self.num_prefix_tokens):
-            logger.warning(note)
+        for prior, stage in zip(self.stage_priors, self.stages, strict=True):
+            for note in support_notes(prior["support"], stage.num_heads, stage.grid, self.num_prefix_tokens):
+                logger.warning(note)
 
     def _validate_sizes(self) -> None:
         sizes = ("num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -310,13 +330,5 @@ def check_number(name: str, value: Any, low: float, high: float) -> None:
         bounds = "a number" if math.isinf(low) else f"a number in [{low:g}, {high:g})"
         raise ValueError(f"{name}={value!r} must be {bounds}")
 
-
-# The classes that a saved folder offers to transformers' Auto classes.
-AUTO_MAP = {
-    "AutoConfig": "configuration_sparseprior_vit.SparsePriorViTConfig",
-    "AutoModel": "modeling_sparseprior_vit.SparsePriorViTModel",
-    "AutoModelForImageClassification": "modeling_sparseprior_vit.SparsePriorViTForImageClassification",
-    "AutoBackbone": "modeling_sparseprior_vit.SparsePriorViTBackbone",
-}
 
 SparsePriorViTConfig.register_for_auto_class()

@@ -10,15 +10,13 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from hf_sparseprior import modeling_sparseprior_timesformer, modeling_sparseprior_vit
+from hf_sparseprior.families import FAMILIES, family_of
 from hf_sparseprior.files import check_new, file_sha256, whole_folder, write_text
 from hf_sparseprior.image_processor import PROCESSOR
 from hf_sparseprior.model_card import CARD, model_card
 from hf_sparseprior.pretrained import load_whole_model
 
 RESULTS = "results.json"
-# By model type.
-MODELING = {"sparseprior_vit": modeling_sparseprior_vit, "sparseprior_timesformer": modeling_sparseprior_timesformer}
 
 
 def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_name: str = "apache-2.0") -> list[str]:
@@ -39,9 +37,11 @@ def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_nam
     check_new(out)
     config = AutoConfig.from_pretrained(source)
     names = config.architectures or []
-    cls: Any = getattr(MODELING.get(config.model_type), str(names[0]), None) if names else None
-    if not hasattr(cls, "from_pretrained"):
-        raise OSError(f"{source} holds {names or 'no architecture'}; export takes the SparsePriorViT classes")
+    family = family_of(config)
+    cls = family.class_named(str(names[0])) if family and names else None
+    if cls is None:
+        titles = " and ".join(f"{family.title} classes" for family in FAMILIES.values())
+        raise OSError(f"{source} holds {names or 'no architecture'}; export takes the {titles}")
     model = load_whole_model(source, cls)
     results = _results_of(source)
     with whole_folder(out) as scratch:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .families import family_of
+
 PROCESSOR = "preprocessor_config.json"
 
 
@@ -33,4 +35,5 @@ def image_processor_settings(config: Any) -> dict[str, Any]:
 
 def takes_clips(config: Any) -> bool:
     """Whether a config is of a video model."""
-    return hasattr(config, "num_frames")
+    family = family_of(config)
+    return family is not None and family.takes == "clips"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from .families import FAMILIES
 from .image_processor import takes_clips
 
 CARD = "README.md"
@@ -32,7 +33,7 @@ def model_card(config: Any, results: dict[str, Any] | None = None, license_name:
         "tags: [vision-transformer, sparse-attention, spatial-prior]",
         "---",
         "",
-        f"# {'SparsePriorTimesformer' if clips else 'SparsePriorViT'}, prior: {config.prior_name}",
+        f"# {FAMILIES[config.model_type].title}, prior: {config.prior_name}",
         "",
         "| | |",
         "|---|---|",
@@ -80,7 +81,7 @@ _FEATURES = (
 
 def _pruned(config: Any) -> str:
     """What the pruning ratio is a percentage of (`prior.prior_pruning_ratio`)."""
-    if config.prior["mixer"] == "softmax":
+    if all(prior["mixer"] == "softmax" for prior in config.stage_priors):
         return "query-key pairs left out"
     return "dense attention's multiply-adds over query-key pairs saved"
 
@@ -89,7 +90,7 @@ def _architecture(config: Any) -> str:
     prefix = ", ".join(name for name, used in _prefix_tokens(config) if used) or "none"
     layers, heads, width = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
     stem = ", convolutional stem" if config.stem == "convolution" else ""
-    kind = "TimeSformer, divided space-time attention" if takes_clips(config) else "ViT"
+    kind = FAMILIES[config.model_type].architecture
     return f"{kind}, {layers} layers, {heads} heads, width {width}{stem}, {config.pooling} pooling, prefix: {prefix}"
 
 

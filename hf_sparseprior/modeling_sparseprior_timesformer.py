@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .configuration_sparseprior_timesformer import AUTO_MAP, SparsePriorTimesformerConfig
+from .configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
 from .configuration_sparseprior_vit import SparsePriorViTConfig
+from .families import Family, register_family
 from .modeling_sparseprior_vit import (
     SparsePriorViTEmbeddings,
     SparsePriorViTForImageClassification,
@@ -166,7 +167,6 @@ class SparsePriorTimesformerPreTrainedModel(SparsePriorViTPreTrainedModel):
     config_class = SparsePriorTimesformerConfig
     config: SparsePriorTimesformerConfig
     input_modalities = ("video",)
-    auto_map = AUTO_MAP
     _no_split_modules = ["SparsePriorTimesformerEmbeddings", "SparsePriorTimesformerLayer"]
 
     @torch.no_grad()
@@ -318,5 +318,15 @@ class SparsePriorTimesformerForVideoClassification(
         )
 
 
-SparsePriorTimesformerModel.register_for_auto_class("AutoModel")
-SparsePriorTimesformerForVideoClassification.register_for_auto_class("AutoModelForVideoClassification")
+register_family(
+    Family(
+        config_class=SparsePriorTimesformerConfig,
+        models={
+            "AutoModel": SparsePriorTimesformerModel,
+            "AutoModelForVideoClassification": SparsePriorTimesformerForVideoClassification,
+        },
+        title="SparsePriorTimesformer",
+        architecture="TimeSformer, divided space-time attention",
+        takes="clips",
+    )
+)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ModelOutput
 
 from .attention import SparsePriorAttention
-from .configuration_sparseprior_vit import AUTO_MAP, SparsePriorViTConfig, as_pair
+from .configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from .decay import Decay
 from .extras import PriorModule, make_extras
+from .families import Family, register_family
 from .hub import complete_folder
 from .loading import check_source, load_errors_in_one_line
 from .prior import pruning_of
@@ -325,8 +326,8 @@ class SparsePriorViTPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ["decay_bias"]
     _supports_sdpa = True
     _can_compile_fullgraph = True
-    # What a saved folder offers to the Auto classes; other families have their own.
-    auto_map = AUTO_MAP
+    # What a saved folder offers to the Auto classes; `register_family` says it.
+    auto_map: ClassVar[dict[str, str]] = {}
 
     def __init__(self, config: SparsePriorViTConfig, *args: Any, **kwargs: Any) -> None:
         # from_pretrained(..., prior=...) sets fields behind the config's own check.
@@ -679,6 +680,16 @@ def output_options(
     )
 
 
-SparsePriorViTModel.register_for_auto_class("AutoModel")
-SparsePriorViTForImageClassification.register_for_auto_class("AutoModelForImageClassification")
-SparsePriorViTBackbone.register_for_auto_class("AutoBackbone")
+register_family(
+    Family(
+        config_class=SparsePriorViTConfig,
+        models={
+            "AutoModel": SparsePriorViTModel,
+            "AutoModelForImageClassification": SparsePriorViTForImageClassification,
+            "AutoBackbone": SparsePriorViTBackbone,
+        },
+        title="SparsePriorViT",
+        architecture="ViT",
+        flops="hf_sparseprior.analysis.flops:vit_flops",
+    )
+)

@@ -22,6 +22,7 @@ from hf_sparseprior.checks import check_integer
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.extras import PriorModule
+from hf_sparseprior.families import family_of
 from hf_sparseprior.masks import Pairs, attended_pairs
 from hf_sparseprior.prior import PriorSpec, chooser_of, prior_name, pruning_of, resolve_prior
 from hf_sparseprior.resolved import ResolvedDecay, ResolvedPrior
@@ -144,13 +145,13 @@ class ModelFlops:
 
 
 def model_flops(
-    config: SparsePriorViTConfig,
+    config: Any,
     image_size: int | Sequence[int] | None = None,
     prior: PriorSpec | None = None,
     convention: str = "multiply_adds",
     num_prefix_tokens: int | None = None,
 ) -> ModelFlops:
-    """FLOPs of `SparsePriorViTForImageClassification` for one image.
+    """FLOPs of a model of any family for one image.
 
     Args:
         config: of the model; without labels it is the base model.
@@ -160,9 +161,23 @@ def model_flops(
         num_prefix_tokens: None: the config's; 0 counts the patch tokens only.
 
     Raises:
-        ValueError: for an image that is no multiple of the patch, an unknown convention, a bad prior, or one whose
-            FLOPs differ between images: a support or a decay on what token pruning leaves.
+        ValueError: for a family whose FLOPs are not counted, an image that is no multiple of the patch, an unknown
+            convention, a bad prior, or one whose FLOPs differ between images: a support or a decay on what token
+            pruning leaves.
     """
+    if (family := family_of(config)) is None:
+        raise ValueError(f"the FLOPs of a {type(config).__name__} are not counted")
+    return family.flop_counter()(config, image_size, prior, convention, num_prefix_tokens)
+
+
+def vit_flops(
+    config: SparsePriorViTConfig,
+    image_size: int | Sequence[int] | None,
+    prior: PriorSpec | None,
+    convention: str,
+    num_prefix_tokens: int | None,
+) -> ModelFlops:
+    """`model_flops` of a SparsePriorViT."""
     size, grid = _image_grid(config, config.image_size if image_size is None else image_size)
     prefix = config.num_prefix_tokens if num_prefix_tokens is None else num_prefix_tokens
     prefix = check_integer("num_prefix_tokens", prefix, 0)

@@ -6,6 +6,6 @@ format cannot express, `write(model, target, out)` writes. What is missing or le
 written.
 """
 
-from hf_sparseprior.convert.checkpoint import TARGETS, convert_checkpoint, read_checkpoint
+from hf_sparseprior.convert.checkpoint import convert_checkpoint, read_checkpoint, target_formats
 
-__all__ = ["TARGETS", "convert_checkpoint", "read_checkpoint"]
+__all__ = ["convert_checkpoint", "read_checkpoint", "target_formats"]

@@ -17,33 +17,25 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_sparseprior.adapters.lora import CLASSIFIERS
-from hf_sparseprior.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.convert import lvvit, sparseprior_vit, timesformer, timm_vit, transformers_vit
+from hf_sparseprior.families import FAMILIES
 from hf_sparseprior.files import check_new, whole_file, whole_folder
 from hf_sparseprior.image_processor import PROCESSOR
-from hf_sparseprior.modeling_sparseprior_timesformer import (
-    SparsePriorTimesformerForVideoClassification,
-    SparsePriorTimesformerModel,
-)
-from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTForImageClassification, SparsePriorViTModel
 from hf_sparseprior.prior import of_prior
 
 # timesformer before transformers_vit, which would take a bare TimeSformer for a ViT.
 FORMATS: tuple[ModuleType, ...] = (sparseprior_vit, timesformer, transformers_vit, lvvit, timm_vit)
-TARGETS: dict[str, ModuleType] = {name: module for module in FORMATS for name in module.TARGETS}
-# Config, transformer and classifier of our own models, by model type.
-CLASSES: dict[str, tuple[Any, Any, Any]] = {
-    "sparseprior_vit": (SparsePriorViTConfig, SparsePriorViTModel, SparsePriorViTForImageClassification),
-    "sparseprior_timesformer": (
-        SparsePriorTimesformerConfig,
-        SparsePriorTimesformerModel,
-        SparsePriorTimesformerForVideoClassification,
-    ),
-}
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".bin")
+# What foreign formats are written from; the others from a SparsePriorViT.
+FAMILY_OF_TARGET = dict.fromkeys(timesformer.TARGETS, timesformer.FAMILY)
 # What a target is written as; a folder where nothing is said.
 WRITTEN_AS = {"timm": ("folder", ".safetensors file"), "original": (".pth file",)}
+
+
+def target_formats() -> dict[str, ModuleType]:
+    """The format of each target by name: our families and the foreign ones."""
+    return {name: module for module in FORMATS for name in module.TARGETS}
 
 
 def read_checkpoint(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
@@ -132,7 +124,7 @@ def convert_checkpoint(
         image_size: another one than the source's; the position embedding is interpolated.
         num_attention_heads: for timm files of other widths than the published ones.
         drop_classifier: write the base model alone; its pooling stays.
-        to: one of `TARGETS`, by default our own for what the source is, images or clips. Foreign formats have no
+        to: one of `target_formats`, by default our own for what the source is, images or clips. Foreign formats have no
             prior: prior="dense" drops the source's.
 
     Returns:
@@ -145,8 +137,8 @@ def convert_checkpoint(
     """
     out = Path(out)
     check_new(out)
-    if to is not None and to not in TARGETS:
-        raise ValueError(f"to={to!r} must be one of {', '.join(TARGETS)}")
+    if to is not None and to not in target_formats():
+        raise ValueError(f"to={to!r} must be one of {', '.join(target_formats())}")
     written_as = WRITTEN_AS.get(to or "", ("folder",))
     is_file = out.suffix in WEIGHT_FILES
     if (f"{out.suffix} file" if is_file else "folder") not in written_as:
@@ -154,10 +146,10 @@ def convert_checkpoint(
     weights, fields, notes = _read_as_ours(source, num_attention_heads)
     family = fields.get("model_type", SparsePriorViTConfig.model_type)
     to = family if to is None else to
-    if _family(to) != family:
+    if (to if to in FAMILIES else FAMILY_OF_TARGET.get(to, SparsePriorViTConfig.model_type)) != family:
         raise ValueError(f"{source} is a {family}, which {to} cannot express")
-    target = TARGETS[to]
-    config_class = CLASSES[family][0]
+    target = target_formats()[to]
+    config_class: Any = FAMILIES[family].config_class
     own = config_class.from_dict(fields)
     config = own if prior is None else config_class.from_dict({**fields, "prior": prior})
     if target is not sparseprior_vit and config.prior_name != "dense":
@@ -167,7 +159,10 @@ def convert_checkpoint(
             f"note: the source's prior {own.prior_name!r} is replaced by {config.prior_name!r}; "
             "the new model computes something else"
         )
-    same_prior = all(own.prior[slot] == config.prior[slot] for slot in ("decay", "extras"))
+    same_prior = all(
+        old["decay"] == new["decay"] and old["extras"] == new["extras"]
+        for old, new in zip(own.stage_priors, config.stage_priors, strict=True)
+    )
     if not same_prior:
         weights = {key: value for key, value in weights.items() if not of_prior(key)}
     model = _fill(weights, config, same_prior, drop_classifier, source)
@@ -181,13 +176,6 @@ def convert_checkpoint(
             shutil.copyfile(processor, scratch / PROCESSOR)
         what, *remarks = target.write(model, to, scratch)
     return [f"{out}: {what}, from {Path(source).name}", *notes, *remarks]
-
-
-def _family(target: str) -> str:
-    """The model type of what a target is written from."""
-    if target in CLASSES:
-        return target
-    return timesformer.FAMILY if target in timesformer.TARGETS else SparsePriorViTConfig.model_type
 
 
 def _read_as_ours(
@@ -220,12 +208,12 @@ def _fill(
     A prior's weights are among them if `with_prior`, else they have their initial values.
     """
     heads = {key for key in state if key.split(".")[0] in CLASSIFIERS}
-    _, transformer, classifier = CLASSES[config.model_type]
+    family = FAMILIES[config.model_type]
     if drop_classifier or not heads:
-        model: Any = transformer(config)
+        model: Any = family.base(config)
         state = {key.removeprefix("vit."): value for key, value in state.items() if key not in heads}
     else:
-        model = classifier(config)
+        model = family.classifier(config)
     # In the precision of the source, as far as all of it has one; a decay stays in float32.
     dtypes = {value.dtype for key, value in state.items() if value.is_floating_point() and not of_prior(key)}
     model.to(functools.reduce(torch.promote_types, dtypes or {torch.float32}))
@@ -255,8 +243,8 @@ def _resize(model: Any, image_size: int) -> Any:
     config = type(model.config).from_dict({**model.config.to_dict(), "image_size": image_size})
     resized = type(model)(config).to(model.dtype)
     state = model.state_dict()
-    prefix = "vit." if isinstance(model, SparsePriorViTForImageClassification) else ""
-    embeddings = model.vit.embeddings if prefix else model.embeddings
+    embeddings = model.base_model.embeddings
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     if embeddings.position_embeddings is not None:
         state[prefix + "embeddings.position_embeddings"] = embeddings.resized_positions(config.grid)
     resized.load_state_dict(state)

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_sparseprior.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
-from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
+from hf_sparseprior.families import FAMILIES
 
-TARGETS = (SparsePriorViTConfig.model_type, SparsePriorTimesformerConfig.model_type)
+# Our families by name, those included that are registered later.
+TARGETS = FAMILIES
 
 
 def matches(keys: Iterable[str]) -> bool:

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from hf_sparseprior.families import family_of
 from hf_sparseprior.loading import check_whole
-from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTPreTrainedModel
 from hf_sparseprior.training.distillation import Distillation
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.keep_rate import KeepRateSchedule, evit_modules
@@ -316,7 +316,7 @@ class SparsePriorTrainer(Trainer):
         and without complaint: most weights would stay as they are, and those of a prior too.
         """
         model = self.model
-        stock = isinstance(model, PreTrainedModel) and not isinstance(model, SparsePriorViTPreTrainedModel)
+        stock = isinstance(model, PreTrainedModel) and family_of(model.config) is None
         if not stock or self.is_fsdp_enabled or self.is_deepspeed_enabled or not folder:
             return False
         if not any((Path(folder) / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):

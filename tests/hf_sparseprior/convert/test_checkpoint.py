@@ -29,7 +29,7 @@ from transformers import (
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
 from hf_sparseprior.__main__ import main
-from hf_sparseprior.convert import TARGETS, convert_checkpoint, read_checkpoint
+from hf_sparseprior.convert import convert_checkpoint, read_checkpoint, target_formats
 from tests.timm_oracle import import_timm
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 32, "patch_size": 8}
@@ -228,7 +228,7 @@ def test_what_a_target_cannot_express_is_refused(case, tmp_path, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("target", [name for name in TARGETS if name not in ("sparseprior_vit", *OF_CLIPS)])
+@pytest.mark.parametrize("target", [name for name in target_formats() if name not in ("sparseprior_vit", *OF_CLIPS)])
 def test_a_prior_is_dropped_only_when_asked(target, tmp_path, capsys):
     fields = {
         "deit": {"use_distillation_token": True},
