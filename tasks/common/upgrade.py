@@ -24,10 +24,10 @@ def upgraded(content: Any) -> Any:
     if "history" in content:
         content["history"] = _upgraded_history(content["history"])
     if content.get("task") == "segmentation":
-        for name in ("metrics", "baseline"):
-            content[name] = _as_fractions(content.get(name) or {})
+        for name in {"metrics", "baseline"} & content.keys():
+            content[name] = _as_fractions(content[name])
     if content.get("task") == "video":
-        content["metrics"] = {validation_name(key): value for key, value in content["metrics"].items()}
+        content["metrics"] = {validation_name(key): value for key, value in content.get("metrics", {}).items()}
     if content.get("task") == "robotics":
         if isinstance(episodes := content.get("episodes"), dict) and "valid" in episodes:
             content["episodes"] = {"train": episodes["train"], "validation": episodes["valid"]}
