@@ -20,7 +20,7 @@ from typing import Any
 from tasks.classification.distillation import DistillationConfig, check_distillation
 from tasks.classification.token_label_config import TokenLabelConfig
 from tasks.classification.tuning import TuningConfig, check_tuning
-from tasks.common.config import apply_overrides, check_known, check_trainer, read_layers, trainer_keys
+from tasks.common.config import Config, check_known, check_trainer, load_sections, trainer_keys
 from tasks.common.images.augmentation import AugmentationConfig
 from tasks.common.images.config import DataConfig
 from tasks.common.images.model import MODEL_EXTRAS, check_classifier_init_std
@@ -28,22 +28,12 @@ from tasks.common.images.model import MODEL_EXTRAS, check_classifier_init_std
 SECTIONS = ("data", "augmentation", "model", "tuning", "distillation", "token_labels", "trainer")
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """Read a configuration file, apply `section.key=value` overrides, check every key.
-
-    Returns:
-        One dict for each of SECTIONS, plain values.
-
-    Raises:
-        ValueError: for unknown keys, with the nearest known one, or text that is not YAML.
-        OSError: for a missing file.
-    """
-    config = read_layers(Path(path), SECTIONS)
-    apply_overrides(config, overrides, SECTIONS)
-    return check_config(config)
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """A configuration file with `section.key=value` overrides, every key checked."""
+    return load_sections(path, overrides, SECTIONS, check_config)
 
 
-def check_config(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def check_config(config: Config) -> Config:
     """Refuse unknown keys of every section and bad values; the model checks its own. A missing section is empty."""
     known = known_keys()
     for section in SECTIONS:

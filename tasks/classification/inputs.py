@@ -13,6 +13,7 @@ from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.image_processor import image_processor_settings
 from hf_sparseprior.training import DrawSampler, LabelMaps, Mixing, SoftTargetCollator
 from tasks.classification.streaming import StreamCollator, StreamedImages, noted_damage
+from tasks.common.hf_run import draw_sampler, global_batch
 from tasks.common.images.augmentation import Augmentation, AugmentationConfig
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import ImageDataset, Preparation, load_data
@@ -67,10 +68,7 @@ def make_inputs(
     if isinstance(data, StreamData):
         return _stream_inputs(data, config, augmentation, model_config, arguments, collate)
     datasets, processor = make_datasets(data, config, model_config, augmentation, arguments.seed, label_maps)
-    # transformers would leave out the last, smaller batch of evaluation too, and with it images from the metrics.
-    whole_batches = global_batch(arguments) if arguments.dataloader_drop_last else 1
-    arguments.dataloader_drop_last = False
-    sampler = DrawSampler(len(datasets["train"]), arguments.seed, augmentation.repeats, whole_batches)
+    sampler = draw_sampler(len(datasets["train"]), arguments, augmentation.repeats)
     sizes = ", ".join(f"{len(dataset)} {split}" for split, dataset in datasets.items())
     # Sizes behind the cut and the limits, where those have changed what the source says.
     description = data.description if f"({sizes})" in data.description else f"{data.description} ({sizes})"
@@ -187,8 +185,3 @@ def make_collator(
     return SoftTargetCollator(
         num_classes, augmentation.mixing, augmentation.label_smoothing, arguments.seed, global_batch(arguments), grid
     )
-
-
-def global_batch(arguments: Any) -> int:
-    """Images of a step, over processes and accumulation."""
-    return arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from accelerate.utils import is_peft_model, parse_flag_from_env
-from torch import nn
-from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
+from accelerate.utils import parse_flag_from_env
 
 from hf_sparseprior.adapters.lora import check_settings, classifier_names, decay_names, import_peft, lora_config
 from hf_sparseprior.prior import parse_prior
@@ -102,21 +98,3 @@ def tuned(model: Any, config: TuningConfig) -> Any:
     for name in trained:
         model.get_submodule(name).requires_grad_(True)
     return model
-
-
-def trainable_parameters(model: nn.Module) -> int:
-    """How many numbers are trained."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
-def merged(model: Any) -> Any:
-    """The model itself, or, of one with a LoRA or DoRA adapter, a copy whose weights have taken the adapter in."""
-    return copy.deepcopy(model).merge_and_unload() if is_peft_model(model) else model
-
-
-def save_adapter(folder: Path, model: Any) -> int | None:
-    """Write an adapter alone; bytes of its weights, None for a model without one."""
-    if not is_peft_model(model):
-        return None
-    model.save_pretrained(folder)
-    return (folder / ADAPTER_SAFE_WEIGHTS_NAME).stat().st_size

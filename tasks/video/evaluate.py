@@ -2,108 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from functools import partial
 
-import numpy as np
-import torch
-from transformers import AutoModelForVideoClassification, Trainer, TrainingArguments
-from transformers.utils import logging as transformers_logging
+from tasks.video.task import VIDEO
+from tasks.common.evaluate import evaluate_main
 
-from hf_sparseprior.pretrained import check_classes, load_whole_model
-from tasks.common.command import run_command
-from tasks.common.config import apply_overrides
-from tasks.common.environment import command_line, environment
-from tasks.common.metrics import compute_metrics, confusion_matrix
-from tasks.common.plots import draw_confusion
-from tasks.common.results import write_results
-from tasks.common.run_folder import stored_config
-from tasks.video.config import SPLITS, DataConfig, check_config, load_config
-from tasks.video.data import load_data, make_dataset
-from tasks.video.train import factor_accuracies
-
-
-def evaluate_model(
-    model_folder: str | Path, config: dict[str, dict[str, Any]], split: str, out: Path, batch_size: int = 32
-) -> dict[str, Any]:
-    """Accuracy and confusion matrix of a saved model on a split; writes both into `out`."""
-    model = load_whole_model(model_folder, AutoModelForVideoClassification)
-    data_config = DataConfig(**config["data"])
-    data = load_data(data_config)
-    check_classes(model, data.classes)
-    dataset = make_dataset(data.splits[split], data_config, model.config)
-    dataset.fill_cache()
-    arguments = TrainingArguments(
-        output_dir=str(out),
-        per_device_eval_batch_size=batch_size,
-        report_to="none",
-        remove_unused_columns=False,
-        dataloader_pin_memory=torch.cuda.is_available(),
-    )
-    trainer = Trainer(model=model, args=arguments, compute_metrics=compute_metrics)
-    prediction = trainer.predict(dataset, metric_key_prefix=split)
-    counts = confusion_matrix(prediction.label_ids, np.argmax(prediction.predictions, -1), len(data.classes))
-    name = f"{split}_accuracy"
-    factors = factor_accuracies(counts, data.classes)
-    results = {
-        "task": "video",
-        "model": str(model_folder),
-        "metrics": {
-            name: prediction.metrics[name],
-            **{key.replace("test_", f"{split}_", 1): value for key, value in factors.items()},
-        },
-        "clips": len(dataset),
-        "data": data.description,
-        "command": command_line(),
-        "config": config,
-        **environment(),
-        "classes": data.classes,
-        "confusion": counts.tolist(),
-    }
-    accuracy = 100 * results["metrics"][name]
-    draw_confusion(counts, data.classes, out / f"confusion_{split}.png", f"{split}: {accuracy:.2f} %")
-    write_results(out / f"results_{split}.json", results)
-    return results
-
-
-def run_config(model_folder: Path, file: str | None = None, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """The configuration of a YAML file, or of the run that saved the model, with overrides of its `data`."""
-    if file:
-        return load_config(file, overrides)
-    config = stored_config(model_folder)
-    apply_overrides(config, overrides, sections=("data",))
-    return check_config(config)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.video.evaluate", description="Evaluate a saved video classifier."
-    )
-    parser.add_argument("model", type=Path, help="folder of a saved model")
-    parser.add_argument("--config", help="YAML file with a data section; default: that of the run that trained it")
-    parser.add_argument("--split", choices=SPLITS, default="test")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--out", type=Path, help="folder for results and picture; default: MODEL/../evaluation")
-    parser.add_argument("overrides", nargs="*", metavar="data.key=value")
-    arguments = parser.parse_args(argv)
-    if arguments.batch_size < 1:
-        parser.error(f"--batch-size {arguments.batch_size} must be 1 or more")
-    transformers_logging.disable_progress_bar()
-
-    def work() -> None:
-        config = run_config(arguments.model, arguments.config, arguments.overrides)
-        out = arguments.out or arguments.model.resolve().parent / "evaluation"
-        results = evaluate_model(arguments.model, config, arguments.split, out, arguments.batch_size)
-        for name, value in results["metrics"].items():
-            print(f"{name}: {100 * value:.2f} % of {results['clips']} clips")
-        print(f"results: {out}/results_{arguments.split}.json, picture: {out}/confusion_{arguments.split}.png")
-
-    return run_command(parser.prog, work)
-
+main = partial(evaluate_main, VIDEO)
 
 if __name__ == "__main__":
     sys.exit(main())

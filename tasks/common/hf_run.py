@@ -1,0 +1,377 @@
+"""A run of transformers' Trainer from a configuration to results.json, for every task that trains with it.
+
+OUT/run_config.json            what makes the run this one
+OUT/checkpoint-N/              what an interrupted run goes on from
+OUT/model/                     model, image processor and card; model_ema/: with the moving average of the weights;
+                               adapter/: what LoRA or DoRA learned, alone
+OUT/curves.png, confusion.png  and more pictures of the task
+OUT/results.json               written last (tasks/common/results.py)
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from transformers import ProgressCallback, default_data_collator
+from transformers.utils import logging as transformers_logging
+
+from hf_sparseprior.files import file_sha256, write_text
+from hf_sparseprior.model_card import CARD, model_card
+from hf_sparseprior.pretrained import load_whole_model
+from hf_sparseprior.training import (
+    DrawSampler,
+    OneLineProgress,
+    SparsePriorTrainer,
+    SparsePriorTrainingArguments,
+    StopOnSignal,
+)
+from hf_sparseprior.training.allocator import keep_freed_memory
+from tasks.common.command import RunStopped, run_command, train_parser
+from tasks.common.config import Config, load_sections
+from tasks.common.metrics import compute_metrics, confusion_matrix
+from tasks.common.models import about_model, merged, save_adapter, trainable_parameters
+from tasks.common.plots import draw_confusion, draw_history
+from tasks.common.results import Results, read_results, trainer_history
+from tasks.common.run_folder import (
+    ADAPTER,
+    AVERAGE,
+    MODEL,
+    RESULTS,
+    claim_with,
+    default_output_dir,
+    finished_results,
+)
+
+# What a run does unless its configuration says otherwise.
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "eval_strategy": "epoch",
+    "save_strategy": "epoch",
+    "logging_strategy": "epoch",
+    "save_total_limit": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "accuracy",
+    "report_to": "none",
+    "remove_unused_columns": False,
+    "ddp_find_unused_parameters": False,
+}
+
+
+@dataclass
+class Prepared:
+    """What a task hands to the Trainer.
+
+    model: to be trained. classes: names in the order of the labels.
+    datasets: train, validation and test, for `torch.utils.data.DataLoader`.
+    description: of the data, for results.json.
+    save_processor: writes the image processor of evaluation into a folder.
+    train_sampler: order of the training examples; None for streams.
+    train_collator, eval_collator: make batches; None: the Trainer's own.
+    trainer_options: more arguments of SparsePriorTrainer.
+    finish: what is done to the model after its last step, before the test.
+    details: called after the test; what results.json says besides what every task records.
+    """
+
+    model: Any
+    classes: Sequence[str]
+    datasets: Mapping[str, Any]
+    description: str
+    save_processor: Callable[[Path], Any]
+    train_sampler: DrawSampler | None = None
+    train_collator: Any = None
+    eval_collator: Any = default_data_collator
+    trainer_options: dict[str, Any] = field(default_factory=dict)
+    finish: Callable[[Any], None] = lambda model: None
+    details: Callable[[], dict[str, Any]] = dict
+
+
+@dataclass
+class Split:
+    """What a saved model is evaluated on: `dataset`, `classes` in the order of the labels, `description` of the data."""
+
+    dataset: Any
+    classes: Sequence[str]
+    description: str
+
+
+def _nothing(*arguments: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class HFTask:
+    """A task whose models the Trainer trains: what train, evaluate and compare need of it, in one object.
+
+    name: of the task's folder and that of its configurations.
+    trains: what is trained, for `--help`. examples: what its data consists of, for results.json and output.
+    sections: of a configuration. check_config: refuses unknown keys and bad values of all of them.
+    model_class: Auto class that loads a saved model.
+    prepare: data and model of a run, from its configuration and the Trainer's arguments; reads and writes nothing in the
+        run's folder.
+    read_split: the split of a configuration's data as a saved model takes it: configuration, name of the split, model
+        and its folder.
+    extra_metrics: more metrics from the confusion matrix (true, predicted) and the classes, without the split's name.
+    about_model: what results.json says of a saved model.
+    draw: draws more pictures of the test into the run's folder, from it, what was prepared, the predicted classes and a
+        heading; their names.
+    eval_batch_size: of `evaluate`.
+    """
+
+    name: str
+    trains: str
+    examples: str
+    sections: tuple[str, ...]
+    check_config: Callable[[Config], Config]
+    model_class: Any
+    prepare: Callable[[Config, Any], Prepared]
+    read_split: Callable[[Config, str, Any, Path], Split]
+    extra_metrics: Callable[[np.ndarray, Sequence[str]], dict[str, float]] = _nothing
+    about_model: Callable[[Any], dict[str, Any]] = about_model
+    draw: Callable[[Path, Prepared, np.ndarray, str], Sequence[str]] = lambda *arguments: ()
+    eval_batch_size: int = 64
+
+    def load_config(self, path: str | Path, overrides: Sequence[str] = ()) -> Config:
+        """A configuration file with overrides, checked; where it says nothing, the run lies in outputs/TASK/FILE.
+
+        Raises:
+            ValueError: for unknown keys, with the nearest known one, bad values, or text that is not YAML.
+            OSError: for a missing file.
+        """
+        config = load_sections(path, overrides, self.sections, self.check_config)
+        config["trainer"].setdefault("output_dir", default_output_dir(self.name, path))
+        return config
+
+
+def run(task: HFTask, config: Config, command: str | None = None, overwrite: bool = False) -> dict[str, Any]:
+    """Train, choose the best epoch on validation, test once, write results, model and pictures.
+
+    An interrupted run goes on from its last checkpoint; a finished one is not done again.
+
+    Args:
+        task: what is trained.
+        config: as `task.load_config` returns it; `trainer.output_dir` is where everything goes.
+        command: for results.json.
+        overwrite: throw away what an earlier run with another configuration left in the folder.
+
+    Returns:
+        The content of results.json.
+
+    Raises:
+        ValueError, OSError: for bad values and missing files, before anything is written.
+        RunStopped: on SIGTERM, after a checkpoint was saved.
+    """
+    task.check_config(config)
+    if not (folder := config["trainer"].get("output_dir")):
+        raise ValueError("trainer.output_dir is missing; give a folder for this run")
+    out = Path(folder)
+    if finished := finished_results(out, config, overwrite):
+        return finished
+    arguments = trainer_arguments(config["trainer"])
+    prepared = task.prepare(config, arguments)
+    trained = trainable_parameters(prepared.model)  # counted here, because peft freezes what it reads back
+    trainer = make_trainer(prepared, arguments)
+    # Until here nothing was written or thrown away: a bad value leaves the folder as it was.
+    checkpoint = claim_with(trainer.accelerator, out, config, trainer.checkpoint_files())
+    train(trainer, checkpoint)
+    prepared.finish(trainer.accelerator.unwrap_model(trainer.model))
+    prediction = trainer.predict(prepared.datasets["test"], metric_key_prefix="test")
+    seconds, steps = trainer.clock.seconds(), trainer.state.global_step
+    predicted = np.argmax(prediction.predictions, -1)
+    counts = confusion_matrix(prediction.label_ids, predicted, len(prepared.classes))
+    results = Results(
+        task=task.name,
+        metrics={
+            "test_accuracy": prediction.metrics["test_accuracy"],
+            **validation_metrics(trainer.state, arguments.load_best_model_at_end),
+            **named_metrics(task, "test", counts, prepared.classes),
+            # The weights' moving average at the end of training.
+            **{key: value for key, value in prediction.metrics.items() if key == "test_ema_accuracy"},
+        },
+        config=config,
+        seed=arguments.seed,
+        trainable_parameters=trained,
+        steps=steps,
+        seconds=round(seconds, 2),
+        seconds_per_step=seconds / max(1, steps),
+        processes=arguments.world_size,
+        resumed_from=checkpoint and Path(checkpoint).name,
+        command=command,
+        details={
+            "data": prepared.description,
+            "data_wait": trainer.clock.data_seconds / max(seconds, 1e-9),
+            # Of this process, data and evaluation included: on a shared machine less than the time that passed.
+            "process_cpu_seconds": round(time.process_time(), 1),
+            "classes": list(prepared.classes),
+            "confusion": counts.tolist(),
+            **prepared.details(),
+        },
+        history=trainer_history(trainer.state.log_history),
+    )
+    save(task, out, trainer, prepared, results)
+    if trainer.is_world_process_zero():
+        draw(task, out, prepared, results, predicted)
+        # Last of all: a run counts as finished only when everything else is there.
+        results.write(out / RESULTS)
+    trainer.accelerator.wait_for_everyone()
+    return results.content() if trainer.is_world_process_zero() else read_results(out / RESULTS)
+
+
+def trainer_arguments(section: dict[str, Any]) -> SparsePriorTrainingArguments:
+    """The arguments of a `trainer` section over TRAINER_DEFAULTS."""
+    # Pinned memory only means something next to an accelerator.
+    defaults = {**TRAINER_DEFAULTS, "dataloader_pin_memory": torch.cuda.is_available()}
+    # A copy: transformers writes its own defaults into the dictionaries it is given.
+    return _trainer_errors(SparsePriorTrainingArguments, **{**defaults, **copy.deepcopy(section)})
+
+
+def _trainer_errors(make: Any, **options: Any) -> Any:
+    """Call transformers with the `trainer` section; its complaints name the section."""
+    try:
+        return make(**options)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"trainer: {error}") from None
+
+
+def global_batch(arguments: Any) -> int:
+    """Examples of a step, over processes and accumulation."""
+    return arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
+
+
+def draw_sampler(size: int, arguments: Any, repeats: int = 1) -> DrawSampler:
+    """The order of `size` training examples; `trainer.dataloader_drop_last` is its matter from here on.
+
+    The Trainer would leave out the last, smaller batch of evaluation too, and with it examples from the metrics.
+    """
+    whole_batches = global_batch(arguments) if arguments.dataloader_drop_last else 1
+    arguments.dataloader_drop_last = False
+    return DrawSampler(size, arguments.seed, repeats, whole_batches)
+
+
+def make_trainer(prepared: Prepared, arguments: SparsePriorTrainingArguments) -> SparsePriorTrainer:
+    """The Trainer of a run; the first training example is prepared, so that what cannot be shows before the start."""
+    trainer = _trainer_errors(
+        SparsePriorTrainer,
+        model=prepared.model,
+        args=arguments,
+        train_dataset=prepared.datasets["train"],
+        eval_dataset=prepared.datasets["validation"],
+        compute_metrics=compute_metrics,
+        train_sampler=prepared.train_sampler,
+        train_collator=prepared.train_collator,
+        data_collator=prepared.eval_collator,
+        **prepared.trainer_options,
+    )
+    if prepared.train_sampler is not None:
+        for dataset in prepared.datasets.values():
+            dataset.fill_cache(show_progress=not arguments.disable_tqdm)
+        prepared.datasets["train"][next(iter(prepared.train_sampler))]
+    if not arguments.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(OneLineProgress())
+    return trainer
+
+
+def train(trainer: SparsePriorTrainer, checkpoint: str | None) -> None:
+    """All steps that are left; RunStopped on SIGTERM, after a checkpoint was saved."""
+    stop = StopOnSignal()
+    trainer.add_callback(stop)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if stop.stopped:
+        raise RunStopped(f"stopped after step {trainer.state.global_step}; the same command goes on from there")
+
+
+def validation_metrics(state: Any, best: bool) -> dict[str, float]:
+    """{"validation_accuracy": of the best epoch's weights or else the last step's}, {} where they were not judged."""
+    step = state.best_global_step if best else state.global_step
+    judged = [entry for entry in state.log_history if "eval_accuracy" in entry and entry["step"] == step]
+    return {"validation_accuracy": judged[-1]["eval_accuracy"]} if judged else {}
+
+
+def named_metrics(task: HFTask, split: str, counts: np.ndarray, classes: Sequence[str]) -> dict[str, float]:
+    """The task's extra metrics of a split by their names in results.json."""
+    return {f"{split}_{name}": value for name, value in task.extra_metrics(counts, classes).items()}
+
+
+def save(task: HFTask, out: Path, trainer: SparsePriorTrainer, prepared: Prepared, results: Results) -> None:
+    """Write the model, that of the moving average and the adapter; what is known of the model goes into `results`."""
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # by all processes: each may hold a part
+    # A compiled model puts this in front of its names.
+    weights = {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
+    if not trainer.is_world_process_zero():
+        return
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    write_model = partial(_write_model, task, prepared, model)
+    if trainer.weight_average is not None:
+        with trainer.weight_average.swapped_in():
+            metrics = {"test_accuracy": results.metrics["test_ema_accuracy"]}
+            write_model(out / AVERAGE, None, {**results.content(), "metrics": metrics})
+    about = write_model(out / MODEL, weights, results.content())
+    results.parameters = about.pop("parameters")
+    results.details |= about | {"adapter_bytes": save_adapter(out / ADAPTER, model)}
+
+
+def _write_model(
+    task: HFTask,
+    prepared: Prepared,
+    model: Any,
+    folder: Path,
+    weights: dict[str, Any] | None,
+    results: dict[str, Any],
+) -> dict[str, Any]:
+    """Write model, image processor and card; what results.json says of the model."""
+    whole = merged(model)
+    whole.save_pretrained(folder, state_dict=weights if whole is model else None)
+    # Says which weights the metrics are of.
+    about = {"model_sha256": file_sha256(folder / "model.safetensors")}
+    about |= task.about_model(load_whole_model(folder, task.model_class))
+    prepared.save_processor(folder)
+    write_text(folder / CARD, model_card(whole.config, results))
+    return about
+
+
+def draw(task: HFTask, out: Path, prepared: Prepared, results: Results, predicted: np.ndarray) -> None:
+    """Curves, confusion matrix and the task's own pictures."""
+    heading = f"{results.details['prior']}, seed {results.seed}"
+    draw_history(results.history, out / "curves.png", heading)
+    accuracy = 100 * results.metrics["test_accuracy"]
+    counts = np.array(results.details["confusion"])
+    draw_confusion(counts, prepared.classes, out / "confusion.png", f"{heading}: {accuracy:.2f} % on test")
+    pictures = task.draw(out, prepared, predicted, heading)
+    results.details["pictures"] = ["curves.png", "confusion.png", *pictures]
+
+
+def train_main(task: HFTask, argv: list[str] | None = None) -> int:
+    """`python -m tasks.TASK.train`; a bad value prints one line and returns 2."""
+    parser = train_parser(task.name, f"Train {task.trains}.", "model.prior=fibottention")
+    arguments = parser.parse_args(argv)
+    transformers_logging.disable_progress_bar()  # bars for reading and writing weights; the training bar stays
+
+    def work() -> None:
+        keep_freed_memory()
+        config = task.load_config(arguments.config, arguments.overrides)
+        results = run(task, config, overwrite=arguments.overwrite)
+        if PartialState().is_main_process:
+            print_results(results, config["trainer"]["output_dir"])
+
+    return run_command(parser.prog, work, "from the last checkpoint")
+
+
+def print_results(results: dict[str, Any], out: str) -> None:
+    """What the terminal shows at the end of a run; runs of earlier versions may lack a part."""
+    for name, value in results["metrics"].items():
+        print(f"{name}: {100 * value:.2f} %")
+    if (trained := results.get("trainable_parameters", results["parameters"])) != results["parameters"]:
+        print(f"{trained} parameters trained of {results['parameters']}")
+    print(f"waiting for data: {100 * results['data_wait']:.1f} % of the training time")
+    if results["max_decay_change"] is not None:
+        print(f"max |M - 1| of the learned decay: {results['max_decay_change']:.4f}")
+    pictures = " ".join(f"{out}/{name}" for name in results.get("pictures", ("curves.png", "confusion.png")))
+    print(f"results: {out}/{RESULTS}, pictures: {pictures}, model: {out}/{MODEL}")

@@ -1,0 +1,133 @@
+"""What video adds to a run of the Trainer: clips, a SparsePriorTimesformer, and pictures of clips."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoModelForVideoClassification, set_seed
+
+from hf_sparseprior import SparsePriorTimesformerConfig, SparsePriorTimesformerForVideoClassification
+from hf_sparseprior.files import write_text
+from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
+from hf_sparseprior.pretrained import check_saved_folder
+from tasks.common.config import Config
+from tasks.common.hf_run import HFTask, Prepared, Split, draw_sampler
+from tasks.video.config import MODEL_EXTRAS, SECTIONS, AugmentationConfig, DataConfig, check_config
+from tasks.video.data import load_data, make_dataset
+from tasks.video.pictures import draw_clips
+
+SHOWN = 9  # clips in the picture
+
+
+def build_model(model: dict[str, Any], classes: Sequence[str]) -> SparsePriorTimesformerForVideoClassification:
+    """The model of a configuration's `model` section, from scratch or from an image model's folder."""
+    options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
+    options["id2label"] = dict(enumerate(classes))
+    options["label2id"] = {name: index for index, name in enumerate(classes)}
+    if folder := model.get("image_model"):
+        check_saved_folder(folder, "model.image_model")
+        # `num_labels` says that the image model's classifier is of other classes.
+        options["num_labels"] = len(classes)
+        return SparsePriorTimesformerForVideoClassification.from_image_model(folder, **options)
+    preset = model.get("preset")
+    config = SparsePriorTimesformerConfig.from_preset(preset, **options) if preset else None
+    return SparsePriorTimesformerForVideoClassification(config or SparsePriorTimesformerConfig(**options))
+
+
+def prepare(config: Config, arguments: Any) -> Prepared:
+    """Clips and model of a run."""
+    data_config, augmentation = DataConfig(**config["data"]), AugmentationConfig(**config["augmentation"])
+    with arguments.main_process_first(desc="reading the data"):
+        data = load_data(data_config)
+    set_seed(arguments.seed)
+    model = build_model(config["model"], data.classes)
+    datasets = {
+        split: make_dataset(
+            videos, data_config, model.config, augmentation if split == "train" else None, arguments.seed
+        )
+        for split, videos in data.splits.items()
+    }
+    return Prepared(
+        model=model,
+        classes=data.classes,
+        datasets=datasets,
+        description=data.description,
+        save_processor=lambda folder: save_processor(folder, model.config, data_config.short_side),
+        train_sampler=draw_sampler(len(datasets["train"]), arguments),
+    )
+
+
+def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
+    """A split as the model takes it."""
+    data_config = DataConfig(**config["data"])
+    data = load_data(data_config)
+    dataset = make_dataset(data.splits[split], data_config, model.config)
+    dataset.fill_cache()
+    return Split(dataset, data.classes, data.description)
+
+
+def factor_accuracies(counts: np.ndarray, classes: Sequence[str]) -> dict[str, float]:
+    """Accuracy of each part of class names like "left_forward", whatever the other parts; {} for other names.
+
+    Args:
+        counts: confusion matrix (true, predicted).
+        classes: names.
+    """
+    parts = [name.split("_") for name in classes]
+    values = [sorted({name[place] for name in parts}) for place in range(min(map(len, parts)))]
+    if len(set(map(len, parts))) > 1 or len(values) < 2 or np.prod([len(value) for value in values]) != len(classes):
+        return {}
+    accuracies = {}
+    for place, names in enumerate(values):
+        same = np.array([[true[place] == guess[place] for guess in parts] for true in parts])
+        accuracies[f"accuracy_of_{'_'.join(names)}"] = float(counts[same].sum() / counts.sum())
+    return accuracies
+
+
+def processor_settings(model_config: Any, short_side: int | None) -> dict[str, Any]:
+    """preprocessor_config.json for clips as evaluation prepares them: the short side scaled, the centre cut out."""
+    settings = image_processor_settings(model_config)
+    crop = {"do_center_crop": True, "crop_size": settings["size"], "resample": 2}
+    if short_side is None:
+        return {**settings, **crop, "do_resize": False}
+    return {**settings, **crop, "size": {"shortest_edge": short_side}}
+
+
+def save_processor(folder: Path, model_config: Any, short_side: int | None) -> None:
+    """Write preprocessor_config.json."""
+    write_text(folder / PROCESSOR, json.dumps(processor_settings(model_config, short_side), indent=2) + "\n")
+
+
+def draw_test_clips(out: Path, prepared: Prepared, predicted: np.ndarray, heading: str) -> list[str]:
+    """clips.png: a test clip of each class, with what it is and what the model says."""
+    test, classes = prepared.datasets["test"], prepared.classes
+    order = np.random.default_rng(0).permutation(len(test))
+    firsts = {int(test.videos.labels[index]): int(index) for index in reversed(order)}  # of the classes in the split
+    shown = [firsts[label] for label in sorted(firsts)[:SHOWN]]
+    draw_clips(
+        [test.frames(index) for index in shown],
+        [classes[test.videos.labels[index]] for index in shown],
+        [classes[predicted[index]] for index in shown],
+        out / "clips.png",
+        heading,
+    )
+    return ["clips.png"]
+
+
+VIDEO = HFTask(
+    name="video",
+    trains="a SparsePriorTimesformer on clips",
+    examples="clips",
+    sections=SECTIONS,
+    check_config=check_config,
+    model_class=AutoModelForVideoClassification,
+    prepare=prepare,
+    read_split=read_split,
+    extra_metrics=factor_accuracies,
+    draw=draw_test_clips,
+    eval_batch_size=32,
+)
