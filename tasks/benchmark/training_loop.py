@@ -32,8 +32,8 @@ from hf_sparseprior.training import (
 )
 from tasks.benchmark.timing import turn_order
 from tasks.classification.config import load_config
-from tasks.classification.train import TRAINER_DEFAULTS
 from tasks.common.environment import command_line, environment
+from tasks.common.hf_run import TRAINER_DEFAULTS
 from tasks.common.images.model import build_model
 from tasks.common.results import write_results
 

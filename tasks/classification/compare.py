@@ -42,7 +42,8 @@ from hf_sparseprior.analysis import pictures
 from hf_sparseprior.files import write_text
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.config import SECTIONS, check_config
-from tasks.classification.train import load_run, run
+from tasks.classification.task import CLASSIFICATION
+from tasks.classification.train import run
 from tasks.common.command import run_command
 from tasks.common.config import (
     COMPARISON,
@@ -118,7 +119,7 @@ def first_configs(names: Any, overrides: Sequence[str], path: Path) -> list[dict
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path}: first={names!r} must be a list of names of configuration files")
     shared = [override for override in overrides if override.partition(".")[0] in SHARED_WITH_FIRST]
-    configs = [load_run(name, shared) for name in names]
+    configs = [CLASSIFICATION.load_config(name, shared) for name in names]
     for name, config in zip(names, configs, strict=True):
         try:
             _check_model(config["model"])

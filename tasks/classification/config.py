@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from tasks.classification.distillation import DistillationConfig, check_distillation
 from tasks.classification.token_label_config import TokenLabelConfig

@@ -28,9 +28,9 @@ from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.compare import Comparison, draw_results, run_comparison, table
 from tasks.classification.config import load_config
 from tasks.classification.inputs import make_datasets
-from tasks.classification.train import MODEL
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import ImageDataset, load_data
+from tasks.common.run_folder import MODEL
 
 PRIORS = ("dense", "fibottention", "violin", "fibottention+violin")
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "classification"

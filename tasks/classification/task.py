@@ -1,4 +1,4 @@
-"""What classification adds to a run of the Trainer: images, a SparsePriorViT, and what part of it is trained by whom."""
+"""What classification adds to a run of the Trainer: images, a SparsePriorViT, and which part of it is trained."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ def prepare(config: Config, arguments: Any) -> Prepared:
     )
 
 
-def start_model(
-    config: Config, classes: list[str], phase: DistillationConfig, seed: int
-) -> tuple[Any, dict[str, Any]]:
+def start_model(config: Config, classes: list[str], phase: DistillationConfig, seed: int) -> tuple[Any, dict[str, Any]]:
     """The model before its first step, and what results.json says of it then."""
     set_seed(seed)
     checksum = pretrained_sha256(config["model"])

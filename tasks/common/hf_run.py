@@ -95,7 +95,7 @@ class Prepared:
 
 @dataclass
 class Split:
-    """What a saved model is evaluated on: `dataset`, `classes` in the order of the labels, `description` of the data."""
+    """What a saved model is evaluated on: dataset, classes in the order of the labels, description of the data."""
 
     dataset: Any
     classes: Sequence[str]
@@ -114,8 +114,8 @@ class HFTask:
     trains: what is trained, for `--help`. examples: what its data consists of, for results.json and output.
     sections: of a configuration. check_config: refuses unknown keys and bad values of all of them.
     model_class: Auto class that loads a saved model.
-    prepare: data and model of a run, from its configuration and the Trainer's arguments; reads and writes nothing in the
-        run's folder.
+    prepare: data and model of a run, from its configuration and the Trainer's arguments; the run's folder is not there
+        yet.
     read_split: the split of a configuration's data as a saved model takes it: configuration, name of the split, model
         and its folder.
     extra_metrics: more metrics from the confusion matrix (true, predicted) and the classes, without the split's name.

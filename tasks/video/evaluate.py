@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from tasks.video.task import VIDEO
 from tasks.common.evaluate import evaluate_main
+from tasks.video.task import VIDEO
 
 main = partial(evaluate_main, VIDEO)
 

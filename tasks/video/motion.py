@@ -39,8 +39,8 @@ class MotionConfig:
     """How the clips are cut.
 
     size: side of a frame in pixels. frames: of a clip, an odd number. pan: pixels a frame, pace: frames of the video a
-    frame of the clip. height: that videos are scaled to before. train, validation, test: places in each video; each gives one
-    clip of every class. seed: of the places.
+    frame of the clip. height: that videos are scaled to before. train, validation, test: places in each video; each
+    gives one clip of every class. seed: of the places.
     """
 
     size: int = 72

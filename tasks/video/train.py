@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from tasks.video.task import VIDEO
 from tasks.common import hf_run
+from tasks.video.task import VIDEO
 
 run = partial(hf_run.run, VIDEO)
 main = partial(hf_run.train_main, VIDEO)

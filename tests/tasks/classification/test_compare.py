@@ -18,6 +18,7 @@ from tasks.classification import compare
 from tasks.classification import train as training
 from tasks.classification.compare import load_comparison, run_comparison, spread, table
 from tasks.classification.config import SECTIONS
+from tasks.common import hf_run
 
 BASE = {
     "data": {"source": "digits"},
@@ -220,9 +221,9 @@ def test_the_checksum_is_of_the_weights_that_were_read(tmp_path, monkeypatch):
     checksum = file_sha256(save_model(tmp_path / "model") / "model.safetensors")
     config = from_saved(tmp_path).configs["dense"]
     config["trainer"].update(output_dir=str(tmp_path / "out"), max_steps=1)
-    train = training.SparsePriorTrainer.train
+    train = hf_run.SparsePriorTrainer.train
     replace = lambda self, **options: (save_model(tmp_path / "model", seed=1), train(self, **options))[1]  # noqa: E731
-    monkeypatch.setattr(training.SparsePriorTrainer, "train", replace)
+    monkeypatch.setattr(hf_run.SparsePriorTrainer, "train", replace)
     assert training.run(config)["pretrained_sha256"] == checksum
 
 
@@ -304,7 +305,7 @@ def test_killed_at_any_moment_the_same_command_goes_on(finished, tmp_path):
 
 def test_interrupted_between_and_in_runs_it_goes_on_to_the_same_records(finished, tmp_path, monkeypatch, capsys):
     path, _, results, _ = finished
-    whole, steps, started = training.SparsePriorTrainer.training_step, [], []
+    whole, steps, started = hf_run.SparsePriorTrainer.training_step, [], []
 
     def stop(trainer, *args, **kwargs):
         steps.append(trainer.state.global_step)
@@ -314,7 +315,7 @@ def test_interrupted_between_and_in_runs_it_goes_on_to_the_same_records(finished
 
     arguments = ["--config", str(path), "--out", str(tmp_path / "out"), "--records", str(tmp_path / "records")]
     with monkeypatch.context() as patch:
-        patch.setattr(training.SparsePriorTrainer, "training_step", stop)
+        patch.setattr(hf_run.SparsePriorTrainer, "training_step", stop)
         assert compare.main(arguments) == 130
     assert "the same command goes on where it stopped" in capsys.readouterr().err
     train = compare.run

@@ -8,10 +8,10 @@ import yaml
 
 from hf_sparseprior.files import file_sha256
 from tasks.classification import compare
-from tasks.classification import train as training
 from tasks.classification.compare import Comparison, load_comparison, needed_first, run_comparison
 from tasks.classification.config import load_config
 from tasks.classification.vtab.plan import load_sweep
+from tasks.common import hf_run
 
 MODEL = {
     "prior": "dense", "image_size": 8, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 1,
@@ -106,7 +106,7 @@ def test_with_all_rows_done_first_runs_may_be_gone(finished, monkeypatch):
 
 
 def test_interrupted_in_a_first_run_the_same_command_goes_on(finished, monkeypatch, tmp_path, capsys):
-    path, whole, steps = chain(tmp_path), training.SparsePriorTrainer.training_step, []
+    path, whole, steps = chain(tmp_path), hf_run.SparsePriorTrainer.training_step, []
 
     def stop(trainer, *args, **kwargs):
         steps.append(trainer.state.global_step)
@@ -116,7 +116,7 @@ def test_interrupted_in_a_first_run_the_same_command_goes_on(finished, monkeypat
 
     arguments = ["--config", str(path), "--out", str(tmp_path / "out"), "--variants", "half"]
     with monkeypatch.context() as patch:
-        patch.setattr(training.SparsePriorTrainer, "training_step", stop)
+        patch.setattr(hf_run.SparsePriorTrainer, "training_step", stop)
         assert compare.main(arguments) == 130
     assert not (tmp_path / "out").exists()
     started = watch(monkeypatch)

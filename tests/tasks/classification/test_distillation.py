@@ -12,6 +12,7 @@ from tasks.classification import train as training
 from tasks.classification.compare import load_comparison
 from tasks.classification.config import check_config, load_config
 from tasks.classification.distillation import DistillationConfig, make_distillation
+from tasks.common import hf_run
 from tasks.common.images.model import build_model
 from tests.configs import shipped
 
@@ -131,14 +132,14 @@ def test_phase_1_goes_on_from_where_it_was_killed(dense, predicted, tmp_path, mo
     config = config_of(tmp_path / "run", dense / "model", SPARSIFINER, PHASE_1)
     with monkeypatch.context() as patch:
         if where == "training":
-            stop = training.StopOnSignal
-            patch.setattr(training, "StopOnSignal", lambda: _Both(stop(), StopAt(4)))
+            stop = hf_run.StopOnSignal
+            patch.setattr(hf_run, "StopOnSignal", lambda: _Both(stop(), StopAt(4)))
         else:  # behind the pruning, before anything is written
 
             def killed(*args, **kwargs):
                 raise KeyboardInterrupt
 
-            patch.setattr(training, "confusion_matrix", killed)
+            patch.setattr(hf_run, "confusion_matrix", killed)
         with pytest.raises(KeyboardInterrupt):
             training.run(copy.deepcopy(config))
     assert not (tmp_path / "run" / "results.json").exists()

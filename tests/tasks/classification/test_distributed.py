@@ -153,7 +153,7 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_weights(alone, tmp_path, 
     left, log = finish(process, tmp_path)
     assert left == code if code is not None else left != 0
     saved = max(int(path.name.split("-")[1]) for path in (tmp_path / "run").glob("checkpoint-*"))
-    assert f"stopped behind step {saved}" in log and 8 <= saved < STEPS
+    assert f"stopped after step {saved}" in log and 8 <= saved < STEPS
     assert not (tmp_path / "run" / "results.json").exists()
     results = complete(tmp_path, launcher, "trainer.ema_decay=0.9", *size)
     assert results["resumed_from"] == f"checkpoint-{saved}"

@@ -25,6 +25,7 @@ from tasks.classification.config import check_config, load_config
 from tasks.classification.inputs import make_datasets
 from tasks.common.images import randaugment
 from tasks.common.images.augmentation import Augmentation, AugmentationConfig
+from tasks.common.images.config import DataConfig
 
 ROOT = Path(__file__).parents[3]
 CONFIG = {
@@ -145,8 +146,8 @@ def test_maps_hold_what_the_teacher_says_of_each_patch(maps, teacher):
     assert header.teacher == file_sha256(teacher / "model.safetensors")
     model = load_whole_model(teacher).eval()
     config = check_config(copy.deepcopy(CONFIG))
-    data = label_maps.load_data(training.DataConfig(**config["data"]))
-    datasets, _ = make_datasets(data, training.DataConfig(**config["data"]), model.config)
+    data = label_maps.load_data(DataConfig(**config["data"]))
+    datasets, _ = make_datasets(data, DataConfig(**config["data"]), model.config)
     for index in (0, 17, 99):
         with torch.no_grad():
             tokens = model.vit(datasets["train"][index]["pixel_values"][None]).last_hidden_state[0]

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tasks.classification import demo
+from tasks.classification import demo, task
 from tasks.classification import evaluate as evaluation
 from tasks.classification import train as training
+from tasks.common import hf_run
 from tasks.common.images.model import build_model
 from tasks.common.metrics import accuracy_metric, confusion_matrix
 
@@ -59,7 +60,7 @@ def test_a_run_learns_and_leaves_everything(finished):
 
 def test_a_finished_run_is_not_done_again(finished, monkeypatch):
     folder, results = finished
-    monkeypatch.setattr(training, "read_data", lambda *a: pytest.fail("trained again"))
+    monkeypatch.setattr(task, "read_data", lambda *a: pytest.fail("trained again"))
     assert training.run(config_in(folder))["metrics"] == results["metrics"]
 
 
@@ -82,14 +83,14 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
 def test_an_interrupted_run_goes_on_to_the_same_weights(finished, tmp_path, monkeypatch):
     folder, results = finished
 
-    class Stop(training.SparsePriorTrainer):
+    class Stop(hf_run.SparsePriorTrainer):
         def training_step(self, *args, **kwargs):
             if self.state.global_step == 100:  # in the second epoch of 68 steps
                 raise KeyboardInterrupt
             return super().training_step(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "SparsePriorTrainer", Stop)
+        patch.setattr(hf_run, "SparsePriorTrainer", Stop)
         with pytest.raises(KeyboardInterrupt):
             training.run(config_in(tmp_path / "again"))
     assert not (tmp_path / "again" / "results.json").exists()
@@ -203,7 +204,7 @@ def test_the_demo_end_to_end(tmp_path, monkeypatch, capsys):
         assert (tmp_path / f"{picture}.png").stat().st_size > 5000
     assert "from transformers_modules, logits bit-equal: True" in text
     # A second call trains nothing.
-    monkeypatch.setattr(training, "read_data", lambda *a: pytest.fail("trained again"))
+    monkeypatch.setattr(task, "read_data", lambda *a: pytest.fail("trained again"))
     assert demo.main(["--out", str(tmp_path), "--seeds", "1"]) == 0
 
 
@@ -298,7 +299,7 @@ def test_ctrl_c_is_one_line(tmp_path, monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training, "run", interrupt)
+    monkeypatch.setattr(hf_run, "run", interrupt)
     config = Path(__file__).parents[3] / "configs" / "classification" / "smoke.yaml"
     assert training.main(["--config", str(config)]) == 130
     assert "the same command goes on" in capsys.readouterr().err

@@ -16,8 +16,10 @@ from tasks.classification import evaluate as evaluation
 from tasks.classification import train as training
 from tasks.classification.compare import load_comparison, table
 from tasks.classification.config import check_config, load_config
-from tasks.classification.tuning import METHODS, TuningConfig, merged, trainable_parameters, tuned
+from tasks.classification.tuning import METHODS, TuningConfig, tuned
+from tasks.common import hf_run
 from tasks.common.images.model import build_model
+from tasks.common.models import merged, trainable_parameters
 from tasks.common.run_folder import last_whole_checkpoint
 from tests.configs import shipped
 
@@ -229,14 +231,14 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(finished, tmp_path, monk
     config = copy.deepcopy(config)
     config["trainer"]["output_dir"] = str(tmp_path / "again")
 
-    class Stop(training.SparsePriorTrainer):
+    class Stop(hf_run.SparsePriorTrainer):
         def training_step(self, *args, **kwargs):
             if self.state.global_step == 12:
                 raise KeyboardInterrupt
             return super().training_step(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "SparsePriorTrainer", Stop)
+        patch.setattr(hf_run, "SparsePriorTrainer", Stop)
         with pytest.raises(KeyboardInterrupt):
             training.run(config)
     again = training.run(config)

@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tasks.video import motion
 from tasks.video.decoding import read_frames
 from tasks.video.motion import CLASSES, STRETCHES, VIDEOS, MotionConfig, cut_clip, draw_places, main
 
-SMALL = {"size": 24, "height": 40, "train": 2, "val": 1, "test": 1}
+SMALL = {"size": 24, "height": 40, "train": 2, "validation": 1, "test": 1}
 
 try:
     motion.video_folder()
@@ -29,7 +30,7 @@ def folder(tmp_path_factory):
 
 
 def test_every_place_gives_one_clip_of_every_class_with_the_same_middle_frame(folder):
-    for split, places in (("train", 2), ("val", 1), ("test", 1)):
+    for split, places in (("train", 2), ("validation", 1), ("test", 1)):
         found = defaultdict(dict)
         for path in (folder / split).glob("*/*.mkv"):
             found[path.name][path.parent.name] = read_frames(path)
@@ -67,7 +68,11 @@ def test_splits_share_no_frame_of_a_video():
         used[split] = {middle + step for middle, _, _ in places for step in range(-4, 5)}
         for _, top, left in places:
             assert 0 <= top <= 14 and 4 <= left <= 60 - 16 - 4
-    assert not used["train"] & used["val"] and not used["val"] & used["test"] and not used["train"] & used["test"]
+    assert (
+        not used["train"] & used["validation"]
+        and not used["validation"] & used["test"]
+        and not used["train"] & used["test"]
+    )
     assert set().union(*used.values()) <= set(range(120))
 
 
@@ -89,6 +94,11 @@ def test_clips_cut_otherwise_are_refused(folder, tmp_path):
     motion.check_clips(folder, MotionConfig(**SMALL))
     with pytest.raises(ValueError, match=r"was cut otherwise \(pan: 3 there, 2 here\)"):
         motion.check_clips(folder, MotionConfig(**{**SMALL, "pan": 2}))
+    earlier = tmp_path / "earlier"  # cut when the split was `val`
+    earlier.mkdir()
+    settings = {("val" if key == "validation" else key): value for key, value in asdict(MotionConfig(**SMALL)).items()}
+    (earlier / "motion.json").write_text(json.dumps(settings))
+    motion.check_clips(earlier, MotionConfig(**SMALL))
     with pytest.raises(ValueError, match="is not a folder of motion clips"):
         motion.check_clips(tmp_path, MotionConfig())
     assert json.loads((folder / "motion.json").read_text())["size"] == 24

@@ -20,6 +20,7 @@ pytest.importorskip("matplotlib", reason="needs the extra classification")
 from transformers import AutoImageProcessor, AutoModelForVideoClassification, pipeline
 
 from hf_sparseprior import (
+    SparsePriorTimesformerConfig,
     SparsePriorTimesformerForVideoClassification,
     SparsePriorViTConfig,
     SparsePriorViTForImageClassification,
@@ -28,11 +29,12 @@ from tasks.video import compare, evaluate, train
 from tasks.video.config import AugmentationConfig, DataConfig, load_config
 from tasks.video.data import load_data, make_dataset
 from tasks.video.decoding import write_video
+from tasks.video.task import VIDEO, build_model, processor_settings
 from tests.configs import shipped
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs" / "video"
-SPLITS = {"train": 24, "val": 8, "test": 8}
+SPLITS = {"train": 24, "validation": 8, "test": 8}
 
 
 def moving(index, rightward, size=20):
@@ -88,7 +90,7 @@ def test_a_run_learns_and_evaluate_gives_its_metric(config_file, tmp_path, capsy
     assert train.main(command) == 0
     results = json.loads((out / "results.json").read_text())
     assert results["metrics"]["test_accuracy"] == 1.0
-    assert results["data"].endswith("(24 train, 8 val, 8 test)") and results["steps"] == 120
+    assert results["data"].endswith("(24 train, 8 validation, 8 test)") and results["steps"] == 120
     assert {"versions", "hardware", "command", "config", "seconds", "model_sha256"} <= set(results)
     assert np.sum(results["confusion"]) == 8 and losses(results)[-1][1] < losses(results)[0][1]
     for name in ("curves.png", "confusion.png", "clips.png", "model/README.md"):
@@ -168,7 +170,17 @@ def test_a_broken_clip_is_named_before_anything_is_written(videos, config_file, 
     assert not (tmp_path / "run").exists()
 
 
+def test_kinetics_name_of_the_validation_split_is_read_too(videos, tmp_path):
+    copy = tmp_path / "videos"
+    shutil.copytree(videos, copy)
+    (copy / "validation").rename(copy / "val")
+    data = load_data(DataConfig(source="folder", path=str(copy)))
+    assert list(data.splits) == ["train", "validation", "test"] and len(data.splits["validation"].paths) == 8
+    assert data.splits["validation"].paths[0].parts[-3] == "val"
+
+
 BAD = {
+    "data.motion={val: 6}": "data.motion={'val': 6} is for data.source motion, not folder",
     "data.source=kinetics": "data.source='kinetics' must be one of motion, folder, csv",
     "data.path=nowhere": "nowhere/train is missing",
     "data.strid=2": "section 'data' has no key 'strid'; did you mean 'stride'?",
@@ -193,9 +205,14 @@ def test_bad_values_are_one_line(override, config_file, tmp_path, capsys):
 
 
 def test_the_smoke_run_has_a_folder_of_its_own_that_the_readme_names():
-    out = load_config(CONFIGS / "smoke.yaml")["trainer"]["output_dir"]
-    assert out != "outputs/smoke"  # classification's
+    out = VIDEO.load_config(CONFIGS / "smoke.yaml")["trainer"]["output_dir"]
+    assert out == "outputs/video/smoke"
     assert f"tasks.video.evaluate {out}/model" in (ROOT / "tasks" / "video" / "README.md").read_text()
+
+
+def test_the_former_name_of_the_validation_split_is_refused_with_todays():
+    with pytest.raises(ValueError, match=r"data\.motion\.val=6 is called data\.motion\.validation now"):
+        load_config(CONFIGS / "smoke.yaml", ["data.motion={val: 6}"])
 
 
 def test_motion_clips_are_not_flipped_over():
@@ -216,11 +233,11 @@ def test_csv_lists_and_long_videos(videos, tmp_path):
     folder = load_data(DataConfig(source="folder", path=str(videos)))
     assert data.classes == ["left", "right"]
     assert set(data.splits["train"].paths) == set(folder.splits["train"].paths)
-    (lists / "val.csv").write_text("path,label\na.mkv,up\n")
-    with pytest.raises(ValueError, match="class 'up' of val is not in train"):
+    (lists / "validation.csv").write_text("path,label\na.mkv,up\n")
+    with pytest.raises(ValueError, match="class 'up' of validation is not in train"):
         load_data(config)
-    (lists / "val.csv").write_text("file,label\na.mkv,left\n")
-    with pytest.raises(ValueError, match=r"val\.csv must have the columns path and label"):
+    (lists / "validation.csv").write_text("file,label\na.mkv,left\n")
+    with pytest.raises(ValueError, match=r"validation\.csv must have the columns path and label"):
         load_data(config)
 
 
@@ -229,7 +246,7 @@ def test_augmentation_acts_on_all_frames_alike_and_repeats(videos):
 
     config = DataConfig(source="folder", path=str(videos))
     data = load_data(config)
-    small = train.SparsePriorTimesformerConfig(**{"image_size": 16, "patch_size": 4, "num_frames": 3})
+    small = SparsePriorTimesformerConfig(**{"image_size": 16, "patch_size": 4, "num_frames": 3})
     changes = AugmentationConfig(random_crop=True, vertical_flip=0.5, horizontal_flip=0.5, brightness=0.2, contrast=0.2)
     dataset = make_dataset(data.splits["train"], config, small, changes, seed=3)
     draws = [Draw(1, epoch, 0) for epoch in range(6)]
@@ -246,8 +263,8 @@ def test_augmentation_acts_on_all_frames_alike_and_repeats(videos):
 def test_the_saved_processor_prepares_clips_as_evaluation_does(videos, tmp_path):
     config = DataConfig(source="folder", path=str(videos))
     data = load_data(config)
-    model_config = train.SparsePriorTimesformerConfig(image_size=16, patch_size=4, num_frames=5, image_mean=0.3)
-    settings = train.processor_settings(model_config, None)
+    model_config = SparsePriorTimesformerConfig(image_size=16, patch_size=4, num_frames=5, image_mean=0.3)
+    settings = processor_settings(model_config, None)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     dataset = make_dataset(data.splits["test"], config, model_config)
     frames = list(dataset.frames(0))
@@ -257,7 +274,7 @@ def test_the_saved_processor_prepares_clips_as_evaluation_does(videos, tmp_path)
 
 def test_pipeline_of_a_saved_model(videos, tmp_path):
     sizes = {"image_size": 16, "patch_size": 4, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = train.build_model({**sizes, "intermediate_size": 24, "num_frames": 5}, ["left", "right"])
+    model = build_model({**sizes, "intermediate_size": 24, "num_frames": 5}, ["left", "right"])
     model.save_pretrained(tmp_path)
     classify = pipeline("video-classification", model=str(tmp_path))
     scores = classify(str(next((videos / "test" / "left").iterdir())))
@@ -268,7 +285,7 @@ def test_image_models_start_video_runs(config_file, tmp_path):
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
     image = SparsePriorViTForImageClassification(SparsePriorViTConfig(image_size=16, patch_size=4, **sizes))
     image.save_pretrained(tmp_path / "image")
-    model = train.build_model({"image_model": str(tmp_path / "image"), "num_frames": 3}, ["a", "b", "c"])
+    model = build_model({"image_model": str(tmp_path / "image"), "num_frames": 3}, ["a", "b", "c"])
     assert model.config.id2label == {0: "a", 1: "b", 2: "c"} and model.config.num_labels == 3
     assert model.vit.layers[0].mlp.fc1.weight.equal(image.vit.layers[0].mlp.fc1.weight)
 
@@ -288,7 +305,7 @@ def test_full_size_configurations_parse_and_build(name):
     assert config["trainer"]["num_train_epochs"] == 15 and config["trainer"]["per_device_train_batch_size"] == 32
     section = {key: value for key, value in config["model"].items() if key != "image_model"}
     with torch.device("meta"):
-        model = train.build_model({**section, "preset": "vit_base"}, [str(number) for number in range(31)])
+        model = build_model({**section, "preset": "vit_base"}, [str(number) for number in range(31)])
     # TimeSformer's 121.4 million: ViT-B's 85.8, and for each of 12 layers a norm, four projections and one behind.
     backbone = sum(parameter.numel() for parameter in model.vit.parameters())
     assert backbone == 85_798_656 + 12 * (5 * (768 * 768 + 768) + 2 * 768) + config["model"]["num_frames"] * 768

@@ -17,6 +17,7 @@ from tasks.classification.vtab import sweep as sweeping
 from tasks.classification.vtab.plan import Records, choose, load_sweep, point_name
 from tasks.classification.vtab.report import summarize
 from tasks.classification.vtab.sweep import Job, claim, main, work
+from tasks.common import hf_run
 from tasks.common.images.vtab_tasks import TASKS
 from tests.configs import shipped
 
@@ -505,9 +506,9 @@ def test_training_sees_the_images_as_the_processor_makes_them(write, data, tmp_p
     run = sweep.selection_runs("baseline", "eurosat")[0]
     config = sweep.config(run)
     config["trainer"].update(output_dir=str(tmp_path / "run"), max_steps=1)
-    step = training.SparsePriorTrainer.training_step
+    step = hf_run.SparsePriorTrainer.training_step
     monkeypatch.setattr(
-        training.SparsePriorTrainer,
+        hf_run.SparsePriorTrainer,
         "training_step",
         lambda self, model, inputs, *args: (batches.append(inputs), step(self, model, inputs, *args))[1],
     )
