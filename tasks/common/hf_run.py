@@ -256,7 +256,11 @@ def draw_sampler(size: int, arguments: Any, repeats: int = 1) -> DrawSampler:
 
 
 def make_trainer(prepared: Prepared, arguments: SparsePriorTrainingArguments) -> SparsePriorTrainer:
-    """The Trainer of a run; the first training example is prepared, so that what cannot be shows before the start."""
+    """The Trainer of a run. The first training example is prepared before: what cannot be shows before the start."""
+    if prepared.train_sampler is not None:
+        for dataset in prepared.datasets.values():
+            dataset.fill_cache(show_progress=not arguments.disable_tqdm)
+        prepared.datasets["train"][next(iter(prepared.train_sampler))]
     trainer = _trainer_errors(
         SparsePriorTrainer,
         model=prepared.model,
@@ -269,10 +273,6 @@ def make_trainer(prepared: Prepared, arguments: SparsePriorTrainingArguments) ->
         data_collator=prepared.eval_collator,
         **prepared.trainer_options,
     )
-    if prepared.train_sampler is not None:
-        for dataset in prepared.datasets.values():
-            dataset.fill_cache(show_progress=not arguments.disable_tqdm)
-        prepared.datasets["train"][next(iter(prepared.train_sampler))]
     if not arguments.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(OneLineProgress())
