@@ -22,7 +22,7 @@ from tasks.classification.tuning import TuningConfig, check_tuning
 from tasks.common.config import Config, check_known, check_trainer, load_sections, trainer_keys
 from tasks.common.images.augmentation import AugmentationConfig
 from tasks.common.images.config import DataConfig
-from tasks.common.images.model import MODEL_EXTRAS, check_classifier_init_std
+from tasks.common.images.model import MODEL_EXTRAS, check_classifier_init_std, check_model
 
 SECTIONS = ("data", "augmentation", "model", "tuning", "distillation", "token_labels", "trainer")
 
@@ -47,6 +47,7 @@ def check_config(config: Config) -> Config:
     if "label_smoothing_factor" in config["trainer"]:
         raise ValueError("trainer.label_smoothing_factor does not go with mixup; use augmentation.label_smoothing")
     check_trainer(config["trainer"])
+    check_model(config["model"])
     return config
 
 

@@ -25,9 +25,11 @@ from hf_sparseprior.analysis.decays import learned_decay_masks
 from hf_sparseprior.files import write_text
 from hf_sparseprior.supports import build_mask
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.classification.compare import Comparison, draw_results, run_comparison, table
 from tasks.classification.config import load_config
 from tasks.classification.inputs import make_datasets
+from tasks.classification.task import CLASSIFICATION
+from tasks.common.compare import Comparison, run_comparison
+from tasks.common.comparison_table import draw_results, table
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import ImageDataset, load_data
 from tasks.common.run_folder import MODEL
@@ -55,7 +57,9 @@ sys.exit(0 if same else 1)
 def train_all(out: Path, seeds: int) -> dict[str, list[dict[str, Any]]]:
     """Results of every seed by prior."""
     configs = {prior: load_config(CONFIGS / f"digits.yaml#{prior}") for prior in PRIORS}
-    return run_comparison(Comparison("demo", configs, list(range(seeds))), out, out, command="make demo")
+    return run_comparison(
+        Comparison(CLASSIFICATION, "demo", configs, list(range(seeds))), out, out, command="make demo"
+    )
 
 
 def draw_pictures(out: Path, results: dict[str, list[dict[str, Any]]]) -> list[Path]:

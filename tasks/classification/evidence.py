@@ -19,8 +19,10 @@ import numpy as np
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.files import write_text
-from tasks.classification.compare import Comparison, all_records, load_comparison, spread
+from tasks.classification.compare import load_comparison
 from tasks.common.command import run_command
+from tasks.common.compare import Comparison, all_records
+from tasks.common.comparison_table import spread
 from tasks.common.tables import markdown_table
 
 PLAIN = "plain"

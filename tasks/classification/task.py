@@ -28,7 +28,7 @@ from tasks.common.hf_run import HFTask, Prepared, Split
 from tasks.common.images.augmentation import AugmentationConfig
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import ImageDataset, Preparation, load_split
-from tasks.common.images.model import build_model, pretrained_sha256
+from tasks.common.images.model import build_model, check_pretrained, pretrained_sha256
 from tasks.common.images.vtab_tasks import FINAL
 from tasks.common.models import about_model, decay_change
 
@@ -114,6 +114,13 @@ def attention_flops(config: SparsePriorViTConfig) -> int | None:
         return None
 
 
+def models_read(config: Config) -> list[str]:
+    """Folders of the saved models that a run reads: what it starts from, and its teachers."""
+    models = [config["model"].get("pretrained")]
+    models += [config.get(section, {}).get("teacher") for section in ("distillation", "token_labels")]
+    return [model for model in models if model]
+
+
 CLASSIFICATION = HFTask(
     name="classification",
     trains="a SparsePriorViT classifier",
@@ -124,4 +131,7 @@ CLASSIFICATION = HFTask(
     prepare=prepare,
     read_split=read_split,
     about_model=lambda model: {**about_model(model), "attention_flops": attention_flops(model.config)},
+    models_read=models_read,
+    check_start=check_pretrained,
+    start_sha256=pretrained_sha256,
 )

@@ -123,6 +123,9 @@ class HFTask:
     draw: draws more pictures of the test into the run's folder, from it, what was prepared, the predicted classes and a
         heading; their names.
     eval_batch_size: of `evaluate`.
+    models_read: folders of the saved models that a run of a configuration reads.
+    check_start: refuses a `model` section that does not fit the saved model it starts from.
+    start_sha256: SHA-256 of the weights that a `model` section starts from, None for a start from scratch.
     """
 
     name: str
@@ -137,6 +140,9 @@ class HFTask:
     about_model: Callable[[Any], dict[str, Any]] = about_model
     draw: Callable[[Path, Prepared, np.ndarray, str], Sequence[str]] = lambda *arguments: ()
     eval_batch_size: int = 64
+    models_read: Callable[[Config], Sequence[str]] = lambda config: ()
+    check_start: Callable[[dict[str, Any]], None] = lambda model: None
+    start_sha256: Callable[[dict[str, Any]], str | None] = lambda model: None
 
     def load_config(self, path: str | Path, overrides: Sequence[str] = ()) -> Config:
         """A configuration file with overrides, checked; where it says nothing, the run lies in outputs/TASK/FILE.

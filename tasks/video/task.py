@@ -130,4 +130,5 @@ VIDEO = HFTask(
     extra_metrics=factor_accuracies,
     draw=draw_test_clips,
     eval_batch_size=32,
+    models_read=lambda config: [folder for folder in [config["model"].get("image_model")] if folder],
 )

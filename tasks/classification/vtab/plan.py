@@ -22,7 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from tasks.classification.compare import (
+from tasks.classification.config import SECTIONS, check_config
+from tasks.classification.task import CLASSIFICATION
+from tasks.common.compare import (
     check_one_checkpoint,
     check_seeds,
     check_start,
@@ -30,7 +32,6 @@ from tasks.classification.compare import (
     refuse_owned,
     variant_configs,
 )
-from tasks.classification.config import SECTIONS, check_config
 from tasks.common.config import SWEEP, apply_overrides, check_known, check_name, config_name, read_layers
 from tasks.common.images.vtab_tasks import FINAL, SELECTION, TASKS
 
@@ -131,7 +132,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     if shared["data"].get("source") != "vtab":
         raise ValueError(f"{path}: data.source={shared['data'].get('source')!r} must be 'vtab'")
     shared["trainer"].setdefault("disable_tqdm", True)
-    configs = variant_configs(content.get("variants"), shared, overrides, owned, str(path))
+    configs = variant_configs(CLASSIFICATION, content.get("variants"), shared, overrides, owned, str(path))
     for (name, config), point in itertools.product(configs.items(), points):
         tried = copy.deepcopy(config)
         try:
@@ -204,7 +205,7 @@ class Records:
     def check_start(self) -> None:
         """Raise ValueError or OSError if a missing run cannot start, or not from the weights of the records."""
         variants = {run.variant: None for run in self.missing()}
-        check_start([self.sweep.configs[variant] for variant in variants], list(self._started.values()))
+        check_start(CLASSIFICATION, [self.sweep.configs[variant] for variant in variants], list(self._started.values()))
 
     def accuracy(self, run: Run) -> float | None:
         """In percent: of val200 in selection, of test in the final stage."""

@@ -28,16 +28,16 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.classification.compare import check_seeds, record_of
 from tasks.classification.train import run as train
 from tasks.classification.vtab.plan import Records, Run, Sweep, choose, load_sweep
 from tasks.classification.vtab.report import write_report
 from tasks.common.command import RunStopped, run_command
-from tasks.common.config import config_name
+from tasks.common.compare import check_seeds, record_of
 from tasks.common.environment import command_line
 from tasks.common.images.sources.vtab import task_folder
 from tasks.common.images.vtab_tasks import TASKS
 from tasks.common.results import write_results
+from tasks.common.run_folder import default_output_dir
 
 WAIT_SECONDS = 2.0  # before looking again for a run that another process may have given up
 
@@ -289,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--config", required=True, help="YAML file of a sweep, such as configs/classification/vtab.yaml#deit_base-full"
     )
-    parser.add_argument("--out", type=Path, help="folder of the runs while they last; default: outputs/NAME")
+    parser.add_argument("--out", type=Path, help="folder of the runs while they last; default: outputs/TASK/NAME")
     parser.add_argument("--records", type=Path, help="folder of one record a run, tables and picture; default: --out")
     parser.add_argument("--tasks", nargs="+", metavar="NAME", help=f"only these of {', '.join(TASKS)}")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these rows")
@@ -305,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def run() -> None:
         keep_freed_memory()
-        out = arguments.out or Path("outputs") / config_name(arguments.config)
+        out = arguments.out or Path(default_output_dir("classification", arguments.config))
         job = Job(
             arguments.config,
             arguments.overrides,

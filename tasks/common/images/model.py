@@ -64,6 +64,15 @@ def _draw_classifiers(model: SparsePriorViTForImageClassification, names: Sequen
             torch.nn.init.zeros_(classifier.bias)
 
 
+def check_model(model: dict[str, Any]) -> None:
+    """Let the configuration of a model from scratch check itself; a saved one need not be there yet."""
+    options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
+    if model.get("preset"):
+        SparsePriorViTConfig.from_preset(model["preset"], **options)
+    elif not model.get("pretrained"):
+        SparsePriorViTConfig(**options)
+
+
 def check_pretrained(model: dict[str, Any]) -> None:
     """Let the configuration in `model.pretrained`, with the options of this section over it, check itself.
 

@@ -14,11 +14,13 @@ import yaml
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.files import file_sha256
 from hf_sparseprior.training import SoftTargetCollator
-from tasks.classification import compare
 from tasks.classification import train as training
-from tasks.classification.compare import load_comparison, run_comparison, spread, table
+from tasks.classification.compare import load_comparison
+from tasks.classification.compare import main as compare_main
 from tasks.classification.config import SECTIONS
-from tasks.common import hf_run
+from tasks.common import compare, hf_run
+from tasks.common.compare import run_comparison
+from tasks.common.comparison_table import spread, table
 
 BASE = {
     "data": {"source": "digits"},
@@ -110,7 +112,9 @@ def test_nothing_is_done_twice(finished, monkeypatch, tmp_path):
 def test_one_more_seed_runs_only_that(finished, tmp_path, monkeypatch):
     _, records, results, _ = finished
     started = []
-    monkeypatch.setattr(compare, "run", lambda config, **_: started.append(config["trainer"]) or results["dense"][0])
+    monkeypatch.setattr(
+        compare, "run", lambda task, config, **_: started.append(config["trainer"]) or results["dense"][0]
+    )
     path = write(tmp_path, seeds=(0, 1, 2))
     copied = tmp_path / "records"
     for name, seed in itertools.product(results, (0, 1)):
@@ -206,7 +210,9 @@ def test_another_checkpoint_than_that_of_the_records_is_refused_before_anything_
     checksum = file_sha256(tmp_path / "model" / "model.safetensors")
     leave_record(tmp_path / "records", "dense", comparison.configs["dense"], checksum)
     started = []
-    monkeypatch.setattr(compare, "run", lambda config, **_: started.append(config) or dict.fromkeys(compare.RECORDED))
+    monkeypatch.setattr(
+        compare, "run", lambda task, config, **_: started.append(config) or dict.fromkeys(compare.RECORDED)
+    )
     run_comparison(comparison, tmp_path / "out", tmp_path / "elsewhere", ["dense"])
     run_comparison(comparison, tmp_path / "out", tmp_path / "records", ["dense"])
     assert len(started) == 2 + 1
@@ -233,7 +239,8 @@ KILLS = """
 import os, signal, sys, torch
 from pathlib import Path
 from transformers import Trainer
-from tasks.classification.compare import load_comparison, run_comparison
+from tasks.classification.compare import load_comparison
+from tasks.common.compare import run_comparison
 
 path, folder = Path(sys.argv[1]), Path(sys.argv[2])
 step, replace, save = Trainer.training_step, os.replace, torch.save
@@ -316,11 +323,13 @@ def test_interrupted_between_and_in_runs_it_goes_on_to_the_same_records(finished
     arguments = ["--config", str(path), "--out", str(tmp_path / "out"), "--records", str(tmp_path / "records")]
     with monkeypatch.context() as patch:
         patch.setattr(hf_run.SparsePriorTrainer, "training_step", stop)
-        assert compare.main(arguments) == 130
+        assert compare_main(arguments) == 130
     assert "the same command goes on where it stopped" in capsys.readouterr().err
     train = compare.run
-    monkeypatch.setattr(compare, "run", lambda c, **o: (started.append(c["trainer"]["output_dir"]), train(c, **o))[1])
-    assert compare.main(arguments) == 0
+    monkeypatch.setattr(
+        compare, "run", lambda task, c, **o: (started.append(c["trainer"]["output_dir"]), train(task, c, **o))[1]
+    )
+    assert compare_main(arguments) == 0
     assert [str(Path(out).relative_to(tmp_path / "out")) for out in started] == [
         "violin/seed0", "dense/seed1", "violin/seed1",
     ]  # fmt: skip
@@ -423,7 +432,7 @@ def test_bad_seeds_are_named(tmp_path, seeds, capsys):
     ],
 )
 def test_the_command_line_reports_errors_in_one_line(tmp_path, capsys, arguments, message):
-    assert compare.main(["--config", str(write(tmp_path)), "--out", str(tmp_path / "out"), *arguments]) == 2
+    assert compare_main(["--config", str(write(tmp_path)), "--out", str(tmp_path / "out"), *arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
     assert not (tmp_path / "out").exists()

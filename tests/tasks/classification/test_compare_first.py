@@ -7,11 +7,13 @@ import pytest
 import yaml
 
 from hf_sparseprior.files import file_sha256
-from tasks.classification import compare
-from tasks.classification.compare import Comparison, load_comparison, needed_first, run_comparison
+from tasks.classification.compare import load_comparison
+from tasks.classification.compare import main as compare_main
 from tasks.classification.config import load_config
+from tasks.classification.task import CLASSIFICATION
 from tasks.classification.vtab.plan import load_sweep
-from tasks.common import hf_run
+from tasks.common import compare, hf_run
+from tasks.common.compare import Comparison, needed_first, run_comparison
 
 MODEL = {
     "prior": "dense", "image_size": 8, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 1,
@@ -50,7 +52,11 @@ def chain(folder, first=("dense.yaml", "predictor.yaml"), variants=None):
 def watch(patch):
     """The folders of the runs that start, by their last names."""
     started, train = [], compare.run
-    record = lambda config, **options: (started.append(config["trainer"]["output_dir"]), train(config, **options))[1]  # noqa: E731
+
+    def record(task, config, **options):
+        started.append(config["trainer"]["output_dir"])
+        return train(task, config, **options)
+
     patch.setattr(compare, "run", record)
     return started
 
@@ -117,10 +123,10 @@ def test_interrupted_in_a_first_run_the_same_command_goes_on(finished, monkeypat
     arguments = ["--config", str(path), "--out", str(tmp_path / "out"), "--variants", "half"]
     with monkeypatch.context() as patch:
         patch.setattr(hf_run.SparsePriorTrainer, "training_step", stop)
-        assert compare.main(arguments) == 130
+        assert compare_main(arguments) == 130
     assert not (tmp_path / "out").exists()
     started = watch(monkeypatch)
-    assert compare.main(arguments) == 0
+    assert compare_main(arguments) == 0
     assert started == [str(tmp_path / "outputs" / "predictor"), str(tmp_path / "out" / "half" / "seed0")]
     results = json.loads((tmp_path / "outputs" / "predictor" / "results.json").read_text())
     assert results["resumed_from"] == "checkpoint-2"
@@ -134,7 +140,7 @@ def test_a_first_run_of_another_configuration_is_refused_before_anything_runs(fi
     folder, path, _, _ = finished
     forbid(monkeypatch)
     arguments = ["--config", str(path), "--out", str(tmp_path / "out"), "trainer.learning_rate=1e-3"]
-    assert compare.main(arguments) == 2
+    assert compare_main(arguments) == 2
     error = capsys.readouterr().err
     expected = f"{folder}/outputs/dense is of another configuration (trainer.learning_rate: 0.05 there, 0.001 here)"
     assert error.count("\n") == 1 and expected in error and "remove it, or name another trainer.output_dir" in error
@@ -176,8 +182,8 @@ def config(name, pretrained=None, **teachers):
 )
 def test_only_what_a_pending_row_reads_is_done(row, needed):
     first = [config("a"), config("b", "outputs/a/model"), config("d"), config("c", distillation="outputs/b/model")]
-    assert [run["trainer"]["output_dir"][-1] for run in needed_first(first, [row])] == needed
-    assert needed_first(first, []) == []
+    assert [run["trainer"]["output_dir"][-1] for run in needed_first(CLASSIFICATION, first, [row])] == needed
+    assert needed_first(CLASSIFICATION, first, []) == []
 
 
 def test_overrides_of_data_augmentation_and_trainer_reach_first_runs(tmp_path):
@@ -192,7 +198,7 @@ def test_overrides_of_data_augmentation_and_trainer_reach_first_runs(tmp_path):
 
 def test_a_first_run_without_a_folder_lies_where_train_puts_it(tmp_path):
     comparison = load_comparison(chain(tmp_path, first=["tiny.yaml"]))
-    assert comparison.first[0]["trainer"]["output_dir"] == "outputs/tiny"
+    assert comparison.first[0]["trainer"]["output_dir"] == "outputs/classification/tiny"
 
 
 @pytest.mark.parametrize("first", ["dense.yaml", 5, {"a": "dense.yaml"}, [5], [["dense.yaml"]]])
@@ -253,4 +259,4 @@ def test_sweeps_have_no_rows_with_a_base(tmp_path):
 
 
 def test_a_comparison_without_first_runs_has_none():
-    assert Comparison("name", {}, [0]).first == []
+    assert Comparison(CLASSIFICATION, "name", {}, [0]).first == []

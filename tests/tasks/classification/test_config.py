@@ -1,8 +1,10 @@
 import pytest
 import torch
 
-from tasks.classification.compare import builds_on, load_comparison, needed_first
+from tasks.classification.compare import load_comparison
 from tasks.classification.config import load_config
+from tasks.classification.task import CLASSIFICATION
+from tasks.common.compare import builds_on, needed_first
 from tasks.common.config import parse_value
 from tasks.common.images.config import DataConfig
 from tasks.common.images.model import build_model
@@ -41,8 +43,8 @@ def test_every_shipped_comparison_builds_its_models(name):
         read += [(config, list(first.values())[:number]) for number, config in enumerate(first.values())]
         for config, earlier in read:
             made = str(config["model"].get("pretrained")).startswith("outputs/")
-            assert any(builds_on(config, other) for other in earlier) >= made
-        assert needed_first(comparison.first, list(comparison.configs.values())) == comparison.first
+            assert any(builds_on(CLASSIFICATION, config, other) for other in earlier) >= made
+        assert needed_first(CLASSIFICATION, comparison.first, list(comparison.configs.values())) == comparison.first
     ratios = {}
     for row, config in {**first, **comparison.configs}.items():
         config["model"].pop("pretrained", None)  # of a run that this machine need not have

@@ -12,8 +12,10 @@ from hf_sparseprior.decay import init_values
 from hf_sparseprior.files import file_sha256
 from hf_sparseprior.prior import resolve_prior
 from tasks.classification import evidence, train
-from tasks.classification.compare import RECORDED, Comparison, load_comparison, record_of
+from tasks.classification.compare import load_comparison
 from tasks.classification.config import load_config
+from tasks.classification.task import CLASSIFICATION
+from tasks.common.compare import RECORDED, Comparison, record_of
 from tasks.common.images.model import build_model
 from tasks.common.results import write_results
 from tests.configs import shipped
@@ -50,7 +52,7 @@ def records():
 
 
 def rows(names=NAMES, made=None):
-    comparison = Comparison("evidence_count", {name: {} for name in names}, [0, 1, 2])
+    comparison = Comparison(CLASSIFICATION, "evidence_count", {name: {} for name in names}, [0, 1, 2])
     return evidence.make_rows(comparison, records() if made is None else made)
 
 

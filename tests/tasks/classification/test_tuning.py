@@ -11,13 +11,14 @@ from safetensors.torch import load_file
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.pretrained import load_whole_model
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
-from tasks.classification import compare
 from tasks.classification import evaluate as evaluation
 from tasks.classification import train as training
-from tasks.classification.compare import load_comparison, table
+from tasks.classification.compare import load_comparison
+from tasks.classification.compare import main as compare_main
 from tasks.classification.config import check_config, load_config
 from tasks.classification.tuning import METHODS, TuningConfig, tuned
-from tasks.common import hf_run
+from tasks.common import compare, hf_run
+from tasks.common.comparison_table import table
 from tasks.common.images.model import build_model
 from tasks.common.models import merged, trainable_parameters
 from tasks.common.run_folder import last_whole_checkpoint
@@ -372,7 +373,7 @@ def test_rows_of_a_comparison_tune_differently(saved, tmp_path, capsys):
     rows = {"full": {}, "lora": {"tuning": {"method": "lora", "rank": 4}}, "violin": {"tuning": {"method": "violin"}}}
     (tmp_path / "rows.yaml").write_text(json.dumps({"base": "base.yaml", "seeds": [0], "variants": rows}))
     out = tmp_path / "out"
-    assert compare.main(["--config", str(tmp_path / "rows.yaml"), "--out", str(out)]) == 0
+    assert compare_main(["--config", str(tmp_path / "rows.yaml"), "--out", str(out)]) == 0
     lines = (out / "table.md").read_text().splitlines()
     columns = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     trained, adapter = columns[0].index("trained"), columns[0].index("adapter, kB")

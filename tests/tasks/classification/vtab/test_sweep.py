@@ -12,12 +12,12 @@ import pytest
 
 from hf_sparseprior import SparsePriorViTConfig
 from tasks.classification import train as training
-from tasks.classification.compare import RECORDED
 from tasks.classification.vtab import sweep as sweeping
 from tasks.classification.vtab.plan import Records, choose, load_sweep, point_name
 from tasks.classification.vtab.report import summarize
 from tasks.classification.vtab.sweep import Job, claim, main, work
 from tasks.common import hf_run
+from tasks.common.compare import RECORDED
 from tasks.common.images.vtab_tasks import TASKS
 from tests.configs import shipped
 

@@ -1,0 +1,397 @@
+"""Compare runs of one task over seeds: python -m tasks.TASK.compare --config FILE [section.key=value ...]
+
+first: [cifar10_pretrain_tiny.yaml]    optional: runs that rows start from, done before them, in this order
+base: cifar10_small.yaml#dense         configuration that every run shares
+seeds: [0, 1, 2]
+variants:                              name of a row: what it changes
+  dense: {}
+  fibottention: {model: {prior: fibottention}}
+  lora: {tuning: {method: lora}}
+  other: {base: smoke.yaml}            a row with a base of its own
+
+The rest is a run's configuration that every row shares: sections, and a `matrix`, of which FILE#CELL names one cell
+(tasks/common/config.py). `variants` may also name a file of rows. Names of files are relative to the file they are in.
+
+Runs of one seed see the same examples in the same order, augmented alike, and with `model.pretrained` start from one
+new classifier and the same adapters. Seeds take turns, so that an early stop leaves a fair comparison. Every finished
+run leaves a record. Killed at any moment, the same command goes on where it stopped, and does no finished run again. It
+prints one table and draws one picture.
+
+A run of `first` is what the `train` command does with its file: it lies in its own `trainer.output_dir`, has the file's
+seed, and serves every comparison that names it. It is done only if a row still to be done reads its model, itself or
+through another run of `first`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from transformers.utils import logging as transformers_logging
+
+from hf_sparseprior.training.allocator import keep_freed_memory
+from tasks.common.command import run_command
+from tasks.common.comparison_table import write_comparison
+from tasks.common.config import (
+    COMPARISON,
+    Config,
+    apply_overrides,
+    check_known,
+    check_name,
+    config_name,
+    merge_bases,
+    read_layers,
+)
+from tasks.common.hf_run import HFTask, run
+from tasks.common.results import read_results, write_results
+from tasks.common.run_folder import (
+    RUN_CONFIG,
+    config_differences,
+    default_output_dir,
+    finished_results,
+    folder_differences,
+)
+
+# What a record keeps of a run's results.json; the rest stays in the run's folder.
+RECORDED = (
+    *("metrics", "prior", "prior_settings", "pruning_ratio", "max_decay_change", "parameters", "seed", "steps"),
+    *("seconds", "seconds_per_step", "data_wait", "data", "versions", "hardware", "config"),
+)
+# The same for what runs before the `tuning` section did not have.
+RECORDED_LATER = (
+    *("method", "trainable_parameters", "adapter_bytes", "pretrained_sha256", "decay_change_at_start"),
+    *("mean_decay_change", "mean_decay_change_at_start", "max_alpha_change", "alpha_change_at_start"),
+    *("attention_flops", "results_version"),
+)
+# Sections whose overrides reach the runs of `first` too; the others say what the rows are.
+SHARED_WITH_FIRST = ("data", "augmentation", "trainer")
+OVERRIDES = "for every row; data, augmentation and trainer also for the runs of `first`"
+_OWNER = "the comparison's to choose; use `seeds`, --seeds and --out"
+OWNED = {"trainer.seed": _OWNER, "trainer.output_dir": _OWNER}
+
+
+@dataclass
+class Comparison:
+    """task: of all runs; name: of the file; configs: by variant, without seed and output folder; seeds: of every
+    variant; first: whole configurations of the runs before them, in order.
+    """
+
+    task: HFTask
+    name: str
+    configs: dict[str, Config]
+    seeds: list[int]
+    first: list[Config] = field(default_factory=list)
+
+
+def load_comparison(task: HFTask, path: str | Path, overrides: Sequence[str] = ()) -> Comparison:
+    """Read a comparison and check every configuration in it before anything runs.
+
+    Raises:
+        ValueError: for unknown keys and bad values, naming the variant.
+        OSError: for a missing file.
+    """
+    path = Path(path)
+    content = read_layers(path, task.sections, COMPARISON)
+    first, seeds, variants = (content.pop(key, None) for key in COMPARISON)
+    check_seeds(seeds, str(path))
+    refuse_owned([override.partition("=")[0] for override in overrides], OWNED, "the command line")
+    apply_overrides(content, overrides, task.sections)
+    shared = task.check_config(content)
+    configs = variant_configs(task, variants, shared, overrides, OWNED, str(path), own_bases=True)
+    return Comparison(task, config_name(path), configs, seeds, first_configs(task, first, overrides, path))
+
+
+def first_configs(task: HFTask, names: Any, overrides: Sequence[str], path: Path) -> list[Config]:
+    """The checked configurations of the runs before the rows, with those overrides that reach them.
+
+    Args:
+        task: of all runs.
+        names: of their files; None: there are no such runs.
+        overrides: `section.key=value` of the command line.
+        path: the comparison's file.
+    """
+    if names is None:
+        return []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path}: first={names!r} must be a list of names of configuration files")
+    shared = [override for override in overrides if override.partition(".")[0] in SHARED_WITH_FIRST]
+    configs = []
+    for name in names:
+        try:
+            configs.append(task.load_config(name, shared))
+        except ValueError as error:
+            raise ValueError(f"{path}, first {name!r}: {error}") from None
+    return configs
+
+
+def variant_configs(
+    task: HFTask,
+    variants: Any,
+    shared: Config,
+    overrides: Sequence[str],
+    owned: Mapping[str, str],
+    path: str,
+    own_bases: bool = False,
+) -> dict[str, Config]:
+    """The checked configuration of each variant.
+
+    Args:
+        task: of all runs.
+        variants: {name: {section: {key: value}}}, what each changes; `base`, a list of files, is what one
+            changes instead.
+        shared: the configuration that they change.
+        overrides: `section.key=value` of the command line, which win.
+        owned: keys that no variant may set, and who does.
+        path: the file, for errors.
+        own_bases: whether variants may have a `base`.
+    """
+    if not isinstance(variants, dict) or not variants:
+        raise ValueError(f"{path}: variants={variants!r} must hold a name and changes for each row")
+    configs = {}
+    for name, changes in variants.items():
+        check_name(str(name), f"{path}: variant")
+        where, changes = f"{path}, variant {name!r}", changes or {}
+        if not isinstance(changes, dict):
+            raise ValueError(f"{where} must hold sections, got {changes!r}")
+        config, changes = copy.deepcopy(shared), dict(changes)
+        if own_bases and (base := changes.pop("base", None)):
+            config = merge_bases({"base": base}, where, task.sections)
+        check_known(changes, task.sections, where)
+        for section, values in changes.items():
+            if not isinstance(values, dict):
+                raise ValueError(f"{where}: {section} must hold keys and values, got {values!r}")
+            refuse_owned([f"{section}.{key}" for key in values], owned, where)
+            config[section].update(values)
+        try:
+            apply_overrides(config, overrides, task.sections)
+            configs[str(name)] = task.check_config(config)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    return configs
+
+
+def check_seeds(seeds: Any, where: str) -> None:
+    """Raise ValueError unless these are different seeds."""
+    whole = isinstance(seeds, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in seeds)
+    if not whole or not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"{where}: seeds={seeds!r} must be a list of different integers of 0 or more")
+
+
+def refuse_owned(keys: Sequence[str], owned: Mapping[str, str], where: str) -> None:
+    """Raise ValueError for a key that is not the user's to set."""
+    for key, owner in owned.items():
+        if key in keys:
+            raise ValueError(f"{where}: {key} is {owner}")
+
+
+def run_comparison(
+    comparison: Comparison,
+    out: Path,
+    records: Path,
+    variants: Sequence[str] | None = None,
+    command: str | None = None,
+) -> dict[str, list[dict[str, Any]]]:
+    """Do every run that has no record yet; records by variant, seeds in order.
+
+    Args:
+        comparison: what to run.
+        out: folder of the runs, with their checkpoints and models.
+        records: folder of VARIANT/seedN.json, all that is needed to know that a run is done.
+        variants: only these.
+        command: for results.json.
+    """
+    names = list(dict.fromkeys(variants or comparison.configs))
+    done: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    todo = [(seed, name) for seed in comparison.seeds for name in names]
+    configs, found = [], []
+    for seed, name in todo:
+        config = copy.deepcopy(comparison.configs[name])
+        config["trainer"].update(seed=seed, output_dir=str(out / name / f"seed{seed}"))
+        configs.append(config)
+        # All of them before anything runs.
+        found.append(read_record(records / name / f"seed{seed}.json", config))
+        if found[-1] is None:
+            check_folder(config)
+    pending = [config for config, record in zip(configs, found, strict=True) if record is None]
+    do_first(comparison, pending, [record for record in found if record is not None], command)
+    for number, ((seed, name), config, record) in enumerate(zip(todo, configs, found, strict=True), start=1):
+        if record is None:
+            print(f"[{number}/{len(todo)}] {name}, seed {seed}", file=sys.stderr, flush=True)
+            record = record_of(run(comparison.task, config, command=command))
+            if PartialState().is_main_process:
+                write_results(records / name / f"seed{seed}.json", record)
+        done[name].append(record)
+    return done
+
+
+def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[str, Any]]]:
+    """Every record of the comparison's variants, whatever part of it ran last, seeds in order; variants with none left
+    out.
+
+    Raises:
+        ValueError: for a record that is damaged or of another configuration, and for weights of `model.pretrained` that
+            changed between runs.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, config in comparison.configs.items():
+        numbers = [path.stem.removeprefix("seed") for path in (records / name).glob("seed*.json")]
+        seeds = sorted(int(number) for number in numbers if number.isdigit())
+        for seed in seeds:
+            expected = copy.deepcopy(config)
+            expected["trainer"]["seed"] = seed
+            record = read_record(records / name / f"seed{seed}.json", expected)
+            assert record is not None
+            found.setdefault(name, []).append(record)
+    check_one_checkpoint(record for runs in found.values() for record in runs)
+    return found
+
+
+def check_one_checkpoint(records: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError if runs from one `model.pretrained` started from different weights."""
+    found: dict[str | None, set[str]] = {}
+    for record in records:
+        folder = record["config"].get("model", {}).get("pretrained")
+        found.setdefault(folder, set()).add(record.get("pretrained_sha256") or "unknown")
+    for folder, checksums in found.items():
+        if len(checksums) > 1:
+            raise ValueError(
+                f"runs with model.pretrained={folder} started from {len(checksums)} checkpoints "
+                f"({', '.join(sorted(checksums))}), not from one; remove the records of the others or choose another "
+                "--records"
+            )
+
+
+def do_first(
+    comparison: Comparison,
+    pending: Sequence[Config],
+    records: Sequence[Mapping[str, Any]],
+    command: str | None = None,
+) -> None:
+    """Do the runs before the rows that are needed and not finished, and check that the rows can start.
+
+    What does not start from such a run is checked before any of them.
+
+    Args:
+        comparison: has the runs before the rows.
+        pending: configurations of the rows still to do.
+        records: of the rows that are done.
+        command: for results.json.
+    """
+    task, todo = comparison.task, []
+    for config in needed_first(task, comparison.first, pending):
+        check_folder(config, "remove it, or name another trainer.output_dir in its file")
+        if finished_results(Path(config["trainer"]["output_dir"]), config, overwrite=False) is None:
+            todo.append(config)
+
+    def waits(config: Config) -> bool:
+        return any(builds_on(task, config, earlier) for earlier in todo)
+
+    check_start(task, [config for config in (*todo, *pending) if not waits(config)], records)
+    for number, config in enumerate(todo, start=1):
+        print(f"first [{number}/{len(todo)}] {config['trainer']['output_dir']}", file=sys.stderr, flush=True)
+        run(task, config, command=command)
+    check_start(task, [config for config in pending if waits(config)], records)
+
+
+def needed_first(task: HFTask, first: Sequence[Config], pending: Sequence[Config]) -> list[Config]:
+    """Those of the runs before the rows that a pending row builds on, itself or through a later one of them."""
+    needed: list[Config] = []
+    for config in reversed(first):
+        if any(builds_on(task, other, config) for other in (*pending, *needed)):
+            needed.insert(0, config)
+    return needed
+
+
+def builds_on(task: HFTask, config: Config, earlier: Config) -> bool:
+    """Whether a run reads a model in the folder of an earlier one."""
+    folder = Path(earlier["trainer"]["output_dir"])
+    return any(folder in Path(model).parents for model in task.models_read(config))
+
+
+def check_start(task: HFTask, pending: Sequence[Config], records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError or OSError if a run cannot start from its `model.pretrained`, or not from the weights of the
+    records.
+
+    Args:
+        task: of all runs.
+        pending: configurations of the runs still to do.
+        records: of those that are done.
+    """
+    for config in pending:
+        task.check_start(config["model"])
+    starts = {config["model"].get("pretrained"): config for config in pending}
+    check_one_checkpoint(
+        [
+            *records,
+            *({"config": c, "pretrained_sha256": task.start_sha256(c["model"])} for c in starts.values()),
+        ]
+    )
+
+
+def check_folder(config: Config, way_out: str = "remove it or choose another --out") -> None:
+    """Raise ValueError if the folder of a run belongs to another one; `way_out`: what the user can do then."""
+    out = Path(config["trainer"]["output_dir"])
+    if (out / RUN_CONFIG).exists() and (differences := folder_differences(out, config)):
+        different = "; ".join(differences)
+        raise ValueError(f"{out} is of another configuration ({different}); {way_out}")
+
+
+def record_of(results: dict[str, Any]) -> dict[str, Any]:
+    """What a record keeps of a run's results."""
+    return {key: results[key] for key in (*RECORDED, *RECORDED_LATER) if key in RECORDED or key in results}
+
+
+def read_record(path: Path, config: Config) -> dict[str, Any] | None:
+    """A finished run's record; an error if it is of another configuration."""
+    if not path.exists():
+        return None
+    try:
+        record = read_results(path)
+        missing = [key for key in RECORDED if key not in record]
+    except (ValueError, TypeError):
+        missing = ["its end"]
+    if missing:
+        raise ValueError(f"{path} is not a whole record, it lacks {', '.join(missing)}; remove it")
+    if differences := config_differences(record["config"], config):
+        raise ValueError(
+            f"{path} is of another configuration ({'; '.join(differences)}); remove it or choose another --records"
+        )
+    return record
+
+
+def compare_main(task: HFTask, argv: list[str] | None = None) -> int:
+    """`python -m tasks.TASK.compare`; a bad value prints one line and returns 2."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tasks.{task.name}.compare",
+        description="Train a list of variants over seeds. Goes on where it was stopped, and does no run twice.",
+    )
+    parser.add_argument("--config", required=True, help="YAML file with base, seeds, variants and first")
+    parser.add_argument("--out", type=Path, help="folder of the runs; default: outputs/TASK/NAME")
+    parser.add_argument("--records", type=Path, help="folder of one record a run, table and picture; default: --out")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these rows")
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="only these seeds, or others than the file's")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDES)
+    arguments = parser.parse_args(argv)
+    transformers_logging.disable_progress_bar()
+
+    def work() -> None:
+        keep_freed_memory()
+        comparison = load_comparison(task, arguments.config, arguments.overrides)
+        if arguments.variants:
+            check_known(arguments.variants, list(comparison.configs), arguments.config)
+        if arguments.seeds:
+            check_seeds(arguments.seeds, "--seeds")
+            comparison.seeds = arguments.seeds
+        out = arguments.out or Path(default_output_dir(task.name, arguments.config))
+        records = arguments.records or out
+        run_comparison(comparison, out, records, arguments.variants)
+        if PartialState().is_main_process:
+            write_comparison(all_records(comparison, records), records)
+
+    return run_command(parser.prog, work, "where it stopped")
