@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 import hf_sparseprior  # noqa: F401  registers the Auto classes
-from hf_sparseprior.pretrained import check_classes, load_whole_model
+from hf_sparseprior.pretrained import check_classes, load_whole_model, weights_sha256
 from tasks.common.command import run_command
 from tasks.common.config import Config, apply_overrides
 from tasks.common.hf_run import HFTask, named_metrics
@@ -71,6 +71,7 @@ def evaluate_model(
         parameters=model.num_parameters(),
         details={
             "model": str(folder),
+            "model_sha256": weights_sha256(folder),
             "split": split,
             task.examples: len(data.dataset),
             "data": data.description,

@@ -98,5 +98,9 @@ def read_results(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def trainer_history(log: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The log of transformers' Trainer as `Results.history`: `eval_` becomes `validation_`."""
-    return [{validation_name(key): value for key, value in entry.items()} for entry in log]
+    """The log of transformers' Trainer as `Results.history`: `eval_` becomes `validation_`.
+
+    The Trainer's own summary at the end is left out: it is of no step, and of a resumed run it covers a part alone.
+    """
+    entries = (entry for entry in log if "train_runtime" not in entry)
+    return [{validation_name(key): value for key, value in entry.items()} for entry in entries]

@@ -37,9 +37,13 @@ SECTIONS = sorted(
 
 
 def without_folder(config):
-    """A run's content without where it lies."""
+    """A run's content without where it lies, and with the name that the split for validation had in motion clips."""
     kept = {key: value for key, value in config["trainer"].items() if key != "output_dir"}
-    return {**config, "trainer": kept}
+    config = {**config, "trainer": kept}
+    if motion := config["data"].get("motion"):
+        earlier = {"val" if key == "validation" else key: value for key, value in motion.items()}
+        config["data"] = {**config["data"], "motion": earlier}
+    return config
 
 
 def content(path, kind):

@@ -18,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tasks.common.results import Results, read_results
@@ -81,7 +82,52 @@ def robotics(folder: Path) -> list[str]:
     return ["--config", "configs/robotics/smoke.yaml#pusht_image", f"data.path={data}", *small, *steps]
 
 
+# Eight steps; the loss of every one is in the history, as the mean of an epoch that was interrupted would be of a part.
+TRAINER = {
+    "max_steps": 8, "per_device_train_batch_size": 8, "learning_rate": 3e-3, "seed": 3, "use_cpu": True,
+    "logging_strategy": "steps", "logging_steps": 1, "save_strategy": "steps", "save_steps": 2,
+    "eval_strategy": "steps", "eval_steps": 2, "ema_decay": 0.9, "disable_tqdm": True,
+}  # fmt: skip
+
+
+def classification(folder: Path) -> list[str]:
+    """Digits, cut at random and mixed, by a model that drops paths: the order of all draws counts."""
+    content = {
+        "data": {"source": "digits", "limit_train": 100, "limit_validation": 50, "limit_test": 50},
+        "augmentation": {"crop": "random", "padding": 1, "mixup": 0.8},
+        "model": {
+            "prior": "fibottention+violin", "image_size": 8, "patch_size": 2, "hidden_size": 24,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "drop_path_rate": 0.1,
+        },
+        "trainer": TRAINER,
+    }  # fmt: skip
+    return write_config(folder, content)
+
+
+def video(folder: Path) -> list[str]:
+    """Clips of a moving bar, cut and mirrored at random."""
+    from tests.tasks.video.clips import write_videos
+
+    content = {
+        "data": {"source": "folder", "path": str(write_videos(folder / "videos")), "cache": True},
+        "augmentation": {"random_crop": True, "vertical_flip": 0.5, "brightness": 0.1},
+        "model": {
+            "prior": "fibottention", "image_size": 16, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2,
+            "num_frames": 5, "num_attention_heads": 4, "intermediate_size": 64, "drop_path_rate": 0.1,
+        },
+        "trainer": TRAINER,
+    }  # fmt: skip
+    return write_config(folder, content)
+
+
+def write_config(folder: Path, content: dict) -> list[str]:
+    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    return ["--config", str(folder / "config.yaml")]
+
+
 ROWS = (
+    Row("classification", (), classification, "trainer.output_dir", ("trainer.report_to=none",), "test_accuracy"),
+    Row("video", ("av",), video, "trainer.output_dir", ("trainer.dataloader_num_workers=1",), "test_accuracy"),
     Row(
         "segmentation", ("mmengine", "mmcv", "mmseg"), segmentation, "output_dir",
         ("train_dataloader.num_workers=1",), "test_mIoU",
@@ -124,7 +170,7 @@ def whole(request, tmp_path_factory) -> Whole:
 def fingerprint(out: Path) -> dict:
     """What two equal runs share: every weight that is kept, the history without its clock, the metrics."""
     results = read_results(out / "results.json")
-    timed = re.compile("seconds|runtime|per_second")
+    timed = re.compile("seconds|runtime|per_second|data_wait")
     return {
         "weights": {
             str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest()

@@ -96,4 +96,8 @@ def test_dotted_keys_become_sections_and_lists():
 
 def test_the_trainers_log_says_validation():
     log = [{"step": 1, "epoch": 0.5, "loss": 2.0}, {"step": 2, "eval_loss": 1.0, "eval_ema_accuracy": 0.5}]
-    assert trainer_history(log) == [log[0], {"step": 2, "validation_loss": 1.0, "validation_ema_accuracy": 0.5}]
+    summary = {"step": 2, "train_runtime": 3.0, "train_loss": 1.5}
+    assert trainer_history([*log, summary]) == [
+        log[0],
+        {"step": 2, "validation_loss": 1.0, "validation_ema_accuracy": 0.5},
+    ]

@@ -28,34 +28,17 @@ from hf_sparseprior import (
 from tasks.video import compare, evaluate, train
 from tasks.video.config import AugmentationConfig, DataConfig, load_config
 from tasks.video.data import load_data, make_dataset
-from tasks.video.decoding import write_video
 from tasks.video.task import VIDEO, build_model, processor_settings
 from tests.configs import shipped
+from tests.tasks.video.clips import SPLITS, moving, write_videos
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs" / "video"
-SPLITS = {"train": 24, "validation": 8, "test": 8}
-
-
-def moving(index, rightward, size=20):
-    """A clip of a bright bar on grey that goes left or right; the middle frame is the same."""
-    clip = np.full((5, size, size, 3), 10 * (index % 8), np.uint8)
-    for step in range(-2, 3):
-        column = size // 2 + 4 * step * (1 if rightward else -1)
-        clip[step + 2, :, max(column - 2, 0) : column + 2] = 255
-    return clip
 
 
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory):
-    """folder/SPLIT/{left,right}/*.mkv"""
-    folder = tmp_path_factory.mktemp("videos")
-    for number, (split, count) in enumerate(SPLITS.items()):
-        for index in range(count):
-            name = ("left", "right")[index % 2]
-            (folder / split / name).mkdir(parents=True, exist_ok=True)
-            write_video(folder / split / name / f"{index:02d}.mkv", moving(100 * number + index // 2, index % 2))
-    return folder
+    return write_videos(tmp_path_factory.mktemp("videos"))
 
 
 @pytest.fixture
