@@ -116,16 +116,14 @@ class PriorAttention(nn.Module):
         """
         if self.mixer is not None:
             return self._mix(request, backend)
-        q, k, plan, scale = request.q, request.k, request.plan, request.logit_scale
         key_ids = top_k = None
         if self.predictor is not None:
-            top_k = self.predictor.top_k(q.shape[2])
-            if top_k is None:
-                key_ids = self.predictor(q, k, scale, plan, request.token_ids, request.keep_mask)
+            top_k = self.predictor.top_k(request.q.shape[2])
+            key_ids = self.predictor(request) if top_k is None else None
         relative: list[RelativePosition] = list(self.relative_position.values())  # type: ignore[arg-type]
         bias = request.bias
         for position in relative:
-            logits = position(q, k, scale, plan)
+            logits = position(request)
             bias = logits if bias is None else bias + logits
         on_values = [position for position in relative if position.uses_weights]
         decay = self.active_decay()
@@ -140,7 +138,7 @@ class PriorAttention(nn.Module):
         out, weights = run_plan(filled, backend)
         for position in on_values:
             assert weights is not None
-            out = out + position.value_term(weights, plan)
+            out = out + position.value_term(weights, request.plan)
         return out, weights if request.need_weights else None
 
     def _mix(self, request: AttentionRequest, backend: str) -> tuple[Tensor, Tensor | None]:
@@ -151,8 +149,7 @@ class PriorAttention(nn.Module):
             raise ValueError(f"{source}={forced!r} cannot run mixer {self.mixer.name!r}, which has one form")
         if request.bias is not None:
             raise ValueError(f"mixer {self.mixer.name!r} has no logits of pairs to which a bias could be added")
-        q, k, v, plan, need_weights = request.q, request.k, request.v, request.plan, request.need_weights
-        return self.mixer(q, k, v, plan, request.logit_scale, request.dropout_p, need_weights, request.token_ids)
+        return self.mixer(request)
 
 
 class SparsePriorAttention(PriorAttention):

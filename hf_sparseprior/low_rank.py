@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention_plan import AttentionPlan
+from .attention_request import AttentionRequest
 from .checks import check_boolean, check_integer, check_not_both
 from .extras import PriorModule
 from .masks import unpruned_count
@@ -45,21 +46,8 @@ class Mixer(PriorModule):
         """Width of the queries and keys of a head."""
         return head_dim
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: AttentionPlan,
-        scale: float,
-        dropout_p: float,
-        need_weights: bool,
-        token_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Output (B, H, T, D) of q, k (B, H, T, key width) and v (B, H, T, D); weights (B, H, T, T) if wanted.
-
-        `token_ids` (B, n) are the patches that are there, in each image its own; None: all.
-        """
+    def forward(self, request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
+        """Output (B, H, T, D) of q, k (B, H, T, key width) and v (B, H, T, D); weights (B, H, T, T) if wanted."""
         raise NotImplementedError
 
 
@@ -155,21 +143,13 @@ class Linformer(Mixer):
             weight = weight[:, token_ids].transpose(0, 1).unsqueeze(1)  # (B, 1, R, n)
         return torch.cat([tokens[:, :, :prefix], weight @ tokens[:, :, prefix:]], 2)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: AttentionPlan,
-        scale: float,
-        dropout_p: float,
-        need_weights: bool,
-        token_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
         """As `Mixer`; the weights are those of the values, through their mixtures."""
+        q, v, plan, token_ids, dropout_p = request.q, request.v, request.plan, request.token_ids, request.dropout_p
         value_weight = self.mix_keys if self.mix_values is None else self.mix_values
-        k, mixed = self._mix(self.mix_keys, k, plan, token_ids), self._mix(value_weight, v, plan, token_ids)
-        if not need_weights:
+        k, mixed = self._mix(self.mix_keys, request.k, plan, token_ids), self._mix(value_weight, v, plan, token_ids)
+        scale = request.logit_scale
+        if not request.need_weights:
             return F.scaled_dot_product_attention(q, k, mixed, dropout_p=dropout_p, scale=scale), None
         dtype = torch.promote_types(q.dtype, torch.float32)
         logits = (q.to(dtype) * scale) @ k.to(dtype).transpose(-1, -2)
@@ -216,19 +196,10 @@ class EfficientAttention(Mixer):
         """As `PriorModule`: queries and keys of another width."""
         return 2 * total * width * (num_heads * cls.key_width(settings, width // num_heads) - width)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: AttentionPlan,
-        scale: float,
-        dropout_p: float,
-        need_weights: bool,
-        token_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `Mixer`; `scale` and dropout have no place in it."""
+    def forward(self, request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
+        """As `Mixer`; scale and dropout have no place in it."""
+        q, k, v = request.q, request.k, request.v
         dtype = torch.promote_types(q.dtype, torch.float32)
         queries, keys = torch.softmax(q.to(dtype), -1).to(q.dtype), torch.softmax(k.to(dtype), -2).to(q.dtype)
-        weights = queries @ keys.transpose(-1, -2) if need_weights else None
+        weights = queries @ keys.transpose(-1, -2) if request.need_weights else None
         return queries @ (keys.transpose(-1, -2) @ v), weights

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .attention_plan import AttentionPlan
+from .attention_request import AttentionRequest
 from .checks import check_integer, check_not_both
 from .extras import PriorModule
 from .masks import unpruned_count
@@ -51,18 +51,10 @@ class Predictor(PriorModule):
         """How many of `total` keys a query keeps, those of the largest logits; None: `forward` chooses."""
         return None
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        scale: float,
-        plan: AttentionPlan,
-        token_ids: Tensor | None,
-        kept: Tensor | None = None,
-    ) -> Tensor | None:
-        """Keys of each patch, integers (B, H, n, K): token numbers, -1 where there are fewer; of q and k (B, H, T, D).
+    def forward(self, request: AttentionRequest) -> Tensor | None:
+        """Keys of each patch, integers (B, H, n, K): token numbers, -1 where there are fewer; None: all keys.
 
-        None: all keys. Those that `kept` (B, T) says are dropped have no part in anything.
+        Keys that `request.keep_mask` says are dropped have no part in anything.
         """
         raise NotImplementedError
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention_plan import AttentionPlan, plan_table
+from .attention_request import AttentionRequest
 from .checks import check_boolean, check_integer, plain
 from .extras import Extra, register_extra
 from .relative_offsets import BUCKET_METHODS, count_buckets
@@ -31,8 +32,8 @@ class RelativePosition(Extra):
 
     uses_weights = False  # True: `value_term` is asked, which needs the attention weights
 
-    def forward(self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan) -> Tensor:
-        """Bias of the logits, broadcastable to (B, H, T, T), of q and k (B, H, T, D)."""
+    def forward(self, request: AttentionRequest) -> Tensor:
+        """Bias of the logits, broadcastable to (B, H, T, T)."""
         raise NotImplementedError
 
     def value_term(self, weights: Tensor, plan: AttentionPlan) -> Tensor:
@@ -68,14 +69,15 @@ class SwinRelativePositionBias(RelativePosition):
         learn_prefix = check_boolean("swin_rpb: learn_prefix", settings["learn_prefix"])
         return {"grid": [check_integer("swin_rpb: grid", side, 1) for side in sides], "learn_prefix": learn_prefix}
 
-    def forward(self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan) -> Tensor:
+    def forward(self, request: AttentionRequest) -> Tensor:
         """(1, H, T, T)."""
         table: Tensor = self.bias_table
+        plan = request.plan
         prefix = plan.num_prefix_tokens
         if self.grid != plan.grid:
             size = (2 * plan.grid[0] - 1, 2 * plan.grid[1] - 1)
             table = F.interpolate(table.unsqueeze(0), size=size, mode="bicubic", align_corners=False)[0]
-        bias = table.flatten(1)[:, plan_table(plan, "relative_offsets", q.device)]
+        bias = table.flatten(1)[:, plan_table(plan, "relative_offsets", request.q.device)]
         if self.prefix_bias is None:
             return F.pad(bias, (prefix, 0, prefix, 0)).unsqueeze(0)
         to_prefix, from_prefix, among = (column.view(-1, 1, 1) for column in self.prefix_bias.unbind(1))
@@ -115,9 +117,10 @@ class ImageRelativePosition(RelativePosition):
             raise ValueError(f"{cls.name}: ratio={ratio!r} must be a number between 0.5 and 100")
         return {"method": method, "ratio": float(ratio)}
 
-    def forward(self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan) -> Tensor:
+    def forward(self, request: AttentionRequest) -> Tensor:
         """(B, H, T, T)."""
-        index = plan_table(plan, self.table_name, q.device).expand(*q.shape[:2], -1, -1)
+        q, k, scale = request.q, request.k, request.logit_scale
+        index = plan_table(request.plan, self.table_name, q.device).expand(*q.shape[:2], -1, -1)
         bias = ((q * scale) @ self.key_table.to(q.dtype).T).gather(-1, index)
         if self.query_table is not None:
             bias = bias + ((k * scale) @ self.query_table.to(k.dtype).T).gather(-1, index).transpose(-1, -2)
@@ -172,8 +175,9 @@ class TransformerXL(RelativePosition):
         self.projection = nn.Parameter(torch.empty(self.width, self.width))
         self.reset_parameters()
 
-    def forward(self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan) -> Tensor:
+    def forward(self, request: AttentionRequest) -> Tensor:
         """(B, H, T, T)."""
+        q, k, plan = request.q, request.k, request.plan
         dtype, prefix = q.dtype, plan.num_prefix_tokens
         sinusoids = plan_table(plan, f"relative_sinusoids {self.width}", q.device).to(dtype)
         keys_HOD = (sinusoids @ self.projection.to(dtype).T).unflatten(1, self.content_bias.shape).transpose(0, 1)
@@ -181,4 +185,4 @@ class TransformerXL(RelativePosition):
         index = plan_table(plan, "relative_offsets", q.device).expand(*q.shape[:2], -1, -1)
         of_pairs = (queries @ keys_HOD.transpose(1, 2)).gather(-1, index)
         of_keys = k @ self.content_bias.to(dtype).unsqueeze(-1)
-        return scale * (F.pad(of_pairs, (prefix, 0, prefix, 0)) + of_keys.transpose(-1, -2))
+        return request.logit_scale * (F.pad(of_pairs, (prefix, 0, prefix, 0)) + of_keys.transpose(-1, -2))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention_plan import AttentionPlan
+from .attention_request import AttentionRequest
 from .checks import check_boolean, check_integer, check_within
 from .key_selection import keys_of_scores, predicted_keys
 from .low_rank import check_sides, resize_tokens
@@ -176,66 +177,54 @@ class Sparsifiner(Predictor):
         """What keeps the sum of a row that is interpolated to a grid."""
         return self.grid[0] * self.grid[1] / (grid[0] * grid[1])
 
-    def coefficients(self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan, token_ids: Tensor | None) -> Tensor:
+    def coefficients(self, request: AttentionRequest) -> Tensor:
         """A_down of the patches before the threshold, (B, H, n, R) in float32 at least (Eq. 1)."""
-        prefix, dtype = plan.num_prefix_tokens, torch.promote_types(q.dtype, torch.float32)
+        q, k, plan, token_ids = request.q, request.k, request.plan, request.token_ids
+        prefix, dtype = plan.num_prefix_tokens, request.compute_dtype
         down = (resize_tokens(self.w_down, self.grid, plan.grid) * self._sum_kept(plan.grid)).to(dtype)
         if token_ids is not None:
             down = down[:, token_ids].transpose(0, 1).unsqueeze(1)  # (B, 1, R, n)
         keys = down @ k[:, :, prefix:].to(dtype)
-        return torch.softmax((q[:, :, prefix:].to(dtype) * scale) @ keys.transpose(-1, -2), -1)
+        return torch.softmax((q[:, :, prefix:].to(dtype) * request.logit_scale) @ keys.transpose(-1, -2), -1)
 
-    def scores(self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan, token_ids: Tensor | None) -> Tensor:
-        """Connectivity scores of the patches, (B, H, n, n) in float32 at least (Eqs. 2 and 3 before top-k).
-
-        Args:
-            q, k: (B, H, P + n, D).
-            scale: of the logits.
-            plan: of the layer.
-            token_ids: int64 (B, n), which patches are there; None: all.
-        """
-        with torch.autocast(q.device.type, enabled=False):  # what is close to tau must not hang on rounding
-            down = self.coefficients(q, k, scale, plan, token_ids)
+    def scores(self, request: AttentionRequest) -> Tensor:
+        """Connectivity scores of the patches, (B, H, n, n) in float32 at least (Eqs. 2 and 3 before top-k)."""
+        with torch.autocast(request.q.device.type, enabled=False):  # what is close to tau must not hang on rounding
+            down = self.coefficients(request)
             down = torch.where(down > self.settings["threshold"], down, 0.0)
-            return down @ self._basis_of(plan, token_ids, down.dtype)
+            return down @ self._basis_of(request.plan, request.token_ids, down.dtype)
 
     def _basis_of(self, plan: AttentionPlan, token_ids: Tensor | None, dtype: torch.dtype) -> Tensor:
         """W_up (R, N) on the plan's grid, or (B, 1, R, n) of the patches that are there."""
         basis = self.sparse_basis(plan.grid).to(dtype)
         return basis if token_ids is None else basis[:, token_ids].transpose(0, 1).unsqueeze(1)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        scale: float,
-        plan: AttentionPlan,
-        token_ids: Tensor | None,
-        kept: Tensor | None = None,
-    ) -> Tensor | None:
+    def forward(self, request: AttentionRequest) -> Tensor | None:
         """As `Predictor`."""
         dense = self._keeps_all(self.settings) or (self.training and self.dense_in_training)
         if dense and self.recorder is None:
             return None
-        if self.recorder is None and kept is None:
-            return self._predict(q, k, scale, plan, token_ids)
+        plan, keep_mask = request.plan, request.keep_mask
+        if self.recorder is None and keep_mask is None:
+            return self._predict(request)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.recorder is not None):
-            if kept is None:
-                scores = self.scores(q, k, scale, plan, token_ids)
+            if keep_mask is None:
+                scores = self.scores(request)
             else:
-                scores = self.scores(q, k * kept[:, None, :, None], scale, plan, token_ids)
-                scores = scores * kept[:, None, None, plan.num_prefix_tokens :]
+                scores = self.scores(request._replace(k=request.k * keep_mask[:, None, :, None]))
+                scores = scores * keep_mask[:, None, None, plan.num_prefix_tokens :]
         if self.recorder is not None:
             self.recorder(scores)
         budget = self._places(plan, scores.shape[-1])
         return None if dense else keys_of_scores(scores.detach(), plan.num_prefix_tokens, budget)
 
     @torch.no_grad()
-    def _predict(self, q: Tensor, k: Tensor, scale: float, plan: AttentionPlan, token_ids: Tensor | None) -> Tensor:
+    def _predict(self, request: AttentionRequest) -> Tensor:
         """The keys alone, without the scores of all pairs where a kernel can do without them."""
-        with torch.autocast(q.device.type, enabled=False):
-            down = self.coefficients(q, k, scale, plan, token_ids)
-            basis = self._basis_of(plan, token_ids, down.dtype)
+        plan = request.plan
+        with torch.autocast(request.q.device.type, enabled=False):
+            down = self.coefficients(request)
+            basis = self._basis_of(plan, request.token_ids, down.dtype)
             budget = self._places(plan, basis.shape[-1])
             return predicted_keys(down, basis, plan.num_prefix_tokens, budget, self.settings["threshold"])
 

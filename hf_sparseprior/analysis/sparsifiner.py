@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_sparseprior.attention_plan import AttentionPlan
-from hf_sparseprior.attention_request import listed_mask
+from hf_sparseprior.attention_request import AttentionRequest, listed_mask
 from hf_sparseprior.sparsifiner import Sparsifiner
 
 
@@ -66,13 +66,13 @@ def watch_predictions(model: nn.Module) -> Iterator[list[Prediction]]:
 
 @torch.no_grad()
 def _see(predictions: list[Prediction], predictor: Any, args: tuple[Any, ...], keys: Tensor | None) -> None:
-    q, k, scale, plan, token_ids, kept = args
-    if kept is not None:
+    request: AttentionRequest = args[0]
+    if request.keep_mask is not None:
         raise ValueError(
             "connectivity is watched in a model that drops tokens, not in one that trains with all of them"
         )
-    coefficients = predictor.coefficients(q, k, scale, plan, token_ids)
-    full = torch.softmax((q.float() * scale) @ k.float().transpose(-1, -2), -1)
+    plan, coefficients = request.plan, predictor.coefficients(request)
+    full = torch.softmax((request.q.float() * request.logit_scale) @ request.k.float().transpose(-1, -2), -1)
     predictions.append(
         Prediction(
             coefficients,

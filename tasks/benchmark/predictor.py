@@ -39,12 +39,12 @@ def set_ups(side: int, batch: int, keep_rate: float, trains: bool, arguments: ar
     grid, heads, width = (side, side), arguments.heads, arguments.width
     prior = resolve_prior({"predictor": {"name": "sparsifiner", "keep_rate": keep_rate}}, heads, grid)
     layer = PriorAttention(heads, prior, head_dim=width).to(device)
-    predictor, plan, scale = layer.predictor, layer.plan(grid, 1), width**-0.5
+    predictor, plan = layer.predictor, layer.plan(grid, 1)
     assert predictor is not None
     shape = (3, batch, heads, side * side + 1, width)
     q, k, v = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype).unbind(0)
     tensors = [tensor.detach().requires_grad_(trains) for tensor in (q, k, v)]
-    keys = predictor(q, k, scale, plan, None)
+    request = AttentionRequest(*tensors, plan)
 
     def passes(forward: Any) -> SetUp:
         def call() -> None:
@@ -55,16 +55,16 @@ def set_ups(side: int, batch: int, keep_rate: float, trains: bool, arguments: ar
 
         return lambda: call
 
-    listed = AttentionRequest(*tensors, plan, scale=scale, key_ids=keys)
+    listed = request._replace(key_ids=predictor(request))
     timed = {
-        DENSE: passes(lambda: F.scaled_dot_product_attention(*tensors, scale=scale)),
+        DENSE: passes(lambda: F.scaled_dot_product_attention(*tensors)),
         GATHERED: passes(lambda: run_plan(listed, backend="gather")[0]),
         COMPILED: passes(lambda: run_plan(listed, backend="cpp")[0]),
         MASKED: passes(lambda: run_plan(listed, backend="sdpa")[0]),
     }
     if not trains:
-        timed[PREDICTION] = lambda: lambda: predictor(q, k, scale, plan, None)
-        timed[BOTH] = passes(lambda: layer.attend(AttentionRequest(*tensors, layer.current_plan(grid, 1)))[0])
+        timed[PREDICTION] = lambda: lambda: predictor(request)
+        timed[BOTH] = passes(lambda: layer.attend(request)[0])
     return timed
 
 

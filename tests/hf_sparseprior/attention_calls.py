@@ -1,4 +1,4 @@
-"""Calls of an attention layer as tests write them."""
+"""Calls of an attention layer and its parts as tests write them."""
 
 from hf_sparseprior.attention_request import AttentionRequest
 
@@ -6,3 +6,8 @@ from hf_sparseprior.attention_request import AttentionRequest
 def attend(layer, q, k, v, grid, num_prefix_tokens=0, *, backend="auto", **fields):
     """Output and weights of a layer's attention; `fields` are those of `AttentionRequest`."""
     return layer.attend(AttentionRequest(q, k, v, layer.current_plan(grid, num_prefix_tokens), **fields), backend)
+
+
+def make_request(q, k, scale, plan, token_ids=None):
+    """What a predictor or relative positions see; of the values they know nothing."""
+    return AttentionRequest(q, k, k, plan, scale=scale, token_ids=token_ids)

@@ -17,7 +17,7 @@ from hf_sparseprior.extras import EXTRAS
 from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.relative_offsets import piecewise_index, relative_buckets, relative_offsets, relative_sinusoids
 from hf_sparseprior.supports import build_mask
-from tests.hf_sparseprior.attention_calls import attend
+from tests.hf_sparseprior.attention_calls import attend, make_request
 
 GRID, HEADS, HIDDEN = (3, 4), 3, 12
 PATCHES = [(row, column) for row in range(GRID[0]) for column in range(GRID[1])]
@@ -195,7 +195,10 @@ def test_extras_add_up():
         layer.load_state_dict(both.state_dict(), strict=False)
     q, k, _ = torch.randn(3, 2, HEADS, 13, HIDDEN // HEADS, dtype=torch.float64)
     plan = both.plan(GRID, 1)
-    biases = [layer.relative_position[name](q, k, 0.5, plan) for layer, name in ((one, "swin_rpb"), (other, "irpe_k"))]
+    biases = [
+        layer.relative_position[name](make_request(q, k, 0.5, plan))
+        for layer, name in ((one, "swin_rpb"), (other, "irpe_k"))
+    ]
     expected = torch.softmax(q @ k.transpose(-1, -2) * 0.5 + sum(biases), -1)
     _, weights = attend(both, q, k, k, GRID, 1, scale=0.5, need_weights=True)
     torch.testing.assert_close(weights, expected)

@@ -17,7 +17,7 @@ from hf_sparseprior.backend_choice import BACKENDS
 from hf_sparseprior.key_selection import largest_indices
 from hf_sparseprior.prior import prior_pruning_ratio, resolve_prior
 from hf_sparseprior.sparsifiner import Sparsifiner
-from tests.hf_sparseprior.attention_calls import attend
+from tests.hf_sparseprior.attention_calls import attend, make_request
 from tests.hf_sparseprior.without_package import WITHOUT_PACKAGE
 
 GRID, HEADS, WIDTH = (3, 4), 2, 5
@@ -90,7 +90,7 @@ def test_equals_brute_force(prefix, keep_rate, renormalise):
     arrays = as_arrays(q, k, v)
     patches = [array[:, :, prefix:] for array in arrays]
     expected = brute_scores(*patches[:2], *as_arrays(predictor.w_down, predictor.w_up), 0.2, scale)
-    scores = predictor.scores(q, k, scale, attention.plan(GRID, prefix), None)
+    scores = predictor.scores(make_request(q, k, scale, attention.plan(GRID, prefix)))
     np.testing.assert_allclose(scores.detach().numpy(), expected, rtol=0, atol=1e-12)
     assert 0.1 < (expected == 0).mean() < 0.9  # zeros matter here
     budget = math.ceil(keep_rate * (12 + prefix))
@@ -112,7 +112,7 @@ def _rows(weights):
 def test_gradients_are_those_of_the_kept_pairs(backend):
     attention = make_attention(num_down=4, keep_rate=0.3)
     q, k, v = inputs()
-    keys = attention.predictor(q, k, WIDTH**-0.5, attention.plan(GRID, 1), None)
+    keys = attention.predictor(make_request(q, k, WIDTH**-0.5, attention.plan(GRID, 1)))
     logits = (q @ k.transpose(-1, -2) * WIDTH**-0.5).masked_fill(~listed_mask(keys, 1, 13), -math.inf)
     direction = torch.randn(q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = torch.autograd.grad(torch.softmax(logits, -1) @ v, (q, k, v), direction)
@@ -148,7 +148,7 @@ def trained_predictor(steps=150):
     optimizer = torch.optim.AdamW(predictor.parameters(), lr=3e-3, weight_decay=0.05)
     losses = []
     for _ in range(steps):
-        loss = F.mse_loss(predictor.scores(q, k, 0.25, plan, None), teacher)
+        loss = F.mse_loss(predictor.scores(make_request(q, k, 0.25, plan)), teacher)
         losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
@@ -171,9 +171,9 @@ def test_budgets_of_a_trained_predictor(trained, keep_rate, budget):
     )
     other.load_state_dict(attention.state_dict())
     predictor, plan = other.predictor, other.plan((14, 14), 1)
-    keys = predictor(q, k, 0.25, plan, None)
+    keys = predictor(make_request(q, k, 0.25, plan))
     mask = listed_mask(keys, 1, 197)
-    scores = predictor.scores(q, k, 0.25, plan, None)
+    scores = predictor.scores(make_request(q, k, 0.25, plan))
     patches = mask[:, :, 1:, 1:].sum(-1)
     assert torch.equal(patches, (scores != 0).sum(-1).clamp(max=budget))
     assert patches.max() == budget or keep_rate == 0.9
@@ -190,7 +190,7 @@ def test_budgets_of_a_trained_predictor(trained, keep_rate, budget):
 def test_training_leaves_a_sparse_basis(trained):
     attention, q, k = trained
     predictor = attention.predictor
-    down = predictor.coefficients(q, k, 0.25, attention.plan((14, 14), 1), None)
+    down = predictor.coefficients(make_request(q, k, 0.25, attention.plan((14, 14), 1)))
     assert ((predictor.w_up == 0) | (predictor.w_up.abs() > 0.01)).all()
     assert 0.3 < (predictor.w_up == 0).float().mean() < 1
     torch.testing.assert_close(down.sum(-1), torch.ones(down.shape[:-1]))
@@ -217,7 +217,7 @@ def test_equal_scores_go_by_their_index():
         predictor.w_up.fill_(1.0)
         predictor.w_up[:, 2] = 0.0
     q, k, _ = inputs()
-    keys = predictor(q, k, WIDTH**-0.5, attention.plan(GRID, 1), None)
+    keys = predictor(make_request(q, k, WIDTH**-0.5, attention.plan(GRID, 1)))
     # Ones rounded alike: patches 0, 1, 3 and 4 behind the class token; patch 2 has no score.
     assert (keys.sort(-1).values == torch.tensor([0, 1, 2, 4, 5])).all()
 
@@ -263,9 +263,9 @@ def test_start_passes_the_threshold_and_has_a_gradient():
         assert predictor.w_down.equal(attention.predictor.w_down) and predictor.w_up.equal(attention.predictor.w_up)
         q, k, _ = (t.float() for t in inputs(tokens=grid[0] * grid[1], heads=3, width=16))
         plan = attention.plan(grid, 1)
-        assert (predictor.coefficients(q, k, 0.25, plan, None) > 0.05).float().mean() > 0.05
+        assert (predictor.coefficients(make_request(q, k, 0.25, plan)) > 0.05).float().mean() > 0.05
         assert (predictor.w_up != 0).all()
-        predictor.scores(q, k, 0.25, plan, None).square().mean().backward()
+        predictor.scores(make_request(q, k, 0.25, plan)).square().mean().backward()
         assert all((parameter.grad.abs().amax(1) > 0).all() for parameter in predictor.parameters())
 
 
@@ -303,7 +303,7 @@ class _Scores(torch.nn.Module):
         self.own = own
 
     def forward(self, q, k, plan):
-        return self.own.scores(q, k, WIDTH**-0.5, plan, None)
+        return self.own.scores(make_request(q, k, WIDTH**-0.5, plan))
 
 
 def test_dropped_weights_stay_dropped():
@@ -317,7 +317,7 @@ def test_dropped_weights_stay_dropped():
     optimizer = torch.optim.AdamW(predictor.parameters(), lr=0.1, weight_decay=0.05)
     for _ in range(5):
         optimizer.zero_grad()
-        (predictor.scores(q, k, 1.0, plan, None) - 1).square().mean().backward()
+        (predictor.scores(make_request(q, k, 1.0, plan)) - 1).square().mean().backward()
         optimizer.step()
     assert torch.equal(predictor.w_up == 0, zeros) and 0.3 < zeros.double().mean() < 1
     assert not torch.equal(predictor.w_up, before)
@@ -373,18 +373,18 @@ def test_some_patches_are_the_whole_grid_without_the_others():
             np.testing.assert_allclose(out[image].detach().numpy(), expected[0], rtol=0, atol=1e-12)
     everything = torch.arange(12).expand(2, -1)
     whole = inputs()
-    own = predictor.scores(*whole[:2], scale, plan, everything)
-    torch.testing.assert_close(own, predictor.scores(*whole[:2], scale, plan, None), rtol=0, atol=1e-14)
+    own = predictor.scores(make_request(*whole[:2], scale, plan, everything))
+    torch.testing.assert_close(own, predictor.scores(make_request(*whole[:2], scale, plan)), rtol=0, atol=1e-14)
 
 
 def test_half_precision_predicts_in_float32():
     attention = make_attention(num_down=4).float()
     q, k, _ = (tensor.to(torch.bfloat16) for tensor in inputs())
     plan = attention.plan(GRID, 1)
-    expected = attention.predictor.scores(q.float(), k.float(), WIDTH**-0.5, plan, None)
-    assert attention.predictor.scores(q, k, WIDTH**-0.5, plan, None).equal(expected)
+    expected = attention.predictor.scores(make_request(q.float(), k.float(), WIDTH**-0.5, plan))
+    assert attention.predictor.scores(make_request(q, k, WIDTH**-0.5, plan)).equal(expected)
     with torch.autocast("cpu", torch.bfloat16):
-        assert attention.predictor.scores(q.float(), k.float(), WIDTH**-0.5, plan, None).equal(expected)
+        assert attention.predictor.scores(make_request(q.float(), k.float(), WIDTH**-0.5, plan)).equal(expected)
 
 
 def test_together_with_a_decay():

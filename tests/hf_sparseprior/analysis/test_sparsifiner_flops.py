@@ -5,6 +5,7 @@ from hf_sparseprior.analysis.paper_numbers import UP_SHARES, preset_flops, spars
 from hf_sparseprior.attention import PriorAttention
 from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.sparsifiner import Sparsifiner
+from tests.hf_sparseprior.attention_calls import make_request
 
 TABLE_2 = {
     178: 396.8, 158: 360.6, 138: 324.6, 119: 290.3, 99: 254.2, 79: 218.0, 60: 183.6, 40: 147.5, 20: 111.4, 10: 93.3,
@@ -41,7 +42,7 @@ def test_share_of_the_up_projection_counts_products_without_a_zero():
     with torch.no_grad():
         predictor.w_up.masked_fill_(torch.rand(3, 12) < 0.5, 0.0)
     q, k = torch.randn(2, 2, 2, 13, 5)
-    down = predictor.coefficients(q, k, 1.0, attention.plan((3, 4), 1), None)
+    down = predictor.coefficients(make_request(q, k, 1.0, attention.plan((3, 4), 1)))
     used = sum(
         float(coefficient > 0.3) * float(weight != 0)
         for row in down.reshape(-1, 3)
