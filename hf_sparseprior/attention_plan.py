@@ -7,6 +7,7 @@ counted with both signs.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from .decay import DECAYS
 from .masks import Pairs, key_lists, mask_from_offsets, pruning_ratio
+from .registry import registering
 from .relative_offsets import relative_table
 from .resolved import ResolvedSupport
 from .supports import layer_offsets, layer_pairs
@@ -71,52 +73,10 @@ class AttentionPlan:
         return cls(num_heads, tuple(grid), *rest)
 
     def build_table(self, name: str) -> np.ndarray:
-        """A table as an array.
-
-        "mask": bool (H, T, T), True = attended. "keys": int32 (H, N, K), see `key_lists`. "attended": bool (H, N), at
-        which distances, of a support without other pairs. "positions" of the decay:
-        int64 (C, A, N); "positions_int32" and "positions_float32". "relative_...": see `relative_table`. For the
-        compiled kernels: "signed_offsets", int32, head after head, "offset_counts", int32 (H,), and "offset_begin",
-        int32 (H + 1,), where those of each head begin; with a decay "pair_distances", float32 (C, pairs), the N - o
-        pairs (j, j + o) of each offset, "pair_counts", int64 (H,), how many each head has, and "pair_begin", int64,
-        where those of each signed offset begin.
-        """
+        """A table as an array: one of `TABLES`, or "relative_..." as of `relative_table`."""
         if name.startswith("relative_"):
             return relative_table(name, self.grid, self.num_prefix_tokens)
-        if name == "positions":
-            assert self.decay is not None
-            return DECAYS[self.decay["name"]].positions(self.decay, self.grid)
-        if name in ("positions_int32", "positions_float32"):
-            return self.build_table("positions").astype(name.removeprefix("positions_"))
-        assert self.offsets is not None
-        if name == "mask":
-            return mask_from_offsets(self.offsets, self.num_tokens, self.num_prefix_tokens, self.pairs)
-        if name == "keys":
-            return key_lists(self.offsets, self.num_tokens, self.num_prefix_tokens, self.pairs)
-        if name == "attended":
-            return np.array([np.isin(np.arange(self.num_tokens), own) for own in self.offsets])
-        if name == "pair_distances":
-            positions = self.build_table("positions")
-            blocks = [
-                np.abs(positions[..., offset:] - positions[..., : self.num_tokens - offset]).sum(1)
-                for own in self.offsets
-                for offset in own
-            ]
-            empty = np.zeros((positions.shape[0], 0))
-            return np.concatenate([empty, *blocks], axis=1).astype(np.float32)
-        signed = [[(offset, -offset) if offset else (0,) for offset in own] for own in self.offsets]
-        if name == "signed_offsets":
-            return np.array([value for own in signed for pair in own for value in pair], dtype=np.int32)
-        if name == "offset_counts":
-            return np.array([sum(map(len, own)) for own in signed], dtype=np.int32)
-        if name == "offset_begin":
-            return np.cumsum([0, *(sum(map(len, own)) for own in signed)]).astype(np.int32)
-        lengths = [[self.num_tokens - offset for offset in own] for own in self.offsets]
-        if name == "pair_counts":
-            return np.array([sum(own) for own in lengths], dtype=np.int64)
-        assert name == "pair_begin"
-        begins = np.cumsum([0, *(length for own in lengths for length in own)])[:-1]
-        return np.repeat(begins, [len(pair) for own in signed for pair in own]).astype(np.int64)
+        return TABLES[name](self)
 
 
 def plan_table(plan: AttentionPlan, name: str, device: torch.device) -> Tensor:
@@ -150,3 +110,101 @@ def decay_positions(plan: AttentionPlan, decay: dict[str, Any], device: torch.de
     if kind.learns_positions(decay):
         return kind.learned_positions(decay, plan.grid)
     return plan_table(plan, "positions", device)
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+TABLES: dict[str, Callable[[AttentionPlan], np.ndarray]] = {}
+
+
+@registering("table", TABLES, "positions")
+def _positions(plan: AttentionPlan) -> np.ndarray:
+    """Of the decay, int64 (C, A, N)."""
+    assert plan.decay is not None
+    return DECAYS[plan.decay["name"]].positions(plan.decay, plan.grid)
+
+
+@registering("table", TABLES, "positions_int32")
+def _positions_int32(plan: AttentionPlan) -> np.ndarray:
+    return _positions(plan).astype(np.int32)
+
+
+@registering("table", TABLES, "positions_float32")
+def _positions_float32(plan: AttentionPlan) -> np.ndarray:
+    return _positions(plan).astype(np.float32)
+
+
+@registering("table", TABLES, "mask")
+def _mask(plan: AttentionPlan) -> np.ndarray:
+    """Bool (H, T, T), True = attended."""
+    return mask_from_offsets(_offsets(plan), plan.num_tokens, plan.num_prefix_tokens, plan.pairs)
+
+
+@registering("table", TABLES, "keys")
+def _keys(plan: AttentionPlan) -> np.ndarray:
+    """The tokens that each patch sees, int32 (H, N, K), see `key_lists`."""
+    return key_lists(_offsets(plan), plan.num_tokens, plan.num_prefix_tokens, plan.pairs)
+
+
+@registering("table", TABLES, "attended")
+def _attended(plan: AttentionPlan) -> np.ndarray:
+    """At which distances a head attends, bool (H, N), of a support without pairs off its diagonals."""
+    return np.array([np.isin(np.arange(plan.num_tokens), offsets) for offsets in _offsets(plan)])
+
+
+# The rest is for the compiled kernels along diagonals. A signed offset is o or -o; offset 0 has one sign.
+
+
+@registering("table", TABLES, "signed_offsets")
+def _signed_offsets(plan: AttentionPlan) -> np.ndarray:
+    """Int32, head after head."""
+    return np.array([offset for head in _signed(plan) for signs in head for offset in signs], dtype=np.int32)
+
+
+@registering("table", TABLES, "offset_counts")
+def _offset_counts(plan: AttentionPlan) -> np.ndarray:
+    """How many signed offsets each head has, int32 (H,)."""
+    return np.array([sum(map(len, head)) for head in _signed(plan)], dtype=np.int32)
+
+
+@registering("table", TABLES, "offset_begin")
+def _offset_begin(plan: AttentionPlan) -> np.ndarray:
+    """Where the signed offsets of each head begin, and after the last, int32 (H + 1,)."""
+    return np.cumsum([0, *(sum(map(len, head)) for head in _signed(plan))]).astype(np.int32)
+
+
+@registering("table", TABLES, "pair_distances")
+def _pair_distances(plan: AttentionPlan) -> np.ndarray:
+    """Of the N - o pairs (j, j + o) of each offset, head after head, float32 (C, pairs)."""
+    positions = _positions(plan)
+    blocks = [
+        np.abs(positions[..., offset:] - positions[..., : plan.num_tokens - offset]).sum(1)
+        for offsets in _offsets(plan)
+        for offset in offsets
+    ]
+    empty = np.zeros((positions.shape[0], 0))
+    return np.concatenate([empty, *blocks], axis=1).astype(np.float32)
+
+
+@registering("table", TABLES, "pair_counts")
+def _pair_counts(plan: AttentionPlan) -> np.ndarray:
+    """How many pairs (j, j + o) each head has, int64 (H,)."""
+    return np.array([sum(plan.num_tokens - offset for offset in head) for head in _offsets(plan)], dtype=np.int64)
+
+
+@registering("table", TABLES, "pair_begin")
+def _pair_begin(plan: AttentionPlan) -> np.ndarray:
+    """Where the pairs of each signed offset begin, int64; o and -o share theirs."""
+    lengths = [plan.num_tokens - offset for head in _offsets(plan) for offset in head]
+    begins = np.cumsum([0, *lengths])[:-1]
+    return np.repeat(begins, [len(signs) for head in _signed(plan) for signs in head]).astype(np.int64)
+
+
+def _offsets(plan: AttentionPlan) -> list[list[int]]:
+    assert plan.offsets is not None
+    return plan.offsets
+
+
+def _signed(plan: AttentionPlan) -> list[list[tuple[int, ...]]]:
+    """The offsets of each head, each with its signs."""
+    return [[(offset, -offset) if offset else (0,) for offset in offsets] for offsets in _offsets(plan)]

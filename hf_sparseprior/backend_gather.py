@@ -33,13 +33,13 @@ def gather(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
     plan, dtype = request.plan, request.compute_dtype
     prefix = plan.num_prefix_tokens
     q, k, v = request.q.to(dtype) * request.logit_scale, request.k.to(dtype), request.v.to(dtype)
-    keys = key_lists(request)
+    key_ids = key_lists(request)
     factor = None
     if request.decay is not None:
         if (alpha_H := request.decay.get("alpha")) is not None:
             q = q * alpha_H.to(dtype).view(-1, 1, 1)
-        factor = listed_decay(request, keys, dtype)
-    out = GatheredAttention.apply(q[:, :, prefix:], k, v, keys, factor)
+        factor = listed_decay(request, key_ids, dtype)
+    out = GatheredAttention.apply(q[:, :, prefix:], k, v, key_ids, factor)
     if prefix:
         logits = q[:, :, :prefix] @ k.transpose(-1, -2)
         if request.decay is not None and (gamma_H := prefix_weights(request.decay, dtype)) is not None:
@@ -54,15 +54,15 @@ GATHERED_BLOCK = 1 << 22  # numbers in the gathered keys of a block
 class GatheredAttention(torch.autograd.Function):
     """softmax(q k^T * factor) v over lists of keys, block of rows after block, so that few keys are copied at a time.
 
-    q: (B, H, N, D), scaled; k, v: (B, H, T, D); keys: (1 or B, H, N, K) of integers, -1 where there is none, at least
+    q: (B, H, N, D), scaled; k, v: (B, H, T, D); key_ids: integers (1 or B, H, N, K), -1 where there is none, at least
     one key a row; factor: (1 or B, H, N, K) or None. Returns (B, H, N, D).
     """
 
     @staticmethod
-    def blocks(q: Tensor, keys: Tensor) -> range:
+    def blocks(q: Tensor, key_ids: Tensor) -> range:
         """First rows of the blocks."""
         batch, heads, tokens, width = q.shape
-        rows = max(1, GATHERED_BLOCK // max(1, batch * heads * keys.shape[-1] * width))
+        rows = max(1, GATHERED_BLOCK // max(1, batch * heads * key_ids.shape[-1] * width))
         return range(0, tokens, rows)
 
     @staticmethod
@@ -72,52 +72,52 @@ class GatheredAttention(torch.autograd.Function):
 
     @staticmethod
     def block(
-        q: Tensor, k: Tensor, keys: Tensor, factor: Tensor | None, rows: slice
+        q: Tensor, k: Tensor, key_ids: Tensor, factor: Tensor | None, rows: slice
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Of some rows: queries, gathered keys, where in all rows of k they are, products, probabilities."""
+        """Of some rows: queries, gathered keys, where in all rows of k they are, their dot products, probabilities."""
         batch, heads, total = k.shape[:3]
-        own = keys[:, :, rows].long().expand(batch, -1, -1, -1)
+        own = key_ids[:, :, rows].long().expand(batch, -1, -1, -1)
         places = own.clamp_min(0) + total * torch.arange(batch * heads, device=k.device).view(batch, heads, 1, 1)
         queries, gathered = q[:, :, rows], GatheredAttention.gathered(k, places)
-        products = (gathered @ queries.unsqueeze(-1)).squeeze(-1)
-        logits = products if factor is None else products * factor[:, :, rows]
-        return queries, gathered, places, products, torch.softmax(logits.masked_fill(own < 0, -math.inf), -1)
+        scores = (gathered @ queries.unsqueeze(-1)).squeeze(-1)
+        logits = scores if factor is None else scores * factor[:, :, rows]
+        return queries, gathered, places, scores, torch.softmax(logits.masked_fill(own < 0, -math.inf), -1)
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, factor: Tensor | None) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_ids: Tensor, factor: Tensor | None) -> Tensor:
         """See the class."""
-        ctx.save_for_backward(q, k, v, keys, factor)
+        ctx.save_for_backward(q, k, v, key_ids, factor)
         out = torch.empty_like(q)
-        blocks = GatheredAttention.blocks(q, keys)
+        blocks = GatheredAttention.blocks(q, key_ids)
         for first in blocks:
             rows = slice(first, first + blocks.step)
-            _, _, places, _, probs = GatheredAttention.block(q, k, keys, factor, rows)
+            _, _, places, _, probs = GatheredAttention.block(q, k, key_ids, factor, rows)
             out[:, :, rows] = (probs.unsqueeze(-2) @ GatheredAttention.gathered(v, places)).squeeze(-2)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Recomputes each block's probabilities."""
-        q, k, v, keys, factor = ctx.saved_tensors
+        q, k, v, key_ids, factor = ctx.saved_tensors
         width = q.shape[-1]
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros(k.shape).to(k), torch.zeros(v.shape).to(v)
         grad_factor = None if factor is None else torch.empty_like(factor)
-        blocks = GatheredAttention.blocks(q, keys)
+        blocks = GatheredAttention.blocks(q, key_ids)
         for first in blocks:
             rows = slice(first, first + blocks.step)
-            queries, gathered, places, products, probs = GatheredAttention.block(q, k, keys, factor, rows)
+            queries, gathered, places, scores, probs = GatheredAttention.block(q, k, key_ids, factor, rows)
             own_grad, flat = grad[:, :, rows].unsqueeze(-1), places.flatten()
             values = GatheredAttention.gathered(v, places)
             grad_v.view(-1, width).index_add_(0, flat, (probs.unsqueeze(-1) * own_grad.mT).reshape(-1, width))
             grad_probs = (values @ own_grad).squeeze(-1)
             grad_logits = probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True))
-            grad_products = grad_logits
+            grad_scores = grad_logits
             if factor is not None and grad_factor is not None:
-                grad_products = grad_logits * factor[:, :, rows]
-                own = grad_logits * products
+                grad_scores = grad_logits * factor[:, :, rows]
+                own = grad_logits * scores
                 grad_factor[:, :, rows] = own if factor.shape[0] == own.shape[0] else own.sum(0, keepdim=True)
-            grad_q[:, :, rows] = (grad_products.unsqueeze(-2) @ gathered).squeeze(-2)
-            pairs = grad_products.unsqueeze(-1) * queries.unsqueeze(-2)
+            grad_q[:, :, rows] = (grad_scores.unsqueeze(-2) @ gathered).squeeze(-2)
+            pairs = grad_scores.unsqueeze(-1) * queries.unsqueeze(-2)
             grad_k.view(-1, width).index_add_(0, flat, pairs.reshape(-1, width))
         return grad_q, grad_k, grad_v, None, grad_factor
 

@@ -258,6 +258,37 @@ def _pair_gradients(q_rows, k_rows, v_rows, g_rows, lse, delta, weight, valid, s
 
 
 @triton.jit
+def _gradients_of_rows(
+    q_rows, g_rows, lse_rows, delta_rows, k_pointers, v_pointers, valid, weight, scale, keep,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What one key of each row adds to dq, and the gradient of the pair's weight."""
+    k_rows = load_rows(k_pointers, valid, WIDTH, COLUMNS)
+    v_rows = load_rows(v_pointers, valid, WIDTH, COLUMNS)
+    product, _, slope = _pair_gradients(
+        q_rows, k_rows, v_rows, g_rows, lse_rows, delta_rows, weight, valid, scale, keep
+    )
+    return (slope * weight * scale)[:, None] * k_rows, slope * product
+
+
+@triton.jit
+def _gradients_of_keys(
+    k_rows, v_rows, q_pointers, g_pointers, lse, delta, floor, per_row, valid, weight, scale, keep,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What one row of each key adds to dk and to dv; `per_row` says where in lse, delta and floor the rows are."""
+    q_rows = load_rows(q_pointers, valid, WIDTH, COLUMNS)
+    g_rows = load_rows(g_pointers, valid, WIDTH, COLUMNS)
+    lse_rows = tl.load(lse + per_row, mask=valid, other=0.0)
+    delta_rows = tl.load(delta + per_row, mask=valid, other=0.0)
+    _, prob, slope = _pair_gradients(q_rows, k_rows, v_rows, g_rows, lse_rows, delta_rows, weight, valid, scale, keep)
+    prob = prob * keep
+    if floor is not None:
+        prob -= tl.load(floor + per_row, mask=valid, other=0.0)
+    return (slope * weight * scale)[:, None] * q_rows, prob[:, None] * g_rows
+
+
+@triton.jit
 def _backward_rows(
     grad, q, k, v, out, lse, dq, delta, floor, floor_parts, prefix_parts, pair_grads, prefix_weight_parts,
     self_weight_parts, signed_offsets, offset_begin, pair_weights, pair_begin, prefix_weight, self_weight, seed,
@@ -318,28 +349,25 @@ def _backward_rows(
         offset = tl.load(signed_offsets + number).to(tl.int64)
         keys = rows + offset.to(tl.int32)
         valid = exists & (keys >= 0) & (keys < patches)
-        k_rows = load_rows(k_pointers + offset * k_strides[2], valid, WIDTH, COLUMNS)
-        v_rows = load_rows(v_pointers + offset * v_strides[2], valid, WIDTH, COLUMNS)
         weight = _pair_weight(pair_weights, pair_begin, number, rows, keys, valid)
         keep = keep_factor(seed, slot, tokens, keys + PREFIX, dropout_p)
-        product, _, slope = _pair_gradients(
-            q_rows, k_rows, v_rows, g_rows, lse_rows, delta_rows, weight, valid, scale, keep
-        )
-        acc += (slope * weight * scale)[:, None] * k_rows
+        dq_part, weight_grads = _gradients_of_rows(
+            q_rows, g_rows, lse_rows, delta_rows, k_pointers + offset * k_strides[2],
+            v_pointers + offset * v_strides[2], valid, weight, scale, keep, WIDTH, COLUMNS,
+        )  # fmt: skip
+        acc += dq_part
         if pair_weights is not None:
-            tl.store(pair_grads + (batch * num_offsets + number) * patches + rows, slope * product, mask=valid)
+            tl.store(pair_grads + (batch * num_offsets + number) * patches + rows, weight_grads, mask=valid)
     if PREFIX == 0:
         alone = exists & (seen == 0)
-        k_rows = load_rows(k_pointers, alone, WIDTH, COLUMNS)
-        v_rows = load_rows(v_pointers, alone, WIDTH, COLUMNS)
         weight = _head_weight(self_weight, head)
         keep = keep_factor(seed, slot, tokens, tokens, dropout_p)
-        product, _, slope = _pair_gradients(
-            q_rows, k_rows, v_rows, g_rows, lse_rows, delta_rows, weight, alone, scale, keep
+        dq_part, weight_grads = _gradients_of_rows(
+            q_rows, g_rows, lse_rows, delta_rows, k_pointers, v_pointers, alone, weight, scale, keep, WIDTH, COLUMNS
         )
-        acc += (slope * weight * scale)[:, None] * k_rows
+        acc += dq_part
         if self_weight is not None:
-            tl.store(self_weight_parts + slot * blocks + block, tl.sum(slope * product, 0))
+            tl.store(self_weight_parts + slot * blocks + block, tl.sum(weight_grads, 0))
     if prefix_weight is not None:
         tl.store(prefix_weight_parts + slot * (2 * blocks + PREFIX) + block, tl.sum(by_prefix, 0))
     store_block(dq, out_strides, batch, head, tokens, exists, acc, WIDTH, COLUMNS)
@@ -397,36 +425,24 @@ def _backward_keys(
         offset = tl.load(signed_offsets + number).to(tl.int64)
         rows = keys - offset.to(tl.int32)
         valid = exists & (rows >= 0) & (rows < patches)
-        q_rows = load_rows(q_pointers - offset * q_strides[2], valid, WIDTH, COLUMNS)
-        g_rows = load_rows(g_pointers - offset * grad_strides[2], valid, WIDTH, COLUMNS)
-        lse_rows = tl.load(lse + per_row - offset, mask=valid, other=0.0)
-        delta_rows = tl.load(delta + per_row - offset, mask=valid, other=0.0)
         weight = _pair_weight(pair_weights, pair_begin, number, rows, keys, valid)
         keep = keep_factor(seed, slot, rows + PREFIX, tokens, dropout_p)
-        _, prob, slope = _pair_gradients(
-            q_rows, k_rows, v_rows, g_rows, lse_rows, delta_rows, weight, valid, scale, keep
-        )
-        prob = prob * keep
-        if floor is not None:
-            prob -= tl.load(floor + per_row - offset, mask=valid, other=0.0)
-        dk_rows += (slope * weight * scale)[:, None] * q_rows
-        dv_rows += prob[:, None] * g_rows
+        dk_part, dv_part = _gradients_of_keys(
+            k_rows, v_rows, q_pointers - offset * q_strides[2], g_pointers - offset * grad_strides[2],
+            lse, delta, floor, per_row - offset, valid, weight, scale, keep, WIDTH, COLUMNS,
+        )  # fmt: skip
+        dk_rows += dk_part
+        dv_rows += dv_part
     if PREFIX == 0:
         alone = exists & (_count_keys(signed_offsets, first, last, keys, patches) == 0)
-        q_rows = load_rows(q_pointers, alone, WIDTH, COLUMNS)
-        g_rows = load_rows(g_pointers, alone, WIDTH, COLUMNS)
-        lse_rows = tl.load(lse + per_row, mask=alone, other=0.0)
-        delta_rows = tl.load(delta + per_row, mask=alone, other=0.0)
         weight = _head_weight(self_weight, head)
         keep = keep_factor(seed, slot, tokens, tokens, dropout_p)
-        _, prob, slope = _pair_gradients(
-            q_rows, k_rows, v_rows, g_rows, lse_rows, delta_rows, weight, alone, scale, keep
-        )
-        prob = prob * keep
-        if floor is not None:
-            prob -= tl.load(floor + per_row, mask=alone, other=0.0)
-        dk_rows += (slope * weight * scale)[:, None] * q_rows
-        dv_rows += prob[:, None] * g_rows
+        dk_part, dv_part = _gradients_of_keys(
+            k_rows, v_rows, q_pointers, g_pointers, lse, delta, floor, per_row, alone, weight, scale, keep,
+            WIDTH, COLUMNS,
+        )  # fmt: skip
+        dk_rows += dk_part
+        dv_rows += dv_part
     if prefix_weight is not None:
         tl.store(prefix_weight_parts + slot * (2 * blocks + PREFIX) + blocks + block, tl.sum(by_prefix, 0))
     store_block(dk, out_strides, batch, head, tokens, exists, dk_rows, WIDTH, COLUMNS)
