@@ -29,7 +29,7 @@ NO_DECAY = "null"  # as JSON
 class PriorAttention(nn.Module):
     """What a prior adds to an attention layer: its decay, its relative positions, and how queries meet keys.
 
-    Of the modules decay_bias, predictor and mixer those are None that the prior has not.
+    The modules decay_bias, predictor and mixer are None where the prior has none.
 
     Args:
         num_heads: H.
@@ -69,11 +69,21 @@ class PriorAttention(nn.Module):
         """The decay of the next forward: the prior's own, or that of the active adapter."""
         return self.decay_bias if self.decay_adapter is None else self.decay_adapter.active_decay()
 
-    def plan(self, grid: tuple[int, int], num_prefix_tokens: int, decay_key: str | None = None) -> AttentionPlan:
-        """The layer's plan for a grid, built at its first use; `decay_key` are the decay's settings as JSON."""
-        if decay_key is None:
-            decay_key = NO_DECAY if (decay := self.active_decay()) is None else decay.key
-        key = (decay_key, grid[0], grid[1], num_prefix_tokens)
+    def plan(self, grid: tuple[int, int], num_prefix_tokens: int = 0) -> AttentionPlan:
+        """The layer's plan for a grid and the active decay, built at its first use; a constant in a compiled graph."""
+        decay = self.active_decay()
+        decay_key = NO_DECAY if decay is None else decay.key
+        # A grid decides the tables, so a symbolic size becomes a number here: one compiled graph per grid.
+        sizes = (operator.index(grid[0]), operator.index(grid[1]), operator.index(num_prefix_tokens))
+        return self._constant_plan(self.support_key, decay_key, *sizes)
+
+    # Offsets come from Python integers and a private random generator, which a compiler does not trace.
+    # `support_key` is there to be guarded: layers share this code, and nothing else tells their compiled graphs apart.
+    @torch._dynamo.assume_constant_result
+    def _constant_plan(
+        self, support_key: str, decay_key: str, height: int, width: int, num_prefix_tokens: int
+    ) -> AttentionPlan:
+        key, grid = (decay_key, height, width, num_prefix_tokens), (height, width)
         if key not in self._plans:
             if len(self._plans) >= self.MAX_PLANS:
                 self._plans.pop(next(iter(self._plans)))
@@ -86,29 +96,13 @@ class PriorAttention(nn.Module):
             )
         return self._plans[key]
 
-    # Offsets come from Python integers and a private random generator, which a compiler does not trace.
-    # `support_key` is there to be guarded: layers share this code, and nothing else tells their compiled graphs apart.
-    @torch._dynamo.assume_constant_result
-    def _constant_plan(
-        self, support_key: str, decay_key: str, height: int, width: int, num_prefix_tokens: int
-    ) -> AttentionPlan:
-        return self.plan((height, width), num_prefix_tokens, decay_key)
-
-    def current_plan(self, grid: tuple[int, int], num_prefix_tokens: int = 0) -> AttentionPlan:
-        """The plan of the next forward, a constant in a compiled graph."""
-        decay = self.active_decay()
-        decay_key = NO_DECAY if decay is None else decay.key
-        # A grid decides the tables, so a symbolic size becomes a number here: one compiled graph per grid.
-        sizes = (operator.index(grid[0]), operator.index(grid[1]), operator.index(num_prefix_tokens))
-        return self._constant_plan(self.support_key, decay_key, *sizes)
-
     def attend(self, request: AttentionRequest, backend: str = "auto") -> tuple[Tensor, Tensor | None]:
         """Attention of projected queries, keys and values with the layer's prior.
 
-        (What drops tokens goes neither with mixers nor with relative positions; `prior.check_together` sees to that.)
+        Token pruning cannot be combined with mixers or relative positions; `prior.check_together` refuses it.
 
         Args:
-            request: with the layer's `current_plan`; its decay, keys and relative positions are filled in here.
+            request: with the layer's `plan`; decay, keys and relative positions are filled in here.
             backend: as in `ops.run_plan`.
 
         Returns:
@@ -219,7 +213,7 @@ class SparsePriorAttention(PriorAttention):
             q,
             k,
             v,
-            self.current_plan(grid, num_prefix_tokens),
+            self.plan(grid, num_prefix_tokens),
             dropout_p=self.attention_dropout if self.training else 0.0,
             token_ids=token_ids,
             keep_mask=keep_mask,

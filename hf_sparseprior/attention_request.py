@@ -39,8 +39,8 @@ class AttentionRequest(NamedTuple):
             are not listed are set to 0.
         top_k: a query keeps this number of keys, those of its largest logits.
         need_weights: also return the attention weights.
-        weight_rows: with `need_weights`, the weights of the first tokens only, as many, which are prefix tokens;
-            before dropout and without forming all.
+        weight_rows: with `need_weights`, return only the weights of this many first tokens, which are prefix tokens;
+            they are those before dropout, and not all weights are formed.
     """
 
     q: Tensor

@@ -52,7 +52,7 @@ GATHERED_BLOCK = 1 << 22  # numbers in the gathered keys of a block
 
 
 class GatheredAttention(torch.autograd.Function):
-    """softmax(q k^T * factor) v over lists of keys, block of rows after block, so that few keys are copied at a time.
+    """softmax(q k^T * factor) v over lists of keys, one block of rows at a time, so that few keys are copied at once.
 
     q: (B, H, N, D), scaled; k, v: (B, H, T, D); key_ids: integers (1 or B, H, N, K), -1 where there is none, at least
     one key a row; factor: (1 or B, H, N, K) or None. Returns (B, H, N, D).

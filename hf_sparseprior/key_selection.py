@@ -11,15 +11,15 @@ from .compiled_kernels import diagonal_cpu, kernels_missing, predicted_cpu
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Mask of the `count` largest of the last dimension; of equal ones those in front."""
+    """Mask of the `count` largest values of the last dimension; of equal values the first."""
     chosen = largest_indices(values.detach(), count, in_order=False)
     return torch.zeros_like(values, dtype=torch.bool).scatter_(-1, chosen, True)
 
 
 def largest_indices(values: Tensor, count: int, in_order: bool = True) -> Tensor:
-    """Indices of the `count` largest of the last dimension, of equal ones those in front.
+    """Indices of the `count` largest values of the last dimension, of equal values the first.
 
-    `in_order`: from the largest on; otherwise in any order, which takes two thirds of the time.
+    `in_order`: sorted, the largest first; otherwise in any order, which takes two thirds of the time.
     """
     if values.dtype == torch.float64:
         return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :count]
@@ -34,10 +34,10 @@ def largest_indices(values: Tensor, count: int, in_order: bool = True) -> Tensor
 def predicted_keys(
     coefficients: Tensor, basis: Tensor, num_prefix_tokens: int, budget: int, threshold: float
 ) -> Tensor:
-    """Tokens with the largest scores of each patch: the `budget` largest of c W, of the c above `threshold`.
+    """The `budget` tokens with the largest scores c W of each patch; coefficients c up to `threshold` count as 0.
 
-    By the C++ kernel where it runs, which never forms all pairs. Of equal scores those in front are taken; scores that
-    are equal but for their rounding may go either way, so the two ways can differ there.
+    The C++ kernel does it where it runs, and never forms all pairs. Of equal scores the first are taken. Scores that
+    differ by rounding alone may go either way, so kernel and PyTorch can differ there.
 
     Args:
         coefficients: (B, H, n, R), A_down of Sparsifiner.
@@ -63,7 +63,7 @@ def _kernel_refuses_scores(coefficients: Tensor, basis: Tensor) -> bool:
 
 
 def keys_of_scores(scores: Tensor, num_prefix_tokens: int, budget: int) -> Tensor:
-    """As `predicted_keys`, of scores (B, H, n, n)."""
+    """As `predicted_keys`, from scores (B, H, n, n)."""
     scores = scores.masked_fill(scores == 0, -math.inf)
     chosen = largest_indices(scores, budget)  # in order, because what is -1 must come after the rest
     chosen = torch.where(torch.isneginf(scores.gather(-1, chosen)), -1, chosen + num_prefix_tokens)

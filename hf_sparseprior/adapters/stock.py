@@ -245,7 +245,7 @@ def prior_attention(
         query,
         key,
         value,
-        prior.current_plan(grid, num_prefix_tokens),
+        prior.plan(grid, num_prefix_tokens),
         scale=scaling,
         dropout_p=dropout,
         bias=bias,

@@ -62,7 +62,7 @@ def diagonal_attention(
 
     Args:
         q, k, v: (B, H, T, D) float16, bfloat16 or float32, any strides, no copies; D up to 256.
-        signed_offsets: int32 (S,), head after head, -o right behind each o > 0.
+        signed_offsets: int32 (S,), head after head, -o right after each o > 0.
         offset_begin: int32 (H + 1,), where each head's begin.
         num_prefix_tokens: P; they see everything and are seen by everything.
         scale: factor of the logits.

@@ -28,7 +28,7 @@ def listed_attention(
 
     Args:
         q, k, v: (B, H, T, D) float32 or bfloat16, any strides.
-        keys: int32 (1 or B, H, N, K), tokens that a patch sees, at least one, -1 behind the last.
+        keys: int32 (1 or B, H, N, K), tokens that a patch sees, at least one, -1 after the last.
         num_prefix_tokens: P.
         scale: factor of the logits.
         factor: float32 (1 or B, H, N, K), further factors of the logits of patches.
