@@ -241,19 +241,18 @@ def test_swins_table_on_another_grid():
     layer = layer_with("swin_rpb")
     extra = layer.relative_position["swin_rpb"]
     q = torch.zeros(1, HEADS, 35, 4, dtype=torch.float64)
+    request = make_request(q, q, 1.0, layer.plan((5, 7), 0))
     with torch.no_grad():
-        bias = extra(q, q, 1.0, layer.plan((5, 7), 0))[0]
+        bias = extra(request)[0]
         # Offset (0, 0) is the middle of both tables.
         torch.testing.assert_close(bias[:, 11, 11], extra.bias_table[:, 2, 3])
         assert bias.shape == (HEADS, 35, 35)
         # Mirrored tables make mirrored biases.
         extra.bias_table.copy_(extra.bias_table.flip(1, 2).clone())
-        mirrored = extra(q, q, 1.0, layer.plan((5, 7), 0))[0]
+        mirrored = extra(request)[0]
         torch.testing.assert_close(mirrored, bias.transpose(1, 2))
         extra.bias_table.fill_(0.3)
-        torch.testing.assert_close(
-            extra(q, q, 1.0, layer.plan((5, 7), 0)), torch.full((1, HEADS, 35, 35), 0.3).double()
-        )
+        torch.testing.assert_close(extra(request), torch.full((1, HEADS, 35, 35), 0.3).double())
 
 
 def test_sinusoids_and_buckets_know_no_grid():
