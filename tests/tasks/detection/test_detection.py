@@ -64,7 +64,7 @@ def built(config):
 
 
 def final(out):
-    """Loss of every step and the weights behind the last, from the last checkpoint."""
+    """Loss of every step and the weights after the last, from the last checkpoint."""
     checkpoint = read_checkpoint(out / "iter_6.pth")
     return checkpoint["message_hub"]["log_scalars"]["train/loss"].data[0].tolist(), checkpoint["state_dict"]
 
@@ -132,7 +132,7 @@ def test_the_detector_has_the_features_of_our_model_alone_and_the_mask_counts(da
     images = torch.randn(2, 3, 32, 48)
     with torch.no_grad():
         (found,) = model.backbone(images)
-        expected = alone(images).last_hidden_state[:, 1:]  # behind the last norm
+        expected = alone(images).last_hidden_state[:, 1:]  # after the last norm
         assert torch.equal(found.flatten(2).transpose(1, 2), expected)
         maps = model.extract_feat(images)
         assert all(torch.equal(*pair) for pair in zip(maps, model.neck((found,)), strict=True))

@@ -34,8 +34,8 @@ def episodes(config, lengths=LENGTHS):
 
 @pytest.mark.parametrize(("observation_steps", "action_steps"), [(2, 8), (1, 8), (2, 4), (3, 14)])
 def test_windows_are_those_of_diffusion_policy(observation_steps, action_steps):
-    """Padded by hand: the first step repeated observation_steps - 1 times in front, the last one action_steps - 1 times
-    behind, then every window of 16.
+    """Padded by hand, the first step repeated observation_steps - 1 times in front of it, the last one action_steps - 1
+    times after it; then every window of 16.
     """
     config = tiny_config(observation_steps=observation_steps, action_steps=action_steps, reconstruction_weight=0)
     windows = Windows(episodes(config), config)

@@ -26,7 +26,7 @@ def generator(seed: int = 1) -> torch.Generator:
 
 
 def test_features_are_those_of_our_model_alone():
-    """The class token of the centre crop, beside the normalised state, step after step."""
+    """The class token of the centre crop, next to the normalised state, step after step."""
     policy = tiny_policy(image_size=None, crop=24).eval()
     seen = observations(policy.config, batch=3)
     condition, _ = policy.encode(policy.normalized(seen))

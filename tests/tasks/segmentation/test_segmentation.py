@@ -49,7 +49,7 @@ def config_of(data, out, *overrides):
 
 
 def final(out):
-    """Loss of every step and the weights behind the last, from the last checkpoint."""
+    """Loss of every step and the weights after the last, from the last checkpoint."""
     checkpoint = read_checkpoint(out / "iter_8.pth")
     return checkpoint["message_hub"]["log_scalars"]["train/loss"].data[0].tolist(), checkpoint["state_dict"]
 
