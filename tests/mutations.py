@@ -36,20 +36,22 @@ class Mutation:
 
 
 OPS = "matches_loops or reference"
+RUNS = "test_run_folder.py test_run.py"
+NOT_VIDEO = "(folder or differences or configuration or overwrite or finished or skipped) and not video"
 MUTATIONS = (
     # The attention core.
     Mutation(
         "masked pairs get another logit",
         '"neg_inf" else 0.0)\n    if',
         '"neg_inf" else 1.0)\n    if',
-        "test_ops.py",
+        "test_ops.py test_backend_*.py",
         OPS,
     ),
     Mutation(
         "prefix tokens decay",
         "(prefix, 0, prefix, 0), value=1.0)",
         "(prefix, 0, prefix, 0), value=0.9)",
-        "test_ops.py",
+        "test_ops.py test_backend_*.py",
         OPS,
     ),
     Mutation(
@@ -62,23 +64,27 @@ MUTATIONS = (
         "test_placement.py",
         "formula",
     ),
-    Mutation("sdpa without its mask", "attn_mask=mask", "attn_mask=None", "test_ops.py", OPS),
+    Mutation("sdpa without its mask", "attn_mask=mask", "attn_mask=None", "test_ops.py test_backend_*.py", OPS),
     Mutation("dropped keys keep their weight", "clamp_min(1e-6)", "clamp_min(1e9)", "test_token_pruning.py"),
     Mutation(
-        "diagonal forgets the floor", "probs / total - floor * inside", "probs / total", "test_ops.py", "diagonal"
+        "diagonal forgets the floor",
+        "probs / total - floor * inside",
+        "probs / total",
+        "test_ops.py test_backend_*.py",
+        "diagonal",
     ),
     Mutation(
         "diagonal's prefix without V",
         "out + probs[..., :prefix] @ v_prefix",
         "out + 0 * probs[..., :prefix] @ v_prefix",
-        "test_ops.py",
+        "test_ops.py test_backend_*.py",
         "diagonal",
     ),
     Mutation(
-        "gather's factor has no gradient",
-        "grad_products = grad_logits * factor[:, :, rows]",
-        "grad_products = grad_logits",
-        "test_ops.py",
+        "gather forgets the softmax's sum in its gradient",
+        "(probs * grad_probs).sum(-1, keepdim=True)",
+        "0.0",
+        "test_ops.py test_backend_*.py",
         "gather",
     ),
     # Supports, sequences and curves.
@@ -162,30 +168,12 @@ MUTATIONS = (
         "set_epoch(int(state.epoch or 0))",
         "set_epoch(0)",
         "test_training.py",
-        "own_order",
+        "own_order or resumed",
     ),
     # Run folders and results.
-    Mutation(
-        "another run's folder is taken",
-        "if differences and not overwrite:",
-        "if False:",
-        "test_run.py",
-        "another_configuration",
-    ),
-    Mutation(
-        "a cut checkpoint counts as whole",
-        'return f"{name} is missing"',
-        "continue",
-        "test_run.py",
-        "damage or whole or skipped",
-    ),
-    Mutation(
-        "the oldest run's results are read",
-        "if not differences and (out",
-        "if (out",
-        "test_run.py",
-        "another_configuration or overwrite or finished",
-    ),
+    Mutation("another run's folder is taken", "if differences and not overwrite:", "if False:", RUNS, NOT_VIDEO),
+    Mutation("a cut checkpoint counts as whole", 'return f"{name} is missing"', "continue", RUNS, NOT_VIDEO),
+    Mutation("the oldest run's results are read", "if not differences and (out", "if (out", RUNS, NOT_VIDEO),
 )
 
 
@@ -214,8 +202,6 @@ def run_tests(root: Path, mutation: Mutation) -> tuple[int, str]:
     """pytest's exit status in this tree, and its last line."""
     names = mutation.tests.split()
     files = [str(path) for name in names for path in sorted((root / "tests").rglob(name))]
-    if mutation.tests == "test_run.py":
-        files = [path for path in files if "video" not in path]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     command += ["-k", mutation.select] if mutation.select else []
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
