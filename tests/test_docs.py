@@ -1,0 +1,66 @@
+"""The examples of docs/architecture.md run, and what it names exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_sparseprior as sp
+from hf_sparseprior.backend_choice import BACKENDS
+from hf_sparseprior.decay import DECAYS
+from hf_sparseprior.supports import SUPPORTS
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+TEXT = PAGE.read_text()
+
+
+@pytest.fixture
+def registries():
+    """The registries, which afterwards hold what they held before."""
+    found = [SUPPORTS, DECAYS, BACKENDS]
+    before = [dict(registry) for registry in found]
+    yield
+    for registry, entries in zip(found, before, strict=True):
+        registry.clear()
+        registry.update(entries)
+
+
+def test_the_examples_make_a_support_a_decay_and_a_backend(registries, tmp_path):
+    examples = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    for number, example in enumerate(examples):
+        # A support's settings are read from its source, so an example has a file.
+        file = tmp_path / f"example{number}.py"
+        file.write_text(example)
+        exec(compile(example, str(file), "exec"), {"__name__": f"example{number}"})
+    prior = {"support": {"name": "every_other", "first": 2}, "decay": "columns"}
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = sp.SparsePriorViTConfig(prior=prior, image_size=(6, 8), patch_size=2, **sizes)
+    model = sp.SparsePriorViTModel(config).eval()
+    assert model(torch.zeros(1, 3, 6, 8)).last_hidden_state.shape == (1, 13, 8)
+    q, k, v = (torch.randn(1, 2, 13, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    support = config.prior["support"]
+    outs = [
+        sp.ops.attention(q, k, v, support, num_prefix_tokens=1, grid=(3, 4), backend=backend)
+        for backend in ("small", "diagonal")
+    ]
+    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-6)
+    assert len(examples) == 3
+
+
+def test_links_and_named_files_exist():
+    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
+    assert links and all((PAGE.parent / link).exists() for link in links)
+    named = re.findall(r"`((?:tests|tasks|adapters|hf_sparseprior)/[\w/]+\.py)`", TEXT)
+    roots = (ROOT, ROOT / "hf_sparseprior")
+    assert named and all(any((root / name).exists() for root in roots) for name in named), named
+
+
+def test_every_flat_file_of_the_floors_exists():
+    floors = TEXT.partition("## Floors")[2].partition("```\n")[2].partition("```")[0].rpartition("-----\n")[2]
+    names = [name for line in floors.splitlines() for name in line[:46].split()]
+    package = ROOT / "hf_sparseprior"
+    wildcards = {"configuration_*", "modeling_*", "_diagonal", "_gather", "_kernels"}
+    for name in names:
+        assert name in wildcards or (package / f"{name}.py").exists() or (package / name).is_dir(), name
