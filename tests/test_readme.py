@@ -15,7 +15,12 @@ from hf_sparseprior.supports import MASK_FILLS, SUPPORTS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = (ROOT / "README.md", ROOT / "configs" / "README.md", *ROOT.glob("tasks/*/*.md"))
+PAGES = (
+    ROOT / "README.md",
+    ROOT / ".github" / "CONTRIBUTING.md",
+    ROOT / "configs" / "README.md",
+    *ROOT.glob("tasks/*/*.md"),
+)
 
 NAMES = [*SUPPORTS, *SEQUENCES, *DECAYS, *CURVES, *INIT_PRESETS, *PLACEMENTS, *EXTRAS, *MASK_FILLS, *ops.BACKENDS]
 

@@ -92,6 +92,7 @@ assert (logits - expected["logits"]).abs().max() < float(sys.argv[2]), (logits, 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["without the package", "with the package"])
 def test_a_model_runs_on_the_code_that_it_carries(package, tmp_path):
     """With today's package installed, the old code reaches its compiled kernels, under the chooser's own choice."""
@@ -110,6 +111,7 @@ def test_a_model_runs_on_the_code_that_it_carries(package, tmp_path):
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stopped_classification_run_goes_on_to_the_same_weights(tmp_path, monkeypatch):
     """The same seeds give the same run: order of the images, dropped paths, optimizer, learning rates."""
     from tasks.classification import train
@@ -168,6 +170,7 @@ def test_a_saved_policy_plans_as_before():
     assert_same(policy.plan(expected, torch.Generator().manual_seed(7)), actions)
 
 
+@pytest.mark.slow
 def test_a_saved_segmentation_model_is_evaluated_as_before(tmp_path):
     """In a process of its own, as its stored configuration imports what it names."""
     pytest.importorskip("mmcv", reason="the extra `dense` is not installed")

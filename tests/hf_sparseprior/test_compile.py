@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from hf_sparseprior import SparsePriorViTBackbone, SparsePriorViTConfig, SparsePriorViTForImageClassification
 
+pytestmark = pytest.mark.slow
+
 PRIORS = ["dense", "fibottention", "violin", "fibottention+violin"]
 # Pairs off the diagonals, keys chosen by their logits, and what takes the softmax's place.
 BASELINES = {

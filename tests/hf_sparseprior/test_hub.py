@@ -340,6 +340,7 @@ def test_a_model_of_the_hub_brings_its_code(tmp_path, monkeypatch):
     assert torch.equal(load_file(tmp_path / "output.safetensors")["output"], model(images()).last_hidden_state)
 
 
+@pytest.mark.slow
 def test_every_kind_of_attention_comes_back_by_remote_code(tmp_path, monkeypatch):
     models = {name: make(prior=name) for name in [*SUPPORTS, *PREDICTORS, *MIXERS]}
     for name, model in models.items():
@@ -355,6 +356,7 @@ def test_every_kind_of_attention_comes_back_by_remote_code(tmp_path, monkeypatch
         assert found[name].equal(model(images()).logits), name
 
 
+@pytest.mark.slow
 def test_remote_code_runs_without_the_package(remote):
     report = remote[2]
     assert report["package"] == [] and report["card"]

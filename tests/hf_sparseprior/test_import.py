@@ -75,6 +75,7 @@ def test_every_public_name_exists(reports):
     assert reports[0]["all"] == []
 
 
+@pytest.mark.slow
 def test_log_level_comes_from_the_environment():
     script = """
 import torch

@@ -161,6 +161,7 @@ save_file({"logits": logits.detach().contiguous()}, "logits.safetensors")
 )
 
 
+@pytest.mark.slow
 def test_every_extra_of_the_layers_runs_without_the_package(tmp_path):
     decay = {"name": "learned_order", "placement": "multiply_after"}
     model = moved({"decay": decay, "extras": [name for name in EXTRAS if EXTRAS[name].place != "model"]})

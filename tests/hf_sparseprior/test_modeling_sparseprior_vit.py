@@ -753,6 +753,7 @@ def test_layers_differ_unless_shuffling_is_off():
     assert torch.equal(observed_masks(make(prior))[0], observed_masks(make("fibottention"))[1])
 
 
+@pytest.mark.slow
 def test_masks_are_the_same_in_another_process():
     script = """
 import hashlib, random, sys, torch

@@ -304,6 +304,7 @@ with open("report.json", "w") as file:
 )
 
 
+@pytest.mark.slow
 def test_saved_models_load_where_the_package_is_not(tmp_path):
     model = make().train()
     model(images(8))  # running statistics that are not the initial ones

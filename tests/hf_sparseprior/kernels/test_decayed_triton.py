@@ -10,6 +10,8 @@ from hf_sparseprior.curves import curve_rank
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.ops import attention
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_agrees_with_the_reference(kernels, decay):

@@ -40,6 +40,7 @@ def test_several_pieces_of_rows(cpp, prefix, mask_fill, decay):
             cpp.check(leaves, {"name": "fibottention", "mask_fill": mask_fill}, decay, grid, prefix)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [None, "manhattan"])
 @pytest.mark.parametrize("mask_fill", MASK_FILLS)
 @pytest.mark.parametrize("prefix", [0, 2])
@@ -53,6 +54,7 @@ def test_offsets_further_apart_than_a_piece(cpp, prefix, mask_fill, decay):
         cpp.check(cpp.make(grid, prefix, width=width, decay=decay), support, decay, grid, prefix)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [24, 64])
 def test_tensors_that_no_cache_keeps(cpp, width, dtype):
@@ -300,6 +302,7 @@ def test_the_backward_operator_names_wrong_inputs(cpp, name):
 CHECK = "from hf_sparseprior.kernels import diagonal_cpu; print(diagonal_cpu.ready())"
 
 
+@pytest.mark.slow
 def test_without_a_compiler_everything_still_runs_and_says_why(tmp_path, in_a_process):
     code = (
         f"{CHECK}; import torch, hf_sparseprior as sp; x = torch.randn(1, 2, 401, 8);"
@@ -309,6 +312,7 @@ def test_without_a_compiler_everything_still_runs_and_says_why(tmp_path, in_a_pr
     assert "no C++ compiler" in said and "401" in said
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_leaves_nothing_and_is_named(tmp_path, in_a_process):
     fake = tmp_path / "g++"
     fake.write_text(

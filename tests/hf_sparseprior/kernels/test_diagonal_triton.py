@@ -13,6 +13,8 @@ from hf_sparseprior.ops import attention
 from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.supports import MASK_FILLS
 
+pytestmark = pytest.mark.slow
+
 HALF = [torch.bfloat16, torch.float16]
 FEW = {"name": "window", "w": 2, "diagonal": False}  # few offsets: in the interpreter each costs milliseconds
 
