@@ -26,7 +26,7 @@ from hf_sparseprior.files import write_text
 from hf_sparseprior.supports import build_mask
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.config import load_config
-from tasks.classification.inputs import make_datasets
+from tasks.classification.data import make_datasets
 from tasks.classification.task import CLASSIFICATION
 from tasks.common.compare import Comparison, run_comparison
 from tasks.common.comparison_table import draw_results, table

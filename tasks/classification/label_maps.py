@@ -30,7 +30,7 @@ from hf_sparseprior.training.token_labels import (
     top_classes,
 )
 from tasks.classification.config import load_config
-from tasks.classification.inputs import make_processor
+from tasks.classification.data import make_processor
 from tasks.classification.token_label_config import TokenLabelConfig
 from tasks.common.command import run_command
 from tasks.common.images.config import DataConfig

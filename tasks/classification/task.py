@@ -12,6 +12,7 @@ from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.pretrained import weights_sha256
 from tasks.classification.config import SECTIONS, check_config
+from tasks.classification.data import Inputs, make_inputs, read_data
 from tasks.classification.distillation import (
     DistillationConfig,
     end_phase,
@@ -19,7 +20,6 @@ from tasks.classification.distillation import (
     start_phase,
     teacher_folder,
 )
-from tasks.classification.inputs import Inputs, make_inputs, read_data
 from tasks.classification.label_maps import check_token_classifier, open_label_maps
 from tasks.classification.token_label_config import TokenLabelConfig
 from tasks.classification.tuning import TuningConfig, tuned

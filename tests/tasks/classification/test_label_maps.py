@@ -22,7 +22,7 @@ from hf_sparseprior.training.token_labels import affine_view, map_probabilities
 from tasks.classification import label_maps
 from tasks.classification import train as training
 from tasks.classification.config import check_config, load_config
-from tasks.classification.inputs import make_datasets
+from tasks.classification.data import make_datasets
 from tasks.common.images import randaugment
 from tasks.common.images.augmentation import Augmentation, AugmentationConfig
 from tasks.common.images.config import DataConfig

@@ -80,28 +80,6 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_an_interrupted_run_goes_on_to_the_same_weights(finished, tmp_path, monkeypatch):
-    folder, results = finished
-
-    class Stop(hf_run.SparsePriorTrainer):
-        def training_step(self, *args, **kwargs):
-            if self.state.global_step == 100:  # in the second epoch of 68 steps
-                raise KeyboardInterrupt
-            return super().training_step(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(hf_run, "SparsePriorTrainer", Stop)
-        with pytest.raises(KeyboardInterrupt):
-            training.run(config_in(tmp_path / "again"))
-    assert not (tmp_path / "again" / "results.json").exists()
-    again = training.run(config_in(tmp_path / "again"))
-    assert again["resumed_from"] == "checkpoint-68"
-    assert again["metrics"] == results["metrics"]
-    expected = load_file(folder / "model" / "model.safetensors")
-    for name, value in load_file(tmp_path / "again" / "model" / "model.safetensors").items():
-        assert value.equal(expected[name]), name
-
-
 def test_evaluate_agrees_with_the_run(finished, tmp_path, capsys):
     folder, results = finished
     assert evaluation.main([str(folder / "model"), "--out", str(tmp_path)]) == 0

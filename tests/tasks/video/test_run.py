@@ -1,12 +1,7 @@
 """Runs on really decoded clips: they learn, go on after a kill, come back, and say what is wrong in one line."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +16,6 @@ from transformers import AutoImageProcessor, AutoModelForVideoClassification, pi
 
 from hf_sparseprior import (
     SparsePriorTimesformerConfig,
-    SparsePriorTimesformerForVideoClassification,
     SparsePriorViTConfig,
     SparsePriorViTForImageClassification,
 )
@@ -111,35 +105,6 @@ def test_one_frame_is_chance_and_the_prior_changes_the_output(config_file, tmp_p
     dense = AutoModelForVideoClassification.from_pretrained(folder, prior="dense")
     pixels = torch.randn(2, 1, 3, 16, 16)
     assert (sparse(pixels).logits - dense(pixels).logits).abs().max() > 1e-3
-
-
-COMMAND = [sys.executable, "-m", "tasks.video.train", "--config"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("blow", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_run_goes_on_with_the_same_steps_and_losses(blow, config_file, tmp_path):
-    whole = train.run(load_config(config_file, [f"trainer.output_dir={tmp_path}/whole"]))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    out = tmp_path / "run"
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen([*COMMAND, str(config_file)], cwd=ROOT, env=environment, stderr=log, stdout=log)
-    deadline = time.monotonic() + 240
-    while not list(out.glob("checkpoint-*/trainer_state.json")) and time.monotonic() < deadline:
-        assert process.poll() is None, (tmp_path / "log").read_text()
-        time.sleep(0.02)
-    process.send_signal(blow)
-    assert process.wait(timeout=120) == (143 if blow == signal.SIGTERM else -blow), (tmp_path / "log").read_text()
-    assert not (out / "results.json").exists()
-    results = train.run(load_config(config_file))
-    assert results["resumed_from"] is not None and results["steps"] == whole["steps"] == 36
-    # Entries before the checkpoint come from its state, a SIGTERM's within an epoch are of a part of it.
-    assert losses(results)[-3:] == losses(whole)[-3:]
-    first, second = (
-        SparsePriorTimesformerForVideoClassification.from_pretrained(folder / "model")
-        for folder in (out, tmp_path / "whole")
-    )
-    assert all(value.equal(second.state_dict()[name]) for name, value in first.state_dict().items())
 
 
 def test_a_broken_clip_is_named_before_anything_is_written(videos, config_file, tmp_path, capsys):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.training import Draw, DrawSampler, SparsePriorTrainingArguments
-from tasks.classification.inputs import make_collator, make_processor
+from tasks.classification.data import make_collator, make_processor
 from tasks.common.images.augmentation import Augmentation, AugmentationConfig, placed_box, resized_box, to_tensor
 from tasks.common.images.data import ImageDataset, Images, Preparation
 
