@@ -33,7 +33,7 @@ def split_spec(spec: Any, slot: str, registry: Collection[str]) -> tuple[str, di
     return name, settings
 
 
-def plain(value: Any) -> Any:
+def python_value(value: Any) -> Any:
     """A numpy scalar as the Python value that json can write; anything else as it is."""
     return value.item() if isinstance(value, np.generic) else value
 

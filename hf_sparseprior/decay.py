@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .checks import check_boolean, check_integer, check_keys, plain, split_spec
+from .checks import check_boolean, check_integer, check_keys, python_value, split_spec
 from .curves import CURVES, TRANSPOSED_SUFFIX, curve_names, curve_rank
 from .registry import registering
 from .resolved import Placement, ResolvedDecay, own_settings
@@ -106,7 +106,7 @@ def check_placement(placement: Any) -> Placement:
 
 def check_gamma(gamma: float | None) -> float | None:
     """None, or a number above 0 and below 1."""
-    gamma = plain(gamma)
+    gamma = python_value(gamma)
     number = isinstance(gamma, float) and 0.0 < gamma < 1.0
     if gamma is not None and not number:
         raise ValueError(f"gamma={gamma!r} must be a number above 0 and below 1, or None for what init says")
@@ -140,7 +140,7 @@ def init_values(init: str | dict[str, float]) -> tuple[float, float, float, floa
     check_keys(init, INIT_KEYS, "decay init")
     if missing := [key for key in INIT_KEYS if key not in init]:
         raise ValueError(f"init={init!r} lacks {', '.join(missing)}")
-    numbers = [plain(init[key]) for key in INIT_KEYS]
+    numbers = [python_value(init[key]) for key in INIT_KEYS]
     if all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
         mean, std, low, high = (float(number) for number in numbers)
         if std >= 0 and low <= high:
@@ -218,7 +218,7 @@ class Decay(nn.Module):
             checked[key] = check_boolean(f"decay {cls.name!r}: {key}", settings[key])
         init_values(settings["init"])
         if isinstance(settings["init"], Mapping):
-            checked["init"] = {key: plain(value) for key, value in settings["init"].items()}
+            checked["init"] = {key: python_value(value) for key, value in settings["init"].items()}
         return {
             **checked,
             "placement": check_placement(settings["placement"]),

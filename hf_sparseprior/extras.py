@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .checks import check_keys, plain, split_spec
+from .checks import check_keys, python_value, split_spec
 from .registry import registering
 from .resolved import ResolvedModule, own_settings
 
@@ -44,31 +44,6 @@ class PriorModule(nn.Module):
     def initial_values(self) -> dict[str, Tensor]:
         """Fresh values of every parameter: zeros."""
         return {name: torch.zeros(parameter.shape) for name, parameter in self.named_parameters(recurse=False)}
-
-    @classmethod
-    def kept_pairs(cls, settings: Mapping[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
-        """Pairs of a head whose products with keys and values cost as much, of T^2 in dense attention.
-
-        Only predictors and mixers are asked.
-        """
-        raise NotImplementedError
-
-    @classmethod
-    def settings_for(cls, settings: Mapping[str, Any], total: int) -> Mapping[str, Any]:
-        """The settings of layers that have lost some of a grid's T tokens; only predictors and mixers are asked."""
-        return settings
-
-    @classmethod
-    def products(
-        cls, settings: Mapping[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
-    ) -> int:
-        """Multiply-adds of a layer beside those of the pairs; only predictors and mixers are asked."""
-        return 0
-
-    @classmethod
-    def projection_change(cls, settings: Mapping[str, Any], num_heads: int, width: int, total: int) -> int:
-        """Multiply-adds by which the projections of a layer differ from dense attention's; as `products`."""
-        return 0
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -104,7 +79,7 @@ def resolve_module(
     name, given = split_spec(spec, slot, registry)
     settings = dict(registry[name].SETTINGS)
     check_keys(given, list(settings), f"{slot.removesuffix('s')} {name!r}")
-    settings.update((key, plain(value)) for key, value in given.items())
+    settings.update((key, python_value(value)) for key, value in given.items())
     return cast("ResolvedModule", {"name": name, **registry[name].check_settings(settings, grid)})
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from .attention_plan import AttentionPlan
 from .attention_request import AttentionRequest
 from .checks import check_boolean, check_integer, check_not_both
+from .costs import AttentionCosts
 from .extras import PriorModule
 from .masks import unpruned_count
 from .registry import registering
@@ -29,7 +30,7 @@ def register_mixer(name: str) -> Callable[[type[Mixer]], type[Mixer]]:
     return registering("mixer", MIXERS, name)
 
 
-class Mixer(PriorModule):
+class Mixer(PriorModule, AttentionCosts):
     """Base of all mixers but the softmax itself, which has no module.
 
     Args:
@@ -123,15 +124,15 @@ class Linformer(Mixer):
         return {name: torch.randn(weight.shape) * std for name, weight in self.named_parameters(recurse=False)}
 
     @classmethod
-    def kept_pairs(cls, settings: Mapping[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
-        """As `PriorModule`."""
+    def cost_in_pairs(cls, settings: Mapping[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
+        """As `AttentionCosts`."""
         return (num_tokens + num_prefix_tokens) * (num_prefix_tokens + settings["projected_tokens"])
 
     @classmethod
-    def products(
+    def other_multiply_adds(
         cls, settings: Mapping[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
     ) -> int:
-        """As `PriorModule`: the mixing of keys and of values."""
+        """As `AttentionCosts`: the mixing of keys and of values."""
         return 2 * settings["projected_tokens"] * num_tokens * num_heads * head_dim
 
     def _mix(self, weight: Tensor, tokens: Tensor, plan: AttentionPlan, token_ids: Tensor | None) -> Tensor:
@@ -187,13 +188,13 @@ class EfficientAttention(Mixer):
         return head_dim if settings["key_width"] is None else settings["key_width"]
 
     @classmethod
-    def kept_pairs(cls, settings: Mapping[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
-        """As `PriorModule`."""
+    def cost_in_pairs(cls, settings: Mapping[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
+        """As `AttentionCosts`."""
         return (num_tokens + num_prefix_tokens) * cls.key_width(settings, head_dim)
 
     @classmethod
-    def projection_change(cls, settings: Mapping[str, Any], num_heads: int, width: int, total: int) -> int:
-        """As `PriorModule`: queries and keys of another width."""
+    def projection_multiply_adds(cls, settings: Mapping[str, Any], num_heads: int, width: int, total: int) -> int:
+        """As `AttentionCosts`: queries and keys of another width."""
         return 2 * total * width * (num_heads * cls.key_width(settings, width // num_heads) - width)
 
     def forward(self, request: AttentionRequest) -> tuple[Tensor, Tensor | None]:

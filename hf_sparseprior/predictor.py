@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .attention_request import AttentionRequest
 from .checks import check_integer, check_not_both
+from .costs import AttentionCosts
 from .extras import PriorModule
 from .masks import unpruned_count
 from .registry import registering
@@ -24,7 +25,7 @@ def register_predictor(name: str) -> Callable[[type[Predictor]], type[Predictor]
     return registering("predictor", PREDICTORS, name)
 
 
-class Predictor(PriorModule):
+class Predictor(PriorModule, AttentionCosts):
     """Base of all predictors: either `top_k` says how many keys a query keeps, or `forward` which ones.
 
     by_place: whether `forward` goes by where the tokens lie in the grid.
@@ -90,17 +91,17 @@ class TopK(Predictor):
         return {"keys": None, "pruning_ratio": ratio}
 
     @classmethod
-    def kept_pairs(cls, settings: Mapping[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
-        """As `PriorModule`; of the logits that are kept, not of those that are computed."""
+    def cost_in_pairs(cls, settings: Mapping[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
+        """As `AttentionCosts`; of the logits that are kept, not of those that are computed."""
         total = num_tokens + num_prefix_tokens
         return total * cls(1, head_dim, **{key: settings[key] for key in cls.SETTINGS}).top_k(total)
 
     @classmethod
-    def products(
+    def other_multiply_adds(
         cls, settings: Mapping[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
     ) -> int:
-        """As `PriorModule`: all logits, without those that are kept."""
-        kept = cls.kept_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
+        """As `AttentionCosts`: all logits, without those that are kept."""
+        kept = cls.cost_in_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
         return num_heads * head_dim * ((num_tokens + num_prefix_tokens) ** 2 - kept)
 
     def top_k(self, total: int) -> int:

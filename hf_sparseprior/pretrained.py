@@ -18,7 +18,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from .files import file_sha256
 from .loading import check_whole, newly_initialised
-from .prior import of_prior
+from .prior import is_prior_weight
 
 POSITIONS = "embeddings.position_embeddings"
 
@@ -89,7 +89,7 @@ def load_changed_model(folder: str | os.PathLike, model_class: Any, **changes: A
 
 def may_start_anew(name: str) -> bool:
     """Whether a weight of this name belongs to a prior or a classifier."""
-    return "classifier" in name or of_prior(name)
+    return "classifier" in name or is_prior_weight(name)
 
 
 def _same_name(name: str) -> str:
@@ -132,7 +132,7 @@ def copy_weights(
     copies: dict[str, Tensor] = {}
     problems: dict[str, list[str]] = {"missing": [], "of another shape": [], "left over": []}
     for name, value in wanted.items():
-        weight = given.get(source_name(name)) if copy_prior or not of_prior(name) else None
+        weight = given.get(source_name(name)) if copy_prior or not is_prior_weight(name) else None
         if weight is not None and weight.shape == value.shape:
             copies[name] = weight
         elif not may_start_anew(name) or (strict and weight is not None):

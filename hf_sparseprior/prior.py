@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple
 
 from .checks import check_keys
 from .decay import DECAYS, resolve_decay
-from .extras import EXTRAS, ModuleSpec, PriorModule, resolve_extras, resolve_module
+from .extras import EXTRAS, ModuleSpec, resolve_extras, resolve_module
 from .locality import LocalityBranch  # noqa: F401  registers itself
-from .low_rank import MIXERS
+from .low_rank import MIXERS, Mixer
 from .masks import pruning_ratio
-from .predictor import PREDICTORS
+from .predictor import PREDICTORS, Predictor
 from .relative_position import RelativePosition  # noqa: F401  registers its kinds
 from .resolved import ResolvedModule, ResolvedPrior
 from .sparsifiner import Sparsifiner  # noqa: F401  registers itself
@@ -200,7 +200,7 @@ def _check_pruning(prior: ResolvedPrior) -> None:
         )
 
 
-def chooser_of(prior: ResolvedPrior) -> tuple[Mapping[str, Any], type[PriorModule]] | None:
+def predictor_or_mixer(prior: ResolvedPrior) -> tuple[Mapping[str, Any], type[Predictor] | type[Mixer]] | None:
     """Settings and class of the mixer or the predictor of a resolved prior; None: the support decides the pairs."""
     if prior["mixer"] != "softmax":
         return prior["mixer"], MIXERS[prior["mixer"]["name"]]
@@ -218,7 +218,7 @@ def prior_name(prior: ResolvedPrior) -> str:
     return "+".join(parts) or "dense"
 
 
-def of_prior(key: str) -> bool:
+def is_prior_weight(key: str) -> bool:
     """Whether a weight of this name belongs to a prior: foreign checkpoints do not have it, and it may start anew."""
     return not PRIOR_MODULES.isdisjoint(key.split("."))
 
@@ -232,9 +232,9 @@ def prior_pruning_ratio(
     Mixers have no pairs: for them it is the percentage of the multiply-adds of Q K^T and (softmax) V that they save.
     """
     num_tokens = grid[0] * grid[1]
-    if (found := chooser_of(prior)) is not None:
+    if (found := predictor_or_mixer(prior)) is not None:
         settings, kind = found
-        kept = kind.kept_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
+        kept = kind.cost_in_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
         return 100.0 * (1.0 - kept / (num_tokens + num_prefix_tokens) ** 2)
     pattern = support_pattern(prior["support"], num_heads=num_heads, num_tokens=num_tokens, grid=grid)
     return pruning_ratio(pattern.offsets, num_tokens, num_prefix_tokens, pattern.layer_pairs(0))

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from .attention_plan import AttentionPlan, plan_table
 from .attention_request import AttentionRequest
-from .checks import check_boolean, check_integer, plain
+from .checks import check_boolean, check_integer, python_value
 from .extras import Extra, register_extra
 from .relative_offsets import BUCKET_METHODS, count_buckets
 
@@ -110,7 +110,7 @@ class ImageRelativePosition(RelativePosition):
     @classmethod
     def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
         """As `Extra`."""
-        method, ratio = settings["method"], plain(settings["ratio"])
+        method, ratio = settings["method"], python_value(settings["ratio"])
         if method not in BUCKET_METHODS:
             raise ValueError(f"{cls.name}: method={method!r} must be one of {', '.join(BUCKET_METHODS)}")
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0.5 <= ratio <= 100:

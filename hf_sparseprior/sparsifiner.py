@@ -124,14 +124,14 @@ class Sparsifiner(Predictor):
 
     @classmethod
     def settings_for(cls, settings: Mapping[str, Any], total: int) -> Mapping[str, Any]:
-        """As `PriorModule`: B stays what it is for all tokens of the grid."""
+        """As `AttentionCosts`: B stays what it is for all tokens of the grid."""
         if cls._keeps_all(settings):
             return settings
         return {**settings, "keep_rate": None, "budget": cls.budget_of(settings, total)}
 
     @classmethod
-    def kept_pairs(cls, settings: Mapping[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
-        """As `PriorModule`: the most that can be kept, B patches and the prefix for each patch."""
+    def cost_in_pairs(cls, settings: Mapping[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
+        """As `AttentionCosts`: the most that can be kept, B patches and the prefix for each patch."""
         total = num_tokens + num_prefix_tokens
         if cls._keeps_all(settings):
             return total**2
@@ -139,17 +139,17 @@ class Sparsifiner(Predictor):
         return num_prefix_tokens * total + num_tokens * (num_prefix_tokens + budget)
 
     @classmethod
-    def products(
+    def other_multiply_adds(
         cls, settings: Mapping[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
     ) -> int:
-        """As `PriorModule`: W_down K, Q (W_down K)^T and A_down W_up, the last one dense, as it is run."""
+        """As `AttentionCosts`: W_down K, Q (W_down K)^T and A_down W_up, the last one dense, as it is run."""
         if cls._keeps_all(settings):
             return 0
         down = 2 * settings["num_down"] * num_tokens * num_heads * head_dim
-        return down + cls.up_products(settings, num_heads, num_tokens)
+        return down + cls.up_multiply_adds(settings, num_heads, num_tokens)
 
     @staticmethod
-    def up_products(settings: Mapping[str, Any], num_heads: int, num_tokens: int) -> int:
+    def up_multiply_adds(settings: Mapping[str, Any], num_heads: int, num_tokens: int) -> int:
         """Multiply-adds of A_down W_up in a layer; `up_share` says how many of them have no zero in them."""
         return num_heads * settings["num_down"] * num_tokens**2
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from .checks import check_integer, check_keys, plain, split_spec
+from .checks import check_integer, check_keys, python_value, split_spec
 from .fibottention import fibottention  # noqa: F401  the file registers its supports, the first in lists of names
 from .masks import (
     Pairs,
@@ -77,7 +77,7 @@ def resolve_support(
     name, spec = split_spec("dense" if support is None else support, "support", SUPPORTS)
     settings = support_settings(name)
     check_keys(spec, list(settings), f"support {name!r}")
-    settings.update((key, plain(value)) for key, value in spec.items())
+    settings.update((key, python_value(value)) for key, value in spec.items())
     common = {key: settings[key] for key in COMMON_SETTINGS}
     if common["shuffle_seed"] is not None:
         common["shuffle_seed"] = check_integer("shuffle_seed", common["shuffle_seed"], 0, ", or None")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .checks import check_boolean, check_integer, plain
+from .checks import check_boolean, check_integer, python_value
 from .extras import Extra, register_extra
 
 
@@ -124,7 +124,7 @@ class TokenPruning(Extra):
         raise NotImplementedError
 
     @classmethod
-    def pruning_products(
+    def pruning_multiply_adds(
         cls, settings: Mapping[str, Any], num_layers: int, width: int, num_tokens: int, num_prefix_tokens: int
     ) -> dict[int, int]:
         """Multiply-adds of deciding what is dropped, by layer (from 0), in evaluation and of matrix products alone."""
@@ -146,7 +146,7 @@ class TokenPruning(Extra):
 
 
 def _check_rate(name: str, keep_rate: Any) -> float:
-    rate = plain(keep_rate)
+    rate = python_value(keep_rate)
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate <= 1:
         raise ValueError(f"{name}: keep_rate={keep_rate!r} must be a number above 0 and at most 1")
     return float(rate)
@@ -197,7 +197,7 @@ class EViT(TokenPruning):
         return sizes
 
     @classmethod
-    def pruning_products(
+    def pruning_multiply_adds(
         cls, settings: Mapping[str, Any], num_layers: int, width: int, num_tokens: int, num_prefix_tokens: int
     ) -> dict[int, int]:
         """As `TokenPruning`: the class token's logits once more."""
@@ -288,7 +288,7 @@ class DynamicViT(TokenPruning):
     @classmethod
     def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
         """As `Extra`."""
-        weight = plain(settings["ratio_weight"])
+        weight = python_value(settings["ratio_weight"])
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
             raise ValueError(f"dynamicvit: ratio_weight={weight!r} must be a number of 0 or more")
         return {**super().check_settings(settings, grid), "ratio_weight": float(weight)}
@@ -315,7 +315,7 @@ class DynamicViT(TokenPruning):
         return [(count, count) for count in counts]
 
     @classmethod
-    def pruning_products(
+    def pruning_multiply_adds(
         cls, settings: Mapping[str, Any], num_layers: int, width: int, num_tokens: int, num_prefix_tokens: int
     ) -> dict[int, int]:
         """As `TokenPruning`: the linear layers of the prediction modules, over the patches that are there before."""

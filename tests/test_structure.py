@@ -13,7 +13,7 @@ FLOORS = [
     ("checks", "registry", "resolved", "version", "files", "loading", "families"),
     ("sequences", "curves", "masks", "relative_offsets"),
     ("pattern", "fibottention", "support_baselines", "supports"),
-    ("decay", "extras"),
+    ("decay", "extras", "costs"),
     ("kernels",),
     ("compiled_kernels",),
     ("attention_plan", "attention_request", "key_selection"),

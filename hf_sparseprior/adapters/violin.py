@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from hf_sparseprior.adapters.stock import Applied, attach, detach, find_encoder
 from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
 from hf_sparseprior.decay import DECAYS, Decay, make_decay, resolve_decay
-from hf_sparseprior.prior import of_prior, parse_prior
+from hf_sparseprior.prior import is_prior_weight, parse_prior
 from hf_sparseprior.resolved import ResolvedDecay
 
 ATTACHED = "_sparse_prior_adapters"  # the attribute of a stock model whose side-cars are there for adapters alone
@@ -407,7 +407,7 @@ def _check_prior(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
         state_dict: the adapter's, under the names of the model.
     """
     found = {name.removeprefix(PEFT_ROOT) for name in model.state_dict()}
-    lost = sorted(name for name in state_dict if of_prior(name) and name.removeprefix(PEFT_ROOT) not in found)
+    lost = sorted(name for name in state_dict if is_prior_weight(name) and name.removeprefix(PEFT_ROOT) not in found)
     if lost:
         base = getattr(model, "get_base_model", lambda: model)()
         raise ValueError(

@@ -14,9 +14,10 @@ from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.decays import position_names
 from hf_sparseprior.analysis.flops import attention_flops, dense_attention_flops
 from hf_sparseprior.checks import check_integer, check_keys
+from hf_sparseprior.costs import AttentionCosts
 from hf_sparseprior.curves import curve_names, curve_rank
 from hf_sparseprior.decay import DECAYS, PLACEMENTS, decay_mask, initial_beta, make_decay
-from hf_sparseprior.extras import EXTRAS, PriorModule
+from hf_sparseprior.extras import EXTRAS
 from hf_sparseprior.low_rank import MIXERS
 from hf_sparseprior.masks import (
     attended_pairs,
@@ -27,7 +28,7 @@ from hf_sparseprior.masks import (
     self_rows,
 )
 from hf_sparseprior.predictor import PREDICTORS
-from hf_sparseprior.prior import chooser_of, parse_prior, resolve_prior
+from hf_sparseprior.prior import parse_prior, predictor_or_mixer, resolve_prior
 from hf_sparseprior.resolved import Resolved, ResolvedSupport, own_settings
 from hf_sparseprior.sequences import SEQUENCES
 from hf_sparseprior.supports import SUPPORTS, layer_order, support_notes, support_pattern, support_settings
@@ -91,7 +92,7 @@ def run(arguments: argparse.Namespace) -> list[Path]:
         _place_setting(slots, key, value)
     prior = resolve_prior(slots, arguments.heads, arguments.grid)
     written: list[Path] = []
-    if (found := chooser_of(prior)) is not None:
+    if (found := predictor_or_mixer(prior)) is not None:
         explain_chooser(*found, arguments)
     elif slots["support"] is not None or prior["decay"] is None:
         written += explain_support(prior["support"], arguments)
@@ -136,13 +137,13 @@ def _print_heading(settings: Resolved, arguments: argparse.Namespace) -> None:
     print(f"{_shown(settings)}\n")
 
 
-def explain_chooser(settings: Any, kind: type[PriorModule], arguments: argparse.Namespace) -> None:
+def explain_chooser(settings: Any, kind: type[AttentionCosts], arguments: argparse.Namespace) -> None:
     """Settings, pruning ratio and FLOPs of a predictor or a mixer, whose pairs are another for each image or none."""
     heads, grid, prefix, head_dim = arguments.heads, arguments.grid, arguments.prefix, arguments.head_dim
     tokens = grid[0] * grid[1]
-    kept = kind.kept_pairs(settings, head_dim, tokens, prefix)
+    kept = kind.cost_in_pairs(settings, head_dim, tokens, prefix)
     pairs = arguments.layers * heads * 2 * kept * head_dim
-    beside = arguments.layers * kind.products(settings, heads, head_dim, tokens, prefix)
+    beside = arguments.layers * kind.other_multiply_adds(settings, heads, head_dim, tokens, prefix)
     dense = dense_attention_flops(heads, tokens + prefix, head_dim, arguments.layers)
     _print_heading(settings, arguments)
     print(

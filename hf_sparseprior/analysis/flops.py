@@ -20,11 +20,11 @@ from typing import Any
 
 from hf_sparseprior.checks import check_integer
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
+from hf_sparseprior.costs import AttentionCosts
 from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.extras import PriorModule
 from hf_sparseprior.families import family_of
 from hf_sparseprior.masks import Pairs, attended_pairs
-from hf_sparseprior.prior import PriorSpec, chooser_of, prior_name, pruning_of, resolve_prior
+from hf_sparseprior.prior import PriorSpec, predictor_or_mixer, prior_name, pruning_of, resolve_prior
 from hf_sparseprior.resolved import ResolvedDecay, ResolvedPrior
 from hf_sparseprior.supports import Pattern, support_pattern
 
@@ -186,7 +186,7 @@ def vit_flops(
     resolved = resolve_prior(config.prior if prior is None else prior, heads, grid)
     pattern = support_pattern(resolved["support"], num_heads=heads, num_tokens=num_tokens, grid=grid)
     sizes = layer_tokens(resolved, num_layers, num_tokens)
-    if (found := chooser_of(resolved)) is not None:
+    if (found := predictor_or_mixer(resolved)) is not None:
         found = found[1].settings_for(found[0], num_tokens + prefix), found[1]
     pairs = [
         _layer_pairs(resolved, found, pattern, attended, prefix, width // heads, layer)
@@ -200,8 +200,8 @@ def vit_flops(
         settings, kind = found
         rule = convention_of(convention).multiply_add
         for layer, (attended, _) in zip(layers, sizes, strict=True):
-            layer["chooser"] = rule * kind.products(settings, heads, width // heads, attended, prefix)
-            layer["projections"] += rule * kind.projection_change(settings, heads, width, attended + prefix)
+            layer["chooser"] = rule * kind.other_multiply_adds(settings, heads, width // heads, attended, prefix)
+            layer["projections"] += rule * kind.projection_multiply_adds(settings, heads, width, attended + prefix)
     _add_pruning(layers, resolved, num_tokens, prefix, width, convention)
     multiply_add = convention_of(convention).multiply_add
     inputs = config.pooled_size
@@ -252,7 +252,7 @@ def _add_pruning(
         return
     settings, kind = found
     rule = convention_of(convention).multiply_add
-    for layer, products in kind.pruning_products(settings, len(layers), width, num_tokens, prefix).items():
+    for layer, products in kind.pruning_multiply_adds(settings, len(layers), width, num_tokens, prefix).items():
         layers[layer]["pruning"] = rule * products
 
 
@@ -276,7 +276,7 @@ def _embedding_products(config: SparsePriorViTConfig, num_tokens: int) -> int:
 
 def _layer_pairs(
     prior: ResolvedPrior,
-    found: tuple[Mapping[str, Any], type[PriorModule]] | None,
+    found: tuple[Mapping[str, Any], type[AttentionCosts]] | None,
     pattern: Pattern,
     num_tokens: int,
     num_prefix_tokens: int,
@@ -285,14 +285,14 @@ def _layer_pairs(
 ) -> int:
     """Pairs of all heads of a layer, or what a predictor or mixer does that costs as much as so many pairs.
 
-    `found` is what `chooser_of` found.
+    `found` is what `predictor_or_mixer` found.
     """
     heads = len(pattern.offsets)
     if prior["support"]["name"] == "dense" and found is None:
         return heads * (num_tokens + num_prefix_tokens) ** 2
     if found is not None:
         settings, kind = found
-        return heads * kind.kept_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
+        return heads * kind.cost_in_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
     return attended_pairs(pattern.offsets, num_tokens, num_prefix_tokens, pattern.layer_pairs(layer))
 
 

@@ -190,8 +190,10 @@ def sparsifiner_mhsa(
         num_down: R.
     """
     settings = {"num_down": num_down, "keep_rate": None}
-    up = Sparsifiner.up_products(settings, num_heads, num_tokens)
-    prediction = Sparsifiner.products(settings, num_heads, width // num_heads, num_tokens, 0) - (1 - up_share) * up
+    up = Sparsifiner.up_multiply_adds(settings, num_heads, num_tokens)
+    prediction = (
+        Sparsifiner.other_multiply_adds(settings, num_heads, width // num_heads, num_tokens, 0) - (1 - up_share) * up
+    )
     return num_layers * (2 * budget * num_tokens * width + prediction)
 
 

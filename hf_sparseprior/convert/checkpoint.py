@@ -22,7 +22,7 @@ from hf_sparseprior.convert import lvvit, sparseprior_vit, timesformer, timm_vit
 from hf_sparseprior.families import FAMILIES
 from hf_sparseprior.files import check_new, whole_file, whole_folder
 from hf_sparseprior.image_processor import PROCESSOR
-from hf_sparseprior.prior import of_prior
+from hf_sparseprior.prior import is_prior_weight
 
 # timesformer before transformers_vit, which would take a bare TimeSformer for a ViT.
 FORMATS: tuple[ModuleType, ...] = (sparseprior_vit, timesformer, transformers_vit, lvvit, timm_vit)
@@ -164,7 +164,7 @@ def convert_checkpoint(
         for old, new in zip(own.stage_priors, config.stage_priors, strict=True)
     )
     if not same_prior:
-        weights = {key: value for key, value in weights.items() if not of_prior(key)}
+        weights = {key: value for key, value in weights.items() if not is_prior_weight(key)}
     model = _fill(weights, config, same_prior, drop_classifier, source)
     resized = image_size is not None and as_pair(image_size) != as_pair(config.image_size)
     if image_size is not None and resized:
@@ -215,9 +215,9 @@ def _fill(
     else:
         model = family.classifier(config)
     # In the precision of the source, as far as all of it has one; a decay stays in float32.
-    dtypes = {value.dtype for key, value in state.items() if value.is_floating_point() and not of_prior(key)}
+    dtypes = {value.dtype for key, value in state.items() if value.is_floating_point() and not is_prior_weight(key)}
     model.to(functools.reduce(torch.promote_types, dtypes or {torch.float32}))
-    expected = {key: value.shape for key, value in model.state_dict().items() if with_prior or not of_prior(key)}
+    expected = {key: value.shape for key, value in model.state_dict().items() if with_prior or not is_prior_weight(key)}
     missing = sorted(set(expected) - set(state))
     left_over = sorted(set(state) - set(expected))
     shapes = [

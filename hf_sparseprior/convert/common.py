@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_sparseprior.prior import of_prior
+from hf_sparseprior.prior import is_prior_weight
 
 # What SparsePriorViT has and the models of other libraries lack.
 ONLY_OURS: dict[str, tuple[Any, ...]] = {"stem": ("patch",), "residual_scale": (1.0,), "token_classifier": (False,)}
@@ -35,6 +35,6 @@ def one_if_square(pair: Sequence[int]) -> int | list[int]:
 
 def plain_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights of a SparsePriorViT under the classifier's names ("vit.layers.0..."), the prior's left out."""
-    weights = {key: value for key, value in model.state_dict().items() if not of_prior(key)}
+    weights = {key: value for key, value in model.state_dict().items() if not is_prior_weight(key)}
     prefix = "" if any(key.startswith("vit.") for key in weights) else "vit."
     return {prefix + key: value.contiguous() for key, value in weights.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_sparseprior.prior import of_prior
+from hf_sparseprior.prior import is_prior_weight
 
 LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks)\.(\d+)\.")
 EMBEDDINGS = re.compile(r"(?:^|\.)(?:embeddings|patch_embed|cls_token|pos_embed|dist_token|reg_token)(?:\.|$)")
@@ -50,7 +50,7 @@ def parameter_groups(
     groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
     for name, parameter in parameters:
         layer = layer_of_parameter(name, num_layers)
-        key = (layer, name in decayed, backbone != 1.0 and of_prior(name))
+        key = (layer, name in decayed, backbone != 1.0 and is_prior_weight(name))
         group = groups.setdefault(
             key,
             {

@@ -240,7 +240,7 @@ def test_keep_rate_1_is_dense_bit_for_bit():
     out, _ = attend(attention, q, k, v, GRID, 1)
     assert out.equal(F.scaled_dot_product_attention(q, k, v, scale=WIDTH**-0.5))
     assert prior_pruning_ratio(attention.prior, HEADS, GRID, 1, WIDTH) == 0
-    assert Sparsifiner.products(attention.prior["predictor"], HEADS, WIDTH, 12, 1) == 0
+    assert Sparsifiner.other_multiply_adds(attention.prior["predictor"], HEADS, WIDTH, 12, 1) == 0
 
 
 def test_without_a_prefix_a_patch_without_scores_sees_itself():

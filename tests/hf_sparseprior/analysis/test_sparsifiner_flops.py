@@ -50,4 +50,4 @@ def test_share_of_the_up_projection_counts_products_without_a_zero():
         for weight in predictor.w_up[r]
     )
     assert predictor.up_share(down) == pytest.approx(used / (2 * 2 * 12 * 3 * 12), abs=1e-9)
-    assert Sparsifiner.up_products(prior["predictor"], 2, 12) == 2 * 12 * 3 * 12
+    assert Sparsifiner.up_multiply_adds(prior["predictor"], 2, 12) == 2 * 12 * 3 * 12
