@@ -13,6 +13,7 @@ import pytest
 import tasks.classification.compare
 import tasks.classification.config
 import tasks.classification.vtab.plan
+import tasks.common.compare
 import tasks.robotics.config
 import tasks.video.compare
 import tasks.video.config
@@ -93,7 +94,7 @@ RECORDED = {
 def test_runs_of_before_are_recognised(folder, tmp_path):
     """Their records by the comparison, and a folder as such a run left it by its row as a run of its own."""
     path = ROOT / "configs" / RECORDED[folder]
-    records = tasks.classification.compare.all_records(COMPARISONS["comparison"](path), RESULTS / folder)
+    records = tasks.common.compare.all_records(COMPARISONS["comparison"](path), RESULTS / folder)
     assert sum(map(len, records.values())) == len([*(RESULTS / folder).glob("*/seed*.json")]) > 0
     mark = "-" if "#" in path.name else "#"
     for row, (record, *_) in records.items():
