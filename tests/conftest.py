@@ -7,6 +7,7 @@ Processes that tests start do not see it. Nothing else in the tests uses Triton 
 """
 
 import os
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,3 +29,10 @@ def pytest_collection_modifyitems(items):
     """Files with slow tests come first: two processes that take file after file end at about the same time then."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """With -m "not slow", files that are slow as a whole are not even imported: frameworks take half a minute."""
+    if config.getoption("markexpr") != "not slow" or not collection_path.name.startswith("test_"):
+        return None
+    return True if re.search(r"^pytestmark = \[?pytest\.mark\.slow\b", collection_path.read_text(), re.M) else None

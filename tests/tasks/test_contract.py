@@ -23,6 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tasks.common.results import Results, read_results
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -13,6 +13,8 @@ from tasks.analysis import resolution
 from tasks.analysis.trained import model_sha256
 from tests.tasks.analysis.saved_runs import CLASSES, accuracy_by_evaluate, natural_image, write_images, write_run
 
+pytestmark = pytest.mark.slow
+
 # The middle 28 of 32 pixels, as augmentation.eval_crop_ratio=0.875 saves it.
 CROP = {
     "image_processor_type": "BitImageProcessor",

@@ -15,6 +15,8 @@ from tasks.analysis import corruptions, robustness, trained
 from tasks.analysis.robustness import Robustness, corruption_errors, mean_corruption_error
 from tests.tasks.analysis.saved_runs import NEEDS_CORRUPTIONS, accuracy_by_evaluate, write_images, write_run
 
+pytestmark = pytest.mark.slow
+
 CHOICE = ["--corruptions", "fog", "gaussian_noise", "contrast", "--severities", "1", "5"]
 
 

@@ -7,6 +7,8 @@ from hf_sparseprior import ops
 from tasks.benchmark import attention, report
 from tasks.benchmark.contenders import COPY, DENSE, PASSES, Size
 
+pytestmark = pytest.mark.slow
+
 TINY = ["--sizes", "9x2,16x1", "--heads", "2", "--width", "8", "--rounds", "2", "--device", "cpu"]
 NAMES = ["--contenders", f"{DENSE},reference,diagonal,gather,{COPY},copy_fresh"]
 

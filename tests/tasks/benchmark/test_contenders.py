@@ -12,6 +12,8 @@ from tasks.benchmark import contenders
 from tasks.benchmark.contenders import Setting, Size, make_problem
 from tasks.benchmark.timing import traced_bytes
 
+pytestmark = pytest.mark.slow
+
 DIAGONAL = [name for name in SUPPORTS if name != "dense" and not has_pairs(name)]
 DOUBLE = Setting(heads=3, width=4, dtype=torch.float64)
 

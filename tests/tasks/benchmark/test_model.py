@@ -8,6 +8,8 @@ from hf_sparseprior.backend_choice import BACKENDS
 from tasks.benchmark import model
 from tasks.benchmark.model import COPY, DENSE, PASSES, Contender, ModelRun
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 TINY = ["--models", "vit_tiny", "--sizes", "48x2", "--rounds", "2", "--device", "cpu"]
 

@@ -8,6 +8,8 @@ from tasks.benchmark import training_loop
 from tasks.classification.config import load_config
 from tasks.common.images.model import build_model
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).parents[3] / "configs" / "classification" / "cifar10_small.yaml#dense"
 SMALL = ["model.num_hidden_layers=2", "trainer.per_device_train_batch_size=8"]
 

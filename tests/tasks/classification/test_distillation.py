@@ -16,6 +16,8 @@ from tasks.common import hf_run
 from tasks.common.images.model import build_model
 from tests.configs import shipped
 
+pytestmark = pytest.mark.slow
+
 SHIPPED = [run for name in ("sparsifiner", "sparsifiner_small") for run in shipped.runs(f"classification/{name}.yaml")]
 SHIPPED += ["classification/deit_tiny_384.yaml", "classification/cifar10_small.yaml#40x40"]
 CONFIG = {

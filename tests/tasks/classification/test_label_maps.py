@@ -27,6 +27,8 @@ from tasks.common.images import randaugment
 from tasks.common.images.augmentation import Augmentation, AugmentationConfig
 from tasks.common.images.config import DataConfig
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 CONFIG = {
     "data": {"source": "digits", "limit_train": 100},

@@ -17,6 +17,8 @@ from tasks.common import hf_run
 from tasks.common.images.model import build_model
 from tasks.common.metrics import accuracy_metric, confusion_matrix
 
+pytestmark = pytest.mark.slow
+
 CONFIG = {
     "data": {"source": "digits"},
     "model": {

@@ -12,6 +12,8 @@ import yaml
 
 from tasks.classification import train as training
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"train": 40, "validation": 17, "test": 19}  # neither batch nor process divides them
 DAMAGED = {"train": (3,), "validation": (5,), "test": (7, 18)}
 

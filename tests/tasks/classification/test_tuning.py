@@ -24,7 +24,7 @@ from tasks.common.models import merged, trainable_parameters
 from tasks.common.run_folder import last_whole_checkpoint
 from tests.configs import shipped
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")]
 
 CLASSES = [str(digit) for digit in range(10)]
 WIDTH, LAYERS, HEADS, CURVES = 24, 2, 2, 8

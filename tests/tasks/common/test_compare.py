@@ -22,6 +22,8 @@ from tasks.common import compare, hf_run
 from tasks.common.compare import run_comparison
 from tasks.common.comparison_table import spread, table
 
+pytestmark = pytest.mark.slow
+
 BASE = {
     "data": {"source": "digits"},
     "augmentation": {"crop": "random", "padding": 1, "mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1},

@@ -15,6 +15,8 @@ from tasks.classification.vtab.plan import load_sweep
 from tasks.common import compare, hf_run
 from tasks.common.compare import Comparison, needed_first, run_comparison
 
+pytestmark = pytest.mark.slow
+
 MODEL = {
     "prior": "dense", "image_size": 8, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 1,
     "num_attention_heads": 2, "intermediate_size": 16,

@@ -10,6 +10,8 @@ from pycocotools.coco import COCO
 from tasks.common.mm.scenes import mask_box, run_lengths
 from tasks.detection.baseline import DETECTIONS, fit_constant, overlaps
 
+pytestmark = pytest.mark.slow
+
 
 def make_coco(tmp_path, masks_by_image):
     """masks_by_image: lists of (category, mask)."""

@@ -33,6 +33,8 @@ from tasks.detection.task import DETECTION, constant_metrics
 from tests.tasks.common.mm.shapes import PARTS, data_roots, write_shapes
 from tests.tasks.detection.tiny import OVERRIDES, SMALL
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = Path("configs/detection")
 FULL_SIZE = [f"coco_mask_rcnn_vit_base.py#{prior}" for prior in ("dense", "violin", "fibottention")]
 

@@ -10,6 +10,8 @@ from tasks.robotics.environments import gl_library
 from tasks.robotics.formats import open_demonstrations
 from tasks.robotics.video import contact_sheet, write_video
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("h5py", reason="needs make robotics")
 FRAMES = [np.full((32, 48, 3), (20 * index, 100, 200 - 20 * index), dtype=np.uint8) for index in range(6)]
 

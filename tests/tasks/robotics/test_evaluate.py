@@ -20,6 +20,8 @@ from tasks.robotics.policy_config import PolicyConfig  # noqa: E402
 from tasks.robotics.rollout import Episode, make_matching_environment, rollout, summary, wilson_interval  # noqa: E402
 from tests.tasks.robotics.tiny import write_pusht  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 def pusht_policy(seed: int = 0) -> CrosswayPolicy:
     """Of PushT's state, with random weights."""

@@ -11,6 +11,8 @@ from tasks.robotics.actions import matrix_from_axis_angle, pose_action
 from tasks.robotics.environments import ENVIRONMENTS, make_environment
 from tasks.robotics.formats.hdf5_layout import BASE_POSITIONS
 
+pytestmark = pytest.mark.slow
+
 CAMERAS = {"lift": ("agentview", "robot0_eye_in_hand"), "can": ("agentview", "robot0_eye_in_hand"), "pusht": ("image",)}
 LOW = {
     "lift": {"robot0_eef_pos": 3, "robot0_eef_quat": 4, "robot0_gripper_qpos": 2, "object": 10},

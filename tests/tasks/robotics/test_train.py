@@ -23,7 +23,7 @@ from tasks.robotics.policy import CrosswayPolicy
 from tests.configs import shipped
 from tests.tasks.robotics.walk import SETTINGS, configuration, with_cameras, write_walk
 
-pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_accelerator")]
 ROOT = Path(__file__).parents[3]
 SMOKE, TABLE_6 = (shipped.runs(name) for name in reversed(shipped.ROBOTICS))
 LIFT_DENSE = shipped.path("experiments/fib_table6.yaml#lift-dense")

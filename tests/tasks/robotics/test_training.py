@@ -16,7 +16,7 @@ from tasks.robotics.data import Windows, read_episodes
 from tasks.robotics.formats import open_demonstrations
 from tests.tasks.robotics.walk import configuration, with_cameras, write_walk
 
-pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_accelerator")]
 
 
 @pytest.fixture(scope="module")

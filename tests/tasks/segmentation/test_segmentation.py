@@ -33,6 +33,8 @@ from tasks.segmentation.task import SEGMENTATION, constant_predictor
 from tests.tasks.common.mm.shapes import data_roots, write_shapes
 from tests.tasks.segmentation.tiny import OVERRIDES, SMALL
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = Path("configs/segmentation")
 FULL_SIZE = [f"ade20k_deit_base.py#{prior}" for prior in ("dense", "violin", "fibottention")]
 

@@ -6,6 +6,8 @@ from transformers import UperNetConfig, UperNetForSemanticSegmentation
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTModel
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "image_size": 64, "patch_size": 8, "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2,
     "intermediate_size": 48, "initializer_range": 0.2, "out_indices": [1, 2, 3, 4], "apply_layernorm": False,

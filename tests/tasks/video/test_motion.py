@@ -14,6 +14,8 @@ from tasks.video import motion
 from tasks.video.decoding import read_frames
 from tasks.video.motion import CLASSES, STRETCHES, VIDEOS, MotionConfig, cut_clip, draw_places, main
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"size": 24, "height": 40, "train": 2, "validation": 1, "test": 1}
 
 try:

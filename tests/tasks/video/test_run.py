@@ -26,6 +26,8 @@ from tasks.video.task import VIDEO, build_model, processor_settings
 from tests.configs import shipped
 from tests.tasks.video.clips import SPLITS, moving, write_videos
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs" / "video"
 

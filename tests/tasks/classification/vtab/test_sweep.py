@@ -21,6 +21,8 @@ from tasks.common.compare import RECORDED
 from tasks.common.images.vtab_tasks import TASKS
 from tests.configs import shipped
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[4]
 TASK = ["--tasks", "eurosat"]
 

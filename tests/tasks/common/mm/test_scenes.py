@@ -12,6 +12,8 @@ from tasks.common.images.sources import arrays
 from tasks.common.mm import scenes
 from tasks.common.mm.scenes import CLASSES, SPLITS, Layer, SceneSettings, compose, main, run_lengths
 
+pytestmark = pytest.mark.slow
+
 needs_garments = pytest.mark.skipif(
     not Path(arrays.FASHION_MNIST).is_dir(), reason="Debian's package dataset-fashion-mnist is not installed"
 )
