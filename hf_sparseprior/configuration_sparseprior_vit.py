@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from transformers import PretrainedConfig
@@ -22,10 +22,17 @@ from .supports import support_notes
 
 logger = logging.getLogger("hf_sparseprior.config")
 
-POOLINGS = ("class_token", "mean", "class_token_and_mean")
-POSITION_EMBEDDINGS = ("learned", "none")
-INTERPOLATIONS = ("bicubic", "bilinear")
-STEMS = ("patch", "convolution")
+Pooling = Literal["class_token", "mean", "class_token_and_mean"]
+PositionEmbedding = Literal["learned", "none"]
+Interpolation = Literal["bicubic", "bilinear"]
+Stem = Literal["patch", "convolution"]
+# Fields that are one of a few words.
+MODES: dict[str, tuple[str, ...]] = {
+    "pooling": get_args(Pooling),
+    "position_embedding": get_args(PositionEmbedding),
+    "interpolation": get_args(Interpolation),
+    "stem": get_args(Stem),
+}
 
 _TINY = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}
 _SMALL = {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536}
@@ -134,11 +141,11 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
     use_distillation_token: bool = False
     use_distillation_classifier: bool = True
     num_register_tokens: int = 0
-    pooling: str = "class_token"
-    position_embedding: str = "learned"
+    pooling: Pooling = "class_token"
+    position_embedding: PositionEmbedding = "learned"
     position_embedding_for_class_token: bool = True
-    interpolation: str = "bicubic"
-    stem: str = "patch"
+    interpolation: Interpolation = "bicubic"
+    stem: Stem = "patch"
     stem_channels: int = 64
     residual_scale: float | int = 1.0
     token_classifier: bool = False
@@ -284,8 +291,7 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
         biases = ("qkv_bias", "proj_bias", "mlp_bias")
         for name in (*biases, *tokens, "use_distillation_classifier", "apply_layernorm", "reshape_hidden_states"):
             setattr(self, name, check_boolean(name, getattr(self, name)))
-        choices = (("pooling", POOLINGS), ("position_embedding", POSITION_EMBEDDINGS))
-        for name, allowed in (*choices, ("interpolation", INTERPOLATIONS), ("stem", STEMS)):
+        for name, allowed in MODES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
         if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2FN:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from .checks import check_keys, python_value, split_spec
 from .registry import registering
 from .resolved import ResolvedModule, own_settings
 
+Place = Literal["attention", "MLP", "model"]
 EXTRAS: dict[str, type[Extra]] = {}
 
 
@@ -58,7 +59,7 @@ class Extra(PriorModule):
     place: who holds it: every "attention" layer, every "MLP", or once the "model".
     """
 
-    place = "attention"
+    place: Place = "attention"
 
     @classmethod
     def check_model(cls, settings: Mapping[str, Any], config: Any) -> None:
@@ -103,7 +104,7 @@ def resolve_extras(extras: Sequence[ModuleSpec] | None, grid: Sequence[int]) -> 
     return resolved
 
 
-def make_extras(extras: Sequence[ResolvedModule], place: str, *sizes: int) -> nn.ModuleDict:
+def make_extras(extras: Sequence[ResolvedModule], place: Place, *sizes: int) -> nn.ModuleDict:
     """The modules of resolved extras by name, those that have this place."""
     return nn.ModuleDict(
         {extra["name"]: make_module(extra, EXTRAS, *sizes) for extra in extras if EXTRAS[extra["name"]].place == place}
