@@ -15,7 +15,7 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
 
     Args:
         num_frames: of a clip. Time embeddings are taken from the nearest frame for clips of other lengths.
-        time_initializer_range: standard deviation that the time embeddings and the linear layers behind temporal
+        time_initializer_range: standard deviation that the time embeddings and the linear layers after temporal
             attention start with. 0, as published, is for weights of an image model, to which nothing changes at first;
             from scratch the order of frames is learned only with more, for example `initializer_range`.
     """

@@ -123,7 +123,7 @@ def _hilbert_visits(row: int, col: int, a_row: int, a_col: int, b_row: int, b_co
             yield row + n * step[0], col + n * step[1]
         return
     a2_row, a2_col, b2_row, b2_col = a_row // 2, a_col // 2, b_row // 2, b_col // 2
-    if 2 * length > 3 * breadth:  # long: two rectangles, one behind the other
+    if 2 * length > 3 * breadth:  # long: two rectangles, one after the other
         if abs(a2_row + a2_col) % 2 and length > 2:  # an even first part joins without a diagonal step
             a2_row, a2_col = a2_row + da[0], a2_col + da[1]
         yield from _hilbert_visits(row, col, a2_row, a2_col, b_row, b_col)

@@ -473,7 +473,7 @@ def decay_weights(beta_CH: Tensor, distance_C: Tensor, dtype: torch.dtype) -> Te
 
     Args:
         beta_CH: (C, H).
-        distance_C: distances (C, ...), any shape behind C; whole numbers, or real ones of a learned order.
+        distance_C: distances (C, ...), any shape after C; whole numbers, or real ones of a learned order.
         dtype: of the result; computed in it, never below float32.
 
     Returns:

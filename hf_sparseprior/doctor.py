@@ -16,7 +16,7 @@ import torch
 from hf_sparseprior import ops
 from hf_sparseprior.kernels import build, diagonal_cpu, triton_device
 
-# Packages beside torch and transformers: what needs them, and how to get them.
+# Packages besides torch and transformers: what needs them, and how to get them.
 OPTIONAL = {
     "matplotlib": ("pictures", "pip install '.[classification]'"),
     "accelerate": ("training", "pip install '.[classification]'"),

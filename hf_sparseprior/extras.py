@@ -1,4 +1,4 @@
-"""Extras: modules that a prior adds beside support and decay, each starting where it changes nothing.
+"""Extras: modules that a prior adds besides support and decay, each starting where it changes nothing.
 
 `register_extra` makes a class a value of the `extras` of a prior. VIOLIN compares itself with them (Tables 7, 26, 27).
 """

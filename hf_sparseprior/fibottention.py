@@ -20,7 +20,7 @@ def resolve_sequence(sequence: str | dict[str, Any]) -> dict[str, Any]:
     """The full form of a dilation sequence: {"name": ..., every setting}. Wythoff's `modified` is the support's."""
     name, spec = split_spec(sequence, "sequence", SEQUENCES)
     if "modified" in spec:
-        raise ValueError("sequence 'wythoff': `modified` is a setting of the support, beside `sequence`")
+        raise ValueError("sequence 'wythoff': `modified` is a setting of the support, next to `sequence`")
     settings = {} if name == "wythoff" else sequence_settings(name)
     check_keys(spec, list(settings), f"sequence {name!r}")
     for key, value in spec.items():

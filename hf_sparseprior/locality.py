@@ -15,7 +15,7 @@ from .extras import Extra, register_extra
 
 @register_extra("localvit")
 class LocalityBranch(Extra):
-    """A depthwise convolution over the patches between the MLP's two linear layers, behind its activation.
+    """A depthwise convolution over the patches between the MLP's two linear layers, after its activation.
 
     hidden + gate * hardswish(conv(hidden)) for patches, prefix tokens as they are. The gate starts at 0 and the kernel
     as the identity (VIOLIN F.6), so a pretrained model stays what it is; without LocalViT's batch norms, which would

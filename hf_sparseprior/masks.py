@@ -57,7 +57,7 @@ def mask_from_offsets(
 def key_lists(
     offsets: Sequence[Sequence[int]], num_tokens: int, num_prefix_tokens: int, pairs: Pairs = None
 ) -> np.ndarray:
-    """The keys of every patch: int32 (heads, N, K) token numbers in order, prefix included, -1 behind the last one.
+    """The keys of every patch: int32 (heads, N, K) token numbers in order, prefix included, -1 after the last one.
 
     K is the most that any patch of any head has; nothing here grows with N x N.
     """

@@ -88,11 +88,11 @@ class SparsePriorTimesformerTemporalAttention(nn.Module):
 
 
 class SparsePriorTimesformerTemporalDense(nn.Linear):
-    """The linear layer behind temporal attention; what it starts with is `time_initializer_range`."""
+    """The linear layer after temporal attention; what it starts with is `time_initializer_range`."""
 
 
 class SparsePriorTimesformerLayer(SparsePriorViTLayer):
-    """A block of the image model behind temporal attention; prefix tokens are averaged over the frames."""
+    """A block of the image model after temporal attention; prefix tokens are averaged over the frames."""
 
     def __init__(self, config: SparsePriorTimesformerConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -192,7 +192,7 @@ class SparsePriorTimesformerPreTrainedModel(SparsePriorViTPreTrainedModel):
         """A video model with the weights of an image model, whose output it gives for a still clip.
 
         Temporal attention starts with the weights of spatial attention, as in the authors' code; time embeddings and
-        the linear layer behind temporal attention start at zero.
+        the linear layer after temporal attention start at zero.
 
         Args:
             image_model: a SparsePriorViT or the folder of a saved one.

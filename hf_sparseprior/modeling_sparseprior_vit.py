@@ -36,7 +36,7 @@ from .token_pruning import EViT, TokenPruning, Tokens
 class SparsePriorViTModelOutput(BaseModelOutputWithPooling):
     """Output of `SparsePriorViTModel`: transformers' and, where the prior prunes tokens, what became of them.
 
-    token_ids: int64 (B, n), which patches of the grid the tokens of `last_hidden_state` behind the prefix are, -1 for
+    token_ids: int64 (B, n), which patches of the grid the tokens of `last_hidden_state` after the prefix are, -1 for
     one that lies nowhere in it; None: all patches. kept: (B, N), 1 for patches that are kept, 0 for those that training
     only treats as if they had been dropped. auxiliary_losses: of training, by name, weighted.
     """
@@ -187,7 +187,7 @@ class SparsePriorViTEmbeddings(nn.Module):
 
 
 class SparsePriorViTMLP(nn.Module):
-    """Two linear layers with an activation between them, and behind it what the prior's extras put there."""
+    """Two linear layers with an activation between them, and after it what the prior's extras put there."""
 
     def __init__(self, config: SparsePriorViTConfig) -> None:
         super().__init__()
@@ -330,7 +330,7 @@ class SparsePriorViTPreTrainedModel(PreTrainedModel):
     auto_map: ClassVar[dict[str, str]] = {}
 
     def __init__(self, config: SparsePriorViTConfig, *args: Any, **kwargs: Any) -> None:
-        # from_pretrained(..., prior=...) sets fields behind the config's own check.
+        # from_pretrained(..., prior=...) sets fields after the config's own check.
         given = config.prior
         config.validate()
         if config.prior != given:

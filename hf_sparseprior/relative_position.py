@@ -1,6 +1,6 @@
 """Relative positions in attention: Swin's bias, iRPE, Transformer-XL (VIOLIN Tables 7, 26 and 27, appendix F.6).
 
-All are added to the logits Q K^T / sqrt(d_h) last, behind a decay's M; iRPE on values is added to the output, too. They
+All are added to the logits Q K^T / sqrt(d_h) last, after a decay's M; iRPE on values is added to the output, too. They
 start at zero, so a pretrained model stays what it is (VIOLIN F.6).
 
 Shape letters: B batch, H heads, D head width, N patch tokens, P prefix tokens, T = P + N, O offsets.

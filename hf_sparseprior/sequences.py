@@ -62,7 +62,7 @@ def fibonacci_terms(a: int, b: int, limit: int) -> Iterator[int]:
     """Terms of Fib(a, b): a, b, a + b, ... up to `limit` (Fibottention Eq. 2)."""
     if a < 0 or b < 0 or a == b == 0:
         raise ValueError(f"Fib(a={a}, b={b}) needs two non-negative terms, not both zero")
-    # The first two terms may come in any order, so `a` above the limit says nothing about the terms behind it.
+    # The first two terms may come in any order, so `a` above the limit says nothing about the terms after it.
     if a <= limit:
         yield a
     while b <= limit:

@@ -1,8 +1,8 @@
-"""Token pruning: some blocks drop patches, and those behind them work on the rest (Sparsifiner Table 1).
+"""Token pruning: some blocks drop patches, and those after them work on the rest (Sparsifiner Table 1).
 
 Blocks are counted from 1, as in the papers. Prefix tokens are never dropped.
 
-Shape letters: B batch, C hidden size, H heads, N patches of the grid, n tokens that are there beside the prefix, P
+Shape letters: B batch, C hidden size, H heads, N patches of the grid, n tokens that are there besides the prefix, P
 prefix tokens, T = P + n.
 """
 
@@ -24,7 +24,7 @@ from .extras import Extra, register_extra
 class Tokens(NamedTuple):
     """Which patches are there.
 
-    token_ids: int64 (B, n), each image's patches by their number in the grid, ascending, and behind them -1 for each
+    token_ids: int64 (B, n), each image's patches by their number in the grid, ascending, and after them -1 for each
         token that lies nowhere in it; None: all patches, in raster order.
     decisions: of each pruning so far (B, N), 1 for patches that are kept and 0 for those that only seem to be there,
         with a gradient. Empty where tokens really go.
@@ -51,7 +51,7 @@ def take(tokens: Tensor, places: Tensor) -> Tensor:
 
 
 def counted_patches(errors: Tensor, token_ids: Tensor | None, kept: Tensor | None) -> Tensor:
-    """Which of the errors (B, n) of tokens behind the prefix count in a loss, 1 or 0: those of patches that are kept.
+    """Which of the errors (B, n) of tokens after the prefix count in a loss, 1 or 0: those of patches that are kept.
 
     `token_ids` (B, n) and `kept` (B, N) are those of the model's output.
     """
@@ -120,7 +120,7 @@ class TokenPruning(Extra):
 
     @classmethod
     def layer_tokens(cls, settings: Mapping[str, Any], num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
-        """Tokens beside the prefix in the attention and in the MLP of each block, of N patches."""
+        """Tokens besides the prefix in the attention and in the MLP of each block, of N patches."""
         raise NotImplementedError
 
     @classmethod
@@ -141,7 +141,7 @@ class TokenPruning(Extra):
         return False
 
     def auxiliary_losses(self, tokens: Tokens) -> dict[str, Tensor]:
-        """Losses of a training step by name, weighted; of what is there behind the last block."""
+        """Losses of a training step by name, weighted; of what is there after the last block."""
         return {}
 
 
@@ -272,7 +272,7 @@ class DynamicViT(TokenPruning):
     """Small networks decide which patches are kept (Rao et al. 2021), before the pruning blocks.
 
     In training the decisions are drawn (Gumbel softmax), every patch stays, and attention leaves the dropped ones out;
-    a patch that was dropped once stays dropped. The keep-ratio loss holds the share of kept patches behind the s-th
+    a patch that was dropped once stays dropped. The keep-ratio loss holds the share of kept patches after the s-th
     pruning at keep_rate^s. In evaluation the floor(keep_rate^s N) patches most likely kept remain, the others
     go. With keep rate 1 no decision is taken.
     """
@@ -302,7 +302,7 @@ class DynamicViT(TokenPruning):
 
     @staticmethod
     def count(keep_rate: float, stage: int, num_tokens: int) -> int:
-        """How many of N patches are kept behind pruning `stage` (from 1)."""
+        """How many of N patches are kept after pruning `stage` (from 1)."""
         numerator, denominator = exact_share(keep_rate)
         return max(1, num_tokens * numerator**stage // denominator**stage)
 

@@ -79,7 +79,7 @@ def rollouts(attentions: Iterable[Tensor]) -> Iterator[Tensor]:
 def attention_entropy(weights: Tensor) -> Tensor:
     """Entropy of each head's attention in nats, the mean over all queries, (B, H); log T where it is uniform.
 
-    Rows are brought to sum 1 first: decays behind the softmax change their sum. Weights below 0 count as 0.
+    Rows are brought to sum 1 first: decays after the softmax change their sum. Weights below 0 count as 0.
     """
     weights = weights.clamp_min(0)
     return torch.special.entr(weights / weights.sum(-1, keepdim=True)).sum(-1).mean(-1)

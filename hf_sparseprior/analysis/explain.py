@@ -143,14 +143,14 @@ def explain_chooser(settings: Any, kind: type[AttentionCosts], arguments: argpar
     tokens = grid[0] * grid[1]
     kept = kind.cost_in_pairs(settings, head_dim, tokens, prefix)
     pairs = arguments.layers * heads * 2 * kept * head_dim
-    beside = arguments.layers * kind.other_multiply_adds(settings, heads, head_dim, tokens, prefix)
+    others = arguments.layers * kind.other_multiply_adds(settings, heads, head_dim, tokens, prefix)
     dense = dense_attention_flops(heads, tokens + prefix, head_dim, arguments.layers)
     _print_heading(settings, arguments)
     print(
         f"pairs          {kept} of {(tokens + prefix) ** 2} a head, or what costs as much, with prefix tokens\n"
         f"pruning ratio  {100 * (1 - kept / (tokens + prefix) ** 2):.3f} %\n"
-        f"multiply-adds  {pairs / 1e9:.4f} G of these pairs and {beside / 1e9:.4f} G beside them, dense "
-        f"{dense / 1e9:.4f} G: {100 * (pairs + beside) / dense:.2f} %\n"
+        f"multiply-adds  {pairs / 1e9:.4f} G of these pairs and {others / 1e9:.4f} G besides them, dense "
+        f"{dense / 1e9:.4f} G: {100 * (pairs + others) / dense:.2f} %\n"
         f"               ({arguments.layers} layers, head width {head_dim}, Q K^T and softmax V)"
     )
 

@@ -3,7 +3,7 @@
 Counted: stem and patch projection, linear layers, Q K^T and (softmax) V over the attended pairs, and softmax where the
 convention says so. Never counted: biases, norms, activations, residuals, the interpolation of positions. A support
 costs 2 nnz d_h multiply-adds a layer, nnz the attended pairs of all heads. `mask_fill="zero"` adds sums of V, no
-multiply-add. What a predictor or mixer computes beside the pairs is "chooser". Where tokens are pruned, the linear
+multiply-add. What a predictor or mixer computes besides the pairs is "chooser". Where tokens are pruned, the linear
 layers that decide it, or the class token's logits once more, are "pruning".
 
 What the papers' numbers count is in `analysis.paper_numbers`.
@@ -225,7 +225,7 @@ def vit_flops(
 
 
 def layer_tokens(prior: ResolvedPrior, num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
-    """Tokens beside the prefix in the attention and in the MLP of each layer, of N patches; `prior` is resolved.
+    """Tokens besides the prefix in the attention and in the MLP of each layer, of N patches; `prior` is resolved.
 
     Raises:
         ValueError: for what is not counted: other extras, and supports and decays on pruned tokens.

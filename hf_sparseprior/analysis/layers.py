@@ -19,7 +19,7 @@ from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
 from hf_sparseprior.attention_plan import plan_table
 from hf_sparseprior.prior import prior_name
 
-# What the linear layer behind the heads is called, in our models and in transformers'.
+# What the linear layer after the heads is called, in our models and in transformers'.
 PROJECTIONS = ("o_proj", "out_proj")
 
 
@@ -28,7 +28,7 @@ class AttentionLayer:
     """One attention layer.
 
     number: from 0. prior: what a prior adds to it, None in a stock model without one. projection: the linear layer that
-    takes the outputs of all heads, one behind the other.
+    takes the outputs of all heads, one after the other.
     """
 
     number: int

@@ -260,7 +260,7 @@ _TABLE_1_LVVIT = {0.7: 256.0, 0.5: 198.8}
 def masked_patches(keep_rate: float, num_layers: int = 12) -> list[int]:
     """Patches that see one another in each layer of the code published with Sparsifiner, which prunes as EViT does.
 
-    It masks them: the pruning block still attends to all 196, those behind it to ceil(keep_rate^s 196).
+    It masks them: the pruning block still attends to all 196, those after it to ceil(keep_rate^s 196).
     """
     blocks = EViT.pruning_blocks(EViT.SETTINGS, num_layers)
     stages = [sum(block < layer for block in blocks) for layer in range(1, num_layers + 1)]

@@ -42,7 +42,7 @@ def read_checkpoint(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[
     """Weights and, where there is one, config of a folder, a .safetensors file or a .pth or .bin file.
 
     PyTorch files are read with `weights_only=True`: tensors come out, nothing in them is executed. Weights may lie
-    below "model", "teacher" or "state_dict" and behind "module." or "backbone.", as DeiT and DINO save them.
+    below "model", "teacher" or "state_dict" and after "module." or "backbone.", as DeiT and DINO save them.
 
     Returns:
         The weights by name, and config.json with `image_mean` and `image_std` of preprocessor_config.json.

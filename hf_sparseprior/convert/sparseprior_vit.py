@@ -22,7 +22,7 @@ def matches(keys: Iterable[str]) -> bool:
 def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[str, Any]:
     """The source's config.json, its prior included."""
     if settings is None or settings.get("model_type") not in TARGETS:
-        raise ValueError(f"a {' or a '.join(TARGETS)} needs its config.json beside the weights")
+        raise ValueError(f"a {' or a '.join(TARGETS)} needs its config.json next to the weights")
     return settings
 
 

@@ -70,7 +70,7 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
         ValueError: without a config.json, and for joint space-time attention.
     """
     if settings is None:
-        raise ValueError("a checkpoint of transformers needs its config.json beside the weights")
+        raise ValueError("a checkpoint of transformers needs its config.json next to the weights")
     config = {**transformers.TimesformerConfig().to_dict(), **settings}
     if config["attention_type"] != "divided_space_time":
         raise ValueError(f"attention_type={config['attention_type']!r} must be 'divided_space_time'")

@@ -96,7 +96,7 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
         ValueError: without a config.json, for other models, and for a gated MLP.
     """
     if settings is None:
-        raise ValueError("a checkpoint of transformers needs its config.json beside the weights")
+        raise ValueError("a checkpoint of transformers needs its config.json next to the weights")
     kind = settings.get("model_type")
     if kind not in TARGETS:
         raise ValueError(f"model_type={kind!r} must be one of {', '.join(TARGETS)}")
