@@ -12,6 +12,7 @@ from typing import Any as _Any
 from hf_sparseprior import curves, ops, sequences, supports
 from hf_sparseprior.adapters.peft_hook import register_with_peft as _register_with_peft
 from hf_sparseprior.adapters.stock import apply_prior, remove_prior
+from hf_sparseprior.adapters.stock_loading import from_pretrained, load_prior
 from hf_sparseprior.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
 from hf_sparseprior.modeling_sparseprior_timesformer import (
@@ -38,6 +39,8 @@ __all__ = [
     "__version__",
     "apply_prior",
     "curves",
+    "from_pretrained",
+    "load_prior",
     "ops",
     "remove_prior",
     "sequences",

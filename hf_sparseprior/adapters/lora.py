@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+
+from hf_sparseprior.adapters.stock_families import VIT_NAMES, ProjectionNames, stock_projections
 
 # The modules that hold a learned decay's scalars and an extra or a mixer, and what classifiers are called in ours and
 # in transformers' models.
@@ -26,55 +27,10 @@ TARGETS = ("query+value", "attention", "attention+mlp")
 LAYER = r"(?!(?:.*\.)?text_model\.)(?:.*\.)?(?:layers?|blocks)\.\d+\."
 
 
-@dataclass(frozen=True)
-class LoraPreset:
-    """Names of projections below a transformer layer, and what is adapted unless the user says otherwise.
-
-    query_value, attention, mlp: of `targets` "query+value", "attention" and, with attention, "attention+mlp".
-    targets, rank: HF's image classification guide adapts query and value; with rank 8 that is 294,912 parameters on
-        DeiT-B, the ~0.3 M of VIOLIN Table 4 (DoRA's ~0.6 M there: rank 16). The paper does not say its targets; ranks
-        are chosen from 2, 4, 8, 16 (its G.2).
-    """
-
-    query_value: tuple[str, ...] = ("attention.q_proj", "attention.v_proj")
-    attention: tuple[str, ...] = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj")
-    mlp: tuple[str, ...] = ("mlp.fc1", "mlp.fc2")
-    targets: str = "query+value"
-    rank: int = 8
-
-
-_VIT = LoraPreset()
-_GATED = LoraPreset(mlp=("mlp.fc1", "mlp.fc2", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
-_CLIP = LoraPreset(
-    query_value=("self_attn.q_proj", "self_attn.v_proj"),
-    attention=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"),
-)
-_VIDEOMAE = LoraPreset(
-    query_value=("attention.attention.query", "attention.attention.value"),
-    attention=(
-        *("attention.attention.query", "attention.attention.key", "attention.attention.value"),
-        "attention.output.dense",
-    ),
-    mlp=("intermediate.dense", "output.dense"),
-)
-# By `config.model_type`; names as in transformers 5.
-PRESETS = {
-    "sparseprior_vit": _VIT,
-    "vit": _VIT,
-    "deit": _VIT,
-    "beit": _VIT,
-    "vit_mae": _VIT,
-    "ijepa": _VIT,
-    "swin": _VIT,
-    "dinov2": _GATED,
-    "dinov2_with_registers": _GATED,
-    "dinov3_vit": _GATED,
-    "clip": _CLIP,
-    "clip_vision_model": _CLIP,
-    "siglip": _CLIP,
-    "siglip_vision_model": _CLIP,
-    "videomae": _VIDEOMAE,
-}
+# HF's image classification guide adapts query and value; with rank 8 that is 294,912 parameters on DeiT-B, the ~0.3 M of
+# VIOLIN Table 4 (DoRA's ~0.6 M there: rank 16). The paper does not say its targets; ranks are chosen from 2, 4, 8, 16 (its
+# G.2).
+DEFAULT_TARGETS, DEFAULT_RANK = "query+value", 8
 
 
 def lora_config(
@@ -94,12 +50,12 @@ def lora_config(
 
     Args:
         model: what will be adapted; one that has adapters already may get another.
-        rank: r of the update B A, of 1 or more; None: the preset's.
+        rank: r of the update B A, of 1 or more; None: 8.
         alpha: the update is scaled by alpha / rank; None: alpha = rank, as in HF's image classification guide.
         dropout: of the update's input, in [0, 1).
         use_dora: learn the magnitude of each output separately.
         targets: "query+value", "attention" (query, key, value, output), "attention+mlp", or a list of module names or
-            their ends; None: the preset's.
+            their ends; None: "query+value".
         modules_to_save: names of further modules that are trained whole.
         options: other fields of `LoraConfig`.
 
@@ -112,9 +68,7 @@ def lora_config(
     peft = import_peft()
     if isinstance(model, peft.PeftModel):
         model = model.get_base_model()
-    preset = PRESETS.get(_model_type(model))
-    if rank is None:
-        rank = (preset or _VIT).rank
+    rank = DEFAULT_RANK if rank is None else rank
     names = [name for name, _ in model.named_modules()]
     _check_modules(model, names, modules_to_save)
     saved = {name.rpartition(".")[2] for name in [*classifier_names(model), *decay_names(model), *extra_names(model)]}
@@ -123,7 +77,7 @@ def lora_config(
         lora_alpha=rank if alpha is None else alpha,
         lora_dropout=dropout,
         use_dora=use_dora,
-        target_modules=_target_names(model, names, preset, targets),
+        target_modules=_target_names(model, names, targets),
         modules_to_save=sorted({*saved, *modules_to_save}) or None,
         **options,
     )
@@ -180,22 +134,26 @@ def _model_type(model: nn.Module) -> str:
     return getattr(getattr(model, "config", None), "model_type", type(model).__name__)
 
 
-def _target_names(
-    model: nn.Module, names: Sequence[str], preset: LoraPreset | None, targets: str | Sequence[str] | None
-) -> list[str]:
+def known_projections() -> dict[str, ProjectionNames]:
+    """What is adapted in our models and in stock ones, by `config.model_type`."""
+    return {"sparseprior_vit": VIT_NAMES, **stock_projections()}
+
+
+def _target_names(model: nn.Module, names: Sequence[str], targets: str | Sequence[str] | None) -> list[str]:
     """Full names: an end such as `out_proj` would also match modules that LoRA cannot or should not adapt."""
     if targets is None or isinstance(targets, str):
-        if preset is None:
+        known = known_projections()
+        if (projections := known.get(_model_type(model))) is None:
             raise ValueError(
-                f"the projections of {_model_type(model)!r} are not known, only those of {', '.join(PRESETS)}; "
+                f"the projections of {_model_type(model)!r} are not known, only those of {', '.join(known)}; "
                 "give targets as a list of module names"
             )
         choices = {
-            "query+value": preset.query_value,
-            "attention": preset.attention,
-            "attention+mlp": (*preset.attention, *preset.mlp),
+            "query+value": projections.query_value,
+            "attention": projections.attention,
+            "attention+mlp": (*projections.attention, *projections.mlp),
         }
-        ends = choices[targets or preset.targets]
+        ends = choices[targets or DEFAULT_TARGETS]
         pattern = re.compile(LAYER + f"(?:{'|'.join(re.escape(end) for end in ends)})")
         found = [name for name in names if pattern.fullmatch(name)]
         if not found:

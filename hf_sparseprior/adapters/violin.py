@@ -28,13 +28,15 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
 from torch import Tensor, nn
 
-from hf_sparseprior.adapters.stock import Applied, attach, detach, find_encoder
+from hf_sparseprior.adapters.stock import attach, detach
+from hf_sparseprior.adapters.stock_attention import Applied
+from hf_sparseprior.adapters.stock_encoder import find_encoder
 from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
 from hf_sparseprior.decay import DECAYS, Decay, make_decay, resolve_decay
 from hf_sparseprior.prior import is_prior_weight, parse_prior
 from hf_sparseprior.resolved import ResolvedDecay
 
-ATTACHED = "_sparse_prior_adapters"  # the attribute of a stock model whose side-cars are there for adapters alone
+ATTACHED = "_sparse_prior_adapters"  # the attribute of a stock model whose priors are there for adapters alone
 PEFT_ROOT = "base_model.model."  # in front of the names of a model within a PeftModel
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_sparseprior.adapters.stock import SIDECAR, find_encoder, num_heads_of
+from hf_sparseprior.adapters.stock_attention import PRIOR_MODULE
+from hf_sparseprior.adapters.stock_encoder import find_encoder, num_heads_of
 from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
 from hf_sparseprior.attention_plan import plan_table
 from hf_sparseprior.prior import prior_name
@@ -73,7 +74,7 @@ def find_attention(model: nn.Module) -> AttentionLayers:
             f"{type(base).__name__} cannot be analysed: its attention layers do not see all patches of the grid"
         )
     layers = [
-        AttentionLayer(number, num_heads_of(module), getattr(module, SIDECAR, None), _projection(module))
+        AttentionLayer(number, num_heads_of(module), getattr(module, PRIOR_MODULE, None), _projection(module))
         for number, module in enumerate(encoder.attention.values())
     ]
     return AttentionLayers(layers, encoder.grid, encoder.num_prefix_tokens)

@@ -8,7 +8,7 @@ import transformers
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
 from hf_sparseprior.adapters import lora_config
-from hf_sparseprior.adapters.lora import PRESETS
+from hf_sparseprior.adapters.lora import known_projections
 from hf_sparseprior.extras import EXTRAS
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -49,6 +49,9 @@ FAMILIES = {
     "deit": (
         stock("DeiTForImageClassificationWithTeacher", "DeiTConfig"), "deit.layers.{}.attention", QKVO, MLP,
         ["cls_classifier", "distillation_classifier"],
+    ),
+    "vit_msn": (
+        stock("ViTMSNForImageClassification", "ViTMSNConfig"), "vit.layers.{}.attention", QKVO, MLP, ["classifier"],
     ),
     "dinov2": (
         stock("Dinov2ForImageClassification", "Dinov2Config"), "dinov2.encoder.layer.{}.attention", QKVO, MLP,
@@ -124,7 +127,7 @@ def train(model, steps):
 
 
 def test_every_family_with_a_preset_is_tested():
-    assert FAMILIES.keys() == PRESETS.keys()
+    assert FAMILIES.keys() == known_projections().keys()
 
 
 @pytest.mark.parametrize("targets", ["query+value", "attention", "attention+mlp"])

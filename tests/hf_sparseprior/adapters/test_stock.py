@@ -30,7 +30,9 @@ from transformers import (
 )
 
 import hf_sparseprior as sp
-from hf_sparseprior.adapters import stock
+from hf_sparseprior.adapters.stock_attention import PRIOR_MODULE, RECORD, StockPrior, applied_prior, APPLIED
+from hf_sparseprior.adapters.stock_saving import SCALARS_FILE
+from hf_sparseprior.adapters.token_layout import LayoutCheckpoint
 from hf_sparseprior.curves import curve_rank
 from hf_sparseprior.low_rank import MIXERS
 from hf_sparseprior.supports import build_mask
@@ -60,7 +62,7 @@ def move_decays(model, seed=5):
     """Decays far from the identity, other ones in each layer."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
-        if isinstance(module, stock.StockPrior) and module.decay_bias is not None:
+        if isinstance(module, StockPrior) and module.decay_bias is not None:
             with torch.no_grad():
                 beta, alpha = module.decay_bias.beta, module.decay_bias.alpha
                 beta.copy_(torch.rand(beta.shape, generator=generator) * 3)
@@ -85,7 +87,7 @@ class WrittenOut:
     def __init__(self, model, name):
         case = STOCK[name]
         self.case, self.visible = case, visible_patches(name)
-        self.layers = [module for module in model.modules() if isinstance(module, stock.StockPrior)]
+        self.layers = [module for module in model.modules() if isinstance(module, StockPrior)]
         self.call = 0
 
     def __call__(self, module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
@@ -172,7 +174,7 @@ def test_saved_and_loaded_by_the_stock_class(name, prior, tmp_path):
     move_decays(model)
     expected = output(model, name)
     model.save_pretrained(tmp_path)
-    assert not hasattr(model.config, stock.CONFIG_FIELD) and torch.equal(output(model, name), expected)
+    assert not hasattr(model.config, RECORD) and torch.equal(output(model, name), expected)
     loaded, info = STOCK[name].model.from_pretrained(tmp_path, output_loading_info=True)
     assert torch.equal(output(loaded, name), expected)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -202,7 +204,7 @@ def test_attentions_are_those_of_the_prior(name):
     model = sp.apply_prior(STOCK[name].build(), {"support": {"name": "fibottention", "w_min": 1, "w_max": 2}})
     with torch.no_grad():
         attentions = model(**STOCK[name].example(), output_attentions=True).attentions
-    stages = 3 if name == "swin" else len(stock.applied_prior(model).attention)  # transformers returns one a stage
+    stages = 3 if name == "swin" else len(applied_prior(model).attention)  # transformers returns one a stage
     assert len(attentions) == stages
     for weights in attentions[:2]:
         torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
@@ -233,22 +235,22 @@ def test_another_resolution_and_a_grid_that_is_no_square(name):
     sp.apply_prior(model, "fibottention+violin")
     with torch.no_grad():
         model(pixel_values=images, **extra)
-    layer = next(module for module in model.modules() if isinstance(module, stock.StockPrior))
+    layer = next(module for module in model.modules() if isinstance(module, StockPrior))
     (plan,) = layer._plans.values()
     assert plan.grid == ((4, 4) if name == "swin" else (8, 10)) and plan.num_prefix_tokens == STOCK[name].prefix
 
 
 def test_swin_takes_a_support_in_its_first_two_stages_only():
     model = sp.apply_prior(STOCK["swin"].build(), "fibottention+violin")
-    layers = [module.prior for module in model.modules() if isinstance(module, stock.StockPrior)]
+    layers = [module.prior for module in model.modules() if isinstance(module, StockPrior)]
     assert [prior["support"]["name"] for prior in layers] == ["fibottention"] * 4 + ["dense"] * 2
     assert all(prior["decay"] for prior in layers)
 
 
 def test_only_the_vision_tower_of_clip():
     model = sp.apply_prior(tiny_clip(), "fibottention")
-    assert all(name.startswith("vision_model.") for name in stock.applied_prior(model).attention)
-    assert not any(hasattr(module, stock.SIDECAR) for module in model.text_model.modules())
+    assert all(name.startswith("vision_model.") for name in applied_prior(model).attention)
+    assert not any(hasattr(module, PRIOR_MODULE) for module in model.text_model.modules())
 
 
 @pytest.mark.parametrize("name", ["vit", "beit", "swin", "mae", "videomae_masked"])
@@ -257,7 +259,7 @@ def test_gradients_reach_scalars_and_weights(name):
     move_decays(model)
     model(**STOCK[name].example()).last_hidden_state.square().sum().backward()
     for parameter_name, parameter in model.named_parameters():
-        if stock.SIDECAR in parameter_name or parameter_name.endswith(("q_proj.weight", "query.weight")):
+        if PRIOR_MODULE in parameter_name or parameter_name.endswith(("q_proj.weight", "query.weight")):
             assert parameter.grad is not None and parameter.grad.abs().sum() > 0, parameter_name
 
 
@@ -297,7 +299,7 @@ def test_two_forwards_before_one_checkpointed_backward(name):
         torch.testing.assert_close(gradients[1][key], gradient)
     sp.remove_prior(model)
     assert not any(
-        isinstance(getattr(module, "_gradient_checkpointing_func", None), stock.LayoutKeeper)
+        isinstance(getattr(module, "_gradient_checkpointing_func", None), LayoutCheckpoint)
         for module in model.modules()
     )
 
@@ -314,7 +316,7 @@ def test_autocast(name):
 def test_half_precision_keeps_the_scalars_precise():
     model = sp.apply_prior(STOCK["vit"].build().to(torch.bfloat16), "violin")
     model.to(torch.bfloat16)
-    assert {p.dtype for n, p in model.named_parameters() if stock.SIDECAR in n} == {torch.float32}
+    assert {p.dtype for n, p in model.named_parameters() if PRIOR_MODULE in n} == {torch.float32}
     with torch.no_grad():
         assert model(STOCK["vit"].example()["pixel_values"].bfloat16()).last_hidden_state.dtype == torch.bfloat16
 
@@ -325,7 +327,7 @@ def test_weight_decay_leaves_the_scalars_alone():
     model = sp.apply_prior(STOCK["vit"].build(), "violin")
     trainer = Trainer(model, TrainingArguments(report_to=[], use_cpu=True))
     decayed = trainer.get_decay_parameter_names(model)
-    assert decayed and not any(stock.SIDECAR in name for name in decayed)
+    assert decayed and not any(PRIOR_MODULE in name for name in decayed)
 
 
 class Images(torch.utils.data.Dataset):
@@ -362,7 +364,7 @@ def test_resume_restores_every_tensor(tmp_path):
     trainer_of(resumed, tmp_path / "two", num_train_epochs=2).train(resume_from_checkpoint=checkpoint)
     expected = whole.state_dict()
     equal = [name for name, tensor in resumed.state_dict().items() if torch.equal(tensor, expected[name])]
-    assert equal == list(expected) and any(stock.SIDECAR in name for name in equal)
+    assert equal == list(expected) and any(PRIOR_MODULE in name for name in equal)
 
 
 def test_the_best_model_is_loaded_with_every_tensor(tmp_path):
@@ -455,7 +457,7 @@ def test_a_config_of_ones_own_does_not_drop_the_prior(tmp_path):
     with pytest.raises(ValueError, match="config=ViTConfig says nothing of the prior"):
         ViTModel.from_pretrained(tmp_path, config=ViTConfig(**TINY))
     STOCK["vit"].build().save_pretrained(tmp_path)  # without a prior, over it
-    assert not (tmp_path / stock.SCALARS_FILE).exists()
+    assert not (tmp_path / SCALARS_FILE).exists()
     assert isinstance(ViTModel.from_pretrained(tmp_path, config=ViTConfig(**TINY)), ViTModel)
 
 
@@ -546,7 +548,7 @@ def test_a_bad_prior_leaves_the_model_alone(prior, message):
     before = output(model, "vit")
     with pytest.raises(ValueError, match=message):
         sp.apply_prior(model, prior)
-    assert torch.equal(output(model, "vit"), before) and not hasattr(model, stock.STATE)
+    assert torch.equal(output(model, "vit"), before) and not hasattr(model, APPLIED)
 
 
 @pytest.mark.parametrize(
@@ -566,14 +568,14 @@ def test_a_model_that_cannot_take_a_prior_says_which_module_and_why(build, messa
 
 def test_damaged_or_foreign_scalars_are_named(tmp_path):
     sp.apply_prior(STOCK["vit"].build(), "violin").save_pretrained(tmp_path)
-    file = tmp_path / stock.SCALARS_FILE
+    file = tmp_path / SCALARS_FILE
     whole = file.read_bytes()
     file.write_bytes(whole[:40])
     with pytest.raises(OSError, match=r"sparse_prior\.safetensors is damaged"):
         ViTModel.from_pretrained(tmp_path)
     other = sp.apply_prior(STOCK["vit"].build(), "manhattan")
     other.save_pretrained(tmp_path / "other")
-    file.write_bytes((tmp_path / "other" / stock.SCALARS_FILE).read_bytes())
+    file.write_bytes((tmp_path / "other" / SCALARS_FILE).read_bytes())
     with pytest.raises(OSError, match=r"layers.0.decay_bias.beta has shape \(1, 4\), the model's prior \(8, 4\)"):
         ViTModel.from_pretrained(tmp_path)
     file.unlink()

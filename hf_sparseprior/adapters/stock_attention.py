@@ -1,0 +1,186 @@
+"""Attention of stock transformers models with a prior: the module that holds it, and the function that runs it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import _active_collector
+
+from hf_sparseprior.adapters.token_layout import TokenLayout
+from hf_sparseprior.attention import PriorAttention
+from hf_sparseprior.resolved import ResolvedPrior
+from hf_sparseprior.attention_request import AttentionRequest
+
+IMPLEMENTATION = "sparse_prior"  # the name in `AttentionInterface`, and in config.json of models saved with a prior
+OLD_IMPLEMENTATIONS = ("fibottention", "violin")  # what older folders say, whatever support or decay they have
+PRIOR_MODULE = "sparse_prior"  # what an attention module calls the module that holds its prior
+MARKER = "needs_hf_sparseprior"  # a buffer: where weights of a model with a prior are loaded without it, it is reported
+RECORD = "sparse_prior"  # the field of config.json that says which prior a saved model has
+
+
+class StockPrior(PriorAttention):
+    """The prior of one stock attention module.
+
+    Args:
+        num_heads, prior, layer_idx, head_dim: as in `PriorAttention`.
+        layout: of the model's tokens, shared by its layers.
+        config: the config that the attention module came with.
+        for_adapters: it is there for adapters alone; without an active one the module's own attention runs.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        prior: ResolvedPrior,
+        layer_idx: int,
+        layout: TokenLayout,
+        config: Any,
+        head_dim: int,
+        for_adapters: bool = False,
+    ) -> None:
+        super().__init__(num_heads, prior, layer_idx, head_dim)
+        self.layout = layout
+        self.config = config
+        self.for_adapters = for_adapters
+        if not for_adapters:
+            self.register_buffer(MARKER, torch.ones(1, dtype=torch.uint8))
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether peft holds scalars in it: a decay of its own, or a copy of the prior's in `modules_to_save`."""
+        copied = any(name.endswith("modules_to_save") for name, _ in self.named_modules())
+        return self.decay_adapter is not None or copied
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if not self.for_adapters:
+            state_dict.setdefault(prefix + MARKER, getattr(self, MARKER))  # state dicts of before have none
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def stock_priors(model: nn.Module) -> list[StockPrior]:
+    """Every `StockPrior` in a model, in the order of its layers."""
+    return [module for module in model.modules() if isinstance(module, StockPrior)]
+
+
+APPLIED = "_sparse_prior"  # the attribute of a model that holds this:
+
+
+@dataclass
+class Applied:
+    """What `apply_prior` did to a model.
+
+    prior: the first layer's, resolved.
+    attention: names of the attention modules, in the order of the layers.
+    handles: of the hooks.
+    """
+
+    prior: ResolvedPrior
+    attention: list[str]
+    handles: list[Any]
+
+
+def applied_prior(model: nn.Module) -> Applied:
+    """What `apply_prior` did to a model.
+
+    Raises:
+        ValueError: if it did nothing.
+    """
+    applied = getattr(model, APPLIED, None)
+    if applied is None:
+        raise ValueError(f"{type(model).__name__} has no prior from hf_sparseprior.apply_prior")
+    return applied
+
+
+def prior_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of a stock module with its prior, as `AttentionInterface` calls it.
+
+    Args:
+        module: the attention module; `apply_prior` put a `StockPrior` into it.
+        query, key, value: (B, H, T, D).
+        attention_mask: added to the logits (relative positions, windows), or boolean, True = attended; (B, H, T, T) or
+            broadcastable.
+
+    Returns:
+        (B, T, H, D), and the weights (B, H, T, T) where they are asked for.
+
+    Raises:
+        RuntimeError: for a module without a prior, which must not run as dense attention unnoticed.
+    """
+    prior: StockPrior | None = getattr(module, PRIOR_MODULE, None)
+    if prior is None:
+        raise RuntimeError(_no_prior(module))
+    if prior.for_adapters and prior.active_decay() is None:
+        attend = _own_attention(module, prior.config)
+        return attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    grid, num_prefix_tokens, token_ids = prior.layout.locate(query.shape[2])
+    # Rotary positions come out in float32 under autocast, values do not.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    bias = attention_mask
+    if bias is not None and bias.dtype == torch.bool:
+        bias = torch.zeros(bias.shape, dtype=query.dtype, device=bias.device).masked_fill(~bias, -math.inf)
+    request = AttentionRequest(
+        query,
+        key,
+        value,
+        prior.plan(grid, num_prefix_tokens),
+        scale=scaling,
+        dropout_p=dropout,
+        bias=bias,
+        token_ids=token_ids,
+        need_weights=_wants_weights(prior.config, kwargs),
+    )
+    # "eager" is transformers' word for the written-out form.
+    out, weights = prior.attend(request, "reference" if prior.config._attn_implementation == "eager" else "auto")
+    return out.transpose(1, 2), weights
+
+
+def _no_prior(module: nn.Module) -> str:
+    """Why there is no prior where the config names our attention."""
+    if hasattr(getattr(module, "config", None), RECORD):
+        return (
+            f"{type(module).__name__} was saved with a prior by an earlier version, which has not been loaded: "
+            "call hf_sparseprior.load_prior(model, folder), or load with hf_sparseprior.from_pretrained"
+        )
+    return (
+        f"{type(module).__name__} has no prior: attn_implementation alone does not know layer and grid, "
+        "call hf_sparseprior.apply_prior(model, prior)"
+    )
+
+
+def _own_attention(module: nn.Module, config: Any) -> Callable:
+    """What a stock module runs with this config, looked up as its forward does."""
+    written_out = sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, written_out)
+
+
+def _wants_weights(config: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a forward asks for the attention weights."""
+    if kwargs.get("output_attentions") or config.output_attentions:
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    # Where transformers' hooks collect outputs; modules that take no keywords are not told otherwise.
+    return "attentions" in (_active_collector.get() or {})
+
+
+for _name in (IMPLEMENTATION, *OLD_IMPLEMENTATIONS):
+    AttentionInterface.register(_name, prior_attention)
+    AttentionMaskInterface.register(_name, sdpa_mask)

@@ -1,0 +1,105 @@
+"""Finding the vision encoder in a stock transformers model, and reading its sizes."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_sparseprior.adapters.stock_families import STOCK_FAMILIES, StockFamily, family_names
+from hf_sparseprior.adapters.token_layout import patch_projection
+from hf_sparseprior.attention import PriorAttention
+
+SINGLE_PREFIX_TOKENS = ("cls_token", "class_embedding", "distillation_token")  # parameters of embeddings
+
+
+@dataclass
+class Encoder:
+    """A stock vision encoder within a model.
+
+    name: of the module that holds embeddings and layers, "" for the model itself.
+    attention: name -> attention module, in the order of the layers.
+    """
+
+    name: str
+    family: StockFamily
+    embeddings: nn.Module
+    attention: dict[str, nn.Module]
+
+    @property
+    def config(self) -> Any:
+        """The encoder's config."""
+        return next(iter(self.attention.values())).config
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Class, distillation and register tokens that the embeddings put in front of the patches."""
+        tokens = self.embeddings._parameters
+        registers = tokens.get("register_tokens")
+        singles = sum(tokens.get(name) is not None for name in SINGLE_PREFIX_TOKENS)
+        return singles + (0 if registers is None else registers.shape[1])
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The configured patch grid; that of a window where attention runs within windows."""
+        config = self.config
+        if self.family.windows:
+            return config.window_size, config.window_size
+        projection = patch_projection(self.embeddings)
+        sides = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
+        *frame_strides, high, wide = projection.stride
+        frames = math.prod(config.num_frames // stride for stride in frame_strides)
+        return frames * (sides[0] // high), sides[1] // wide
+
+
+def num_heads_of(attention: Any) -> int:
+    """Heads of a stock attention module."""
+    heads = getattr(attention, "num_attention_heads", None)
+    return int(attention.num_heads if heads is None else heads)
+
+
+def head_dim_of(attention: Any) -> int:
+    """Width of a head of a stock attention module."""
+    width = getattr(attention, "head_dim", None)
+    return int(attention.attention_head_size if width is None else width)
+
+
+def find_encoder(model: nn.Module) -> Encoder:
+    """The one stock vision encoder in a model.
+
+    Raises:
+        ValueError: if there is none that takes a prior, saying which module stands in the way and why, or several.
+    """
+    found = [name for name, module in model.named_modules() if type(module).__name__ in STOCK_FAMILIES]
+    if len(found) != 1:
+        raise ValueError(_no_encoder(model) if not found else f"{type(model).__name__} has several: {found}")
+    embeddings = model.get_submodule(found[0])
+    family = STOCK_FAMILIES[type(embeddings).__name__]
+    name = found[0].rpartition(".")[0]
+    prefix = f"{name}." if name else ""
+    attention = {
+        prefix + inner: module
+        for inner, module in model.get_submodule(name).named_modules()
+        if type(module).__name__ == family.attention
+    }
+    if not attention:
+        raise ValueError(f"{type(model).__name__} has embeddings {found[0]!r} but no {family.attention}")
+    return Encoder(name, family, embeddings, attention)
+
+
+def _no_encoder(model: nn.Module) -> str:
+    """Why a model without a known encoder cannot take a prior."""
+    if any(isinstance(module, PriorAttention) for module in model.modules()):
+        return f"{type(model).__name__} has a prior of its own; its config's `prior` says which"
+    attention = [(name, module) for name, module in model.named_modules() if "Attention" in type(module).__name__]
+    why = "it has no attention module"
+    for name, module in attention:
+        why = f"the token layout of {name} ({type(module).__name__}) is not known here"
+        source = inspect.getsource(type(module))
+        if "get_interface(" not in source and "softmax" in source:
+            why = f"{name} ({type(module).__name__}) computes its attention itself, without AttentionInterface"
+            break
+    return f"{type(model).__name__} cannot take a prior: {why}. Families that can: {family_names()}"

@@ -1,0 +1,115 @@
+"""The families of stock transformers models that take a prior: one row each, and nothing else to add for another one.
+
+Supporting a further family is one `register_stock_family(StockFamily(...))` and one case in
+tests/hf_sparseprior/adapters/stock_models.py, where a test asks for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ProjectionNames:
+    """Names of projections below a transformer layer, which LoRA adapts; names as in transformers 5.
+
+    query_value, attention, mlp: of `targets` "query+value", "attention" and, with attention, "attention+mlp".
+    """
+
+    query_value: tuple[str, ...] = ("attention.q_proj", "attention.v_proj")
+    attention: tuple[str, ...] = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj")
+    mlp: tuple[str, ...] = ("mlp.fc1", "mlp.fc2")
+
+
+VIT_NAMES = ProjectionNames()
+DINO_NAMES = ProjectionNames(mlp=("mlp.fc1", "mlp.fc2", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
+CLIP_NAMES = ProjectionNames(
+    query_value=("self_attn.q_proj", "self_attn.v_proj"),
+    attention=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"),
+)
+VIDEOMAE_NAMES = ProjectionNames(
+    query_value=("attention.attention.query", "attention.attention.value"),
+    attention=(
+        *("attention.attention.query", "attention.attention.key", "attention.attention.value"),
+        "attention.output.dense",
+    ),
+    mlp=("intermediate.dense", "output.dense"),
+)
+
+
+@dataclass(frozen=True)
+class StockFamily:
+    """What differs between families.
+
+    name: for people.
+    embeddings, attention: names of the classes of the embeddings, by which a family is found, and of the attention.
+    model_types: values of `config.model_type`, those of configs with a second tower too.
+    projections: what LoRA adapts.
+    windows: attention runs within square windows, whose size is the number of its tokens.
+    support_stages: the first so many stages take a support, the others stay dense (Fibottention section 4.1).
+    shuffled: the embeddings return (tokens, mask, ids_restore) of a random part of the patches (ViTMAE).
+    masked: the embeddings take `bool_masked_pos` and leave these patches out (VideoMAE).
+    """
+
+    name: str
+    embeddings: str
+    attention: str
+    model_types: tuple[str, ...]
+    projections: ProjectionNames = VIT_NAMES
+    windows: bool = False
+    support_stages: int | None = None
+    shuffled: bool = False
+    masked: bool = False
+
+
+STOCK_FAMILIES: dict[str, StockFamily] = {}  # by the class of the embeddings
+
+
+def register_stock_family(family: StockFamily) -> None:
+    """Let `apply_prior`, the adapters, `lora_config` and the analyses know a family.
+
+    Raises:
+        ValueError: if another family has the same embeddings or model type.
+    """
+    taken = {model_type for other in STOCK_FAMILIES.values() for model_type in other.model_types}
+    if family.embeddings in STOCK_FAMILIES or taken.intersection(family.model_types):
+        raise ValueError(f"{family.name}: {family.embeddings} or one of {family.model_types} is registered already")
+    STOCK_FAMILIES[family.embeddings] = family
+
+
+for _family in (
+    StockFamily("ViT", "ViTEmbeddings", "ViTAttention", ("vit",)),
+    StockFamily("DeiT", "DeiTEmbeddings", "DeiTAttention", ("deit",)),
+    StockFamily("ViT-MSN", "ViTMSNEmbeddings", "ViTMSNAttention", ("vit_msn",)),
+    StockFamily("DINOv2", "Dinov2Embeddings", "Dinov2Attention", ("dinov2",), DINO_NAMES),
+    StockFamily(
+        "DINOv2 with registers",
+        "Dinov2WithRegistersEmbeddings",
+        "Dinov2WithRegistersAttention",
+        ("dinov2_with_registers",),
+        DINO_NAMES,
+    ),
+    StockFamily("DINOv3", "DINOv3ViTEmbeddings", "DINOv3ViTAttention", ("dinov3_vit",), DINO_NAMES),
+    StockFamily("BEiT", "BeitEmbeddings", "BeitAttention", ("beit",)),
+    StockFamily("CLIP", "CLIPVisionEmbeddings", "CLIPAttention", ("clip", "clip_vision_model"), CLIP_NAMES),
+    StockFamily("SigLIP", "SiglipVisionEmbeddings", "SiglipAttention", ("siglip", "siglip_vision_model"), CLIP_NAMES),
+    StockFamily("ViTMAE", "ViTMAEEmbeddings", "ViTMAEAttention", ("vit_mae",), shuffled=True),
+    StockFamily("I-JEPA", "IJepaEmbeddings", "IJepaAttention", ("ijepa",)),
+    StockFamily(
+        "VideoMAE", "VideoMAEEmbeddings", "VideoMAESelfAttention", ("videomae",), VIDEOMAE_NAMES, masked=True
+    ),
+    StockFamily("Swin", "SwinEmbeddings", "SwinAttention", ("swin",), windows=True, support_stages=2),
+):
+    register_stock_family(_family)
+
+
+def family_names() -> str:
+    """Every family's name, for error messages."""
+    return ", ".join(family.name for family in STOCK_FAMILIES.values())
+
+
+def stock_projections() -> dict[str, ProjectionNames]:
+    """What LoRA adapts, by `config.model_type`."""
+    return {
+        model_type: family.projections for family in STOCK_FAMILIES.values() for model_type in family.model_types
+    }

@@ -1,0 +1,223 @@
+"""Loading stock models with a prior: by `from_pretrained` of their own class, or by the functions here.
+
+transformers lets others register quantizers, which a `quantization_config` in config.json calls around the loading of
+the weights. `PriorLoader` is one; it quantizes nothing. It is the one place where a stock class's `from_pretrained` can
+be told of a prior without replacing the method. `stock_saving` says what lies in the folder. What happens:
+
+    folder                             loaded                        result
+    any saved with a prior             after the import              the prior is back, whatever `attn_implementation`
+    the same                           without the package           transformers refuses the unknown attention
+    the same, attn_implementation=...  without the package           a warning, and a report of unexpected weights
+    the same, config=... of one's own  by from_pretrained            a report of unexpected weights
+                                       by from_pretrained below      ValueError
+    older, without quantization_config by from_pretrained            RuntimeError at the first forward
+                                       by from_pretrained below      the prior is back
+    the same, attn_implementation=...  by from_pretrained            loads without the prior, unnoticed
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils import cached_file
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from hf_sparseprior.adapters.stock import apply_prior, remove_prior
+from hf_sparseprior.adapters.stock_attention import (
+    APPLIED,
+    IMPLEMENTATION,
+    MARKER,
+    OLD_IMPLEMENTATIONS,
+    RECORD,
+    stock_priors,
+)
+from hf_sparseprior.adapters.stock_saving import LOADER, SCALARS_FILE, scalars_of
+
+LOCATION_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+
+
+@register_quantization_config(LOADER)
+@dataclass
+class PriorLoaderConfig(QuantizationConfigMixin):
+    """The `quantization_config` of a folder with a prior; the prior itself is in the config's `sparse_prior`."""
+
+    quant_method: Any = LOADER
+    dequantize = True  # transformers then takes the quantizer off the loaded model, which is an ordinary one
+
+
+@register_quantizer(LOADER)
+class PriorLoader(HfQuantizer):
+    """Puts the prior back after the weights of a stock model are loaded."""
+
+    def is_serializable(self) -> bool:
+        """Models with a prior can be saved."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """And trained."""
+        return True
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+    ) -> Any:
+        self.checkpoint_files = checkpoint_files
+        model._keys_to_ignore_on_load_unexpected.add(MARKER)
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        model._keys_to_ignore_on_load_unexpected.discard(MARKER)
+        model.__dict__.pop("is_quantized", None)
+        if not self.checkpoint_files:
+            raise ValueError(f"{type(model).__name__} has a prior, whose scalars a state_dict does not bring")
+        _restore(model, _record_of(model), _scalars_beside(self.checkpoint_files[0], model.name_or_path))
+        return model
+
+
+def from_pretrained(model_class: Any, source: str | os.PathLike, **options: Any) -> Any:
+    """A stock model with the prior that it was saved with, also from older folders.
+
+    Args:
+        model_class: a class of transformers, or one of its Auto classes.
+        source: folder or name on the hub.
+        options: of `model_class.from_pretrained`.
+
+    Returns:
+        What `model_class.from_pretrained` returns; without a prior in `source` that and nothing more.
+
+    Raises:
+        OSError: if the prior's scalars are missing, damaged or of another shape.
+        ValueError: for a `config` that says nothing of the prior.
+    """
+    location = {name: options[name] for name in LOCATION_ARGUMENTS if name in options}
+    record, config = _saved_record(source, **location), options.get("config")
+    if record is not None and isinstance(config, PreTrainedConfig) and not _mentions_prior(config):
+        raise ValueError(f"config={type(config).__name__} says nothing of the prior of {source}; leave it out")
+    loaded = model_class.from_pretrained(source, **options)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    if record is not None and not stock_priors(model):
+        load_prior(model, source, **location)
+    return loaded
+
+
+def load_prior(model: PreTrainedModel, source: str | os.PathLike, **location: Any) -> PreTrainedModel:
+    """Give a loaded stock model the prior that a folder was saved with, and its scalars.
+
+    Needed for older folders, and after a load that left the prior out; other folders bring it themselves.
+
+    Args:
+        model: as `from_pretrained` of a stock class returned it.
+        source: folder or name on the hub that it came from.
+        location: `subfolder`, `revision` and the like, as of `from_pretrained`.
+
+    Returns:
+        The model.
+
+    Raises:
+        OSError: if the scalars are missing, damaged or of another shape; the model is left without a prior.
+        ValueError: if the folder has no prior, or the model has one already or cannot take one.
+    """
+    record = _saved_record(source, **location)
+    if record is None:
+        raise ValueError(f"{source} was saved without a prior of hf_sparseprior.apply_prior")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            f"{source} has a prior and {type(model).__name__} an adapter: load the prior first, then the adapter by "
+            "peft.PeftModel.from_pretrained(model, folder)"
+        )
+    _restore(model, record, cached_file(source, SCALARS_FILE, **location))
+    return model
+
+
+def _restore(model: PreTrainedModel, record: dict[str, Any], scalars_path: Any) -> None:
+    """Apply a recorded prior, read its scalars, and clear the model's configs of what saving wrote into them."""
+    try:
+        scalars = load_file(scalars_path)
+    except SafetensorError as error:
+        raise OSError(f"{scalars_path} is damaged: {error}") from None
+    naming_us = [config for config in _configs(model) if config._attn_implementation in _IMPLEMENTATIONS]
+    for config in naming_us:
+        config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
+    try:
+        apply_prior(model, record["prior"])
+        _fill_scalars(model, scalars, scalars_path)
+    except (OSError, ValueError):
+        if hasattr(model, APPLIED):
+            remove_prior(model)
+        for config in naming_us:  # so that the model goes on refusing to run as a plain one
+            config._attn_implementation = IMPLEMENTATION
+        raise
+    for config in _configs(model):
+        for name in (RECORD, "quantization_config"):
+            if hasattr(config, name) and (name == RECORD or _is_ours(config.quantization_config)):
+                delattr(config, name)
+
+
+_IMPLEMENTATIONS = (IMPLEMENTATION, *OLD_IMPLEMENTATIONS)
+
+
+def _fill_scalars(model: PreTrainedModel, scalars: dict[str, Tensor], path: Any) -> None:
+    """Copy scalars into a model's prior; OSError unless they are exactly those that it has."""
+    expected = scalars_of(model)
+    given = {name: tuple(tensor.shape) for name, tensor in scalars.items()}
+    for name in sorted({*expected, *given}):
+        shape = tuple(expected[name].shape) if name in expected else None
+        if given.get(name) != shape:
+            raise OSError(f"{path}: {name} has shape {given.get(name)}, the model's prior {shape}")
+    with torch.no_grad():
+        for name, tensor in expected.items():
+            tensor.copy_(scalars[name])
+
+
+def _scalars_beside(weights: str, name: str) -> str | None:
+    """The file of scalars next to a file of weights; of the hub's, downloaded from the same commit."""
+    folder = Path(weights).parent
+    if (file := folder / SCALARS_FILE).is_file():
+        return str(file)
+    # cache/models--owner--name/snapshots/commit/subfolder, see huggingface_hub's cache.
+    cached = re.fullmatch(r"(.*)[/\\]models--[^/\\]+[/\\]snapshots[/\\](\w+)[/\\]?(.*)", str(folder))
+    if cached is None:
+        return cached_file(str(folder), SCALARS_FILE)  # says that it is not there
+    return cached_file(name, SCALARS_FILE, cache_dir=cached[1], revision=cached[2], subfolder=cached[3])
+
+
+def _configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
+    """Every config in a model: decoders and towers have their own."""
+    for module in model.modules():
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+            yield config
+
+
+def _record_of(model: PreTrainedModel) -> dict[str, Any]:
+    """What a model's configs say of the prior that it was saved with."""
+    return next(getattr(config, RECORD) for config in _configs(model) if hasattr(config, RECORD))
+
+
+def _saved_record(source: str | os.PathLike, **location: Any) -> dict[str, Any] | None:
+    """What config.json says of the prior of a saved model; None for one without, and for a folder of an adapter."""
+    try:
+        return PreTrainedConfig.get_config_dict(source, **location)[0].get(RECORD)
+    except OSError:
+        return None  # whoever loads the model says better what is missing
+
+
+def _is_ours(quantization_config: Any) -> bool:
+    if isinstance(quantization_config, dict):
+        return quantization_config.get("quant_method") == LOADER
+    return isinstance(quantization_config, PriorLoaderConfig)
+
+
+def _mentions_prior(config: Any) -> bool:
+    parts = [getattr(config, name) for name in config.sub_configs if getattr(config, name, None) is not None]
+    return hasattr(config, RECORD) or any(_mentions_prior(part) for part in parts)

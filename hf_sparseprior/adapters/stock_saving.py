@@ -1,0 +1,138 @@
+"""Saving stock models with a prior.
+
+config.json                the stock model's, with the prior (`sparse_prior`), our attention (`attn_implementation`) and
+                           who puts the prior back (`quantization_config`, see `stock_loading`)
+model.safetensors          the stock weights, and a marker in each layer that a load without the prior reports
+sparse_prior.safetensors   the prior's learned scalars
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_sparseprior.adapters.stock_attention import (
+    APPLIED,
+    IMPLEMENTATION,
+    PRIOR_MODULE,
+    RECORD,
+    applied_prior,
+    stock_priors,
+)
+from hf_sparseprior.files import write_bytes
+
+SCALARS_FILE = "sparse_prior.safetensors"
+SAVED_MODULES = ("decay_bias", "predictor", "mixer", "relative_position")  # what else a `StockPrior` holds is adapters'
+LOADER = "sparse_prior"  # `quant_method` of the quantizer in `stock_loading`
+
+
+def save_with_prior(
+    model: PreTrainedModel,
+    save_directory: str | os.PathLike,
+    is_main_process: bool = True,
+    state_dict: dict[str, Tensor] | None = None,
+    **options: Any,
+) -> Any:
+    """`save_pretrained` of a model with a prior: as its class's, with the prior in config.json and its scalars in a file.
+
+    `bind_saving` makes it the method of one model; the classes of transformers keep theirs.
+
+    Raises:
+        ValueError: for a model that has an adapter too, and for a part, or a whole, of what `apply_prior` was given.
+    """
+    save_stock = functools.partial(
+        type(model).save_pretrained, model, save_directory, is_main_process, state_dict, **options
+    )
+    priors = stock_priors(model)
+    by_adapter = getattr(model, "_hf_peft_config_loaded", False)  # then transformers saves adapters and nothing else
+    if by_adapter and all(prior.for_adapters for prior in priors):
+        return save_stock()
+    if by_adapter or any(prior.has_adapter for prior in priors):
+        raise ValueError(
+            f"{type(model).__name__} has a prior and an adapter: save the peft model, or unload() or merge first"
+        )
+    if getattr(model, APPLIED, None) is None:
+        raise ValueError(
+            f"{type(model).__name__} has a prior that was applied to a part of it or to what it is a part of; "
+            "hf_sparseprior.apply_prior goes to the model that is saved"
+        )
+    if is_main_process:
+        # First, because saving may go on to upload the folder.
+        os.makedirs(save_directory, exist_ok=True)
+        scalars = {name: tensor.contiguous() for name, tensor in scalars_of(model, state_dict).items()}
+        write_bytes(Path(save_directory) / SCALARS_FILE, save(scalars, {"format": "pt"}))
+    with _recorded(model):
+        return save_stock()
+
+
+def bind_saving(model: nn.Module) -> None:
+    """Make `save_with_prior` the `save_pretrained` of this model, and of every model within it that holds its layers.
+
+    A partial in the instance is copied by deepcopy and by pickle together with the model that it is bound to.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and stock_priors(module):
+            module.__dict__["save_pretrained"] = functools.partial(save_with_prior, module)
+
+
+def unbind_saving(model: nn.Module) -> None:
+    """Undo `bind_saving`."""
+    for module in model.modules():
+        if getattr(module.__dict__.get("save_pretrained"), "func", None) is save_with_prior:
+            del module.__dict__["save_pretrained"]
+
+
+def scalars_of(model: PreTrainedModel, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The prior's learned scalars under names that do not depend on the head: "layers.0.decay_bias.beta".
+
+    Args:
+        model: with a prior of `apply_prior`.
+        state_dict: to read them from, instead of the model.
+    """
+    tensors = model.state_dict() if state_dict is None else state_dict
+    return {name: tensors[key] for key, name in _scalar_names(model, tensors).items()}
+
+
+def _scalar_names(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
+    """Of those keys of a state dict that are the prior's scalars, their names in the file."""
+    prefixes = [f"{name}.{PRIOR_MODULE}." for name in applied_prior(model).attention]
+    return {
+        key: f"layers.{layer}.{key.removeprefix(prefix)}"
+        for layer, prefix in enumerate(prefixes)
+        for key in keys
+        if key.startswith(tuple(f"{prefix}{module}." for module in SAVED_MODULES))
+    }
+
+
+@contextlib.contextmanager
+def _recorded(model: PreTrainedModel) -> Iterator[None]:
+    """For the time of saving: the prior in the config, and its scalars kept out of the stock weights.
+
+    transformers refuses to load a config with an attention that it does not know, so where this package is not there,
+    the saved model does not come back without its prior unnoticed.
+    """
+    # Also in that of a vision tower, which a class for the tower alone reads.
+    configs = {id(config): config for config in (model.config, stock_priors(model)[0].config)}
+    ignored, added = model._keys_to_ignore_on_save, []
+    for config in configs.values():
+        fields = {RECORD: {"prior": applied_prior(model).prior}, "attn_implementation": IMPLEMENTATION}
+        if getattr(config, "quantization_config", None) is None:  # a quantized model needs its own to load at all
+            fields["quantization_config"] = {"quant_method": LOADER}
+        for name, value in fields.items():
+            setattr(config, name, value)
+            added.append((config, name))
+    model._keys_to_ignore_on_save = {*(ignored or ()), *_scalar_names(model, model.state_dict())}
+    try:
+        yield
+    finally:
+        for config, name in added:
+            delattr(config, name)
+        model._keys_to_ignore_on_save = ignored

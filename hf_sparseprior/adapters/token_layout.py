@@ -1,0 +1,115 @@
+"""Where the tokens of a stock model's current forward lie, as hooks on its embeddings see it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_sparseprior.adapters.stock_families import StockFamily
+
+
+class TokenLayout:
+    """The grid of the current forward, its prefix tokens, and which patches are there.
+
+    Frames of a video are stacked: a grid of T x (H, W) is (T * H, W).
+
+    Args:
+        family: of the model.
+        num_prefix_tokens: class, distillation and register tokens.
+        layers: of the encoder, that may run again in the backward pass.
+    """
+
+    def __init__(
+        self, family: StockFamily, num_prefix_tokens: int, layers: Sequence[GradientCheckpointingLayer]
+    ) -> None:
+        self.family = family
+        self.num_prefix_tokens = num_prefix_tokens
+        self.layers: list[Any] = list(layers)
+        self.grid: tuple[int, int] | None = None
+        self.token_ids: Tensor | None = None
+
+    def watch(self, embeddings: nn.Module) -> list[Any]:
+        """Register the hooks on a model's embeddings; the handles that remove them."""
+        if self.family.windows:
+            return []
+        handles = [patch_projection(embeddings).register_forward_hook(self.see_patches)]
+        if self.family.shuffled:
+            handles.append(embeddings.register_forward_hook(self.see_shuffled))
+        if self.family.masked:
+            handles.append(embeddings.register_forward_pre_hook(self.see_masked, with_kwargs=True))
+        return handles
+
+    def see_patches(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        """Forward hook of the patch projection: its output is the grid."""
+        *frames, height, width = output.shape[2:]
+        self.grid = (math.prod(frames) * height, width)
+        # Now and not before: activation checkpointing may be switched on at any time.
+        for layer in self.layers:
+            checkpoint = getattr(layer, "_gradient_checkpointing_func", None)
+            if checkpoint is not None and not isinstance(checkpoint, LayoutCheckpoint):
+                layer._gradient_checkpointing_func = LayoutCheckpoint(self, checkpoint)
+
+    def see_shuffled(self, module: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
+        """Forward hook of embeddings that return how they shuffled the patches."""
+        tokens, _, ids_restore = output[:3]
+        self.token_ids = torch.argsort(ids_restore, dim=1)[:, : tokens.shape[1] - self.num_prefix_tokens]
+
+    def see_masked(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Forward hook, before embeddings that leave out what `bool_masked_pos` says."""
+        masked = inspect.signature(module.forward).bind(*args, **kwargs).arguments.get("bool_masked_pos")
+        self.token_ids = None if masked is None else (~masked.bool()).nonzero()[:, 1].view(masked.shape[0], -1)
+
+    def locate(self, num_tokens: int) -> tuple[tuple[int, int], int, Tensor | None]:
+        """Grid, number of prefix tokens and token ids (B, n) for attention over so many tokens.
+
+        Token ids are the numbers of the visible patches in raster order; None where all are visible.
+        """
+        if self.family.windows:
+            side = math.isqrt(num_tokens)
+            return (side, side), 0, None
+        if self.grid is None:
+            raise RuntimeError("attention ran before the embeddings, so the patch grid is not known")
+        visible = self.grid[0] * self.grid[1] if self.token_ids is None else self.token_ids.shape[1]
+        if num_tokens != self.num_prefix_tokens + visible:
+            raise ValueError(
+                f"attention over {num_tokens} tokens does not fit {self.num_prefix_tokens} prefix tokens and "
+                f"{visible} patches of a {self.grid[0]}x{self.grid[1]} grid"
+            )
+        return self.grid, self.num_prefix_tokens, self.token_ids
+
+
+@dataclass
+class LayoutCheckpoint:
+    """A layer's activation checkpointing: when the layer runs again, it finds the layout of its first run.
+
+    By then another forward may have been seen: two views of an image, a student and a teacher, several crops.
+    """
+
+    layout: TokenLayout
+    checkpoint: Callable
+
+    def __call__(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer by `checkpoint`."""
+        layout, seen = self.layout, (self.layout.grid, self.layout.token_ids)
+
+        def run_as_seen(*inner: Any, **options: Any) -> Any:
+            now = layout.grid, layout.token_ids
+            layout.grid, layout.token_ids = seen
+            try:
+                return run(*inner, **options)
+            finally:
+                layout.grid, layout.token_ids = now
+
+        return self.checkpoint(run_as_seen, *args, **kwargs)
+
+
+def patch_projection(embeddings: nn.Module) -> Any:
+    """The convolution that turns an image or a clip into patches."""
+    return next(module for module in embeddings.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d)))
