@@ -21,15 +21,15 @@ from hf_sparseprior.adapters.stock_families import VIT_NAMES, ProjectionNames, s
 DECAY = "decay_bias"
 EXTRA = re.compile(r"(?:.*\.)?(?:(?:relative_position|locality|token_pruning)\.\w+|(?:attention|sparse_prior)\.mixer)")
 CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier", "token_classifier")
-TARGETS = ("query+value", "attention", "attention+mlp")
 # Encoder layers: `decoder_layers` (ViTMAE, VideoMAE) and attention pooling (`head` of SigLIP) are no match, and text
 # encoders (CLIP, SigLIP) are left out by name.
 LAYER = r"(?!(?:.*\.)?text_model\.)(?:.*\.)?(?:layers?|blocks)\.\d+\."
 
 
-# HF's image classification guide adapts query and value; with rank 8 that is 294,912 parameters on DeiT-B, the ~0.3 M of
-# VIOLIN Table 4 (DoRA's ~0.6 M there: rank 16). The paper does not say its targets; ranks are chosen from 2, 4, 8, 16 (its
-# G.2).
+# HF's image classification guide adapts query and value; with rank 8 that is 294,912 parameters on DeiT-B, the ~0.3 M
+# of VIOLIN Table 4 (DoRA's ~0.6 M there: rank 16). The paper does not say its targets; ranks are chosen from 2, 4, 8
+# and 16 (its G.2).
+TARGETS = ("query+value", "attention", "attention+mlp")
 DEFAULT_TARGETS, DEFAULT_RANK = "query+value", 8
 
 

@@ -19,7 +19,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_sparseprior.adapters.stock_families import StockFamily
 from hf_sparseprior.adapters.stock_attention import (
     APPLIED,
     IMPLEMENTATION,
@@ -30,6 +29,7 @@ from hf_sparseprior.adapters.stock_attention import (
     stock_priors,
 )
 from hf_sparseprior.adapters.stock_encoder import find_encoder, head_dim_of, num_heads_of
+from hf_sparseprior.adapters.stock_families import StockFamily
 from hf_sparseprior.adapters.stock_saving import bind_saving, unbind_saving
 from hf_sparseprior.adapters.token_layout import LayoutCheckpoint, TokenLayout
 from hf_sparseprior.extras import EXTRAS, resolve_extras

@@ -95,9 +95,7 @@ for _family in (
     StockFamily("SigLIP", "SiglipVisionEmbeddings", "SiglipAttention", ("siglip", "siglip_vision_model"), CLIP_NAMES),
     StockFamily("ViTMAE", "ViTMAEEmbeddings", "ViTMAEAttention", ("vit_mae",), shuffled=True),
     StockFamily("I-JEPA", "IJepaEmbeddings", "IJepaAttention", ("ijepa",)),
-    StockFamily(
-        "VideoMAE", "VideoMAEEmbeddings", "VideoMAESelfAttention", ("videomae",), VIDEOMAE_NAMES, masked=True
-    ),
+    StockFamily("VideoMAE", "VideoMAEEmbeddings", "VideoMAESelfAttention", ("videomae",), VIDEOMAE_NAMES, masked=True),
     StockFamily("Swin", "SwinEmbeddings", "SwinAttention", ("swin",), windows=True, support_stages=2),
 ):
     register_stock_family(_family)
@@ -110,6 +108,4 @@ def family_names() -> str:
 
 def stock_projections() -> dict[str, ProjectionNames]:
     """What LoRA adapts, by `config.model_type`."""
-    return {
-        model_type: family.projections for family in STOCK_FAMILIES.values() for model_type in family.model_types
-    }
+    return {model_type: family.projections for family in STOCK_FAMILIES.values() for model_type in family.model_types}

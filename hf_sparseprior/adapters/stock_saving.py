@@ -41,7 +41,7 @@ def save_with_prior(
     state_dict: dict[str, Tensor] | None = None,
     **options: Any,
 ) -> Any:
-    """`save_pretrained` of a model with a prior: as its class's, with the prior in config.json and its scalars in a file.
+    """`save_pretrained` of a model with a prior: its class's, with the prior in config.json and its scalars in a file.
 
     `bind_saving` makes it the method of one model; the classes of transformers keep theirs.
 

@@ -23,6 +23,8 @@ from transformers import (
     ViTMSNModel,
 )
 
+from hf_sparseprior.adapters.stock_attention import StockPrior
+
 SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
 PATCHES = {"image_size": 32, "patch_size": 4}
 TINY = {**SIZES, **PATCHES}
@@ -113,3 +115,20 @@ def tiny_clip() -> nn.Module:
     """CLIP with a text tower, whose attention must stay as it is."""
     text = {**SIZES, "vocab_size": 50, "max_position_embeddings": 16}
     return CLIPModel(CLIPConfig(text_config=text, vision_config=TINY)).eval()
+
+
+def output(model: nn.Module, name: str, **extra: Any) -> torch.Tensor:
+    """Hidden states of a case's example, without gradients."""
+    with torch.no_grad():
+        return model(**STOCK[name].example(), **extra).last_hidden_state
+
+
+def move_decays(model: nn.Module, seed: int = 5) -> None:
+    """Decays far from the identity, other ones in each layer."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, StockPrior) and module.decay_bias is not None:
+            with torch.no_grad():
+                beta, alpha = module.decay_bias.beta, module.decay_bias.alpha
+                beta.copy_(torch.rand(beta.shape, generator=generator) * 3)
+                alpha.copy_(1 + torch.rand(alpha.shape, generator=generator))

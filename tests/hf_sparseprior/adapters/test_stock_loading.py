@@ -1,0 +1,316 @@
+"""Loading stock models with a prior."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import (
+    AutoModel,
+    AutoModelForImageClassification,
+    CLIPModel,
+    CLIPVisionModel,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTMAEConfig,
+    ViTMAEForPreTraining,
+    ViTModel,
+)
+
+import hf_sparseprior as sp
+from hf_sparseprior.adapters import stock_loading
+from hf_sparseprior.adapters.stock_attention import MARKER, PRIOR_MODULE, RECORD
+from hf_sparseprior.adapters.stock_saving import SCALARS_FILE
+from hf_sparseprior.low_rank import MIXERS
+from tests.hf_sparseprior.adapters.fresh_process import CLASSES
+from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY, move_decays, output, tiny_clip
+
+families = pytest.mark.parametrize("name", STOCK)
+
+
+DECODER = {
+    **{"decoder_hidden_size": 24, "decoder_num_hidden_layers": 1},
+    **{"decoder_num_attention_heads": 2, "decoder_intermediate_size": 32, "mask_ratio": 0.5},
+}
+
+
+@families
+@pytest.mark.parametrize("prior", ["fibottention", "fibottention+violin"])
+def test_saved_and_loaded_by_the_stock_class(name, prior, tmp_path):
+    model = sp.apply_prior(STOCK[name].build(), prior)
+    move_decays(model)
+    expected = output(model, name)
+    model.save_pretrained(tmp_path)
+    assert not hasattr(model.config, RECORD) and torch.equal(output(model, name), expected)
+    loaded, info = STOCK[name].model.from_pretrained(tmp_path, output_loading_info=True)
+    assert torch.equal(output(loaded, name), expected)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    again = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(output(again, name), expected)
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(output(STOCK[name].model.from_pretrained(tmp_path / "again"), name), expected)
+
+
+def test_a_prior_survives_a_change_of_head(tmp_path):
+    model = sp.apply_prior(ViTForImageClassification(ViTConfig(**TINY)).eval(), "violin")
+    move_decays(model)
+    model.save_pretrained(tmp_path)
+    images = STOCK["vit"].example()
+    body = ViTModel.from_pretrained(tmp_path, add_pooling_layer=False)
+    with torch.no_grad():
+        expected = model.vit(**images).last_hidden_state
+        assert torch.equal(body(**images).last_hidden_state, expected)
+    assert isinstance(AutoModelForImageClassification.from_pretrained(tmp_path), ViTForImageClassification)
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov3", "mae", "swin"])
+@pytest.mark.parametrize("prior", ["topk", "linformer", "efficient", "bigbird", "random"])
+def test_baselines_change_the_model_and_are_saved(name, prior, tmp_path):
+    model = STOCK[name].build()
+    if name == "swin" and prior in MIXERS:
+        with pytest.raises(ValueError, match="has no logits of pairs, to which SwinAttention adds its relative"):
+            sp.apply_prior(model, prior)
+        return
+    before = output(model, name)
+    torch.manual_seed(2)
+    sp.apply_prior(model, prior)
+    expected = output(model, name)
+    assert not torch.allclose(expected, before, atol=1e-3)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert output(again, name).equal(expected)
+    assert output(sp.remove_prior(model), name).equal(before)
+
+
+@pytest.mark.parametrize("prior", ["fibottention", "violin"])
+def test_a_decoder_stays_dense_when_the_model_comes_back(prior, tmp_path):
+    model = sp.apply_prior(ViTMAEForPreTraining(ViTMAEConfig(**TINY, **DECODER)).eval(), prior)
+    move_decays(model)
+    model.save_pretrained(tmp_path)
+    inputs = STOCK["mae"].example()
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        assert torch.equal(ViTMAEForPreTraining.from_pretrained(tmp_path)(**inputs).logits, expected)
+
+
+def test_the_tower_of_a_saved_pair_keeps_its_prior(tmp_path):
+    pair = sp.apply_prior(tiny_clip(), "fibottention+violin")
+    move_decays(pair)
+    pair.save_pretrained(tmp_path)
+    images = STOCK["clip"].example()
+    tower = CLIPVisionModel.from_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = pair.vision_model(**images).last_hidden_state
+        assert torch.equal(tower(**images).last_hidden_state, expected)
+        again = CLIPModel.from_pretrained(tmp_path)
+        assert torch.equal(again.vision_model(**images).last_hidden_state, expected)
+
+
+def test_a_config_of_ones_own_does_not_drop_the_prior(tmp_path):
+    sp.apply_prior(STOCK["vit"].build(), "violin").save_pretrained(tmp_path)
+    own = ViTConfig(**TINY)
+    with pytest.raises(ValueError, match="config=ViTConfig says nothing of the prior"):
+        sp.from_pretrained(ViTModel, tmp_path, config=own)
+    _, info = ViTModel.from_pretrained(tmp_path, config=own, output_loading_info=True)
+    assert len(info["unexpected_keys"]) == 3 and all(key.endswith(MARKER) for key in info["unexpected_keys"])
+    STOCK["vit"].build().save_pretrained(tmp_path)  # without a prior, over it
+    _, info = ViTModel.from_pretrained(tmp_path, config=own, output_loading_info=True)
+    assert not info["unexpected_keys"]
+    assert isinstance(sp.from_pretrained(ViTModel, tmp_path, config=own), ViTModel)
+
+
+def test_our_attention_on_a_model_without_a_prior_is_refused(tmp_path):
+    plain = STOCK["vit"].build()
+    plain.save_pretrained(tmp_path)
+    for name in ("sparse_prior", "fibottention", "violin"):
+        model = ViTModel.from_pretrained(tmp_path, attn_implementation=name)
+        with pytest.raises(RuntimeError, match="apply_prior"):
+            output(model, "vit")
+    plain.set_attn_implementation("sparse_prior")
+    with pytest.raises(RuntimeError, match="apply_prior"):
+        output(plain, "vit")
+
+
+def test_a_loaded_model_is_an_ordinary_one(tmp_path):
+    model = sp.apply_prior(STOCK["vit"].build(), "violin")
+    model.save_pretrained(tmp_path)
+    loaded = ViTModel.from_pretrained(tmp_path)
+    assert loaded.config.to_diff_dict() == model.config.to_diff_dict()
+    assert not hasattr(loaded, "hf_quantizer") and not hasattr(loaded, "is_quantized")
+    assert not hasattr(loaded.config, "_is_quantized")
+    assert list(loaded.state_dict()) == list(model.state_dict())
+    assert loaded.config._attn_implementation == "sdpa"
+    assert torch.equal(output(sp.remove_prior(loaded), "vit"), output(STOCK["vit"].build(), "vit"))
+    half = ViTModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for n, p in half.named_parameters() if PRIOR_MODULE in n} == {torch.float32}
+    assert {p.dtype for n, p in half.named_parameters() if PRIOR_MODULE not in n} == {torch.bfloat16}
+
+
+def test_an_adapter_on_a_base_model_with_a_prior_finds_it(tmp_path):
+    """transformers loads the base model that an adapter names, then the adapter."""
+    base = sp.apply_prior(STOCK["vit"].build(), "fibottention")
+    base.save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(ViTModel.from_pretrained(tmp_path / "base"), sp.ViolinAdapterConfig())
+    move_adapter(model)
+    model.save_pretrained(tmp_path / "adapter")
+    expected = output(model.eval(), "vit")
+    assert not torch.equal(expected, output(base, "vit"))
+    assert torch.equal(output(ViTModel.from_pretrained(tmp_path / "adapter"), "vit"), expected)
+    plain = peft.PeftModel.from_pretrained(ViTModel.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    assert torch.equal(output(plain.eval(), "vit"), expected)
+
+
+def move_adapter(model):
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "decay_biases" in name:
+                parameter.mul_(0.1)
+
+
+def test_scalars_of_a_model_of_the_hub_come_from_its_commit(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(stock_loading, "cached_file", lambda *args, **options: asked.append((args, options)))
+    weights = tmp_path / "models--me--vit" / "snapshots" / "0123abcd" / "sub" / "model.safetensors"
+    stock_loading._scalars_beside(str(weights), "me/vit")
+    location = {"cache_dir": str(tmp_path), "revision": "0123abcd", "subfolder": "sub"}
+    assert asked == [(("me/vit", SCALARS_FILE), location)]
+
+
+# ---- fresh processes, and folders saved by versions before ----------------------------------------------------------
+
+BEFORE = Path(__file__).parent / "saved_before"  # saved by the commit e5bff13
+OLD = sorted(folder.name for folder in BEFORE.iterdir())
+CASES = [(folder, name) for folder in OLD for name in CLASSES[folder.partition("_")[0]]]
+cases = pytest.mark.parametrize("folder, model_class", CASES)
+
+
+def run_fresh(how, folders):
+    script = Path(__file__).with_name("fresh_process.py")
+    command = [sys.executable, str(script), how, *map(str, folders)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """{old, new} -> folder of the folders: as they were, and loaded and saved again by this version."""
+    root = tmp_path_factory.mktemp("saved")
+    shutil.copytree(BEFORE, root / "old")
+    for name in OLD:
+        whole = CLIPModel if name.startswith("clip") else ViTForImageClassification
+        sp.from_pretrained(whole, root / "old" / name).save_pretrained(root / "new" / name)
+        shutil.copy(BEFORE / name / "expected.safetensors", root / "new" / name)
+    return {age: root / age for age in ("old", "new")}
+
+
+@pytest.fixture(scope="module")
+def outcomes(saved):
+    """(old or new, with or without the package) -> what `fresh_process` came to, and what it logged."""
+    return {
+        (age, how): run_fresh(how, [saved[age] / name for name in OLD])
+        for age in ("old", "new")
+        for how in ("with", "without")
+    }
+
+
+def test_the_import_changes_no_class(outcomes):
+    # peft has no other place to look at what an adapter of any method brings.
+    allowed = ["peft.tuners.tuners_utils.BaseTuner._remap_adapter_state_dict_for_load"]
+    assert outcomes["new", "with"][0]["changed"] == allowed
+
+
+@cases
+def test_after_the_import_a_folder_brings_its_prior(folder, model_class, outcomes):
+    results = outcomes["new", "with"][0]
+    for way in ("as saved", "eager", "sdpa"):
+        found = results[f"{folder} {model_class} {way}"]
+        assert found == {"equal": True, "unexpected": []}, way
+    own = results[f"{folder} {model_class} own config"]
+    assert not own["equal"] and any(MARKER in key for key in own["unexpected"])
+
+
+@cases
+def test_without_the_package_a_folder_does_not_load_unnoticed(folder, model_class, outcomes):
+    results, logged = outcomes["new", "without"]
+    assert "sparse_prior" in results[f"{folder} {model_class} as saved"]["refused"]
+    for way in ("eager", "sdpa", "own config"):
+        found = results[f"{folder} {model_class} {way}"]
+        assert not found["equal"] and any(MARKER in key for key in found["unexpected"]), way
+    assert "Unknown quantization type, got sparse_prior" in logged and MARKER in logged
+
+
+@cases
+def test_an_older_folder_refuses_to_run_without_its_prior(folder, model_class, outcomes):
+    found = outcomes["old", "with"][0][f"{folder} {model_class} as saved"]
+    assert "hf_sparseprior.load_prior(model, folder)" in found["forward"]
+    assert "refused" in outcomes["old", "without"][0][f"{folder} {model_class} as saved"]
+
+
+@cases
+@pytest.mark.parametrize("way", ["eager", "sdpa", "own config"])
+def test_the_case_that_stays_open(folder, model_class, way, outcomes):
+    """An older folder has nothing that transformers would ask anybody about once its attention is overruled."""
+    for how in ("with", "without"):
+        found = outcomes["old", how][0][f"{folder} {model_class} {way}"]
+        assert not found["equal"]
+        # Weights of the text tower and the projections are not the tower's.
+        assert not any(PRIOR_MODULE in key for key in found["unexpected"])
+
+
+@cases
+@pytest.mark.parametrize("options", [{}, {"attn_implementation": "eager"}, {"attn_implementation": "sdpa"}], ids=str)
+def test_an_older_folder_loads_by_the_loader(folder, model_class, options):
+    expected = load_file(BEFORE / folder / "expected.safetensors")
+    model = sp.from_pretrained(getattr(transformers, model_class), BEFORE / folder, **options)
+    with torch.no_grad():
+        assert torch.equal(model(expected["images"])[0], expected["output"])
+
+
+def test_a_prior_that_was_left_out_is_loaded_afterwards(tmp_path):
+    folder = BEFORE / "vit_both"
+    expected = load_file(folder / "expected.safetensors")
+    model = ViTForImageClassification.from_pretrained(folder, attn_implementation="eager")
+    with torch.no_grad():
+        assert not torch.allclose(model(expected["images"])[0], expected["output"], atol=1e-3)
+        assert torch.equal(sp.load_prior(model, folder)(expected["images"])[0], expected["output"])
+    with pytest.raises(ValueError, match="has a prior already"):
+        sp.load_prior(model, folder)
+    STOCK["vit"].build().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="was saved without a prior"):
+        sp.load_prior(STOCK["vit"].build(), tmp_path)
+
+
+def test_a_model_whose_prior_could_not_be_loaded_does_not_run(tmp_path):
+    shutil.copytree(BEFORE / "vit_both", tmp_path / "model")
+    model = ViTForImageClassification.from_pretrained(tmp_path / "model")
+    (tmp_path / "model" / SCALARS_FILE).write_bytes((BEFORE / "clip_both" / SCALARS_FILE).read_bytes())
+    with pytest.raises(OSError, match=r"layers.0.decay_bias.beta has shape \(1, 2\), the model's prior \(8, 2\)"):
+        sp.load_prior(model, tmp_path / "model")
+    with pytest.raises(RuntimeError, match="load_prior"):
+        model(torch.zeros(1, 3, 16, 16))
+
+
+def test_damaged_or_foreign_scalars_are_named(tmp_path):
+    sp.apply_prior(STOCK["vit"].build(), "violin").save_pretrained(tmp_path)
+    file = tmp_path / SCALARS_FILE
+    whole = file.read_bytes()
+    file.write_bytes(whole[:40])
+    with pytest.raises(OSError, match=r"sparse_prior\.safetensors is damaged"):
+        ViTModel.from_pretrained(tmp_path)
+    other = sp.apply_prior(STOCK["vit"].build(), "manhattan")
+    other.save_pretrained(tmp_path / "other")
+    file.write_bytes((tmp_path / "other" / SCALARS_FILE).read_bytes())
+    with pytest.raises(OSError, match=r"layers.0.decay_bias.beta has shape \(1, 4\), the model's prior \(8, 4\)"):
+        ViTModel.from_pretrained(tmp_path)
+    file.unlink()
+    with pytest.raises(OSError, match=r"sparse_prior\.safetensors"):
+        ViTModel.from_pretrained(tmp_path)

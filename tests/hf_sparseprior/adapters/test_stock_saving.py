@@ -1,0 +1,180 @@
+"""Saving stock models with a prior, by hand and by the Trainer."""
+
+import copy
+import io
+import json
+
+import peft
+import pytest
+import torch
+from transformers import (
+    ViTConfig,
+    ViTForImageClassification,
+    ViTModel,
+)
+
+import hf_sparseprior as sp
+from hf_sparseprior.adapters.stock_attention import MARKER, PRIOR_MODULE
+from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
+from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY, move_decays, output
+
+
+class Images(torch.utils.data.Dataset):
+    """Random images and labels."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return {"pixel_values": torch.randn(3, 32, 32, generator=generator), "labels": index % 2}
+
+
+def trainer_of(model, folder, **arguments):
+    settings = {"report_to": [], "use_cpu": True, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
+    settings |= {"save_strategy": "epoch", "logging_strategy": "no", "disable_tqdm": True}
+    arguments = SparsePriorTrainingArguments(output_dir=str(folder), **settings, **arguments)
+    return SparsePriorTrainer(model, arguments, train_dataset=Images(), eval_dataset=Images())
+
+
+def stock_classifier(config):
+    torch.manual_seed(0)
+    return sp.apply_prior(ViTForImageClassification(config), "fibottention+violin")
+
+
+def test_resume_restores_every_tensor(tmp_path):
+    """ViT is saved under older names, which transformers' own Trainer reads back without a match."""
+    config = ViTConfig(**TINY)
+    whole = stock_classifier(config)
+    trainer_of(whole, tmp_path / "whole", num_train_epochs=2).train()
+    trainer_of(stock_classifier(config), tmp_path / "two", num_train_epochs=2).train()
+    resumed = stock_classifier(config)
+    checkpoint = str(tmp_path / "two" / "checkpoint-2")
+    trainer_of(resumed, tmp_path / "two", num_train_epochs=2).train(resume_from_checkpoint=checkpoint)
+    expected = whole.state_dict()
+    equal = [name for name, tensor in resumed.state_dict().items() if torch.equal(tensor, expected[name])]
+    assert equal == list(expected) and any(PRIOR_MODULE in name for name in equal)
+
+
+def test_the_best_model_is_loaded_with_every_tensor(tmp_path):
+    model = stock_classifier(ViTConfig(**TINY))
+    # The largest loss, so that the best model is not the last.
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    trainer = trainer_of(model, tmp_path, num_train_epochs=3, eval_strategy="epoch", **best)
+    trainer.train()
+    assert not trainer.state.best_model_checkpoint.endswith("checkpoint-6")
+    saved = ViTForImageClassification.from_pretrained(trainer.state.best_model_checkpoint).state_dict()
+    equal = [name for name, tensor in model.state_dict().items() if torch.equal(tensor, saved[name])]
+    assert equal == list(saved)
+
+
+def test_saving_a_part_of_what_has_a_prior_is_refused(tmp_path):
+    whole = sp.apply_prior(ViTForImageClassification(ViTConfig(**TINY)), "fibottention")
+    with pytest.raises(ValueError, match="applied to a part of it or to what it is a part of"):
+        whole.vit.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="Sequential must be a model of transformers"):
+        sp.apply_prior(torch.nn.Sequential(ViTModel(ViTConfig(**TINY))), "fibottention")
+
+
+def unexpected_keys(folder):
+    _, info = ViTForImageClassification.from_pretrained(folder, output_loading_info=True)
+    return info["unexpected_keys"]
+
+
+def test_saved_around_us_the_weights_say_that_something_is_missing(tmp_path):
+    """A model whose part has a prior, or the method of the class: nobody asks us, but the load is reported."""
+    part = ViTForImageClassification(ViTConfig(**TINY))
+    sp.apply_prior(part.vit, "fibottention")
+    part.save_pretrained(tmp_path / "part")
+    whole = sp.apply_prior(ViTForImageClassification(ViTConfig(**TINY)), "fibottention")
+    ViTForImageClassification.save_pretrained(whole, tmp_path / "whole")
+    for folder in ("part", "whole"):
+        assert len(unexpected_keys(tmp_path / folder)) == 3
+        assert all(key.endswith(MARKER) for key in unexpected_keys(tmp_path / folder))
+
+
+def copied(model):
+    return copy.deepcopy(model)
+
+
+def pickled(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("make_copy", [copied, pickled])
+def test_a_copy_saves_itself(make_copy, tmp_path):
+    model = sp.apply_prior(STOCK["vit"].build(), "fibottention+violin")
+    copy_of_it = make_copy(model)
+    move_decays(copy_of_it)
+    expected = output(copy_of_it, "vit")
+    assert not torch.equal(output(model, "vit"), expected)
+    for _ in range(2):  # and it does so twice
+        copy_of_it.save_pretrained(tmp_path)
+        assert torch.equal(output(ViTModel.from_pretrained(tmp_path), "vit"), expected)
+    sp.remove_prior(copy_of_it).save_pretrained(tmp_path / "removed")
+    assert torch.equal(output(ViTModel.from_pretrained(tmp_path / "removed"), "vit"), output(copy_of_it, "vit"))
+    assert not unexpected_keys(tmp_path / "removed") and "save_pretrained" in model.__dict__
+
+
+def test_saving_leaves_the_config_as_it_was_and_the_folder_says_what_is_in_it(tmp_path):
+    model = sp.apply_prior(STOCK["vit"].build(), "bigbird")
+    before = dict(model.config.__dict__)
+    model.save_pretrained(tmp_path)
+    written = {**model.config.__dict__, "dtype": before["dtype"], "architectures": before["architectures"]}
+    assert written == before
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["attn_implementation"] == "sparse_prior"
+    assert config["quantization_config"] == {"quant_method": "sparse_prior"}
+    assert config["sparse_prior"]["prior"]["support"]["name"] == "bigbird"
+
+
+def test_a_quantized_model_keeps_its_own_quantization_config(tmp_path):
+    model = sp.apply_prior(STOCK["vit"].build(), "violin")
+    move_decays(model)
+    model.config.quantization_config = {"quant_method": "quanto", "weights": "int8"}
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_method"] == "quanto"
+    assert model.config.quantization_config["quant_method"] == "quanto"
+    # Such a folder names our attention, as older ones do, so that it does not run without its prior.
+    model.config.quantization_config = None
+    config = ViTConfig.from_pretrained(tmp_path)
+    config.quantization_config = None
+    with pytest.raises(RuntimeError, match="load_prior"):
+        output(ViTModel.from_pretrained(tmp_path, config=config), "vit")
+    loaded = sp.load_prior(ViTModel.from_pretrained(tmp_path, config=config), tmp_path)
+    assert torch.equal(output(loaded, "vit"), output(model, "vit"))
+
+
+def test_mixers_come_back_with_the_adapter(tmp_path):
+    # Its weights start at random: an adapter without them would fit no other start.
+    def fresh(seed):
+        torch.manual_seed(0)
+        model = STOCK["vit"].build()
+        torch.manual_seed(seed)
+        return sp.apply_prior(model, "linformer")
+
+    model = fresh(1)
+    adapted = peft.get_peft_model(model, sp.adapters.lora_config(model))
+    with pytest.raises(ValueError, match=r"unload\(\) of the peft model"):
+        sp.remove_prior(adapted.get_base_model())
+    with pytest.raises(ValueError, match="save the peft model, or unload"):
+        adapted.get_base_model().save_pretrained(tmp_path / "base")
+    adapted.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(fresh(2), tmp_path)
+    expected = output(adapted.eval(), "vit")
+    assert output(again.eval(), "vit").equal(expected) and not output(fresh(2), "vit").equal(expected)
+
+
+def test_scalars_that_peft_holds_are_not_thrown_away(tmp_path):
+    model = sp.apply_prior(ViTForImageClassification(ViTConfig(**TINY)), "violin")
+    settings = {"target_modules": ["q_proj"], "modules_to_save": ["decay_bias"]}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    with pytest.raises(ValueError, match=r"unload\(\) of the peft model"):
+        sp.remove_prior(model)
+    with pytest.raises(ValueError, match="save the peft model, or unload"):
+        model.save_pretrained(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")

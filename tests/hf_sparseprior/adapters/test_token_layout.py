@@ -1,0 +1,66 @@
+"""Where the tokens of a stock model lie: other grids, shuffled and masked patches, layers that run twice."""
+
+import pytest
+import torch
+
+import hf_sparseprior as sp
+from hf_sparseprior.adapters.stock_attention import StockPrior
+from hf_sparseprior.adapters.token_layout import LayoutCheckpoint
+from tests.hf_sparseprior.adapters.stock_models import STOCK, move_decays
+
+
+@pytest.mark.parametrize(
+    "name", ["vit", "deit", "dinov2", "dinov2_registers", "ijepa", "clip", "siglip", "swin", "dinov3"]
+)
+def test_another_resolution_and_a_grid_that_is_no_square(name):
+    """The grid follows the image: 8 x 10 patches of a model made for 8 x 8."""
+    model = STOCK[name].build()
+    images = torch.randn(2, 3, 32, 40)
+    extra = {} if name in ("dinov2", "dinov2_registers", "dinov3") else {"interpolate_pos_encoding": True}
+    sp.apply_prior(model, "fibottention+violin")
+    with torch.no_grad():
+        model(pixel_values=images, **extra)
+    layer = next(module for module in model.modules() if isinstance(module, StockPrior))
+    (plan,) = layer._plans.values()
+    assert plan.grid == ((4, 4) if name == "swin" else (8, 10)) and plan.num_prefix_tokens == STOCK[name].prefix
+
+
+@pytest.mark.parametrize("name", ["vit", "mae"])
+def test_two_forwards_before_one_checkpointed_backward(name):
+    """The layers run again with the layout of their own forward: other patches are visible, or the grid is another."""
+    first, second = STOCK[name].example(1), STOCK[name].example(2)
+    if name == "mae":
+        second["noise"] = 1 - second["noise"]
+    else:
+        first, second = ({"pixel_values": torch.randn(2, 3, *size)} for size in ((32, 48), (48, 32)))
+        first["interpolate_pos_encoding"] = second["interpolate_pos_encoding"] = True
+    gradients = []
+    for checkpointed in (False, True):
+        model = sp.apply_prior(STOCK[name].build(), "fibottention+violin").train()
+        move_decays(model)
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        loss = sum(model(**view).last_hidden_state.square().sum() for view in (first, second))
+        loss.backward()
+        gradients.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], gradient)
+    sp.remove_prior(model)
+    assert not any(
+        isinstance(getattr(module, "_gradient_checkpointing_func", None), LayoutCheckpoint)
+        for module in model.modules()
+    )
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    gradients = []
+    for checkpointed in (False, True):
+        model = sp.apply_prior(STOCK["vit"].build(), "fibottention+violin").train()
+        move_decays(model)
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        model(**STOCK["vit"].example()).last_hidden_state.square().sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
