@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, AutoModelForVideoClassification
 
-import hf_sparseprior  # noqa: F401  registers the models
+import hf_sparseprior
 from tests.hf_sparseprior.without_package import WITHOUT_PACKAGE
 
 BEFORE = Path(__file__).parent / "fixtures" / "before_16"
@@ -68,7 +68,7 @@ def test_models(name):
 @pytest.mark.parametrize("name", STOCK)
 def test_stock_models(name):
     folder = BEFORE / "stock" / name
-    model, info = AutoModelForImageClassification.from_pretrained(folder, output_loading_info=True)
+    model, info = hf_sparseprior.from_pretrained(AutoModelForImageClassification, folder, output_loading_info=True)
     assert not any(info.values()), info
     check(model, folder)
 

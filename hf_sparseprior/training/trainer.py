@@ -17,18 +17,8 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-<<<<<<< HEAD
 from hf_sparseprior.families import family_of
 from hf_sparseprior.loading import check_whole
-=======
-<<<<<<< HEAD
-from hf_sparseprior.loading import check_whole
-=======
-from hf_sparseprior.adapters.stock_loading import from_pretrained
-from hf_sparseprior.hub import check_whole
->>>>>>> d00dd22 (Stock models: families, layout, encoder, attention, saving and loading in files of their own; a registered loader brings the prior back, and no class of transformers is replaced)
-from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTPreTrainedModel
->>>>>>> 147a958 (Stock models: families, layout, encoder, attention, saving and loading in files of their own; a registered loader brings the prior back, and no class of transformers is replaced)
 from hf_sparseprior.training.distillation import Distillation
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.keep_rate import KeepRateSchedule, evit_modules
@@ -331,7 +321,7 @@ class SparsePriorTrainer(Trainer):
             return False
         if not any((Path(folder) / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
             return False
-        loaded, info = from_pretrained(type(model), folder, dtype=model.dtype, output_loading_info=True)
+        loaded, info = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
         check_whole(folder, info)
         model.load_state_dict(loaded.state_dict())
         return True
