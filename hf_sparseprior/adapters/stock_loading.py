@@ -81,7 +81,7 @@ class PriorLoader(HfQuantizer):
         model.__dict__.pop("is_quantized", None)
         if not self.checkpoint_files:
             raise ValueError(f"{type(model).__name__} has a prior, whose scalars a state_dict does not bring")
-        _restore(model, _record_of(model), _scalars_beside(self.checkpoint_files[0], model.name_or_path))
+        _restore(model, _record_of(model), _scalars_next_to(self.checkpoint_files[0], model.name_or_path))
         return model
 
 
@@ -180,7 +180,7 @@ def _fill_scalars(model: PreTrainedModel, scalars: dict[str, Tensor], path: Any)
             tensor.copy_(scalars[name])
 
 
-def _scalars_beside(weights: str, name: str) -> str | None:
+def _scalars_next_to(weights: str, name: str) -> str | None:
     """The file of scalars next to a file of weights; of the hub's, downloaded from the same commit."""
     folder = Path(weights).parent
     if (file := folder / SCALARS_FILE).is_file():

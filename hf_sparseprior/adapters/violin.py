@@ -37,11 +37,11 @@ from hf_sparseprior.prior import is_prior_weight, parse_prior
 from hf_sparseprior.resolved import ResolvedDecay
 
 ATTACHED = "_sparse_prior_adapters"  # the attribute of a stock model whose priors are there for adapters alone
-PEFT_ROOT = "base_model.model."  # in front of the names of a model within a PeftModel
+PEFT_ROOT = "base_model.model."  # what a PeftModel puts before the names of its model
 
 
 class AdapterType(str, enum.Enum):  # noqa: UP042, peft's own types are of this kind
-    """Values of `peft_type` beside those of peft."""
+    """Values of `peft_type` that peft does not have."""
 
     VIOLIN = "VIOLIN"
     LORA_VIOLIN = "LORA_VIOLIN"
@@ -66,7 +66,7 @@ BASE_HELP = (
 
 @dataclass
 class _DecayFields:
-    """What the configs below share, in front of one of peft's."""
+    """Fields and checks of both configs below, each of which also derives from one of peft's."""
 
     adapter_type: ClassVar[AdapterType]
 
@@ -218,7 +218,7 @@ _NO_WEIGHTING = (
 
 
 class _DecayTuner:
-    """What the tuners below share, in front of one of peft's."""
+    """What both tuners below share, each of which also derives from one of peft's."""
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         super()._prepare_model(peft_config, model)  # type: ignore[misc]
@@ -444,7 +444,8 @@ def _remap_and_check(
     return mapped
 
 
-# Of every method of peft: plain LoRA may hold a prior's scalars too, in `modules_to_save`.
+# The one class of peft that is changed. Plain LoRA may hold a prior's scalars too, in `modules_to_save`; a model without
+# that prior would take the adapter and leave them out in silence, and it has nothing of ours that could ask.
 BaseTuner._remap_adapter_state_dict_for_load = classmethod(_remap_and_check)
 
 # `register_peft_method` takes no name outside peft's own list.

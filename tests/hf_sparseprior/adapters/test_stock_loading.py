@@ -178,7 +178,7 @@ def test_scalars_of_a_model_of_the_hub_come_from_its_commit(tmp_path, monkeypatc
     asked = []
     monkeypatch.setattr(stock_loading, "cached_file", lambda *args, **options: asked.append((args, options)))
     weights = tmp_path / "models--me--vit" / "snapshots" / "0123abcd" / "sub" / "model.safetensors"
-    stock_loading._scalars_beside(str(weights), "me/vit")
+    stock_loading._scalars_next_to(str(weights), "me/vit")
     location = {"cache_dir": str(tmp_path), "revision": "0123abcd", "subfolder": "sub"}
     assert asked == [(("me/vit", SCALARS_FILE), location)]
 
@@ -186,7 +186,7 @@ def test_scalars_of_a_model_of_the_hub_come_from_its_commit(tmp_path, monkeypatc
 # ---- fresh processes, and folders saved by versions before ----------------------------------------------------------
 
 BEFORE = Path(__file__).parent / "saved_before"  # saved by the commit e5bff13
-OLD = sorted(folder.name for folder in BEFORE.iterdir())
+OLD = sorted(folder.name for folder in BEFORE.iterdir() if folder.is_dir())
 CASES = [(folder, name) for folder in OLD for name in CLASSES[folder.partition("_")[0]]]
 cases = pytest.mark.parametrize("folder, model_class", CASES)
 
