@@ -1,9 +1,10 @@
 """peft learns of our adapters when it is imported; this package never imports it by itself.
 
-peft has no entry points for others' methods, so the import of peft is watched for: `import hf_sparseprior` puts a finder
-into `sys.meta_path`, which finds peft once, imports `adapters.violin` after it, and takes itself out again. What that
-changes in peft is at the end of `adapters.violin`: five entries in peft's registries (`register_peft_method` takes no name
-outside peft's own list), and one method of `BaseTuner`, wrapped by a check that raises or returns what peft returned.
+peft has no entry points for others' methods, so the import of peft is watched for: `import hf_sparseprior` puts a
+finder into `sys.meta_path`, which finds peft once, imports `adapters.violin` after it, and takes itself out again. What
+that changes in peft is at the end of `adapters.violin`: five entries in peft's registries (`register_peft_method` takes
+no name outside peft's own list), and one method of `BaseTuner`, wrapped by a check that raises or returns what peft
+returned.
 """
 
 from __future__ import annotations

@@ -444,7 +444,7 @@ def _remap_and_check(
     return mapped
 
 
-# The one class of peft that is changed. Plain LoRA may hold a prior's scalars too, in `modules_to_save`; a model without
+# The one class of peft that is changed. Plain LoRA may hold a prior's scalars too, in `modules_to_save`. A model without
 # that prior would take the adapter and leave them out in silence, and it has nothing of ours that could ask.
 BaseTuner._remap_adapter_state_dict_for_load = classmethod(_remap_and_check)
 

@@ -1,7 +1,7 @@
 """How the folders here were saved, by commit e5bff13: `python make.py OUT` with that commit's package.
 
-Tiny stock models with random weights and a prior whose scalars are far from where they start, and in `expected.safetensors`
-images and what the model makes of them.
+Tiny stock models with random weights and a prior whose scalars are far from where they start, and in
+`expected.safetensors` images and what the model makes of them.
 """
 
 import sys
