@@ -444,8 +444,8 @@ def _remap_and_check(
     return mapped
 
 
-# The one class of peft that is changed. Plain LoRA may hold a prior's scalars too, in `modules_to_save`. A model without
-# that prior would take the adapter and leave them out in silence, and it has nothing of ours that could ask.
+# The one class of peft that is changed. Plain LoRA may hold a prior's scalars too, in `modules_to_save`. A model that
+# lacks the prior would take the adapter and leave them out in silence, and it has nothing of ours that could ask.
 BaseTuner._remap_adapter_state_dict_for_load = classmethod(_remap_and_check)
 
 # `register_peft_method` takes no name outside peft's own list.

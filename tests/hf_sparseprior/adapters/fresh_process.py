@@ -70,7 +70,8 @@ def load(folder: Path, model_class: type, options: dict) -> dict:
             output = model(expected["images"])[0]
     except RuntimeError as error:
         return {"forward": str(error)}
-    return {"equal": torch.equal(output, expected["output"]), "unexpected": sorted(info["unexpected_keys"])}
+    difference = (output - expected["output"]).abs().max().item()
+    return {"difference": difference, "unexpected": sorted(info["unexpected_keys"])}
 
 
 def own_config(folder: Path) -> transformers.PreTrainedConfig:
@@ -92,7 +93,9 @@ def main() -> None:
             for way in WAYS:
                 options = {"config": own_config(folder)} if way == "own config" else {}
                 options |= {"attn_implementation": way} if way in ("eager", "sdpa") else {}
-                results[f"{folder.name} {name} {way}"] = load(folder, getattr(transformers, name), options)
+                results[f"{folder.parent.name} {folder.name} {name} {way}"] = load(
+                    folder, getattr(transformers, name), options
+                )
     bert = transformers.BertModel(transformers.BertConfig(**BERT))
     bert.save_pretrained(Path(sys.argv[2]).parent / "bert")
     transformers.BertModel.from_pretrained(pretrained_model_name_or_path=Path(sys.argv[2]).parent / "bert")

@@ -214,45 +214,44 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcomes(saved):
-    """(old or new, with or without the package) -> what `fresh_process` came to, and what it logged."""
-    return {
-        (age, how): run_fresh(how, [saved[age] / name for name in OLD])
-        for age in ("old", "new")
-        for how in ("with", "without")
-    }
+    """With or without the package -> what `fresh_process` came to, and what it logged."""
+    folders = [saved[age] / name for age in ("old", "new") for name in OLD]
+    return {how: run_fresh(how, folders) for how in ("with", "without")}
 
 
 def test_the_import_changes_no_class(outcomes):
     # peft has no other place to look at what an adapter of any method brings.
     allowed = ["peft.tuners.tuners_utils.BaseTuner._remap_adapter_state_dict_for_load"]
-    assert outcomes["new", "with"][0]["changed"] == allowed
+    assert outcomes["with"][0]["changed"] == allowed
 
 
 @cases
 def test_after_the_import_a_folder_brings_its_prior(folder, model_class, outcomes):
-    results = outcomes["new", "with"][0]
-    for way in ("as saved", "eager", "sdpa"):
-        found = results[f"{folder} {model_class} {way}"]
-        assert found == {"equal": True, "unexpected": []}, way
-    own = results[f"{folder} {model_class} own config"]
-    assert not own["equal"] and any(MARKER in key for key in own["unexpected"])
+    results = outcomes["with"][0]
+    # Eager attention is the reference backend; the others are what the output was made with.
+    for way, tolerance in {"as saved": 0, "sdpa": 0, "eager": 1e-5}.items():
+        found = results[f"new {folder} {model_class} {way}"]
+        assert found["difference"] <= tolerance, way
+        assert not any(MARKER in key for key in found["unexpected"]), way
+    own = results[f"new {folder} {model_class} own config"]
+    assert own["difference"] > 1e-3 and any(MARKER in key for key in own["unexpected"])
 
 
 @cases
 def test_without_the_package_a_folder_does_not_load_unnoticed(folder, model_class, outcomes):
-    results, logged = outcomes["new", "without"]
-    assert "sparse_prior" in results[f"{folder} {model_class} as saved"]["refused"]
+    results, logged = outcomes["without"]
+    assert "sparse_prior" in results[f"new {folder} {model_class} as saved"]["refused"]
     for way in ("eager", "sdpa", "own config"):
-        found = results[f"{folder} {model_class} {way}"]
-        assert not found["equal"] and any(MARKER in key for key in found["unexpected"]), way
+        found = results[f"new {folder} {model_class} {way}"]
+        assert found["difference"] > 1e-3 and any(MARKER in key for key in found["unexpected"]), way
     assert "Unknown quantization type, got sparse_prior" in logged and MARKER in logged
 
 
 @cases
 def test_an_older_folder_refuses_to_run_without_its_prior(folder, model_class, outcomes):
-    found = outcomes["old", "with"][0][f"{folder} {model_class} as saved"]
+    found = outcomes["with"][0][f"old {folder} {model_class} as saved"]
     assert "hf_sparseprior.load_prior(model, folder)" in found["forward"]
-    assert "refused" in outcomes["old", "without"][0][f"{folder} {model_class} as saved"]
+    assert "refused" in outcomes["without"][0][f"old {folder} {model_class} as saved"]
 
 
 @cases
@@ -260,9 +259,9 @@ def test_an_older_folder_refuses_to_run_without_its_prior(folder, model_class, o
 def test_the_case_that_stays_open(folder, model_class, way, outcomes):
     """An older folder has nothing that transformers would ask anybody about once its attention is overruled."""
     for how in ("with", "without"):
-        found = outcomes["old", how][0][f"{folder} {model_class} {way}"]
-        assert not found["equal"]
-        # Weights of the text tower and the projections are not the tower's.
+        found = outcomes[how][0][f"old {folder} {model_class} {way}"]
+        assert found["difference"] > 1e-3
+        # Those of the text tower and the projections are unexpected in a tower, with or without a prior.
         assert not any(PRIOR_MODULE in key for key in found["unexpected"])
 
 
@@ -272,13 +271,14 @@ def test_an_older_folder_loads_by_the_loader(folder, model_class, options):
     expected = load_file(BEFORE / folder / "expected.safetensors")
     model = sp.from_pretrained(getattr(transformers, model_class), BEFORE / folder, **options)
     with torch.no_grad():
-        assert torch.equal(model(expected["images"])[0], expected["output"])
+        difference = (model(expected["images"])[0] - expected["output"]).abs().max()
+    assert difference <= (1e-5 if options == {"attn_implementation": "eager"} else 0)
 
 
 def test_a_prior_that_was_left_out_is_loaded_afterwards(tmp_path):
     folder = BEFORE / "vit_both"
     expected = load_file(folder / "expected.safetensors")
-    model = ViTForImageClassification.from_pretrained(folder, attn_implementation="eager")
+    model = ViTForImageClassification.from_pretrained(folder, attn_implementation="sdpa")
     with torch.no_grad():
         assert not torch.allclose(model(expected["images"])[0], expected["output"], atol=1e-3)
         assert torch.equal(sp.load_prior(model, folder)(expected["images"])[0], expected["output"])
