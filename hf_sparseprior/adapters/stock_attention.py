@@ -17,8 +17,8 @@ from transformers.utils.output_capturing import _active_collector
 
 from hf_sparseprior.adapters.token_layout import TokenLayout
 from hf_sparseprior.attention import PriorAttention
-from hf_sparseprior.resolved import ResolvedPrior
 from hf_sparseprior.attention_request import AttentionRequest
+from hf_sparseprior.resolved import ResolvedPrior
 
 IMPLEMENTATION = "sparse_prior"  # the name in `AttentionInterface`, and in config.json of models saved with a prior
 OLD_IMPLEMENTATIONS = ("fibottention", "violin")  # what older folders say, whatever support or decay they have
