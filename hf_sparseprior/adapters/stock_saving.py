@@ -121,9 +121,10 @@ def _recorded(model: PreTrainedModel) -> Iterator[None]:
     """
     # Also in that of a vision tower, which a class for the tower alone reads.
     configs = {id(config): config for config in (model.config, stock_priors(model)[0].config)}
-    ignored, added = model._keys_to_ignore_on_save, []
+    ignored = model._keys_to_ignore_on_save
+    added: list[tuple[Any, str]] = []
     for config in configs.values():
-        fields = {RECORD: {"prior": applied_prior(model).prior}, "attn_implementation": IMPLEMENTATION}
+        fields: dict[str, Any] = {RECORD: {"prior": applied_prior(model).prior}, "attn_implementation": IMPLEMENTATION}
         if getattr(config, "quantization_config", None) is None:  # a quantized model needs its own to load at all
             fields["quantization_config"] = {"quant_method": LOADER}
         for name, value in fields.items():
