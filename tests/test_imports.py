@@ -80,7 +80,7 @@ def circles(edges):
 MAY_IMPORT = {
     "kernels": set(),
     "core": set(),
-    "training": {"core"},
+    "training": {"core", "adapters"},
     "adapters": {"core"},
     "analysis": {"core", "adapters"},
     "convert": {"core", "adapters"},

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from hf_sparseprior.adapters.stock_loading import from_pretrained
 from hf_sparseprior.families import family_of
 from hf_sparseprior.loading import check_whole
 from hf_sparseprior.training.distillation import Distillation
@@ -321,7 +322,7 @@ class SparsePriorTrainer(Trainer):
             return False
         if not any((Path(folder) / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
             return False
-        loaded, info = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
+        loaded, info = from_pretrained(type(model), folder, dtype=model.dtype, output_loading_info=True)
         check_whole(folder, info)
         model.load_state_dict(loaded.state_dict())
         return True

@@ -26,7 +26,7 @@ from transformers import (
 
 import hf_sparseprior as sp
 from hf_sparseprior.adapters import lora_config, violin
-from hf_sparseprior.adapters.stock import StockPrior
+from hf_sparseprior.adapters.stock_attention import StockPrior
 from hf_sparseprior.attention import PriorAttention
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.training import SparsePriorTrainer
