@@ -40,6 +40,7 @@ class Backend:
 
 
 BACKENDS: dict[str, Backend] = {}
+_by_priority: list[str] = []  # their names, the highest priority first
 
 
 def register_backend(
@@ -70,11 +71,13 @@ def register_backend(
     if name in BACKENDS or name == "auto":
         raise ValueError(f"backend {name!r} is registered already")
     BACKENDS[name] = Backend(can_run, run, priority, dense, crossovers or {})
+    _by_priority[:] = sorted(BACKENDS, key=lambda name: -BACKENDS[name].priority)
 
 
 def unregister_backend(name: str) -> None:
     """Take a backend out again."""
     del BACKENDS[name]
+    _by_priority.remove(name)
 
 
 def slower_than_dense(
@@ -123,18 +126,26 @@ def choose_backend(request: AttentionRequest, backend: str = "auto") -> str:
         return backend
     q, k, v = request.q, request.k, request.v
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    by_priority = sorted(BACKENDS, key=lambda name: -BACKENDS[name].priority)
-    dense_path = next(n for n in by_priority if BACKENDS[n].dense and BACKENDS[n].can_run(request) is None)
     listed = None if request.key_ids is None else request.key_ids.shape[-1]
+    dense_path = _dense_path(request)
     refused: list[tuple[str, str]] = []
-    for name in by_priority:
-        reason = slower_than_dense(BACKENDS[name], request.plan, q.device.type, trains, dense_path, listed)
-        reason = reason or BACKENDS[name].can_run(request)
+    for name in _by_priority:
+        candidate = BACKENDS[name]
+        reason = slower_than_dense(candidate, request.plan, q.device.type, trains, dense_path, listed)
+        reason = reason or candidate.can_run(request)
         if reason is None:
             if not torch.compiler.is_compiling() and logger.isEnabledFor(logging.DEBUG):
                 _log_choice(request, name, refused)
             return name
         refused.append((name, reason))
+    raise AssertionError("unreachable: reference runs everything")
+
+
+def _dense_path(request: AttentionRequest) -> str:
+    """The dense backend that would run the request."""
+    for name in _by_priority:
+        if BACKENDS[name].dense and BACKENDS[name].can_run(request) is None:
+            return name
     raise AssertionError("unreachable: reference runs everything")
 
 
