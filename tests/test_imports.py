@@ -94,8 +94,6 @@ NOT_YET = {
     "tasks.analysis.runs",
     "tasks.analysis.trained",
     "tasks.benchmark.training_loop",
-    "tasks.video.compare",
-    "tasks.video.train",
 }
 
 
