@@ -1,8 +1,9 @@
 """Attention maps over images: python -m tasks.analysis.attention RUN [RUN ...] --images FILE ... or --indices N ...
 
 For each model and image two kinds of pictures: the attention of the class token (or of all patches in the mean) in each
-layer and head; and for chosen query patches which keys each head sees, beside the attention to them (as in Sparsifiner
-Figures 3 and 5). Layers, heads, rows and columns count from 1, as in the pictures; images of a split from 0.
+layer and head; and for chosen query patches which patches each head sees, next to its attention to them (as in
+Sparsifiner Figures 3 and 5). Layers, heads, rows and columns count from 1, as in the pictures, and images of a split
+from 0.
 """
 
 from __future__ import annotations
@@ -10,11 +11,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
@@ -29,19 +28,22 @@ from hf_sparseprior.analysis.attention_maps import (
 )
 from hf_sparseprior.analysis.image_maps import Panel, draw_panels
 from hf_sparseprior.analysis.layers import AttentionLayers, attention_weights, connectivity
+from tasks.analysis.maps import (
+    add_map_arguments,
+    check_map_arguments,
+    chosen,
+    chosen_images,
+    chosen_queries,
+    report_maps,
+)
 from tasks.analysis.runs import (
     SavedModel,
-    add_data_arguments,
-    add_model_arguments,
-    check_counts,
-    open_images,
+    model_parser,
     open_models,
     preparation,
     shown_image,
-    write_analysis,
 )
 from tasks.common.command import run_command
-from tasks.common.images.sources import decode
 from tasks.common.tables import markdown_table
 
 QUERIES = ("class_token", "mean")
@@ -50,48 +52,6 @@ NOTE = (
     "pairs seen: share of all pairs of tokens, prefix included; entropy in nats, mean over queries (uniform attention: "
     "log of the number of tokens); distance: of the patches attended to, in patches. Means over heads and images."
 )
-
-
-def parse_query(text: str) -> tuple[int, int]:
-    """(row, column) from 0 of "ROW,COLUMN" from 1."""
-    parts = text.split(",")
-    if len(parts) != 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} must be ROW,COLUMN of a patch, counted from 1, for example 7,7")
-    return int(parts[0]) - 1, int(parts[1]) - 1
-
-
-def chosen_images(saved: SavedModel, arguments: argparse.Namespace) -> dict[str, Image.Image]:
-    """The images of --images and --indices by a name for files."""
-    images = {Path(file).stem: decode(str(file), str(file)) for file in arguments.images}
-    if len(images) < len(arguments.images):
-        raise ValueError("--images: two files of the same name would give the same picture")
-    if arguments.indices:
-        dataset, description = open_images(saved, arguments)
-        for index in arguments.indices:
-            if not 0 <= index < len(dataset):
-                raise ValueError(
-                    f"--indices {index} must be between 0 and {len(dataset) - 1}, the last of {description}"
-                )
-            images[f"{arguments.split}{index}"] = dataset.images.read(index)
-    return images
-
-
-def chosen(numbers: Sequence[int] | None, count: int, default: int, option: str) -> list[int]:
-    """Positions from 0 of numbers from 1, each once; without numbers so many of them, evenly spread, with the last."""
-    if not numbers:
-        return sorted({round(position) for position in np.linspace(0, count - 1, min(default, count))})
-    for number in numbers:
-        if not 1 <= number <= count:
-            raise ValueError(f"{option} {number} must be between 1 and {count}")
-    return [number - 1 for number in dict.fromkeys(numbers)]
-
-
-def chosen_queries(queries: Sequence[tuple[int, int]] | None, grid: tuple[int, int]) -> list[tuple[int, int]]:
-    """(row, column) from 0 of the patches of --queries, each once; without any the middle one."""
-    for row, column in queries or ():
-        if row >= grid[0] or column >= grid[1]:
-            raise ValueError(f"--queries {row + 1},{column + 1} must be from 1,1 to {grid[0]},{grid[1]}, the grid")
-    return list(dict.fromkeys(queries or [(grid[0] // 2, grid[1] // 2)]))
 
 
 def attention_rows(
@@ -143,7 +103,7 @@ def query_rows(
     heads: Sequence[int],
     query: tuple[int, int],
 ) -> list[list[Panel]]:
-    """Panels of each layer: what each head sees of the image from a query patch, then its attention.
+    """Panels of each layer: the patches that each head sees from a query patch, then its attention to them.
 
     Args:
         image: (height, width, 3).
@@ -155,11 +115,12 @@ def query_rows(
     grid, prefix = attention.grid, attention.num_prefix_tokens
     rows = []
     for number in layers:
-        keys = query_map(seen[number], query, grid, prefix).numpy()
+        visible = query_map(seen[number], query, grid, prefix).numpy()
         heat = query_map(weights[number], query, grid, prefix).numpy()
-        where = {"query": query, "grid": grid}
+        where: dict[str, Any] = {"query": query, "grid": grid}
         row = [
-            Panel(image, seen=keys[head], title=f"head {head + 1} sees {keys[head].sum()}", **where) for head in heads
+            Panel(image, seen=visible[head], title=f"head {head + 1} sees {visible[head].sum()}", **where)
+            for head in heads
         ]
         row += [
             Panel(image, heat=heat[head], title=f"head {head + 1}, max {heat[head].max():.2g}", **where)
@@ -188,7 +149,7 @@ def work_on(saved: SavedModel, arguments: argparse.Namespace) -> dict[str, Any]:
             connectivity(layer, own, attention)[0].cpu() for layer, own in zip(attention.layers, given, strict=True)
         ]
         weights = [layer[0].float().cpu() for layer in given]
-        numbers.append([_numbers(own, keys, attention) for own, keys in zip(weights, seen, strict=True)])
+        numbers.append([_numbers(own, visible, attention) for own, visible in zip(weights, seen, strict=True)])
         image, stem = shown_image(saved, pixel_values), f"{saved.name.replace('/', '_')}_{name}"
         rows = attention_rows(image, weights, attention, layers, heads, source, arguments.rollout)
         heading = f"{saved.name}, {name}: attention of {'the class token' if source == QUERIES[0] else 'all patches'}"
@@ -200,13 +161,12 @@ def work_on(saved: SavedModel, arguments: argparse.Namespace) -> dict[str, Any]:
             labels = [f"layer {number + 1}" for number in query_layers]
             path = out / f"{stem}_query_{row + 1}_{column + 1}.png"
             pictures.append(draw_panels(panels, labels, path, heading))
-    keys = ("pairs_seen", "entropy", "distance")
     means = np.mean(numbers, axis=0).tolist()
     return {
         **saved.about(),
         "images": len(numbers),
         "queries_of": source,
-        "layers": [dict(zip(keys, layer, strict=True)) for layer in means],
+        "layers": [dict(zip(("pairs_seen", "entropy", "distance"), layer, strict=True)) for layer in means],
         "pictures": [str(path) for path in pictures],
     }
 
@@ -232,39 +192,19 @@ def table(models: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.analysis.attention",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_model_arguments(parser, "attention")
-    parser.add_argument("--images", type=Path, nargs="+", default=[], metavar="FILE")
-    parser.add_argument(
-        "--indices", type=int, nargs="+", metavar="N", help="images of --split of the run's data, from 0"
-    )
-    parser.add_argument("--queries", type=parse_query, nargs="+", metavar="ROW,COLUMN", help="default the middle patch")
+    parser = model_parser("attention", __doc__)
     parser.add_argument(
         "--source", choices=QUERIES, help="whose attention the first picture shows (default class_token)"
     )
     parser.add_argument("--rollout", action="store_true", help="also the attention rollout up to each layer")
-    parser.add_argument("--layers", type=int, nargs="+", metavar="N", help="default some, evenly spread")
-    parser.add_argument(
-        "--heads", type=int, nargs="+", metavar="N", help="default all, in query pictures the first four"
-    )
-    add_data_arguments(parser, limit=None)
+    add_map_arguments(parser, "some, evenly spread", "all, in query pictures the first four")
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
 
     def work() -> None:
-        check_counts(arguments)
-        if not arguments.images and not arguments.indices:
-            raise ValueError("no image is given; give --images FILE ... or --indices N ...")
+        check_map_arguments(arguments)
         models = [work_on(saved, arguments) for saved in open_models(arguments)]
-        write_analysis(arguments.out / "attention.json", {"task": "attention", "note": NOTE, "models": models})
-        print(f"{table(models)}\n\n{NOTE}")
-        for found in models:
-            print("\n".join(f"picture: {path}" for path in found["pictures"]))
-        print(f"results: {arguments.out / 'attention.json'}")
+        report_maps("attention", models, NOTE, table(models), arguments.out)
 
     return run_command(parser.prog, work, "from the beginning")
 

@@ -33,8 +33,8 @@ from tasks.analysis.diversity import spread
 from tasks.analysis.runs import (
     SavedModel,
     add_data_arguments,
-    add_model_arguments,
     check_counts,
+    model_parser,
     open_images,
     open_models,
     preparation,
@@ -49,7 +49,7 @@ COLUMNS = ("image", "left", "top", "width", "height")
 EXAMPLES = 6
 PAPER_IMAGES = 100  # "Results averaged over 100 images", section 6.2
 NOTE = (
-    "Weights behind the softmax, from each patch of a box to each patch of it, of the last layer; a patch is in a box "
+    "Weights after the softmax, from each patch of a box to each patch of it, of the last layer; a patch is in a box "
     "that covers half of it. Variances: over the pairs, of the mean over the heads; over the pairs of each head, the "
     "mean over heads; over the patches, of what each receives in the mean over heads and patches. A pair outside a "
     "head's support has weight 0. Means over the boxes of an image, then over images."
@@ -159,7 +159,7 @@ def measure(
 ) -> tuple[dict[str, Any], dict[str, Panel]]:
     """Means and variances of every layer, and panels of the first images by their names."""
     prepare, grid, prefix = preparation(saved), saved.attention.grid, saved.attention.num_prefix_tokens
-    found: list[list[np.ndarray]] = []  # an image: layers x fields of InsideAttention
+    found: list[np.ndarray] = []  # of an image: (layers, fields of InsideAttention)
     panels: dict[str, Panel] = {}
     left_out = boxes_used = 0
     for index in tqdm(range(images.count), desc=saved.name, disable=None, leave=False):
@@ -230,12 +230,7 @@ def table(models: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.analysis.box_variance",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_model_arguments(parser, "box_variance")
+    parser = model_parser("box_variance", __doc__)
     add_data_arguments(parser, limit=PAPER_IMAGES)
     parser.add_argument("--images", type=Path, metavar="FOLDER", help="images of your own, with --boxes")
     parser.add_argument("--boxes", type=Path, metavar="FILE", help=f"CSV ({','.join(COLUMNS)}) or JSON; pixels")

@@ -99,18 +99,18 @@ def corrupt(image: np.ndarray, name: str, severity: int, benchmark: str = BENCHM
         (height, width, 3) uint8.
 
     Raises:
-        ImportError: with what to install, where the package or what it needs is not there.
+        ImportError: with what to install, where the package or something that it needs is missing.
     """
     functions = adapted_package(benchmark)
     functions.random.seed(_seed(image, name, severity))
     with np.errstate(invalid="ignore"):
         corrupted = np.asarray(functions.corruptions[name](Image.fromarray(image), severity))
-    # Spatter divides by the largest drop. In a small image there may be none at all: then nothing is spattered.
+    # Spatter divides by the largest drop. A small image may have none at all: then nothing is spattered.
     return image if np.isnan(corrupted).any() else corrupted.astype(np.uint8)
 
 
 def _seed(image: np.ndarray, name: str, severity: int) -> int:
-    """The image itself decides, so that it does not matter which others are there."""
+    """A seed that follows from the image, so that a subset of the images looks the same."""
     text = f"{name} {severity} {image.shape}".encode()
     return int.from_bytes(hashlib.sha256(text + np.ascontiguousarray(image).tobytes()).digest()[:4])
 
@@ -237,11 +237,14 @@ def _frost_picture(path: Path) -> np.ndarray:
     """A fifth of the frost's size, so that 32 pixels hold some of its structure; RGB."""
     import cv2
 
-    return cv2.resize(cv2.imread(str(path)), (0, 0), fx=0.2, fy=0.2)[..., ::-1]
+    picture = cv2.imread(str(path))
+    if picture is None:
+        raise OSError(f"{path} cannot be read")
+    return cv2.resize(picture, (0, 0), fx=0.2, fy=0.2)[..., ::-1]
 
 
 def _cifar_frost(folder: Path, random: np.random.RandomState, image: Image.Image, severity: int) -> np.ndarray:
-    # The sixth picture is never drawn, there and in the package.
+    # make_cifar_c.py and the package never draw the sixth picture.
     file = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")[random.randint(5)]
     frost = _frost_picture(folder / "frost" / file)
     row, column = (random.randint(0, length - CIFAR_SIDE) for length in frost.shape[:2])
@@ -261,7 +264,7 @@ def _cifar_elastic(random: np.random.RandomState, image: Image.Image, severity: 
     low, high = CIFAR_SIDE // 2 - CIFAR_SIDE // 3, CIFAR_SIDE // 2 + CIFAR_SIDE // 3
     corners = np.array([[high, high], [high, low], [low, low]], dtype=np.float32)
     moved = corners + random.uniform(-move, move, size=corners.shape).astype(np.float32)
-    pixels = np.asarray(image, dtype=np.float32) / 255.0
+    pixels: np.ndarray = np.asarray(image, dtype=np.float32) / 255.0
     pixels = cv2.warpAffine(pixels, cv2.getAffineTransform(corners, moved), size, borderMode=cv2.BORDER_REFLECT_101)
     right, down = (
         (gaussian(random.uniform(-1, 1, size=size), sigma, mode="reflect", truncate=3) * alpha).astype(np.float32)

@@ -6,7 +6,6 @@ along each curve (Figure 4), for the gammas that were learned (Figure 11), and o
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.decays import LearnedDecay, learned_decays
-from tasks.analysis.runs import SavedModel, add_model_arguments, check_counts, open_models, write_analysis
+from tasks.analysis.runs import SavedModel, check_counts, model_parser, open_models, write_analysis
 from tasks.common.command import run_command
 from tasks.common.tables import markdown_table
 
@@ -134,12 +133,7 @@ def head_masks(decays: list[LearnedDecay], query: tuple[int, int], grid: tuple[i
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.analysis.decay",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_model_arguments(parser, "decay")
+    parser = model_parser("decay", __doc__)
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
 

@@ -21,8 +21,8 @@ from hf_sparseprior.analysis.layers import watch_heads
 from tasks.analysis.runs import (
     SavedModel,
     add_data_arguments,
-    add_model_arguments,
     check_counts,
+    model_parser,
     open_images,
     open_models,
     pixel_batches,
@@ -80,12 +80,7 @@ def table(models: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.analysis.diversity",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_model_arguments(parser, "diversity")
+    parser = model_parser("diversity", __doc__)
     add_data_arguments(parser, limit=None, batch_size=64)
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()

@@ -136,7 +136,7 @@ def table(counted: dict[str, Any]) -> str:
         )
     lines += [f"layers at {first.image_size[0]} pixels, GFLOPs each", *_layer_lines(first)]
     if first.decay is not None:
-        lines.append("decay, 10^9 operations beside the total: M for a step, its use for each image")
+        lines.append("decay, 10^9 operations besides the total: M for a step, its use for each image")
         lines += [
             f"{own.image_size[0]:>7} {_giga(own.decay['build']):>10} {_giga(own.decay['apply']):>10}" for own in sparse
         ]
@@ -159,7 +159,7 @@ def _layer_lines(flops: ModelFlops) -> list[str]:
 
 
 def paper_lines() -> list[str]:
-    """The papers' numbers beside ours, and what each includes."""
+    """The papers' numbers next to ours, and what each includes."""
     lines = ["numbers of the papers (a multiply-add is 1 FLOP, softmax is not counted)"]
     for number in paper_numbers():
         lines.append(f"  {number.source}: printed {number.printed:g} {number.unit}, counted {number.count:.5g}")

@@ -21,7 +21,15 @@ from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.analysis.pictures import COLOURS, MARKERS, pyplot, save
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.files import write_text
-from tasks.analysis.trained import Cells, Trained, add_arguments, check_arguments, fill_cells, load_trained
+from tasks.analysis.trained import (
+    Trained,
+    accuracies,
+    check_arguments,
+    fill_cells,
+    load_trained,
+    open_cells,
+    trained_parser,
+)
 from tasks.common.command import run_command
 from tasks.common.environment import command_line, environment
 from tasks.common.results import write_results
@@ -34,12 +42,7 @@ FIGURE_8_TRAINED = 224
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.analysis.resolution",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser, "resolution")
+    parser = trained_parser("resolution", __doc__)
     parser.add_argument(
         "--sizes",
         nargs="+",
@@ -61,42 +64,23 @@ def run(arguments: argparse.Namespace) -> None:
     for model in models:
         _check_model(model)
     sizes = check_sizes(arguments.sizes or default_sizes(models), models)
-    cells = [
-        Cells(
-            arguments.out / "cells",
-            {"model_sha256": model.sha256, "images_sha256": shared.sha256},
-            len(shared.images),
-        )
-        for model in models
-    ]
+    cells = open_cells(arguments.out, models, shared)
     work = {
         _cell(size): (None, [model.preparation(resized_processor(model.processor, size)) for model in models])
         for size in sizes
     }
     fill_cells(models, cells, shared.images, work, arguments.batch_size, arguments.workers)
-    accuracy = {
-        model.name: {size: own.accuracy(_cell(size)) for size in sizes}
-        for model, own in zip(models, cells, strict=True)
-    }
+    names = {size: _cell(size) for size in sizes}
+    accuracy = {model.name: accuracies(model, own, names) for model, own in zip(models, cells, strict=True)}
     data = f"{len(shared.images)} test images of {shared.data.description}"
     text = f"Accuracy, %, on {data}; * the size trained at.\n\n{table(models, accuracy)}"
     write_results(
         arguments.out / "resolution.json",
         {
             "task": "resolution",
-            "images": len(shared.images),
-            "images_sha256": shared.sha256,
-            "data": shared.data.description,
+            **shared.about(),
             "models": [
-                {
-                    "name": model.name,
-                    "folder": str(model.folder),
-                    "sha256": model.sha256,
-                    "prior": model.network.config.prior_name,
-                    "trained_at": trained_at(model),
-                    "accuracy": accuracy[model.name],
-                }
-                for model in models
+                {**model.about(), "trained_at": trained_at(model), "accuracy": accuracy[model.name]} for model in models
             ],
             "command": command_line(),
             **environment(),

@@ -36,10 +36,12 @@ from tasks.analysis.trained import (
     Change,
     SharedImages,
     Trained,
-    add_arguments,
+    accuracies,
     check_arguments,
     fill_cells,
     load_trained,
+    open_cells,
+    trained_parser,
 )
 from tasks.common.command import run_command
 from tasks.common.config import check_known
@@ -81,7 +83,7 @@ def corruption_errors(model: Robustness, baseline: Robustness) -> dict[str, floa
     """Corruption error CE of each corruption: the model's errors over the baseline's, each summed over severities
     (Hendrycks & Dietterich 2019, Section 4; their baseline is AlexNet). None where the baseline makes no error.
     """
-    errors = {}
+    errors: dict[str, float | None] = {}
     for corruption, own in model.accuracy.items():
         of_baseline = sum(1 - share for share in baseline.accuracy[corruption].values())
         errors[corruption] = sum(1 - share for share in own.values()) / of_baseline if of_baseline else None
@@ -90,8 +92,8 @@ def corruption_errors(model: Robustness, baseline: Robustness) -> dict[str, floa
 
 def mean_corruption_error(errors: Mapping[str, float | None], corruptions: Sequence[str]) -> float | None:
     """mCE, the mean of CE over these corruptions; None if one of them has no CE."""
-    values = [errors[corruption] for corruption in corruptions]
-    return None if None in values else statistics.fmean(values)
+    values = [error for corruption in corruptions if (error := errors[corruption]) is not None]
+    return statistics.fmean(values) if len(values) == len(corruptions) else None
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -111,7 +113,7 @@ def corruption_table(models: Sequence[Robustness]) -> str:
 
 
 def _error_groups(corruptions: Sequence[str]) -> dict[str, Sequence[str]]:
-    """Over which corruptions mCE is taken: all of them and, if there are others too, the paper's 15."""
+    """The groups of corruptions that mCE is taken over: all of them and, if that is more than the paper's 15, those."""
     groups = {f"mCE of {len(corruptions)}": corruptions}
     if set(BENCHMARK_CORRUPTIONS) < set(corruptions):
         groups[f"mCE of the benchmark's {len(BENCHMARK_CORRUPTIONS)}"] = BENCHMARK_CORRUPTIONS
@@ -134,12 +136,7 @@ def _percent(share: float | None) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.analysis.robustness",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser, "robustness")
+    parser = trained_parser("robustness", __doc__)
     parser.add_argument(
         "--benchmark",
         default=BENCHMARKS[0],
@@ -161,19 +158,7 @@ def run(arguments: argparse.Namespace) -> None:
     models, shared = load_trained(arguments)
     for height, width in shared.sizes:
         check_size(height, width, arguments.benchmark)
-    cells = [
-        Cells(
-            arguments.out / "cells",
-            {
-                "model_sha256": model.sha256,
-                "images_sha256": shared.sha256,
-                "benchmark": arguments.benchmark,
-                "versions": made_with,
-            },
-            len(shared.images),
-        )
-        for model in models
-    ]
+    cells = open_cells(arguments.out, models, shared, benchmark=arguments.benchmark, versions=made_with)
     changes: dict[str, Change | None] = {CLEAN: None}
     for corruption in corruptions:
         for severity in severities:
@@ -183,7 +168,7 @@ def run(arguments: argparse.Namespace) -> None:
     preparations = [model.preparation() for model in models]
     work = {cell: (change, preparations) for cell, change in changes.items()}
     fill_cells(models, cells, shared.images, work, arguments.batch_size, arguments.workers)
-    results = [_from_cells(model.name, own, corruptions, severities) for model, own in zip(models, cells, strict=True)]
+    results = [_from_cells(model, own, corruptions, severities) for model, own in zip(models, cells, strict=True)]
     _write(arguments, models, results, shared, made_with)
 
 
@@ -211,12 +196,12 @@ def _cell(corruption: str, severity: int) -> str:
     return f"{corruption}_{severity}"
 
 
-def _from_cells(name: str, cells: Cells, corruptions: Sequence[str], severities: Sequence[int]) -> Robustness:
+def _from_cells(model: Trained, cells: Cells, corruptions: Sequence[str], severities: Sequence[int]) -> Robustness:
     accuracy = {
-        corruption: {severity: cells.accuracy(_cell(corruption, severity)) for severity in severities}
+        corruption: accuracies(model, cells, {severity: _cell(corruption, severity) for severity in severities})
         for corruption in corruptions
     }
-    return Robustness(name, cells.accuracy(CLEAN), accuracy)
+    return Robustness(model.name, accuracies(model, cells, {CLEAN: CLEAN})[CLEAN], accuracy)
 
 
 def _write(
@@ -244,9 +229,7 @@ def _write(
             "task": "robustness",
             "benchmark": benchmark,
             "baseline": first.name,
-            "images": len(shared.images),
-            "images_sha256": shared.sha256,
-            "data": shared.data.description,
+            **shared.about(),
             "models": [_record(*pair, first) for pair in zip(models, results, strict=True)],
             "corruption_versions": made_with,
             "command": command_line(),
@@ -268,10 +251,7 @@ def _write(
 def _record(model: Trained, result: Robustness, baseline: Robustness) -> dict[str, Any]:
     errors = corruption_errors(result, baseline)
     return {
-        "name": model.name,
-        "folder": str(model.folder),
-        "sha256": model.sha256,
-        "prior": getattr(model.network.config, "prior_name", None),
+        **model.about(),
         "clean_accuracy": result.clean,
         "accuracy": result.accuracy,
         "mean_accuracy": result.mean,

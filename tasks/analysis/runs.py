@@ -45,7 +45,7 @@ class SavedModel:
 
     @cached_property
     def processor(self) -> Any:
-        """The image processor, read when images are there to prepare."""
+        """The image processor, read when the first image is prepared."""
         return load_processor(self.folder)
 
     def about(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def model_names(folders: Sequence[Path], given: Sequence[str] | None = None) -> 
     if len(paths) == 1:
         return ["/".join(part for part in paths[0][-2:] if part != MODEL)]
     for end in (0, -1):
-        # Of a folder and one inside it, something is left.
+        # A folder and one inside it must each keep a name.
         while min(map(len, paths)) > 1 and len({path[end] for path in paths}) == 1:
             paths = [path[:-1] if end else path[1:] for path in paths]
     return ["/".join(path) for path in paths]
@@ -104,7 +104,7 @@ def load_model(folder: Path) -> Any:
         config = _read_json(folder / CONFIG_NAME)
         classifies = any("ImageClassification" in name for name in config.get("architectures") or [])
         ours = config.get("model_type") == SparsePriorViTConfig.model_type
-        # Of transformers' own attention, only the one that is written out gives weights.
+        # transformers' own attention gives weights only where it is written out.
         options = {} if ours else {"attn_implementation": "eager"}
         return load_whole_model(folder, AutoModelForImageClassification if classifies else AutoModel, **options)
     return _with_adapter(folder, load_model)
@@ -182,7 +182,7 @@ def open_images(saved: SavedModel, arguments: argparse.Namespace) -> tuple[Image
         images = images.subset(balanced_subset(images.labels, arguments.limit, config.split_seed))
     data.splits = {arguments.split: images}
     drop_corrupt(data, config)
-    # Nothing is read twice, so nothing is kept.
+    # Every image is read once, so a cache would be of no use.
     dataset = ImageDataset(data.splits[arguments.split], preparation(saved), cache=False)
     return dataset, f"{data.description}, {len(dataset)} {arguments.split} images"
 
@@ -198,14 +198,22 @@ def pixel_batches(dataset: ImageDataset, batch_size: int, device: str, title: st
 # ---- command line ---------------------------------------------------------------------------------------------------
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, out: str) -> None:
-    """Models, device and output folder."""
+def model_parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """Arguments of `python -m tasks.analysis.COMMAND`: models, their names, output folder and device."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tasks.analysis.{command}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "models", nargs="+", type=Path, metavar="RUN", help="folder of a run, a saved model or an adapter of peft"
     )
     parser.add_argument("--names", nargs="+", metavar="NAME", help="of the models; default: what tells them apart")
-    parser.add_argument("--out", type=Path, default=Path("outputs/analysis") / out, help="folder (default %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/analysis") / command, help="folder (default %(default)s)"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
+    return parser
 
 
 def add_data_arguments(
@@ -225,7 +233,7 @@ def add_data_arguments(
 
 
 def check_counts(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for numbers below 1 and a device that is not there."""
+    """Raise ValueError for numbers below 1 and a device that cannot be used."""
     for name in ("limit", "batch_size"):
         value = getattr(arguments, name, None)
         if value is not None and value < 1:

@@ -1,16 +1,16 @@
 """What Sparsifiner predicts: python -m tasks.analysis.sparsifiner RUN --images FILE ... or --indices N ...
 
-For each image and query patch the keys that each head sees, its attention to them and to all keys (Sparsifiner Figure
-3), and the mean over heads of these, with --others beside the attention of further models, for example dense and
-linformer (Figure 5); once the sparse basis W_up (Figure 6); for each image the coefficients A_down (Figure 7). Layers,
-heads, rows and columns count from 1, images of a split from 0.
+Four kinds of pictures. For each image and query patch: the patches that each head sees, its attention to them and to
+all patches (Sparsifiner Figure 3); and the means of these over the heads, with --others next to the attention of other
+models, for example dense and linformer (Figure 5). Once: the sparse basis W_up (Figure 6). For each image: the
+coefficients A_down (Figure 7). Layers, heads, rows and columns count from 1, images of a split from 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,23 @@ from hf_sparseprior.analysis.image_maps import Panel, draw_panels
 from hf_sparseprior.analysis.layers import attention_weights
 from hf_sparseprior.analysis.pictures import draw_matrices
 from hf_sparseprior.analysis.sparsifiner import Prediction, masked_attention, watch_predictions
-from tasks.analysis.attention import chosen, chosen_images, chosen_queries, parse_query
+from tasks.analysis.maps import (
+    add_map_arguments,
+    check_map_arguments,
+    chosen,
+    chosen_images,
+    chosen_queries,
+    report_maps,
+)
 from tasks.analysis.runs import (
     SavedModel,
-    add_data_arguments,
-    add_model_arguments,
-    check_counts,
     load_model,
     model_folder,
     model_names,
+    model_parser,
     open_models,
     preparation,
     shown_image,
-    write_analysis,
 )
 from tasks.common.command import run_command
 from tasks.common.tables import markdown_table
@@ -58,7 +62,7 @@ COLUMNS = {
 
 @torch.no_grad()
 def predictions_of(saved: SavedModel, pixel_values: Tensor) -> list[Prediction]:
-    """Of every layer, for one image."""
+    """The predictions of every layer for one image (channels, height, width)."""
     with watch_predictions(saved.model) as found:
         saved.model(pixel_values=pixel_values[None])
     return found
@@ -85,12 +89,12 @@ def query_rows(
     where: dict[str, Any] = {"query": query, "grid": grid}
     rows = []
     for prediction in layers.values():
-        keys, sparse, full = (
+        visible, sparse, full = (
             query_map(pairs[0].cpu(), query, grid, prefix).numpy()
             for pairs in (prediction.connectivity, masked_attention(prediction), prediction.full_attention)
         )
         row = [Panel(image, **where)]
-        row += [Panel(image, seen=keys[h], title=f"head {h + 1} sees {keys[h].sum()}", **where) for h in heads]
+        row += [Panel(image, seen=visible[h], title=f"head {h + 1} sees {visible[h].sum()}", **where) for h in heads]
         row += [
             Panel(image, heat=sparse[h], title=_with_max(f"head {h + 1}, sparse", sparse[h]), **where) for h in heads
         ]
@@ -102,7 +106,7 @@ def query_rows(
 def comparison_rows(
     image: np.ndarray,
     layers: dict[int, Prediction],
-    others: dict[str, Sequence[Tensor]],
+    others: Mapping[str, Sequence[Tensor]],
     query: tuple[int, int],
     grid: tuple[int, int],
     prefix: int,
@@ -157,7 +161,8 @@ def work_on(saved: SavedModel, others: dict[str, Any], arguments: argparse.Names
     numbers = chosen(arguments.layers, count, QUERY_LAYERS, "--layers")
     heads = chosen(arguments.heads, num_heads, num_heads, "--heads")
     heads = heads if arguments.heads else heads[:QUERY_HEADS]
-    prepare, found, pictures = preparation(saved), [], []
+    prepare, found = preparation(saved), []
+    pictures: list[Path] = []
     name_of_file = saved.name.replace("/", "_")
     for name, picture in chosen_images(saved, arguments).items():
         pixel_values = prepare(picture).to(arguments.device)
@@ -178,12 +183,11 @@ def work_on(saved: SavedModel, others: dict[str, Any], arguments: argparse.Names
             rows = comparison_rows(image, layers, weights, (row, column), grid, prefix)
             heading = f"{saved.name}, {name}: attention of the framed patch, mean of the heads"
             pictures.append(draw_panels(rows, labels, stem.with_name(f"{stem.name}_compared{end}"), heading))
-    keys = list(COLUMNS)
-    means = np.mean([[[layer[key] for key in keys] for layer in image] for image in found], axis=0).tolist()
+    means = np.mean([[[layer[name] for name in COLUMNS] for layer in image] for image in found], axis=0).tolist()
     return {
         **saved.about(),
         "images": len(found),
-        "layers": [dict(zip(keys, layer, strict=True)) for layer in means],
+        "layers": [dict(zip(COLUMNS, layer, strict=True)) for layer in means],
         "pictures": [str(path) for path in pictures],
     }
 
@@ -203,9 +207,9 @@ def check_others(saved: SavedModel, others: dict[str, Any]) -> None:
     own = saved.model.config
     for name, model in others.items():
         for field in ("num_hidden_layers", "grid", "num_prefix_tokens"):
-            there = getattr(model.config, field, None)
-            if there != getattr(own, field):
-                raise ValueError(f"--others {name}: {field}={there} must be {getattr(own, field)}, as in {saved.name}")
+            other = getattr(model.config, field, None)
+            if other != getattr(own, field):
+                raise ValueError(f"--others {name}: {field}={other} must be {getattr(own, field)}, as in {saved.name}")
 
 
 def table(models: list[dict[str, Any]]) -> str:
@@ -223,37 +227,19 @@ def table(models: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.analysis.sparsifiner",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_model_arguments(parser, "sparsifiner")
+    parser = model_parser("sparsifiner", __doc__)
     parser.add_argument("--others", type=Path, nargs="+", default=[], metavar="RUN", help="models to compare with")
-    parser.add_argument("--images", type=Path, nargs="+", default=[], metavar="FILE")
-    parser.add_argument(
-        "--indices", type=int, nargs="+", metavar="N", help="images of --split of the run's data, from 0"
-    )
-    parser.add_argument("--queries", type=parse_query, nargs="+", metavar="ROW,COLUMN", help="default the middle patch")
-    parser.add_argument("--layers", type=int, nargs="+", metavar="N", help="default three, evenly spread")
-    parser.add_argument("--heads", type=int, nargs="+", metavar="N", help="default the first four")
-    add_data_arguments(parser, limit=None)
+    add_map_arguments(parser, "three, evenly spread", "the first four")
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
 
     def work() -> None:
-        check_counts(arguments)
-        if not arguments.images and not arguments.indices:
-            raise ValueError("no image is given; give --images FILE ... or --indices N ...")
+        check_map_arguments(arguments)
         others, models = open_others(arguments), []
         for saved in open_models(arguments):
             check_others(saved, others)
             models.append(work_on(saved, others, arguments))
-        write_analysis(arguments.out / "sparsifiner.json", {"task": "sparsifiner", "note": NOTE, "models": models})
-        print(f"{table(models)}\n\n{NOTE}")
-        for found in models:
-            print("\n".join(f"picture: {path}" for path in found["pictures"]))
-        print(f"results: {arguments.out / 'sparsifiner.json'}")
+        report_maps("sparsifiner", models, NOTE, table(models), arguments.out)
 
     return run_command(parser.prog, work, "from the beginning")
 

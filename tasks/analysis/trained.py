@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,13 +23,13 @@ from hf_sparseprior.image_processor import PROCESSOR
 from hf_sparseprior.pretrained import check_classes
 from tasks.analysis.runs import (
     add_data_arguments,
-    add_model_arguments,
     base_folder,
     check_counts,
     load_classifier,
     load_processor,
     model_folder,
     model_names,
+    model_parser,
     num_channels,
 )
 from tasks.classification.evaluate import run_config
@@ -39,6 +39,7 @@ from tasks.common.images.sources import ImageData, Images
 from tasks.common.results import read_results, write_results
 
 Change = Callable[[Image.Image], Image.Image]
+Key = TypeVar("Key")
 
 
 @dataclass
@@ -55,6 +56,11 @@ class Trained:
         """What makes pixel values of an image, with the model's own image processor or another one."""
         return Preparation(processor or self.processor, num_channels(self.network))
 
+    def about(self) -> dict[str, Any]:
+        """What a results file says of it; models of transformers have no prior of ours."""
+        prior = getattr(self.network.config, "prior_name", None)
+        return {"name": self.name, "folder": str(self.folder), "sha256": self.sha256, "prior": prior}
+
 
 @dataclass
 class SharedImages:
@@ -69,15 +75,20 @@ class SharedImages:
         """The images and their labels."""
         return self.data.splits["test"]
 
+    def about(self) -> dict[str, Any]:
+        """What a results file says of them."""
+        return {"images": len(self.images), "images_sha256": self.sha256, "data": self.data.description}
+
 
 # ---- models and images ----------------------------------------------------------------------------------------------
 
 
-def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
-    """Arguments of `load_trained` and `count_right`."""
-    add_model_arguments(parser, out)
+def trained_parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """Arguments of `python -m tasks.analysis.COMMAND` that `load_trained` and `count_right` need."""
+    parser = model_parser(command, description)
     add_data_arguments(parser, None, 64, split=False)
     parser.add_argument("--workers", type=int, default=0, help="processes that prepare images (default: this one)")
+    return parser
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
@@ -181,9 +192,9 @@ def count_right(
     right = [0] * len(networks)
     for batch in DataLoader(dataset, batch_size, num_workers=workers, collate_fn=list):
         labels = torch.tensor([label for _, label in batch])
-        for place, network in enumerate(networks):
-            pixels = torch.stack([prepared[place] for prepared, _ in batch]).to(network.device)
-            right[place] += int((network(pixel_values=pixels).logits.argmax(-1).cpu() == labels).sum())
+        for index, network in enumerate(networks):
+            pixels = torch.stack([prepared[index] for prepared, _ in batch]).to(network.device)
+            right[index] += int((network(pixel_values=pixels).logits.argmax(-1).cpu() == labels).sum())
         if progress is not None:
             progress.update(len(batch))
     return right
@@ -198,7 +209,7 @@ class Cells:
     Args:
         folder: of all models' cells.
         owner: what the answers depend on; cells of another owner are not seen.
-        images: how many there are.
+        images: number of test images.
     """
 
     def __init__(self, folder: Path, owner: Mapping[str, Any], images: int) -> None:
@@ -222,6 +233,31 @@ class Cells:
         write_results(self.folder / f"{cell}.json", found)
 
 
+def open_cells(out: Path, models: Sequence[Trained], shared: SharedImages, **owner: Any) -> list[Cells]:
+    """The cells of each model in the folder of a command; `owner`: what else the answers depend on."""
+    return [
+        Cells(
+            out / "cells",
+            {"model_sha256": model.sha256, "images_sha256": shared.sha256, **owner},
+            len(shared.images),
+        )
+        for model in models
+    ]
+
+
+def accuracies(model: Trained, cells: Cells, names: Mapping[Key, str]) -> dict[Key, float]:
+    """Share of right answers of a model whose cells are filled, by the keys of `names`.
+
+    Raises:
+        ValueError: if one of these cells is not filled.
+    """
+    found = {key: cells.accuracy(name) for key, name in names.items()}
+    known = {key: share for key, share in found.items() if share is not None}
+    if missing := [names[key] for key in names if key not in known]:
+        raise ValueError(f"{cells.folder} lacks the cell {missing[0]!r} of {model.name}")
+    return known
+
+
 def fill_cells(
     models: Sequence[Trained],
     cells: Sequence[Cells],
@@ -239,16 +275,16 @@ def fill_cells(
         work: by cell: what is done to the images, and how each model has them prepared.
         batch_size, workers: as in `count_right`.
     """
-    missing = {cell: [place for place, own in enumerate(cells) if own.accuracy(cell) is None] for cell in work}
-    missing = {cell: places for cell, places in missing.items() if places}
+    missing = {cell: [index for index, own in enumerate(cells) if own.accuracy(cell) is None] for cell in work}
+    missing = {cell: lacking for cell, lacking in missing.items() if lacking}
     with tqdm(total=len(missing) * len(images), unit=" images", disable=not missing) as bar:
-        for cell, places in missing.items():
+        for cell, lacking in missing.items():
             bar.set_description(cell)
             change, preparations = work[cell]
             right = count_right(
-                [models[place].network for place in places],
-                [preparations[place] for place in places],
+                [models[index].network for index in lacking],
+                [preparations[index] for index in lacking],
                 images, change, batch_size, workers, bar,
             )  # fmt: skip
-            for place, count in zip(places, right, strict=True):
-                cells[place].write(cell, count, models[place].folder)
+            for index, count in zip(lacking, right, strict=True):
+                cells[index].write(cell, count, models[index].folder)

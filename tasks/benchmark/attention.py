@@ -1,6 +1,6 @@
 """Time and memory of attention: python -m tasks.benchmark.attention
 
-Dense attention, every backend of the library and FlexAttention take turns in one process, beside the copy bound:
+Dense attention, every backend of the library and FlexAttention take turns in one process, together with the copy bound:
 reading q, k, v and writing the output once. Every output is checked before it is timed.
 """
 
@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from tasks.common.command import run_command
 from tasks.common.results import write_results
 
 COPIES = {
-    COPY: "q, k, v read and the output written once, into memory that is there; with gradients, once more with theirs",
+    COPY: "q, k, v read and the output written once, into allocated memory; with gradients, once more with theirs",
     FRESH_COPY: "the same into memory that each call allocates, as attention does",
 }
 GROWTH_SIZES = [Size(4096 << doubling, 1) for doubling in range(5)]
@@ -79,7 +80,7 @@ class Benchmark:
         self.forecasts: dict[tuple[str, bool], Forecast] = {}
 
     def at(self, size: Size, trains: bool, rounds: int | None = None, largest: Size | None = None) -> dict[str, Any]:
-        """`timing.measure` of one size and pass, with what the chooser takes there.
+        """`timing.measure` of one size and pass, and the backend that the library chooses.
 
         Args:
             size: tokens and images.
@@ -94,15 +95,15 @@ class Benchmark:
             if reason := contender.can_run(problem, trains):
                 unable[name] = reason
             else:
-                set_ups[name] = lambda contender=contender: timed_call(problem, contender, trains)
+                set_ups[name] = partial(timed_call, problem, contender, trains)
         free = free_memory(self.setting.device)
         forecasts = {
-            name: lambda name=name: self.too_much(name, largest or size, trains, free)
+            name: partial(self.too_much, name, largest or size, trains, free)
             for name in set_ups
             if max(size.tokens * size.batch, (largest or size).tokens) > PROBES[-1]
         }
         for name in self.copies:
-            set_ups[name] = lambda name=name: copy_bound(problem, trains, fresh=name == FRESH_COPY)
+            set_ups[name] = partial(copy_bound, problem, trains, fresh=name == FRESH_COPY)
         rounds = self.rounds if rounds is None else rounds
         measured = measure(set_ups, self.setting.device, self.budget, rounds, (DENSE, COPY), forecasts)
         measured["left_out"] = {**unable, **measured["left_out"]}
@@ -180,7 +181,7 @@ def memory_cells(memory: Mapping[str, int], inputs: int) -> list[str]:
 
 
 def growth_fits(growth: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Exponent of time against N, least squares in log-log, beside that of N log N over the same sizes."""
+    """Exponent of time against N, least squares in log-log, and that of N log N over the same sizes."""
     fits = []
     for key in PASSES:
         points: dict[str, list[tuple[int, float]]] = {}
@@ -199,7 +200,7 @@ def growth_fits(growth: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compare_with_targets(results: Mapping[str, Any], device: str, dtype: str) -> list[dict[str, Any]]:
-    """Every target for this device and dtype beside what was reached; "value" None where it was not measured.
+    """Every target for this device and dtype and what was reached; "value" None where it was not measured.
 
     Speed is that of the fastest backend; memory and growth are looked at for every backend that was measured.
     """
@@ -318,7 +319,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--growth", action="store_true", help="fit the exponent of time from 4096 to 65536 tokens")
     parser.add_argument("--targets", action="store_true", help="compare with the project's targets")
     parser.add_argument(
-        "--out", type=Path, default=Path("outputs/benchmark/attention.json"), help="a .png lies beside it"
+        "--out", type=Path, default=Path("outputs/benchmark/attention.json"), help="a .png is written next to it"
     )
     report.add_machine_arguments(parser)
     return parser

@@ -195,7 +195,7 @@ def _flex_can_run(problem: Problem, trains: bool) -> str | None:
 
 def _run_flex(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     mask = flex_mask(problem.plan, problem.q.device)
-    torch._dynamo.reset()  # one compiled kernel for each size, however many sizes there are
+    torch._dynamo.reset()  # one compiled kernel for each size, not one for all
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=mask)
 
@@ -240,7 +240,7 @@ def flex_mask(plan: AttentionPlan, device: torch.device) -> BlockMask:
 def copy_bound(problem: Problem, trains: bool, fresh: bool = False) -> Callable[[], None]:
     """The memory traffic that no attention can avoid, at the speed of torch's own elementwise kernels.
 
-    Forward: q, k, v are read once and out is written once, by one `addcmul` into memory that is there already; all
+    Forward: q, k, v are read once and out is written once, by one `addcmul` into memory that is allocated before; all
     contiguous. Of torch's ways to read three tensors and write one (add twice, sum, lerp, addcmul) it is the only
     one that touches each of them once and is vectorised. Backward: q, k, v, out and its gradient are read once, three
     gradients are written once. A small problem stays in the cache, for this bound as for everybody.
@@ -280,7 +280,7 @@ def timed_call(problem: Problem, contender: Contender, trains: bool) -> Callable
     Raises:
         RuntimeError: if an output or a gradient is not what it should be.
     """
-    # A plan of its own, so that tables of one contender are not there already for the next.
+    # A plan of its own, so that no contender finds the tables of another one.
     plan = AttentionPlan.from_key(problem.plan.key)
     problem = replace(problem, plan=plan, decay=None if contender.dense else problem.decay)
     function = contender.prepare(problem)
@@ -349,8 +349,8 @@ def expected_rows(problem: Problem, rows: Tensor, doubles: dict[Tensor, Tensor],
         mask = torch.stack([torch.isin(distance, torch.tensor(own, device=device)) for own in plan.offsets])
         for head, pairs in enumerate(plan.pairs or ()):
             query, key = (torch.from_numpy(column).to(device) + plan.num_prefix_tokens for column in pairs.T)
-            place, there = (rows[:, None] == query).nonzero(as_tuple=True)
-            mask[head, place, key[there]] = True
+            place, pair = (rows[:, None] == query).nonzero(as_tuple=True)
+            mask[head, place, key[pair]] = True
         mask = mask | ~of_patches
         mask = mask | ((distance == 0) & ~mask.any(-1, keepdim=True))
         logits = logits.masked_fill(~mask, -math.inf if plan.mask_fill == "neg_inf" else 0.0)

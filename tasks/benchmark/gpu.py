@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,10 +26,11 @@ from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.ops import run_plan
 from hf_sparseprior.prior import resolve_prior
+from tasks.benchmark import timing
 from tasks.common.environment import command_line, environment
 from tasks.common.results import write_results
 
-Call = Callable[[], object]
+Call = timing.Call
 
 HEADS, WIDTH, PREFIX = 12, 64, 1
 BATCHES = {196: 128, 1024: 32, 4096: 8, 16384: 8}
@@ -51,10 +51,7 @@ COPY_BYTES = 1 << 30
 def seconds_per_call(call: Call, calls: int, device: torch.device) -> float:
     """Mean seconds of calls in a row, by events of the device."""
     if device.type != "cuda":
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        return (time.perf_counter() - start) / calls
+        return timing.seconds_per_call(call, calls, device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
     start.record()
@@ -269,7 +266,8 @@ def check(tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, fl
         found = []
         for backend, wide in (("triton", dtype), ("reference", torch.float64)):
             leaves = [x.detach().to(wide).requires_grad_() for x in inputs]
-            out, _ = run_plan(AttentionRequest(*leaves, plan, scalars), backend=backend)
+            q, k, v = leaves
+            out, _ = run_plan(AttentionRequest(q, k, v, plan, scalars), backend=backend)
             gradient = torch.ones_like(out)
             gradient[..., ::2] = -0.5
             found.append([out.detach(), *torch.autograd.grad(out, leaves, gradient)])

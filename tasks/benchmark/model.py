@@ -365,7 +365,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=20, help="of each size and pass, at most")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for the rounds of one size and pass")
     parser.add_argument("--targets", action="store_true", help="compare with the project's targets")
-    parser.add_argument("--out", type=Path, default=Path("outputs/benchmark/model.json"), help="a .png lies beside it")
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/benchmark/model.json"), help="a .png is written next to it"
+    )
     report.add_machine_arguments(parser)
     return parser
 

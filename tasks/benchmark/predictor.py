@@ -42,22 +42,22 @@ def set_ups(side: int, batch: int, keep_rate: float, trains: bool, arguments: ar
     predictor, plan = layer.predictor, layer.plan(grid, 1)
     assert predictor is not None
     shape = (3, batch, heads, side * side + 1, width)
-    q, k, v = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype).unbind(0)
-    tensors = [tensor.detach().requires_grad_(trains) for tensor in (q, k, v)]
-    request = AttentionRequest(*tensors, plan)
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    q, k, v = (tensor.detach().requires_grad_(trains) for tensor in drawn.unbind(0))
+    request = AttentionRequest(q, k, v, plan)
 
     def passes(forward: Any) -> SetUp:
         def call() -> None:
             with torch.set_grad_enabled(trains):
                 out = forward()
             if trains:
-                torch.autograd.grad(out.sum(), tensors)
+                torch.autograd.grad(out.sum(), [q, k, v])
 
         return lambda: call
 
     listed = request._replace(key_ids=predictor(request))
     timed = {
-        DENSE: passes(lambda: F.scaled_dot_product_attention(*tensors)),
+        DENSE: passes(lambda: F.scaled_dot_product_attention(q, k, v)),
         GATHERED: passes(lambda: run_plan(listed, backend="gather")[0]),
         COMPILED: passes(lambda: run_plan(listed, backend="cpp")[0]),
         MASKED: passes(lambda: run_plan(listed, backend="sdpa")[0]),

@@ -283,7 +283,7 @@ def _draw_panel(axis: Any, panel: Panel, styles: Mapping[str, dict[str, Any]]) -
 
 
 def _label_milliseconds(axis: Any) -> None:
-    """Plain numbers: powers of ten, and where there are few of them 2 and 5 between."""
+    """Plain numbers: powers of ten, and 2 and 5 between them where these are few."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = axis.get_ylim()

@@ -21,7 +21,7 @@ import torch
 Call = Callable[[], object]
 SetUp = Callable[[], Call]
 
-# A turn repeats short calls until it takes about this long: below it the clock and a cold cache show. Beside slow
+# A turn repeats short calls until it takes about this long: below it the clock and a cold cache show. Next to slow
 # contenders, which allow few rounds, it takes this share of the slowest one's call.
 TURN_SECONDS = 0.005
 TURN_SHARE = 0.05
@@ -64,7 +64,7 @@ def turn_order(names: Sequence[str], number: int) -> list[str]:
 def interleave(calls: Mapping[str, Call], device: torch.device, budget: float, rounds: int) -> dict[str, list[float]]:
     """Seconds a call, round by round.
 
-    After a warm-up call of each, rounds go on until the next one would exceed the budget or there are enough of them,
+    After a warm-up call of each, rounds go on until the next one would exceed the budget or all are done,
     but at least `MIN_ROUNDS` (`rounds` if that is smaller).
 
     Args:
@@ -103,7 +103,7 @@ def ratio_spread(values: Sequence[float], base: Sequence[float]) -> dict[str, fl
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes beyond what was there before.
+    """Bytes beyond what was in use before.
 
     set_up: peak while the contender prepared itself and was checked. kept: tables and state that stay. call: peak of
     one call, results included, beyond those.

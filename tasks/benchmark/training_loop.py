@@ -1,4 +1,4 @@
-"""What the training loop costs beside the model: python -m tasks.benchmark.training_loop --config FILE
+"""What the training loop costs besides the model: python -m tasks.benchmark.training_loop --config FILE
 
 Steps of `SparsePriorTrainer` and of a bare PyTorch loop over the same model and the same tensors in memory take turns
 in one process. Both do the same work on a step: forward, backward, gradient clipping, AdamW, schedule.
