@@ -31,10 +31,11 @@ from hf_sparseprior.analysis.paper_numbers import (
 )
 from hf_sparseprior.configuration_sparseprior_vit import PRESETS, as_pair
 from hf_sparseprior.prior import prior_name, resolve_prior
-from tasks.classification.config import load_config
 from tasks.common.command import run_command
 from tasks.common.config import parse_value, split_cell
 from tasks.common.environment import command_line, environment
+from tasks.common.images.model import MODEL_EXTRAS
+from tasks.common.images.sections import load_image_config
 from tasks.common.results import write_results
 from tasks.common.run_folder import MODEL
 
@@ -70,9 +71,9 @@ def read_config(model: str) -> SparsePriorViTConfig:
 
 
 def _yaml_config(path: Path) -> SparsePriorViTConfig:
-    options = load_config(path)["model"]
-    preset, pretrained = options.pop("preset", None), options.pop("pretrained", None)
-    options["num_labels"] = 0
+    model = load_image_config(path)["model"]
+    preset, pretrained = model.get("preset"), model.get("pretrained")
+    options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS} | {"num_labels": 0}
     if pretrained:
         return _saved_config(Path(pretrained), **options)
     return SparsePriorViTConfig.from_preset(preset, **options) if preset else SparsePriorViTConfig(**options)

@@ -21,10 +21,10 @@ from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.adapters.lora import import_peft
 from hf_sparseprior.analysis.layers import AttentionLayers, find_attention
 from hf_sparseprior.pretrained import load_whole_model
-from tasks.classification.evaluate import run_config
 from tasks.common.environment import command_line, environment
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import ImageDataset, Preparation, load_data
+from tasks.common.images.sections import load_data_section
 from tasks.common.images.sources import SPLITS, balanced_subset, drop_corrupt
 from tasks.common.results import write_results
 from tasks.common.run_folder import MODEL, RUN_CONFIG
@@ -175,7 +175,7 @@ def normalisation(processor: Any) -> tuple[Any, Any]:
 
 def open_images(saved: SavedModel, arguments: argparse.Namespace) -> tuple[ImageDataset, str]:
     """The images that `add_data_arguments` asked for, ready for the model, and what they are."""
-    config = DataConfig(**run_config(saved.folder, arguments.config, arguments.set)["data"])
+    config = DataConfig(**load_data_section(saved.folder, arguments.config, arguments.set))
     data = load_data(config)
     images = data.splits[arguments.split]
     if arguments.limit is not None and arguments.limit < len(images):

@@ -32,9 +32,9 @@ from tasks.analysis.runs import (
     model_parser,
     num_channels,
 )
-from tasks.classification.evaluate import run_config
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import Preparation, load_split
+from tasks.common.images.sections import load_data_section
 from tasks.common.images.sources import ImageData, Images
 from tasks.common.results import read_results, write_results
 
@@ -109,7 +109,7 @@ def load_trained(arguments: argparse.Namespace) -> tuple[list[Trained], SharedIm
     models, shared, data_config = [], None, None
     for name, folder in zip(names, folders, strict=True):
         network = load_classifier(folder).eval().to(arguments.device)
-        config = run_config(folder, arguments.config, arguments.set)["data"]
+        config = load_data_section(folder, arguments.config, arguments.set)
         if arguments.limit is not None:
             config["limit_test"] = arguments.limit
         if shared is None or DataConfig(**config) != data_config:

@@ -31,10 +31,10 @@ from hf_sparseprior.training import (
     SparsePriorTrainingArguments,
 )
 from tasks.benchmark.timing import turn_order
-from tasks.classification.config import load_config
 from tasks.common.environment import command_line, environment
 from tasks.common.hf_run import TRAINER_DEFAULTS
 from tasks.common.images.model import build_model
+from tasks.common.images.sections import load_image_config
 from tasks.common.results import write_results
 
 CLASSES = [str(label) for label in range(10)]
@@ -117,7 +117,7 @@ def measure(config: dict[str, dict[str, Any]], steps: int, rounds: int) -> dict[
         **{key: value for key, value in config["trainer"].items() if not key.startswith(("num_train", "warmup"))},
         **{"disable_tqdm": True, "report_to": "none", "eval_strategy": "no", "save_strategy": "no"},
         **{"dataloader_num_workers": 0, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": None},
-        **{"remove_unused_columns": TRAINER_DEFAULTS["remove_unused_columns"], "logging_strategy": "no"},
+        **{"remove_unused_columns": False, "logging_strategy": "no"},
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
     model = build_model(config["model"], CLASSES)
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--steps {arguments.steps} must be 2 or more, --rounds {arguments.rounds} 1 or more")
     transformers_logging.set_verbosity_error()
     try:
-        results = measure(load_config(arguments.config, arguments.overrides), arguments.steps, arguments.rounds)
+        results = measure(load_image_config(arguments.config, arguments.overrides), arguments.steps, arguments.rounds)
     except USER_ERRORS as error:
         return report_error(parser.prog, error)
     write_results(arguments.out, results)

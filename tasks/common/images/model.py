@@ -88,6 +88,11 @@ def check_pretrained(model: dict[str, Any]) -> None:
     SparsePriorViTConfig.from_dict({**saved, **options})
 
 
+def model_keys() -> list[str]:
+    """Every key of a `model` section."""
+    return [*SparsePriorViTConfig.__annotations__, "out_features", "out_indices", *MODEL_EXTRAS]
+
+
 def check_classifier_init_std(model: dict[str, Any]) -> None:
     """Raise ValueError for a bad `classifier_init_std`; the other keys check themselves when the model is built."""
     std = model.get("classifier_init_std")

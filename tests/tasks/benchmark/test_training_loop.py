@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tasks.benchmark import training_loop
-from tasks.classification.config import load_config
 from tasks.common.images.model import build_model
+from tasks.common.images.sections import load_image_config
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,7 @@ SMALL = ["model.num_hidden_layers=2", "trainer.per_device_train_batch_size=8"]
 
 def test_both_loops_train_the_model_alike(monkeypatch):
     """The comparison is fair only if both do the same: from the same weights, over the same batches."""
-    config = load_config(CONFIG, SMALL)
+    config = load_image_config(CONFIG, SMALL)
     options = {
         **{"learning_rate": 1e-3, "weight_decay": 0.0, "per_device_train_batch_size": 8, "max_grad_norm": 1.0},
         **{"lr_scheduler_type": "cosine", "disable_tqdm": True, "report_to": "none", "remove_unused_columns": False},
@@ -47,7 +47,7 @@ def draws():
 def test_training_is_at_least_nine_tenths_as_fast_as_a_bare_loop():
     shares = []
     for _ in range(3):  # other programs on the machine can spoil a measurement, and hardly three of them
-        results = training_loop.measure(load_config(CONFIG, SMALL), steps=20, rounds=5)
+        results = training_loop.measure(load_image_config(CONFIG, SMALL), steps=20, rounds=5)
         shares.append(results["share_of_each_round"])
         if results["share_of_bare_speed"] >= 0.9:
             break

@@ -1,0 +1,77 @@
+"""Configurations of image classifiers, as far as several tasks read them.
+
+tasks/classification/config.py says what each section holds, and checks the sections that only its runs need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from tasks.common.config import apply_overrides, check_known, check_trainer, read_layers, trainer_keys
+from tasks.common.images.augmentation import AugmentationConfig
+from tasks.common.images.config import DataConfig
+from tasks.common.images.model import check_classifier_init_std, model_keys
+from tasks.common.run_folder import stored_config
+
+SECTIONS = ("data", "augmentation", "model", "tuning", "distillation", "token_labels", "trainer")
+
+
+def load_image_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """All sections of a configuration file with `section.key=value` overrides; those of images are checked.
+
+    Raises:
+        ValueError: for unknown keys, with the nearest known one, bad values, or text that is not YAML.
+        OSError: for a missing file.
+    """
+    config = read_layers(Path(path), SECTIONS)
+    apply_overrides(config, overrides, SECTIONS)
+    check_image_sections(config)
+    return config
+
+
+def check_image_sections(config: dict[str, dict[str, Any]]) -> None:
+    """Refuse unknown keys and bad values of `data`, `augmentation`, `model` and `trainer`; a missing one is empty.
+
+    The model checks the fields of its own config when it is built.
+    """
+    known = {
+        "data": _data_keys(),
+        "augmentation": [field.name for field in fields(AugmentationConfig)],
+        "model": model_keys(),
+        "trainer": trainer_keys(),
+    }
+    for section, keys in known.items():
+        check_known(config.setdefault(section, {}), keys, f"section {section!r}")
+    DataConfig(**config["data"])
+    AugmentationConfig(**config["augmentation"])
+    check_classifier_init_std(config["model"])
+    if "label_smoothing_factor" in config["trainer"]:
+        raise ValueError("trainer.label_smoothing_factor does not go with mixup; use augmentation.label_smoothing")
+    check_trainer(config["trainer"])
+
+
+def load_data_section(model: Path, file: str | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The `data` section of a configuration file or, without one, of the run that saved a model.
+
+    Args:
+        model: folder of the model.
+        file: YAML.
+        overrides: `data.key=value`.
+
+    Raises:
+        ValueError: for unknown keys and bad values.
+        OSError: for a missing file, and for a model that is not in a run's folder.
+    """
+    config = read_layers(Path(file), SECTIONS) if file else stored_config(model)
+    own = {"data": dict(config.get("data", {}))}
+    apply_overrides(own, overrides, sections=("data",))
+    check_known(own["data"], _data_keys(), "section 'data'")
+    DataConfig(**own["data"])
+    return own["data"]
+
+
+def _data_keys() -> list[str]:
+    return [field.name for field in fields(DataConfig)]
