@@ -194,7 +194,7 @@ class MapHeader:
         return range(number * self.images_per_file, min(self.images, (number + 1) * self.images_per_file))
 
 
-def fingerprint(labels: Sequence[int], names: Iterable[str]) -> str:
+def fingerprint(labels: Sequence[int] | np.ndarray, names: Iterable[str]) -> str:
     """SHA-256 of the images of a split, in their order: their classes and the ends of their names."""
     digest = hashlib.sha256(np.asarray(labels, dtype=np.int64).tobytes())
     for name in names:

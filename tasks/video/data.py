@@ -183,8 +183,7 @@ class ClipDataset(Dataset):
         return read_frames(path, wanted, self.config.short_side)
 
     def __getitem__(self, item: int | Draw) -> dict[str, Any]:
-        draw = item if isinstance(item, Draw) else None
-        index = draw.index if draw is not None else int(item)
+        draw, index = (item, item.index) if isinstance(item, Draw) else (None, int(item))
         random = draw.random(self.seed) if draw is not None else None
         augmentation, place = self.prepare.augmentation, 0.5
         if random is not None and augmentation is not None and augmentation.random_place:

@@ -150,11 +150,11 @@ class Augmentation:
         from kornia.augmentation import ColorJitter, RandomErasing
 
         self.config = config
-        self.size = tuple(size)
+        self.size = (size[0], size[1])
         self.num_channels = num_channels
         self.mean, self.std = torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
-        grey = [round(255 * value) for value in mean]
-        self.fill = tuple(grey * 3 if len(grey) == 1 else grey)
+        fill = [round(255 * value) for value in mean]
+        self.fill = (fill[0], fill[0], fill[0]) if len(fill) == 1 else (fill[0], fill[1], fill[2])
         self.resample = INTERPOLATIONS[config.interpolation]
         self.policy = parse_policy(config.randaugment) if config.randaugment else None
         jitter = config.color_jitter if self.policy is None or config.force_color_jitter else 0.0

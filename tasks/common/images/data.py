@@ -151,8 +151,7 @@ class ImageDataset(Dataset):
         # A worker would fill a cache of its own, and again in every epoch.
         if get_worker_info() is None:
             self.fill_cache()
-        draw = item if isinstance(item, Draw) else None
-        index = draw.index if draw is not None else int(item)
+        draw, index = (item, item.index) if isinstance(item, Draw) else (None, int(item))
         pixels, view = self._pixel_values(index, draw)
         sample: dict[str, Any] = {"pixel_values": pixels, "labels": int(self.images.labels[index])}
         if self.label_maps is not None:

@@ -9,9 +9,10 @@ import hashlib
 import pickletools
 import tarfile
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -87,9 +88,9 @@ def read_archive(path: Path, version: str, label: str) -> dict[str, Split]:
     files = read_members(path, [*names, *(f"{name}.bin" for name in names)])
     place = list(layout.labels).index(label)
     result = {}
-    for split, names in layout.batches.items():
+    for split, batches in layout.batches.items():
         parts = []
-        for name in names:
+        for name in batches:
             if f"{name}.bin" in files:
                 parts.append(_read_binary_batch(files[f"{name}.bin"], f"{path}: {name}.bin", len(layout.labels), place))
             elif name in files:
@@ -159,7 +160,7 @@ def _strings_after(content: bytes, key: str, name: str) -> list[str]:
     return names
 
 
-def _opcodes(content: bytes, name: str) -> list[tuple[str, object]]:
+def _opcodes(content: bytes, name: str) -> list[tuple[str, Any]]:
     try:
         return [(opcode.name, argument) for opcode, argument, _ in pickletools.genops(content)]
     except ValueError as error:
@@ -173,7 +174,8 @@ def read_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
     try:
         with tarfile.open(path) as archive:
             members = [member for member in archive if member.isfile() and Path(member.name).name in names]
-            return {Path(member.name).name: archive.extractfile(member).read() for member in members}
+            files = {Path(member.name).name: archive.extractfile(member) for member in members}
+            return {name: file.read() for name, file in files.items() if file is not None}
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         reason = str(error).splitlines()[0]  # tarfile tells of every compression on a line of its own
         raise OSError(f"{path} is not a readable archive or folder ({reason})") from None
@@ -181,8 +183,8 @@ def read_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
 
 def checksum(images: np.ndarray, labels: np.ndarray) -> str:
     """SHA-256 of pixels and labels."""
-    digest = hashlib.sha256(np.ascontiguousarray(images, dtype=np.uint8))
-    digest.update(np.ascontiguousarray(labels, dtype=np.uint8))
+    digest = hashlib.sha256(np.ascontiguousarray(images, dtype=np.uint8).data)
+    digest.update(np.ascontiguousarray(labels, dtype=np.uint8).data)
     return digest.hexdigest()
 
 
@@ -198,5 +200,5 @@ def check(split: str, images: np.ndarray, labels: np.ndarray, version: str = "ci
         raise ValueError(f"{where}: checksum {found} is not {CHECKSUMS[split]}; the images are not the original")
 
 
-def _runs(per_class: Sequence[int]) -> str:
-    return f"{min(per_class)} to {max(per_class)}"
+def _runs(per_class: np.ndarray) -> str:
+    return f"{per_class.min()} to {per_class.max()}"

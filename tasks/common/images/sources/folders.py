@@ -186,11 +186,11 @@ def read_tiny_imagenet(config: DataConfig) -> ImageData:
         raise ValueError(f"{root}: the folders of train are not the classes of wnids.txt, see {short(different, 3)}")
     annotations = root / "val" / "val_annotations.txt"
     if annotations.exists():
-        pairs = [(fields[0], fields[1]) for fields in _fields(annotations, "\t", 2)]
+        pairs = _fields(annotations, "\t")
         published = _annotated(root / "val" / "images", pairs, classes, annotations)
     else:  # sorted into class folders by one of the scripts that go around
         published = list_images(root / "val", classes)
-    words = dict(_fields(root / "words.txt", "\t", 2)) if (root / "words.txt").exists() else {}
+    words = dict(_fields(root / "words.txt", "\t")) if (root / "words.txt").exists() else {}
     return _published(root, list_images(root / "train", classes), published, classes, words, config)
 
 
@@ -216,13 +216,13 @@ def read_imagenet(config: DataConfig) -> ImageData:
     if any(_is_class(entry) for entry in os.scandir(images / "val")):
         published = list_images(images / "val", classes)
     elif solution.exists():
-        rows = _fields(solution, ",", 2)[1:]  # ImageId,PredictionString
+        rows = _fields(solution, ",")[1:]  # ImageId,PredictionString
         pairs = [(f"{name}.JPEG", (prediction.split() or [""])[0]) for name, prediction in rows]
         published = _annotated(images / "val", pairs, classes, solution)
     else:
         raise OSError(f"{images / 'val'} has no class folders and {solution} does not exist, so val has no labels")
     mapping = root / "LOC_synset_mapping.txt"
-    words = dict(_fields(mapping, " ", 2)) if mapping.exists() else {}
+    words = dict(_fields(mapping, " ")) if mapping.exists() else {}
     return _published(root, list_images(images / "train", classes), published, classes, words, config)
 
 
@@ -264,12 +264,12 @@ def _lines(path: Path) -> list[str]:
         raise ValueError(f"{path} is not text in UTF-8 ({error})") from None
 
 
-def _fields(path: Path, separator: str, count: int) -> list[tuple[str, ...]]:
-    """The first `count` fields of every line; the last of them keeps further blanks, as names of classes have."""
+def _fields(path: Path, separator: str) -> list[tuple[str, str]]:
+    """The first two fields of every line; the second keeps further blanks, as names of classes have."""
     rows = []
     for number, line in enumerate(_lines(path), 1):
-        fields = line.split(separator) if separator == "\t" else line.split(separator, count - 1)
-        if len(fields) < count:
-            raise ValueError(f"{path}, line {number}: {line[:80]!r} has fewer than {count} fields")
-        rows.append(tuple(field.strip() for field in fields[:count]))
+        fields = line.split(separator) if separator == "\t" else line.split(separator, 1)
+        if len(fields) < 2:
+            raise ValueError(f"{path}, line {number}: {line[:80]!r} has fewer than 2 fields")
+        rows.append((fields[0].strip(), fields[1].strip()))
     return rows

@@ -116,7 +116,7 @@ def to_rgb(image: Any) -> Any:
     return image.convert("RGB")
 
 
-def file_images(files: Sequence[str], labels: Sequence[int]) -> Images:
+def file_images(files: Sequence[str], labels: Sequence[int] | np.ndarray) -> Images:
     """Images in files of their own."""
     files = list(files)
     return Images(
@@ -234,10 +234,10 @@ def encode_labels(
         class names; each split's labels, (count,) int64.
     """
     if classes is None:
-        own = set(values["train"])
-        if None in own:
+        different = set(values["train"])
+        if None in different:
             raise ValueError(f"{where}, train: the label is missing for some images")
-        ordered = sorted(own)
+        ordered = sorted(different)
         classes = [str(value) for value in ordered]
         index_of: dict[Any, int] = {value: index for index, value in enumerate(ordered)}
     else:

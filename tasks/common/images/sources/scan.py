@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -140,7 +139,8 @@ def _key(images: Images) -> str:
     return digest.hexdigest()
 
 
-def _stamp(images: Images, index: int) -> Any:
+def _stamp(images: Images, index: int) -> str:
+    assert images.stamp is not None  # of others no scan is remembered
     try:
         return images.stamp(index)
     except OSError:  # the file is gone; reading it will say so

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -209,7 +209,7 @@ def _hub(config: DataConfig) -> tuple[dict[str, _Shards], str]:
     return sources, where
 
 
-_open_batches: weakref.WeakSet[Iterator[Any]] = weakref.WeakSet()
+_open_batches: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
 
 @atexit.register
