@@ -340,7 +340,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.seed < 0:
             raise ValueError(f"--seed {arguments.seed} must be 0 or more")
         sources = read_sources(arguments.cifar10, arguments.fashion_mnist)
-        shown: dict[str, Any] = {}
+        shown: dict[str, list[Example]] = {}
         for task, about in TASKS.items():
             for split, size in SIZES.items():
                 examples = make_split(task, split, sources, size, arguments.seed)

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -39,6 +39,10 @@ from tasks.robotics.formats import (
 )
 from tasks.robotics.formats.demonstrations import ACTIONS, EXECUTED
 from tasks.robotics.video import contact_sheet, write_video
+
+if TYPE_CHECKING:  # their simulators are imported when they are made
+    from tasks.robotics.pusht import PushT
+    from tasks.robotics.robosuite_arm import RobosuiteArm
 
 STEPS = {"lift": 150, "can": 300, "pusht": 300}  # an episode that takes longer has failed
 FILM_SIZE, PICTURE_SIZE = 256, 96
@@ -65,10 +69,10 @@ def make_demonstrator(environment: Environment) -> Demonstrator:
     if environment.name == "pusht":
         from tasks.robotics.pusht_demonstrator import PushTDemonstrator
 
-        return PushTDemonstrator(environment)
+        return PushTDemonstrator(cast("PushT", environment))
     from tasks.robotics.arm_demonstrator import ArmDemonstrator
 
-    return ArmDemonstrator(environment)
+    return ArmDemonstrator(cast("RobosuiteArm", environment))
 
 
 def record(environment: Environment, demonstrator: Demonstrator, seed: int) -> Episode | None:
@@ -88,9 +92,9 @@ def record(environment: Environment, demonstrator: Demonstrator, seed: int) -> E
     for _ in range(STEPS[environment.name]):
         state = environment.state()
         action = demonstrator.act()
-        executed = demonstrator.disturbed(action, generator)
-        following, reward, success, _ = environment.step(executed)
-        rows.append((action, executed, state, reward, success, observation))
+        disturbed = demonstrator.disturbed(action, generator)
+        following, reward, success, _ = environment.step(disturbed)
+        rows.append((action, disturbed, state, reward, success, observation))
         observation = following
         if success and not left:
             break
@@ -138,7 +142,10 @@ def demonstrate(
             else:
                 episode.save(path)
                 lengths.append(len(episode.actions))
-        (kept if path.exists() else failed).append(path if path.exists() else attempt)
+        if path.exists():
+            kept.append(path)
+        else:
+            failed.append(attempt)
         if len(failed) >= GIVES_UP and all(number in failed for number in range(attempt + 1 - GIVES_UP, attempt + 1)):
             raise ValueError(f"{task}: {GIVES_UP} episodes in a row failed, the last with seed {attempt}")
         attempt += 1
@@ -172,8 +179,9 @@ def demonstrate(
 def draw(environment: Environment, demonstrations: Demonstrations, out: Path) -> None:
     """A picture of the first episodes and a film of the first one, by executing their actions again."""
     rows = []
+    seeds = known_seeds(demonstrations)
     for index, name in enumerate(demonstrations.episodes[:SHOWN]):
-        environment.reset(demonstrations.seeds[name])
+        environment.reset(seeds[name])
         frames, film = [environment.render(PICTURE_SIZE)], [environment.render(FILM_SIZE)]
         for action in demonstrations.read(name, EXECUTED):
             environment.step(action)
@@ -184,6 +192,18 @@ def draw(environment: Environment, demonstrations: Demonstrations, out: Path) ->
             write_video(out.with_name(f"{out.name}.mp4"), film, environment.fps)
         rows.append(frames)
     contact_sheet(rows).save(out.with_name(f"{out.name}.png"))
+
+
+def known_seeds(demonstrations: Demonstrations) -> dict[str, int]:
+    """The seed of each episode by name.
+
+    Raises:
+        ValueError: if the file does not say one.
+    """
+    seeds = {name: seed for name, seed in demonstrations.seeds.items() if seed is not None}
+    if len(seeds) < len(demonstrations.seeds):
+        raise ValueError(f"{demonstrations.path} does not say the seeds of its episodes")
+    return seeds
 
 
 def replay(path: Path) -> dict[str, Any]:
@@ -197,8 +217,7 @@ def replay(path: Path) -> dict[str, Any]:
         ValueError: if the file was made in another environment, or does not say its seeds.
     """
     demonstrations = open_demonstrations(path)
-    if None in demonstrations.seeds.values():
-        raise ValueError(f"{path} does not say the seeds of its episodes")
+    seeds = known_seeds(demonstrations)
     # Images are not needed, and nothing depends on them.
     environment = make_environment(demonstrations.settings["environment"])
     check_environment(demonstrations, environment)
@@ -207,7 +226,7 @@ def replay(path: Path) -> dict[str, Any]:
     keys = [key for key, shape in demonstrations.shapes.items() if len(shape) == 1]
     for index, name in enumerate(demonstrations.episodes):
         for key in solved:
-            observation = environment.reset(demonstrations.seeds[name])
+            observation = environment.reset(seeds[name])
             recorded = {wanted: demonstrations.read(name, wanted) for wanted in keys}
             success = False
             for step, action in enumerate(demonstrations.read(name, key)):

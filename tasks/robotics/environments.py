@@ -67,6 +67,10 @@ class Environment(ABC):
             ValueError: for another shape or numbers that are not finite.
         """
 
+    def state(self) -> np.ndarray:
+        """The simulator's state, float64 (size,), for what records demonstrations."""
+        raise NotImplementedError(f"{type(self).__name__} has no state to record")
+
     @abstractmethod
     def success(self) -> bool:
         """Whether the task is solved now."""

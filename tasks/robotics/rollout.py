@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from scipy.stats import binomtest
 
 from tasks.robotics.environments import Environment, make_environment
-from tasks.robotics.formats import check_environment
+from tasks.robotics.formats import check_settings
 from tasks.robotics.policy import CrosswayPolicy
 
 
@@ -51,7 +50,7 @@ def make_matching_environment(about: Mapping[str, Any], source: str) -> Environm
         raise ValueError(f"{source} does not say the settings of its environment")
     environment = make_environment(**about["environment"])
     try:
-        check_environment(SimpleNamespace(path=source, settings=about["settings"]), environment)
+        check_settings(settings, source, environment)
     except ValueError:
         environment.close()
         raise

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from mmengine.logging import HistoryBuffer
 from mmengine.runner import checkpoint as mm_checkpoint
+from numpy._core import multiarray as numpy_arrays
 
 
 def history_method(owner: Any, name: str) -> Any:
@@ -34,8 +35,8 @@ def history_method(owner: Any, name: str) -> Any:
 ALLOWED: list[Any] = [
     HistoryBuffer,
     (history_method, "builtins.getattr"),
-    np._core.multiarray._reconstruct,
-    np._core.multiarray.scalar,
+    numpy_arrays._reconstruct,
+    numpy_arrays.scalar,
     np.ndarray,
     np.dtype,
     *(type(np.dtype(name)) for name in ("float64", "float32", "int64", "int32", "uint32", "uint8", "bool")),

@@ -19,7 +19,7 @@ def class_colours(count: int) -> np.ndarray:
 def draw_instances(
     axis: Any,
     image: np.ndarray,
-    masks: Sequence[np.ndarray],
+    masks: Sequence[np.ndarray] | np.ndarray,
     boxes: np.ndarray,
     labels: Sequence[int],
     classes: Sequence[str],

@@ -251,7 +251,7 @@ def make_scene(
     photos: Sequence[np.ndarray], objects: Sequence[Images], size: int, random: np.random.Generator
 ) -> Scene:
     """A random scene: one photo, one to `MAX_OBJECTS` objects of classes drawn evenly."""
-    background = crop_photo(photos[random.integers(len(photos))], size, random)
+    background = crop_photo(photos[int(random.integers(len(photos)))], size, random)
     layers = []
     for _ in range(random.integers(1, MAX_OBJECTS + 1)):
         label = int(random.integers(len(objects)))

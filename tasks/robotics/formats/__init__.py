@@ -19,7 +19,7 @@ axis angles to ours. They were recorded by older robosuite versions in another i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ __all__ = [
     "Demonstrations",
     "Episode",
     "check_environment",
+    "check_settings",
     "demonstrations_sha256",
     "open_demonstrations",
     "write_demonstrations",
@@ -77,17 +78,22 @@ def check_environment(demonstrations: Demonstrations, environment: Environment) 
     Raises:
         ValueError: naming the first setting (controller, frame, image mode, versions, ...) that differs.
     """
-    there, here = demonstrations.settings, environment.settings
+    check_settings(demonstrations.settings, demonstrations.path, environment)
+
+
+def check_settings(settings: Mapping[str, Any], source: str | Path, environment: Environment) -> None:
+    """`check_environment` with the settings of an environment that are stored in `source`."""
+    here = environment.settings
     compared = ACTION_SETTINGS + (IMAGE_SETTINGS if here["cameras"] else ())
     for key in compared:
-        if (key in there and there[key] != here[key]) or (key not in there and key != "versions"):
-            was, now = _difference(there.get(key), here[key])
+        if (key in settings and settings[key] != here[key]) or (key not in settings and key != "versions"):
+            was, now = _difference(settings.get(key), here[key])
             raise ValueError(
-                f"{demonstrations.path} was made with {key} {was}, this environment has {now}; "
+                f"{source} was made with {key} {was}, this environment has {now}; "
                 "make the demonstrations again or use the environment they were made in"
             )
-    if missing := [camera for camera in here["cameras"] if camera not in there["cameras"]]:
-        raise ValueError(f"{demonstrations.path} has no images of camera {missing[0]!r}")
+    if missing := [camera for camera in here["cameras"] if camera not in settings["cameras"]]:
+        raise ValueError(f"{source} has no images of camera {missing[0]!r}")
 
 
 def write_demonstrations(path: Path, episodes: Sequence[Path], settings: dict[str, Any]) -> None:

@@ -43,6 +43,7 @@ class Episode:
                 states=self.states,
                 rewards=self.rewards,
                 dones=self.dones,
+                allow_pickle=False,
                 **{f"obs/{key}": values for key, values in self.observations.items()},
             )
         os.replace(scratch, path)
