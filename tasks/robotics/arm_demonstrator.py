@@ -51,7 +51,7 @@ class ArmDemonstrator:
         position, _ = self.environment.pose()
         target, gripper = self._choose(position, self.environment.object_pose()[0])
         way = target - position
-        length = np.linalg.norm(way)
+        length = float(np.linalg.norm(way))
         return pose_action(position + way * min(1.0, REACH / max(length, REACH)), DOWN, gripper)
 
     def disturbed(self, action: np.ndarray, generator: np.random.Generator) -> np.ndarray:

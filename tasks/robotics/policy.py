@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -83,7 +83,7 @@ class CrosswayPolicy(nn.Module):
         self.about: dict[str, Any] = {}
         self.scheduler = noise_scheduler(config.noise_levels)
         self.encoders = nn.ModuleDict({key: SparsePriorViTModel(config.encoder_config(key)) for key in config.cameras})
-        features = sum(encoder.config.pooled_size for encoder in self.encoders.values())
+        features = sum(self.encoder(key).config.pooled_size for key in config.cameras)
         features += sum(config.observations[key][0] for key in config.states)
         self.unet = ConditionalUNet1D(
             config.action_size,
@@ -106,6 +106,10 @@ class CrosswayPolicy(nn.Module):
                     nn.Linear(2 * size, size),
                 )
 
+    def encoder(self, key: str) -> SparsePriorViTModel:
+        """The encoder of a camera's images."""
+        return cast(SparsePriorViTModel, self.encoders[key])
+
     # ---- observations -----------------------------------------------------------------------------------------------
 
     def normalized(self, observations: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -123,7 +127,7 @@ class CrosswayPolicy(nn.Module):
                 raise ValueError(f"observation {key!r} is missing; given: {', '.join(observations)}")
             values = observations[key].flatten(0, 1)
             if key in self.config.cameras:
-                config = self.encoders[key].config
+                config = self.encoder(key).config
                 values = scaled_images(values, self.config.image_shape(key)).permute(0, 3, 1, 2).float() / 255
                 mean, std = (
                     torch.tensor(v, device=values.device).view(1, 3, 1, 1)
@@ -142,8 +146,8 @@ class CrosswayPolicy(nn.Module):
             if key in self.encoders:
                 if self.config.crop is not None:
                     values = cropped(values, self.config.crop, random=self.training)
-                height, width = self.encoders[key].config.image_size
-                output = self.encoders[key](values[:, :, :height, :width])
+                height, width = self.encoder(key).config.image_size
+                output = self.encoder(key)(values[:, :, :height, :width])
                 for name, loss in (output.auxiliary_losses or {}).items():
                     losses[f"{key}_{name}"] = loss
                 values = output.pooler_output
@@ -247,8 +251,8 @@ class CrosswayPolicy(nn.Module):
             about: kept in policy.json, e.g. the settings of the environment that the policy was trained for.
         """
         with whole_folder(folder) as scratch:
-            for key, encoder in self.encoders.items():
-                encoder.save_pretrained(scratch / ENCODERS / key)
+            for key in self.encoders:
+                self.encoder(key).save_pretrained(scratch / ENCODERS / key)
             weights = {name: value.contiguous() for name, value in self.state_dict().items() if _own(name)}
             save_file(weights, scratch / WEIGHTS_FILE)
             content = {

@@ -97,7 +97,7 @@ class PushTDemonstrator:
             way = self._way_around(state[:2], push.start, block)
             if way is None:
                 continue
-            length = sum(np.linalg.norm(b - a) for a, b in zip([state[:2], *way], way, strict=False))
+            length = sum(float(np.linalg.norm(b - a)) for a, b in zip([state[:2], *way], way, strict=False))
             cost = self._imagine(state, push)[-1] + _STEP_COST * (length / _SPEED + len(push.targets))
             if cost < best_cost:
                 best, best_cost = (way, push), cost

@@ -131,7 +131,7 @@ def results_of(training: Training, config: dict[str, dict[str, Any]], command: s
         history=training.history,
         details={
             "windows": len(training.train),
-            "prior": next((encoder.config.prior_name for encoder in policy.encoders.values()), None),
+            "prior": next((policy.encoder(key).config.prior_name for key in policy.config.cameras), None),
             "parameters_by_part": parameters,
         },
     )
@@ -170,10 +170,10 @@ def start_encoders(policy: CrosswayPolicy, folder: str, encoder: dict[str, Any])
     check_saved_folder(folder, "encoder.pretrained")
     options = {key: value for key, value in encoder.items() if key not in ("preset", "pretrained")}
     for key in policy.config.cameras:
-        size = policy.encoders[key].config.image_size
+        size = policy.encoder(key).config.image_size
         changes = {**options, "image_size": size}
         classifier, _ = load_changed_model(folder, SparsePriorViTForImageClassification, **changes)
-        policy.encoders[key].load_state_dict(classifier.vit.state_dict())
+        policy.encoder(key).load_state_dict(classifier.vit.state_dict())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -63,7 +63,7 @@ class Training:
         optimizer = torch.optim.AdamW(
             policy.parameters(),
             lr=config.learning_rate,
-            betas=tuple(config.betas),
+            betas=(config.betas[0], config.betas[1]),
             weight_decay=config.weight_decay,
         )
         self.epoch_steps = max(1, len(train) // config.batch_size)  # what is left of an epoch is left out

@@ -7,7 +7,8 @@ Shape letters: B batch, T time, A action size, C channels, D condition size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ class StepEmbedding(nn.Module):
     def forward(self, steps: Tensor) -> Tensor:
         """int64 (B,) to (B, size)."""
         half = self.size // 2
-        dtype = self.layers[0].weight.dtype
+        dtype = next(self.layers.parameters()).dtype
         exponents = torch.arange(half, device=steps.device, dtype=torch.float32) / (half - 1)
         phases = steps.float().unsqueeze(1) * torch.exp(-math.log(10000.0) * exponents)
         return self.layers(torch.cat([phases.sin(), phases.cos()], 1).to(dtype))
@@ -125,7 +126,8 @@ class ConditionalUNet1D(nn.Module):
             raise ValueError(f"horizon={actions.shape[1]} must be a multiple of {self.time_factor}, 2^(widths - 1)")
         condition = torch.cat([self.step_embedding(steps), condition], 1)
         x, skipped = actions.transpose(1, 2), []
-        for index, (first, second) in enumerate(self.down):
+        down, up = (cast(Iterable[tuple[ResidualBlock, ResidualBlock]], pairs) for pairs in (self.down, self.up))
+        for index, (first, second) in enumerate(down):
             x = second(first(x, condition), condition)
             skipped.append(x)  # the first is never taken, as published
             if index < len(self.downsample):
@@ -133,7 +135,7 @@ class ConditionalUNet1D(nn.Module):
         for block in self.middle:
             x = block(x, condition)
         middle = x
-        for (first, second), upsample in zip(self.up, self.upsample, strict=True):
+        for (first, second), upsample in zip(up, self.upsample, strict=True):
             x = torch.cat([x, skipped.pop()], 1)
             x = upsample(second(first(x, condition), condition))
         return self.head(x).transpose(1, 2), middle
