@@ -58,7 +58,7 @@ def chosen_images(saved: SavedModel, arguments: argparse.Namespace) -> dict[str,
 
 
 def chosen(numbers: Sequence[int] | None, count: int, default: int, option: str) -> list[int]:
-    """Positions from 0 of numbers from 1, each once; without numbers so many of them, evenly spread, with the last."""
+    """Numbers from 1 as positions from 0, each once; without numbers `default` positions, evenly spread up to the last."""
     if not numbers:
         return sorted({round(position) for position in np.linspace(0, count - 1, min(default, count))})
     for number in numbers:

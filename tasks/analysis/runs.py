@@ -132,7 +132,7 @@ def base_folder(adapter: Path) -> Path:
 
 
 def load_processor(folder: Path) -> Any:
-    """The image processor of a saved model; of an adapter that of its model."""
+    """The image processor of a saved model, or that of the model that an adapter was made for."""
     if not (folder / IMAGE_PROCESSOR_NAME).is_file() and (folder / ADAPTER_CONFIG_NAME).is_file():
         folder = base_folder(folder)
     if not (folder / IMAGE_PROCESSOR_NAME).is_file():
@@ -225,7 +225,7 @@ def add_data_arguments(
         parser.add_argument("--split", choices=SPLITS, default="test")
     shown = "all" if limit is None else limit
     parser.add_argument(
-        "--limit", type=int, default=limit, help=f"so many images at most, of every class (default {shown})"
+        "--limit", type=int, default=limit, help=f"largest number of images, from every class (default {shown})"
     )
     if batch_size is not None:
         parser.add_argument("--batch-size", type=int, default=batch_size, help="default %(default)s")

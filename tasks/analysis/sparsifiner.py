@@ -48,8 +48,9 @@ from tasks.common.tables import markdown_table
 # As many as the paper's figures show, unless --layers and --heads say more.
 QUERY_LAYERS, QUERY_HEADS, BASIS_LAYERS, BASIS_ROWS, COEFFICIENT_HEAD = 3, 4, 6, 24, 5
 NOTE = (
-    "patches kept: of a patch, in the mean; the others are shares in percent, of all pairs, prefix included; of A_down "
-    "above tau; of W_up not 0; of the multiply-adds of A_down W_up without a zero. Means over heads and images."
+    "patches kept: by each patch, in the mean. The others are percentages: of all pairs, prefix included; of the values "
+    "of A_down, above tau; of the values of W_up, not 0; of the multiply-adds of A_down W_up, without a zero. Means over "
+    "heads and images."
 )
 COLUMNS = {
     "patches_kept": "patches kept",
@@ -135,7 +136,7 @@ def _with_max(title: str, heat: np.ndarray) -> str:
 
 
 def draw_basis(saved: SavedModel, predictions: Sequence[Prediction], path: Path) -> Path:
-    """Rows of W_up of the first layers as maps over the patches (Figure 6); weights below 0 are as dark as 0."""
+    """Rows of W_up of the first layers as maps over the patches (Figure 6); weights below 0 are drawn as 0."""
     rows = [
         [own.clamp_min(0).reshape(saved.attention.grid).cpu().numpy() for own in prediction.basis[:BASIS_ROWS]]
         for prediction in predictions[:BASIS_LAYERS]

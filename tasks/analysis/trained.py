@@ -124,8 +124,9 @@ def load_trained(arguments: argparse.Namespace) -> tuple[list[Trained], SharedIm
 
 
 def model_sha256(folder: Path) -> str:
-    """One checksum of everything that decides what a saved model answers: weights, config and image processor; of an
-    adapter its own and those of its model.
+    """One checksum of everything that decides what a saved model answers: weights, config and image processor.
+
+    The checksum of an adapter includes that of its model.
     """
     files = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
     files += [path for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME, PROCESSOR) if (path := folder / name).is_file()]

@@ -66,7 +66,7 @@ class Problem:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What gradients are taken of: q, k, v and the learned scalars of the decay."""
+        """The tensors that get gradients: q, k, v and the learned scalars of the decay."""
         return [self.q, self.k, self.v, *(value for value in (self.decay or {}).values() if isinstance(value, Tensor))]
 
 
@@ -161,7 +161,7 @@ def _backend_contender(name: str) -> Contender:
 
 
 def chosen_backend(problem: Problem, trains: bool) -> str:
-    """What the chooser takes for this problem."""
+    """The backend that the library chooses for this problem."""
     with torch.set_grad_enabled(trains):
         return choose_backend(make_request(problem))
 
@@ -316,7 +316,7 @@ def check(problem: Problem, function: Callable, trains: bool, dense: bool) -> No
 
 
 def checked_rows(plan: AttentionPlan) -> Tensor:
-    """All tokens of a small problem; of a large one the prefix and rows from the first to the last."""
+    """The rows that are checked: all of a small problem, the prefix and some spread rows of a large one."""
     if plan.total <= 4 * CHECKED_ROWS:
         return torch.arange(plan.total)
     patches = torch.linspace(plan.num_prefix_tokens, plan.total - 1, CHECKED_ROWS).round().long()
@@ -324,7 +324,7 @@ def checked_rows(plan: AttentionPlan) -> Tensor:
 
 
 def expected_rows(problem: Problem, rows: Tensor, doubles: dict[Tensor, Tensor], dense: bool) -> Tensor:
-    """Attention of some query rows by its definition, in float64: softmax over whole rows of logits.
+    """Attention of some query rows as it is defined, in float64: softmax over whole rows of logits.
 
     Args:
         problem: what is computed.

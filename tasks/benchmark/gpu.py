@@ -281,7 +281,7 @@ def check(tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, fl
 
 
 def table(rows: list[dict[str, Any]], bandwidth: float) -> list[str]:
-    """Lines of the printed table; adds what is derived to the rows."""
+    """Lines of the printed table; adds the ratios to the rows."""
     head = f"{'what':<22}{'pass':<18}{'tokens':>7}{'batch':>6}  {'contender':<14}{'ms':>9}{'10..90 %':>20}"
     lines = [head + f"{'x copy':>8}{'x flash':>9}"]
     for row in rows:

@@ -27,7 +27,7 @@ TURN_SECONDS = 0.005
 TURN_SHARE = 0.05
 MAX_CALLS = 1000
 MIN_ROUNDS = 3
-# Of the memory that is free, what a contender may be expected to take.
+# Share of the free memory that a contender may be expected to take.
 MEMORY_SHARE = 0.8
 PROBE_CALLS = 3
 
