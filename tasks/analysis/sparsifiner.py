@@ -48,9 +48,9 @@ from tasks.common.tables import markdown_table
 # As many as the paper's figures show, unless --layers and --heads say more.
 QUERY_LAYERS, QUERY_HEADS, BASIS_LAYERS, BASIS_ROWS, COEFFICIENT_HEAD = 3, 4, 6, 24, 5
 NOTE = (
-    "patches kept: by each patch, in the mean. The others are percentages: of all pairs, prefix included; of the values "
-    "of A_down, above tau; of the values of W_up, not 0; of the multiply-adds of A_down W_up, without a zero. Means over "
-    "heads and images."
+    "patches kept: by each patch, in the mean. The others are percentages: of all pairs, prefix included; of the "
+    "values of A_down, above tau; of the values of W_up, not 0; of the multiply-adds of A_down W_up, without a zero. "
+    "Means over heads and images."
 )
 COLUMNS = {
     "patches_kept": "patches kept",
