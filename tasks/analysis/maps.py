@@ -58,7 +58,7 @@ def chosen_images(saved: SavedModel, arguments: argparse.Namespace) -> dict[str,
 
 
 def chosen(numbers: Sequence[int] | None, count: int, default: int, option: str) -> list[int]:
-    """Numbers from 1 as positions from 0, each once; without numbers `default` of them, evenly spread up to the last."""
+    """Numbers from 1 as positions from 0, each once; without numbers `default` of them, evenly spread to the last."""
     if not numbers:
         return sorted({round(position) for position in np.linspace(0, count - 1, min(default, count))})
     for number in numbers:
