@@ -18,7 +18,7 @@ from .decay import DECAYS
 from .masks import Pairs, key_lists, mask_from_offsets, pruning_ratio
 from .registry import registering
 from .relative_offsets import relative_table
-from .resolved import ResolvedSupport
+from .resolved import ResolvedDecay, ResolvedSupport
 from .supports import layer_offsets, layer_pairs
 
 
@@ -42,7 +42,7 @@ class AttentionPlan:
         grid: tuple[int, int],
         num_prefix_tokens: int,
         support: ResolvedSupport,
-        decay: dict[str, Any] | None,
+        decay: ResolvedDecay | None,
         layer: int,
     ) -> None:
         self.num_heads = num_heads

@@ -127,6 +127,8 @@ class QuietCocoMetric(CocoMetric):
     A model that detects nothing has AP 0.
     """
 
+    _coco_api: Any
+
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
         """Take the predictions of a batch."""
         if self._coco_api is None:

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior import SparsePriorViTModel
+from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.files import file_sha256, whole_folder, write_text
 from hf_sparseprior.pretrained import load_whole_model
 from tasks.robotics.diffusion import denoise, noise_scheduler, sampler
@@ -146,7 +147,7 @@ class CrosswayPolicy(nn.Module):
             if key in self.encoders:
                 if self.config.crop is not None:
                     values = cropped(values, self.config.crop, random=self.training)
-                height, width = self.encoder(key).config.image_size
+                height, width = as_pair(self.encoder(key).config.image_size)
                 output = self.encoder(key)(values[:, :, :height, :width])
                 for name, loss in (output.auxiliary_losses or {}).items():
                     losses[f"{key}_{name}"] = loss

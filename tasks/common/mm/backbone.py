@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.modeling_outputs import BackboneOutput
 from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior import SparsePriorViTBackbone, SparsePriorViTConfig, SparsePriorViTModel
@@ -80,10 +81,10 @@ class SparsePriorViT(SparsePriorViTBackbone):
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         """(B, channels, height, width) to one map (B, C, ceil(height / patch), ceil(width / patch)) a stage."""
-        maps = super().forward(pad_to_patches(pixel_values, self.embeddings.patch_size)).feature_maps
+        output = super().forward(pad_to_patches(pixel_values, self.embeddings.patch_size), return_dict=True)
         # Tokens lie with their channels side by side. Convolutions hand that layout on, and mmcv's roi_align reads the
         # memory of a CPU tensor as if it were in the usual one: it would pool numbers from anywhere.
-        return tuple(map_.contiguous() for map_ in maps)
+        return tuple(map_.contiguous() for map_ in cast(BackboneOutput, output).feature_maps or ())
 
 
 def pretrained_folder(pretrained: str | None, init_cfg: dict[str, Any] | None) -> str | None:

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from mmengine.config import Config
 from mmengine.dist import get_world_size
 from mmengine.runner import Runner
@@ -122,7 +123,7 @@ def training_seconds(runner: Runner) -> tuple[float, float]:
 def loss_history(runner: Runner, points: int = 200) -> list[dict[str, Any]]:
     """Training loss at the end of up to `points` equal stretches of steps, averaged over each."""
     history = runner.message_hub.log_scalars.get("train/loss")
-    losses = [] if history is None else history.data[0]
+    losses = np.empty(0) if history is None else history.data[0]
     length = max(1, -(-len(losses) // points))
     stretches = [losses[start : start + length] for start in range(0, len(losses), length)]
     ends = [min(start + length, len(losses)) for start in range(0, len(losses), length)]

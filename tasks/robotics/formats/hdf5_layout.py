@@ -81,6 +81,7 @@ class HDF5Demonstrations(Demonstrations):
         first = data[self.episodes[0]]
         seen = first.get("obs") if isinstance(first, h5py.Group) else None
         images = [key for key in seen or () if key.endswith("_image")]
+        first_image = seen[images[0]] if seen is not None and images else None
         options = arguments.get("env_kwargs")
         options = options if isinstance(options, dict) else {}
         return {
@@ -91,7 +92,7 @@ class HDF5Demonstrations(Demonstrations):
             "control_hz": options.get("control_freq"),
             "versions": {"robosuite": arguments.get("env_version")},
             "image_mode": {"renderer": "robosuite"},
-            "image_size": int(seen[images[0]].shape[1]) if images and seen[images[0]].ndim == 4 else None,
+            "image_size": int(first_image.shape[1]) if first_image is not None and first_image.ndim == 4 else None,
             "cameras": [key.removesuffix("_image") for key in images],
         }
 
