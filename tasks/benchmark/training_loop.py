@@ -32,7 +32,6 @@ from hf_sparseprior.training import (
 )
 from tasks.benchmark.timing import turn_order
 from tasks.common.environment import command_line, environment
-from tasks.common.hf_run import TRAINER_DEFAULTS
 from tasks.common.images.model import build_model
 from tasks.common.images.sections import load_image_config
 from tasks.common.results import write_results

@@ -10,7 +10,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from tasks.common.config import apply_overrides, check_known, check_trainer, read_layers, trainer_keys
+from tasks.common.config import (
+    Config,
+    apply_overrides,
+    check_known,
+    check_trainer,
+    load_sections,
+    read_layers,
+    trainer_keys,
+)
 from tasks.common.images.augmentation import AugmentationConfig
 from tasks.common.images.config import DataConfig
 from tasks.common.images.model import check_classifier_init_std, model_keys
@@ -19,27 +27,24 @@ from tasks.common.run_folder import stored_config
 SECTIONS = ("data", "augmentation", "model", "tuning", "distillation", "token_labels", "trainer")
 
 
-def load_image_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+def load_image_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """All sections of a configuration file with `section.key=value` overrides; those of images are checked.
 
     Raises:
         ValueError: for unknown keys, with the nearest known one, bad values, or text that is not YAML.
         OSError: for a missing file.
     """
-    config = read_layers(Path(path), SECTIONS)
-    apply_overrides(config, overrides, SECTIONS)
-    check_image_sections(config)
-    return config
+    return load_sections(path, overrides, SECTIONS, check_image_sections)
 
 
-def check_image_sections(config: dict[str, dict[str, Any]]) -> None:
+def check_image_sections(config: Config) -> Config:
     """Refuse unknown keys and bad values of `data`, `augmentation`, `model` and `trainer`; a missing one is empty.
 
     The model checks the fields of its own config when it is built.
     """
     known = {
-        "data": _data_keys(),
-        "augmentation": [field.name for field in fields(AugmentationConfig)],
+        "data": field_names(DataConfig),
+        "augmentation": field_names(AugmentationConfig),
         "model": model_keys(),
         "trainer": trainer_keys(),
     }
@@ -51,6 +56,7 @@ def check_image_sections(config: dict[str, dict[str, Any]]) -> None:
     if "label_smoothing_factor" in config["trainer"]:
         raise ValueError("trainer.label_smoothing_factor does not go with mixup; use augmentation.label_smoothing")
     check_trainer(config["trainer"])
+    return config
 
 
 def load_data_section(model: Path, file: str | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -68,10 +74,11 @@ def load_data_section(model: Path, file: str | None = None, overrides: Sequence[
     config = read_layers(Path(file), SECTIONS) if file else stored_config(model)
     own = {"data": dict(config.get("data", {}))}
     apply_overrides(own, overrides, sections=("data",))
-    check_known(own["data"], _data_keys(), "section 'data'")
+    check_known(own["data"], field_names(DataConfig), "section 'data'")
     DataConfig(**own["data"])
     return own["data"]
 
 
-def _data_keys() -> list[str]:
-    return [field.name for field in fields(DataConfig)]
+def field_names(kind: type) -> list[str]:
+    """The keys of a section that holds the fields of a dataclass."""
+    return [field.name for field in fields(kind)]
