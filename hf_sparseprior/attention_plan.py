@@ -42,7 +42,7 @@ class AttentionPlan:
         grid: tuple[int, int],
         num_prefix_tokens: int,
         support: ResolvedSupport,
-        decay: ResolvedDecay | None,
+        decay: ResolvedDecay | dict[str, Any] | None,
         layer: int,
     ) -> None:
         self.num_heads = num_heads

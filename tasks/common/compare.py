@@ -176,11 +176,12 @@ def variant_configs(
     return configs
 
 
-def check_seeds(seeds: Any, where: str) -> None:
-    """Raise ValueError unless these are different seeds."""
+def check_seeds(seeds: Any, where: str) -> list[int]:
+    """The seeds; raise ValueError unless they are different ones."""
     whole = isinstance(seeds, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in seeds)
     if not whole or not seeds or len(set(seeds)) < len(seeds):
         raise ValueError(f"{where}: seeds={seeds!r} must be a list of different integers of 0 or more")
+    return seeds
 
 
 def refuse_owned(keys: Sequence[str], owned: Mapping[str, str], where: str) -> None:

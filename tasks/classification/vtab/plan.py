@@ -121,9 +121,8 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     path = Path(path)
     content = read_layers(path, SECTIONS, SWEEP)
     shared = {section: content[section] for section in SECTIONS}
-    seeds, selection_seeds = content.get("seeds"), content.get("selection_seeds")
-    check_seeds(seeds, str(path))
-    check_seeds(selection_seeds, f"{path}, selection_seeds")
+    seeds = check_seeds(content.get("seeds"), str(path))
+    selection_seeds = check_seeds(content.get("selection_seeds"), f"{path}, selection_seeds")
     points = _read_grid(content.get("grid"), str(path))
     refuse_owned([f"{section}.{key}" for section in SECTIONS for key in shared[section]], OWNED, str(path))
     owned = {**OWNED, **{key: "an axis of the grid" for key in points[0]}}
