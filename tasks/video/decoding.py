@@ -16,7 +16,7 @@ try:
     import av
     import av.video.reformatter
 except ImportError:  # said by `_open`, where it is needed
-    av = None  # type: ignore[assignment]
+    av = None
 
 # Behind so many frames seeking is worth its while.
 SEEK_FROM = 100
