@@ -47,7 +47,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(RUN) -m hf_sparseprior doctor
 	touch $@
 
-# What the tasks need beside that. A Debian package that cannot be installed is named, and its tests are skipped.
+# What the tasks need besides that. A Debian package that cannot be installed is named, and its tests are skipped.
 define debian
 @dpkg -s $(1) >/dev/null 2>&1 || { test "$$(id -u)" = 0 && { apt-get install -y -qq $(1) >/dev/null 2>&1 || \
 	{ apt-get update -qq && apt-get install -y -qq $(1) >/dev/null; }; }; } || \

@@ -23,7 +23,7 @@ class SparsePriorTrainingArguments(TrainingArguments):
     )
     ema_decay: float | None = field(
         default=None,
-        metadata={"help": "Decay per step of the moving average that is evaluated beside the weights; None for none."},
+        metadata={"help": "Decay per step of the moving average, evaluated as well as the weights; None for none."},
     )
 
     backbone_learning_rate: float = field(

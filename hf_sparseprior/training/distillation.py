@@ -254,7 +254,7 @@ class Distillation:
         if "attentions" in self.needs:
             raise ValueError(
                 f"the attention loss compares all tokens, and prior {model.config.prior_name!r} drops some; train the "
-                "predictor first and add the token pruning behind it"
+                "predictor first and add the token pruning after it"
             )
         if found[0].get("ratio_weight") and "labels" not in self.weights:
             raise ValueError(

@@ -51,7 +51,7 @@ class WeightAverage:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model has the averaged weights inside the block, and its own again behind it, bit for bit."""
+        """The model has the averaged weights inside the block, and its own again after it, bit for bit."""
         kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         self._write(self.averages)
         try:

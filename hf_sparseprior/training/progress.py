@@ -8,7 +8,7 @@ from transformers import ProgressCallback
 
 
 class OneLineProgress(ProgressCallback):
-    """transformers' training bar with the latest numbers behind it instead of a line per log entry."""
+    """transformers' training bar with the latest numbers after it instead of a line per log entry."""
 
     SHOWN = {"loss": "loss", "eval_loss": "val loss", "eval_accuracy": "val acc"}
 
@@ -17,7 +17,7 @@ class OneLineProgress(ProgressCallback):
         self.numbers: dict[str, str] = {}
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **kwargs: Any) -> None:
-        """Show loss and validation numbers behind the bar."""
+        """Show loss and validation numbers after the bar."""
         for key, label in self.SHOWN.items():
             if logs and key in logs:
                 self.numbers[label] = f"{logs[key]:.4g}"

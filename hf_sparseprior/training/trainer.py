@@ -39,7 +39,7 @@ class SparsePriorTrainer(Trainer):
     names in `no_weight_decay()` (beta, position embedding, prefix tokens), also below peft's wrappers.
 
     With `SparsePriorTrainingArguments`: layer decay; a moving average of the weights, saved and resumed with the
-    checkpoints and evaluated beside the raw weights (`eval_ema_accuracy` beside `eval_accuracy`).
+    checkpoints and evaluated as well as the raw weights (`eval_ema_accuracy` next to `eval_accuracy`).
 
     Labels (B, classes) of floating type are class probabilities (mixup, smoothing): cross entropy against them, not the
     binary cross entropy that transformers infers. A step's gradient is that of the mean over its samples, however they
@@ -153,7 +153,7 @@ class SparsePriorTrainer(Trainer):
         return batches
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with the share of time spent waiting for data beside the training loss."""
+        """Log, with the share of time spent waiting for data next to the training loss."""
         now = time.perf_counter()
         if "loss" in logs and now > self._logged_at:
             logs["data_wait"] = round((self.clock.data_seconds - self._logged_data) / (now - self._logged_at), 4)
@@ -275,7 +275,7 @@ class SparsePriorTrainer(Trainer):
     def evaluation_loop(
         self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> Any:
-        """Evaluate; with a moving average, also that: its metrics stand beside the others, the predictions do not."""
+        """Evaluate; with a moving average, also that: its metrics are added to the others, its predictions are not."""
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self.weight_average is not None:
             with self.weight_average.swapped_in():

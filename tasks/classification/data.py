@@ -70,7 +70,7 @@ def make_inputs(
     datasets, processor = make_datasets(data, config, model_config, augmentation, arguments.seed, label_maps)
     sampler = draw_sampler(len(datasets["train"]), arguments, augmentation.repeats)
     sizes = ", ".join(f"{len(dataset)} {split}" for split, dataset in datasets.items())
-    # Sizes behind the cut and the limits, where those have changed what the source says.
+    # Sizes after the cut and the limits, where those have changed what the source says.
     description = data.description if f"({sizes})" in data.description else f"{data.description} ({sizes})"
     return Inputs(datasets, processor, sampler, collate, default_data_collator, description, corrupt)
 

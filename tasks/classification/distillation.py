@@ -130,6 +130,6 @@ def start_phase(model: SparsePriorViTForImageClassification, config: Distillatio
 
 
 def end_phase(model: SparsePriorViTForImageClassification, config: DistillationConfig) -> None:
-    """What is done to the model behind its last step."""
+    """What is done to the model after its last step."""
     if config.phase == "predictor":
         prune_predictors(model)

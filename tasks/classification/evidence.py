@@ -69,7 +69,7 @@ def make_rows(comparison: Comparison, records: Mapping[str, list[dict[str, Any]]
         method, dash, prior = name.partition("-")
         plain = f"{method}-{PLAIN}"
         if not dash or plain not in accuracy:
-            raise ValueError(f"{comparison.name}: row {name!r} must be called METHOD-PRIOR, beside a row {plain!r}")
+            raise ValueError(f"{comparison.name}: row {name!r} must be called METHOD-PRIOR and needs a row {plain!r}")
         shared = sorted(set(accuracy[name]) & set(accuracy[plain])) if name != plain else []
         difference = {seed: accuracy[name][seed] - accuracy[plain][seed] for seed in shared}
         seeds = sorted({*comparison.seeds, *accuracy[name]})

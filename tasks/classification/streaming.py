@@ -76,7 +76,7 @@ class StreamedImages(IterableDataset):
         return samples if self.processes == 1 else self._filled(samples)
 
     def _filled(self, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The samples, and behind them what makes the last batch of every process a whole one."""
+        """The samples, and after them what makes the last batch of every process a whole one."""
         while batch := list(islice(samples, self.processes * self.batch_size)):
             if len(batch) < self.processes * self.batch_size:
                 for process in range(self.processes):  # each process its share of what is left

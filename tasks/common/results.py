@@ -26,7 +26,7 @@ class Results:
     processes: how many trained. resumed_from: name of the checkpoint that the run went on from.
     command: as a user types it; None: that of this process.
     history: {"step": ..., "epoch": ..., name: value} in order, `validation_` before a name of that split.
-    details: more keys, which stand beside these in the file.
+    details: more keys, which stand next to these in the file.
     versions, hardware: of packages and machine.
 
     What an evaluation does not have is None.

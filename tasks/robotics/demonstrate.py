@@ -6,7 +6,7 @@
     python -m tasks.robotics.demonstrate --replay demonstrations/lift.hdf5
 
 A controller that knows the simulator's state solves the task; its actions are recorded, noisy ones are executed, and
-only episodes that end solved are kept. Beside the file: OUT.json (rates, versions, time) and a picture and a film of
+only episodes that end solved are kept. Next to the file: OUT.json (rates, versions, time) and a picture and a film of
 episodes, unless nothing can be drawn. Each episode is written when it is over: the same command goes on after an
 interruption. `--replay` executes the recorded actions of a file again, those with noise, which must give the same
 states, and those without.

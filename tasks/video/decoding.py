@@ -18,7 +18,7 @@ try:
 except ImportError:  # said by `_open`, where it is needed
     av = None
 
-# Behind so many frames seeking is worth its while.
+# After so many frames seeking is worth its while.
 SEEK_FROM = 100
 # FFmpeg's names of the formats with an index to seek by.
 INDEXED = {"matroska", "mov", "avi"}
@@ -121,13 +121,13 @@ def _times(path: str | os.PathLike) -> list[int]:
     """Presentation times of all frames, in order; none where they do not tell which frame a seek has come to."""
     with _open(path) as (container, stream):
         if not INDEXED & set(container.format.name.split(",")):
-            return []  # times behind a seek are FFmpeg's guesses
+            return []  # times after a seek are FFmpeg's guesses
         times = [packet.pts for packet in _packets(path, container, stream) if _shows(packet)]
     return [] if None in times or len(set(times)) < len(times) else sorted(times)
 
 
 def _packets(path: str | os.PathLike, container: Any, stream: Any) -> Iterator[Any]:
-    """All packets of a stream; behind the last, OSError if the frames end before the file says that they do."""
+    """All packets of a stream; after the last, OSError if the frames end before the file says that they do."""
     times: list[int] = []
     end = 0
     for packet in container.demux(stream):
@@ -138,7 +138,7 @@ def _packets(path: str | os.PathLike, container: Any, stream: Any) -> Iterator[A
         yield packet
     times.sort()
     rate: Fraction | None = stream.average_rate
-    gaps = [behind - before for before, behind in pairwise(times)] + ([1 / rate / stream.time_base] if rate else [])
+    gaps = [after - before for before, after in pairwise(times)] + ([1 / rate / stream.time_base] if rate else [])
     said = _said_end(container, stream, times[0]) if times else None
     # A last frame's duration is not always said, and clocks are rounded: only what lacks more than that is named.
     if said is not None and gaps and said - end > max(SPARE_FRAMES * sum(gaps) / len(gaps), *gaps):
@@ -176,7 +176,7 @@ def _pixels(frame: Any, short_side: int | None, scaler: Any) -> np.ndarray:
 
 
 def sample_indices(total: int, num_frames: int, stride: int = 1, place: float = 0.5) -> list[int]:
-    """Numbers of the frames of a clip: `num_frames`, each `stride` behind the one before.
+    """Numbers of the frames of a clip: `num_frames`, each `stride` after the one before.
 
     Args:
         total: frames of the video. Where it is shorter than the clip, its first and last frame stand for what lies

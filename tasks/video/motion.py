@@ -75,7 +75,7 @@ def video_folder() -> Path:
 
 
 def stretch(total: int, split: str) -> tuple[int, int]:
-    """First frame of a split in a video of `total` frames, and the one behind its last."""
+    """First frame of a split in a video of `total` frames, and the one after its last."""
     first, last = STRETCHES[split]
     return round(first * total), round(last * total)
 
@@ -88,14 +88,14 @@ def draw_places(
     Each is that of four drawn where most changes: what stands still looks the same forward and backward.
     """
     half = config.frames // 2
-    first, behind = stretch(len(video), split)
+    first, end = stretch(len(video), split)
     reach, margin = half * config.pace, half * config.pan
     height, width = video.shape[1:3]
-    low, high = first + reach, behind - reach
+    low, high = first + reach, end - reach
     if high <= low or width < config.size + 2 * margin:
         raise ValueError(
             f"clips of {config.frames} frames with motion.pace={config.pace}, motion.pan={config.pan} and "
-            f"motion.size={config.size} do not fit {behind - first} frames of {width}x{height} pixels ({split})"
+            f"motion.size={config.size} do not fit {end - first} frames of {width}x{height} pixels ({split})"
         )
     places = []
     for _ in range(count):

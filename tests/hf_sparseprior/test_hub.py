@@ -486,7 +486,7 @@ def test_a_pickle_beside_safetensors_is_never_opened(folder):
     assert not trace.exists()
 
 
-# Cut inside the length of the header, inside the header, right behind it, inside the data, one byte before the end.
+# Cut inside the length of the header, inside the header, right after it, inside the data, one byte before the end.
 @pytest.mark.parametrize("keep", [0, 4, 100, "header", "half", -1])
 @pytest.mark.parametrize("loader", ["class", "auto class"])
 def test_truncated_weights_give_one_error_that_names_the_folder(loader, keep, folder):

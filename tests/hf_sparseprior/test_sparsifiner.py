@@ -178,7 +178,7 @@ def test_budgets_of_a_trained_predictor(trained, keep_rate, budget):
     assert torch.equal(patches, (scores != 0).sum(-1).clamp(max=budget))
     assert patches.max() == budget or keep_rate == 0.9
     assert mask[:, :, 0].all() and mask[..., 0].all()  # row and column of the class token
-    assert not ((keys[..., :-1] < 0) & (keys[..., 1:] >= 0)).any()  # what is no key stands behind the last
+    assert not ((keys[..., :-1] < 0) & (keys[..., 1:] >= 0)).any()  # what is no key stands after the last
     kept = scores.masked_fill(~mask[:, :, 1:, 1:], math.inf).amin(-1)
     left = scores.masked_fill(mask[:, :, 1:, 1:] | (scores == 0), -math.inf).amax(-1)
     assert (kept >= left).all()
@@ -218,7 +218,7 @@ def test_equal_scores_go_by_their_index():
         predictor.w_up[:, 2] = 0.0
     q, k, _ = inputs()
     keys = predictor(make_request(q, k, WIDTH**-0.5, attention.plan(GRID, 1)))
-    # Ones rounded alike: patches 0, 1, 3 and 4 behind the class token; patch 2 has no score.
+    # Ones rounded alike: patches 0, 1, 3 and 4 after the class token; patch 2 has no score.
     assert (keys.sort(-1).values == torch.tensor([0, 1, 2, 4, 5])).all()
 
 

@@ -103,7 +103,7 @@ def heads_of(layer, x):
 
 
 def attended(layer, x, mask):
-    """Tokens behind the attention's residual, and its weights (H, T, T), head after head; mask (H, T, T)."""
+    """Tokens after the attention's residual, and its weights (H, T, T), head after head; mask (H, T, T)."""
     q, k, v = heads_of(layer, x)
     outs, maps = [], []
     for head in range(q.shape[1]):

@@ -157,7 +157,7 @@ def _read_grid(grid: Any, path: str) -> list[dict[str, Any]]:
         if len(set(names)) < len(names) or any(values.count(value) > 1 for value in values):
             raise ValueError(f"{path}: grid values {key}={values} must be different")
     if len({key.partition(".")[2] for key in grid}) < len(grid):
-        raise ValueError(f"{path}: grid keys {', '.join(grid)} must differ behind the dot")
+        raise ValueError(f"{path}: grid keys {', '.join(grid)} must differ after the dot")
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
@@ -228,7 +228,7 @@ class Records:
         return whole.index(max(whole)) if len(whole) == len(means) else None
 
     def missing(self) -> Iterator[Run]:
-        """The runs that could be done now, in order: those of selection, behind them those of the chosen point."""
+        """The runs that could be done now, in order: those of selection, then those of the chosen point."""
         for task, variant in itertools.product(self.sweep.tasks, self.sweep.configs):
             yield from (run for run in self.sweep.selection_runs(variant, task) if not self.done(run))
             point = self.chosen_point(variant, task)

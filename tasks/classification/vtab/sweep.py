@@ -80,7 +80,7 @@ class Job:
 def claim(record: Path) -> Iterator[bool]:
     """Whether this process may do the run of a record; held until the block ends or the process dies.
 
-    The system's lock on a file beside the record, which a killed process cannot leave behind. Network file systems know
+    The system's lock on a file next to the record, which a killed process cannot keep. Network file systems know
     it from NFS 3 with its lock daemon on; one without locks is an OSError.
     """
     record.parent.mkdir(parents=True, exist_ok=True)

@@ -40,11 +40,11 @@ class AugmentationConfig:
     interpolation: of the resizing.
     flip: probability of a horizontal flip.
     randaugment: timm's notation, for example rand-m15-n2-mstd1.0-inc1 (Fibottention Table 9); null for none.
-    color_jitter: strength of brightness, contrast and saturation. Beside randaugment it has no effect unless
+    color_jitter: strength of brightness, contrast and saturation. With randaugment it has no effect unless
         force_color_jitter is true: so it is in timm, with which DeiT and Fibottention trained.
     erasing, erasing_mode: probability of random erasing; with noise ("pixel") or the mean colour ("constant").
     mixup, cutmix: alpha of each, 0 for off; mix_probability: that a batch is mixed; switch_probability: by CutMix.
-    mixtoken: alpha of MixToken, CutMix of the tokens behind the patch projection (LV-ViT: 1), 0 for off; with neither
+    mixtoken: alpha of MixToken, CutMix of the tokens after the patch projection (LV-ViT: 1), 0 for off; with neither
         mixup nor cutmix.
     label_smoothing: share of the label that goes to all classes alike.
     repeats: repeated augmentation (DeiT: 3).
@@ -159,7 +159,7 @@ class Augmentation:
         self.policy = parse_policy(config.randaugment) if config.randaugment else None
         jitter = config.color_jitter if self.policy is None or config.force_color_jitter else 0.0
         if config.color_jitter and not jitter:
-            logger.info("color_jitter=%s has no effect beside randaugment; see force_color_jitter", config.color_jitter)
+            logger.info("color_jitter=%s has no effect with randaugment; see force_color_jitter", config.color_jitter)
         self.jitter = ColorJitter(jitter, jitter, jitter, p=1.0) if jitter else None
         # Area 2 % to a third, ratio 0.3 to 3.3: Zhong et al. 2020, with timm's upper bounds.
         self.erasing = RandomErasing((0.02, 1 / 3), (0.3, 1 / 0.3), p=1.0) if config.erasing else None

@@ -144,7 +144,7 @@ def test_gradients_reach_scalars_and_weights(name):
 
 @families
 def test_autocast(name):
-    """Rotary positions leave queries and keys in float32 beside values in bfloat16."""
+    """Rotary positions leave queries and keys in float32 next to values in bfloat16."""
     model = sp.apply_prior(STOCK[name].build(), "fibottention+violin")
     exact = output(model, name)
     with torch.autocast("cpu", torch.bfloat16):

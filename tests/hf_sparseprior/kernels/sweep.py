@@ -17,7 +17,7 @@ cpp = Kernels("cpu", "cpp")
 
 
 def laid_out(leaf, layout):
-    """The shape, dtype and device of a leaf (B, H, T, D) with other strides; nothing lies behind its last element."""
+    """The shape, dtype and device of a leaf (B, H, T, D) with other strides; nothing lies after its last element."""
     if layout == "contiguous":
         return leaf.contiguous()
     if layout == "row elements apart":

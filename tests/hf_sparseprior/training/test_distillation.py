@@ -273,7 +273,7 @@ def test_an_attention_loss_that_can_train_nothing_is_refused(tmp_path):
     trainer = make_trainer(model, Distillation({"labels": 1, "attention": 1}, Teacher(make_model(0))), tmp_path)
     with pytest.raises(ValueError, match="the attention loss has nothing to train"):
         trainer.compute_loss(model.train(), batch())
-    # Behind the values of a layer stand the scores of the next.
+    # The values of a layer are followed by the scores of the next.
     model.vit.layers[0].attention.v_proj.requires_grad_(True)
     assert trainer.compute_loss(model, batch()).requires_grad
 

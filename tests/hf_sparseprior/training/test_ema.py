@@ -30,7 +30,7 @@ def make_model():
 
 
 class Record(TrainerCallback):
-    """Weights before the first and behind every step, in float64."""
+    """Weights before the first and after every step, in float64."""
 
     def __init__(self):
         self.weights = []

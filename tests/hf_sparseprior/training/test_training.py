@@ -49,7 +49,7 @@ class Images(Dataset):
 
 
 class Each(TrainerCallback):
-    """Calls a function behind (or in front of) every optimizer step."""
+    """Calls a function after (or before) every optimizer step."""
 
     def __init__(self, function, event="on_step_end"):
         setattr(self, event, lambda args, state, control, **kwargs: function(state, **kwargs))
@@ -358,7 +358,7 @@ def test_resumed_with_persistent_workers_a_run_is_bit_equal(tmp_path):
 
 @pytest.mark.parametrize(("step", "event"), [(2, "on_step_end"), (3, "on_step_end"), (6, "on_step_end"), (6, "on_log")])
 def test_sigterm_at_any_step_loses_no_evaluation(tmp_path, step, event):
-    """Of 2 steps an epoch; behind the last one, training is over, but the run has to end."""
+    """Two steps an epoch; after the last one training is over, but the run has to end."""
 
     def trainer_in(folder):
         return make_trainer(

@@ -158,5 +158,5 @@ def test_layers_that_drop_tokens_give_one_line(command, boxed_runs, capsys, tmp_
     run = write_run(tmp_path / "run", data, prior=prior, **{**BOXED, "num_hidden_layers": 4})
     more = ["--indices", "0"] if command == "attention" else []
     assert COMMANDS[command].main([str(run), *more, "--out", str(tmp_path / "out")]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]  # behind the bars of reading
+    line = capsys.readouterr().err.splitlines()[-1]  # after the bars of reading
     assert "drops tokens, its layers have 17, 17, 10, 7: the attention of those that are left is no map" in line

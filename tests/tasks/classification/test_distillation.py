@@ -61,7 +61,7 @@ def dense(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def predicted(dense):
-    """The folder of phase 1 behind it, and its results."""
+    """The folder of phase 1 after it, and its results."""
     folder = dense.parent / "predictor"
     return folder, training.run(config_of(folder, dense / "model", SPARSIFINER, PHASE_1))
 
@@ -136,7 +136,7 @@ def test_phase_1_goes_on_from_where_it_was_killed(dense, predicted, tmp_path, mo
         if where == "training":
             stop = hf_run.StopOnSignal
             patch.setattr(hf_run, "StopOnSignal", lambda: _Both(stop(), StopAt(4)))
-        else:  # behind the pruning, before anything is written
+        else:  # after the pruning, before anything is written
 
             def killed(*args, **kwargs):
                 raise KeyboardInterrupt

@@ -144,7 +144,7 @@ def test_runs_of_two_checkpoints_are_not_compared():
 
 @pytest.mark.parametrize("names", [("dense", "full-plain"), ("full-plain", "lora-violin")])
 def test_rows_need_a_plain_row_of_their_method(names):
-    with pytest.raises(ValueError, match="must be called METHOD-PRIOR, beside a row"):
+    with pytest.raises(ValueError, match="must be called METHOD-PRIOR and needs a row"):
         rows(names)
 
 
@@ -290,5 +290,5 @@ def test_every_prior_starts_from_the_same_adapter_and_the_checkpoint_is_recorded
     alphas = np.concatenate([weights[name] for name in weights if name.endswith("alpha")])
     assert results[1]["max_alpha_change"] == pytest.approx(np.abs(alphas - 1).max()) and np.ptp(alphas) > 0.005
     assert results[4]["max_decay_change"] < 1e-6 and results[4]["max_alpha_change"] == 0
-    # The scalars of a control are trained beside the adapter; without beta those are alpha alone, 2 layers of 2 heads.
+    # The scalars of a control are trained with the adapter; without beta those are alpha alone, 2 layers of 2 heads.
     assert results[4]["trainable_parameters"] - results[0]["trainable_parameters"] == 2 * 2

@@ -70,7 +70,7 @@ def check_view(pixels, view, tolerance):
         x, y, _ = view @ ((column + 0.5) / width, (row + 0.5) / height, 1.0)
         if 0.04 < x < 0.96 and 0.04 < y < 0.96:
             seen = pixels[:, row, column]
-            if seen[2] > 0.99:  # not beside what an operation uncovered
+            if seen[2] > 0.99:  # not next to what an operation uncovered
                 assert np.abs(seen[:2] - (x, y)).max() < tolerance
                 checked += 1
     return checked

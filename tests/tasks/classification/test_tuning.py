@@ -43,7 +43,7 @@ LORA = {
     f"vit.layers.{i}.attention.{name}_proj.lora_{half}.weight" for i in range(LAYERS) for name in "qv" for half in "AB"
 }
 MAGNITUDES = {f"vit.layers.{i}.attention.{name}_proj.lora_magnitude_vector" for i in range(LAYERS) for name in "qv"}
-# Names and count of what each method trains beside the scalars of a decay.
+# Names and count of what each method trains besides the scalars of a decay.
 TRAINED = {
     "linear": (CLASSIFIER, 250),
     "violin": (CLASSIFIER, 250),

@@ -318,7 +318,7 @@ def test_interrupted_between_and_in_runs_it_goes_on_to_the_same_records(finished
 
     def stop(trainer, *args, **kwargs):
         steps.append(trainer.state.global_step)
-        if len(steps) == 6 + 4:  # in the second run, behind its checkpoint at step 2
+        if len(steps) == 6 + 4:  # in the second run, after its checkpoint at step 2
             raise KeyboardInterrupt
         return whole(trainer, *args, **kwargs)
 

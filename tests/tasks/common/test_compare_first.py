@@ -35,7 +35,7 @@ def write(folder, name, **content):
 
 
 def chain(folder, first=("dense.yaml", "predictor.yaml"), variants=None):
-    """A dense model, phase 1 on it, and rows behind phase 1, as Sparsifiner's tables are; the comparison's file."""
+    """A dense model, phase 1 on it, and rows after phase 1, as Sparsifiner's tables are; the comparison's file."""
     out = lambda name: str(folder / "outputs" / name)  # noqa: E731
     write(folder, "tiny.yaml", data={"source": "digits"}, model=MODEL, trainer=TRAINER)
     write(folder, "dense.yaml", base="tiny.yaml", trainer={"output_dir": out("dense")})
@@ -118,7 +118,7 @@ def test_interrupted_in_a_first_run_the_same_command_goes_on(finished, monkeypat
 
     def stop(trainer, *args, **kwargs):
         steps.append(trainer.state.global_step)
-        if len(steps) == 4 + 3:  # in phase 1, behind its checkpoint at step 2
+        if len(steps) == 4 + 3:  # in phase 1, after its checkpoint at step 2
             raise KeyboardInterrupt
         return whole(trainer, *args, **kwargs)
 

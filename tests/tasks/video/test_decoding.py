@@ -140,7 +140,7 @@ def test_frames_without_times_are_counted(tmp_path, monkeypatch):
 def test_a_seek_that_comes_too_late_costs_no_frame(tmp_path, monkeypatch):
     encode(tmp_path / "clip.mkv", numbered(SEEK_FROM + 60), "libx264", UNEVEN.tolist())
     times = decoding._times(tmp_path / "clip.mkv")
-    # The first wanted frame's time is put behind the key frame that follows it.
+    # The first wanted frame's time is put after the key frame that follows it.
     wanted = SEEK_FROM + 7
     monkeypatch.setattr(
         decoding, "_times", lambda path: [*times[:wanted], times[wanted + 12] + 1, *times[wanted + 1 :]]

@@ -256,7 +256,7 @@ def test_full_size_configurations_parse_and_build(name):
     section = {key: value for key, value in config["model"].items() if key != "image_model"}
     with torch.device("meta"):
         model = build_model({**section, "preset": "vit_base"}, [str(number) for number in range(31)])
-    # TimeSformer's 121.4 million: ViT-B's 85.8, and for each of 12 layers a norm, four projections and one behind.
+    # TimeSformer's 121.4 million: ViT-B's 85.8, and for each of 12 layers a norm, four projections and one after them.
     backbone = sum(parameter.numel() for parameter in model.vit.parameters())
     assert backbone == 85_798_656 + 12 * (5 * (768 * 768 + 768) + 2 * 768) + config["model"]["num_frames"] * 768
     ratios = {"dense": 0.0, "bigbird": 93.0, "fibottention": 95.5, "fibottention-modified": 94.0}

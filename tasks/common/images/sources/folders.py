@@ -30,7 +30,7 @@ LABEL_COLUMNS = ("label", "labels", "class", "class_name", "category", "target")
 
 
 def read_image_folder(config: DataConfig) -> ImageData:
-    """path/train/CLASS/*.png and validation/, test/ beside it; without any split folder all images are training."""
+    """path/train/CLASS/*.png, validation/ and test/ next to it; without any split folder all images are training."""
     root = data_folder(config)
     available = [entry.name for entry in os.scandir(root) if _is_class(entry)]
     names = [name for names in SPLIT_NAMES.values() for name in names]

@@ -238,7 +238,7 @@ def find_columns(features: Any, config: DataConfig, where: str) -> tuple[str, st
         if name is not None and name not in features:
             raise ValueError(f"data.{field}={name!r} is not among the columns {list(features)} of {where}")
     typed = [name for name, feature in features.items() if isinstance(feature, Image)]
-    # Files that `datasets` did not write say nothing of images; there they are bytes, alone or beside a path.
+    # Files that `datasets` did not write say nothing of images; there they are bytes, alone or with a path.
     encoded = [
         name
         for name, feature in features.items()

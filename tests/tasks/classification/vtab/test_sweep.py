@@ -269,7 +269,7 @@ def behind(name):
 
 Trainer.training_step = logged
 POINTS = [
-    (Trainer, "training_step", in_step),  # behind the checkpoint of step 2
+    (Trainer, "training_step", in_step),  # after the checkpoint of step 2
     (os, "replace", before("seed0.json")),  # trained, without a record
     (os, "replace", behind("seed0.json")),  # with one, its folder not removed
     (Trainer, "training_step", in_step),  # in the second run
@@ -426,7 +426,7 @@ def test_the_command_line_reports_errors_in_one_line(write, tmp_path, capsys, ar
         ({"grid": {"trainer.learning_rate": [1, 1]}}, "must be different"),
         ({"grid": {"model.pooling": ["../mean"]}}, "'pooling=../mean' must be a name of letters"),
         ({"grid": {"model.prior": [{"support": "window"}]}}, "must be a name of letters"),
-        ({"grid": {"model.x": [1], "trainer.x": [2]}}, "grid keys model.x, trainer.x must differ behind the dot"),
+        ({"grid": {"model.x": [1], "trainer.x": [2]}}, "grid keys model.x, trainer.x must differ after the dot"),
         ({"grid": {"model.pooling": [1, "1"]}}, "grid values model.pooling=[1, '1'] must be different"),
         ({"seeds": [1, 1]}, "must be a list of different integers"),
         ({"selection_seeds": []}, "selection_seeds: seeds=[] must be a list of different integers"),
