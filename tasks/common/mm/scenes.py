@@ -386,7 +386,7 @@ def main(argv: list[str] | None = None) -> int:
     default = SceneSettings()
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
     parser.add_argument("--train", dest="training", type=int, default=default.training, help="number of scenes")
-    parser.add_argument("--val", dest="validation", type=int, default=default.validation)
+    parser.add_argument("--validation", type=int, default=default.validation)
     parser.add_argument("--test", type=int, default=default.test)
     parser.add_argument("--size", type=int, default=default.size, help="side of a scene in pixels")
     parser.add_argument("--seed", type=int, default=default.seed)
