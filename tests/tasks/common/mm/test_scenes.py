@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 needs_garments = pytest.mark.skipif(
     not Path(arrays.FASHION_MNIST).is_dir(), reason="Debian's package dataset-fashion-mnist is not installed"
 )
-COUNTS = ["--train", "12", "--val", "4", "--test", "5", "--size", "96"]
+COUNTS = ["--train", "12", "--validation", "4", "--test", "5", "--size", "96"]
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def test_missing_sources_are_named(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--train", "0"], ["--size", "20"], ["--size", "4096"], ["--seed", "-1"], ["--val", "-4"]]
+    "arguments", [["--train", "0"], ["--size", "20"], ["--size", "4096"], ["--seed", "-1"], ["--validation", "-4"]]
 )
 def test_bad_values_are_named(tmp_path, capsys, arguments):
     assert main([str(tmp_path / "out"), *arguments]) == 2
