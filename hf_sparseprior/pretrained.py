@@ -25,7 +25,7 @@ POSITIONS = "embeddings.position_embeddings"
 
 def check_saved_folder(folder: str | os.PathLike, setting: str | None = None) -> None:
     """Raise OSError unless a folder of a saved model is there; `setting` is the name that its user gave it under."""
-    if not (Path(folder) / CONFIG_NAME).is_file():
+    if not isinstance(folder, (str, os.PathLike)) or not (Path(folder) / CONFIG_NAME).is_file():
         named = f"{setting}={folder}" if setting else f"{folder}"
         raise OSError(f"{named} is not a folder of a saved model")
 

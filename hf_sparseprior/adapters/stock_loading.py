@@ -131,6 +131,8 @@ def load_prior(model: PreTrainedModel, source: str | os.PathLike, **location: An
     record = _saved_record(source, **location)
     if record is None:
         raise ValueError(f"{source} was saved without a prior of hf_sparseprior.apply_prior")
+    if stock_priors(model):
+        raise ValueError(f"{type(model).__name__} has a prior already; sp.remove_prior takes it off")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
             f"{source} has a prior and {type(model).__name__} an adapter: load the prior first, then the adapter by "
@@ -201,7 +203,10 @@ def _configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
 
 def _record_of(model: PreTrainedModel) -> dict[str, Any]:
     """What a model's configs say of the prior that it was saved with."""
-    return next(getattr(config, RECORD) for config in _configs(model) if hasattr(config, RECORD))
+    for config in _configs(model):
+        if hasattr(config, RECORD):
+            return getattr(config, RECORD)
+    raise ValueError(f"config.json of {model.name_or_path} names the loader {LOADER!r} and lacks {RECORD!r}, the prior")
 
 
 def _saved_record(source: str | os.PathLike, **location: Any) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,11 +75,18 @@ def check_trainer(trainer: dict[str, Any]) -> None:
         if key.endswith("_strategy") and value is False:
             trainer[key] = "no"  # YAML reads a bare no as False
     _check_numbers(trainer)
+    check_text("trainer.output_dir", trainer.get("output_dir"))
     averaged = trainer.get("ema_decay") is not None
     judged = ["accuracy", "loss", *(["ema_accuracy", "ema_loss"] if averaged else [])]
     metric = trainer.get("metric_for_best_model")
     if metric is not None and str(metric).removeprefix("eval_") not in judged:
         raise ValueError(f"trainer.metric_for_best_model={metric!r} must be one of {', '.join(judged)}")
+
+
+def check_text(name: str, value: Any) -> None:
+    """Raise ValueError unless a value is text, a path or None; YAML reads 2026 as a number."""
+    if value is not None and not isinstance(value, (str, os.PathLike)):
+        raise ValueError(f"{name}={value!r} must be text; in YAML put it in quotes")
 
 
 def _check_numbers(trainer: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_sparseprior.checks import check_integer
-from tasks.common.config import apply_overrides, check_known, read_layers
+from tasks.common.config import apply_overrides, check_known, check_text, read_layers
 from tasks.common.run_folder import default_output_dir
 from tasks.robotics.policy_config import PolicyConfig
 
@@ -100,6 +100,7 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         """Check the fields."""
+        check_text("trainer.output_dir", self.output_dir)
         for name in ("seed", "warmup_steps", "validation_episodes"):
             check_integer(f"trainer.{name}", getattr(self, name), 0)
         counts = ("steps", "epochs", "batch_size", "log_steps", "validation_batches", "validate_steps", "save_steps")

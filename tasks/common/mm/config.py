@@ -59,6 +59,7 @@ def load_config(task: str, path: str | Path, overrides: Sequence[str] = ()) -> C
             config.merge_from_dict({key: DictAction._parse_iterable(value)})
         except (AssertionError, KeyError, TypeError) as error:
             raise ValueError(f"{override!r}: {first_line(error)}") from None
+    config[WORK_DIR] = str(config[WORK_DIR])  # mmengine reads 2026 as a number
     return config
 
 

@@ -1,4 +1,4 @@
-"""Small scenes with exact masks: python -m tasks.common.mm.scenes OUT [--train N --validation N --test N --size 128 ...]
+"""Small scenes with exact masks: python -m tasks.common.mm.scenes OUT [--train N --validation N --size 128 ...]
 
 Handwritten digits (scikit-learn) and garments (Fashion-MNIST, Debian's package dataset-fashion-mnist) pasted on crops
 of the photos that scikit-image and scikit-learn carry; nothing is downloaded. Eight classes: four digits that differ in

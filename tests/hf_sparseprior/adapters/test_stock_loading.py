@@ -285,6 +285,8 @@ def test_a_prior_that_was_left_out_is_loaded_afterwards(tmp_path):
         assert torch.equal(sp.load_prior(model, folder)(expected["images"])[0], expected["output"])
     with pytest.raises(ValueError, match="has a prior already"):
         sp.load_prior(model, folder)
+    with torch.no_grad():  # and it still has it
+        assert torch.equal(model(expected["images"])[0], expected["output"])
     STOCK["vit"].build().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="was saved without a prior"):
         sp.load_prior(STOCK["vit"].build(), tmp_path)

@@ -146,6 +146,7 @@ def test_a_bare_no_is_a_strategy(tmp_path):
     [
         ("gradient_accumulation_steps=0", "gradient_accumulation_steps=0 must be an integer of 1 or more"),
         ("per_device_train_batch_size=2.5", "per_device_train_batch_size=2.5 must be an integer of 1 or more"),
+        ("output_dir=2026", "output_dir=2026 must be text"),
         ("metric_for_best_model=f1", "metric_for_best_model='f1' must be one of accuracy, loss"),
     ],
 )
