@@ -88,7 +88,7 @@ def trainer_steps(model: nn.Module, data: TensorImages, options: dict[str, Any],
 
 def bare_steps(model: nn.Module, data: TensorImages, options: dict[str, Any], steps: int) -> np.ndarray:
     """Seconds of each step of the shortest loop that does the same."""
-    arguments = SparsePriorTrainingArguments(**options, output_dir="unused")
+    arguments = SparsePriorTrainingArguments(**{**options, "output_dir": "unused"})
     device = arguments.device
     model.to(device).train()
     optimizer = torch.optim.AdamW(
