@@ -99,7 +99,7 @@ def test_packages_of_the_robots_are_those_of_the_extra():
     """What tasks/robotics imports of `make robotics`, found by reading its modules."""
     sources = (Path(__file__).parents[2] / "tasks" / "robotics").rglob("*.py")
     imported = set(
-        re.findall(r'(?:^\s*(?:from|import) |_import\("|import_package\(")(\w+)', "\n".join(map(Path.read_text, sources)), re.M)
+        re.findall(r'(?:^\s*(?:from|import) |import_package\(")(\w+)', "\n".join(map(Path.read_text, sources)), re.M)
     )
     assert {"diffusers", "h5py", "zarr", "mujoco", "robosuite", "gym_pusht"} <= imported
     wanted = {name for name, (_, command) in doctor.OPTIONAL.items() if command == "make robotics"}
