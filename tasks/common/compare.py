@@ -46,6 +46,7 @@ from tasks.common.config import (
     check_name,
     config_name,
     merge_bases,
+    read_cell,
     read_layers,
 )
 from tasks.common.hf_run import HFTask, run
@@ -72,8 +73,8 @@ RECORDED_LATER = (
 # Sections whose overrides reach the runs of `first` too; the others say what the rows are.
 SHARED_WITH_FIRST = ("data", "augmentation", "trainer")
 OVERRIDES = "for every row; data, augmentation and trainer also for the runs of `first`"
-_OWNER = "the comparison's to choose; use `seeds`, --seeds and --out"
-OWNED = {"trainer.seed": _OWNER, "trainer.output_dir": _OWNER}
+_OWNER = "the comparison's to choose"
+OWNED = {"trainer.seed": f"{_OWNER}; use `seeds` or --seeds", "trainer.output_dir": f"{_OWNER}; use --out"}
 
 
 @dataclass
@@ -97,12 +98,13 @@ def load_comparison(task: HFTask, path: str | Path, overrides: Sequence[str] = (
         OSError: for a missing file.
     """
     path = Path(path)
-    content = read_layers(path, task.sections, COMPARISON)
-    first, seeds, variants = (content.pop(key, None) for key in COMPARISON)
+    shared = read_layers(path, task.sections, COMPARISON)
+    check_present(shared, ("seeds", "variants"), f"{path} is no comparison")
+    first, seeds, variants = (shared.pop(key, None) for key in COMPARISON)
     check_seeds(seeds, str(path))
+    # Its bases may have both: they are runs of their own.
+    refuse_owned([f"trainer.{key}" for key in read_cell(path).get("trainer", ())], OWNED, str(path))
     refuse_owned([override.partition("=")[0] for override in overrides], OWNED, "the command line")
-    apply_overrides(content, overrides, task.sections)
-    shared = task.check_config(content)
     configs = variant_configs(task, variants, shared, overrides, OWNED, str(path), own_bases=True)
     return Comparison(task, config_name(path), configs, seeds, first_configs(task, first, overrides, path))
 
@@ -145,7 +147,7 @@ def variant_configs(
         task: of all runs.
         variants: {name: {section: {key: value}}}, what each changes; `base`, a list of files, is what one
             changes instead.
-        shared: the configuration that they change.
+        shared: the sections that they change, which need not be a whole configuration.
         overrides: `section.key=value` of the command line, which win.
         owned: keys that no variant may set, and who does.
         path: the file, for errors.
@@ -174,6 +176,12 @@ def variant_configs(
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     return configs
+
+
+def check_present(content: Mapping[str, Any], keys: Sequence[str], what: str) -> None:
+    """Raise ValueError unless a file has all of these keys; `what`: what it is not without them."""
+    if missing := [f"`{key}`" for key in keys if key not in content]:
+        raise ValueError(f"{what}, it lacks {', '.join(missing)}")
 
 
 def check_seeds(seeds: Any, where: str) -> list[int]:

@@ -26,6 +26,7 @@ from tasks.classification.config import SECTIONS, check_config
 from tasks.classification.task import CLASSIFICATION
 from tasks.common.compare import (
     check_one_checkpoint,
+    check_present,
     check_seeds,
     check_start,
     read_record,
@@ -120,6 +121,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     """
     path = Path(path)
     content = read_layers(path, SECTIONS, SWEEP)
+    check_present(content, ("seeds", "selection_seeds", "grid", "variants"), f"{path} is no sweep")
     shared = {section: content[section] for section in SECTIONS}
     seeds = check_seeds(content.get("seeds"), str(path))
     selection_seeds = check_seeds(content.get("selection_seeds"), f"{path}, selection_seeds")

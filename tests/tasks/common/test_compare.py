@@ -410,6 +410,45 @@ def test_a_missing_file_of_variants_is_named(tmp_path):
         load_comparison(write(tmp_path, "no_such_rows.yaml"))
 
 
+def test_what_rows_share_need_not_be_a_whole_configuration(tmp_path):
+    """Each row says how many heads its width has; without a row hidden_size=12 has none that fit."""
+    rows = {"a": {"model": {"num_attention_heads": 3}}, "b": {"model": {"num_attention_heads": 4}}}
+    configs = load_comparison(write(tmp_path, rows, model={"hidden_size": 12, "num_attention_heads": 5})).configs
+    assert [config["model"]["num_attention_heads"] for config in configs.values()] == [3, 4]
+    path = write(tmp_path, {**rows, "c": {}}, model={"hidden_size": 12, "num_attention_heads": 5})
+    with pytest.raises(ValueError, match=r"small\.yaml, variant 'c': hidden_size=12 must be a multiple of .*5"):
+        load_comparison(path)
+
+
+@pytest.mark.parametrize(("key", "way"), [("seed", "use `seeds` or --seeds"), ("output_dir", "use --out")])
+def test_the_file_does_not_set_what_the_comparison_chooses(tmp_path, key, way):
+    """Its bases may: they are runs of their own, as BASE is with its seed."""
+    path = write(tmp_path, trainer={key: 3 if key == "seed" else "here"})
+    with pytest.raises(ValueError) as error:
+        load_comparison(path)
+    assert f"small.yaml: trainer.{key} is the comparison's to choose; {way}" in str(error.value)
+    (tmp_path / "matrix.yaml").write_text(
+        yaml.safe_dump({"base": "small.yaml", "matrix": {"axis": {"one": {"trainer": {key: "x"}}}}})
+    )
+    with pytest.raises(ValueError, match=rf"matrix\.yaml#one: trainer\.{key} is the comparison's"):
+        load_comparison(tmp_path / "matrix.yaml#one")
+
+
+@pytest.mark.parametrize(
+    ("content", "missing"),
+    [
+        ({"base": "base.yaml"}, "`seeds`, `variants`"),
+        ({"base": "base.yaml", "variants": VARIANTS}, "`seeds`"),
+        ({"base": "base.yaml", "seeds": [0]}, "`variants`"),
+    ],
+)
+def test_a_file_that_is_no_comparison_says_what_it_lacks(tmp_path, content, missing):
+    write(tmp_path).write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError) as error:
+        load_comparison(tmp_path / "small.yaml")
+    assert str(error.value) == f"{tmp_path}/small.yaml is no comparison, it lacks {missing}"
+
+
 @pytest.mark.parametrize("variants", [{}, None, ["dense"], 5])
 def test_without_variants_there_is_nothing_to_compare(tmp_path, variants):
     with pytest.raises(ValueError, match=r"variants=.* must hold a name and changes for each row"):
