@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
@@ -60,10 +60,34 @@ class StockPrior(PriorAttention):
         copied = any(name.endswith("modules_to_save") for name, _ in self.named_modules())
         return self.decay_adapter is not None or copied
 
+    def _save_to_state_dict(self, *args: Any) -> None:
+        if not self.for_adapters:
+            _refuse_unrecorded_save()
+        super()._save_to_state_dict(*args)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if not self.for_adapters:
             state_dict.setdefault(prefix + MARKER, getattr(self, MARKER))  # state dicts of before have none
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _refuse_unrecorded_save() -> None:
+    """Raise ValueError within transformers' `save_pretrained` of a model whose config does not record the prior.
+
+    A model does not know what it is a part of, and `save_pretrained` of the whole asks a part for nothing but its
+    tensors. So who asks is looked up on the stack: the next load would leave the prior out.
+    """
+    frame = sys._getframe()
+    while frame.f_code is not PreTrainedModel.save_pretrained.__code__:
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+    whole = frame.f_locals["self"]
+    if not hasattr(whole.config, RECORD) and not getattr(whole, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            f"{type(whole).__name__}.save_pretrained would lose a prior that was applied to a part of the model; "
+            "hf_sparseprior.apply_prior goes to the model that is saved"
+        )
 
 
 def stock_priors(model: nn.Module) -> list[StockPrior]:

@@ -4,6 +4,9 @@ config.json                the stock model's, with the prior (`sparse_prior`), o
                            who puts the prior back (`quantization_config`, see `stock_loading`)
 model.safetensors          the stock weights, and a marker in each layer that a load without the prior reports
 sparse_prior.safetensors   the prior's learned scalars
+
+transformers' `save_pretrained` of a model without a prior, over such a folder, leaves the last file behind. Only a
+config.json with `sparse_prior` makes anybody read it.
 """
 
 from __future__ import annotations
@@ -77,6 +80,7 @@ def bind_saving(model: nn.Module) -> None:
     """Make `save_with_prior` the `save_pretrained` of this model, and of every model within it that holds its layers.
 
     A partial in the instance is copied by deepcopy and by pickle together with the model that it is bound to.
+    `copy.copy` shares the layers and the partial: the `save_pretrained` of such a copy saves the original.
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and stock_priors(module):

@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_sparseprior.adapters.lora import CLASSIFIERS
+from hf_sparseprior.adapters.stock_attention import RECORD
+from hf_sparseprior.adapters.stock_saving import SCALARS_FILE
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.convert import lvvit, sparseprior_vit, timesformer, timm_vit, transformers_vit
 from hf_sparseprior.families import FAMILIES
@@ -58,7 +60,11 @@ def read_checkpoint(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[
             if (source / PROCESSOR).is_file():
                 processor = _read_json(source / PROCESSOR)
                 config.update({key: processor[key] for key in ("image_mean", "image_std") if key in processor})
-        files = sorted(source.glob("*.safetensors")) or sorted(source.glob("pytorch_model*.bin"))
+        files = sorted(source.glob("*.safetensors"))
+        if RECORD not in (config or {}):
+            # Of an earlier save: transformers' own `save_pretrained` of a model without a prior leaves it behind.
+            files = [file for file in files if file.name != SCALARS_FILE]
+        files = files or sorted(source.glob("pytorch_model*.bin"))
         if not files:
             raise OSError(f"{source} holds no .safetensors file and no pytorch_model.bin")
     else:

@@ -68,6 +68,9 @@ class StopOnSignal(TrainerCallback):
 
     `stopped` is true once training ended this way, also if its last step was done by then: the run has to end, whatever
     would come after its training.
+
+    transformers tells callbacks nothing of an error in training. `SparsePriorTrainer.train` then calls
+    `request.release()`; whoever uses another Trainer does.
     """
 
     def __init__(self) -> None:

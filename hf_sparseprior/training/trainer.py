@@ -25,7 +25,7 @@ from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.keep_rate import KeepRateSchedule, evit_modules
 from hf_sparseprior.training.layer_decay import parameter_groups
 from hf_sparseprior.training.sampling import DrawSampler
-from hf_sparseprior.training.stopping import WorkerStart
+from hf_sparseprior.training.stopping import StopOnSignal, WorkerStart
 from hf_sparseprior.training.token_labels import token_label_loss, token_targets
 
 CLOCK_FILE = "clock.json"
@@ -88,6 +88,15 @@ class SparsePriorTrainer(Trainer):
         self.add_callback(_StepCallback(self))
 
     # ---- optimizer --------------------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers'. Signals do again what they did before also where training ends in an error."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, StopOnSignal):
+                    callback.request.release()
 
     def get_decay_parameter_names(self, model: nn.Module, *args: Any) -> list[str]:
         """Names of the parameters that weight decay applies to."""

@@ -52,6 +52,7 @@ def evaluate_model(
     model = load_whole_model(folder, task.model_class)
     data = task.read_split(config, split, model, folder)
     check_classes(model, data.classes)
+    data.dataset.fill_cache()  # what takes long comes after what may be refused
     arguments = TrainingArguments(
         output_dir=str(out),
         per_device_eval_batch_size=batch_size or task.eval_batch_size,

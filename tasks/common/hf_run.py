@@ -46,9 +46,10 @@ from tasks.common.run_folder import (
     AVERAGE,
     MODEL,
     RESULTS,
-    claim_with,
+    claim_together,
     default_output_dir,
     finished_results,
+    last_whole_checkpoint,
 )
 
 # What a run does unless its configuration says otherwise.
@@ -116,8 +117,8 @@ class HFTask:
     model_class: Auto class that loads a saved model.
     prepare: data and model of a run, from its configuration and the Trainer's arguments; the run's folder is not there
         yet.
-    read_split: the split of a configuration's data as a saved model takes it: configuration, name of the split, model
-        and its folder.
+    read_split: the split of a configuration's data as a saved model takes it, its cache not filled yet: configuration,
+        name of the split, model and its folder.
     extra_metrics: more metrics from the confusion matrix (true, predicted) and the classes, without the split's name.
     about_model: what results.json says of a saved model.
     draw: draws more pictures of the test into the run's folder, from it, what was prepared, the predicted classes and a
@@ -185,7 +186,7 @@ def run(task: HFTask, config: Config, command: str | None = None, overwrite: boo
     trained = trainable_parameters(prepared.model)  # counted here, because peft freezes what it reads back
     trainer = make_trainer(prepared, arguments)
     # Until here nothing was written or thrown away: a bad value leaves the folder as it was.
-    checkpoint = claim_with(trainer.accelerator, out, config, trainer.checkpoint_files())
+    checkpoint = claim_together(out, config, partial(last_whole_checkpoint, out, trainer.checkpoint_files()))
     train(trainer, checkpoint)
     prepared.finish(trainer.accelerator.unwrap_model(trainer.model))
     prediction = trainer.predict(prepared.datasets["test"], metric_key_prefix="test")

@@ -70,20 +70,6 @@ class Results:
         write_results(path, content)
         return content
 
-    @classmethod
-    def read(cls, path: str | os.PathLike) -> Results:
-        """A results.json of any version; keys that are no fields are `details`.
-
-        Raises:
-            ValueError: for a file that is no results.json.
-        """
-        content = read_results(path)
-        if missing := [name for name in ("task", "metrics", "config") if name not in content]:
-            raise ValueError(f"{path} is no results.json, it lacks {', '.join(missing)}")
-        names = {item.name for item in fields(cls)} - {"details"}
-        details = {key: value for key, value in content.items() if key not in names}
-        return cls(**{key: value for key, value in content.items() if key in names}, details=details)
-
 
 def write_results(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON whole or not at all, in a folder that is made if it is missing."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError, safe_open
+from torch import distributed
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_sparseprior.files import write_text
@@ -165,16 +165,26 @@ def cut_off(path: Path) -> str | None:
     return None if zipfile.is_zipfile(path) else "it is cut off"
 
 
-def claim_with(accelerator: Any, out: Path, config: dict[str, Any], files: Sequence[str]) -> str | None:
-    """`claim` by one process for all of an Accelerator; the checkpoint that all go on from."""
-    checkpoint = None
-    accelerator.wait_for_everyone()  # until every process has looked at what is there
-    if accelerator.is_main_process:
+def claim_together(out: Path, config: dict[str, Any], newest: Callable[[], str | None]) -> str | None:
+    """`claim` by the first process for all that are joined; the checkpoint that all of them go on from.
+
+    Args:
+        out: folder of the run.
+        config: sections of keys and values.
+        newest: finds the checkpoint, once the folder is this run's.
+    """
+    joined = distributed.is_available() and distributed.is_initialized()
+    found: list[str | None] = [None]
+    if joined:
+        distributed.barrier()  # until every process has looked at what is there
+    if not joined or distributed.get_rank() == 0:
         claim(out, config)
-        checkpoint = last_whole_checkpoint(out, files)
-        if checkpoint:
-            print(f"going on from {checkpoint}", file=sys.stderr)
-    return broadcast_object_list([checkpoint])[0]
+        found = [newest()]
+        if found[0]:
+            print(f"going on from {found[0]}", file=sys.stderr)
+    if joined:
+        distributed.broadcast_object_list(found)
+    return found[0]
 
 
 def checkpoint_damage(checkpoint: Path, files: Sequence[str]) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from tasks.common.run_folder import (
     MODEL,
     RESULTS,
     RUN_CONFIG,
-    claim_with,
+    claim_together,
     finished_results,
     folder_differences,
+    last_whole_checkpoint,
 )
 from tasks.robotics.config import check_config, load_config
 from tasks.robotics.data import Windows, check_shapes, fit_normalizer, read_episodes
@@ -60,7 +62,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         return finished
     demonstrations = open_demonstrations(config["data"]["path"])
     training, episodes = make_training(config, demonstrations)
-    checkpoint = claim_with(training.accelerator, out, identity, CHECKPOINT_FILES)
+    checkpoint = claim_together(out, identity, partial(last_whole_checkpoint, out, CHECKPOINT_FILES))
     if checkpoint:
         training.load(Path(checkpoint))
     try:

@@ -66,7 +66,6 @@ def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
     data_config = DataConfig(**config["data"])
     data = load_data(data_config)
     dataset = make_dataset(data.splits[split], data_config, model.config)
-    dataset.fill_cache()
     return Split(dataset, data.classes, data.description)
 
 

@@ -215,7 +215,7 @@ def test_results_have_one_form(whole):
     assert not any("." in key for key in content["config"])
     assert all({"step", "epoch"} & set(entry) for entry in content["history"])
     assert not any(re.match("(eval|val)_", key) for entry in content["history"] for key in entry)
-    assert Results.read(whole.out / "results.json").content() == content
+    assert read_results(whole.out / "results.json") == content
 
 
 def test_a_finished_run_is_not_done_again(whole):

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from mmengine.config import Config
+from mmengine.dist import init_dist, is_distributed
 from mmengine.hooks import Hook
 from mmengine.model import revert_sync_batchnorm
 from mmengine.runner import BaseLoop, Runner
+from mmengine.utils.dl_utils import set_multi_processing
 
 from tasks.common.mm.hooks import OneLineProgress, StopOnSignal
 from tasks.common.mm.loading import refuse_pickles
@@ -35,11 +37,24 @@ class QuietRunner(Runner):
         return logger
 
 
+def join_processes(config: Config) -> None:
+    """Join the processes that torchrun started, as mmengine's Runner does where that has not been done."""
+    if launched() and not is_distributed():
+        environment = config.get("env_cfg", {})
+        set_multi_processing(**environment.get("mp_cfg", {}), distributed=True)
+        init_dist("pytorch", **environment.get("dist_cfg", {}))
+
+
+def launched() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def build_runner(config: Config) -> QuietRunner:
     """The Runner of a config, on every process that torchrun started; builds model, data and metric."""
     refuse_pickles()
     config = copy.deepcopy(config)
-    config.launcher = "pytorch" if "TORCHELASTIC_RUN_ID" in os.environ else "none"
+    config.launcher = "pytorch" if launched() else "none"
     # mmengine knows runs by name and second: one that begins within the same second would be given the other's folder.
     config.experiment_name = f"{Path(config.filename or 'run').stem}_{next(_RUNS)}"
     with errors_in_one_line():

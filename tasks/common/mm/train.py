@@ -12,25 +12,24 @@ OUT/results.json          written last
 from __future__ import annotations
 
 import copy
-import os
 import shutil
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mmengine.config import Config
-from mmengine.dist import get_world_size
+from mmengine.dist import get_world_size, is_main_process
 from mmengine.runner import Runner
 
 from hf_sparseprior.command import USER_ERRORS
 from hf_sparseprior.files import file_sha256
 from tasks.common.mm.config import OUTPUT_DIR, as_json, check_data, run_identity
-from tasks.common.mm.runner import build_runner, errors_in_one_line, has_trained, released, whole_model
+from tasks.common.mm.runner import build_runner, errors_in_one_line, has_trained, join_processes, released, whole_model
 from tasks.common.mm.saving import WEIGHTS, save_model
 from tasks.common.mm.task import PICTURE, Task
 from tasks.common.results import Results
-from tasks.common.run_folder import MODEL, RESULTS, claim, cut_off, finished_results, newest_whole
+from tasks.common.run_folder import MODEL, RESULTS, claim_together, cut_off, finished_results, newest_whole
 
 CHECKPOINTS = ("iter_*.pth", "epoch_*.pth")
 
@@ -56,12 +55,9 @@ def run(task: Task, config: Config, overwrite: bool = False, command: str | None
         return finished
     check_data(config)
     config, new = copy.deepcopy(config), not out.exists()
-    if is_first():
-        claim(out, identity)
-    if checkpoint := newest_whole(out, CHECKPOINTS, cut_off):
+    join_processes(config)
+    if checkpoint := claim_together(out, identity, partial(newest_whole, out, CHECKPOINTS, cut_off)):
         config.load_from, config.resume = checkpoint, True
-        if is_first():
-            print(f"going on from {checkpoint}", file=sys.stderr)
     try:
         runner = build_runner(config)
         # Parts that do not fit each other show before the first step is done.
@@ -69,22 +65,17 @@ def run(task: Task, config: Config, overwrite: bool = False, command: str | None
             runner.train()
     except USER_ERRORS:
         # What a mistake left behind would stand in the way of the corrected run.
-        if new and is_first() and not newest_whole(out, CHECKPOINTS, cut_off):
+        if new and is_main_process() and not newest_whole(out, CHECKPOINTS, cut_off):
             shutil.rmtree(out)
         raise
     results = results_of(task, config, runner)
     results.resumed_from, results.command = checkpoint and Path(checkpoint).name, command or results.command
-    if not is_first():
+    if not is_main_process():
         return results.content()
     save_model(out / MODEL, config, whole_model(runner))
     results.details["model_sha256"] = file_sha256(out / MODEL / WEIGHTS)
     task.draw(whole_model(runner), runner.test_dataloader.dataset, out / PICTURE)
     return results.write(out / RESULTS)
-
-
-def is_first() -> bool:
-    """Whether this is the process that writes, also before mmengine has joined the processes together."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def results_of(task: Task, config: Config, runner: Runner) -> Results:

@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 from transformers import (
+    PreTrainedModel,
     ViTConfig,
     ViTForImageClassification,
     ViTModel,
@@ -81,13 +82,49 @@ def unexpected_keys(folder):
     return info["unexpected_keys"]
 
 
+class OwnModel(PreTrainedModel):
+    """A user's own, with a stock model in it."""
+
+    config_class = ViTConfig
+    base_model_prefix = "encoder"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.encoder = ViTModel(config)
+        self.post_init()
+
+
+@pytest.mark.parametrize("prior", ["violin", "fibottention"])
+def test_a_whole_is_not_saved_without_the_prior_of_its_part(prior, tmp_path):
+    whole = OwnModel(ViTConfig(**TINY))
+    sp.apply_prior(whole.encoder, prior)
+    for save in (whole.save_pretrained, trainer_of(whole, tmp_path).save_model):
+        with pytest.raises(
+            ValueError, match=r"^OwnModel\.save_pretrained would lose a prior .* the model that is saved$"
+        ):
+            save(tmp_path / "own")
+    assert not list(tmp_path.rglob("*.safetensors"))
+    # The method of the class, around ours, does not record it either.
+    stock = sp.apply_prior(ViTModel(ViTConfig(**TINY)), prior)
+    with pytest.raises(ValueError, match=r"ViTModel\.save_pretrained would lose a prior"):
+        ViTModel.save_pretrained(stock, tmp_path / "stock")
+    # Training goes on from its tensors, and applied to the whole it comes back.
+    assert any(PRIOR_MODULE in name for name in whole.state_dict())
+    sp.remove_prior(whole.encoder)
+    sp.apply_prior(whole, prior)
+    move_decays(whole)
+    whole.save_pretrained(tmp_path / "own")
+    again = OwnModel.from_pretrained(tmp_path / "own")
+    assert torch.equal(output(again.encoder.eval(), "vit"), output(whole.encoder.eval(), "vit"))
+
+
 def test_saved_around_us_the_weights_say_that_something_is_missing(tmp_path):
-    """A model whose part has a prior, or the method of the class: nobody asks us, but the load is reported."""
+    """Given its tensors, transformers asks no part for them; but the load is reported."""
     part = ViTForImageClassification(ViTConfig(**TINY))
     sp.apply_prior(part.vit, "fibottention")
-    part.save_pretrained(tmp_path / "part")
+    part.save_pretrained(tmp_path / "part", state_dict=part.state_dict())
     whole = sp.apply_prior(ViTForImageClassification(ViTConfig(**TINY)), "fibottention")
-    ViTForImageClassification.save_pretrained(whole, tmp_path / "whole")
+    ViTForImageClassification.save_pretrained(whole, tmp_path / "whole", state_dict=whole.state_dict())
     for folder in ("part", "whole"):
         assert len(unexpected_keys(tmp_path / folder)) == 3
         assert all(key.endswith(MARKER) for key in unexpected_keys(tmp_path / folder))

@@ -27,8 +27,10 @@ from transformers import (
     ViTModel,
 )
 
+import hf_sparseprior as sp
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
 from hf_sparseprior.__main__ import main
+from hf_sparseprior.adapters.stock_saving import SCALARS_FILE
 from hf_sparseprior.convert import convert_checkpoint, read_checkpoint, target_formats
 from tests.timm_oracle import import_timm
 
@@ -60,6 +62,24 @@ def make_source(kind):
         for parameter in source.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return source
+
+
+def test_scalars_of_an_earlier_save_are_not_read(tmp_path):
+    """A prior's file stays where transformers saves a model without one over it, whole or in parts."""
+    model = make_source("vit")
+    for options in ({}, {"max_shard_size": "20KB"}):
+        folder = tmp_path / f"saved{len(options)}"
+        sp.apply_prior(model, "violin").save_pretrained(folder, **options)
+        assert load_file(folder / SCALARS_FILE)
+        with pytest.raises(ValueError, match="decay_bias"):  # a prior that is there is not left out
+            convert_checkpoint(folder, tmp_path / "refused")
+        sp.remove_prior(model).save_pretrained(folder, **options)
+        assert (folder / SCALARS_FILE).is_file()
+        convert_checkpoint(folder, tmp_path / f"ours{len(options)}")
+        ours = SparsePriorViTForImageClassification.from_pretrained(tmp_path / f"ours{len(options)}")
+        images = torch.randn(2, 3, 32, 32)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(images).logits, model(images).logits)
 
 
 def outputs(model, pixels):

@@ -386,6 +386,21 @@ def test_sigterm_at_any_step_loses_no_evaluation(tmp_path, step, event):
     assert found == expected
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_in_training_gives_the_signal_back(tmp_path, error):
+    def fail(state, **_):
+        assert signal.getsignal(signal.SIGTERM) is not before
+        raise error
+
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = make_trainer(tmp_path, max_steps=2)
+    trainer.add_callback(StopOnSignal())
+    trainer.add_callback(Each(fail))
+    with pytest.raises(error):
+        trainer.train()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_resumed_behind_its_last_step_a_run_is_over(tmp_path):
     options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3, "per_device_train_batch_size": 2}
     whole = make_trainer(tmp_path, ema_decay=0.9, **options)

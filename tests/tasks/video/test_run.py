@@ -19,7 +19,7 @@ from hf_sparseprior import (
     SparsePriorViTConfig,
     SparsePriorViTForImageClassification,
 )
-from tasks.video import compare, evaluate, train
+from tasks.video import compare, data, evaluate, train
 from tasks.video.config import AugmentationConfig, DataConfig, load_config
 from tasks.video.data import load_data, make_dataset
 from tasks.video.task import VIDEO, build_model, processor_settings
@@ -118,6 +118,14 @@ def test_a_broken_clip_is_named_before_anything_is_written(videos, config_file, 
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("python -m tasks.video.train: ") and f"{bad} cannot be decoded" in error
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_other_classes_is_refused_before_videos_are_decoded(config_file, tmp_path, monkeypatch, capsys):
+    model = build_model({**yaml.safe_load(config_file.read_text())["model"]}, ["down", "up"])
+    model.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(data, "read_frames", lambda *args, **options: pytest.fail("decoded"))
+    assert evaluate.main([str(tmp_path / "model"), "--config", str(config_file)]) == 2
+    assert "the model's classes ['down', 'up'] are not those of the data" in capsys.readouterr().err
 
 
 def test_kinetics_name_of_the_validation_split_is_read_too(videos, tmp_path):

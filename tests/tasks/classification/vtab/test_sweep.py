@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hf_sparseprior import SparsePriorViTConfig
 from tasks.classification import train as training
@@ -440,6 +441,15 @@ def test_a_bad_file_is_named_before_anything_runs(write, changes, message):
     with pytest.raises(ValueError) as error:
         load_sweep(write(**changes))
     assert message in str(error.value)
+
+
+def test_a_file_that_is_no_sweep_says_what_it_lacks(write):
+    path = write()
+    content = yaml.safe_load(path.read_text())
+    del content["base"], content["seeds"], content["grid"]
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match=r"tiny\.yaml is no sweep, it lacks `seeds`, `grid`$"):
+        load_sweep(path)
 
 
 def test_choosing_keeps_the_order_of_the_file():
