@@ -1,9 +1,9 @@
 """Attention maps over images: python -m tasks.analysis.attention RUN [RUN ...] --images FILE ... or --indices N ...
 
-For each model and image two kinds of pictures: the attention of the class token (or of all patches in the mean) in each
-layer and head; and for chosen query patches which patches each head sees, next to its attention to them (as in
-Sparsifiner Figures 3 and 5). Layers, heads, rows and columns count from 1, as in the pictures, and images of a split
-from 0.
+It draws two kinds of pictures for each model and image. One shows the attention of the class token (or the mean of all
+patches') in each layer and head. The other shows, for chosen query patches, which patches each head sees, next to its
+attention to them (as in Sparsifiner Figures 3 and 5). Layers, heads, rows and columns count from 1, as in the pictures,
+and images of a split from 0.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def attention_rows(
 
     Args:
         image: (height, width, 3).
-        weights: (H, T, T) of every layer.
-        attention: of the model.
+        weights: (H, T, T) for every layer.
+        attention: the model's attention layers.
         layers, heads: numbers from 0.
         source: one of QUERIES.
-        rollout: with the rollout up to each layer.
+        rollout: whether to add the rollout up to each layer.
     """
     look = class_token_map if source == "class_token" else mean_query_map
     where = (attention.grid, attention.num_prefix_tokens)
@@ -107,8 +107,8 @@ def query_rows(
 
     Args:
         image: (height, width, 3).
-        weights, seen: (H, T, T) of every layer, attention and connectivity.
-        attention: of the model.
+        weights, seen: (H, T, T) for every layer, attention and connectivity.
+        attention: the model's attention layers.
         layers, heads: numbers from 0.
         query: (row, column), from 0.
     """
@@ -131,7 +131,7 @@ def query_rows(
 
 
 def work_on(saved: SavedModel, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Draw the pictures of one model; numbers of every layer."""
+    """Draw the pictures of one model and return the numbers of every layer."""
     attention, out = saved.attention, arguments.out
     source = arguments.source or QUERIES[0 if attention.num_prefix_tokens else 1]
     count, num_heads = len(attention.layers), min(layer.num_heads for layer in attention.layers)

@@ -58,9 +58,10 @@ NOTE = (
 
 @dataclass(frozen=True)
 class BoxedImages:
-    """read: index -> RGB image. boxes: index -> [left, top, width, height] in pixels of each object. name: of an image.
+    """Images with the boxes of their objects.
 
-    description: of all of them.
+    read: index -> RGB image. boxes: index -> [left, top, width, height] of each object, in pixels. name: index -> name
+    of the image. description: of the whole set.
     """
 
     count: int
@@ -99,11 +100,11 @@ def folder_images(folder: Path, boxes_file: Path, limit: int | None) -> BoxedIma
 
 
 def read_boxes(path: Path) -> dict[str, list[list[float]]]:
-    """Boxes by image name, of a JSON file {"image.png": [[left, top, width, height], ...]} or of a CSV file with the
-    columns image,left,top,width,height and a line for each box.
+    """Boxes by image name, from a JSON file {"image.png": [[left, top, width, height], ...]} or from a CSV file with
+    the columns image,left,top,width,height and a line for each box.
 
     Raises:
-        ValueError, OSError: naming the file, and the line or image where it is wrong.
+        ValueError, OSError: the message names the file, and the line or image where it is wrong.
     """
     text = path.read_text(encoding="utf-8-sig")  # spreadsheets put a mark in front
     found: dict[str, list[list[float]]] = defaultdict(list)
@@ -139,7 +140,7 @@ def _numbers(box: Any, where: str) -> list[float]:
 
 
 def patches_inside(box: Sequence[float], image: Image.Image, saved: SavedModel, where: str) -> Tensor:
-    """Bool (rows, columns): the patches of which a box of the image covers half or more.
+    """Bool (rows, columns): the patches that a box of the image covers by half or more.
 
     The box goes through the model's image processor as the image does, so it is cut and scaled with it.
     """
@@ -150,7 +151,7 @@ def patches_inside(box: Sequence[float], image: Image.Image, saved: SavedModel, 
     pixels = np.zeros((image.height, image.width, 3), dtype=np.uint8)
     pixels[top:bottom, left:right] = 255
     mask = preparation(saved, do_normalize=False, do_rescale=True, rescale_factor=1 / 255)(Image.fromarray(pixels))
-    # Bicubic scaling leaves 0 to 1 near the edges, and rounding must not decide about exactly a half.
+    # Bicubic scaling leaves values between 0 and 1 near the edges, and rounding must not decide about exactly a half.
     return patch_coverage(mask[0].clamp(0, 1), saved.attention.grid) >= 0.5 - 1e-6
 
 
@@ -159,7 +160,7 @@ def measure(
 ) -> tuple[dict[str, Any], dict[str, Panel]]:
     """Means and variances of every layer, and panels of the first images by their names."""
     prepare, grid, prefix = preparation(saved), saved.attention.grid, saved.attention.num_prefix_tokens
-    found: list[np.ndarray] = []  # of an image: (layers, fields of InsideAttention)
+    found: list[np.ndarray] = []  # for each image: (layers, fields of InsideAttention)
     panels: dict[str, Panel] = {}
     left_out = boxes_used = 0
     for index in tqdm(range(images.count), desc=saved.name, disable=None, leave=False):
@@ -203,7 +204,7 @@ def _mean_over_boxes(weights: Tensor, inside: Sequence[Tensor], prefix: int) -> 
 
 
 def _example(saved: SavedModel, pixel_values: Tensor, weights: Tensor, inside: Tensor) -> Panel:
-    """What the patches of a box look at in the mean over them and the heads, with the box in patches."""
+    """What the patches of a box attend to, as the mean over them and the heads, with the box in patches."""
     grid, prefix = saved.attention.grid, saved.attention.num_prefix_tokens
     chosen = prefix + inside.flatten().nonzero()[:, 0]
     heat = weights[:, chosen, prefix:].mean((0, 1)).reshape(grid).numpy()

@@ -1,10 +1,10 @@
 """The 19 corruptions of CIFAR-10-C and ImageNet-C (Hendrycks & Dietterich 2019), computed by `imagecorruptions` 1.1.2.
 
-That package is of 2020: its imports and calls do not fit today's setuptools, SciPy, NumPy and scikit-image. So its file
-is read into a namespace of our own where they do; nothing is changed in a module that others use, and random numbers
-come from a generator of that namespace, seeded for each image.
+That package dates from 2020: its imports and calls do not fit today's setuptools, SciPy, NumPy and scikit-image. So its
+file is read into a namespace of our own where they do. Nothing is changed in a module that others use, and random
+numbers come from a generator of that namespace, seeded for each image.
 
-The package has the severities of ImageNet-C. Those of CIFAR-10-C are weaker, as 32 pixels need; they are from
+The package has the severities of ImageNet-C. Those of CIFAR-10-C are weaker, as 32 pixels need. They are from
 ImageNet-C/create_c/make_cifar_c.py of https://github.com/hendrycks/robustness, with the three functions in which that
 file does something else.
 """
@@ -41,7 +41,7 @@ CIFAR_SIDE = 32
 MIN_SIDE = 32  # of the package
 INSTALL = "pip install 'hf_sparseprior[analysis]' && pip install --no-deps imagecorruptions"
 
-# Text of the package's file, and what stands for it today.
+# Text of the package's file, and what takes its place today.
 ADAPTATIONS = {
     "from pkg_resources import resource_filename": "",
     "from scipy.ndimage.interpolation import map_coordinates": "from scipy.ndimage import map_coordinates",
@@ -99,7 +99,7 @@ def corrupt(image: np.ndarray, name: str, severity: int, benchmark: str = BENCHM
         (height, width, 3) uint8.
 
     Raises:
-        ImportError: with what to install, where the package or something that it needs is missing.
+        ImportError: if the package or something that it needs is missing; it says what to install.
     """
     functions = adapted_package(benchmark)
     functions.random.seed(_seed(image, name, severity))
@@ -209,7 +209,7 @@ def _replace_constants(tree: ast.Module, constants: Mapping[str, Sequence[Any]])
 
 
 def _seeded(random_noise: Callable[..., np.ndarray], random: np.random.RandomState) -> Callable[..., np.ndarray]:
-    """scikit-image's noise, which no longer draws from numpy's global generator, from this one."""
+    """scikit-image's noise, drawn from this generator; today's version does not draw from numpy's global one."""
 
     def seeded_noise(image: np.ndarray, **options: Any) -> np.ndarray:
         return random_noise(image, rng=random.randint(2**31), **options)

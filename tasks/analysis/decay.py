@@ -1,7 +1,7 @@
 """Learned decays of trained models: python -m tasks.analysis.decay RUN [RUN ...]
 
-gamma of each layer, head and curve and alpha of each layer and head (VIOLIN Figure 7), and what the masks look like:
-along each curve (Figure 4), for the gammas that were learned (Figure 11), and of every layer and head.
+It shows gamma of each layer, head and curve, and alpha of each layer and head (VIOLIN Figure 7). It draws the masks
+along each curve (Figure 4), for the gammas that were learned (Figure 11), and for every layer and head.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Head diversity over a data set: python -m tasks.analysis.diversity RUN [RUN ...]
 
-For each image 2 / (h (h - 1)) sum_{i<j} |Y_i - Y_j|_F / (|Y_i|_F + |Y_j|_F), with the outputs Y_i = softmax(...) V of
-the heads of a layer (Fibottention section 6.1); a row for each model, as in its Table 7.
+For each image it is 2 / (h (h - 1)) sum_{i<j} |Y_i - Y_j|_F / (|Y_i|_F + |Y_j|_F), with the outputs Y_i = softmax(...)
+V of the heads of a layer (Fibottention section 6.1). The table has a row for each model, as the paper's Table 7.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ from tasks.common.images.sections import load_image_config
 from tasks.common.results import write_results
 from tasks.common.run_folder import MODEL
 
-# Sides of the square images for a model of 224 pixels; those of others are as many times their own. Each is cut down to
-# a multiple of the model's patch.
+# Sides of the square images for a model of 224 pixels; for other models they are in proportion to the model's own size.
+# Each is rounded down to a multiple of the model's patch.
 IMAGE_SIZES = (224, 384, 512, 768, 1024, 1280, 1536)
 PRESET_PRIOR = "fibottention"
 CONVIT = "convit_base"
@@ -54,7 +54,7 @@ def read_config(model: str) -> SparsePriorViTConfig:
     A preset has ImageNet's 1000 classes. A YAML has no classifier here: its data decides.
 
     Raises:
-        ValueError, OSError: for anything else, naming what there is.
+        ValueError, OSError: for anything else; the message names what exists.
     """
     path = Path(model)
     if model in PRESETS:
@@ -93,7 +93,7 @@ def _saved_config(folder: Path, **options: Any) -> SparsePriorViTConfig:
 
 
 def counter_of(model: str, prior: Any) -> tuple[Counter, SparsePriorViTConfig, Any]:
-    """What counts a model at (image_size, prior, convention), its config, and its prior, checked."""
+    """The function (image_size, prior, convention) that counts a model, the model's config, and its prior, checked."""
     if model == CONVIT:
         config = SparsePriorViTConfig.from_preset("vit_base", num_attention_heads=16, prior=PRESET_PRIOR)
         counter: Counter = convit_base_flops

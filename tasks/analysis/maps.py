@@ -27,7 +27,7 @@ def add_map_arguments(parser: argparse.ArgumentParser, layers: str, heads: str) 
 
 
 def check_map_arguments(arguments: argparse.Namespace) -> None:
-    """Raise ValueError without an image, and as `check_counts` does."""
+    """Raise ValueError if no image is given, and where `check_counts` does."""
     check_counts(arguments)
     if not arguments.images and not arguments.indices:
         raise ValueError("no image is given; give --images FILE ... or --indices N ...")
@@ -58,7 +58,9 @@ def chosen_images(saved: SavedModel, arguments: argparse.Namespace) -> dict[str,
 
 
 def chosen(numbers: Sequence[int] | None, count: int, default: int, option: str) -> list[int]:
-    """Numbers from 1 as positions from 0, each once; without numbers `default` of them, evenly spread to the last."""
+    """Numbers from 1 as positions from 0, each once. Without numbers: `default` positions, spread evenly up to the
+    last.
+    """
     if not numbers:
         return sorted({round(position) for position in np.linspace(0, count - 1, min(default, count))})
     for number in numbers:

@@ -1,8 +1,8 @@
 """Accuracy over the input resolution (VIOLIN Figure 8): python -m tasks.analysis.resolution RUN [RUN ...] --sizes 24 28
 
 The test images are resized (bicubic) to each size, and cut as the model's own image processor cuts them. The positions
-are interpolated, support and decay are those of the new grid. Each accuracy is kept as soon as it is known; stopped at
-any moment, the same command goes on. Writes resolution.md, .json and a picture.
+are interpolated, support and decay are those of the new grid. Each accuracy is kept as soon as it is known. The command
+can be stopped at any moment and started again; then it goes on. It writes resolution.md, .json and a picture.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def resized_processor(processor: Any, size: int) -> Any:
     square = {"height": size, "width": size}
     if settings.get("do_center_crop"):
         cut, whole = settings["crop_size"], settings["size"]
-        # Most scale the shorter side; those of DeiT both, to a square.
+        # Most scale the shorter side; those of DeiT scale both, to a square.
         scaled = {side: round(size * pixels / cut.get(side, cut["height"])) for side, pixels in whole.items() if pixels}
         settings.update(crop_size=square, size=scaled)
     else:

@@ -2,8 +2,9 @@
 
 Every corruption of CIFAR-10-C or ImageNet-C at every severity is made on the fly from the test images at their own
 size, once for all models. What is random in a corrupted image follows from the image, the corruption and the severity:
-every model, batch size and subset sees the same. Each accuracy is kept as soon as it is known; stopped at any moment,
-the same command goes on, and a model that has changed starts anew. Writes robustness.md, .json and four pictures.
+every model, batch size and subset sees the same. Each accuracy is kept as soon as it is known. The command can be
+stopped at any moment and started again; then it goes on, and a model that has changed starts anew. It writes
+robustness.md, .json and four pictures.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ CLEAN = "clean"
 
 @dataclass
 class Robustness:
-    """Accuracy of one model, shares of the test images.
+    """Accuracy of one model, as fractions of the test images.
 
-    name: of the model.
+    name: the model's name.
     clean: on the images as they are.
     accuracy: {corruption: {severity: accuracy}}.
     """
@@ -176,7 +177,7 @@ def chosen(arguments: argparse.Namespace) -> tuple[list[str], list[int]]:
     """Corruptions and severities of the command line, each once, in the benchmark's order.
 
     Raises:
-        ValueError: for an unknown name, with the nearest known one, and for a severity that does not exist.
+        ValueError: for an unknown name (the message has the nearest known one) and for a severity that does not exist.
     """
     check_known([arguments.benchmark], BENCHMARKS, "--benchmark")
     check_known(arguments.corruptions, CORRUPTIONS, "--corruptions")

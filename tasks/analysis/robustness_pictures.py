@@ -65,7 +65,7 @@ def _finish(axis: Any, title: str) -> None:
 
 
 def draw_corruptions(models: Sequence[Robustness], path: Path, heading: str) -> Path:
-    """Mean accuracy over severities by corruption, bars (Fibottention Figure 6)."""
+    """Bars of the mean accuracy over severities, by corruption (Fibottention Figure 6)."""
     names = list(models[0].accuracy)
     width = 0.8 / len(models)
     figure, axis = pyplot().subplots(figsize=(max(5.0, 1.6 + 0.55 * len(names)), 4.4), layout="constrained")
@@ -89,10 +89,10 @@ def draw_image(image: np.ndarray, names: Sequence[str], severities: Sequence[int
 
     Args:
         image: (height, width, 3) uint8.
-        names: of the corruptions.
+        names: names of the corruptions.
         severities: the middle one of these is drawn.
-        benchmark: whose constants.
-        path: of the PNG.
+        benchmark: the benchmark whose constants are used.
+        path: where the PNG is written.
     """
     severity = severities[len(severities) // 2]
     panels = {"clean": image} | {name: corrupt(image, name, severity, benchmark) for name in names}

@@ -34,8 +34,8 @@ from tasks.common.run_folder import MODEL, RUN_CONFIG
 class SavedModel:
     """A model that a command works on.
 
-    name: short, different from those of the other models of the command. folder: of the model itself. attention: its
-    layers.
+    name: short, and different from those of the other models of the command. folder: the model's own. attention: its
+    attention layers.
     """
 
     name: str
@@ -49,7 +49,7 @@ class SavedModel:
         return load_processor(self.folder)
 
     def about(self) -> dict[str, Any]:
-        """What a results file says of it."""
+        """What a results file says about it."""
         return {"name": self.name, "model": str(self.folder), "prior": self.attention.prior_name}
 
 
@@ -71,7 +71,7 @@ def model_names(folders: Sequence[Path], given: Sequence[str] | None = None) -> 
     """The given names or, without any, the part of each path that tells it from the others.
 
     Raises:
-        ValueError: if names or folders are not as many and all different.
+        ValueError: if there are not as many names as folders, or if two are the same.
     """
     paths = [folder.resolve().parts for folder in folders]
     if len(set(paths)) < len(paths):
@@ -104,7 +104,7 @@ def load_model(folder: Path) -> Any:
         config = _read_json(folder / CONFIG_NAME)
         classifies = any("ImageClassification" in name for name in config.get("architectures") or [])
         ours = config.get("model_type") == SparsePriorViTConfig.model_type
-        # transformers' own attention gives weights only where it is written out.
+        # transformers' own attention returns weights only with its eager implementation.
         options = {} if ours else {"attn_implementation": "eager"}
         return load_whole_model(folder, AutoModelForImageClassification if classifies else AutoModel, **options)
     return _with_adapter(folder, load_model)
@@ -169,7 +169,7 @@ def shown_image(saved: SavedModel, pixel_values: Tensor) -> np.ndarray:
 
 
 def normalisation(processor: Any) -> tuple[Any, Any]:
-    """Mean and standard deviation that a processor takes away."""
+    """Mean and standard deviation by which a processor normalises."""
     return (processor.image_mean, processor.image_std) if getattr(processor, "do_normalize", False) else (0.0, 1.0)
 
 

@@ -1,9 +1,10 @@
 """What Sparsifiner predicts: python -m tasks.analysis.sparsifiner RUN --images FILE ... or --indices N ...
 
-Four kinds of pictures. For each image and query patch: the patches that each head sees, its attention to them and to
-all patches (Sparsifiner Figure 3); and the means of these over the heads, with --others next to the attention of other
-models, for example dense and linformer (Figure 5). Once: the sparse basis W_up (Figure 6). For each image: the
-coefficients A_down (Figure 7). Layers, heads, rows and columns count from 1, images of a split from 0.
+It draws four kinds of pictures. For each image and query patch: the patches that each head sees, with its attention to
+them and to all patches (Sparsifiner Figure 3); and the means of these over the heads, with --others next to the
+attention of other models, for example dense and linformer (Figure 5). Once for a model: the sparse basis W_up (Figure
+6). For each
+image: the coefficients A_down (Figure 7). Layers, heads, rows and columns count from 1, images of a split from 0.
 """
 
 from __future__ import annotations
@@ -112,10 +113,10 @@ def comparison_rows(
     grid: tuple[int, int],
     prefix: int,
 ) -> list[list[Panel]]:
-    """Panels of each layer (Figure 5): means over heads of the full attention, those of other models, the sparse one.
+    """Panels of each layer (Figure 5): full attention, other models' and sparse attention, each as the mean over heads.
 
     Args:
-        others: weights (1, H, T, T) of every layer, by name of the model.
+        others: for each model by name, weights (1, H, T, T) of every layer.
         image, layers, query, grid, prefix: as in `query_rows`.
     """
     rows = []
@@ -131,7 +132,7 @@ def comparison_rows(
 
 
 def _with_max(title: str, heat: np.ndarray) -> str:
-    """A title that says what the lightest patch stands for: every map has its own scale."""
+    """A title that gives the largest value, because every map has its own scale."""
     return f"{title}\nmax {heat.max():.2g}"
 
 
@@ -146,7 +147,7 @@ def draw_basis(saved: SavedModel, predictions: Sequence[Prediction], path: Path)
 
 
 def draw_coefficients(saved: SavedModel, predictions: Sequence[Prediction], head: int, path: Path) -> Path:
-    """A_down of one head in every layer, patches by rows, what the threshold drops set to 0 (Figure 7)."""
+    """A_down of one head in every layer, (patches, rows of W_up); what the threshold drops is 0 (Figure 7)."""
     kept = [(own.coefficients * (own.coefficients > own.threshold))[0, head].cpu().numpy() for own in predictions]
     titles = [f"layer {number + 1}" for number in range(len(kept))]
     heading = f"{saved.name}: A_down of head {head + 1}, {kept[0].shape[0]} patches x {kept[0].shape[1]}"
@@ -154,7 +155,7 @@ def draw_coefficients(saved: SavedModel, predictions: Sequence[Prediction], head
 
 
 def work_on(saved: SavedModel, others: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Draw the pictures of one model; numbers of every layer."""
+    """Draw the pictures of one model and return the numbers of every layer."""
     attention, out = saved.attention, arguments.out
     grid, prefix, count = attention.grid, attention.num_prefix_tokens, len(attention.layers)
     num_heads = attention.layers[0].num_heads

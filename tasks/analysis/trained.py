@@ -1,4 +1,4 @@
-"""Trained models side by side on the same test images: what the commands that change those images have in common."""
+"""Several trained models on the same test images: what the commands that change those images have in common."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class Trained:
         return Preparation(processor or self.processor, num_channels(self.network))
 
     def about(self) -> dict[str, Any]:
-        """What a results file says of it; models of transformers have no prior of ours."""
+        """What a results file says about it; models of transformers have no prior of ours."""
         prior = getattr(self.network.config, "prior_name", None)
         return {"name": self.name, "folder": str(self.folder), "sha256": self.sha256, "prior": prior}
 
 
 @dataclass
 class SharedImages:
-    """The split "test" of all models' data; sha256: of its pixels and labels; sizes: (height, width) that occur."""
+    """The split "test", which all models share. sha256: of its pixels and labels. sizes: each (height, width) in it."""
 
     data: ImageData
     sha256: str
@@ -76,7 +76,7 @@ class SharedImages:
         return self.data.splits["test"]
 
     def about(self) -> dict[str, Any]:
-        """What a results file says of them."""
+        """What a results file says about them."""
         return {"images": len(self.images), "images_sha256": self.sha256, "data": self.data.description}
 
 
@@ -178,16 +178,16 @@ def count_right(
     workers: int = 0,
     progress: tqdm | None = None,
 ) -> list[int]:
-    """How many images each model classifies rightly.
+    """How many images each model classifies correctly.
 
     Args:
         networks: classifiers, in evaluation mode.
-        preparations: of the images, one for each.
-        images: with labels.
+        preparations: what each network does to an image first, one for each network.
+        images: images with labels.
         change: what is done to each image first; picklable if there are workers.
         batch_size: images of a forward pass.
         workers: processes that change and prepare images; 0: this one.
-        progress: bar to move on, one unit an image.
+        progress: progress bar, one unit an image.
     """
     dataset = _Prepared(images, change, preparations)
     right = [0] * len(networks)
@@ -205,10 +205,10 @@ def count_right(
 
 
 class Cells:
-    """Counts of right answers of one model, a file for each, so that a command goes on where it was stopped.
+    """One model's counts of right answers, each in a file, so that a command goes on where it was stopped.
 
     Args:
-        folder: of all models' cells.
+        folder: holds all models' cells.
         owner: what the answers depend on; cells of another owner are not seen.
         images: number of test images.
     """
@@ -272,8 +272,8 @@ def fill_cells(
     Args:
         models: all of them.
         cells: one for each model.
-        images: with labels.
-        work: by cell: what is done to the images, and how each model has them prepared.
+        images: images with labels.
+        work: for each cell, what is done to the images, and how each model has them prepared.
         batch_size, workers: as in `count_right`.
     """
     missing = {cell: [index for index, own in enumerate(cells) if own.accuracy(cell) is None] for cell in work}

@@ -43,9 +43,10 @@ COPIES = {
     FRESH_COPY: "the same into memory that each call allocates, as attention does",
 }
 GROWTH_SIZES = [Size(4096 << doubling, 1) for doubling in range(5)]
-# What a call may take at most with gradients, in sizes of q, k, v and the output together.
+# The most memory that a call with gradients may take, in sizes of q, k, v and the output together.
 MEMORY_TARGET = 3.0
-# By device and dtype, of (tokens, batch): times faster than dense forward, forward + backward; forward in copy bounds.
+# By device and dtype, for (tokens, batch): times faster than dense, forward and forward + backward; forward time in
+# copy bounds.
 TARGETS: dict[tuple[str, str], dict[Size, tuple[float | None, float | None, float | None]]] = {
     ("cpu", "float32"): {
         Size(196, 8): (15, 10, None),
@@ -55,7 +56,7 @@ TARGETS: dict[tuple[str, str], dict[Size, tuple[float | None, float | None, floa
     },
     ("cuda", "bfloat16"): {Size(4096, 1): (None, None, 3), Size(16384, 8): (15, 10, 3)},
 }
-# Tokens of the calls from which time and memory of a large one are foreseen.
+# Tokens of the small calls from which time and memory of a large one are predicted.
 PROBES = (512, 1024, 2048)
 
 
@@ -64,7 +65,7 @@ class Benchmark:
 
     Args:
         setting: what is computed.
-        names: contenders, None for all.
+        names: contenders; None means all.
         budget: seconds for the rounds of one size and pass.
         rounds: rounds at most.
     """
@@ -85,8 +86,8 @@ class Benchmark:
         Args:
             size: tokens and images.
             trains: forward and backward.
-            rounds: 0 for memory only; default: those of the benchmark.
-            largest: leave out what would be too much at this size.
+            rounds: 0 measures memory only; default: those of the benchmark.
+            largest: leave out contenders that would need too much at this size.
         """
         problem = make_problem(self.setting, size, trains)
         set_ups: dict[str, SetUp] = {}
@@ -200,7 +201,7 @@ def growth_fits(growth: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compare_with_targets(results: Mapping[str, Any], device: str, dtype: str) -> list[dict[str, Any]]:
-    """Every target for this device and dtype and what was reached; "value" None where it was not measured.
+    """Every target for this device and dtype, and what was reached ("value"; None where it was not measured).
 
     Speed is that of the fastest backend; memory and growth are looked at for every backend that was measured.
     """
@@ -350,7 +351,7 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """Measure, print, write and draw; whether every output was right."""
+    """Measure, print, write and draw. Returns whether every output was right."""
     setting = setting_of(arguments)
     names = None if arguments.contenders is None else arguments.contenders.split(",")
     benchmark = Benchmark(setting, names, arguments.budget, arguments.rounds)

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 DENSE, COPY, FRESH_COPY = "dense_sdpa", "copy_bound", "copy_fresh"
 # Largest difference to the expected values, as a share of the largest of them.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-CHECKED_ROWS = 32  # of queries; all of them up to four times as many
+CHECKED_ROWS = 32  # query rows that are checked; all rows, if there are up to four times as many
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class Problem:
 
 
 def make_problem(setting: Setting, size: Size, trains: bool, seed: int = 0) -> Problem:
-    """Random inputs of one size, with gradients to be taken if it `trains`.
+    """Random inputs of one size, which require gradients if it `trains`.
 
-    Layouts: "projection", each of q, k, v a view of (B, T, H, D) as three linear layers leave them; "packed", views of
-    one (B, T, 3, H, D); "contiguous", (B, H, T, D) in memory.
+    Layouts: with "projection" each of q, k, v is a view of its own (B, T, H, D), as three linear layers leave them;
+    with "packed" they are views of one (B, T, 3, H, D); with "contiguous" they are (B, H, T, D) in memory.
     """
     support = resolve_support(setting.support, setting.heads, size.tokens)
     grid = nearly_square(size.tokens)
@@ -115,8 +115,8 @@ def nearly_square(tokens: int) -> tuple[int, int]:
 class Contender:
     """A way to compute attention.
 
-    can_run: None, or why not, for a problem and whether gradients are wanted. prepare: a problem to the function of
-    (q, k, v) that is timed. dense: it computes dense attention, not the support's.
+    can_run: of a problem and whether gradients are wanted; None, or why it cannot run. prepare: turns a problem into
+    the function of (q, k, v) that is timed. dense: whether it computes dense attention instead of the support's.
     """
 
     about: str
@@ -126,7 +126,8 @@ class Contender:
 
 
 def contenders() -> dict[str, Contender]:
-    """All by name: dense attention, every backend of the registry under its own name, and what else people use."""
+    """All contenders by name: dense attention, every registered backend under its own name, and what else people use.
+    """
     others = {
         DENSE: Contender("scaled_dot_product_attention, no support, no decay", _always, _run_dense, dense=True),
         "flex": Contender("FlexAttention, compiled, block mask of the support", _flex_can_run, _run_flex),
@@ -240,13 +241,13 @@ def flex_mask(plan: AttentionPlan, device: torch.device) -> BlockMask:
 def copy_bound(problem: Problem, trains: bool, fresh: bool = False) -> Callable[[], None]:
     """The memory traffic that no attention can avoid, at the speed of torch's own elementwise kernels.
 
-    Forward: q, k, v are read once and out is written once, by one `addcmul` into memory that is allocated before; all
+    Forward: one `addcmul` reads q, k, v once and writes out once, into memory that is allocated before; all are
     contiguous. Of torch's ways to read three tensors and write one (add twice, sum, lerp, addcmul) it is the only
     one that touches each of them once and is vectorised. Backward: q, k, v, out and its gradient are read once, three
     gradients are written once. A small problem stays in the cache, for this bound as for everybody.
 
     Args:
-        problem: whose q, k, v and gradient of the output are copied to contiguous memory.
+        problem: its q, k, v and gradient of the output are copied to contiguous memory.
         trains: forward and backward.
         fresh: write to memory allocated by each call, as attention does. The C library gives large blocks back to the
             system, and then the system maps and clears every page of the next one anew.
@@ -316,7 +317,7 @@ def check(problem: Problem, function: Callable, trains: bool, dense: bool) -> No
 
 
 def checked_rows(plan: AttentionPlan) -> Tensor:
-    """The rows that are checked: all of a small problem, the prefix and some spread rows of a large one."""
+    """The rows that are checked: all rows of a small problem; the prefix and some spread rows of a large one."""
     if plan.total <= 4 * CHECKED_ROWS:
         return torch.arange(plan.total)
     patches = torch.linspace(plan.num_prefix_tokens, plan.total - 1, CHECKED_ROWS).round().long()
@@ -330,7 +331,7 @@ def expected_rows(problem: Problem, rows: Tensor, doubles: dict[Tensor, Tensor],
         problem: what is computed.
         rows: token numbers (R,).
         doubles: the problem's tensors in float64.
-        dense: no support.
+        dense: whether to leave the support out.
 
     Returns:
         (B, H, R, D).

@@ -1,8 +1,8 @@
 """Attention and whole models on a CUDA GPU: python -m tasks.benchmark.gpu
 
-Checks the Triton kernels against `reference` in float64, then times operators and models in one process, contenders by
-turns, and prints one table: medians with their spread, times over the copy bound (read Q, K, V and write O once, at the
-bandwidth that a copy reaches here) and times faster than flash attention over all pairs.
+It checks the Triton kernels against `reference` in float64. Then it times operators and models in one process, where
+contenders take turns. It prints one table: medians with their spread, the ratio to the copy bound (read Q, K, V and
+write O once, at the bandwidth that a copy reaches here) and how many times faster than flash attention over all pairs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VIOLIN = {"name": "violin"}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 CONTENDERS = ("triton", "flash", "masked", "flex", "reference")
-# hidden size, layers, heads of ViT-S and ViT-B; the MLP is four times as wide.
+# Hidden size, layers and heads of ViT-S and ViT-B; the MLP is four times as wide.
 SIZES = {"ViT-S": (384, 12, 6), "ViT-B": (768, 12, 12)}
 TURN_SECONDS = 0.02
 COPY_BYTES = 1 << 30
@@ -63,9 +63,9 @@ def seconds_per_call(call: Call, calls: int, device: torch.device) -> float:
 
 
 def measure(set_ups: dict[str, Callable[[], Call]], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Seconds of each contender: {"median", "low", "high", "calls"} or {"failed": why}, by turns in every round.
+    """Seconds of each contender: {"median", "low", "high", "calls"} or {"failed": why}. All take turns in every round.
 
-    A set-up makes the call and is run first; what does not fit or does not exist here fails with its reason.
+    A set-up is run first and makes the call. What does not fit in memory or does not exist here fails with its reason.
     """
     calls: dict[str, tuple[Call, int]] = {}
     results: dict[str, dict[str, Any]] = {}
@@ -88,7 +88,7 @@ def measure(set_ups: dict[str, Callable[[], Call]], rounds: int, device: torch.d
 
 
 def copy_bandwidth(device: torch.device, size: int = COPY_BYTES) -> float:
-    """Bytes a second, read and written, of a copy of `size` bytes."""
+    """Bytes a second, read and written, that a copy of `size` bytes reaches."""
     source = torch.empty(size, dtype=torch.uint8, device=device).random_(256)
     target = torch.empty_like(source)
     result = measure({"copy": lambda: lambda: target.copy_(source)}, 9, device)["copy"]
@@ -184,7 +184,7 @@ def operators(
 
 @contextmanager
 def forced(backend: str) -> Iterator[None]:
-    """All attention by one backend."""
+    """All attention runs on one backend."""
     before = os.environ.get("SPARSEPRIOR_BACKEND")
     os.environ["SPARSEPRIOR_BACKEND"] = backend
     try:
@@ -256,7 +256,9 @@ def models(rounds: int, dtype: torch.dtype, device: torch.device) -> Iterator[di
 
 
 def check(tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Largest difference of outputs and gradients from float64 `reference`, over the largest value, by setting."""
+    """For each setting, the largest difference of outputs and gradients from float64 `reference`, over the largest
+    value.
+    """
     worst = {}
     settings = [(FIBOTTENTION, None), ({**FIBOTTENTION, "mask_fill": "zero"}, None), (FIBOTTENTION, VIOLIN)]
     for support, decay in [*settings, ("dense", VIOLIN)]:

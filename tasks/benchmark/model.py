@@ -1,8 +1,8 @@
 """Time and memory of whole vision transformers: python -m tasks.benchmark.model
 
 Models of the same size with different priors take turns in one process, over image resolutions: a forward pass and a
-training step (forward, backward, AdamW). The ceiling, `copy_attention`, is the dense model with attention replaced by a
-copy: what its linear layers alone take.
+training step (forward, backward, AdamW). `copy_attention` is the upper limit of speed: the dense model with attention
+replaced by a copy, which takes what its linear layers alone take.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tasks.common.results import write_results
 
 PASSES = {"forward": "forward", "training": "training step"}
 DENSE, COPY = "dense", "copy_attention"
-# Resolutions of one image from which time and memory of a large one are foreseen.
+# Resolutions of one small image from which time and memory of a large one are predicted.
 PROBES = (224, 320, 448)
 
 
@@ -83,7 +83,7 @@ class CopyAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As many bytes as gradients of attention have."""
+        """Gradients of as many bytes as those of attention."""
         return grad.clone(), grad.clone(), grad.clone()
 
 
@@ -93,7 +93,7 @@ def _run_copy(request: AttentionRequest) -> tuple[Tensor, None]:
 
 @contextmanager
 def forced_backend(name: str | None) -> Iterator[None]:
-    """Every attention inside runs on this backend; `COPY` is one for as long as this lasts, None leaves the choice."""
+    """Inside, every attention runs on this backend. None leaves the choice. `COPY` is a backend only inside."""
     if name is None:
         yield
         return
@@ -200,9 +200,9 @@ class Benchmark:
     """Measures contenders of one model size.
 
     Args:
-        preset: of the config.
-        contenders: by name.
-        dtype, device: of the models.
+        preset: name of the config's preset.
+        contenders: contenders by name.
+        dtype, device: dtype and device of the models.
         budget: seconds for the rounds of one resolution and pass.
         rounds: rounds at most.
     """
@@ -295,7 +295,7 @@ def memory_of(entry: Mapping[str, Any]) -> int:
 
 
 def compare_with_targets(sizes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Every target, for every contender with its prior; "value" None where it was not measured."""
+    """Every target, for every contender with its prior. "value" is None where it was not measured."""
     rows = []
     for target in TARGETS:
         entries = [own for own in sizes if (own["model"], own["resolution"]) == (target.model, target.resolution)]

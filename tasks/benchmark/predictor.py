@@ -1,7 +1,7 @@
 """Sparsifiner's prediction and the ways to attend to predicted keys: python -m tasks.benchmark.predictor
 
-Whether a prediction pays: dense attention without one, the prediction itself, attention over its lists of keys
-(gathered, by the C++ kernel, and dense with a mask, which decide the crossovers of lists), and both
+This shows whether a prediction pays. It times dense attention without one, the prediction itself, attention over its
+lists of keys (gathered, by the C++ kernel, and dense with a mask; these decide the crossovers of lists), and both
 together as a layer does them, with the backend that it chooses.
 """
 
@@ -33,7 +33,7 @@ PASSES = {False: "forward", True: "forward and backward"}
 def set_ups(side: int, batch: int, keep_rate: float, trains: bool, arguments: argparse.Namespace) -> dict[str, SetUp]:
     """What is timed on a grid of side x side patches and a class token, by name.
 
-    The prediction has no backward pass: nothing leads from an attention to its predictor.
+    The prediction has no backward pass: no gradient flows from an attention to its predictor.
     """
     dtype, device = report.machine_of(arguments)
     grid, heads, width = (side, side), arguments.heads, arguments.width

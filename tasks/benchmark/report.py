@@ -28,7 +28,7 @@ MARKERS = "s^vPX*<"
 
 
 def provenance(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What every results file of a benchmark begins with."""
+    """What every results file of a benchmark starts with."""
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
     return {
         **{"task": "benchmark", "benchmark": name, "command": command_line(), "settings": settings},
@@ -161,7 +161,7 @@ def an_image(seconds: Mapping[str, float], batch: int) -> dict[str, float]:
 
 # ---- picture --------------------------------------------------------------------------------------------------------
 
-LEGEND_INCHES = 2.1  # of one entry
+LEGEND_INCHES = 2.1  # for a single entry
 RING = "faster than dense from here on"
 Line = list[tuple[int, dict[str, float]]]
 
@@ -170,8 +170,8 @@ Line = list[tuple[int, dict[str, float]]]
 class Panel:
     """Time over size.
 
-    lines: name to (size, spread of seconds). base: the line that others may cross. bound: the line, dashed, that
-    nothing should beat. best: the line drawn to stand out, if any. remark: a second line of the title.
+    lines: name to (size, spread of seconds). base: the line that others may cross. bound: the dashed line that nothing
+    should beat. best: the line that stands out, if any. remark: a second line of the title.
     """
 
     title: str
@@ -297,7 +297,7 @@ def _mark_crossovers(axis: Any, panel: Panel, styles: Mapping[str, dict[str, Any
 
     handles = {}
     found = sorted((*place, styles[name]["color"]) for name, place in panel.crossovers().items())
-    # Neighbours on the same line: their numbers go to either side of it in turn.
+    # The numbers of neighbours on the same line go to one side of it and the other by turns.
     for number, (size, seconds, colour) in enumerate(found):
         at = (size, 1000 * seconds)
         axis.plot(*at, "o", markersize=10, fillstyle="none", color=colour, zorder=4)

@@ -1,4 +1,4 @@
-"""Measuring by turns: rounds in which every contender runs once, their spread, and memory peaks.
+"""Measures contenders by turns: rounds in which every contender runs once, their spread, and memory peaks.
 
 A contender is measured through a `SetUp`: a function that prepares everything that is prepared once (tables, compiled
 code, a check of the output) and returns the call to be timed.
@@ -21,8 +21,8 @@ import torch
 Call = Callable[[], object]
 SetUp = Callable[[], Call]
 
-# A turn repeats short calls until it takes about this long: below it the clock and a cold cache show. Next to slow
-# contenders, which allow few rounds, it takes this share of the slowest one's call.
+# A turn repeats short calls until it takes about this long; in shorter turns the clock and a cold cache show. Next to
+# slow contenders, which allow few rounds, a turn takes this share of the slowest one's call.
 TURN_SECONDS = 0.005
 TURN_SHARE = 0.05
 MAX_CALLS = 1000
@@ -54,7 +54,8 @@ def seconds_per_call(call: Call, calls: int, device: torch.device) -> float:
 def turn_order(names: Sequence[str], number: int) -> list[str]:
     """Order of round `number`: rotated by one each time, and backwards in every second round.
 
-    Rotation alone would let each contender find the caches as the same other one leaves them.
+    With rotation alone each contender would always run after the same other one, and find the caches as that one
+    leaves them.
     """
     start = (number // 2) % len(names)
     order = [*names[start:], *names[:start]]
@@ -106,7 +107,7 @@ class Memory:
     """Bytes beyond what was in use before.
 
     set_up: peak while the contender prepared itself and was checked. kept: tables and state that stay. call: peak of
-    one call, results included, beyond those.
+    one call beyond those, results included.
     """
 
     set_up: int
@@ -136,7 +137,7 @@ def measure_memory(set_up: SetUp, device: torch.device) -> tuple[Call, Memory]:
 
 
 def traced_bytes(function: Call, device: torch.device) -> tuple[int, int]:
-    """(peak, what stays), bytes that torch allocates while `function` runs, beyond those at its start.
+    """(peak, what stays): bytes that torch allocates while `function` runs, beyond those at its start.
 
     CUDA: the allocator's own counters. CPU: torch's allocator keeps none, but reports each allocation to the profiler,
     those inside operators and compiled kernels too, so the running sum is exact to the byte. The resident size of the
@@ -175,14 +176,16 @@ def free_memory(device: torch.device) -> int:
 # ---- what will be too much ------------------------------------------------------------------------------------------
 
 
-# How far a law with fewer terms may be off the probes: times are noisy, bytes are not.
+# How far a law with fewer terms may be from the probes: times are noisy, bytes are not.
 TIME_TOLERANCE = 0.15
 MEMORY_TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds and bytes a call as c + B (a T + b T^2), from what small probes of one image took; (c, a, b) of each."""
+    """Seconds and bytes a call as c + B (a T + b T^2), each with its (c, a, b), from what small probes of one image
+    took.
+    """
 
     seconds: tuple[float, float, float]
     needed: tuple[float, float, float]
@@ -208,12 +211,13 @@ class Forecast:
 
 
 def growth_law(tokens: Sequence[int], values: Sequence[float], tolerance: float) -> tuple[float, float, float]:
-    """c, a, b, none negative, of c + a T + b T^2 through positive values: the fewest terms that fit.
+    """c, a and b of c + a T + b T^2 through positive values, none of them negative: the fewest terms that fit.
 
     Args:
         tokens: T of each value.
         values: what is fitted, in relative terms.
-        tolerance: largest relative difference with which fewer terms fit; if none do, the best fit counts.
+        tolerance: largest relative difference with which fewer terms count as a fit; if none fit, the best one is
+            taken.
     """
     relative = np.array(tokens, dtype=float)[:, None] ** np.arange(3) / np.maximum(values, 1e-12)[:, None]
     best, smallest = np.zeros(3), math.inf
@@ -247,7 +251,8 @@ def measure(
         budget: seconds for the rounds.
         rounds: rounds at most; 0 measures memory only.
         bases: names of those that the others are compared with.
-        forecasts: by name, why a contender would be too much, or None; not every one needs one.
+        forecasts: by name, a function that says why a contender would need too much, or None. A contender may have
+            none.
 
     Returns:
         {"contenders": {name: {"memory": ..., "seconds": spread, "times_BASE": spread of its time over the base's}},

@@ -55,7 +55,7 @@ class TensorImages(Dataset):
 
 
 class StepClock(TrainerCallback):
-    """Seconds of each step, from the end of one to the end of the next."""
+    """Seconds of each step, from the end of the step before to its own end."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -111,7 +111,7 @@ def bare_steps(model: nn.Module, data: TensorImages, options: dict[str, Any], st
 
 
 def measure(config: dict[str, dict[str, Any]], steps: int, rounds: int) -> dict[str, Any]:
-    """Median seconds a step of both, and the Trainer's speed as a share of the bare loop's."""
+    """Median seconds a step of both loops, and the Trainer's speed as a share of the bare loop's."""
     section = {
         **{key: value for key, value in config["trainer"].items() if not key.startswith(("num_train", "warmup"))},
         **{"disable_tqdm": True, "report_to": "none", "eval_strategy": "no", "save_strategy": "no"},
