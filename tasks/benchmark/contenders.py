@@ -126,8 +126,7 @@ class Contender:
 
 
 def contenders() -> dict[str, Contender]:
-    """All contenders by name: dense attention, every registered backend under its own name, and what else people use.
-    """
+    """All contenders by name: dense attention, every registered backend by its own name, and what else people use."""
     others = {
         DENSE: Contender("scaled_dot_product_attention, no support, no decay", _always, _run_dense, dense=True),
         "flex": Contender("FlexAttention, compiled, block mask of the support", _flex_can_run, _run_flex),

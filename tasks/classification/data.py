@@ -24,9 +24,11 @@ DAMAGED = "damaged_images.txt"
 
 @dataclass
 class Inputs:
-    """datasets: by split; processor: of evaluation, saved with the model; train_sampler: None for streams;
-    train_collator, eval_collator: make batches; description: of the data, with the size of each split;
-    corrupt: {split: names of the images left out}; damaged: file to which a stream adds them as it meets them.
+    """What a run needs of its data.
+
+    datasets: by split. processor: image processor of evaluation, saved with the model. train_sampler: None for streams.
+    train_collator, eval_collator: make batches. description: of the data, with the size of each split. corrupt: {split:
+    names of the images left out}. damaged: file to which a stream adds damaged images as it meets them.
     """
 
     datasets: Mapping[str, Any]
@@ -46,7 +48,7 @@ class Inputs:
 
 def read_data(config: DataConfig, arguments: Any) -> tuple[ImageData | StreamData, dict[str, list[str]]]:
     """The data of a run, and the names of damaged images left out of it."""
-    # One process prepares what libraries and scans keep on disk, the others read it.
+    # One process prepares what libraries and scans keep on disk. The others read it.
     with arguments.main_process_first(desc="reading the data"):
         if config.streaming:
             return stream_data(config), {}
@@ -70,7 +72,7 @@ def make_inputs(
     datasets, processor = make_datasets(data, config, model_config, augmentation, arguments.seed, label_maps)
     sampler = draw_sampler(len(datasets["train"]), arguments, augmentation.repeats)
     sizes = ", ".join(f"{len(dataset)} {split}" for split, dataset in datasets.items())
-    # Sizes after the cut and the limits, where those have changed what the source says.
+    # Sizes after the cut and the limits, if these have changed what the source says.
     description = data.description if f"({sizes})" in data.description else f"{data.description} ({sizes})"
     return Inputs(datasets, processor, sampler, collate, default_data_collator, description, corrupt)
 
@@ -176,7 +178,7 @@ def _make_augmentation(config: AugmentationConfig, model_config: SparsePriorViTC
 def make_collator(
     augmentation: AugmentationConfig, num_classes: int, arguments: Any, grid: tuple[int, int] | None = None
 ) -> SoftTargetCollator:
-    """Makes training batches, with mixing, label smoothing and, on the model's patch grid, token targets."""
+    """The collator of training batches: mixing, label smoothing and, on the model's patch grid, token targets."""
     if augmentation.mixing.enabled and arguments.train_batch_size % 2:
         raise ValueError(
             f"trainer.per_device_train_batch_size={arguments.per_device_train_batch_size} must be even with "

@@ -1,8 +1,8 @@
 """The demo: python -m tasks.classification.demo
 
 Four vision transformers on scikit-learn's digits, every pixel a token: dense, Fibottention, VIOLIN and both together,
-three seeds each. Prints one table, draws pictures, saves the best model and loads it again in a fresh process through
-transformers' AutoModel. Runs that are done already are not done again.
+three seeds each. The demo prints one table, draws pictures, saves the best model and loads it again in a fresh process
+through transformers' AutoModel. Runs that are done already are not done again.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _test_set(data_section: dict[str, Any], model_config: Any) -> ImageDataset:
 
 @torch.no_grad()
 def save_best(out: Path, results: dict[str, list[dict[str, Any]]]) -> tuple[Path, str]:
-    """Load the model that was best on validation in a fresh process, without this package; what it said."""
+    """Load the model that was best on validation in a fresh process, without this package. Returns what it printed."""
     prior, seed = max(
         ((prior, seed) for prior in results for seed in range(len(results[prior]))),
         key=lambda which: results[which[0]][which[1]]["metrics"]["validation_accuracy"],

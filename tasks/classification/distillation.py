@@ -20,7 +20,7 @@ from hf_sparseprior.training.distillation import (
 )
 
 SELF = "self"
-# Weights of the losses where the section does not say them (Sparsifiner section 4).
+# Weights of the losses that the section does not set (Sparsifiner section 4).
 PHASES: dict[str, dict[str, float]] = {
     "predictor": {"labels": 0.0, "token": 0.0, "class": 0.0, "attention": 1.0},
     "model": {"labels": 1.0, "token": 0.5, "class": 0.5, "attention": 0.0},
@@ -32,12 +32,12 @@ class DistillationConfig:
     """Training with a teacher.
 
     teacher: a folder of a saved model, or "self": what `model.pretrained` holds, without its prior; null: no teacher.
-    phase: "predictor", phase 1 of Sparsifiner: attention is dense and the predictor alone learns; at the end of the run
-        its W_up is pruned. "model", phase 2, and what other models do: everything learns, but the predictor only where
-        lambda_attention is above 0: without it nothing leads from the losses to the predictor, and it is frozen.
+    phase: "predictor" is phase 1 of Sparsifiner: attention is dense and the predictor alone learns; at the end of the
+        run its W_up is pruned. "model" is phase 2, and what other models do: everything learns, but the predictor only
+        if lambda_attention is above 0. Without it no gradient of the losses reaches the predictor, and it is frozen.
     lambda_labels, lambda_token, lambda_class, lambda_attention: weights of the losses against the labels, the
-        teacher's last tokens (Eq. 8), classes (Eq. 9) and attention (Eq. 10); null: what Sparsifiner's phase has, 0, 0,
-        0, 1 in phase 1 and 1, 0.5, 0.5, 0 in phase 2.
+        teacher's last tokens (Eq. 8), classes (Eq. 9) and attention (Eq. 10). null: what Sparsifiner's phase has, which
+        is 0, 0, 0, 1 in phase 1 and 1, 0.5, 0.5, 0 in phase 2.
     """
 
     teacher: str | None = None
@@ -118,7 +118,7 @@ def make_distillation(config: dict[str, dict[str, Any]]) -> Distillation | None:
 
 
 def start_phase(model: SparsePriorViTForImageClassification, config: DistillationConfig) -> None:
-    """Let only those parameters ask for gradients that the phase trains."""
+    """Let only the parameters that the phase trains require gradients."""
     if config.phase == "predictor":
         if not predictors(model):
             raise ValueError(

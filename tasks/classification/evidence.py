@@ -1,8 +1,8 @@
 """Differences that priors make: python -m tasks.classification.evidence COMPARISON.yaml ... --records FOLDER
 
-The comparisons' rows are called METHOD-PRIOR, one prior of each method is `plain`. Every row is compared with the plain
-row of its method, seed by seed. Reads the records that `compare` left in FOLDER/COMPARISON and writes evidence.md and
-evidence.png; what is missing is shown as missing.
+The comparisons' rows are called METHOD-PRIOR, and one prior of each method is `plain`. Every row is compared with the
+plain row of its method, seed by seed. The command reads the records that `compare` left in FOLDER/COMPARISON and writes
+evidence.md and evidence.png. What is missing is shown as missing.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ SPREAD = (
 class Row:
     """One method with one prior on one task, over seeds.
 
-    method, prior: of the row's name.
-    seeds: all that there should be.
-    accuracy: {seed: share of the test images} of the runs that there are.
-    difference: {seed: accuracy minus that of the plain row} where both are there; {} of the plain row itself.
-    records: of the runs, as `compare` wrote them.
+    method, prior: the two parts of the row's name.
+    seeds: all seeds that there should be.
+    accuracy: {seed: share of the test images} of the runs that exist.
+    difference: {seed: accuracy minus that of the plain row} of the seeds for which both exist; {} for the plain row.
+    records: those of the runs, as `compare` wrote them.
     """
 
     method: str
@@ -115,13 +115,13 @@ def agreement(row: Row) -> str:
 
 
 def change(row: Row, keys: Sequence[str], combine: Callable[[list[float]], float]) -> str:
-    """What the records have under two keys, before and after training, combined over seeds; "" without a decay."""
+    """What the records have under two keys, before and after training, combined over seeds. "" without a decay."""
     known = [[record[key] for record in row.records if record.get(key) is not None] for key in keys]
     return " → ".join(f"{combine(values):.2g}" for values in known if values)
 
 
 def by_chance(rows: Sequence[Row]) -> str:
-    """How many rows are above plain in every seed, and how many would be if a seed were above with probability 1/2."""
+    """How many rows are above plain in every seed, and how many would be if each were above with probability 1/2."""
     above = sum(all(value > 0 for value in row.difference.values()) for row in rows)
     expected = sum(0.5 ** len(row.difference) for row in rows)
     return (
@@ -174,7 +174,7 @@ def report(tasks: Mapping[str, Sequence[Row]]) -> str:
 
 
 def draw_rows(tasks: Mapping[str, Sequence[Row]], path: Path) -> Path:
-    """A panel for each task: test accuracy of every seed, those of one seed and method joined; bars are means."""
+    """A panel for each task: test accuracy of every seed, with one seed and method joined by a line. Bars are means."""
     plt = pictures.pyplot()
     columns = min(2, len(tasks))
     lines = -(-len(tasks) // columns)

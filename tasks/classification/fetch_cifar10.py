@@ -6,7 +6,7 @@ Three sources give the same two files, train.parquet and test.parquet, with the 
     batches  the original archive, cifar-10-python.tar.gz or cifar-10-binary.tar.gz, or a folder of its files, as --path
     hub      uoft-cs/cifar10 from the Hugging Face hub
 
-The original Python batches are pickles. They are read by walking their opcodes, nothing in them is ever executed.
+The original Python batches are pickles. They are read by walking their opcodes; nothing in them is ever executed.
 Counts, class balance and a checksum over all pixels and labels are checked before anything is written.
 """
 

@@ -1,7 +1,8 @@
 """Label maps of training images: python -m tasks.classification.label_maps TEACHER --config FILE --out DIR
 
 TEACHER is the folder of a saved classifier with the classes of the data. It sees every training image as a whole, and a
-map holds the most probable classes of each of its patches. Killed at any moment, the same command goes on where it was.
+map holds the most probable classes of each of its patches. The command can be killed at any moment and started again;
+then it goes on where it was.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ TOP_K = 5  # as published
 
 
 def images_fingerprint(images: Images) -> str:
-    """What says whether maps are of these images."""
+    """A fingerprint by which maps show whether they are of these images."""
     return fingerprint(images.labels, map(images.name, range(len(images))))
 
 
 def check_token_classifier(config: Any, section: TokenLabelConfig) -> None:
-    """Raise ValueError unless the model has a token classifier exactly where there are maps to train it."""
+    """Raise ValueError unless the model has a token classifier exactly if there are maps to train it."""
     if section.path and not config.token_classifier:
         raise ValueError(f"token_labels.path={section.path} needs model.token_classifier=true")
     if config.token_classifier and not section.path:
@@ -90,11 +91,11 @@ def make_label_maps(
     show_progress: bool = True,
     images_per_file: int = IMAGES_PER_FILE,
 ) -> MapHeader:
-    """Write the maps of a data set's training images; those that are there already stay.
+    """Write the maps of a data set's training images. Maps that exist already stay.
 
     Raises:
-        ValueError: for a teacher with other classes or one that says nothing of single patches, and for a folder that
-            holds something else. OSError: for a teacher that cannot be read.
+        ValueError: for a teacher with other classes or one that says nothing about single patches, and for a folder
+            that holds something else. OSError: for a teacher that cannot be read.
     """
     model = load_whole_model(teacher)
     if not isinstance(model, SparsePriorViTForImageClassification):
@@ -119,7 +120,7 @@ def make_label_maps(
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.eval().to(device)
-    # The processor that cuts nothing off: a map is of the whole image.
+    # This processor cuts nothing off, because a map is of the whole image.
     dataset = ImageDataset(images, Preparation(make_processor(model.config), model.config.num_channels), cache=False)
     with tqdm(total=len(images), desc="label maps", unit=" images", disable=not show_progress) as bar:
 

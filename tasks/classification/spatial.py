@@ -35,13 +35,13 @@ SIDE = 32
 SIZES = {"train": 1000, "validation": 500, "test": 2000}
 
 MOST_DIGITS = 6
-GRID, STEP, JITTER = 4, 6, 2  # cells a side, pixels from cell to cell, farthest shift inside a cell
+GRID, STEP, JITTER = 4, 6, 2  # cells a side, pixels from cell to cell, largest shift inside a cell
 GARMENT = 12  # pixels a side, so that GARMENT + STEP * (GRID - 1) + JITTER = SIDE
 TURNS = 8
 TURN_JITTER = 10.0  # degrees, less than half of the 45 between two classes
 SHOE = 20  # pixels a side, before it is turned
 SHOES = ("Sneaker", "Ankle boot")  # all with the toe to the left
-DARK, BRIGHT = 50, 210  # mean brightness of what lies on a bright and on a dark place
+DARK, BRIGHT = 50, 210  # mean brightness of an object on a bright and on a dark place
 
 # SHA-256 over the pixels and then the labels of each split with seed 0, Pillow 12 and numpy 2; others may round
 # otherwise.
@@ -71,9 +71,11 @@ CHECKSUMS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Sources:
-    """photos: (count, 32, 32, 3); digits: (count, 8, 8), ink is bright; garments: (count, 28, 28), background 0, the
-    training images before the test images; kinds: (count,) class of each garment; test_garments: index of the first
-    garment of the test images. All pixels uint8.
+    """The images that tasks are made from, all pixels uint8.
+
+    photos: (count, 32, 32, 3). digits: (count, 8, 8), ink is bright. garments: (count, 28, 28), background 0, the
+    training images before the test images. kinds: (count,) class of each garment. test_garments: index of the first
+    garment of the test images.
     """
 
     photos: np.ndarray
@@ -94,8 +96,10 @@ class Pool:
 
 @dataclass(frozen=True)
 class Example:
-    """pixels: (32, 32, 3) uint8; label: class; photo: its index, None without one; objects: indices of the digits or of
-    the garment; boxes: (left, top, width, height) that each of them fills, pixels; angle: degrees, counter-clockwise.
+    """One image of a task, and how it was made.
+
+    pixels: (32, 32, 3) uint8. label: class. photo: its index, None without one. objects: indices of the digits or of
+    the garment. boxes: (left, top, width, height) in pixels that each object fills. angle: degrees, counter-clockwise.
     """
 
     pixels: np.ndarray
@@ -110,7 +114,7 @@ class Example:
 
 
 def paste(pixels: np.ndarray, light: np.ndarray, opacity: np.ndarray, left: int, top: int) -> None:
-    """Lay an object over an image, in place, dark on a bright place and bright on a dark one.
+    """Lay an object over an image, in place: a dark object on a bright place, a bright one on a dark place.
 
     Args:
         pixels: (height, width, 3) uint8.
@@ -163,7 +167,7 @@ def make_count(generator: np.random.Generator, label: int, number: int, pool: Po
 
 
 def free_places(generator: np.random.Generator, count: int, height: int, width: int) -> list[tuple[int, int]]:
-    """Upper left corners of so many boxes with at least a pixel between any two."""
+    """Upper left corners of `count` boxes with at least a pixel between any two."""
     places: list[tuple[int, int]] = []
     tries = 0
     while len(places) < count:
@@ -171,7 +175,7 @@ def free_places(generator: np.random.Generator, count: int, height: int, width: 
         if all(abs(left - x) > width or abs(top - y) > height for x, y in places):
             places.append((left, top))
         tries += 1
-        if tries % 100 == 0:  # the boxes so far leave no room
+        if tries % 100 == 0:  # the boxes placed so far leave no room
             places.clear()
     return places
 
@@ -235,7 +239,7 @@ TASKS = {
 
 
 def make_split(task: str, split: str, sources: Sources, size: int, seed: int = 0) -> list[Example]:
-    """One split of a task, every class as often as another, or once more.
+    """One split of a task. No class occurs more often than another by more than one.
 
     Raises:
         ValueError: if there are too few photos or garments for this many images.
@@ -243,7 +247,7 @@ def make_split(task: str, split: str, sources: Sources, size: int, seed: int = 0
     generator = np.random.default_rng([seed, 1 + list(TASKS).index(task), SPLITS.index(split)])
     pool = make_pool(split, sources, generator, seed)
     classes = len(TASKS[task].classes)
-    # Labels in turn: the n-th image of a class takes the n-th garment of it. The order is drawn at the end.
+    # Labels take turns: the n-th image of a class takes its n-th garment. The order of the images is drawn at the end.
     try:
         made = [TASKS[task].make(generator, number % classes, number, pool, sources) for number in range(size)]
     except IndexError:
@@ -253,7 +257,7 @@ def make_split(task: str, split: str, sources: Sources, size: int, seed: int = 0
 
 
 def make_pool(split: str, sources: Sources, generator: np.random.Generator, seed: int) -> Pool:
-    """The split's share of photos, digits and garments in a drawn order; those of the test images only for test."""
+    """The split's share of photos, digits and garments in a drawn order. Test garments are for test alone."""
     known, held = sources.test_garments, len(sources.garments)
     garments = np.arange(known, held) if split == "test" else share(known, split, seed, ("train", "validation"))
     whole = (share(len(sources.photos), split, seed), share(len(sources.digits), split, seed), garments)
@@ -261,7 +265,7 @@ def make_pool(split: str, sources: Sources, generator: np.random.Generator, seed
 
 
 def share(count: int, split: str, seed: int, splits: Sequence[str] = SPLITS) -> np.ndarray:
-    """The indices below `count` that belong to a split, as many in proportion as it has images."""
+    """The indices below `count` that belong to a split. Their number is in proportion to the split's images."""
     order = np.random.default_rng([seed, 0]).permutation(count)
     ends = np.cumsum([SIZES[name] for name in splits]) * count // sum(SIZES[name] for name in splits)
     place = list(splits).index(split)
@@ -290,7 +294,7 @@ def _pixels(images: Images) -> np.ndarray:
 
 
 def write_split(examples: Sequence[Example], classes: Sequence[str], path: Path) -> str:
-    """Write images, labels and how they were made; SHA-256 of pixels and labels."""
+    """Write images, labels and how they were made. Returns the SHA-256 of pixels and labels."""
     images = np.stack([example.pixels for example in examples])
     labels = np.array([example.label for example in examples], dtype=np.uint8)
     columns = {

@@ -15,12 +15,12 @@ from tasks.common.images.data import Preparation
 from tasks.common.images.sources import decode_row, row_name
 from tasks.common.metrics import IGNORED
 
-# Positions of different loader processes must not meet: mixup takes partners, and one draw a batch, by position.
+# Different loader processes must not have equal positions: mixup takes partners, and one draw a batch, by position.
 POSITIONS_OF_A_WORKER = 1 << 32
 BLANK = Image.new("RGB", (1, 1))
 
 
-# A sample that stands for none: its label is ignored by the loss and the metrics.
+# A sample that fills a place: the loss and the metrics ignore its label.
 FILLER: dict[str, Any] = {"row": None, "where": "", "draw": Draw(0, 0, 0)}
 
 
@@ -30,13 +30,13 @@ class StreamedImages(IterableDataset):
     Images are decoded late so that several processes can each read the whole stream and keep their share of it.
 
     Args:
-        rows: datasets' IterableDataset of image, label and index.
+        rows: IterableDataset of `datasets` with image, label and index.
         where: what errors call the split.
-        size: number of images if it is known: the length in epochs follows from it.
-        seed: of the order; None: the stored order.
+        size: number of images if it is known; the length of an epoch follows from it.
+        seed: seed of the order; None: the stored order.
         buffer_size: images among which the next one is drawn; shards are shuffled as a whole.
-        processes, batch_size: of an evaluation by several processes: accelerate fills the last batch up with images
-            from the start, which would be counted twice. It is filled up with `FILLER` instead.
+        processes, batch_size: for an evaluation by several processes. accelerate would fill the last batch up with
+            images from the start, which would count twice. It is filled up with `FILLER` instead.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StreamedImages(IterableDataset):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration is of."""
+        """Set the epoch of the next iteration."""
         self.epoch = epoch
         self.rows.set_epoch(epoch)
 
@@ -76,7 +76,7 @@ class StreamedImages(IterableDataset):
         return samples if self.processes == 1 else self._filled(samples)
 
     def _filled(self, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The samples, and after them what makes the last batch of every process a whole one."""
+        """The samples, and then fillers that make the last batch of every process a whole one."""
         while batch := list(islice(samples, self.processes * self.batch_size)):
             if len(batch) < self.processes * self.batch_size:
                 for process in range(self.processes):  # each process its share of what is left
@@ -94,7 +94,7 @@ class StreamCollator:
         prepare: what becomes of an image.
         collate: makes a batch of {"pixel_values", "labels", "draw"}.
         skip_into: file to which damaged images are added, one a line, instead of ending the run.
-        fill: put a sample without a label in a damaged one's place instead of leaving it out: in an evaluation all
+        fill: replace a damaged sample by one without a label instead of leaving it out, because in an evaluation all
             processes need batches of one size.
     """
 
@@ -136,7 +136,7 @@ class StreamCollator:
 
 
 def note_damage(path: Path, line: str) -> None:
-    """Add a line; short appends of several processes do not mix."""
+    """Add a line. Short lines that several processes append do not mix."""
     with open(path, "a", encoding="utf-8") as file:
         file.write(line + "\n")
 

@@ -34,7 +34,7 @@ from tasks.common.models import about_model, decay_change
 
 
 def prepare(config: Config, arguments: Any) -> Prepared:
-    """Images and model of a run, with the part of it that is trained asking for gradients."""
+    """Images and model of a run. The parameters that are trained require gradients."""
     data_config, augmentation = DataConfig(**config["data"]), AugmentationConfig(**config["augmentation"])
     if data_config.stage == FINAL and arguments.load_best_model_at_end:
         raise ValueError(
@@ -69,7 +69,7 @@ def prepare(config: Config, arguments: Any) -> Prepared:
 
 
 def start_model(config: Config, classes: list[str], phase: DistillationConfig, seed: int) -> tuple[Any, dict[str, Any]]:
-    """The model before its first step, and what results.json says of it then."""
+    """The model before its first step, and what results.json says about it then."""
     set_seed(seed)
     checksum = pretrained_sha256(config["model"])
     model = build_model(config["model"], classes)
@@ -80,7 +80,7 @@ def start_model(config: Config, classes: list[str], phase: DistillationConfig, s
         "mean_decay_change_at_start": decay["mean_decay_change"],
         "alpha_change_at_start": decay["max_alpha_change"],
     }
-    set_seed(seed)  # a decay draws too, and with it adapters of one seed would start differently
+    set_seed(seed)  # a decay draws random numbers too, so adapters of one seed would start differently with it
     model = tuned(model, TuningConfig(**config["tuning"]))
     start_phase(model, phase)
     return model, about
@@ -94,12 +94,12 @@ def _details(config: Config, about_start: dict[str, Any], inputs: Inputs, maps: 
         "label_maps_teacher_sha256": maps and maps.header.teacher,
         "teacher_sha256": weights_sha256(teacher) if teacher else None,
     }
-    # A stream meets damaged images until the end of the test.
+    # A stream may meet damaged images until the end of the test.
     return lambda: {**known, "corrupt_images": inputs.corrupt_images()}
 
 
 def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
-    """A split as the image processor that was saved with the model prepares it."""
+    """A split, prepared by the image processor that was saved with the model."""
     data_config = DataConfig(**config["data"])
     data = load_split(data_config, split)
     preparation = Preparation(AutoImageProcessor.from_pretrained(folder), model.config.num_channels)
@@ -107,7 +107,7 @@ def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
 
 
 def attention_flops(config: SparsePriorViTConfig) -> int | None:
-    """Multiply-adds of attention for one image, as `ModelFlops.attention`; None where it has no such count."""
+    """Multiply-adds of attention for one image, as `ModelFlops.attention` counts them; None if it cannot."""
     try:
         return model_flops(config).attention
     except ValueError:

@@ -11,8 +11,8 @@ class TokenLabelConfig:
     """Token labelling (Jiang et al. 2021); off without a path.
 
     path: folder of label maps of the training images, as `python -m tasks.classification.label_maps` makes them.
-    weight: of the patch tokens' loss; the classifier's has 1.
-    teacher: folder of a saved model that makes the maps at `path`, or those that are missing there, before training.
+    weight: weight of the patch tokens' loss; the classifier's loss has 1.
+    teacher: folder of a saved model. Before training it makes the maps at `path` that are missing.
     """
 
     path: str | None = None

@@ -20,9 +20,9 @@ class TuningConfig:
     """What is trained; everything else stays as `model.pretrained` has it.
 
     method: "full": everything; "linear": the classifier; "violin": the classifier and the scalars of the prior's decay,
-        whatever that decay is; "lora", "dora": low-rank updates, the classifier and, where the prior has a decay, its
+        whatever that decay is; "lora", "dora": low-rank updates, the classifier and, if the prior has a decay, its
         scalars (VIOLIN Table 4).
-    rank, alpha, dropout, targets: of lora and dora, as in `hf_sparseprior.adapters.lora_config`; null: its defaults.
+    rank, alpha, dropout, targets: for lora and dora, as in `hf_sparseprior.adapters.lora_config`; null: its defaults.
     """
 
     method: str = "full"
@@ -67,7 +67,7 @@ def _no_decay(prior: Any) -> str:
 
 
 def tuned(model: Any, config: TuningConfig) -> Any:
-    """The model with only what is to be trained asking for gradients, for lora and dora inside a `PeftModel`.
+    """The model, in which only what is trained requires gradients. For lora and dora it is inside a `PeftModel`.
 
     Raises:
         ImportError: without peft, for lora and dora.
@@ -85,7 +85,7 @@ def tuned(model: Any, config: TuningConfig) -> Any:
             targets=config.targets,
         )
         with warnings.catch_warnings():
-            # peft asks transformers 5 for a name that it gave up.
+            # peft asks transformers 5 for a name that it no longer has.
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
             return import_peft().get_peft_model(model, settings)
     trained = classifier_names(model)

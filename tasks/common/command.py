@@ -20,9 +20,9 @@ def train_parser(
     """Arguments of `python -m tasks.TASK.train`: `config`, `overwrite` and `overrides`.
 
     Args:
-        task: name of the task's folder, and of that of its configurations.
+        task: name of the task's folder, which is also that of the folder of its configurations.
         description: what is trained.
-        example: of an override.
+        example: an override, as an example.
         config: what kind of file a configuration is.
         keys: how overrides are written.
     """
@@ -38,13 +38,13 @@ def train_parser(
 def run_command(program: str, work: Callable[[], None], goes_on: str | None = None) -> int:
     """Do the work of a command; a bad value, a missing package, SIGTERM and Ctrl-C end it with one line.
 
-    SPARSEPRIOR_TRACEBACK=1 shows the traceback before that line. An error that no value of the user's causes, such as a
+    SPARSEPRIOR_TRACEBACK=1 shows the traceback before that line. An error that no value of the user causes, such as a
     TypeError, is raised.
 
     Args:
-        program: its name.
+        program: the command's name.
         work: what it does.
-        goes_on: where the same command goes on after Ctrl-C; None where it starts anew.
+        goes_on: from where the same command goes on after Ctrl-C; None if it starts anew.
 
     Returns:
         The exit status: 0, 2 for a bad value or a missing package, 143 for SIGTERM, 130 for Ctrl-C.
@@ -64,5 +64,5 @@ def run_command(program: str, work: Callable[[], None], goes_on: str | None = No
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type where it has none."""
+    """The first line of an error's text, or its type if it has none."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()

@@ -14,8 +14,8 @@ The rest is a run's configuration that every row shares: sections, and a `matrix
 
 Runs of one seed see the same examples in the same order, augmented alike, and with `model.pretrained` start from one
 new classifier and the same adapters. Seeds take turns, so that an early stop leaves a fair comparison. Every finished
-run leaves a record. Killed at any moment, the same command goes on where it stopped, and does no finished run again. It
-prints one table and draws one picture.
+run leaves a record. The command can be killed at any moment and started again; then it goes on where it stopped, and
+does no finished run again. It prints one table and draws one picture.
 
 A run of `first` is what the `train` command does with its file: it lies in its own `trainer.output_dir`, has the file's
 seed, and serves every comparison that names it. It is done only if a row still to be done reads its model, itself or
@@ -79,8 +79,10 @@ OWNED = {"trainer.seed": f"{_OWNER}; use `seeds` or --seeds", "trainer.output_di
 
 @dataclass
 class Comparison:
-    """task: of all runs; name: of the file; configs: by variant, without seed and output folder; seeds: of every
-    variant; first: whole configurations of the runs before them, in order.
+    """What a comparison file says.
+
+    task: the task of all runs. name: the file's name. configs: by variant, without seed and output folder. seeds: those
+    of every variant. first: whole configurations of the runs before the rows, in order.
     """
 
     task: HFTask
@@ -94,7 +96,7 @@ def load_comparison(task: HFTask, path: str | Path, overrides: Sequence[str] = (
     """Read a comparison and check every configuration in it before anything runs.
 
     Raises:
-        ValueError: for unknown keys and bad values, naming the variant.
+        ValueError: for unknown keys and bad values; the message names the variant.
         OSError: for a missing file.
     """
     path = Path(path)
@@ -113,8 +115,8 @@ def first_configs(task: HFTask, names: Any, overrides: Sequence[str], path: Path
     """The checked configurations of the runs before the rows, with those overrides that reach them.
 
     Args:
-        task: of all runs.
-        names: of their files; None: there are no such runs.
+        task: the task of all runs.
+        names: names of their files; None: there are no such runs.
         overrides: `section.key=value` of the command line.
         path: the comparison's file.
     """
@@ -144,12 +146,12 @@ def variant_configs(
     """The checked configuration of each variant.
 
     Args:
-        task: of all runs.
-        variants: {name: {section: {key: value}}}, what each changes; `base`, a list of files, is what one
-            changes instead.
+        task: the task of all runs.
+        variants: {name: {section: {key: value}}}, what each changes. A variant with `base`, a list of files, changes
+            these instead of `shared`.
         shared: the sections that they change, which need not be a whole configuration.
         overrides: `section.key=value` of the command line, which win.
-        owned: keys that no variant may set, and who does.
+        owned: keys that no variant may set, and who sets them.
         path: the file, for errors.
         own_bases: whether variants may have a `base`.
     """
@@ -185,7 +187,7 @@ def check_present(content: Mapping[str, Any], keys: Sequence[str], what: str) ->
 
 
 def check_seeds(seeds: Any, where: str) -> list[int]:
-    """The seeds; raise ValueError unless they are different ones."""
+    """Return the seeds, or raise ValueError if two are the same or one is no seed."""
     whole = isinstance(seeds, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in seeds)
     if not whole or not seeds or len(set(seeds)) < len(seeds):
         raise ValueError(f"{where}: seeds={seeds!r} must be a list of different integers of 0 or more")
@@ -206,12 +208,12 @@ def run_comparison(
     variants: Sequence[str] | None = None,
     command: str | None = None,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Do every run that has no record yet; records by variant, seeds in order.
+    """Do every run that has no record yet. Returns the records by variant, seeds in order.
 
     Args:
         comparison: what to run.
         out: folder of the runs, with their checkpoints and models.
-        records: folder of VARIANT/seedN.json, all that is needed to know that a run is done.
+        records: folder of VARIANT/seedN.json, which alone say that a run is done.
         variants: only these.
         command: for results.json.
     """
@@ -240,8 +242,8 @@ def run_comparison(
 
 
 def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[str, Any]]]:
-    """Every record of the comparison's variants, whatever part of it ran last, seeds in order; variants with none left
-    out.
+    """Every record of the comparison's variants, whatever part of it ran last, seeds in order. Variants without a
+    record are left out.
 
     Raises:
         ValueError: for a record that is damaged or of another configuration, and for weights of `model.pretrained` that
@@ -284,12 +286,12 @@ def do_first(
 ) -> None:
     """Do the runs before the rows that are needed and not finished, and check that the rows can start.
 
-    What does not start from such a run is checked before any of them.
+    Rows that do not start from such a run are checked before any of these runs.
 
     Args:
         comparison: has the runs before the rows.
         pending: configurations of the rows still to do.
-        records: of the rows that are done.
+        records: records of the rows that are done.
         command: for results.json.
     """
     task, todo = comparison.task, []
@@ -309,7 +311,7 @@ def do_first(
 
 
 def needed_first(task: HFTask, first: Sequence[Config], pending: Sequence[Config]) -> list[Config]:
-    """Those of the runs before the rows that a pending row builds on, itself or through a later one of them."""
+    """The runs before the rows that a pending row builds on, itself or through a later one of these runs."""
     needed: list[Config] = []
     for config in reversed(first):
         if any(builds_on(task, other, config) for other in (*pending, *needed)):
@@ -324,13 +326,13 @@ def builds_on(task: HFTask, config: Config, earlier: Config) -> bool:
 
 
 def check_start(task: HFTask, pending: Sequence[Config], records: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError or OSError if a run cannot start from its `model.pretrained`, or not from the weights of the
-    records.
+    """Raise ValueError or OSError if a run cannot start from its `model.pretrained`, or if its weights are not those of
+    the records.
 
     Args:
-        task: of all runs.
+        task: the task of all runs.
         pending: configurations of the runs still to do.
-        records: of those that are done.
+        records: records of the runs that are done.
     """
     for config in pending:
         task.check_start(config["model"])
@@ -344,7 +346,7 @@ def check_start(task: HFTask, pending: Sequence[Config], records: Sequence[Mappi
 
 
 def check_folder(config: Config, way_out: str = "remove it or choose another --out") -> None:
-    """Raise ValueError if the folder of a run belongs to another one; `way_out`: what the user can do then."""
+    """Raise ValueError if the folder of a run belongs to another one. `way_out`: what the user can do then."""
     out = Path(config["trainer"]["output_dir"])
     if (out / RUN_CONFIG).exists() and (differences := folder_differences(out, config)):
         different = "; ".join(differences)

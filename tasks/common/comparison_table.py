@@ -15,9 +15,11 @@ from tasks.common.tables import count_of_seeds, markdown_table, plus_minus
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Accuracy, interactions kept, parameters and time of each variant, as a Markdown table; what was trained, where
-    that is not everything; how far the mask is from none after training, the most of all seeds, where there is a decay;
-    multiply-adds of attention, where runs have recorded them.
+    """Accuracy, interactions kept, parameters and time of each variant, as a Markdown table.
+
+    It has three more columns if they say something: what was trained, if that is not everything; how far the mask is
+    from none after training (the largest of all seeds), with a decay; multiply-adds of attention, if runs recorded
+    them.
     """
     results = {name: runs for name, runs in results.items() if runs}
     records = [record for runs in results.values() for record in runs]
@@ -63,7 +65,7 @@ def _known(values: Iterable[float | None]) -> list[float]:
 
 
 def spread(shares: Sequence[float]) -> str:
-    """Mean and sample standard deviation of shares, in percent."""
+    """Mean and sample standard deviation of fractions, in percent."""
     if not shares:
         return "-"
     percent = 100 * np.array(shares)

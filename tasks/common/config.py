@@ -5,8 +5,8 @@ SECTION: {KEY: VALUE}                each task says which sections its files hav
 matrix:                              products of runs; a cell is called VALUE-VALUE-..., in the order of the axes
   data: {cifar10: {base: ../data/cifar10.yaml}, digits: {data: {source: digits}}}    a value and what it changes
   model: [../models/vit_tiny.yaml, ../models/vit_base.yaml]                          or files, called by their names
-exclude: [digits-vit_base]           cells of the product that there are not
-cells: {digits-vit_tiny: {trainer: {seed: 1}}}                                       what single cells change besides
+exclude: [digits-vit_base]           cells of the product that do not exist
+cells: {digits-vit_tiny: {trainer: {seed: 1}}}                                       what single cells also change
 variants: {dense: {}, violin: {model: {prior: violin}}}                              rows of a comparison
 
 A file or one of its cells is named FILE or FILE#CELL, on the command line and in `base` alike; FILE#CELL-ROW (FILE#ROW
@@ -35,7 +35,7 @@ import yaml
 from hf_sparseprior.command import USER_ERRORS, report_error
 
 Config = dict[str, dict[str, Any]]  # sections of keys and plain values
-COMPARISON = ("first", "seeds", "variants")  # keys of a comparison besides those of the run that its rows change
+COMPARISON = ("first", "seeds", "variants")  # keys of a comparison in addition to those of the run that its rows change
 SWEEP = ("title", "seeds", "selection_seeds", "grid", "variants")  # the same of a VTAB sweep
 
 
@@ -70,7 +70,7 @@ def apply_overrides(config: dict[str, dict[str, Any]], overrides: Sequence[str],
 
 
 def check_trainer(trainer: dict[str, Any]) -> None:
-    """Refuse values of a `trainer` section that transformers would fail over much later, and mend its strategies."""
+    """Refuse values of a `trainer` section at which transformers would fail much later, and correct its strategies."""
     for key, value in trainer.items():
         if key.endswith("_strategy") and value is False:
             trainer[key] = "no"  # YAML reads a bare no as False
@@ -90,7 +90,7 @@ def check_text(name: str, value: Any) -> None:
 
 
 def _check_numbers(trainer: dict[str, Any]) -> None:
-    """transformers takes text for a number and fails over it much later."""
+    """Refuse text in place of a number: transformers accepts it and fails much later."""
     from hf_sparseprior.training import SparsePriorTrainingArguments
 
     for field in fields(SparsePriorTrainingArguments):
@@ -111,7 +111,7 @@ def trainer_keys() -> list[str]:
 
 
 def check_known(given: Iterable[str], known: Sequence[str], where: str, kind: str = "key") -> None:
-    """Raise for the first unknown key, naming the nearest known one; `kind`: what is looked for, for the error."""
+    """Raise for the first unknown key, naming the nearest known one. `kind`: what errors call a key."""
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
@@ -143,14 +143,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def split_cell(path: str | Path) -> tuple[Path, str | None]:
-    """FILE and CELL of FILE#CELL; None where no cell is named."""
+    """FILE and CELL of FILE#CELL; CELL is None if no cell is named."""
     path = Path(path)
     name, mark, cell = path.name.partition("#")
     return (path.with_name(name), cell) if name and mark else (path, None)
 
 
 def config_name(path: str | Path) -> str:
-    """What folders call a configuration: FILE, or FILE_CELL, without the file's suffix."""
+    """The name of a configuration in folders: FILE, or FILE_CELL, without the file's suffix."""
     file, cell = split_cell(path)
     return file.stem if cell is None else f"{file.stem}_{cell}"
 
@@ -159,7 +159,7 @@ def read_cell(path: str | Path) -> dict[str, Any]:
     """The content of FILE, FILE#CELL or FILE#CELL-ROW as the module's docstring says, its bases not read.
 
     Raises:
-        ValueError: for a matrix of which no cell is named, an unknown cell, and bad axes, with file and axis or cell.
+        ValueError: for a matrix if no cell is named, an unknown cell, and bad axes, with file and axis or cell.
         OSError: for a missing file.
     """
     file, name = split_cell(path)
@@ -174,7 +174,7 @@ def read_cell(path: str | Path) -> dict[str, Any]:
 
 
 def read_cells(file: Path) -> dict[str, dict[str, Any]]:
-    """The content of every cell of a file by name; of a file without a matrix, {"": its content}."""
+    """The content of every cell of a file by name. For a file without a matrix: {"": its content}."""
     content = _with_located_bases(read_yaml(file), file.parent, str(file))
     matrix, exclude, changes = (content.pop(key, None) for key in ("matrix", "exclude", "cells"))
     if matrix is None and exclude is None and changes is None:
@@ -203,7 +203,7 @@ def read_rows(cells: Mapping[str, dict[str, Any]], file: Path) -> dict[str, dict
     """The rows of `read_cells`' comparisons as runs by name: CELL-ROW, or ROW without a matrix.
 
     Raises:
-        ValueError: for a row called as another or as a cell, or that holds no sections.
+        ValueError: for a row that has the name of another row or of a cell, or holds no sections.
     """
     found: dict[str, dict[str, Any]] = {}
     for cell, content in cells.items():
@@ -215,14 +215,14 @@ def read_rows(cells: Mapping[str, dict[str, Any]], file: Path) -> dict[str, dict
             if not isinstance(changes or {}, dict):
                 raise ValueError(f"{file}, variant {row!r} must hold sections, got {changes!r}")
             own = {key: value for key, value in content.items() if key not in (*COMPARISON, *SWEEP)}
-            # A row with a base of its own changes that in place of what the comparison shares.
+            # A row with a base of its own changes this base instead of what the comparison shares.
             shared = {} if changes and changes.get("base") else own
             found[name] = _merge([shared, changes or {}], {}, name)
     return found
 
 
 def _read_axis(values: Any, folder: Path, where: str) -> dict[str, dict[str, Any]]:
-    """What each value of an axis changes, its bases located."""
+    """What each value of an axis changes, with its bases located."""
     if isinstance(values, list) and all(isinstance(value, str) for value in values):
         values = {config_name(value): {"base": value} for value in values}
     if not isinstance(values, dict) or not values:
@@ -268,7 +268,7 @@ def locate(base: Any, folder: Path, where: str) -> list[str]:
 
 
 def _merge(layers: Sequence[dict[str, Any]], names: dict[str, str], where: str) -> dict[str, Any]:
-    """Contents over each other; `names`: what `${...}` stands for besides the texts at the top of earlier layers."""
+    """Contents merged over each other. `names` and texts at the top of earlier layers are what `${...}` stands for."""
     merged: dict[str, Any] = {}
     for layer in layers:
         texts = {**{key: value for key, value in merged.items() if isinstance(value, str)}, **names}
@@ -309,8 +309,8 @@ def read_layers(
     Args:
         path: the file, or one of its cells.
         sections: names of what holds keys and values.
-        others: names of top-level keys besides the sections; a file's value replaces that of its bases as a whole.
-        seen: the files that led here.
+        others: names of top-level keys that are no sections; a file's value replaces that of its bases as a whole.
+        seen: the files whose `base` led here.
 
     Returns:
         A dict for each section, and the other keys that some file has.
@@ -337,7 +337,7 @@ def merge_bases(
     own = {key: value for key, value in content.items() if key != "base"}
     check_known(own, (*sections, *others), where)
     layers = [read_layers(base, sections, others, seen) for base in content.get("base", [])]
-    for layer in layers:  # a run has its folder for itself, what builds on its file does not share it
+    for layer in layers:  # a run does not share its folder with what builds on its file
         layer.get("trainer", {}).pop("output_dir", None)
     config: dict[str, Any] = {section: {} for section in sections}
     for key, values in (pair for layer in (*layers, own) for pair in layer.items()):
@@ -356,7 +356,7 @@ def load_sections(
     """Read a configuration file, apply `section.key=value` overrides, check every key and value.
 
     Raises:
-        ValueError: for unknown keys, with the nearest known one, bad values, or text that is not YAML.
+        ValueError: for unknown keys (the message has the nearest known one), bad values, or text that is not YAML.
         OSError: for a missing file.
     """
     config = read_layers(Path(path), sections)

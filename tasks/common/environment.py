@@ -49,7 +49,7 @@ def environment() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Name of the processor as Linux knows it, elsewhere as Python does."""
+    """Name of the processor as Linux gives it; on other systems as Python gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -59,7 +59,7 @@ def cpu_name() -> str:
 
 
 def command_line() -> str:
-    """The command that runs, as a user types it."""
+    """The running command, as a user types it."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     start = f"python -m {spec.name}" if spec is not None else f"python {sys.argv[0]}"

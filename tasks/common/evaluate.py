@@ -1,7 +1,7 @@
 """Evaluation of a saved model, for every task that trains with transformers' Trainer.
 
-Writes results_SPLIT.json and confusion_SPLIT.png into one folder: RUN/evaluation for RUN/model, RUN/evaluation/NAME for
-another model of the run.
+It writes results_SPLIT.json and confusion_SPLIT.png into one folder: RUN/evaluation for RUN/model, RUN/evaluation/NAME
+for another model of the run.
 """
 
 from __future__ import annotations

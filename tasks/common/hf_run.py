@@ -70,15 +70,15 @@ TRAINER_DEFAULTS: dict[str, Any] = {
 class Prepared:
     """What a task hands to the Trainer.
 
-    model: to be trained. classes: names in the order of the labels.
+    model: the model to train. classes: names in the order of the labels.
     datasets: train, validation and test, for `torch.utils.data.DataLoader`.
-    description: of the data, for results.json.
+    description: describes the data, for results.json.
     save_processor: writes the image processor of evaluation into a folder.
     train_sampler: order of the training examples; None for streams.
     train_collator, eval_collator: make batches; None: the Trainer's own.
     trainer_options: more arguments of SparsePriorTrainer.
     finish: what is done to the model after its last step, before the test.
-    details: called after the test; what results.json says besides what every task records.
+    details: called after the test; returns what results.json says in addition to what every task records.
     """
 
     model: Any
@@ -111,19 +111,18 @@ def _nothing(*arguments: Any) -> dict[str, Any]:
 class HFTask:
     """A task whose models the Trainer trains: what train, evaluate and compare need of it, in one object.
 
-    name: of the task's folder and that of its configurations.
+    name: name of the task's folder and of the folder of its configurations.
     trains: what is trained, for `--help`. examples: what its data consists of, for results.json and output.
-    sections: of a configuration. check_config: refuses unknown keys and bad values of all of them.
+    sections: sections of a configuration. check_config: refuses unknown keys and bad values in all of them.
     model_class: Auto class that loads a saved model.
-    prepare: data and model of a run, from its configuration and the Trainer's arguments; the run's folder is not there
-        yet.
-    read_split: the split of a configuration's data as a saved model takes it, its cache not filled yet: configuration,
-        name of the split, model and its folder.
-    extra_metrics: more metrics from the confusion matrix (true, predicted) and the classes, without the split's name.
-    about_model: what results.json says of a saved model.
-    draw: draws more pictures of the test into the run's folder, from it, what was prepared, the predicted classes and a
-        heading; their names.
-    eval_batch_size: of `evaluate`.
+    prepare: (configuration, the Trainer's arguments) -> data and model of a run; the run's folder does not exist yet.
+    read_split: (configuration, name of the split, model, its folder) -> the split as a saved model takes it, its cache
+        not filled yet.
+    extra_metrics: (confusion matrix (true, predicted), classes) -> more metrics, named without the split.
+    about_model: what results.json says about a saved model.
+    draw: (the run's folder, what was prepared, predicted classes, heading) -> names of more pictures of the test, which
+        it draws into the folder.
+    eval_batch_size: batch size of `evaluate`.
     models_read: folders of the saved models that a run of a configuration reads.
     check_start: refuses a `model` section that does not fit the saved model it starts from.
     start_sha256: SHA-256 of the weights that a `model` section starts from, None for a start from scratch.
@@ -146,10 +145,11 @@ class HFTask:
     start_sha256: Callable[[dict[str, Any]], str | None] = lambda model: None
 
     def load_config(self, path: str | Path, overrides: Sequence[str] = ()) -> Config:
-        """A configuration file with overrides, checked; where it says nothing, the run lies in outputs/TASK/FILE.
+        """A configuration file with overrides, checked. If it names no output folder, the run lies in
+        outputs/TASK/FILE.
 
         Raises:
-            ValueError: for unknown keys, with the nearest known one, bad values, or text that is not YAML.
+            ValueError: for unknown keys (the message has the nearest known one), bad values, or text that is not YAML.
             OSError: for a missing file.
         """
         config = load_sections(path, overrides, self.sections, self.check_config)
@@ -185,7 +185,7 @@ def run(task: HFTask, config: Config, command: str | None = None, overwrite: boo
     prepared = task.prepare(config, arguments)
     trained = trainable_parameters(prepared.model)  # counted here, because peft freezes what it reads back
     trainer = make_trainer(prepared, arguments)
-    # Until here nothing was written or thrown away: a bad value leaves the folder as it was.
+    # Nothing was written or thrown away up to here, so a bad value leaves the folder as it was.
     checkpoint = claim_together(out, config, partial(last_whole_checkpoint, out, trainer.checkpoint_files()))
     train(trainer, checkpoint)
     prepared.finish(trainer.accelerator.unwrap_model(trainer.model))
@@ -214,7 +214,8 @@ def run(task: HFTask, config: Config, command: str | None = None, overwrite: boo
         details={
             "data": prepared.description,
             "data_wait": trainer.clock.data_seconds / max(seconds, 1e-9),
-            # Of this process, data and evaluation included: on a shared machine less than the time that passed.
+            # CPU time of this process, data and evaluation included. On a shared machine it is less than the time that
+            # passed.
             "process_cpu_seconds": round(time.process_time(), 1),
             "classes": list(prepared.classes),
             "confusion": counts.tolist(),
@@ -225,7 +226,7 @@ def run(task: HFTask, config: Config, command: str | None = None, overwrite: boo
     save(task, out, trainer, prepared, results)
     if trainer.is_world_process_zero():
         draw(task, out, prepared, results, predicted)
-        # Last of all: a run counts as finished only when everything else is there.
+        # This comes last: a run counts as finished only when everything else exists.
         results.write(out / RESULTS)
     trainer.accelerator.wait_for_everyone()
     return results.content() if trainer.is_world_process_zero() else read_results(out / RESULTS)
@@ -240,7 +241,7 @@ def trainer_arguments(section: dict[str, Any]) -> SparsePriorTrainingArguments:
 
 
 def _trainer_errors(make: Any, **options: Any) -> Any:
-    """Call transformers with the `trainer` section; its complaints name the section."""
+    """Call transformers with the `trainer` section, so that its errors name the section."""
     try:
         return make(**options)
     except (ValueError, TypeError) as error:
@@ -248,12 +249,12 @@ def _trainer_errors(make: Any, **options: Any) -> Any:
 
 
 def global_batch(arguments: Any) -> int:
-    """Examples of a step, over processes and accumulation."""
+    """Examples in a step, over all processes and accumulation."""
     return arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
 
 
 def draw_sampler(size: int, arguments: Any, repeats: int = 1) -> DrawSampler:
-    """The order of `size` training examples; `trainer.dataloader_drop_last` is its matter from here on.
+    """The order of `size` training examples. The sampler does what `trainer.dataloader_drop_last` asks for.
 
     The Trainer would leave out the last, smaller batch of evaluation too, and with it examples from the metrics.
     """
@@ -263,7 +264,9 @@ def draw_sampler(size: int, arguments: Any, repeats: int = 1) -> DrawSampler:
 
 
 def make_trainer(prepared: Prepared, arguments: SparsePriorTrainingArguments) -> SparsePriorTrainer:
-    """The Trainer of a run. The first training example is prepared before: what cannot be shows before the start."""
+    """The Trainer of a run. One training example is prepared first, so that what cannot be prepared shows before the
+    start.
+    """
     if prepared.train_sampler is not None:
         for dataset in prepared.datasets.values():
             dataset.fill_cache(show_progress=not arguments.disable_tqdm)
@@ -287,7 +290,7 @@ def make_trainer(prepared: Prepared, arguments: SparsePriorTrainingArguments) ->
 
 
 def train(trainer: SparsePriorTrainer, checkpoint: str | None) -> None:
-    """All steps that are left; RunStopped on SIGTERM, after a checkpoint was saved."""
+    """Train all steps that are left. Raises RunStopped on SIGTERM, after a checkpoint was saved."""
     stop = StopOnSignal()
     trainer.add_callback(stop)
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -296,7 +299,7 @@ def train(trainer: SparsePriorTrainer, checkpoint: str | None) -> None:
 
 
 def validation_metrics(state: Any, best: bool) -> dict[str, float]:
-    """{"validation_accuracy": of the best epoch's weights or else the last step's}, {} where they were not judged."""
+    """{"validation_accuracy": of the best epoch's weights or else the last step's}; {} if these were not judged."""
     step = state.best_global_step if best else state.global_step
     judged = [entry for entry in state.log_history if "eval_accuracy" in entry and entry["step"] == step]
     return {"validation_accuracy": judged[-1]["eval_accuracy"]} if judged else {}
@@ -308,9 +311,9 @@ def named_metrics(task: HFTask, split: str, counts: np.ndarray, classes: Sequenc
 
 
 def save(task: HFTask, out: Path, trainer: SparsePriorTrainer, prepared: Prepared, results: Results) -> None:
-    """Write the model, that of the moving average and the adapter; what is known of the model goes into `results`."""
+    """Write the model, the moving average's model and the adapter. What is known about them goes into `results`."""
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # by all processes: each may hold a part
-    # A compiled model puts this in front of its names.
+    # A compiled model's names start with this.
     weights = {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
     if not trainer.is_world_process_zero():
         return
@@ -333,10 +336,10 @@ def _write_model(
     weights: dict[str, Any] | None,
     results: dict[str, Any],
 ) -> dict[str, Any]:
-    """Write model, image processor and card; what results.json says of the model."""
+    """Write model, image processor and card. Returns what results.json says about the model."""
     whole = merged(model)
     whole.save_pretrained(folder, state_dict=weights if whole is model else None)
-    # Says which weights the metrics are of.
+    # This says which weights the metrics belong to.
     about = {"model_sha256": file_sha256(folder / "model.safetensors")}
     about |= task.about_model(load_whole_model(folder, task.model_class))
     prepared.save_processor(folder)

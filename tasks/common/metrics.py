@@ -10,11 +10,11 @@ import numpy as np
 from sklearn.metrics import accuracy_score
 from sklearn.metrics import confusion_matrix as sklearn_confusion_matrix
 
-IGNORED = -100  # label of what is no image: torch's cross entropy leaves it out
+IGNORED = -100  # label of a sample that is no image; torch's cross entropy ignores it
 
 
 class Accuracy(evaluate.Metric):
-    """Share of right predictions, as `evaluate.load("accuracy")` computes it, which needs the hub."""
+    """Share of right predictions, computed as by `evaluate.load("accuracy")`, which needs the hub."""
 
     def _info(self) -> evaluate.MetricInfo:
         integer = datasets.Value("int64")
@@ -30,7 +30,7 @@ class Accuracy(evaluate.Metric):
 
 
 def accuracy_metric() -> Accuracy:
-    """The metric, kept in memory: runs in parallel share no cache file."""
+    """The metric, kept in memory, so that parallel runs share no cache file."""
     return Accuracy(keep_in_memory=True)
 
 

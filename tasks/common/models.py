@@ -1,4 +1,4 @@
-"""Models of a run: what results.json says of them, and how one with an adapter of peft is saved."""
+"""Models of a run: what results.json says about them, and how one with an adapter of peft is saved."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def decay_change(model: Any) -> dict[str, float | None]:
     """How far the learned decay is from none, over layers, heads and pairs; None without a decay.
 
     Returns:
-        max_decay_change: max |M - 1|; mean_decay_change: mean 1 - M; max_alpha_change: max |alpha - 1|, 0 where alpha
+        max_decay_change: max |M - 1|; mean_decay_change: mean 1 - M; max_alpha_change: max |alpha - 1|, 0 if alpha
         is not learned.
     """
     masks = learned_decay_masks(model.vit.layers, model.config)
@@ -50,12 +50,12 @@ def about_model(model: Any) -> dict[str, Any]:
 
 
 def merged(model: Any) -> Any:
-    """The model itself, or, of one with a LoRA or DoRA adapter, a copy whose weights have taken the adapter in."""
+    """The model itself or, if it has a LoRA or DoRA adapter, a copy with the adapter merged into the weights."""
     return copy.deepcopy(model).merge_and_unload() if is_peft_model(model) else model
 
 
 def save_adapter(folder: Path, model: Any) -> int | None:
-    """Write an adapter alone; bytes of its weights, None for a model without one."""
+    """Write an adapter alone. Returns the bytes of its weights, None for a model without one."""
     if not is_peft_model(model):
         return None
     model.save_pretrained(folder)

@@ -38,7 +38,7 @@ def draw_history(history: Sequence[dict[str, Any]], path: Path, heading: str) ->
 
 
 def draw_confusion(counts: np.ndarray, classes: Sequence[str], path: Path, heading: str) -> Path:
-    """Confusion matrix: shares of each true class, counts written where there is room."""
+    """Confusion matrix: colours are shares of each true class, with counts as text if there is room."""
     plt = pyplot()
     size = min(12.0, 2.4 + 0.42 * len(classes))
     figure, axis = plt.subplots(figsize=(size, size), layout="constrained")

@@ -16,18 +16,18 @@ from tasks.common.upgrade import RESULTS_VERSION, upgraded, validation_name
 
 @dataclass
 class Results:
-    """What every task records; what one task alone knows goes into `details`.
+    """What every task records. What only one task records goes into `details`.
 
-    task: name of its folder.
+    task: name of the task's folder.
     metrics: by name, SPLIT_METRIC; accuracy, IoU, precision and success are fractions, not percent.
     config: the whole configuration, nested.
-    seed, parameters, trainable_parameters: of the run and its model.
-    steps, seconds: of training, those before an interruption included. seconds_per_step: of training alone.
+    seed: the run's. parameters, trainable_parameters: numbers of the model's parameters.
+    steps, seconds: those of training, including those before an interruption. seconds_per_step: for training alone.
     processes: how many trained. resumed_from: name of the checkpoint that the run went on from.
-    command: as a user types it; None: that of this process.
+    command: as a user types it; None: the command of this process.
     history: {"step": ..., "epoch": ..., name: value} in order, `validation_` before a name of that split.
     details: more keys, which stand next to these in the file.
-    versions, hardware: of packages and machine.
+    versions, hardware: of the packages and of the machine.
 
     What an evaluation does not have is None.
     """
@@ -51,7 +51,7 @@ class Results:
     results_version: int = RESULTS_VERSION
 
     def __post_init__(self) -> None:
-        """Fill in what follows from this process; refuse details that would hide a field."""
+        """Fill in what follows from this process, and refuse details that would hide a field."""
         self.command = self.command or command_line()
         if not self.versions:
             self.versions, self.hardware = environment().values()
@@ -65,7 +65,7 @@ class Results:
         return {**own, **details, "history": history}
 
     def write(self, path: Path) -> dict[str, Any]:
-        """Write the file, whole or not at all; its content."""
+        """Write the file, whole or not at all. Returns its content."""
         content = self.content()
         write_results(path, content)
         return content
@@ -86,7 +86,7 @@ def read_results(path: str | os.PathLike) -> dict[str, Any]:
 def trainer_history(log: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The log of transformers' Trainer as `Results.history`: `eval_` becomes `validation_`.
 
-    The Trainer's own summary at the end is left out: it is of no step, and of a resumed run it covers a part alone.
+    The Trainer's own summary at the end is left out: it belongs to no step, and in a resumed run it covers only a part.
     """
     entries = (entry for entry in log if "train_runtime" not in entry)
     return [{validation_name(key): value for key, value in entry.items()} for entry in entries]

@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, whether it is finished, which checkpoint it goes on from."""
+"""The folder of a run: which run it belongs to, whether that is finished, which checkpoint it goes on from."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ RUN_CONFIG = "run_config.json"
 RESULTS = "results.json"
 MODEL = "model"
 AVERAGE = "model_ema"  # the same with the moving average of the weights
-ADAPTER = "adapter"  # what LoRA or DoRA learned, without the weights it changes; MODEL has both
+ADAPTER = "adapter"  # what LoRA or DoRA learned, without the weights that it changes; MODEL has both
 EVALUATION = "evaluation"
-# Where a run lies, how it shows itself and how many processes read its data does not make it another run.
+# Where a run lies, how it shows its progress and how many processes read its data do not make it another run.
 COSMETIC = (
-    *("output_dir", "disable_tqdm", "dataloader_num_workers", "save_total_limit", "report_to"),  # of the Trainer
-    *("work_dir", "log_level", "launcher", "resume", "num_workers", "persistent_workers", "max_keep_ckpts"),  # of mm
+    *("output_dir", "disable_tqdm", "dataloader_num_workers", "save_total_limit", "report_to"),  # the Trainer's
+    *("work_dir", "log_level", "launcher", "resume", "num_workers", "persistent_workers", "max_keep_ckpts"),  # mm
 )
 
 
@@ -48,13 +48,13 @@ def evaluation_folder(model: Path) -> Path:
 def finished_results(
     out: Path, config: dict[str, Any], overwrite: bool, field: str = "trainer.output_dir"
 ) -> dict[str, Any] | None:
-    """The results of this very run if it is done already.
+    """The results of this run, if it is done already.
 
     Args:
         out: folder of the run.
         config: sections of keys and values.
         overwrite: whether another run's folder may be thrown away.
-        field: what the user set to choose the folder, for errors.
+        field: the setting by which the user chose the folder, for errors.
 
     Raises:
         ValueError: if the folder belongs to another run or to something else, unless `overwrite`.
@@ -76,7 +76,8 @@ def finished_results(
 def claim(out: Path, config: dict[str, Any]) -> None:
     """Make the folder this run's; an earlier run with another configuration is thrown away."""
     if (out / RUN_CONFIG).exists() and folder_differences(out, config):
-        # Killed half way, it must neither count as finished nor as of something else: results first, owner last.
+        # If this is killed half way, the folder must neither count as finished nor as another's. So the results are
+        # removed first and the owner last.
         (out / RESULTS).unlink(missing_ok=True)
         for path in out.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -88,7 +89,7 @@ def claim(out: Path, config: dict[str, Any]) -> None:
 
 
 def folder_differences(out: Path, config: dict[str, Any]) -> list[str]:
-    """Keys in which the run that has the folder differs from this one."""
+    """Keys in which the run that owns the folder differs from this one."""
     try:
         stored = json.loads((out / RUN_CONFIG).read_text(encoding="utf-8"))
         return config_differences(stored, config)
@@ -101,7 +102,7 @@ def config_differences(earlier: dict[str, Any], config: dict[str, Any]) -> list[
 
     Args:
         earlier: as a run of any version stored it; sections that `config` does not have are left out.
-        config: sections of keys and values; a key that is missing is as good as null.
+        config: sections of keys and values; a missing key counts as null.
     """
     earlier = upgraded_config(earlier)
     found: list[str] = []
@@ -121,7 +122,7 @@ def _value_differences(name: str, there: Any, here: Any) -> Iterator[str]:
         for key in _keys(there, here):
             if key in there and key in here:
                 yield from _value_differences(f"{name}.{key}", there[key], here[key])
-            elif there.get(key) != {} != here.get(key):  # an empty section is as good as none
+            elif there.get(key) != {} != here.get(key):  # an empty section counts as none
                 shown = (repr(values[key]) if key in values else "nothing" for values in (there, here))
                 yield "{}: {} there, {} here".format(f"{name}.{key}", *shown)
     elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
@@ -148,8 +149,8 @@ def newest_whole(out: Path, patterns: Sequence[str], damage: Callable[[Path], st
 
     Args:
         out: folder of the run.
-        patterns: of checkpoints' names, which end in a number before the suffix.
-        damage: what a checkpoint lacks, None for a whole one.
+        patterns: patterns of checkpoints' names, which end in a number before the suffix.
+        damage: returns what a checkpoint lacks, None for a whole one.
     """
     found = [path for pattern in patterns for path in out.glob(pattern)]
     numbered = [(int(end[0]), path) for path in found if (end := re.findall(r"\d+$", path.stem))]
@@ -161,12 +162,12 @@ def newest_whole(out: Path, patterns: Sequence[str], damage: Callable[[Path], st
 
 
 def cut_off(path: Path) -> str | None:
-    """What is wrong with a file that torch.save wrote, None for a whole one."""
+    """What is wrong with a file that torch.save wrote; None for a whole one."""
     return None if zipfile.is_zipfile(path) else "it is cut off"
 
 
 def claim_together(out: Path, config: dict[str, Any], newest: Callable[[], str | None]) -> str | None:
-    """`claim` by the first process for all that are joined; the checkpoint that all of them go on from.
+    """`claim` by the first process for all that are joined. Returns the checkpoint that all of them go on from.
 
     Args:
         out: folder of the run.
@@ -176,7 +177,7 @@ def claim_together(out: Path, config: dict[str, Any], newest: Callable[[], str |
     joined = distributed.is_available() and distributed.is_initialized()
     found: list[str | None] = [None]
     if joined:
-        distributed.barrier()  # until every process has looked at what is there
+        distributed.barrier()  # until every process has looked at the folder
     if not joined or distributed.get_rank() == 0:
         claim(out, config)
         found = [newest()]
@@ -200,7 +201,7 @@ def checkpoint_damage(checkpoint: Path, files: Sequence[str]) -> str | None:
     except (ValueError, SafetensorError) as error:
         return f"it is cut off ({str(error).splitlines()[0]})"
     for path in (*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")):
-        # training_args.bin is of no use for going on.
+        # training_args.bin is not needed for going on.
         if path.name != "training_args.bin" and cut_off(path):
             return f"{path.name} is cut off"
     return None

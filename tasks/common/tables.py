@@ -12,7 +12,7 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 
 
 def plus_minus(mean: float, deviation: float | None, sign: str = "") -> str:
-    """ "70.35 ± 0.12", the mean alone where there is no deviation; with sign="+" a plus before what is not below 0."""
+    """ "70.35 ± 0.12", or the mean alone without a deviation. With sign="+" a number of 0 or more has a plus."""
     return f"{mean:{sign}.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
 
 

@@ -1,8 +1,8 @@
 """Earlier forms of what runs leave behind, brought to today's. Files on disk stay as they are.
 
-results.json, version 1 (no `results_version`): history of segmentation and detection as one list for each name; their
-configuration as dotted keys; metrics of segmentation in percent; parameters of robotics by part; `eval_` for validation
-in the history of the Trainer; `val` for validation in video.
+Version 1 of results.json has no `results_version`. In it, segmentation and detection have their history as one list for
+each name and their configuration as dotted keys; segmentation has metrics in percent; robotics has parameters by part;
+the Trainer's history has `eval_` for validation, and video has `val`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RESULTS_VERSION = 2
 
 
 def upgraded(content: Any) -> Any:
-    """The content of a results.json, or a record of one, in the form of RESULTS_VERSION; what is no dict stays."""
+    """The content of a results.json, or a record of one, in the form of RESULTS_VERSION. What is no dict stays."""
     if not isinstance(content, dict) or content.get("results_version", 1) >= RESULTS_VERSION:
         return content
     content = dict(content)
@@ -41,7 +41,7 @@ def upgraded(content: Any) -> Any:
 
 
 def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored configuration in today's form: nested, the split between training and test named `validation`."""
+    """A stored configuration in today's form: nested, with `validation` as the name of that split."""
     config = dict(config)
     if any("." in key for key in config) and not any(isinstance(value, dict) for value in config.values()):
         return nested(config)

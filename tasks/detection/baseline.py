@@ -16,11 +16,11 @@ DETECTIONS = 100  # as many as COCO's AP takes from an image
 
 @dataclass
 class ConstantPredictor:
-    """Detections (D) of every image, the most likely first.
+    """Its detections (D), the same for every image, the most likely first.
 
-    boxes: (D, 4) left, top, right, bottom as shares of the image's sides.
+    boxes: (D, 4) left, top, right, bottom as fractions of the image's sides.
     labels: (D,) int64; scores: (D,), the share of training images in which the detection is right at IoU 0.5.
-    shapes: (classes, SHAPE, SHAPE) bool, what of a class's box belongs to the object.
+    shapes: (classes, SHAPE, SHAPE) bool, which part of a class's box belongs to the object.
     """
 
     boxes: np.ndarray
@@ -44,12 +44,12 @@ class ConstantPredictor:
 def fit_constant(coco: Any, category_ids: Sequence[int]) -> ConstantPredictor:
     """The best constant predictor of this form for a training set.
 
-    For each class its mean box on a grid of positions, with its mean mask; each scored by how often it is right; the
-    best `DETECTIONS` of all classes.
+    For each class it has the mean box on a grid of positions, with the mean mask, scored by how often it is right
+    there. The best `DETECTIONS` of all classes are kept.
 
     Args:
         coco: pycocotools' COCO with the training annotations; crowds are left out.
-        category_ids: category of each label.
+        category_ids: the category of each label.
     """
     images = coco.loadImgs(coco.getImgIds())
     candidates, labels, scores, shapes = [], [], [], []

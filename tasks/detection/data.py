@@ -20,17 +20,17 @@ from tasks.common.mm.reading import ReadImage
 
 
 class DanglingReference(ValueError):
-    """An annotation of an image or a category that is not in the file."""
+    """An annotation names an image or a category that is not in the file."""
 
 
 class CheckedCOCO(COCO):
-    """pycocotools' index of an annotation file, which drops no annotation without a word."""
+    """pycocotools' index of an annotation file, which silently drops no annotation."""
 
     def createIndex(self) -> None:
         """Index the file that was just read.
 
         Raises:
-            DanglingReference: for an annotation of an image or category that is not there.
+            DanglingReference: for an annotation of an image or category that does not exist.
         """
         for key, table in (("image_id", "images"), ("category_id", "categories")):
             known = {entry["id"] for entry in self.dataset[table]}
@@ -44,22 +44,22 @@ class CheckedCOCO(COCO):
 
 @DATASETS.register_module()
 class CheckedCocoDataset(CocoDataset):
-    """mmdetection's COCO data set; what is wrong with an annotation file is said in one line that names it.
+    """mmdetection's COCO data set. One line says what is wrong with an annotation file, and names it.
 
     Raises:
         OSError: for a missing annotation file.
-        ValueError: for one that is no JSON or not COCO's layout, has not all the classes, or holds an annotation of
-            an image or category that is not there, or whose box or mask does not fit its image.
+        ValueError: for an annotation file that is no JSON or not in COCO's layout, lacks classes, or holds an
+            annotation of an image or category that does not exist, or whose box or mask does not fit its image.
     """
 
     COCOAPI = CheckedCOCO
 
     def load_data_list(self) -> list[dict]:
-        """Read and check the annotation file: one entry an image."""
+        """Read and check the annotation file. Returns one entry for each image."""
         if not os.path.isfile(self.ann_file):
             raise OSError(f"{self.ann_file} is not there; data_root={self.data_root!r} must hold COCO's layout")
         try:
-            with redirect_stdout(io.StringIO()):  # pycocotools tells how long it reads
+            with redirect_stdout(io.StringIO()):  # pycocotools prints how long it reads
                 entries = super().load_data_list()
         except DanglingReference as error:
             raise ValueError(f"{self.ann_file}: {error}") from None
@@ -79,7 +79,7 @@ class CheckedCocoDataset(CocoDataset):
         return entries
 
     def parse_data_info(self, raw_data_info: dict) -> dict:
-        """One image of the file as the pipeline takes it, after a look at its annotations."""
+        """One image of the file as the pipeline takes it, after a check of its annotations."""
         image = raw_data_info["raw_img_info"]
         for annotation in raw_data_info["raw_ann_info"]:
             if damage := annotation_damage(annotation, image["height"], image["width"]):
@@ -96,7 +96,7 @@ class ReadListedImage(ReadImage):
 
         Raises:
             OSError: for a missing or broken file.
-            ValueError: for an image of another size than its annotations are of.
+            ValueError: for an image of another size than its annotations are made for.
         """
         listed = (results["height"], results["width"])
         results = super().transform(results)
@@ -174,9 +174,9 @@ def annotation_damage(annotation: dict[str, Any], height: int, width: int) -> st
 
 
 def packed_pixels(counts: str) -> int | None:
-    """Number of pixels that COCO's packed run lengths cover, or None where they are none.
+    """Number of pixels that COCO's packed run lengths cover, or None if they are no run lengths.
 
-    Characters carry five bits each and one that says whether the number goes on (pycocotools' rleFrString); from the
+    A character carries five bits, and one that says whether the number goes on (pycocotools' rleFrString); from the
     third run on, numbers are differences to the run before the last.
     """
     runs: list[int] = []

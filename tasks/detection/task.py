@@ -42,7 +42,7 @@ def constant_metrics(config: Config) -> dict[str, Any]:
 
 @torch.no_grad()
 def draw_predictions(model: Any, dataset: Any, path: Path) -> Path:
-    """The first images of a data set with the true masks and boxes, below them the predicted ones with their scores."""
+    """The first images of a data set with the true masks and boxes, and below them the predicted ones with scores."""
     model.eval()
     shown, classes = min(SHOWN, len(dataset)), dataset.metainfo["classes"]
     figure, axes = pyplot().subplots(2, shown, figsize=(2.6 * shown, 5.6), layout="constrained", squeeze=False)

@@ -2,7 +2,7 @@
 
 All functions take any leading dimensions and compute in float64. The 6-D form is the first two rows of the matrix (Zhou
 et al. 2019, "On the Continuity of Rotation Representations in Neural Networks", in pytorch3d's order, as Diffusion
-Policy uses it): continuous, so that a network may predict it, and made a rotation again by Gram-Schmidt.
+Policy uses it). It is continuous, so that a network can predict it; Gram-Schmidt makes a rotation of it again.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ _SMALL = 1e-8
 
 
 def matrix_to_6d(matrix: np.ndarray) -> np.ndarray:
-    """(..., 3, 3) to (..., 6)."""
+    """Turn (..., 3, 3) into (..., 6)."""
     matrix = np.asarray(matrix, dtype=np.float64)
     return matrix[..., :2, :].reshape(*matrix.shape[:-2], 6).copy()
 
 
 def matrix_from_6d(vector: np.ndarray) -> np.ndarray:
-    """(..., 6) to (..., 3, 3), the rotation nearest in the sense of Gram-Schmidt.
+    """Turn (..., 6) into (..., 3, 3), a rotation by Gram-Schmidt.
 
     Raises:
-        ValueError: for rows that are zero or parallel, which no rotation is near.
+        ValueError: for rows that are zero or parallel, of which no rotation can be made.
     """
     vector = np.asarray(vector, dtype=np.float64)
     first, second = vector[..., :3], vector[..., 3:]
@@ -33,7 +33,7 @@ def matrix_from_6d(vector: np.ndarray) -> np.ndarray:
 
 
 def matrix_from_quaternion(quaternion: np.ndarray) -> np.ndarray:
-    """(..., 4), scalar last, of any length but 0, to (..., 3, 3)."""
+    """Turn (..., 4), scalar last and of any norm but 0, into (..., 3, 3)."""
     x, y, z, w = np.moveaxis(_unit(np.asarray(quaternion, dtype=np.float64), quaternion), -1, 0)
     rows = [
         [1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w)],
@@ -44,9 +44,10 @@ def matrix_from_quaternion(quaternion: np.ndarray) -> np.ndarray:
 
 
 def quaternion_from_matrix(matrix: np.ndarray) -> np.ndarray:
-    """(..., 3, 3) to (..., 4), scalar last and not negative.
+    """Turn (..., 3, 3) into (..., 4), scalar last and not negative.
 
-    Each of the four numbers is found from the diagonal; the largest divides, so that nothing is lost near half turns.
+    The diagonal gives the size of each of the four numbers. The others are divided by the largest, so that nothing is
+    lost near half turns.
     """
     m = np.asarray(matrix, dtype=np.float64)
     diagonal = np.diagonal(m, axis1=-2, axis2=-1)
@@ -70,15 +71,15 @@ def quaternion_from_matrix(matrix: np.ndarray) -> np.ndarray:
 
 
 def matrix_from_axis_angle(vector: np.ndarray) -> np.ndarray:
-    """(..., 3), axis times angle in radians, to (..., 3, 3)."""
+    """Turn (..., 3), axis times angle in radians, into (..., 3, 3)."""
     vector = np.asarray(vector, dtype=np.float64)
     half = np.linalg.norm(vector, axis=-1, keepdims=True) / 2
-    # sin(half) / (2 half) by sinc, which has no hole at 0.
+    # sin(half) / (2 half) by sinc, which is defined at 0.
     return matrix_from_quaternion(np.concatenate([vector * np.sinc(half / np.pi) / 2, np.cos(half)], -1))
 
 
 def axis_angle_from_matrix(matrix: np.ndarray) -> np.ndarray:
-    """(..., 3, 3) to (..., 3), axis times an angle in [0, pi]."""
+    """Turn (..., 3, 3) into (..., 3), axis times an angle in [0, pi]."""
     quaternion = quaternion_from_matrix(matrix)
     sine = np.linalg.norm(quaternion[..., :3], axis=-1, keepdims=True)
     half = np.arctan2(sine, quaternion[..., 3:])
@@ -86,7 +87,7 @@ def axis_angle_from_matrix(matrix: np.ndarray) -> np.ndarray:
 
 
 def pose_action(position: np.ndarray, rotation: np.ndarray, gripper: float) -> np.ndarray:
-    """Position (3,), rotation matrix (3, 3) and gripper in [-1, 1] to an action, float64 (10,)."""
+    """An action, float64 (10,), from position (3,), rotation matrix (3, 3) and gripper in [-1, 1]."""
     return np.concatenate([position, matrix_to_6d(rotation), [gripper]])
 
 

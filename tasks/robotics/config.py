@@ -20,8 +20,8 @@ from tasks.common.run_folder import default_output_dir
 from tasks.robotics.policy_config import PolicyConfig
 
 SECTIONS = ("data", "policy", "encoder", "trainer")
-VALIDATION_SEED = 50_000  # environments of the checkpoint's choice: from here on
-TEST_SEED = 100_000  # environments of evaluation: from here on; demonstrations are recorded below both
+VALIDATION_SEED = 50_000  # seeds from here on are for the choice of a checkpoint
+TEST_SEED = 100_000  # seeds from here on are for evaluation; those of demonstrations are below both
 
 
 @dataclass
@@ -29,10 +29,10 @@ class DataConfig:
     """Where demonstrations come from.
 
     path: HDF5 file in robomimic's layout or zarr folder in Diffusion Policy's.
-    episodes: use this many of the file's training episodes, from its first on; null: all.
-    floor: smallest range that a dimension is taken to have when it is scaled to [-1, 1], in its own unit.
+    episodes: use this many of the file's training episodes, from the first on; null: all.
+    floor: smallest range, in its own unit, that a dimension is taken to have when it is scaled to [-1, 1].
     floors: other floors for some keys ("actions" or an observation), a number or one for each dimension. Rotations and
-        grippers lie in [-1, 1] already: with 2 they keep their scale however little they move.
+        grippers lie in [-1, 1] already: with a floor of 2 they keep their scale however little they move.
     """
 
     path: str = ""
@@ -56,12 +56,12 @@ class DataConfig:
 
 @dataclass
 class TrainerConfig:
-    """How it is trained: Diffusion Policy's values where a file says nothing.
+    """How it is trained. The defaults are Diffusion Policy's values.
 
     output_dir: where the run lies.
     seed: seeds the weights, the order of windows, noise and crops.
     steps: updates of the weights.
-    epochs: passes over the windows instead; null: `steps` says how many updates.
+    epochs: passes over the windows, which replace `steps`; null: `steps` says how many updates.
     batch_size: windows an update, of all processes together.
     learning_rate, warmup_steps: cosine per step down to 0 after a linear warm-up.
     betas, weight_decay: as AdamW has them.
@@ -70,9 +70,9 @@ class TrainerConfig:
         `step`, counted from 1.
     mixed_precision: "no", "bf16" or "fp16", accelerate's.
     log_steps: updates between two entries of the log.
-    validate_steps: updates between two looks at the validation loss and, with validation_episodes, at the simulator;
+    validate_steps: updates between two validations: of the loss and, with validation_episodes, in the simulator;
         null: at the end only.
-    validation_batches: batches that the validation loss is over.
+    validation_batches: batches of which the validation loss is the mean.
     validation_episodes: rollouts on validation seeds that choose the saved policy; 0: the last step's is saved.
     save_steps: updates between two checkpoints; null: as validate_steps.
     disable_tqdm: no progress line.
@@ -128,7 +128,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, di
     """Read a configuration file, apply `section.key=value` overrides, check every key and value.
 
     Raises:
-        ValueError: for unknown keys, with the nearest known one, bad values, or text that is not YAML.
+        ValueError: for unknown keys (the message has the nearest known one), bad values, or text that is not YAML.
         OSError: for a missing file.
     """
     config = read_layers(Path(path), SECTIONS)
@@ -141,7 +141,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, di
 
 
 def check_config(config: dict[str, dict[str, Any]]) -> tuple[DataConfig, PolicyConfig, TrainerConfig]:
-    """The sections as what they configure, every key and value checked, the encoder's among them."""
+    """The sections as the objects that they configure, with every key and value checked, also the encoder's."""
     known = {"data": DataConfig, "policy": PolicyConfig, "trainer": TrainerConfig}
     for section, kind in known.items():
         names = [item.name for item in fields(kind) if item.name != "encoder"]

@@ -1,8 +1,8 @@
 """Windows of demonstrations as Diffusion Policy cuts them (Chi et al. 2023), in memory.
 
-A window is `horizon` steps of one episode; its first `observation_steps` observations are what the policy sees. It may
-begin before the episode and end after it, where the first and the last step are repeated, so that the first
-observation is seen alone and every step of the episode is executed.
+A window is `horizon` steps of one episode. The policy sees its first `observation_steps` observations. It may begin
+before the episode and end after it; there the first and the last step are repeated. So the first observation is also
+seen alone, and every step of the episode is executed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tasks.robotics.policy_config import PolicyConfig
 
 
 def window_starts(length: int, observation_steps: int, horizon: int, action_steps: int) -> range:
-    """First steps of the windows of an episode, negative where a window begins before it.
+    """First steps of the windows of an episode; negative if a window begins before it.
 
-    `observation_steps` - 1 repeated steps before it at most, `action_steps` - 1 after it.
+    A window has at most `observation_steps` - 1 repeated steps before the episode and `action_steps` - 1 after it.
     """
     return range(1 - observation_steps, length - horizon + action_steps)
 
@@ -32,10 +32,10 @@ class Windows:
 
     Args:
         episodes: observations (steps, ...) by key, and "actions" (steps, A), for each episode.
-        config: what the policy needs of them.
+        config: the policy's; it says what it needs.
 
     Raises:
-        ValueError: if there is not one window.
+        ValueError: if there is no window.
     """
 
     def __init__(self, episodes: Sequence[dict[str, np.ndarray]], config: PolicyConfig) -> None:
@@ -53,7 +53,7 @@ class Windows:
             )
             rows.append(first + np.clip(starts[:, None] + steps, 0, length - 1))
             first += length
-        self.rows = torch.from_numpy(np.concatenate(rows))  # (windows, horizon) into `arrays`
+        self.rows = torch.from_numpy(np.concatenate(rows))  # (windows, horizon), indices into `arrays`
         if not len(self.rows):
             raise ValueError(
                 f"{len(episodes)} episodes of {lengths[:3]}... steps hold no window of horizon={config.horizon}"
@@ -91,7 +91,7 @@ def check_shapes(demonstrations: Any, config: PolicyConfig) -> None:
     """Refuse demonstrations whose observations or actions are not those of the policy.
 
     Raises:
-        ValueError: naming the file, the key and both shapes.
+        ValueError: the message has the file, the key and both shapes.
     """
     for key, shape in config.observations.items():
         if key not in demonstrations.shapes:

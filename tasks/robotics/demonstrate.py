@@ -5,11 +5,11 @@
     python -m tasks.robotics.demonstrate pusht pusht.zarr --cameras image
     python -m tasks.robotics.demonstrate --replay demonstrations/lift.hdf5
 
-A controller that knows the simulator's state solves the task; its actions are recorded, noisy ones are executed, and
-only episodes that end solved are kept. Next to the file: OUT.json (rates, versions, time) and a picture and a film of
-episodes, unless nothing can be drawn. Each episode is written when it is over: the same command goes on after an
-interruption. `--replay` executes the recorded actions of a file again, those with noise, which must give the same
-states, and those without.
+A controller that knows the simulator's state solves the task. Its actions are recorded, noisy ones are executed, and
+only episodes that end solved are kept. OUT.json (rates, versions, time) and, if something can be drawn, a picture and a
+film of episodes lie next to the file. Each episode is written when it is over, so the same command goes on after an
+interruption. `--replay` executes the actions of a file again: those with noise, which must give the same states, and
+those without.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # their simulators are imported when they are made
 STEPS = {"lift": 150, "can": 300, "pusht": 300}  # an episode that takes longer has failed
 FILM_SIZE, PICTURE_SIZE = 256, 96
 SHOWN = 4  # episodes in the picture
-AFTER_SUCCESS = 4  # steps that are recorded after the task is solved first; it has to be solved at the last as well
+AFTER_SUCCESS = 4  # steps that are recorded after the task is first solved; it has to be solved at the last one as well
 GIVES_UP = 20  # failures in a row
 
 
@@ -61,7 +61,7 @@ class Demonstrator(Protocol):
         """The right action for the environment's state."""
 
     def disturbed(self, action: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-        """What is executed in its place."""
+        """What is executed instead of the action."""
 
 
 def make_demonstrator(environment: Environment) -> Demonstrator:
@@ -119,7 +119,7 @@ def demonstrate(
     """Write a file of demonstrations, and return what is written next to it as JSON.
 
     Raises:
-        ValueError: for bad values, another run's unfinished work, or a task that is never solved.
+        ValueError: for bad values, unfinished work of another run, or a task that is never solved.
         OSError: if the file exists.
     """
     if episodes < 1:
@@ -210,8 +210,9 @@ def replay(path: Path) -> dict[str, Any]:
     """Execute a file's actions again.
 
     Returns:
-        episodes; executed: share solved by the executed actions; state_error: the largest difference of the state that
-        they lead to, 0 on the machine that recorded it; recorded: share solved by the recorded actions, without noise.
+        episodes: their number; executed: share solved by the executed actions; state_error: the largest difference of
+        the states that they lead to, 0 on the machine that recorded them; recorded: share solved by the recorded
+        actions, which have no noise.
 
     Raises:
         ValueError: if the file was made in another environment, or does not say its seeds.
@@ -246,7 +247,7 @@ def replay(path: Path) -> dict[str, Any]:
 
 
 def _claim(out: Path, settings: dict[str, Any]) -> Path:
-    """The folder of episodes on the way to a file, refused if they are of other settings."""
+    """The folder for episodes of an unfinished file, which is refused if they have other settings."""
     folder = out.with_name(f"{out.name}.episodes")
     owner = folder / "settings.json"
     text = json.dumps(settings, indent=1) + "\n"
@@ -262,7 +263,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _progress(text: str, last: bool) -> None:
-    """One line that is written over on a terminal; elsewhere only the last."""
+    """One line that is overwritten on a terminal; elsewhere only the last is printed."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="\n" if last else "", file=sys.stderr, flush=True)
     elif last:

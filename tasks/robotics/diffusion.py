@@ -1,7 +1,7 @@
 """Noise schedule and sampling of action sequences (Ho et al. 2020, DDPM; Song et al. 2021, DDIM), by diffusers.
 
-Cosine schedule of Nichol and Dhariwal 2021 ("squaredcos_cap_v2"), the network predicts the noise, and every estimate of
-the clean sequence is clipped to [-1, 1], where normalised actions lie (Chi et al. 2023, Diffusion Policy).
+The schedule is the cosine of Nichol and Dhariwal 2021 ("squaredcos_cap_v2"). The network predicts the noise. Every
+estimate of the clean sequence is clipped to [-1, 1], where normalised actions lie (Chi et al. 2023, Diffusion Policy).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def noise_scheduler(steps: int = 100) -> Any:
     """diffusers' DDPMScheduler of this many noise levels, which adds noise in training.
 
     Raises:
-        ImportError: with the line that installs diffusers.
+        ImportError: if diffusers is missing; the message has the line that installs it.
     """
     return _schedulers()["ddpm"](
         num_train_timesteps=steps,
@@ -31,12 +31,12 @@ def noise_scheduler(steps: int = 100) -> Any:
 
 
 def sampler(scheduler: Any, name: str = "ddpm", steps: int | None = None) -> Any:
-    """What takes the noise away again: a scheduler of the same noise levels, ready for `denoise`.
+    """The scheduler that removes the noise again, with the same noise levels, ready for `denoise`.
 
     Args:
         scheduler: as `noise_scheduler` makes it.
         name: "ddpm" (noise is drawn at every step) or "ddim" (only the start is drawn), which needs fewer steps.
-        steps: evaluations of the network, at most the noise levels; None: all of them.
+        steps: evaluations of the network, at most as many as noise levels; None: as many.
 
     Raises:
         ValueError: for another name or number.
@@ -47,7 +47,7 @@ def sampler(scheduler: Any, name: str = "ddpm", steps: int | None = None) -> Any
         raise ValueError(f"sampler={name!r} must be one of {', '.join(SAMPLERS)}")
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= levels:
         raise ValueError(f"sampling_steps={steps!r} must be an integer from 1 to the {levels} noise levels")
-    # A new one: a scheduler holds the state of one sampling.
+    # A new one, because a scheduler holds the state of one sampling.
     reverse = _schedulers()[name].from_config(scheduler.config)
     reverse.set_timesteps(steps)
     return reverse
@@ -62,7 +62,7 @@ def denoise(
     """Samples from noise.
 
     Args:
-        predict: (samples (B, ...), time step int64 (B,)) to the noise in them, (B, ...).
+        predict: (samples (B, ...), time step int64 (B,)) -> the noise in them, (B, ...).
         start: standard normal noise (B, ...).
         reverse: as `sampler` makes it.
         generator: draws the noise of "ddpm".

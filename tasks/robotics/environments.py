@@ -29,7 +29,7 @@ MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 16, 1024
 
 
 class Environment(ABC):
-    """A simulator. One episode at a time; the same seed gives the same episode, whatever ran before.
+    """A simulator, which runs one episode at a time. The same seed gives the same episode, whatever ran before.
 
     Attributes:
         name: as `make_environment` takes it.
@@ -37,8 +37,8 @@ class Environment(ABC):
         horizon: steps after which the published evaluations give up.
         fps: actions a second.
         cameras: observation key of each camera's image, by camera.
-        settings: all that decides whether recorded actions and images mean the same here, JSON values; what
-            `formats.check_environment` compares.
+        settings: everything that decides whether recorded actions and images mean the same here, as JSON values.
+            `formats.check_environment` compares them.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Environment(ABC):
         """
 
     def state(self) -> np.ndarray:
-        """The simulator's state, float64 (size,), for what records demonstrations."""
+        """The simulator's state, float64 (size,), for recording demonstrations."""
         raise NotImplementedError(f"{type(self).__name__} has no state to record")
 
     @abstractmethod
@@ -109,7 +109,7 @@ def make_environment(name: str, cameras: Sequence[str] = (), image_size: int | N
 
     Raises:
         ValueError: for another name, camera or size.
-        ImportError: with the line that installs the simulator.
+        ImportError: if the simulator is missing; the message has the line that installs it.
         OSError: if images of an arm are wanted and no GL library is found.
     """
     if name not in ENVIRONMENTS:
@@ -151,7 +151,7 @@ ENVIRONMENTS = {"lift": _arm, "can": _arm, "pusht": _pusht}
 
 
 def picture_problem(environment: Environment) -> str | None:
-    """Why this environment cannot be drawn, which arms need GL for; None where it can."""
+    """Why this environment cannot be drawn (arms need GL for that); None if it can."""
     if environment.name == "pusht":
         return None
     if gl_library() is None:
@@ -164,9 +164,9 @@ def picture_problem(environment: Environment) -> str | None:
 
 
 def use_software_gl() -> None:
-    """Choose MuJoCo's GL before mujoco is imported, which reads the choice once and for all.
+    """Choose MuJoCo's GL before mujoco is imported, because mujoco reads the choice only once.
 
-    robosuite chooses EGL when nothing is chosen, and no rendering works where a screen's GL was chosen.
+    If nothing is chosen, robosuite chooses EGL. If a screen's GL was chosen, no rendering works.
 
     Raises:
         ValueError: if mujoco was imported before, without a choice.
@@ -175,5 +175,5 @@ def use_software_gl() -> None:
         return
     if "mujoco" in sys.modules:
         raise ValueError("mujoco was imported before MUJOCO_GL was set; set MUJOCO_GL=osmesa in the environment")
-    # Without any library, low-dimensional observations still work; mujoco would load osmesa's when it is imported.
+    # Without any library, low-dimensional observations still work, but mujoco would load osmesa's on import.
     os.environ["MUJOCO_GL"] = gl_library() or "disable"

@@ -34,11 +34,11 @@ FRAME_SIZE = 160  # pixels of each
 class Rollouts:
     """Which episodes a policy is judged by.
 
-    episodes: how many, of the seeds `seed`, `seed` + 1, ...
+    episodes: how many; their seeds are `seed`, `seed` + 1, ...
     seed: seed of the first episode.
     untrained: the same policy with random weights instead, for comparison.
     max_steps: actions of an episode; None: the environment's horizon.
-    sampler, sampling_steps: instead of the policy's own.
+    sampler, sampling_steps: replace the policy's own.
     """
 
     episodes: int = 50
@@ -56,16 +56,16 @@ class Rollouts:
 
 
 def evaluate(run: Path, rollouts: Rollouts, out: Path | None = None, show_progress: bool = False) -> dict[str, Any]:
-    """Success on held-out seeds; writes results_test.json, episodes.png and a film of the first episodes.
+    """Measure success on held-out seeds; write results_test.json, episodes.png and a film of the first episodes.
 
-    Where nothing can be drawn, which the observations of a policy without cameras do not need, picture and film are
-    left out, with one line.
+    If nothing can be drawn, picture and film are left out, and one line says so. A policy without cameras does not need
+    them.
 
     Args:
         run: folder of a run, or of a saved policy.
         rollouts: which episodes.
         out: folder; None: `default_folder`.
-        show_progress: one line of it.
+        show_progress: show progress in one line.
 
     Raises:
         ValueError, OSError: for bad values, files, and an environment with other settings than the demonstrations'.
@@ -104,12 +104,12 @@ def evaluate(run: Path, rollouts: Rollouts, out: Path | None = None, show_progre
 
 
 def policy_folder(run: Path) -> Path:
-    """The saved policy of a run; a folder that is no run is a policy's itself."""
+    """The folder of a run's saved policy. A folder that is no run is taken to be a policy's."""
     return run / MODEL if (run / MODEL / POLICY_FILE).is_file() else run
 
 
 def default_folder(run: Path, untrained: bool) -> Path:
-    """RUN/evaluation, and RUN/evaluation/untrained for random weights."""
+    """RUN/evaluation, or RUN/evaluation/untrained for random weights."""
     folder = evaluation_folder(policy_folder(run))
     return folder / "untrained" if untrained else folder
 
@@ -133,7 +133,7 @@ def load_policy(folder: Path, rollouts: Rollouts) -> CrosswayPolicy:
 def run_episodes(
     policy: CrosswayPolicy, folder: Path, rollouts: Rollouts, show_progress: bool
 ) -> tuple[list[Episode], int]:
-    """All episodes, the first ones with frames where something can be drawn, and the simulator's frames a second."""
+    """All episodes, the first ones with frames if something can be drawn, and the simulator's frames a second."""
     found: list[Episode] = []
     with make_matching_environment(policy.about, str(folder)) as simulator:
         if problem := picture_problem(simulator):
@@ -148,7 +148,7 @@ def run_episodes(
 
 
 def success_text(metrics: Mapping[str, Any], episodes: int) -> str:
-    """How many of so many episodes were solved, with the interval of the rate."""
+    """How many of the episodes were solved, with the interval of the rate."""
     low, high = (100 * side for side in metrics["success_interval"])
     solved = round(metrics["success"] * episodes)
     return f"{solved} of {episodes} solved (95 %: {low:.0f} to {high:.0f} %)"
@@ -174,7 +174,7 @@ def draw_episodes(episodes: Sequence[Episode], path: Path, heading: str, columns
 
 
 def side_by_side(episodes: Sequence[Episode], index: int) -> np.ndarray:
-    """The frames of this moment side by side; an episode that has ended keeps its last one."""
+    """The frames of this moment side by side. An episode that has ended keeps its last frame."""
     return np.concatenate([episode.frames[min(index, len(episode.frames) - 1)] for episode in episodes], 1)
 
 

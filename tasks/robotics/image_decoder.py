@@ -1,4 +1,4 @@
-"""From the U-Net's features back to images: Crossway Diffusion's auxiliary task in training.
+"""Decodes the U-Net's features to images: Crossway Diffusion's auxiliary task in training.
 
 Shape letters: B batch, C channels.
 """
@@ -27,7 +27,7 @@ class ImageDecoder(nn.Module):
         self.head = nn.Sequential(_image_convolution(width, width, kernel, groups), nn.Conv2d(width, 3, 1))
 
     def forward(self, features: Tensor) -> Tensor:
-        """(B, channels, 2, 2) to (B, 3, height, width)."""
+        """Turn (B, channels, 2, 2) into (B, 3, height, width)."""
         height, width = self.coarse
         tiled = features.repeat(1, 1, math.ceil(height / 2), math.ceil(width / 2))[:, :, :height, :width]
         positions = image_positions(height, width, self.positions).to(tiled)
@@ -47,7 +47,7 @@ class ImageBlock(nn.Module):
         self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, inputs, height, width) to (B, outputs, height, width)."""
+        """Turn (B, inputs, height, width) into (B, outputs, height, width)."""
         return self.layers(x) + self.shortcut(x)
 
 

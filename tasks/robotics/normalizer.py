@@ -1,4 +1,4 @@
-"""Actions and low-dimensional observations in [-1, 1] and back, by the range of the training episodes."""
+"""Scales actions and low-dimensional observations to [-1, 1] and back, by the range of the training episodes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ACTIONS = "actions"  # the key of actions; the others are observations
 
 
 class Normalizer(nn.Module):
-    """x -> (x - centre) / half for every dimension of every key, with max to 1 and min to -1.
+    """Maps x to (x - centre) / half in every dimension of every key, so that the maximum is 1 and the minimum -1.
 
-    A dimension that hardly moves keeps a `half` of half the floor: stretched to [-1, 1], what is noise in a rotation
-    would count as much as the motion of the hand.
+    In a dimension that hardly moves `half` is half the floor. Stretched to [-1, 1], the noise of a rotation would count
+    as much as the motion of the hand.
 
     Args:
         bounds: {key: (minimum, maximum)}, each (D,).
@@ -45,7 +45,7 @@ class Normalizer(nn.Module):
 
     @classmethod
     def fit(cls, values: Mapping[str, Sequence[np.ndarray]], floors: Mapping[str, Any]) -> Normalizer:
-        """From arrays (T, D) of each key."""
+        """A normaliser from the arrays (T, D) of each key."""
         return cls(
             {
                 key: (
@@ -58,13 +58,13 @@ class Normalizer(nn.Module):
         )
 
     def forward(self, key: str, values: Tensor) -> Tensor:
-        """(..., D) of this key to about [-1, 1]."""
+        """Scale (..., D) of this key to about [-1, 1]."""
         return (values - self.get_buffer(f"centre_{key}")) / self.get_buffer(f"half_{key}")
 
     def undo(self, key: str, values: Tensor) -> Tensor:
-        """What `forward` took, again."""
+        """The inverse of `forward`."""
         return values * self.get_buffer(f"half_{key}") + self.get_buffer(f"centre_{key}")
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `Normalizer(**...)` of it is this one again."""
+        """As values for JSON, from which `Normalizer(**...)` makes this one again."""
         return {"bounds": self.bounds, "floors": self.floors}

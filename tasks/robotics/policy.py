@@ -39,7 +39,7 @@ FORMAT = 1
 
 
 def scaled_images(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """uint8 (..., height, width, 3) to uint8 of this (height, width), antialiased; the same for data and simulator."""
+    """Scale uint8 (..., height, width, 3) to this (height, width), antialiased. Data and simulator both use it."""
     if tuple(images.shape[-3:-1]) == size:
         return images
     flat = images.reshape(-1, *images.shape[-3:]).permute(0, 3, 1, 2).float()
@@ -48,12 +48,12 @@ def scaled_images(images: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def cropped(images: Tensor, size: int, random: bool) -> Tensor:
-    """Square windows of images (B, C, height, width): anywhere, for each image another one, or in the centre."""
+    """Square windows of images (B, C, height, width): at a random place for each image, or in the centre."""
     spare = torch.tensor([images.shape[2] - size, images.shape[3] - size])
     if not random:
         top, left = (spare // 2).tolist()
         return images[:, :, top : top + size, left : left + size]
-    # torch's generator of the CPU on every device, so that a seed means the same windows.
+    # torch's generator of the CPU for every device, so that a seed gives the same windows.
     corners = (torch.rand(len(images), 2) * (spare + 1)).long().to(images.device)
     offsets = torch.arange(size, device=images.device)
     rows = (corners[:, :1] + offsets)[:, None, :, None]
@@ -64,14 +64,14 @@ def cropped(images: Tensor, size: int, random: bool) -> Tensor:
 
 
 class CrosswayPolicy(nn.Module):
-    """The policy; in training a loss, in evaluation actions.
+    """The policy. In training it gives a loss, in evaluation actions.
 
     Args:
         config: what it is made of.
         normalizer: scales actions and the observations that are no images.
 
     Attributes:
-        about: what a saved policy was kept with, e.g. the settings of its environment.
+        about: what was saved with the policy, for example the settings of its environment.
 
     Raises:
         ValueError: for a configuration whose parts do not fit together.
@@ -114,10 +114,10 @@ class CrosswayPolicy(nn.Module):
     # ---- observations -----------------------------------------------------------------------------------------------
 
     def normalized(self, observations: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Observations of every key, steps as further samples.
+        """Observations of every key, normalised, with the steps in the batch dimension.
 
         Args:
-            observations: images uint8 (B, O, height, width, 3), as recorded or scaled already, others (B, O, D).
+            observations: images uint8 (B, O, height, width, 3), as recorded or already scaled; others (B, O, D).
 
         Returns:
             Images (B * O, 3, height, width) and others (B * O, D), in about [-1, 1].
@@ -193,7 +193,9 @@ class CrosswayPolicy(nn.Module):
         return {"loss": total, "diffusion": diffusion, **losses}
 
     def decode(self, middle: Tensor) -> dict[str, Tensor]:
-        """Observations from the U-Net's middle features (B, C, T'): its first time index, split over the steps."""
+        """Observations from the U-Net's middle features (B, C, T'), of which the first time index is split over the
+        steps.
+        """
         if not self.decoders:
             return {}
         features = middle[:, :, 0].unflatten(1, (self.config.observation_steps, -1)).flatten(0, 1)
@@ -203,7 +205,7 @@ class CrosswayPolicy(nn.Module):
         }
 
     def targets(self, key: str, normalized: Tensor) -> Tensor:
-        """What the decoder of this key has to give: whole images, not their crops."""
+        """The decoder's target for this key: whole images, not their crops."""
         if key not in self.config.cameras or tuple(normalized.shape[2:]) == self.config.decoded_shape(key):
             return normalized
         size = self.config.decoded_shape(key)
@@ -249,7 +251,7 @@ class CrosswayPolicy(nn.Module):
 
         Args:
             folder: must not exist; it is written whole or not at all.
-            about: kept in policy.json, e.g. the settings of the environment that the policy was trained for.
+            about: kept in policy.json, for example the settings of the environment that the policy was trained for.
         """
         with whole_folder(folder) as scratch:
             for key in self.encoders:
@@ -266,10 +268,10 @@ class CrosswayPolicy(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> CrosswayPolicy:
-        """A saved policy, in evaluation mode; what was kept with it is `about`.
+        """A saved policy, in evaluation mode. What was saved with it is its `about`.
 
         Raises:
-            OSError: for a folder that is none, lacks weights or is damaged, naming the file.
+            OSError: for a folder that holds no policy, lacks weights or is damaged; the message names the file.
         """
         folder = Path(folder)
         content = read_policy_file(folder)
@@ -319,7 +321,7 @@ def read_policy_file(folder: str | Path) -> dict[str, Any]:
 
 
 def _own(name: str) -> bool:
-    """Whether a weight lies in policy.safetensors, neither in an encoder's folder nor (normalizer) in policy.json."""
+    """Whether a weight is in policy.safetensors. Others are in an encoder's folder or (normalizer) in policy.json."""
     return not name.startswith(("encoders.", "normalizer."))
 
 

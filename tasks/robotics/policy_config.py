@@ -17,14 +17,15 @@ from tasks.robotics.diffusion import SAMPLERS
 class PolicyConfig:
     """What a policy is made of.
 
-    observations: {key: shape}, (height, width, 3) of a camera as it is recorded, (D,) of anything else.
+    observations: {key: shape}: (height, width, 3) for a camera as it is recorded, (D,) for anything else.
     action_size: A.
-    observation_steps, horizon, action_steps: how many observations it sees, actions it plans, and of them executes,
-        from the one that belongs to the last observation on.
+    observation_steps: how many observations it sees. horizon: how many actions it plans. action_steps: how many of them
+        it executes, from the action that belongs to the last observation on.
     image_size: pixels that images are scaled to first; null: as they are recorded.
-    crop: pixels of the window that the encoders see, at random in training, in the centre else; null: everything.
-    encoder: fields of SparsePriorViTConfig and `preset`; the image size is the crop's, without what is left of it right
-        of and below whole patches. Every camera has one like this.
+    crop: pixels of the window that the encoders see, at a random place in training and in the centre otherwise; null:
+        everything.
+    encoder: fields of SparsePriorViTConfig and `preset`. The image size is the crop's, cut down to whole patches. Every
+        camera has an encoder like this.
     widths, kernel_size, groups, step_embedding_size: as `ConditionalUNet1D` takes them.
     reconstruction_weight: weight of each observation's mean squared error in the loss; 0: nothing is decoded.
     reconstruction_size: pixels of decoded images; null: image_size.
@@ -162,7 +163,7 @@ class PolicyConfig:
         if "image_size" in options:
             raise ValueError(f"encoder.image_size={options['image_size']!r} is policy.crop's; leave it out")
         options = {"patch_size": 8, "num_labels": 0, **options}
-        # A strided convolution drops what does not fill a patch: 76 pixels are 9x9 patches of 8.
+        # A strided convolution drops what does not fill a patch, so 76 pixels are 9x9 patches of 8.
         patch = options["patch_size"]
         sides = patch if isinstance(patch, (list, tuple)) and len(patch) == 2 else [patch]
         if any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in sides):

@@ -11,7 +11,7 @@ import numpy as np
 
 from tasks.robotics.environments import Environment, Observation
 
-# pygame draws without a window and greets nobody.
+# pygame draws without a window and prints no greeting.
 os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
 with warnings.catch_warnings():
@@ -28,7 +28,7 @@ class PushT(Environment):
 
     Observations: agent_pos (2), position of the pusher; state (5), position of pusher and block and the block's angle
     in [0, 2 pi); keypoints (16), x and y of the block's eight corners; image from above. The reward is the covered
-    part of the target divided by 0.95, at most 1; the task is solved where it is 1.
+    part of the target divided by 0.95, at most 1. The task is solved when it is 1.
 
     Args:
         cameras: ("image",) or none.
@@ -64,7 +64,7 @@ class PushT(Environment):
     def reset(self, seed: int) -> Observation:
         """Place pusher and block as this seed says."""
         self._env.reset(seed=seed)
-        self._env._last_action = None  # which pictures would show
+        self._env._last_action = None  # pictures would show it
         self._coverage = self._env._get_coverage()
         return self._observe()
 
@@ -91,7 +91,7 @@ class PushT(Environment):
         return self._coverage > self._env.success_threshold
 
     def render(self, size: int) -> np.ndarray:
-        """The table from above, a red cross where the last action pointed to."""
+        """The table from above, with a red cross at the target of the last action."""
         self._env.visualization_width = self._env.visualization_height = size
         return self._env.render()
 

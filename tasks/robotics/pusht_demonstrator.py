@@ -1,8 +1,9 @@
-"""Scripted demonstrations of PushT: imagined pushes.
+"""Scripted demonstrations of PushT by pushes that are simulated first (imagined).
 
 From the block's present pose, pushes at points along its outline are simulated in a second environment. The one that
-brings the block's corners closest to the target's is carried out: around the block to its start, straight at the block,
-back a little; then the next is chosen. Lengths in the table's units (512 a side), a step is 0.1 s.
+brings the block's corners closest to the target's is carried out: the pusher moves around the block to where the push
+starts, straight at the block, and back a little. Then the next push is chosen. Lengths are in the table's units (512 a
+side), and a step is 0.1 s.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from shapely.geometry import LineString, Point, Polygon
 
 from tasks.robotics.pusht import TABLE, PushT
 
-NOISE = 2.0  # standard deviation of what is added to the targets that are executed, not to those recorded
+NOISE = 2.0  # standard deviation of the noise on the targets that are executed; recorded targets have none
 
 _RADIUS = 15.0  # the pusher's
 _CONTACTS = 48  # points along the outline
-_CHECKED = 8  # so many of the imagined pushes are imagined again with the way back
+_CHECKED = 8  # how many of the imagined pushes are imagined again with the way back
 _GAP = 6.0  # between pusher and block at the start of a push
 _ADVANCE, _FINE_ADVANCE = 12.0, 4.0  # of the pusher's target in a step of a push, and of a short, last push
 _PUSH_STEPS = 14
 _WORSE = 8.0  # mean distance of the corners above the present one at which a push is not imagined further
 _FINE = 14.0  # mean distance of the corners below which pushes are short
 _LEAD = 45.0  # target ahead of the pusher on its way around
-_ARRIVED, _NEAR = 4.0, 14.0  # distances at which the start of a push and a corner of the way count as reached
+_ARRIVED, _NEAR = 4.0, 14.0  # distances within which the start of a push and a corner of the way count as reached
 _BACK = 30.0  # way back after a push
 _CLEARANCE = 26.0  # between block and the corners of the way around it
 _LEAVES = 8.0  # a way that begins at the block has to get half this far from it within this length
 _MARGIN = 21.0  # between the pusher's centre and the edge of the table
-_SPEED = 20.0  # the pusher's on its way, in a step
+_SPEED = 20.0  # distance that the pusher moves on its way, in a step
 _STEP_COST = 0.06  # mean distance of the corners that a step has to gain
 _PATIENCE = 40  # steps on a way before another plan is made
 
@@ -48,7 +49,7 @@ class PushTDemonstrator:
     """Chooses the action of the next step.
 
     Args:
-        environment: from which it reads pusher and block.
+        environment: where it reads the poses of pusher and block.
     """
 
     noise = NOISE
@@ -84,7 +85,7 @@ class PushTDemonstrator:
         return pusher + way * min(1.0, _LEAD / max(float(np.linalg.norm(way)), _LEAD))
 
     def disturbed(self, action: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-        """The action with noise, to be executed in its place."""
+        """The action with noise, which is executed instead."""
         return np.clip(action + generator.normal(0, self.noise, 2), 0, TABLE)
 
     def _plan(self) -> None:
@@ -102,12 +103,12 @@ class PushTDemonstrator:
             if cost < best_cost:
                 best, best_cost = (way, push), cost
         if best is None:
-            # No start can be reached: out of a corner, to the middle of the table.
+            # No start can be reached: leave the corner for the middle of the table.
             best = [np.full(2, TABLE / 2.0)], _Push(state[:2], [np.full(2, TABLE / 2.0)], 0.0)
         self._way, self._targets, self._waited = best[0], list(best[1].targets), 0
 
     def _pushes(self, state: np.ndarray, block: Polygon) -> list[_Push]:
-        """Pushes at points along the outline, each as long as it helps most."""
+        """Pushes at points along the outline, each with the length that helps most."""
         outline = np.array(shapely.geometry.polygon.orient(block).exterior.coords)
         edges = np.diff(outline, axis=0)
         lengths = np.linalg.norm(edges, axis=1)
@@ -152,7 +153,7 @@ class PushTDemonstrator:
         return shapely.union(Polygon(bar).buffer(0.01), Polygon(stem).buffer(0.01)).simplify(0.5)
 
     def _way_around(self, start: np.ndarray, end: np.ndarray, block: Polygon) -> list[np.ndarray] | None:
-        """The shortest way for the pusher past the block: corners and the end, or None where there is none."""
+        """The shortest way for the pusher past the block: corners and the end, or None if there is none."""
         closed = block.buffer(_RADIUS + 0.5)
         corners = np.array(block.buffer(_CLEARANCE, join_style="mitre").exterior.coords)[:-1]
         corners = corners[((corners > _MARGIN) & (corners < TABLE - _MARGIN)).all(1)]
@@ -163,7 +164,7 @@ class PushTDemonstrator:
         def reaches(a: int, b: int) -> bool:
             leg = LineString([points[a], points[b]])
             if a == 0 and inside:
-                # It touches the block: any leg that leaves at once.
+                # It touches the block, so any leg that leaves the block at once will do.
                 return block.distance(leg.interpolate(_LEAVES)) > block.distance(Point(start)) + _LEAVES / 2
             return not closed.intersects(leg)
 

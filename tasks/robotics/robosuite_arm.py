@@ -1,6 +1,6 @@
 """A Panda arm of robosuite lifting a cube or sorting a can, commanded by absolute poses, rendered by software GL.
 
-Made by `environments.make_environment`, which chooses MuJoCo's GL before this module imports it.
+`environments.make_environment` makes it, and chooses MuJoCo's GL before this module imports mujoco.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tasks.robotics.actions import (
 )
 from tasks.robotics.environments import BASE_FRAME, GL_PACKAGES, POSE_ACTION, Environment, Observation
 
-# robosuite logs at import time what users of its own scripts may lack, and later which files it reads.
+# robosuite logs at import time what its own scripts may lack, and later which files it reads.
 logging.disable(logging.WARNING)
 _chosen_gl = os.environ.get("MUJOCO_GL")
 try:
@@ -29,7 +29,7 @@ try:
 finally:
     logging.disable(logging.NOTSET)
     if _chosen_gl is not None:
-        os.environ["MUJOCO_GL"] = _chosen_gl  # robosuite writes egl over whatever is not osmesa
+        os.environ["MUJOCO_GL"] = _chosen_gl  # robosuite replaces everything but osmesa by egl
 logging.getLogger("robosuite_logs").setLevel(logging.ERROR)
 
 CAMERAS = {"agentview": "agentview_image", "robot0_eye_in_hand": "robot0_eye_in_hand_image"}
@@ -41,7 +41,7 @@ IMAGE_MODE = {"renderer": "mujoco.Renderer", "samples": 0, "shadows": False, "re
 
 
 def controller() -> dict[str, Any]:
-    """robosuite's default operational space controller of the arm, taking absolute poses in the robot's base frame."""
+    """robosuite's default operational space controller of the arm, for absolute poses in the robot's base frame."""
     config = load_composite_controller_config(controller="BASIC", robot="Panda")
     arm = {**config["body_parts"]["right"], "input_type": "absolute", "input_ref_frame": "base"}
     return {"type": config["type"], "body_parts": {"right": arm}}
@@ -53,7 +53,7 @@ class RobosuiteArm(Environment):
     Observations: robot0_eef_pos (3) of the grip site and robot0_eef_quat (4, scalar last) of the hand in the world,
     robot0_gripper_qpos (2), object: position (3) and quaternion (4) of the cube or can in the world, then for Lift the
     position relative to the grip site in the world's axes (3), for Can position (3) and quaternion (4) in the hand's
-    frame; and an image per camera. The reward is 1 while the task is solved, else 0.
+    frame; and an image per camera. The reward is 1 while the task is solved, otherwise 0.
 
     Args:
         name: "lift" or "can".
@@ -77,7 +77,7 @@ class RobosuiteArm(Environment):
         self.cameras = {camera: CAMERAS[camera] for camera in cameras}
         self.image_size = image_size
         config = controller()
-        # The cube's size is drawn when the model is built: one seed, one model.
+        # The cube's size is drawn when the model is built, so the model always has the same seed.
         self._env = robosuite.make(
             task,
             robots="Panda",
@@ -90,7 +90,7 @@ class RobosuiteArm(Environment):
             hard_reset=False,
             seed=0,
         )
-        # robosuite's sensors run after every one of the 25 simulation steps of an action; ours after the last.
+        # robosuite's sensors run after each of an action's 25 simulation steps; ours only after the last.
         self._env._observables.clear()
         if hasattr(self._env, "object_id_to_sensors"):
             self._env.object_id_to_sensors.clear()
@@ -117,7 +117,7 @@ class RobosuiteArm(Environment):
 
     def reset(self, seed: int) -> Observation:
         """Place arm and object as this seed says, the same as in a fresh environment."""
-        # In place: the samplers of positions hold this very generator.
+        # In place, because the samplers of positions hold this generator.
         self._env.rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
         self._env.reset()
         return self._observe()
@@ -182,7 +182,7 @@ class RobosuiteArm(Environment):
         return self._arm.base_pos, self._arm.base_ori
 
     def _observe(self) -> Observation:
-        # A step ends with the integration of velocities: poses of bodies and cameras are one step late.
+        # A step ends with the integration of velocities, so poses of bodies and cameras are one step late.
         mujoco.mj_kinematics(self._model, self._data)
         mujoco.mj_camlight(self._model, self._data)
         data = self._data

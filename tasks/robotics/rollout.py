@@ -1,4 +1,4 @@
-"""A policy in its simulator: episodes of held-out seeds, and what they come to."""
+"""A policy in its simulator: episodes with held-out seeds, and their summary."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from tasks.robotics.policy import CrosswayPolicy
 
 @dataclass
 class Episode:
-    """What became of one episode.
+    """The outcome of one episode.
 
-    seed: of environment and policy. success: solved within `steps` actions. max_reward: in [0, 1]. coverage: of
-    PushT's target at the end, in [0, 1]; None elsewhere. frames: uint8 (size, size, 3), if pictures were wanted.
+    seed: seed of environment and policy. success: solved within `steps` actions. max_reward: in [0, 1]. coverage: share
+    of PushT's target that is covered at the end; None elsewhere. frames: uint8 (size, size, 3), if pictures were
+    wanted.
     """
 
     seed: int
@@ -40,8 +41,8 @@ def make_matching_environment(about: Mapping[str, Any], source: str) -> Environm
         source: file or folder that says so, for errors.
 
     Raises:
-        ValueError: if what is made here has other settings (controller, frame, images, versions), or `about` says
-            neither environment nor settings.
+        ValueError: if the environment that is made here has other settings (controller, frame, images, versions), or if
+            `about` has no environment or settings.
     """
     arguments, settings = about.get("environment"), about.get("settings")
     if not isinstance(arguments, Mapping) or not {"name"} <= set(arguments) <= {"name", "cameras", "image_size"}:
@@ -62,11 +63,11 @@ def rollout(
 ) -> Episode:
     """Let a policy act until the task is solved or time is up.
 
-    The first observation stands for those before it; the first `action_steps` actions of every plan are executed.
+    The first observation is repeated for the steps before it. The first `action_steps` actions of a plan are executed.
 
     Args:
         policy: in evaluation mode.
-        environment: as it was recorded in.
+        environment: like the one in which the demonstrations were recorded.
         seed: seeds the episode and the policy's noise.
         max_steps: actions; None: the environment's horizon.
         picture_size: pixels of the frames that are kept; 0: none.
@@ -94,7 +95,7 @@ def rollout(
 
 
 def summary(episodes: Sequence[Episode]) -> dict[str, Any]:
-    """success with its 95 % interval, mean max_reward and, where there is one, mean final coverage."""
+    """success with its 95 % interval, mean max_reward and, if there is one, mean final coverage."""
     solved = sum(episode.success for episode in episodes)
     found: dict[str, Any] = {
         "success": solved / len(episodes),

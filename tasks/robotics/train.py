@@ -38,7 +38,7 @@ from tasks.robotics.rollout import make_matching_environment
 from tasks.robotics.training import CHECKPOINT_FILES, Training
 
 CURVES = "curves.png"
-DEMONSTRATIONS = "demonstrations"  # section of run_config.json besides the configuration's: what the file held
+DEMONSTRATIONS = "demonstrations"  # additional section of run_config.json: what the file of demonstrations held
 
 
 def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite: bool = False) -> dict[str, Any]:
@@ -80,14 +80,14 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     if training.accelerator.is_main_process:
         results.details["model_sha256"] = policy_sha256(out / MODEL)
         draw_history(training.history, out / CURVES, f"{demonstrations.environment['name']}, {out.name}")
-        # Last of all: a run counts as finished only when everything else is there.
+        # This comes last: a run counts as finished only when everything else exists.
         results.write(out / RESULTS)
     training.accelerator.wait_for_everyone()
     return results.content()
 
 
 def make_training(config: dict[str, dict[str, Any]], demonstrations: Demonstrations) -> tuple[Training, dict[str, int]]:
-    """Policy, data and simulator of a configuration, ready for the first step; number of episodes by split.
+    """Policy, data and simulator of a configuration, ready for the first step, and the number of episodes by split.
 
     Raises:
         ValueError, OSError: for values, demonstrations, encoders and simulators that do not fit each other.
@@ -115,7 +115,7 @@ def make_training(config: dict[str, dict[str, Any]], demonstrations: Demonstrati
 
 
 def results_of(training: Training, config: dict[str, dict[str, Any]], command: str | None) -> Results:
-    """Results of a finished training, without what only its files say."""
+    """Results of a finished training, without what only its files hold."""
     policy = training.policy
     parameters = {name: sum(each.numel() for each in part.parameters()) for name, part in policy.named_children()}
     return Results(
@@ -142,8 +142,9 @@ def results_of(training: Training, config: dict[str, dict[str, Any]], command: s
 def run_identity(config: dict[str, dict[str, Any]], out: Path, overwrite: bool) -> dict[str, dict[str, Any]]:
     """What makes the run this one: its configuration, and what its demonstrations hold, by SHA-256.
 
-    The range of the demonstrations is the policy's normaliser: weights that were trained on others must not meet it.
-    A run that did not note them, and a finished one whose demonstrations are gone, go by the configuration alone.
+    The range of the demonstrations is the policy's normaliser. Weights that were trained on other demonstrations must
+    not be used with it. For a run that did not note them, and for a finished one whose demonstrations are gone, the
+    configuration alone decides.
 
     Raises:
         ValueError: if the folder holds this run with other demonstrations, unless `overwrite`.

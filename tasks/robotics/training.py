@@ -35,12 +35,12 @@ WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
 LOGGED = ("loss", "diffusion")
 CHECKPOINT_FILES = (WEIGHTS_FILE, EMA_FILE, OPTIMIZER_FILE, TRAINER_STATE_NAME)
-# One process rolls out at validation while the others wait; torch gives up after ten minutes.
+# At validation one process rolls out while the others wait; torch would give up after ten minutes.
 PATIENCE = timedelta(hours=24)
 
 
 class Training:
-    """The loop: what it knows goes into a checkpoint and comes back."""
+    """The loop. All of its state goes into a checkpoint and comes back from it."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class Training:
             betas=(config.betas[0], config.betas[1]),
             weight_decay=config.weight_decay,
         )
-        self.epoch_steps = max(1, len(train) // config.batch_size)  # what is left of an epoch is left out
+        self.epoch_steps = max(1, len(train) // config.batch_size)  # a smaller last batch of an epoch is left out
         self.steps = config.epochs * self.epoch_steps if config.epochs else config.steps
-        # Not prepared: accelerate would take a step for every process.
+        # Not prepared, because accelerate would take a step for every process.
         self.schedule = get_cosine_schedule_with_warmup(optimizer, min(config.warmup_steps, self.steps), self.steps)
         self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
         self.policy: CrosswayPolicy = self.accelerator.unwrap_model(self.model)
@@ -85,7 +85,7 @@ class Training:
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """All steps that are left; RunStopped on SIGTERM."""
+        """Train all steps that are left. Raises RunStopped on SIGTERM."""
         with self.stop:
             progress = tqdm(
                 total=self.steps,
@@ -127,7 +127,7 @@ class Training:
                 raise RunStopped(f"stopped at step {self.step}; the same command goes on from its checkpoint")
 
     def _update(self) -> dict[str, float]:
-        """One step; its losses."""
+        """Do one step and return its losses."""
         self.model.train()
         torch.manual_seed(_seed(self.config.seed, self.step, self.accelerator.process_index))
         observations, actions = self.train.batch(self._windows())
@@ -148,7 +148,7 @@ class Training:
         return {key: losses[key].item() for key in LOGGED}
 
     def _windows(self) -> Tensor:
-        """This process' windows of the next step; every epoch has an order of its own."""
+        """This process' windows of the next step. Every epoch has an order of its own."""
         size = self.config.batch_size
         epoch, index = divmod(self.step, self.epoch_steps)
         generator = torch.Generator().manual_seed(_seed(self.config.seed, epoch, 0))
@@ -163,7 +163,7 @@ class Training:
     # ---- validation -------------------------------------------------------------------------------------------------
 
     def _validate(self) -> None:
-        """Validation loss and, if the simulator is asked, success; the best policy is saved. By one process."""
+        """Measure validation loss and, if the simulator is used, success; save the best policy. One process does it."""
         if self.accelerator.is_main_process:
             entry: dict[str, Any] = {"step": self.step}
             with self.average.swapped_in():
@@ -199,7 +199,7 @@ class Training:
     # ---- files ------------------------------------------------------------------------------------------------------
 
     def _save_policy(self) -> None:
-        """The averaged weights as the run's policy, in place of an earlier one."""
+        """Save the averaged weights as the run's policy, in place of an earlier one."""
         if not self.accelerator.is_main_process:
             return
         scratch = self.out / f"{MODEL}.new"
@@ -214,7 +214,7 @@ class Training:
             self.accelerator.wait_for_everyone()
             return
         folder = self.out / f"checkpoint-{self.step}"
-        shutil.rmtree(folder, ignore_errors=True)  # one that was found damaged
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         with whole_folder(folder) as scratch:
             state = {name: value.contiguous() for name, value in self.policy.state_dict().items()}
             save_file(state, scratch / WEIGHTS_FILE)
@@ -273,7 +273,7 @@ def validation_loss(policy: CrosswayPolicy, windows: Windows, batch_size: int, b
     Args:
         policy: in evaluation mode.
         windows: windows of the validation episodes.
-        batch_size, batches: how many windows; each at most once.
+        batch_size, batches: how many windows; each is used at most once.
     """
     generator = torch.Generator().manual_seed(0)
     device = next(policy.parameters()).device
@@ -294,7 +294,7 @@ def validation_loss(policy: CrosswayPolicy, windows: Windows, batch_size: int, b
 
 
 def is_better(entry: dict[str, Any], best: dict[str, Any] | None) -> bool:
-    """More successes, then more reward; between equals the later one, which has learned for longer."""
+    """Whether it has more successes or, with as many, more reward. Of equals the later wins: it has learned longer."""
 
     def rank(of: dict[str, Any]) -> tuple[float, float]:
         return of["validation_success"], of["validation_max_reward"]

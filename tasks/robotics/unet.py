@@ -25,7 +25,7 @@ class StepEmbedding(nn.Module):
         self.layers = nn.Sequential(nn.Linear(size, 4 * size), nn.Mish(), nn.Linear(4 * size, size))
 
     def forward(self, steps: Tensor) -> Tensor:
-        """int64 (B,) to (B, size)."""
+        """Turn int64 (B,) into (B, size)."""
         half = self.size // 2
         dtype = next(self.layers.parameters()).dtype
         exponents = torch.arange(half, device=steps.device, dtype=torch.float32) / (half - 1)
@@ -53,7 +53,7 @@ class ResidualBlock(nn.Module):
         self.shortcut = nn.Conv1d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """(B, C, T) and (B, D) to (B, outputs, T)."""
+        """Turn (B, C, T) and (B, D) into (B, outputs, T)."""
         scale, bias = self.film(condition).unsqueeze(-1).chunk(2, 1)
         return self.second(scale * self.first(x) + bias) + self.shortcut(x)
 
@@ -61,12 +61,12 @@ class ResidualBlock(nn.Module):
 class ConditionalUNet1D(nn.Module):
     """Predicts the noise in a sequence of actions.
 
-    Every width but the last halves the time after its two blocks; two blocks in the middle; every width but the first
-    takes the skipped features, undoes the halving and ends at the width before it.
+    Every width but the last has two blocks and then halves the time. The middle has two blocks. On the way back, every
+    width but the first takes the skipped features, undoes the halving and ends at the width before it.
 
     Args:
         action_size: A.
-        condition_size: D of what the sequence depends on besides the diffusion step.
+        condition_size: D, size of the condition on which the noise depends in addition to the diffusion step.
         widths: channels from outside to the middle.
         kernel_size: width of the convolutions, odd.
         groups: groups of GroupNorm; divides every width.
@@ -129,7 +129,7 @@ class ConditionalUNet1D(nn.Module):
         down, up = (cast(Iterable[tuple[ResidualBlock, ResidualBlock]], pairs) for pairs in (self.down, self.up))
         for index, (first, second) in enumerate(down):
             x = second(first(x, condition), condition)
-            skipped.append(x)  # the first is never taken, as published
+            skipped.append(x)  # the first is never used, as published
             if index < len(self.downsample):
                 x = self.downsample[index](x)
         for block in self.middle:

@@ -16,12 +16,12 @@ def write_video(path: Path, frames: Sequence[np.ndarray], fps: int) -> Path:
     """Write a film, whole or not at all: H.264 by PyAV for .mp4, a GIF by pillow for .gif.
 
     Args:
-        path: with one of the two suffixes.
+        path: has one of the two suffixes.
         frames: uint8 (H, W, 3), all of one size; H.264 needs even H and W.
         fps: frames a second.
 
     Returns:
-        What was written: a .gif next to it where an .mp4 was asked for and PyAV is not installed.
+        What was written: a .gif next to it if an .mp4 was asked for and PyAV is not installed.
 
     Raises:
         ValueError: for no frames, frames of several sizes or another suffix.
@@ -53,7 +53,7 @@ def write_video(path: Path, frames: Sequence[np.ndarray], fps: int) -> Path:
 
 
 def contact_sheet(rows: Sequence[Sequence[np.ndarray]], columns: int = 8, gap: int = 4) -> Image.Image:
-    """Episodes as rows of pictures, evenly spaced in time from first to last, on white.
+    """Episodes as rows of pictures on white, evenly spaced in time from first to last.
 
     Args:
         rows: frames uint8 (H, W, 3) of each episode, all of one size.

@@ -24,7 +24,7 @@ class FolderSegmentation(BaseSegDataset):
 
     Args:
         data_root: the folder.
-        split: folder name below images and annotations.
+        split: name of the folder in images and annotations.
         img_suffix: how names of images end.
         options: further options of `BaseSegDataset`.
 
@@ -70,7 +70,7 @@ class ReadAnnotation(BaseTransform):
         """
         path = results["seg_map_path"]
         labels = read_image(path, "unchanged")
-        # "ori_shape" is the image's; before any resizing.
+        # "ori_shape" is the image's, before any resizing.
         if labels.shape != tuple(results["ori_shape"]):
             raise ValueError(
                 f"{path} of shape {labels.shape} must be one channel of the image's {tuple(results['ori_shape'])}"

@@ -51,7 +51,7 @@ def constant_predictor(config: Config) -> dict[str, Any]:
 
 @torch.no_grad()
 def draw_predictions(model: Any, dataset: Any, path: Path) -> Path:
-    """The first images of a data set: as they are, with the true classes, with the predicted ones."""
+    """The first images of a data set: as they are, with the true classes, and with the predicted ones."""
     model.eval()
     plt, shown = pyplot(), min(SHOWN, len(dataset))
     classes, palette = dataset.metainfo["classes"], np.array(dataset.metainfo["palette"], dtype=np.uint8)

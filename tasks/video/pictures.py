@@ -13,7 +13,7 @@ from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 def draw_clips(
     clips: Sequence[np.ndarray], labels: Sequence[str], predictions: Sequence[str], path: Path, heading: str
 ) -> Path:
-    """One row a clip, uint8 (F, height, width, 3), frames from left to right; what it is and what a model says."""
+    """One row for each clip, uint8 (F, height, width, 3), frames from left to right, with class and prediction."""
     plt = pyplot()
     columns = max(len(clip) for clip in clips)
     size = (0.9 * columns + 2.6, 0.95 * len(clips) + 0.5)

@@ -30,7 +30,7 @@ def build_model(model: dict[str, Any], classes: Sequence[str]) -> SparsePriorTim
     options["label2id"] = {name: index for index, name in enumerate(classes)}
     if folder := model.get("image_model"):
         check_saved_folder(folder, "model.image_model")
-        # `num_labels` says that the image model's classifier is of other classes.
+        # `num_labels` says that the image model's classifier has other classes.
         options["num_labels"] = len(classes)
         return SparsePriorTimesformerForVideoClassification.from_image_model(folder, **options)
     preset = model.get("preset")
@@ -70,7 +70,7 @@ def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
 
 
 def factor_accuracies(counts: np.ndarray, classes: Sequence[str]) -> dict[str, float]:
-    """Accuracy of each part of class names like "left_forward", whatever the other parts; {} for other names.
+    """Accuracy of each part of class names like "left_forward", whatever the other parts are; {} for other names.
 
     Args:
         counts: confusion matrix (true, predicted).
@@ -88,7 +88,7 @@ def factor_accuracies(counts: np.ndarray, classes: Sequence[str]) -> dict[str, f
 
 
 def processor_settings(model_config: Any, short_side: int | None) -> dict[str, Any]:
-    """preprocessor_config.json for clips as evaluation prepares them: the short side scaled, the centre cut out."""
+    """preprocessor_config.json for clips as evaluation prepares them: short side scaled, centre cut out."""
     settings = image_processor_settings(model_config)
     crop = {"do_center_crop": True, "crop_size": settings["size"], "resample": 2}
     if short_side is None:

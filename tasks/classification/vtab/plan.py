@@ -47,7 +47,7 @@ OWNED = {
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. point: the index of its grid point; its `name` is the path of its record and of its folder."""
+    """One training run. point: the index of its grid point. name: the path of its record and of its folder."""
 
     variant: str
     task: str
@@ -61,7 +61,7 @@ class Run:
 class Sweep:
     """A sweep as its file describes it.
 
-    configs: by variant, without what the sweep chooses; points: the grid's points in order, each {section.key: value}.
+    configs: by variant, without what the sweep chooses. points: the grid's points in order, each {section.key: value}.
     """
 
     title: str
@@ -116,7 +116,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     """Read a sweep and check every configuration in it before anything runs.
 
     Raises:
-        ValueError: for unknown keys and bad values, naming the variant or the grid point.
+        ValueError: for unknown keys and bad values; the message names the variant or the grid point.
         OSError: for a missing file.
     """
     path = Path(path)
@@ -145,7 +145,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
 
 
 def _read_grid(grid: Any, path: str) -> list[dict[str, Any]]:
-    """Every combination of an axis's values, the last axis fastest."""
+    """Every combination of the axes' values; the last axis varies fastest."""
     if not isinstance(grid, dict) or not all(isinstance(values, list) and values for values in grid.values()):
         raise ValueError(f"{path}: grid={grid!r} must be like {{section.key: [value, ...]}}")
     for key, values in grid.items():
@@ -164,7 +164,7 @@ def _read_grid(grid: Any, path: str) -> list[dict[str, Any]]:
 
 
 def choose(what: str, wanted: Sequence[Any] | None, known: Sequence[Any]) -> list[Any]:
-    """Those of the known ones that are wanted, in their order; None: all."""
+    """The wanted ones among the known, in the order of the known; None: all."""
     unknown = [value for value in wanted or () if value not in known]
     if unknown:
         raise ValueError(f"--{what} {unknown[0]} must be among {', '.join(map(str, known))}")
@@ -175,7 +175,7 @@ def choose(what: str, wanted: Sequence[Any] | None, known: Sequence[Any]) -> lis
 
 
 class Records:
-    """The folder of a sweep's records, one file a finished run. What was read is remembered."""
+    """The folder of a sweep's records, with one file a finished run. What was read is remembered."""
 
     def __init__(self, sweep: Sweep, folder: Path) -> None:
         self.sweep = sweep
@@ -188,11 +188,11 @@ class Records:
         return self.folder / f"{run.name}.json"
 
     def read(self, run: Run) -> dict[str, Any] | None:
-        """A run's record, None if there is none.
+        """A run's record; None if there is none.
 
         Raises:
-            ValueError: if it is damaged, of another configuration, or of other weights in `model.pretrained` than one
-                read before.
+            ValueError: if it is damaged, of another configuration, or of other weights in `model.pretrained` than a
+                record that was read before.
         """
         if run not in self._read:
             record = read_record(self.path(run), self.sweep.config(run))
@@ -204,7 +204,9 @@ class Records:
         return self._read[run]
 
     def check_start(self) -> None:
-        """Raise ValueError or OSError if a missing run cannot start, or not from the weights of the records."""
+        """Raise ValueError or OSError if a missing run cannot start, or would start from other weights than the
+        records.
+        """
         variants = {run.variant: None for run in self.missing()}
         check_start(CLASSIFICATION, [self.sweep.configs[variant] for variant in variants], list(self._started.values()))
 
@@ -219,12 +221,12 @@ class Records:
         for point in range(len(self.sweep.points)):
             values = [self.accuracy(run) for run in self.sweep.selection_runs(variant, task, point)]
             whole = [value for value in values if value is not None]
-            # Rounded: the order of a sum must not decide between equal points.
+            # Rounded, because the order of a sum must not decide between equal points.
             means.append(round(float(np.mean(whole)), 6) if len(whole) == len(values) else None)
         return means
 
     def chosen_point(self, variant: str, task: str) -> int | None:
-        """The grid point with the best validation accuracy, of equal ones the first; None before all are there."""
+        """The grid point with the best validation accuracy, the first of equal ones; None before all runs are done."""
         means = self.selection(variant, task)
         whole = [mean for mean in means if mean is not None]
         return whole.index(max(whole)) if len(whole) == len(means) else None

@@ -1,8 +1,8 @@
 """Tables of a VTAB-1K sweep: python -m tasks.classification.vtab.report --config FILE --records FOLDER
 
-In the layout of VIOLIN's Table 3 (groups) and Tables 19 to 21 (tasks), once with the mean of all seeds and once with
-the mean of the best three, as VIOLIN prints. `Avg.` is the mean over the 19 tasks, not over the three groups. A number
-that a missing run belongs to is left out, never made from the others.
+The tables have the layout of VIOLIN's Table 3 (groups) and Tables 19 to 21 (tasks), once with the mean of all seeds and
+once with the mean of the best three, as VIOLIN prints. `Avg.` is the mean over the 19 tasks, not over the three groups.
+A number that needs a missing run is left out and never made from the other runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def mean_of_seeds(accuracies: Sequence[float | None]) -> float | None:
 
 
 def best_of_seeds(accuracies: Sequence[float | None]) -> float | None:
-    """The mean of the three best seeds (VIOLIN, Section 4.1 and Appendix G.2); None if one of all is missing.
+    """The mean of the three best seeds (VIOLIN, Section 4.1 and Appendix G.2); None if any seed is missing.
 
     The best are chosen by the test accuracy that is reported, which makes it an optimistic number.
     """
@@ -148,8 +148,8 @@ def tables(summary: Mapping[str, Any]) -> str:
 
 
 def group_table(summary: Mapping[str, Any], statistic: str) -> str:
-    """Groups and average, with the difference to the first variant (VIOLIN, Table 3); the means of all seeds with its
-    standard deviation, seed by seed.
+    """Groups and average, with the difference to the first variant (VIOLIN, Table 3). For the means of all seeds, the
+    difference has its standard deviation, seed by seed.
     """
     rows = {name: variant[f"groups_{statistic}"] for name, variant in summary["variants"].items()}
     baseline, *others = rows
@@ -163,7 +163,7 @@ def group_table(summary: Mapping[str, Any], statistic: str) -> str:
 
 
 def decay_table(summary: Mapping[str, Any]) -> str:
-    """max |M - 1| after training over all final runs that there are, by group and of all; "" without a decay."""
+    """max |M - 1| after training over all final runs that exist, for each group and for all; "" without a decay."""
     groups = {**{SHORT[group]: (group,) for group in GROUPS}, "all": GROUPS}
     rows = []
     for name, variant in summary["variants"].items():
@@ -272,7 +272,7 @@ def draw(summary: Mapping[str, Any], path: Path) -> Path:
 
 
 def write_report(records: Records, folder: Path) -> str:
-    """Write table.md, summary.json and results.png into a folder; the tables."""
+    """Write table.md, summary.json and results.png into a folder. Returns the tables."""
     summary = summarize(records)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "table.md", tables(summary))

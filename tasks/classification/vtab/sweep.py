@@ -1,8 +1,9 @@
 """Fine-tune on all of VTAB-1K: python -m tasks.classification.vtab.sweep --config FILE [section.key=value ...]
 
-For each task and variant: every grid point on train800, judged on val200; the best one on train800val200, judged on
-test. Killed at any moment, the same command goes on where it stopped; started several times at once, also on several
-machines with one folder of records, no run is done twice. The file's keys are in `tasks.classification.vtab.plan`.
+For each task and variant every grid point is trained on train800 and judged on val200; the best one is trained on
+train800val200 and judged on test. The command can be killed at any moment and started again; then it goes on where it
+stopped. It may be started several times at once, also on several machines with one folder of records: no run is done
+twice. The file's keys are in `tasks.classification.vtab.plan`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ WAIT_SECONDS = 2.0  # before looking again for a run that another process may ha
 class Job:
     """What a process of a sweep needs to know: the command line, and where runs and records lie.
 
-    tasks, variants, seeds: do only these; None: all. keep: leave a finished run's folder, with its model.
+    tasks, variants, seeds: do only these; None: all. keep: keep a finished run's folder, with its model.
     """
 
     config: str
@@ -78,10 +79,10 @@ class Job:
 
 @contextlib.contextmanager
 def claim(record: Path) -> Iterator[bool]:
-    """Whether this process may do the run of a record; held until the block ends or the process dies.
+    """Whether this process may do the run of a record. The claim holds until the block ends or the process dies.
 
-    The system's lock on a file next to the record, which a killed process cannot keep. Network file systems know
-    it from NFS 3 with its lock daemon on; one without locks is an OSError.
+    It is the system's lock on a file next to the record, which a killed process cannot keep. NFS has it from version 3
+    on, with its lock daemon. A file system without locks is an OSError.
     """
     record.parent.mkdir(parents=True, exist_ok=True)
     path = record.with_suffix(".lock")
@@ -93,7 +94,7 @@ def claim(record: Path) -> Iterator[bool]:
             return
         except OSError as error:
             raise OSError(f"{path} cannot be locked ({error.strerror}); choose --records on another disk") from None
-        if not _is_file(path, file.fileno()):  # its owner removed it between our opening and locking
+        if not _is_file(path, file.fileno()):  # its owner removed it after we opened and before we locked it
             yield False
             return
         file.truncate(0)
@@ -113,7 +114,7 @@ def _is_file(path: Path, descriptor: int) -> bool:
 
 
 def remove_empty_folders(root: Path, names: Iterable[str]) -> None:
-    """Remove what is empty of these folders in `root`, and `root` if nothing is left in it."""
+    """Remove those of these folders in `root` that are empty, and `root` if nothing is left in it."""
     folders = [root, *(root / name for name in names)]
     folders += [path for folder in folders[1:] for path in sorted(folder.rglob("*")) if path.is_dir()]
     for folder in reversed(folders):
@@ -138,7 +139,7 @@ def work(job: Job) -> None:
 
 
 def _tidy(sweep: Sweep, job: Job) -> None:
-    """Remove what processes left that were killed between a run's record and its end."""
+    """Remove what is left of processes that were killed between a run's record and its end."""
     for lock in [path for variant in sweep.configs for path in (job.records / variant).rglob("seed*.lock")]:
         record = lock.with_suffix(".json")
         if record.exists():
@@ -179,8 +180,8 @@ def _do(run: Run, sweep: Sweep, records: Records, job: Job) -> None:
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Progress lines stay readable: no log of every epoch, which a record has no room for, and no list of new weights,
-    which `build_model` judges itself.
+    """Keep progress lines readable: no log of every epoch, which no record keeps, and no list of new weights, which
+    `build_model` checks itself.
     """
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
@@ -195,7 +196,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def run_jobs(job: Job, count: int) -> None:
-    """Let processes do the runs: as many as asked for, each with one GPU where there are any.
+    """Let `count` processes do the runs, each with one GPU if there are any.
 
     Raises:
         OSError: if one of them failed; the others are stopped with a checkpoint.
@@ -238,7 +239,9 @@ def _gpus() -> list[str]:
 
 @contextlib.contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a process that starts in this block; too late inside it, where libraries have read them."""
+    """Set variables for a process that starts in this block. Inside that process it is too late: libraries have read
+    them.
+    """
     earlier = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
@@ -252,7 +255,7 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 def _wait(processes: Sequence[Any]) -> None:
-    """Until all have ended; one that failed ends the wait."""
+    """Wait until all have ended, or until one has failed."""
     running = list(processes)
     while running:
         wait([process.sentinel for process in running])
@@ -264,7 +267,7 @@ def _wait(processes: Sequence[Any]) -> None:
 
 
 def _process(job: Job, parent: int) -> None:
-    """One of several processes; it stops with a checkpoint when the one that started it is gone."""
+    """Work of one of several processes; it stops with a checkpoint when the process that started it is gone."""
     transformers_logging.disable_progress_bar()
     keep_freed_memory()
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
@@ -331,7 +334,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_data(sweep: Sweep) -> None:
-    """Raise OSError if a task's folder or list is missing, before others train for hours."""
+    """Raise OSError if a task's folder or list is missing, before other tasks train for hours."""
     for path in {config["data"].get("path") for config in sweep.configs.values()}:
         for task in sweep.tasks:
             task_folder(Path(path or ""), TASKS[task])

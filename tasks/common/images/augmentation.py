@@ -1,4 +1,4 @@
-"""Augmentation of training images: what a `Draw` says, and nothing else, decides what becomes of an image.
+"""Augmentation of training images: what happens to an image follows from its `Draw` alone.
 
 kornia erases and jitters colours, and boxes are those that it draws; Pillow cuts and resizes, because it averages where
 an image shrinks, which kornia's crop does not.
@@ -35,15 +35,16 @@ class AugmentationConfig:
 
     crop: "resized" (a box of random area and ratio, resized), "random" (a box of the model's size, after `padding`) or
         "none" (the whole image, as in evaluation).
-    scale, ratio: of "resized": share of the area, width / height.
+    scale, ratio: for "resized": share of the area, width / height.
     padding: pixels of black around the image before a "random" crop.
-    interpolation: of the resizing.
+    interpolation: interpolation of the resizing.
     flip: probability of a horizontal flip.
     randaugment: timm's notation, for example rand-m15-n2-mstd1.0-inc1 (Fibottention Table 9); null for none.
     color_jitter: strength of brightness, contrast and saturation. With randaugment it has no effect unless
-        force_color_jitter is true: so it is in timm, with which DeiT and Fibottention trained.
+        force_color_jitter is true. That is how timm does it, with which DeiT and Fibottention trained.
     erasing, erasing_mode: probability of random erasing; with noise ("pixel") or the mean colour ("constant").
-    mixup, cutmix: alpha of each, 0 for off; mix_probability: that a batch is mixed; switch_probability: by CutMix.
+    mixup, cutmix: alpha of each, 0 for off. mix_probability: probability that a batch is mixed; switch_probability:
+        that it is mixed by CutMix.
     mixtoken: alpha of MixToken, CutMix of the tokens after the patch projection (LV-ViT: 1), 0 for off; with neither
         mixup nor cutmix.
     label_smoothing: share of the label that goes to all classes alike.
@@ -128,14 +129,14 @@ def _check_range(name: str, value: Any, low: float, high: float) -> None:
 
 
 class Augmentation:
-    """A PIL RGB image and a generator to pixel values (channels, height, width) float32, normalised.
+    """Turns a PIL RGB image and a generator into pixel values (channels, height, width) float32, normalised.
 
-    Order as in timm: crop, flip, RandAugment or colour jitter, normalisation, erasing.
+    The order is timm's: crop, flip, RandAugment or colour jitter, normalisation, erasing.
 
     Args:
         config: what happens.
         size: (height, width) of the model's images.
-        mean, std: of the normalisation, one number a channel.
+        mean, std: for the normalisation, one number a channel.
         num_channels: 3, or 1 for grey.
     """
 
@@ -169,8 +170,8 @@ class Augmentation:
         return self.with_view(image, random)[0]
 
     def with_view(self, image: Image.Image, random: np.random.Generator) -> tuple[Tensor, np.ndarray]:
-        """The augmented image, and what of the whole one is seen (a view of `training.token_labels`)."""
-        with torch.random.fork_rng(devices=[]):  # kornia, and crops as kornia's, draw from torch's global generator
+        """The augmented image, and which part of the whole image it shows (a view of `training.token_labels`)."""
+        with torch.random.fork_rng(devices=[]):  # kornia, and our crops, draw from torch's global generator
             # Not torch.manual_seed, which seeds accelerators too, and with them dropout in training.
             torch.default_generator.manual_seed(int(random.integers(2**63)))
             image, view = self._crop(image)
@@ -221,11 +222,11 @@ class Augmentation:
 
 
 def resized_box(size: tuple[int, int], scale: Sequence[float], ratio: Sequence[float]) -> tuple[int, int, int, int]:
-    """A box (left, top, right, bottom) in an image of (width, height) pixels: a share `scale` of its area, width to
-    height as `ratio`, both at random, and where it lies.
+    """A random box (left, top, right, bottom) in an image of (width, height) pixels.
 
-    The first of ten draws that fits, else the largest box of a ratio that is allowed, as torchvision has it. The boxes
-    are those of kornia's RandomResizedCrop, which takes milliseconds to draw one.
+    Its share of the area is in `scale`, its width / height in `ratio`. As in torchvision it is the first of ten draws
+    that fits, or else the largest box of an allowed ratio. The boxes are those of kornia's RandomResizedCrop, which
+    takes milliseconds to draw one.
     """
     width, height = size
     (least, most), (low, high) = torch.tensor(scale), torch.tensor(ratio).log()
@@ -247,7 +248,7 @@ def _fallback(width: int, height: int, low: float, high: float) -> tuple[int, in
 
 
 def placed_box(size: tuple[int, int], box: tuple[int, int]) -> tuple[int, int, int, int]:
-    """A box of (width, height) somewhere in an image of at least that size, as kornia's RandomCrop draws the place."""
+    """A box of (width, height) in an image of at least that size. Its place is drawn as kornia's RandomCrop does."""
     free = torch.tensor([outer - inner + 1.0 for outer, inner in zip(size, box, strict=True)])
     left, top = (int(start) for start in (torch.rand(2) * free).floor().tolist())
     return left, top, left + box[0], top + box[1]
@@ -259,7 +260,7 @@ def to_tensor(image: Image.Image) -> Tensor:
 
 
 def _pad(image: Image.Image, padding: int, size: tuple[int, int]) -> Image.Image:
-    """Black around the image, and more of it where the image is smaller than the crop."""
+    """Add black around the image, and more if the image is smaller than the crop."""
     columns = max(padding, -(-(size[1] - image.width) // 2))
     rows = max(padding, -(-(size[0] - image.height) // 2))
     if not columns and not rows:

@@ -48,27 +48,28 @@ class DataConfig:
     """Where images come from. Which files each source reads is in tasks/classification/README.md.
 
     source: one of `SOURCES`.
-    path: folder, file or (hub) name of the data set; digits needs none, fashion_mnist takes Debian's package without.
-    config_name, revision: of a hub data set: its configuration, and a branch, tag or commit.
-    splits: {train: NAME, validation: NAME, test: NAME}, the source's own names (folders, beginnings of files) where
-        they are not the usual ones or not all wanted; null: the usual ones.
-    image_column, label_column: of tables and CSV files; null: the only one that can be meant. cifar100: label_column
-        fine (null) or coarse.
+    path: folder, file or (hub) name of the data set. digits needs none. Without it fashion_mnist takes Debian's
+    package. config_name, revision: for a hub data set, its configuration, and a branch, tag or commit.
+    splits: {train: NAME, validation: NAME, test: NAME}, the source's own names (folders, beginnings of files), if they
+        are not the usual ones or not all are wanted; null: the usual ones.
+    image_column, label_column: for tables and CSV files; null: the only column that can be meant. For cifar100
+        label_column is fine (null) or coarse.
     classes: file of class names, one a line, in the order of the labels, for tables that do not say them.
-    task, stage: of vtab: one of its 19 tasks, and "selection" (train on train800, judge on val200) or "final" (train on
-        train800val200, test on test). In "selection" val200 is both validation and test, so a test accuracy is
+    task, stage: for vtab, one of its 19 tasks, and "selection" (train on train800, judge on val200) or "final" (train
+        on train800val200, test on test). In "selection" val200 is both validation and test, so a test accuracy is
         optimistic where validation chose the epoch; in "final" nothing may be chosen.
     published_validation: "test" or "validation": what the published val of tiny_imagenet and imagenet is. Papers report
         accuracy on it, so it is our test, looked at once, and our validation is cut from the training images.
-    validation_fraction, test_fraction: cut, stratified, from the training images where the source has no such split.
-    split_seed: of that cut and of the limits; runs of different `trainer.seed` share the split.
-    limit_train, limit_validation, limit_test: use this many images, of every class as many, drawn by split_seed after
-        the cut; a smaller limit is part of a larger one. null: all.
-    corrupt: "fatal", "skip" or "unchecked": images that cannot be read end the run before it begins, are left out, or
-        are not looked for, so that the first one ends the run when it is met.
-    streaming: read images as they are needed, for sets too large for a disk, shuffled in training within shards and a
-        buffer; all splits must be there.
-    cache: keep images in memory, ready for the model or, where they are augmented, decoded; null: below 1 GiB.
+    validation_fraction, test_fraction: share that is cut, stratified, from the training images if the source has no
+        such split.
+    split_seed: seed of that cut and of the limits. Runs of different `trainer.seed` share the split.
+    limit_train, limit_validation, limit_test: use this many images, the same number of every class, drawn by split_seed
+        after the cut. The images of a smaller limit are part of those of a larger one. null: all.
+    corrupt: what happens to images that cannot be read. "fatal": they end the run before it begins. "skip": they are
+        left out. "unchecked": they are not looked for, and the first one ends the run when it is met.
+    streaming: read images as they are needed, for sets too large for a disk. In training they are shuffled within
+        shards and a buffer. All splits must exist.
+    cache: keep images in memory: ready for the model or, if they are augmented, decoded. null: if below 1 GiB.
     """
 
     source: str = "digits"

@@ -20,10 +20,10 @@ CACHE_LIMIT = 1 << 30
 
 
 def load_data(config: DataConfig) -> ImageData:
-    """Read a source, cut the splits it does not have, keep as many images of each as `limit_*` says.
+    """Read a source, cut the splits it does not have, and keep as many images of each split as `limit_*` says.
 
     Raises:
-        ValueError, OSError: naming the folder, file or column that is missing, empty or mislabelled.
+        ValueError, OSError: the message names the folder, file or column that is missing, empty or mislabelled.
     """
     data = READERS[config.source](config)  # every reader gives at least a training split
     left = 1.0  # share of the images that came without splits and are still in "train"
@@ -53,7 +53,7 @@ def load_split(config: DataConfig, split: str) -> ImageData:
 
 
 def stratified_cut(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices (kept, cut) such that every class gives the same share to `cut`, at least one image of two or more."""
+    """Indices (kept, cut). Every class gives the same share to `cut`, and at least one image if it has two or more."""
     generator = np.random.default_rng(seed)
     kept, cut = [], []
     for label in np.unique(labels):
@@ -66,13 +66,13 @@ def stratified_cut(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.n
 
 
 class Preparation:
-    """A decoded image to pixel values (channels, height, width) float32, as the model's processor does it or augmented.
+    """Turns a decoded image into pixel values (channels, height, width) float32, by the model's processor or augmented.
 
     Args:
         processor: image processor of the model.
         num_channels: 3, or 1 for grey images.
-        augmentation: of training images; it then needs the image's `Draw`.
-        seed: of the augmentation.
+        augmentation: that of training images. It needs the image's `Draw`.
+        seed: seed of the augmentation.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Preparation:
         return self.with_view(image, draw)[0]
 
     def with_view(self, image: Image.Image, draw: Draw | None = None) -> tuple[torch.Tensor, np.ndarray]:
-        """The same, and what of the whole image is seen, unless a processor cuts it."""
+        """The same, and which part of the whole image is seen, unless a processor cuts it."""
         if self.augmentation is not None:
             if draw is None:
                 raise TypeError("a dataset with augmentation is indexed by Draw, as DrawSampler gives them")
@@ -100,14 +100,14 @@ class Preparation:
 class ImageDataset(Dataset):
     """A split as a torch dataset of {"pixel_values": (channels, height, width) float32, "labels": int}.
 
-    Images that are not augmented are prepared once, if the results fit in memory. Of those that are, the decoded images
-    are kept, if they fit; the dataset is then indexed by a `Draw`, and a sample carries its draw.
+    Images that are not augmented are prepared once, if the results fit in memory. Of augmented images the decoded ones
+    are kept, if they fit. The dataset is then indexed by a `Draw`, and a sample carries its draw.
 
     Args:
         images: the split.
-        prepare: what becomes of an image.
-        cache: keep images in memory; None: if they stay below 1 GiB.
-        label_maps: of these images; a sample then also has "label_map", its classes, scores and view (2, 3).
+        prepare: turns an image into pixel values.
+        cache: whether to keep images in memory; None: if they stay below 1 GiB.
+        label_maps: label maps of these images; a sample then also has "label_map", its classes, scores and view (2, 3).
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class ImageDataset(Dataset):
             image = self.images.read(index)
             kept.append(np.asarray(image) if self.prepare.augmentation is not None else self.prepare(image))
             size += kept[-1].nbytes
-            # What a few images let expect saves reading a large set for nothing; their sum has the last word.
+            # An estimate from a few images saves reading a large set for nothing. The sum over all images decides.
             expected = size / (index + 1) * len(self) if index < 8 else size
             if self.cache is None and expected >= CACHE_LIMIT:
                 return
@@ -148,7 +148,7 @@ class ImageDataset(Dataset):
         self.full = True
 
     def __getitem__(self, item: int | Draw) -> dict[str, Any]:
-        # A worker would fill a cache of its own, and again in every epoch.
+        # A worker would fill a cache of its own, and do so again in every epoch.
         if get_worker_info() is None:
             self.fill_cache()
         draw, index = (item, item.index) if isinstance(item, Draw) else (None, int(item))

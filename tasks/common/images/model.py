@@ -12,7 +12,7 @@ from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassific
 from hf_sparseprior.adapters.lora import classifier_names
 from hf_sparseprior.pretrained import check_saved_folder, load_changed_model, weights_sha256
 
-# Keys of the section besides the fields of SparsePriorViTConfig.
+# Keys of the section that are no fields of SparsePriorViTConfig.
 MODEL_EXTRAS = ("preset", "pretrained", "classifier_init_std")
 
 
@@ -65,7 +65,7 @@ def _draw_classifiers(model: SparsePriorViTForImageClassification, names: Sequen
 
 
 def check_model(model: dict[str, Any]) -> None:
-    """Let the configuration of a model from scratch check itself; a saved one need not be there yet."""
+    """Let the configuration of a model from scratch check itself. A saved model need not exist yet."""
     options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
     if model.get("preset"):
         SparsePriorViTConfig.from_preset(model["preset"], **options)
@@ -74,7 +74,7 @@ def check_model(model: dict[str, Any]) -> None:
 
 
 def check_pretrained(model: dict[str, Any]) -> None:
-    """Let the configuration in `model.pretrained`, with the options of this section over it, check itself.
+    """Let the configuration in `model.pretrained` check itself, with the options of this section over it.
 
     Raises:
         ValueError: for bad options.
@@ -101,6 +101,6 @@ def check_classifier_init_std(model: dict[str, Any]) -> None:
 
 
 def pretrained_sha256(model: dict[str, Any]) -> str | None:
-    """SHA-256 of the weights that a run started from; None for one from scratch, or from weights in several files."""
+    """SHA-256 of the weights that a run started from; None for a start from scratch or from several files."""
     folder = model.get("pretrained")
     return weights_sha256(folder) if folder else None

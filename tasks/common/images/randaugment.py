@@ -18,7 +18,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from hf_sparseprior.training.token_labels import affine_view
 
-# Of the numbers in the notation. (timm takes a larger mstd for evenly spread magnitudes, which no recipe here uses.)
+# Limits of the numbers in the notation. (timm takes a larger mstd for evenly spread magnitudes; no recipe here does.)
 LIMITS = {"mstd": (0, 100), "inc": (0, 1), "m": (0, 100), "n": (1, 100), "p": (0, 1)}
 MAX_LEVEL = 10.0  # the published scale of magnitudes; a drawn level is clipped to it, so m15 is nearly always 10
 
@@ -76,7 +76,7 @@ def randaugment(
     Args:
         image: RGB.
         policy: see `parse_policy`.
-        random: every number is drawn from it.
+        random: generator of every number that is drawn.
         fill: colour of what a geometric operation uncovers.
         resample: interpolation of geometric operations.
         views: gets the view of every geometric operation, in their order (`training.token_labels`).
@@ -100,18 +100,19 @@ def randaugment(
 def enhancement_factor(share: float, sign: float, increasing: bool) -> float:
     """Factor of colour, contrast, brightness and sharpness: 1 leaves the image as it is.
 
-    `increasing`: 1 +- 0.9 share, at least 0.1; else 0.1 + 1.8 share, which leaves an image alone at half the scale.
+    `increasing`: 1 +- 0.9 share, at least 0.1; otherwise 0.1 + 1.8 share, which leaves an image as it is at half the
+    scale.
     """
     return max(0.1, 1.0 + sign * 0.9 * share) if increasing else 0.1 + 1.8 * share
 
 
 def posterize_bits(share: float, increasing: bool) -> int:
-    """Bits kept per channel: 4 - 4 share where effects grow with the level, 4 share else (AutoAugment's 0..4)."""
+    """Bits kept per channel: 4 - 4 share if effects grow with the level, otherwise 4 share (AutoAugment's 0..4)."""
     return 4 - int(4 * share) if increasing else int(4 * share)
 
 
 def solarize_threshold(share: float, increasing: bool) -> int:
-    """Values from here on are inverted: 256 - 256 share where effects grow with the level, 256 share else."""
+    """Values from here on are inverted: 256 - 256 share if effects grow with the level, otherwise 256 share."""
     threshold = min(256, int(256 * share))
     return 256 - threshold if increasing else threshold
 
@@ -124,7 +125,7 @@ def _rotation(amount: float, image: Image.Image) -> tuple[float, ...]:
     return (cosine, -sine, x - cosine * x + sine * y, sine, cosine, y - sine * x - cosine * y)
 
 
-# Where operations take their pixels from: signed share of the highest level, image -> Pillow's coefficients.
+# Where operations take their pixels from: (signed share of the highest level, image) -> Pillow's coefficients.
 MAX_ROTATION = 30.0  # degrees
 GEOMETRY: dict[str, Callable[[float, Image.Image], tuple[float, ...]]] = {
     "Rotate": _rotation,

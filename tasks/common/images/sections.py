@@ -1,4 +1,4 @@
-"""Configurations of image classifiers, as far as several tasks read them.
+"""Configurations of image classifiers, as far as more than one task reads them.
 
 tasks/classification/config.py says what each section holds, and checks the sections that only its runs need.
 """
@@ -31,7 +31,7 @@ def load_image_config(path: str | Path, overrides: Sequence[str] = ()) -> Config
     """All sections of a configuration file with `section.key=value` overrides; those of images are checked.
 
     Raises:
-        ValueError: for unknown keys, with the nearest known one, bad values, or text that is not YAML.
+        ValueError: for unknown keys (the message has the nearest known one), bad values, or text that is not YAML.
         OSError: for a missing file.
     """
     return load_sections(path, overrides, SECTIONS, check_image_sections)

@@ -9,8 +9,11 @@ GROUPS = ("Natural", "Specialized", "Structured")
 
 @dataclass(frozen=True)
 class Task:
-    """name: also of its folder in the published layout; title: in VIOLIN's Tables 19 to 21; group: one of GROUPS;
-    classes: how many, also where a list of images has none of the last; test_images: in the published test.txt.
+    """One task.
+
+    name: its name, also that of its folder in the published layout. title: that in VIOLIN's Tables 19 to 21. group: one
+    of GROUPS. classes: how many, even if a list of images lacks the last ones. test_images: number of lines of the
+    published test.txt.
     """
 
     name: str
@@ -47,8 +50,8 @@ TASKS = {
 }
 
 SELECTION, FINAL = "selection", "final"
-# Which list of images is which split. Selection looks at no test image; the final stage's validation images are among
-# those it trains on, so nothing may be chosen by them.
+# Which list of images is which split. Selection looks at no test image. The final stage trains on its validation images
+# too, so nothing may be chosen by them.
 STAGES = {
     SELECTION: {"train": "train800", "validation": "val200", "test": "val200"},
     FINAL: {"train": "train800val200", "validation": "val200", "test": "test"},

@@ -28,18 +28,18 @@ class SparsePriorViT(SparsePriorViTBackbone):
 
     Args:
         preset: architecture by name (`SparsePriorViTConfig.from_preset`), which `config` changes; None: that of the
-            `pretrained` folder, or without one `config` alone.
+            `pretrained` folder or, without one, `config` alone.
         pretrained: folder of a saved SparsePriorViT, safetensors only, whose weights `init_weights` takes. mm's Runner
-            calls it before training, so with a preset a model is built where the folder is not.
+            calls that before training, so with a preset a model can be built without the folder.
         init_cfg: dict(type="Pretrained", checkpoint=FOLDER), mm's way to say the same.
         out_indices: stages of the feature maps, 0 the embedding and n the output of layer n. (mm's own ViTs count
             layers from 0: their 3, 5, 7, 11 are 4, 6, 8, 12 here.)
         with_cp: gradient checkpointing.
-        config: fields of `SparsePriorViTConfig`; without `prior`, that of the `pretrained` folder.
+        config: fields of `SparsePriorViTConfig`. Without `prior` it is that of the `pretrained` folder.
 
     Raises:
         ValueError: for a bad field, or a prior that prunes tokens.
-        OSError: for a `pretrained` folder that is needed and is none of a saved model.
+        OSError: for a `pretrained` folder that is needed and holds no saved model.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SparsePriorViT(SparsePriorViTBackbone):
         with_cp: bool = False,
         **config: Any,
     ) -> None:
-        self._is_built = False  # torch.nn.Module is not initialised yet, but it takes plain attributes
+        self._is_built = False  # torch.nn.Module is not initialised yet, but plain attributes can be set
         pretrained = pretrained_folder(pretrained, init_cfg)
         options = {**config, "out_indices": None if out_indices is None else list(out_indices)}
         saved: dict[str, Any] = {}
@@ -59,7 +59,7 @@ class SparsePriorViT(SparsePriorViTBackbone):
             check_saved_folder(pretrained, "pretrained")
             saved, _ = SparsePriorViTConfig.get_config_dict(pretrained)
         if preset is not None:
-            # Without its own prior a folder with a mask would be taken for dense.
+            # Without the folder's own prior a model with a mask would be taken for dense.
             own = {"prior": saved["prior"]} if "prior" in saved else {}
             built = SparsePriorViTConfig.from_preset(preset, **{**own, **options})
         elif saved:
@@ -80,10 +80,12 @@ class SparsePriorViT(SparsePriorViTBackbone):
             load_weights(self, self.pretrained)
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """(B, channels, height, width) to one map (B, C, ceil(height / patch), ceil(width / patch)) a stage."""
+        """Turn (B, channels, height, width) into one map (B, C, ceil(height / patch), ceil(width / patch)) for each
+        stage.
+        """
         output = super().forward(pad_to_patches(pixel_values, self.embeddings.patch_size), return_dict=True)
-        # Tokens lie with their channels side by side. Convolutions hand that layout on, and mmcv's roi_align reads the
-        # memory of a CPU tensor as if it were in the usual one: it would pool numbers from anywhere.
+        # Tokens have their channels next to each other in memory. Convolutions keep that layout, and mmcv's roi_align
+        # reads a CPU tensor as if it were contiguous: it would pool numbers from the wrong places.
         return tuple(map_.contiguous() for map_ in cast(BackboneOutput, output).feature_maps or ())
 
 
@@ -111,12 +113,12 @@ def pad_to_patches(pixel_values: Tensor, patch_size: tuple[int, int]) -> Tensor:
 def load_weights(model: SparsePriorViTModel, folder: str) -> None:
     """Fill a model with the backbone of a saved folder; a classifier is left out.
 
-    The position embedding is interpolated to the model's grid. Weights of a prior that the folder does not have start
-    as they are, those of a prior that the model does not have are left out (the two are another prior's).
+    The position embedding is interpolated to the model's grid. Weights of the prior that the folder lacks stay as they
+    are. Weights of a prior that the model does not have are left out.
 
     Raises:
         OSError: for a missing folder, one that lacks weights of its own, or a file that is no safetensors.
-        ValueError: for weights that do not fit, with their names, or a folder that reads them in another way.
+        ValueError: for weights that do not fit, with their names, or a folder whose config uses them in another way.
     """
     check_saved_folder(folder, "pretrained")
     source = load_whole_model(folder, SparsePriorViTModel)
@@ -134,7 +136,7 @@ def load_weights(model: SparsePriorViTModel, folder: str) -> None:
 def save_backbone(model: SparsePriorViTBackbone, folder: str) -> None:
     """Write a backbone as a folder of a bare SparsePriorViT, which every other task loads.
 
-    The weights are the model's own, bit for bit, and so is the config, but for the choice of feature maps.
+    The weights are the model's own, bit for bit. So is the config, except for the choice of feature maps.
     """
     fields = {**model.config.to_dict(), "out_features": None, "out_indices": None}
     bare = SparsePriorViTModel(SparsePriorViTConfig.from_dict(fields)).to(model.dtype)

@@ -14,14 +14,14 @@ from tasks.common.config import check_known, split_cell
 from tasks.common.run_folder import default_output_dir
 from tasks.common.upgrade import nested
 
-OUTPUT_DIR, WORK_DIR = "output_dir", "work_dir"  # one thing: the name that every task uses, and mmengine's own
+OUTPUT_DIR, WORK_DIR = "output_dir", "work_dir"  # the name that every task uses, and mmengine's own
 
 
 def load_config(task: str, path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """An mm config file with overrides.
 
-    A file may have `cells`, a dict of changes by name; FILE#CELL is the file with those of one cell, merged as mmengine
-    merges a file over its `_base_`, before the overrides.
+    A file may have `cells`, a dict of changes by name. FILE#CELL is the file with the changes of one cell, merged as
+    mmengine merges a file over its `_base_`, before the overrides.
 
     The folder of the run is `output_dir`, as in every task, in files and overrides; mmengine's own name, `work_dir`,
     does the same. The Config has it as `work_dir`. Default: outputs/TASK/FILE, or
@@ -34,7 +34,7 @@ def load_config(task: str, path: str | Path, overrides: Sequence[str] = ()) -> C
 
     Raises:
         OSError: for a missing file.
-        ValueError: for a file that does not run, or an override of something that is not there.
+        ValueError: for a file that does not run, or an override of something that does not exist.
     """
     file, cell = split_cell(path)
     if not file.is_file():
@@ -67,7 +67,7 @@ def take_cell(config: Config, file: Path, cell: str | None) -> None:
     """Merge what a cell changes into a config, which then has no `cells`.
 
     Raises:
-        ValueError: for an unknown cell, or a file with cells of which none is named.
+        ValueError: for an unknown cell, or if a file has cells and none is named.
     """
     cells = config.pop("cells", {})
     if cell is not None:
@@ -81,7 +81,7 @@ def take_cell(config: Config, file: Path, cell: str | None) -> None:
 
 
 def check_key(config: Any, key: str) -> None:
-    """Raise ValueError unless all of a dotted key but its last part leads somewhere, or for a new key at the top."""
+    """Raise ValueError unless every part of a dotted key but the last exists; a new key at the top is refused too."""
     parts = key.split(".")
     node: Any = config
     for depth, part in enumerate(parts):
@@ -108,7 +108,7 @@ def check_data(config: Config) -> None:
 
 
 def as_json(value: Any) -> Any:
-    """A nested configuration of plain values, as JSON keeps it: tuples as lists, what is no plain value as its repr."""
+    """A nested configuration in plain values, as JSON keeps it: tuples become lists, other objects their repr."""
     if isinstance(value, dict):
         return {str(key): as_json(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -122,9 +122,9 @@ def run_identity(config: Config) -> dict[str, Any]:
 
 
 def _without_dots(value: Any) -> Any:
-    """mm's keys with dots (names of modules, in `custom_keys`) as nested ones.
+    """mm's keys with dots (names of modules, in `custom_keys`) as nested keys.
 
-    Runs of results version 1 kept the whole configuration as dotted keys, where the two are the same.
+    Runs of results version 1 kept the whole configuration as dotted keys, in which the two look the same.
     """
     if isinstance(value, dict):
         return nested({key: _without_dots(part) for key, part in value.items()})

@@ -24,7 +24,7 @@ from tasks.common.command import RunStopped
 
 
 def seed_everything(*entropy: int) -> None:
-    """Seed Python's, NumPy's and PyTorch's generators with a few non-negative numbers."""
+    """Seed the generators of Python, NumPy and PyTorch with a few non-negative numbers."""
     seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
@@ -32,7 +32,7 @@ def seed_everything(*entropy: int) -> None:
 
 
 class Draw(int):
-    """Index of an image that also says which draw of the run it is (`number`) and what the run's `seed` is."""
+    """Index of an image, with the number of this draw in the run (`number`) and the run's `seed`."""
 
     number: int
     seed: int
@@ -43,7 +43,7 @@ class NumberedSampler(InfiniteSampler):
     """mmengine's InfiniteSampler with the number of each draw, for `SeedAugmentation`. Each process has its own."""
 
     def skip(self, num_samples: int) -> None:
-        """Start at draw `num_samples`, when a run goes on."""
+        """Start at draw `num_samples`; called when a run goes on."""
         super().skip(num_samples)
         self.start = num_samples
 
@@ -56,10 +56,10 @@ class NumberedSampler(InfiniteSampler):
 
 @TRANSFORMS.register_module()
 class SeedAugmentation:
-    """First step of a training pipeline: seeds what augments by the draw that `NumberedSampler` gave the image."""
+    """First step of a training pipeline: seeds augmentation by the draw that `NumberedSampler` gave the image."""
 
     def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
-        """Nothing changes in `results`.
+        """Seed the generators. `results` does not change.
 
         Raises:
             ValueError: if the images come from another sampler than `NumberedSampler`.
@@ -73,13 +73,13 @@ class SeedAugmentation:
 
 @FUNCTIONS.register_module()
 def outlive_sigterm(worker: int) -> None:
-    """`worker_init_fn`: a worker leaves a SIGTERM sent to the whole job to its parent, which saves first."""
+    """`worker_init_fn`: a worker ignores a SIGTERM sent to the whole job, because its parent saves first."""
     WorkerStart()(worker)
 
 
 @HOOKS.register_module()
 class SeedSteps(Hook):
-    """Seeds dropout, drop path and samplers of boxes before each training step."""
+    """Seeds dropout, drop path and box samplers before each training step."""
 
     priority = "VERY_HIGH"
 

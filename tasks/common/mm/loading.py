@@ -1,9 +1,9 @@
 """Checkpoints of mmengine, read without running what they hold.
 
 mmengine 0.10.12 tries `weights_only=True` and, where that fails, reads the file again with `weights_only=False`, which
-runs whatever the file says. It also allows the builtin `getattr`, by which a pickle reaches any attribute of what it
-may name. `refuse_pickles` puts `read_checkpoint` in the place of that function, for everything that mmengine loads from
-a file: resume, load_from, the init_cfg of heads and necks.
+runs whatever the file says. It also allows the builtin `getattr`, by which a pickle reaches any attribute of the names
+that it may use. `refuse_pickles` replaces that function by `read_checkpoint` for everything that mmengine loads from a
+file: resume, load_from, the init_cfg of heads and necks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy._core import multiarray as numpy_arrays
 
 
 def history_method(owner: Any, name: str) -> Any:
-    """What stands for the builtin `getattr` in a checkpoint: the statistics of a HistoryBuffer, nothing else.
+    """Replaces the builtin `getattr` in a checkpoint: it gives the statistics of a HistoryBuffer and nothing else.
 
     Raises:
         UnpicklingError: for any other attribute.
@@ -46,7 +46,7 @@ ALLOWED: list[Any] = [
 def read_checkpoint(
     file: str | os.PathLike | BinaryIO, map_location: Any = None, weights_only: bool | None = None
 ) -> Any:
-    """A checkpoint of PyTorch or mmengine; tensors, plain values and loss histories come out, nothing is executed.
+    """Read a checkpoint of PyTorch or mmengine: tensors, plain values and loss histories. Nothing is executed.
 
     Args:
         file: its path, or an open file.
@@ -54,7 +54,7 @@ def read_checkpoint(
         weights_only: mmengine's argument; False is refused.
 
     Raises:
-        OSError: for a file that is missing, damaged or holds more than that, with what it holds.
+        OSError: for a file that is missing, damaged or holds anything else; the message names what it holds.
     """
     if weights_only is False:
         raise OSError(f"{file} is not read with weights_only=False: a pickle can run code")
@@ -71,5 +71,5 @@ def read_checkpoint(
 
 
 def refuse_pickles() -> None:
-    """From now on mmengine reads every checkpoint file by `read_checkpoint`."""
+    """Make mmengine read every checkpoint file by `read_checkpoint` from now on."""
     mm_checkpoint._safe_torch_load = read_checkpoint

@@ -11,7 +11,7 @@ from hf_sparseprior.analysis.pictures import pyplot
 
 
 def class_colours(count: int) -> np.ndarray:
-    """One colour a class, uint8 (count, 3); the same for the same index."""
+    """One colour for each class, uint8 (count, 3). An index always has the same colour."""
     palette = np.array(pyplot().get_cmap("tab10").colors)
     return (255 * palette[np.arange(count) % len(palette)]).astype(np.uint8)
 
@@ -28,11 +28,11 @@ def draw_instances(
     """One image with its objects on a matplotlib axis.
 
     Args:
-        axis: to draw on.
+        axis: the axis to draw on.
         image: uint8 RGB (height, width, 3).
-        masks: bool (height, width) of each object.
+        masks: bool (height, width) for each object.
         boxes: (objects, 4) left, top, right, bottom in pixels.
-        labels: index into `classes` of each object.
+        labels: for each object an index into `classes`.
         classes: names.
         scores: each object's score, written after its class.
     """

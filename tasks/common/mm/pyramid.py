@@ -29,13 +29,13 @@ class SimpleFeaturePyramid(BaseModule):
 
     Scale 1/2 is a max pooling, 1 the map itself, 2 one transposed convolution of stride 2, 4 two of them with a norm
     and GELU in between (these halve the channels each time). Each is followed by a 1x1 and a 3x3 convolution without
-    bias and with layer norm. Maps beyond the last scale are the one before, every second pixel (ViTDet's fifth).
+    bias and with layer norm. A map beyond the last scale has every second pixel of the map before (ViTDet's fifth).
 
     Args:
         in_channels: C of the backbone.
         out_channels: channels of every output.
-        scales: side of each output in sides of the backbone's map, powers of two, falling: (4, 2, 1, 0.5) are strides
-            4, 8, 16, 32 after patches of 16 pixels.
+        scales: side of each output as a multiple of the backbone's map, powers of two in falling order. (4, 2, 1, 0.5)
+            are strides 4, 8, 16, 32 after patches of 16 pixels.
         num_outs: number of maps in all.
         init_cfg: as every module of mmengine.
 
@@ -58,7 +58,7 @@ class SimpleFeaturePyramid(BaseModule):
         self.stages = nn.ModuleList(_stage(in_channels, out_channels, scale) for scale in scales)
 
     def forward(self, maps: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The last of the backbone's maps (B, C, H, W) to `num_outs` maps (B, out_channels, scale * H, scale * W)."""
+        """Turn the backbone's last map (B, C, H, W) into `num_outs` maps (B, out_channels, scale * H, scale * W)."""
         outputs = [stage(maps[-1]) for stage in self.stages]
         while len(outputs) < self.num_outs:
             outputs.append(F.max_pool2d(outputs[-1], kernel_size=1, stride=2))

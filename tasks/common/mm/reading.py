@@ -1,4 +1,4 @@
-"""Reading images in mm pipelines: what is broken is named."""
+"""Reading images in mm pipelines, with errors that name a broken file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mmengine.registry import TRANSFORMS
 
 
 def read_image(path: str, flag: str = "color") -> np.ndarray:
-    """An image file: uint8 BGR (height, width, 3), or as it is stored with flag="unchanged".
+    """Read an image file: uint8 BGR (height, width, 3), or as it is stored with flag="unchanged".
 
-    Read by Pillow, which complains about a file that is cut off, where OpenCV fills the rest with grey.
+    Pillow reads it, because it refuses a file that is cut off. OpenCV would fill the rest with grey.
 
     Raises:
-        OSError: for a missing or broken file, naming it.
+        OSError: for a missing or broken file; the message names it.
     """
     try:
         content = Path(path).read_bytes()

@@ -26,7 +26,7 @@ _RUNS = itertools.count()  # of this process
 
 
 class QuietRunner(Runner):
-    """mmengine's Runner, whose log goes to its file; the terminal shows errors and the progress bar."""
+    """mmengine's Runner. Its log goes to its file; the terminal shows errors and the progress bar."""
 
     def build_logger(self, *args: Any, **kwargs: Any) -> Any:
         """As mmengine's."""
@@ -55,7 +55,7 @@ def build_runner(config: Config) -> QuietRunner:
     refuse_pickles()
     config = copy.deepcopy(config)
     config.launcher = "pytorch" if launched() else "none"
-    # mmengine knows runs by name and second: one that begins within the same second would be given the other's folder.
+    # mmengine tells runs apart by name and second: two that begin within one second would share a folder.
     config.experiment_name = f"{Path(config.filename or 'run').stem}_{next(_RUNS)}"
     with errors_in_one_line():
         runner = QuietRunner.from_cfg(config)
@@ -67,12 +67,12 @@ def build_runner(config: Config) -> QuietRunner:
 
 
 def whole_model(runner: Runner) -> Any:
-    """The model without what distributes it."""
+    """The model without the wrapper that distributes it."""
     return runner.model.module if runner.distributed else runner.model
 
 
 def has_trained(runner: Runner) -> bool:
-    """Whether a step was done. mmengine's own `iter` builds the loop and its data where that has not been done."""
+    """Whether a step was done. mmengine's own `iter` would build the loop and its data if they do not exist yet."""
     return isinstance(runner._train_loop, BaseLoop) and runner.iter > 0
 
 
@@ -81,7 +81,7 @@ def errors_in_one_line(still: Callable[[], bool] = lambda: True) -> Iterator[Non
     """Turn what mmengine raises for parts that do not build or do not fit each other into ValueErrors.
 
     Args:
-        still: whether an error is still one of these; where it is not, it is a bug and stays as it is.
+        still: whether an error can still be of this kind; if not, it is a bug and stays as it is.
     """
     try:
         yield
@@ -95,7 +95,7 @@ def errors_in_one_line(still: Callable[[], bool] = lambda: True) -> Iterator[Non
 
 @contextmanager
 def released(runner: Runner) -> Iterator[None]:
-    """Close the bar and stop listening for signals, also where training ends in an error."""
+    """Close the bar and stop listening for signals, also if training ends in an error."""
     try:
         yield
     finally:
@@ -118,9 +118,10 @@ class CheckClasses(Hook):
 
 
 def check_classes(model: torch.nn.Module, data: Sequence[Any]) -> None:
-    """Raise ValueError unless every head that tells classes apart has as many as every data set."""
+    """Raise ValueError unless every head that tells classes apart has as many classes as every data set."""
     named = ((name.removeprefix("module."), module) for name, module in model.named_modules())
-    # Not the whole model, which repeats its head's, nor a region proposal network, which tells object from background.
+    # Not the whole model, which repeats its head's number, and not a region proposal network, which tells object from
+    # background.
     heads = {
         name: module.num_classes
         for name, module in named
@@ -137,7 +138,7 @@ def check_classes(model: torch.nn.Module, data: Sequence[Any]) -> None:
 
 
 def check_normalisation(model: Any) -> None:
-    """Raise ValueError unless the saved backbone will say how its images were normalised (mm's are 0 to 255)."""
+    """Raise ValueError unless the backbone will be saved with its images' normalisation (mm's pixels are 0 to 255)."""
     given, config = model.data_preprocessor, model.backbone.config
     for name, own in (("mean", config.image_mean), ("std", config.image_std)):
         values = getattr(given, name, None)

@@ -1,4 +1,4 @@
-"""The model folder of a run of mmengine: config.py and model.safetensors of the whole model, and its backbone alone."""
+"""The model folder of a run of mmengine: config.py and model.safetensors of the whole model, and backbone/."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def save_model(folder: Path, config: Config, model: Any) -> None:
     """Write the whole model, with a config that needs no other folder, and its backbone alone."""
     own = copy.deepcopy(config)
     given = {key: config.model.backbone[key] for key in ("type", "with_cp") if key in config.model.backbone}
-    # transformers' own bookkeeping is not a matter of the architecture.
+    # transformers' own bookkeeping says nothing about the architecture.
     built, default = model.backbone.config, SparsePriorViTConfig()
     names = [field.name for field in fields(SparsePriorViTConfig) if field.name in SparsePriorViTConfig.__annotations__]
     changed = {name: getattr(built, name) for name in names if getattr(built, name) != getattr(default, name)}
@@ -37,7 +37,7 @@ def save_model(folder: Path, config: Config, model: Any) -> None:
 
 
 def fill_model(model: torch.nn.Module, folder: Path) -> None:
-    """Load the weights of `save_model`, every one and no other.
+    """Load the weights that `save_model` wrote: all of them, and no others.
 
     Raises:
         OSError: for a missing or damaged file.

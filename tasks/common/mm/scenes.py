@@ -1,12 +1,12 @@
 """Small scenes with exact masks: python -m tasks.common.mm.scenes OUT [--train N --validation N --size 128 ...]
 
-Handwritten digits (scikit-learn) and garments (Fashion-MNIST, Debian's package dataset-fashion-mnist) pasted on crops
-of the photos that scikit-image and scikit-learn carry; nothing is downloaded. Eight classes: four digits that differ in
-shape, and garments whose kinds Fashion-MNIST's ten labels fall into (dresses, which look like several of them, and the
-other digits are left out).
+Handwritten digits (scikit-learn) and garments (Fashion-MNIST, Debian's package dataset-fashion-mnist) are pasted on
+crops of the photos that scikit-image and scikit-learn carry; nothing is downloaded. There are eight classes: four
+digits that differ in shape, and four kinds of garments that Fashion-MNIST's labels are grouped into. Dresses, which
+look like several of these, and the other digits are left out.
 
-A class has an eighth of the circle of hues, an object any colour of it: shape alone takes longer to learn than the few
-minutes that these scenes are for, and the photos have every colour too.
+A class has an eighth of the circle of hues, and an object has any colour of it. Shape alone takes longer to learn than
+the few minutes that these scenes are for, and the photos have every colour too.
 
 An object's pixels are set, not blended, and a later object covers an earlier one, so its mask is exactly the pixels
 that show it. Training, validation and test scenes share neither a digit, nor a garment, nor a photo.
@@ -19,7 +19,7 @@ that show it. Training, validation and test scenes share neither a digit, nor a 
     OUT/contact_sheet.png                                      some scenes with their masks and boxes
 
 0 is unused in the annotations: mmseg's `reduce_zero_label=True` makes background class 0. COCO's category ids are 1 to
-8. A scene depends on the seed, its split and its number alone, so a smaller data set is the beginning of a larger one.
+8. A scene depends on the seed, its split and its number alone, so a smaller data set is the start of a larger one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ PHOTOS = {
     "test": ("skimage/data/grass.png", "skimage/data/hubble_deep_field.jpg", "skimage/data/rocket.jpg"),
 }
 SHARES = {"training": 0.7, "validation": 0.1, "test": 0.2}  # shares of the digits and garments
-THRESHOLDS = {"digits": 110, "garments": 40}  # grey value of 255 from which an enlarged pixel belongs to the object
+THRESHOLDS = {"digits": 110, "garments": 40}  # grey value (of 255) from which an enlarged pixel belongs to the object
 MAX_OBJECTS = 4
 SIDES = (0.24, 0.5)  # sides of an object's square, as shares of the scene's side
 MIN_VISIBLE = 0.25  # share of an object's pixels that must be seen, or it is left out
@@ -113,8 +113,10 @@ class Layer:
 
 @dataclass
 class Scene:
-    """A composed scene: image uint8 RGB (size, size, 3); masks bool (objects, size, size), the visible pixels of each
-    object, disjoint; labels: indices into `CLASSES`.
+    """A composed scene.
+
+    image: uint8 RGB (size, size, 3). masks: bool (objects, size, size), the visible pixels of each object, disjoint.
+    labels: indices into `CLASSES`.
     """
 
     image: np.ndarray
@@ -155,9 +157,9 @@ def read_photos(split: str) -> list[np.ndarray]:
 
 
 def read_objects(seed: int) -> dict[str, list[Images]]:
-    """By split the images of each class in the order of `CLASSES`.
+    """For each split, the images of each class in the order of `CLASSES`.
 
-    The images of a class are shared out among the splits by a permutation of the seed; none is in two of them.
+    A permutation that follows from the seed gives each split its share of a class. No image is in two splits.
     """
     sources = {
         "digits": read_digits(DataConfig(source="digits")).splits["train"],
@@ -196,7 +198,7 @@ def make_layer(label: int, grey: Any, size: int, random: np.random.Generator) ->
         label: index into `CLASSES`.
         grey: PIL image, bright on black.
         size: side of the scene, pixels.
-        random: where the draws come from.
+        random: generator that is drawn from.
     """
     from PIL import Image
     from scipy.ndimage import binary_fill_holes
@@ -219,15 +221,15 @@ def make_layer(label: int, grey: Any, size: int, random: np.random.Generator) ->
 def compose(background: np.ndarray, layers: Sequence[Layer]) -> Scene:
     """Paste layers on a background, later ones over earlier ones.
 
-    From the top layer down, an object of which too little can be seen behind those kept above it is left out
-    altogether, so that every pixel that shows an object is in a mask.
+    From the top layer down, an object is left out if the objects above it cover too much of it. So every pixel that
+    shows an object is in a mask.
 
     Args:
         background: uint8 RGB (size, size, 3).
         layers: the objects, the lowest first.
 
     Returns:
-        The scene, its objects from the lowest to the topmost.
+        The scene, with its objects from the lowest to the topmost.
     """
     covered = np.zeros(background.shape[:2], dtype=bool)
     image, masks, labels = background.copy(), [], []
@@ -250,7 +252,7 @@ def compose(background: np.ndarray, layers: Sequence[Layer]) -> Scene:
 def make_scene(
     photos: Sequence[np.ndarray], objects: Sequence[Images], size: int, random: np.random.Generator
 ) -> Scene:
-    """A random scene: one photo, one to `MAX_OBJECTS` objects of classes drawn evenly."""
+    """A random scene: one photo, and one to `MAX_OBJECTS` objects whose classes are equally likely."""
     background = crop_photo(photos[int(random.integers(len(photos)))], size, random)
     layers = []
     for _ in range(random.integers(1, MAX_OBJECTS + 1)):
@@ -313,7 +315,7 @@ def write_split(folder: Path, settings: SceneSettings, split: str, objects: Sequ
         for mask, label in zip(scene.masks, scene.labels, strict=True):
             annotations.append(
                 {
-                    "id": len(annotations) + 1,  # pycocotools takes 0 for unmatched
+                    "id": len(annotations) + 1,  # pycocotools takes 0 to mean unmatched
                     "image_id": number,
                     "category_id": label + 1,
                     "bbox": mask_box(mask),
@@ -329,7 +331,7 @@ def write_split(folder: Path, settings: SceneSettings, split: str, objects: Sequ
 
 
 def draw_contact_sheet(scenes: Mapping[str, Sequence[Scene]], path: Path) -> Path:
-    """One row of scenes a split, with their masks and boxes."""
+    """One row of scenes for each split, with their masks and boxes."""
     columns = max(map(len, scenes.values()))
     figure, axes = pyplot().subplots(
         len(scenes), columns, figsize=(2 * columns, 2.25 * len(scenes)), layout="constrained", squeeze=False
@@ -347,7 +349,7 @@ def write_scenes(out: Path, settings: SceneSettings) -> str:
     """Write the data set unless it is there already.
 
     Returns:
-        What there is, in one line.
+        One line that says what the folder holds.
 
     Raises:
         OSError: if `out` is something else, Fashion-MNIST is not installed or a photo is missing.

@@ -35,7 +35,7 @@ CHECKPOINTS = ("iter_*.pth", "epoch_*.pth")
 
 
 def run(task: Task, config: Config, overwrite: bool = False, command: str | None = None) -> dict[str, Any]:
-    """Train, test once, write model, picture and results. An interrupted run goes on, a finished one is not done again.
+    """Train, test once, write model, picture and results. An interrupted run goes on; a finished one is not done again.
 
     Args:
         task: what is trained.
@@ -60,7 +60,7 @@ def run(task: Task, config: Config, overwrite: bool = False, command: str | None
         config.load_from, config.resume = checkpoint, True
     try:
         runner = build_runner(config)
-        # Parts that do not fit each other show before the first step is done.
+        # Errors of parts that do not fit each other come before the first step is done.
         with released(runner), errors_in_one_line(lambda: not has_trained(runner)):
             runner.train()
     except USER_ERRORS:
@@ -79,7 +79,7 @@ def run(task: Task, config: Config, overwrite: bool = False, command: str | None
 
 
 def results_of(task: Task, config: Config, runner: Runner) -> Results:
-    """Results of a trained model, which is tested here."""
+    """Test a trained model and return its results."""
     seconds, waiting = training_seconds(runner)
     parameters = list(runner.model.parameters())
     return Results(
@@ -103,7 +103,7 @@ def results_of(task: Task, config: Config, runner: Runner) -> Results:
 
 
 def training_seconds(runner: Runner) -> tuple[float, float]:
-    """Seconds of training, those before an interruption included, and those of them that waited for data."""
+    """Seconds of training, including those before an interruption, and how many of these waited for data."""
     scalars = runner.message_hub.log_scalars
     seconds, waiting = (
         float(scalars[name].data[0].sum()) if name in scalars else 0.0 for name in ("train/time", "train/data_time")

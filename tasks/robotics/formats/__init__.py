@@ -5,11 +5,12 @@
     environment = make_environment(**demonstrations.environment)
     check_environment(demonstrations, environment)
 
-HDF5 (robomimic): data/demo_i/{actions, states, rewards, dones, obs/<key>}, attribute num_samples; data.attrs env_args,
-JSON; mask/train and mask/valid, names of episodes. zarr, version 2 (Diffusion Policy): data/{img, state, action,
-keypoint, n_contacts}, all episodes one after the other, and meta/episode_ends. Observation t is what action t was
-chosen from. Beyond both layouts: executed_actions, which were the actions with noise, and each episode's seed, so that
-an episode can be replayed exactly; and the environment's settings, without which actions mean nothing.
+HDF5 (robomimic) has data/demo_i/{actions, states, rewards, dones, obs/<key>} with the attribute num_samples; data.attrs
+env_args, JSON; mask/train and mask/valid, names of episodes. zarr, version 2 (Diffusion Policy), has data/{img, state,
+action, keypoint, n_contacts}, all episodes one after the other, and meta/episode_ends. Action t was chosen from
+observation t. Both layouts have three additions of ours: executed_actions, which are the actions with noise, and each
+episode's seed, so that an episode can be replayed exactly; and the environment's settings, without which actions mean
+nothing.
 
 Published files have no such settings. Diffusion Policy's PushT is read as it is. robomimic's Lift and Can with absolute
 actions (its image_abs.hdf5, made by Diffusion Policy) are converted when they are read: from positions in the world and
@@ -41,7 +42,7 @@ __all__ = [
     "write_demonstrations",
 ]
 
-# What has to be the same for recorded actions to mean the same; for images besides: mode and size.
+# What has to be the same for recorded actions to mean the same. Images also need the same mode and size.
 ACTION_SETTINGS = ("environment", "action", "frame", "controller", "control_hz", "versions")
 IMAGE_SETTINGS = ("image_mode", "image_size")
 
@@ -51,7 +52,7 @@ def open_demonstrations(path: str | Path) -> Demonstrations:
 
     Raises:
         OSError: if there is none.
-        ValueError: naming the file and what is broken or missing in it.
+        ValueError: the message names the file and what is broken or missing in it.
         ImportError: if the package that reads it is not installed.
     """
     path = Path(path)
@@ -73,10 +74,10 @@ def demonstrations_sha256(path: Path) -> str:
 def check_environment(demonstrations: Demonstrations, environment: Environment) -> None:
     """Refuse an environment in which the demonstrations' actions or images mean something else.
 
-    Published PushT files do not say their versions; those are not compared then.
+    Published PushT files do not say their versions, so these are not compared.
 
     Raises:
-        ValueError: naming the first setting (controller, frame, image mode, versions, ...) that differs.
+        ValueError: the message names the first setting (controller, frame, image mode, versions, ...) that differs.
     """
     check_settings(demonstrations.settings, demonstrations.path, environment)
 
@@ -113,7 +114,7 @@ def write_demonstrations(path: Path, episodes: Sequence[Path], settings: dict[st
 
 
 def _difference(there: Any, here: Any) -> tuple[str, str]:
-    """Two values that differ, dictionaries by their first key that does."""
+    """Two values that differ; of dictionaries, those of the first key that differs."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key in (*here, *there):
             if there.get(key) != here.get(key):

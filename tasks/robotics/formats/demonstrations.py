@@ -1,4 +1,4 @@
-"""What a file of demonstrations gives, whatever its layout."""
+"""What every file of demonstrations gives, whatever its layout."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NUMBERS = "biuf"  # numpy's kinds of them
 
 
 class BrokenDemonstrations(ValueError):
-    """A file of demonstrations is damaged or no such file; the text begins with its path."""
+    """A file of demonstrations is damaged or is no such file. The text begins with its path."""
 
 
 class Demonstrations(ABC):
-    """A file of demonstrations, verified when it is opened, read when asked.
+    """A file of demonstrations. It is verified when it is opened, and read when asked.
 
     It may be handed to other processes: each opens the file for itself.
 
@@ -30,7 +30,7 @@ class Demonstrations(ABC):
         path: the file, or the zarr folder.
         episodes: their names.
         lengths: steps of each episode, by name.
-        seeds: with which the environment was reset for each episode, by name; None where the file does not say.
+        seeds: seed of the environment's reset for each episode, by name; None if the file does not say.
         shapes: shape of one step by observation key; images (H, W, 3), everything else (size,).
         action_size: numbers in an action.
         environment: keyword arguments of `make_environment` for the environment of the demonstrations.
@@ -52,7 +52,7 @@ class Demonstrations(ABC):
             self._verify(self._file())
         except (BrokenDemonstrations, ImportError):
             raise
-        except Exception as error:  # what else a foreign or damaged file meets on the way
+        except Exception as error:  # what else can be raised for a foreign or damaged file
             raise self._fail(f"is damaged ({first_line(error)})") from error
 
     @property
@@ -128,7 +128,7 @@ class Demonstrations(ABC):
         return BrokenDemonstrations(f"{self.path}: {what}")
 
     def _check_settings(self, settings: Any) -> dict[str, Any]:
-        """The settings, if they are ones; cameras and image size at least."""
+        """Return the settings if they are valid; cameras and image size are checked."""
         if not isinstance(settings, dict) or not all(
             isinstance(settings.get(key), kind)
             for key, kind in (("environment", str), ("cameras", list), ("controller", dict))
@@ -158,7 +158,7 @@ class Demonstrations(ABC):
 
 
 def validation_episodes(count: int) -> np.ndarray:
-    """bool (count,): every tenth episode, and the last of fewer, is for validation; the only one is for training."""
+    """bool (count,): every tenth episode is for validation, or the last one of fewer. A single one is for training."""
     held = np.arange(count) % VALID_EVERY == VALID_EVERY - 1
     if count > 1 and not held.any():
         held[-1] = True
@@ -166,7 +166,7 @@ def validation_episodes(count: int) -> np.ndarray:
 
 
 def import_package(name: str) -> Any:
-    """A package of the extra `robotics`, imported where it is used; the error says how to install it."""
+    """Import a package of the extra `robotics` where it is used. The error says how to install it."""
     import importlib
 
     try:

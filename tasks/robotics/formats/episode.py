@@ -14,11 +14,11 @@ class Episode:
     """One demonstration of T steps.
 
     Attributes:
-        seed: with which the environment was reset.
-        actions: float64 (T, A), what was to be done.
-        executed: float64 (T, A), what was done: the same with noise.
+        seed: seed of the environment's reset.
+        actions: float64 (T, A), the chosen actions.
+        executed: float64 (T, A), the executed actions: the same with noise.
         states: float64 (T, S), the simulator's own state before each action.
-        rewards: float64 (T,), for each action.
+        rewards: float64 (T,), the reward of each action.
         dones: bool (T,), whether the task was solved after it.
         observations: by key, before each action: (T, ...).
     """

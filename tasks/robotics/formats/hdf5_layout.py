@@ -25,7 +25,7 @@ from tasks.robotics.formats.demonstrations import (
 )
 from tasks.robotics.formats.episode import Episode
 
-# robomimic: class of environments by number; environments by name; where the robot's base stands, metres.
+# robomimic's numbers of classes of environments; names of environments; where the robot's base stands, metres.
 ROBOSUITE_TYPE = 1
 ROBOMIMIC_NAMES = {"Lift": "lift", "PickPlaceCan": "can"}
 BASE_POSITIONS = {"lift": (-0.56, 0.0, 0.912), "can": (-0.5, -0.1, 0.912)}
@@ -61,7 +61,7 @@ class HDF5Demonstrations(Demonstrations):
                 self._verify_episode(name, data[name])
             except (BrokenDemonstrations, ImportError):
                 raise
-            except Exception as error:  # attributes and data of foreign types
+            except Exception as error:  # attributes and data may have foreign types
                 raise self._fail(f"data/{name} cannot be read ({first_line(error)})") from error
         if self._published:
             self._check_absolute(data)
@@ -97,8 +97,9 @@ class HDF5Demonstrations(Demonstrations):
         }
 
     def _check_absolute(self, data: Any) -> None:
-        """robomimic's files do not say whether actions are relative. Absolute rotations are about half a turn, as the
-        gripper points down; relative ones are at most 1 in each direction."""
+        """Refuse relative actions. robomimic's files do not say whether actions are relative. Absolute rotations are
+        about
+        half a turn, because the gripper points down; relative ones are at most 1 in each direction."""
         if self.action_size != 7:
             raise self._fail(f"has actions of {self.action_size} numbers, not position 3, axis angle 3, gripper 1")
         turns = np.linalg.norm(data[self.episodes[0]][ACTIONS][:, 3:6], axis=1)
@@ -171,7 +172,8 @@ def write_hdf5(path: Path, episodes: Sequence[Path], settings: dict[str, Any]) -
         "env_kwargs": {"controller_configs": settings["controller"], "control_freq": settings["control_hz"]},
         "settings": settings,
     }
-    # Each chunk has a checksum: a damaged one is refused, not read. Images a chunk each, as they are read in any order.
+    # Each chunk has a checksum: a damaged one is refused, not read. Each image is a chunk, because images are read in
+    # any order.
     with whole_file(path) as scratch, h5py.File(scratch, "w") as file:
         data = file.create_group("data")
         data.attrs["env_args"] = json.dumps(arguments)

@@ -21,7 +21,7 @@ from tasks.robotics.formats.demonstrations import (
 from tasks.robotics.formats.episode import Episode
 
 IMAGE_CHUNK = 16
-# Published PushT files carry no settings: these are theirs.
+# The settings of published PushT files, which carry none.
 PUSHT_SETTINGS = {
     "environment": "pusht",
     "action": "target position of the pusher",
@@ -99,7 +99,7 @@ class ZarrDemonstrations(Demonstrations):
         self._check_splits()
 
     def _array(self, file: Any, name: str) -> Any:
-        """An array whose every chunk is there: zarr reads a missing one as zeros."""
+        """An array, after a check that every chunk exists: zarr reads a missing one as zeros."""
         zarr = import_package("zarr")
         try:
             array = file[name]
@@ -171,7 +171,7 @@ def write_zarr(path: Path, episodes: Sequence[Path], settings: dict[str, Any]) -
 
 
 def _blosc_bytes(path: Path) -> int:
-    """Size of a compressed chunk according to its header, whose fourth number (uint32) it is; 0 without one."""
+    """Size of a compressed chunk: the fourth number (uint32) of its header; 0 without a header."""
     with path.open("rb") as file:
         header = file.read(16)
     return int.from_bytes(header[12:], "little") if len(header) == 16 else 0

@@ -1,4 +1,4 @@
-"""Where images and labels come from: one reader a source, registered by its name in a configuration's `data.source`."""
+"""Where images and labels come from: one reader for each source, registered by its name in `data.source`."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def read_mnist(config: DataConfig) -> ImageData:
 
 
 def read_fashion_mnist(config: DataConfig) -> ImageData:
-    """Fashion-MNIST: its four idx files, plain or .gz; without `data.path` those of Debian's package."""
+    """Fashion-MNIST: its four idx files, plain or .gz. Without `data.path` it takes those of Debian's package."""
     if config.path is None and not Path(FASHION_MNIST).is_dir():
         raise OSError(
             f"{FASHION_MNIST} is not there; install it with `apt-get install dataset-fashion-mnist`, or give the "
@@ -104,7 +104,7 @@ def _read_idx_folder(folder: Path, classes: list[str], title: str) -> ImageData:
 
 def _find_idx(folder: Path, prefix: str, kind: str) -> Path:
     names = [f"{prefix}-{kind}-ubyte{ending}" for ending in (".gz", "")]
-    names += [name.replace("-idx", ".idx") for name in names]  # as some mirrors have renamed them
+    names += [name.replace("-idx", ".idx") for name in names]  # some mirrors have renamed them like this
     found = next((folder / name for name in names if (folder / name).is_file()), None)
     if found is None:
         raise OSError(f"{folder} has no {names[0]} (nor {names[1]})")

@@ -1,6 +1,6 @@
 """The original archives of CIFAR-10 and CIFAR-100, Python and binary versions.
 
-The Python versions are pickles. They are read by walking their opcodes, nothing in them is ever executed.
+The Python versions are pickles. They are read by walking their opcodes; nothing in them is ever executed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ LAYOUTS = {
 
 
 def find_archive(path: Path, version: str) -> Path | None:
-    """The archive, or the folder of its files, that a path is or holds; None if it holds none."""
+    """The archive, or the folder of its files, that a path is or contains; None if there is none."""
     layout = LAYOUTS[version]
     first = layout.batches["train"][0]
     candidates = [path, *(path / name for name in layout.folders)]
@@ -168,7 +168,7 @@ def _opcodes(content: bytes, name: str) -> list[tuple[str, Any]]:
 
 
 def read_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
-    """The files of these bare names in an archive or a folder, as far as it has them."""
+    """The files in an archive or a folder that have these names without folders, as far as it has them."""
     if path.is_dir():
         return {entry.name: entry.read_bytes() for entry in path.rglob("*") if entry.name in names and entry.is_file()}
     try:
@@ -177,7 +177,7 @@ def read_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
             files = {Path(member.name).name: archive.extractfile(member) for member in members}
             return {name: file.read() for name, file in files.items() if file is not None}
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
-        reason = str(error).splitlines()[0]  # tarfile tells of every compression on a line of its own
+        reason = str(error).splitlines()[0]  # tarfile has a line for every compression that it tried
         raise OSError(f"{path} is not a readable archive or folder ({reason})") from None
 
 

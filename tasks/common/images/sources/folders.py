@@ -30,7 +30,7 @@ LABEL_COLUMNS = ("label", "labels", "class", "class_name", "category", "target")
 
 
 def read_image_folder(config: DataConfig) -> ImageData:
-    """path/train/CLASS/*.png, validation/ and test/ next to it; without any split folder all images are training."""
+    """path/train/CLASS/*.png, with validation/ and test/ next to train/. Without these all images are for training."""
     root = data_folder(config)
     available = [entry.name for entry in os.scandir(root) if _is_class(entry)]
     names = [name for names in SPLIT_NAMES.values() for name in names]
@@ -89,12 +89,12 @@ def _is_image(name: str) -> bool:
 
 
 def read_csv(config: DataConfig) -> ImageData:
-    """A CSV file of image paths and labels, or a folder of train.csv and where there are any validation.csv, test.csv.
+    """A CSV file of image paths and labels, or a folder of train.csv and, if they exist, validation.csv and test.csv.
 
     Paths are relative to the file's folder. Labels that are all whole numbers are ordered as such.
 
     Raises:
-        ValueError, OSError: with file and line, for columns, labels or images that are missing.
+        ValueError, OSError: for missing columns, labels or images; the message has file and line.
     """
     root = Path(config.path or "")
     if root.is_file():
@@ -188,7 +188,7 @@ def read_tiny_imagenet(config: DataConfig) -> ImageData:
     if annotations.exists():
         pairs = _fields(annotations, "\t")
         published = _annotated(root / "val" / "images", pairs, classes, annotations)
-    else:  # sorted into class folders by one of the scripts that go around
+    else:  # sorted into class folders, as common scripts do
         published = list_images(root / "val", classes)
     words = dict(_fields(root / "words.txt", "\t")) if (root / "words.txt").exists() else {}
     return _published(root, list_images(root / "train", classes), published, classes, words, config)
@@ -244,7 +244,7 @@ def _published(
 def _annotated(
     folder: Path, pairs: Sequence[tuple[str, str]], classes: Sequence[str], table: Path
 ) -> tuple[list[str], list[int]]:
-    """Files and labels of a flat folder whose labels stand in a table of (file name, class)."""
+    """Files and labels of a flat folder, with the labels from a table of (file name, class)."""
     index_of = {name: index for index, name in enumerate(classes)}
     present = {entry.name for entry in os.scandir(folder)} if folder.is_dir() else set()
     for name, label in pairs:
@@ -265,7 +265,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _fields(path: Path, separator: str) -> list[tuple[str, str]]:
-    """The first two fields of every line; the second keeps further blanks, as names of classes have."""
+    """The first two fields of every line. The second may contain blanks, as names of classes do."""
     rows = []
     for number, line in enumerate(_lines(path), 1):
         fields = line.split(separator) if separator == "\t" else line.split(separator, 1)

@@ -16,18 +16,18 @@ import numpy as np
 
 from tasks.common.images.config import SPLITS, DataConfig
 
-# Names that data sets in the wild give to each split's folder or file.
+# Names that common data sets give to each split's folder or file.
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
 
 
 @dataclass
 class Images:
-    """One split, its images read one at a time. Everything in it can be sent to another process.
+    """One split, whose images are read one at a time. Everything in it can be sent to another process.
 
     read: index -> PIL image, 8-bit RGB; raises OSError with the image's name if it cannot be read.
     labels: (count,) int64, each image's class.
     name: index -> how errors call the image: its file, or "train row 12" of a table.
-    stamp: index -> text that changes when the stored image does; None: unknown, a scan for damage is not remembered.
+    stamp: index -> text that changes when the stored image does; None: unknown, then a scan for damage is not kept.
     checked: True if no image can be damaged, because all were made from arrays that were checked when read.
     boxes: index -> [left, top, width, height] in pixels of each object in the image; None: not known.
     """
@@ -81,7 +81,7 @@ def decode(source: bytes | str, name: str) -> Any:
     EXIF orientation is left alone, as torchvision does and as published accuracies were measured.
 
     Raises:
-        OSError: `name` and why it is not readable, in one line.
+        OSError: one line with `name` and why it is not readable.
     """
     from PIL import Image
 
@@ -139,7 +139,7 @@ def file_stamp(path: str | os.PathLike) -> str:
 
 
 def array_images(pixels: np.ndarray, labels: np.ndarray, where: str) -> Images:
-    """Images held in memory: pixels (count, height, width) or (count, height, width, 3), uint8."""
+    """Images in memory: pixels (count, height, width) or (count, height, width, 3), uint8."""
     return Images(partial(_read_array, pixels), labels.astype(np.int64), f"{where} image {{}}".format, checked=True)
 
 
@@ -195,7 +195,7 @@ def split_files(root: Path, ending: str, config: DataConfig) -> dict[str, list[s
     files = sorted(root.glob(f"*{ending}"))
     named: dict[str, list[str]] = {}
     for name in config.splits.values() if config.splits else sum(SPLIT_NAMES.values(), ()):
-        # "val*" would take validation.parquet once more.
+        # "val*" would take validation.parquet again.
         pattern = re.compile(rf"{re.escape(name)}([^A-Za-z].*)?{re.escape(ending)}")
         if own := [str(path) for path in files if pattern.fullmatch(path.name)]:
             named[name] = own
@@ -226,7 +226,7 @@ def encode_labels(
     """Labels as class indices.
 
     Args:
-        values: each split's labels as stored, class names or, with `classes`, also class indices.
+        values: each split's labels as stored: class names or, with `classes`, also class indices.
         classes: class names in order; None: the sorted labels of the training images.
         where: the source, for errors.
 
@@ -258,7 +258,7 @@ def encode_labels(
 
 
 def class_indices(classes: Sequence[str]) -> dict[Any, int]:
-    """What a stored label may be, its class's name or index -> index."""
+    """{what a stored label may be, its class's name or index: index}."""
     return {index: index for index in range(len(classes))} | {name: index for index, name in enumerate(classes)}
 
 
@@ -269,12 +269,12 @@ def short(names: Sequence[str], count: int = 10) -> str:
 
 
 def balanced_subset(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Indices of `count` images, sorted, as many of every class as of any other (give or take one).
+    """Indices of `count` images, sorted, with the same number of every class (give or take one).
 
-    With one seed a smaller count gives a subset of a larger one. A class that runs out is made up for by the others.
+    With one seed a smaller count gives a subset of a larger one. If a class has too few, the others have more.
     """
     generator = np.random.default_rng(seed)
-    names = generator.permutation(np.unique(labels))  # which classes get the odd image
+    names = generator.permutation(np.unique(labels))  # which classes get one image more
     rank, order = np.empty(len(labels), dtype=np.int64), np.empty(len(labels), dtype=np.int64)
     for place, label in enumerate(names):
         members = generator.permutation(np.flatnonzero(labels == label))

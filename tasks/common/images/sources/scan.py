@@ -44,7 +44,7 @@ def find_corrupt(images: Images, workers: int = 0, show_progress: bool = False) 
         show_progress: show a bar.
 
     Returns:
-        {index: one line with the image's name and what is wrong with it} of those that cannot be read.
+        {index: one line with the image's name and what is wrong with it} for images that cannot be read.
     """
     loader = DataLoader(_Problems(images), batch_size=32, num_workers=workers, collate_fn=list)
     found = {}
@@ -61,7 +61,7 @@ def drop_corrupt(
     """Look for damaged images in every split and do with them what `data.corrupt` says.
 
     "fatal" raises, "skip" removes them from `data.splits` and prints a line for every split that had some, "unchecked"
-    does not look. What a scan found is remembered, by names, sizes and times of change of the files.
+    does not look. What a scan found is remembered by names, sizes and times of change of the files.
 
     Returns:
         {split: the names of the images that were removed}, of splits that had some.
@@ -112,7 +112,7 @@ def _scan(images: Images, workers: int, show_progress: bool) -> dict[int, str]:
         memory.parent.mkdir(parents=True, exist_ok=True)
         scratch.write_text(json.dumps(found), encoding="utf-8")
         os.replace(scratch, memory)
-    except OSError as error:  # a full or read-only disk costs the next start a scan, nothing else
+    except OSError as error:  # on a full or read-only disk the next start scans again, and nothing else is lost
         print(f"what the scan for damaged images found is not remembered: {error}", file=sys.stderr)
     return found
 
@@ -140,7 +140,7 @@ def _key(images: Images) -> str:
 
 
 def _stamp(images: Images, index: int) -> str:
-    assert images.stamp is not None  # of others no scan is remembered
+    assert images.stamp is not None  # no scan of other images is remembered
     try:
         return images.stamp(index)
     except OSError:  # the file is gone; reading it will say so

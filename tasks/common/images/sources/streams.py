@@ -22,7 +22,7 @@ from tasks.common.images.sources.tables import (
 
 # Rows that are read at a time.
 BATCH = 32
-# Shards of a memory-mapped table, so that as many loader processes or machines can share it.
+# Shards of a memory-mapped table; as many loader processes or machines can share it.
 ARROW_SHARDS = 64
 # A row's index is its shard's number, then so many bits for its place in the shard.
 ROW_BITS = 32
@@ -35,9 +35,9 @@ class StreamData:
     splits: `datasets.IterableDataset`s of {"image": {"bytes", "path"}, "label": int, "index": int}. The image is still
         encoded, `decode_row` reads it; the index stands for the same image in every epoch, order and process, and
         `row_name` turns it into text for errors. They can be shuffled and split over machines and loader processes
-        (`shuffle`, `datasets.distributed.split_dataset_by_node`), best over no more than their `num_shards`.
+        (`shuffle`, `datasets.distributed.split_dataset_by_node`), best over at most their `num_shards`.
     classes: names of the classes.
-    sizes: images of each split, None where the source does not say.
+    sizes: number of images of each split, None if the source does not say.
     """
 
     splits: dict[str, Any]
@@ -48,7 +48,7 @@ class StreamData:
 
 @dataclass
 class _Shards:
-    """One split of a source: `read(shard, columns)` gives the rows of a shard as {column: values} of some at a time."""
+    """One split of a source. `read(shard, columns)` gives the rows of a shard, some at a time, as {column: values}."""
 
     features: Any
     count: int
@@ -61,7 +61,7 @@ def stream_data(config: DataConfig) -> StreamData:
 
     Raises:
         ValueError, OSError: for a split that the source does not have (a stream cannot be cut), for labels without
-            names (they would have to be collected from all images), and as the readers of whole tables.
+            names (they would have to be collected from all images), and for what readers of whole tables refuse.
     """
     sources, where = STREAMS[config.source](config)
     missing = [split for split in SPLITS if split not in sources]
@@ -150,7 +150,9 @@ def _encoded(stored: Any, where: str, index: int) -> dict[str, Any]:
 
 
 def _parquet(config: DataConfig) -> tuple[dict[str, _Shards], str]:
-    """A shard is a row group. Read with pyarrow alone: a scan of `datasets` left half read can abort Python's end."""
+    """A shard is a row group. Only pyarrow reads it: a scan of `datasets` that is left half read can abort Python at
+    exit.
+    """
     from datasets import Features
     from pyarrow.parquet import ParquetFile
 
@@ -214,7 +216,7 @@ _open_batches: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
 @atexit.register
 def _close_batches() -> None:
-    """What Python's end finds half read is closed in order, as far as `datasets` can: see `_parquet`."""
+    """Close in order what is half read at Python's exit, as far as `datasets` can: see `_parquet`."""
     for batches in list(_open_batches):
         batches.close()
 
@@ -224,7 +226,7 @@ def _read_table(table: Any, shard: int, columns: Sequence[str]) -> Iterator[Mapp
 
     image = columns[0]
     rows = table.select_columns(list(columns)).cast_column(image, Image(decode=False))
-    # Not by iterating over the shard itself: in a loader process that would share it out among the processes again.
+    # The shard itself is not iterated over: in a loader process that would split it among the processes again.
     batches = rows.shard(rows.num_shards, shard).iter(batch_size=BATCH)
     _open_batches.add(batches)
     return batches

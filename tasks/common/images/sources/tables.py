@@ -30,7 +30,7 @@ from tasks.common.images.sources.images import (
 IMAGE_COLUMNS = ("image", "img", "images", "picture", "pixels")
 LABEL_COLUMNS = ("label", "labels", "class", "target")
 BOX_COLUMN = "boxes"  # as `Images.boxes`; `spatial` writes it
-# Seconds to wait for the hub's first answer; `datasets` alone would try for more than twenty.
+# Seconds to wait for the hub's first answer. `datasets` alone would try for more than twenty.
 HUB_TIMEOUT = 5
 
 
@@ -60,7 +60,7 @@ def read_hub(config: DataConfig) -> ImageData:
 
 
 def _check_parquet(files: Mapping[str, Sequence[str]], root: Path) -> None:
-    """`load_dataset` takes the first file's class names for all of them; here others are refused."""
+    """Refuse files with different class names: `load_dataset` takes the first file's for all of them."""
     from datasets import Features
     from pyarrow.parquet import read_schema
 
@@ -82,7 +82,7 @@ def check_classes(features: Mapping[str, Any], where: str) -> None:
 
 
 def _load(what: str, *arguments: Any, **options: Any) -> Any:
-    """datasets.load_dataset with its many errors as one line."""
+    """Turn the many kinds of errors of datasets.load_dataset into one line."""
     from datasets import load_dataset
 
     try:
@@ -92,7 +92,7 @@ def _load(what: str, *arguments: Any, **options: Any) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, its type where it has none."""
+    """The first line of an error's text, or its type if it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -132,7 +132,7 @@ def _tables_data(tables: Mapping[str, Any], config: DataConfig, where: str, titl
     splits = {}
     for split, table in tables.items():
         try:
-            # Undecoded: images of every source are decoded by the same code.
+            # Not decoded here: the same code decodes the images of every source.
             rows = table.select_columns([image]).cast_column(image, Image(decode=False))
         except Exception as error:  # pyarrow's own types
             raise ValueError(f"{where}: column {image!r} holds no images ({first_line(error)})") from None
@@ -159,7 +159,7 @@ def decode_row(value: dict[str, Any] | None, name: str) -> Any:
     """A stored image, {"bytes": its encoding or None, "path": its file}, as 8-bit RGB.
 
     Raises:
-        OSError: `name` and why it is not readable, in one line.
+        OSError: one line with `name` and why it is not readable.
     """
     value = value or {}
     source = value.get("bytes") if value.get("bytes") is not None else value.get("path")
@@ -200,8 +200,8 @@ def write_parquet(
         images: (count, height, width, 3) uint8.
         labels: (count,), each image's class.
         classes: their names.
-        path: of the file.
-        columns: further ones, with a value for each image.
+        path: the file to write.
+        columns: further columns, with a value for each image.
     """
     from datasets import ClassLabel, Dataset, Features, Image
 
@@ -230,7 +230,7 @@ def find_columns(features: Any, config: DataConfig, where: str) -> tuple[str, st
     """The columns of images and of labels: those that the configuration names, else the only ones that can be meant.
 
     Raises:
-        ValueError: listing the columns, if a named one is missing or none or several could be meant.
+        ValueError: if a named column is missing, or if none or several could be meant; the message lists the columns.
     """
     from datasets import ClassLabel, Image, Value
 
@@ -238,7 +238,7 @@ def find_columns(features: Any, config: DataConfig, where: str) -> tuple[str, st
         if name is not None and name not in features:
             raise ValueError(f"data.{field}={name!r} is not among the columns {list(features)} of {where}")
     typed = [name for name, feature in features.items() if isinstance(feature, Image)]
-    # Files that `datasets` did not write say nothing of images; there they are bytes, alone or with a path.
+    # Files that `datasets` did not write do not mark images. There they are bytes, alone or with a path.
     encoded = [
         name
         for name, feature in features.items()
@@ -256,7 +256,7 @@ def find_columns(features: Any, config: DataConfig, where: str) -> tuple[str, st
 def _only_column(
     candidates: Sequence[Sequence[str]], usual: Sequence[str], field: str, what: str, features: Any, where: str
 ) -> str:
-    """The only column of the first kind that there is; a usual name decides between several or where there is none."""
+    """The only candidate of the first kind that has any. A usual name decides if there are several, or no candidate."""
     found = next((names for names in candidates if names), list(features))
     named = [name for name in found if name.lower() in usual]
     if len(found) == 1 and any(candidates):
@@ -267,7 +267,7 @@ def _only_column(
 
 
 def class_names(features: Any, label: str, config: DataConfig) -> list[str] | None:
-    """The class names of `data.classes` or of the label column's type; None if neither says them."""
+    """The class names of `data.classes` or of the label column's type; None if neither has them."""
     from datasets import ClassLabel
 
     if config.classes:
@@ -289,7 +289,7 @@ def load_hub(config: DataConfig, streaming: bool) -> tuple[Any, str]:
     if problem is None:
         tables = _load(where, name, revision=config.revision, **options)
         return tables, f"{where} at {commit}" if commit else where
-    # load_dataset would come to the cache too, after half a minute of asking the hub again.
+    # load_dataset would also use the cache, but only after half a minute of asking the hub again.
     builder = _cached(name, config.config_name, problem)
     if config.revision is not None and config.revision != builder.hash:
         raise OSError(
@@ -309,7 +309,7 @@ def _cached(name: str, config_name: str | None, problem: str) -> Any:
         return Cache(
             repo_id=name, dataset_name=name.split("/")[-1], config_name=config_name, hash="auto", version="auto"
         )
-    except ValueError as error:  # it is not there, or in several configurations, or not in this one
+    except ValueError as error:  # it is not in the cache, or there in several configurations, or not in this one
         raise OSError(
             f"data.path={name}: the hub cannot be reached ({problem}), nor read from the cache "
             f"{config.HF_DATASETS_CACHE} ({' '.join(str(error).split())}); connect, or give local files with "
@@ -332,7 +332,7 @@ def _ask_hub(name: str, revision: str | None) -> tuple[str | None, str | None]:
             f"data.path={name}: the hub has no such data set{wanted}, or it needs a login with access to it "
             f"({type(error).__name__})"
         ) from None
-    except HfHubHTTPError as error:  # of a proxy, or a hub that is busy
+    except HfHubHTTPError as error:  # from a proxy, or from a hub that is busy
         return f"HTTP status {getattr(error.response, 'status_code', 'unknown')}", None
     except Exception as error:  # the HTTP library's own types, for names, connections, certificates, timeouts
         offline = type(error).__name__ == "OfflineModeIsEnabled"

@@ -1,4 +1,4 @@
-"""VTAB-1K in its published layout: a folder a task, in it lists of images and labels and the folder of images."""
+"""VTAB-1K in its published layout: for each task a folder with lists of images and labels and the folder of images."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def read_vtab(config: DataConfig) -> ImageData:
     """The lists of images that one stage of the protocol uses of one task.
 
     Raises:
-        ValueError, OSError: with list and line, for lists and images that are missing, lines that are not an image and
-            a label, and labels that the task does not have.
+        ValueError, OSError: for missing lists and images, lines that are not an image and a label, and labels that the
+            task does not have. The message has list and line.
     """
     if config.task is None or config.stage is None:
         name, known = ("task", TASKS) if config.task is None else ("stage", STAGES)
@@ -29,10 +29,10 @@ def read_vtab(config: DataConfig) -> ImageData:
 
 
 def task_folder(root: Path, task: Task) -> Path:
-    """A task's folder, with all of its lists.
+    """A task's folder, which has all of its lists.
 
     Raises:
-        OSError: naming the folder or list that is missing.
+        OSError: the message names the folder or list that is missing.
     """
     folder = root / task.name
     if not folder.is_dir():
