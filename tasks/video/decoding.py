@@ -56,7 +56,7 @@ def count_frames(path: str | os.PathLike) -> int:
     clock.
 
     Raises:
-        OSError: for a file that is missing, empty, damaged, broken off, or without video or frames; the message names it.
+        OSError: for a file that is missing, empty, damaged, broken off, or without video or frames. It is named.
     """
     with _open(path) as (container, stream):
         count = sum(_shows(packet) for packet in _packets(path, container, stream))
