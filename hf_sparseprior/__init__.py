@@ -49,7 +49,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    # These need peft, which is imported when they are asked for.
+    # These need peft, which is imported only when they are used.
     if name not in ("LoraViolinConfig", "ViolinAdapterConfig"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

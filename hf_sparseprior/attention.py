@@ -29,7 +29,7 @@ NO_DECAY = "null"  # as JSON
 class PriorAttention(nn.Module):
     """What a prior adds to an attention layer: its decay, its relative positions, and how queries meet keys.
 
-    The modules decay_bias, predictor and mixer are None where the prior has none.
+    The modules decay_bias, predictor and mixer are None if the prior has none.
 
     Args:
         num_heads: H.
@@ -38,7 +38,7 @@ class PriorAttention(nn.Module):
         head_dim: D, which relative positions need to know.
     """
 
-    # Grids whose plan a layer keeps; a model that sees many resolutions must not collect masks without end.
+    # How many grids a layer keeps plans for; a model that sees many resolutions must not collect masks without limit.
     MAX_PLANS = 8
 
     def __init__(self, num_heads: int, prior: ResolvedPrior, layer_idx: int = 0, head_dim: int = 0) -> None:
@@ -49,7 +49,8 @@ class PriorAttention(nn.Module):
         self.num_heads = num_heads
         self.layer_idx = layer_idx
         self.prior = prior
-        # "bias" in the name keeps alpha and beta out of weight decay in transformers' own Trainer, which goes by names.
+        # "bias" in the name keeps alpha and beta out of weight decay in transformers' own Trainer, which decides by
+        # names.
         self.decay_bias: Decay | None = None
         if (decay := prior["decay"]) is not None:
             self.decay_bias = make_decay(decay, num_heads)
@@ -60,7 +61,7 @@ class PriorAttention(nn.Module):
         if prior["mixer"] != "softmax":
             self.mixer = make_module(prior["mixer"], MIXERS, num_heads, head_dim)  # type: ignore[assignment]
         self.relative_position = make_extras(prior["extras"], "attention", num_heads, head_dim)
-        # Decays that can be switched (`hf_sparseprior.adapters.violin.DecayLayer`), where `decay_bias` is None.
+        # Decays that can be switched (`hf_sparseprior.adapters.violin.DecayLayer`), if `decay_bias` is None.
         self.decay_adapter: Any = None
         self.support_key = json.dumps([num_heads, prior["support"], layer_idx], sort_keys=True)
         self._plans: dict[tuple[str, int, int, int], AttentionPlan] = {}
@@ -70,7 +71,7 @@ class PriorAttention(nn.Module):
         return self.decay_bias if self.decay_adapter is None else self.decay_adapter.active_decay()
 
     def plan(self, grid: tuple[int, int], num_prefix_tokens: int = 0) -> AttentionPlan:
-        """The layer's plan for a grid and the active decay, built at its first use; a constant in a compiled graph."""
+        """The layer's plan for a grid and the active decay, made at first use; a constant in compiled graphs."""
         decay = self.active_decay()
         decay_key = NO_DECAY if decay is None else decay.key
         # A grid decides the tables, so a symbolic size becomes a number here: one compiled graph per grid.
@@ -78,7 +79,7 @@ class PriorAttention(nn.Module):
         return self._constant_plan(self.support_key, decay_key, *sizes)
 
     # Offsets come from Python integers and a private random generator, which a compiler does not trace.
-    # `support_key` is there to be guarded: layers share this code, and nothing else tells their compiled graphs apart.
+    # dynamo guards on `support_key`: layers share this code, and nothing else tells their compiled graphs apart.
     @torch._dynamo.assume_constant_result
     def _constant_plan(
         self, support_key: str, decay_key: str, height: int, width: int, num_prefix_tokens: int
@@ -102,7 +103,7 @@ class PriorAttention(nn.Module):
         Token pruning cannot be combined with mixers or relative positions; `prior.check_together` refuses it.
 
         Args:
-            request: with the layer's `plan`; decay, keys and relative positions are filled in here.
+            request: has the layer's `plan`; decay, keys and relative positions are filled in here.
             backend: as in `ops.run_plan`.
 
         Returns:
@@ -136,7 +137,7 @@ class PriorAttention(nn.Module):
         return out, weights if request.need_weights else None
 
     def _mix(self, request: AttentionRequest, backend: str) -> tuple[Tensor, Tensor | None]:
-        """The mixer's output and weights; it has one form, which no backend changes."""
+        """The mixer's output and weights. A mixer has one form, which no backend changes."""
         assert self.mixer is not None
         source, forced = forced_backend(backend)
         if forced not in ("auto", "reference"):
@@ -196,13 +197,13 @@ class SparsePriorAttention(PriorAttention):
         Args:
             hidden_states: (B, T, hidden_size), prefix tokens first, then the patches in raster order.
             grid: (height, width) of the patches.
-            num_prefix_tokens: in front of the patches.
+            num_prefix_tokens: number of tokens before the patches.
             output_attentions: also return the attention weights.
             backend: forces a backend of `hf_sparseprior.ops`.
             token_ids, keep_mask, weight_rows: as in `AttentionRequest`.
 
         Returns:
-            (B, T, hidden_size) and the weights (B, H, T, T), with `weight_rows` (B, H, weight_rows, T), or None.
+            (B, T, hidden_size), and the weights or None: (B, H, T, T), or (B, H, weight_rows, T) with `weight_rows`.
         """
         batch, total = hidden_states.shape[:2]
         key_shape = (batch, total, self.num_heads, self.key_dim)

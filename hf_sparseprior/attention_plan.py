@@ -25,12 +25,12 @@ from .supports import layer_offsets, layer_pairs
 class AttentionPlan:
     """Everything about one layer's attention that follows from its settings and the grid, not from the data.
 
-    Built once per (layer, grid) and kept by the layer; the tables it makes for a device are kept in it.
+    It is built once per (layer, grid) and kept by the layer. The tables that it makes for a device are kept in it.
 
     Args:
         num_heads: H.
         grid: (height, width) of the patch tokens.
-        num_prefix_tokens: P, tokens in front of the patches.
+        num_prefix_tokens: P, tokens before the patches.
         support: resolved support.
         decay: resolved settings of the decay, no tensors, or None.
         layer: layer number from 0.
@@ -56,7 +56,7 @@ class AttentionPlan:
         self.layer = layer
         # None stands for the dense support: no mask, no offsets.
         self.offsets: list[list[int]] | None = None
-        self.pairs: Pairs = None  # off the diagonals
+        self.pairs: Pairs = None  # pairs off the diagonals
         self.density = 1.0
         if support["name"] != "dense":
             sizes: Any = {"num_heads": num_heads, "num_tokens": self.num_tokens, "layer": layer, "grid": grid}
@@ -119,7 +119,7 @@ TABLES: dict[str, Callable[[AttentionPlan], np.ndarray]] = {}
 
 @registering("table", TABLES, "positions")
 def _positions(plan: AttentionPlan) -> np.ndarray:
-    """Of the decay, int64 (C, A, N)."""
+    """Positions of the decay, int64 (C, A, N)."""
     assert plan.decay is not None
     return DECAYS[plan.decay["name"]].positions(plan.decay, plan.grid)
 
@@ -148,7 +148,7 @@ def _keys(plan: AttentionPlan) -> np.ndarray:
 
 @registering("table", TABLES, "attended")
 def _attended(plan: AttentionPlan) -> np.ndarray:
-    """At which distances a head attends, bool (H, N), of a support without pairs off its diagonals."""
+    """At which distances a head attends, bool (H, N), for a support without pairs off its diagonals."""
     return np.array([np.isin(np.arange(plan.num_tokens), offsets) for offsets in _offsets(plan)])
 
 
@@ -157,7 +157,7 @@ def _attended(plan: AttentionPlan) -> np.ndarray:
 
 @registering("table", TABLES, "signed_offsets")
 def _signed_offsets(plan: AttentionPlan) -> np.ndarray:
-    """Int32, head after head."""
+    """Signed offsets, int32, head after head."""
     return np.array([offset for head in _signed(plan) for signs in head for offset in signs], dtype=np.int32)
 
 
@@ -169,13 +169,13 @@ def _offset_counts(plan: AttentionPlan) -> np.ndarray:
 
 @registering("table", TABLES, "offset_begin")
 def _offset_begin(plan: AttentionPlan) -> np.ndarray:
-    """Where the signed offsets of each head begin, and after the last, int32 (H + 1,)."""
+    """Where the signed offsets of each head begin, and the end of the last, int32 (H + 1,)."""
     return np.cumsum([0, *(sum(map(len, head)) for head in _signed(plan))]).astype(np.int32)
 
 
 @registering("table", TABLES, "pair_distances")
 def _pair_distances(plan: AttentionPlan) -> np.ndarray:
-    """Of the N - o pairs (j, j + o) of each offset, head after head, float32 (C, pairs)."""
+    """Distances of the N - o pairs (j, j + o) of each offset, head after head, float32 (C, pairs)."""
     positions = _positions(plan)
     blocks = [
         np.abs(positions[..., offset:] - positions[..., : plan.num_tokens - offset]).sum(1)

@@ -1,6 +1,6 @@
 """One call of attention as a value, and what several backends make from it: masks, positions, decay.
 
-Shape letters as in `ops`, and n patches that are there, T = P + n, K places of a list of keys.
+Shape letters as in `ops`, and n visible patches, T = P + n, K places of a list of keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .decay import decay_weights, prefix_weights
 class AttentionRequest(NamedTuple):
     """One call of attention.
 
-    Fields from `bias` on restrict or extend what the plan says, where they are not None.
+    Fields from `bias` on restrict or extend what the plan says, if they are not None.
 
     Args:
         q, k, v: (B, H, T, D).
@@ -28,19 +28,19 @@ class AttentionRequest(NamedTuple):
         scale: factor of the logits, default D ** -0.5.
         dropout_p: dropout probability of the attention weights.
         bias: added to the logits after decay and support, broadcastable to (B, H, T, T): relative positions, padding.
-        token_ids: int64 (B, n) where the tokens after the prefix are not all patches of the grid in raster order but
-            these of them, others in each image (masked autoencoders, token pruning). Support and decay go by where
-            the patches lie in the grid. -1 is a token that lies nowhere in it, and is treated like a prefix token.
-        keep_mask: (B, T), 1 for keys that stay and 0 for those that are dropped, with a gradient for both; a query sees
-            itself in any case (attention masking of DynamicViT, Rao et al. 2021).
-        key_ids: integers (B, H, n, K), the tokens that each patch of each image sees, prefix tokens counted, -1 where
-            it sees fewer than K; the support is dense.
-        renormalise: the softmax runs over the keys of `key_ids`; False: over all keys, and the weights of those that
-            are not listed are set to 0.
+        token_ids: int64 (B, n), which patches of the grid the tokens after the prefix are, if they are not all of them
+            in raster order. They differ between images (masked autoencoders, token pruning). Support and decay use the
+            places of the patches in the grid. -1 is a token without a place, and is treated like a prefix token.
+        keep_mask: (B, T), 1 for keys that stay and 0 for keys that are dropped, with a gradient for both. A query
+            always sees itself (attention masking of DynamicViT, Rao et al. 2021).
+        key_ids: integers (B, H, n, K), the tokens that each patch of each image sees, counted with the prefix; -1 fills
+            the list of a patch that sees fewer than K. The support is then dense.
+        renormalise: True: the softmax runs over the keys of `key_ids`. False: it runs over all keys, and the weights of
+            keys that are not listed are then set to 0.
         top_k: a query keeps this number of keys, those of its largest logits.
         need_weights: also return the attention weights.
-        weight_rows: with `need_weights`, return only the weights of this many first tokens, which are prefix tokens;
-            they are those before dropout, and not all weights are formed.
+        weight_rows: with `need_weights`, return only the weights of the first `weight_rows` tokens, which are prefix
+            tokens. They are the weights before dropout, and not all weights are formed.
     """
 
     q: Tensor
@@ -61,7 +61,7 @@ class AttentionRequest(NamedTuple):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """float32 for half precision, else the dtype of q: logits, decay and softmax are never in half precision."""
+        """The dtype of q, but float32 for half precision: logits, decay and softmax are never in half precision."""
         return torch.promote_types(self.q.dtype, torch.float32)
 
     @property
@@ -76,7 +76,7 @@ class AttentionRequest(NamedTuple):
 
     @property
     def drops_after_softmax(self) -> bool:
-        """Whether the softmax runs over all keys, and keys that are not listed lose their weights after it."""
+        """Whether the softmax runs over all keys, after which keys that are not listed lose their weights."""
         return self.key_ids is not None and not self.renormalise
 
     @property
@@ -148,7 +148,7 @@ def listed_mask(key_ids: Tensor, num_prefix_tokens: int, total: int) -> Tensor:
 
 
 def _subset_mask(plan: AttentionPlan, token_ids: Tensor) -> Tensor:
-    """Mask (B, H, T, T) of some patches of the grid, (B, n), each image's own; one at -1 sees and is seen by all."""
+    """Mask (B, H, T, T) for `token_ids` (B, n); a token with -1 sees all tokens and is seen by all."""
     prefix, patches = plan.num_prefix_tokens, token_ids.clamp_min(0)
     if plan.pairs is None:
         attended = plan_table(plan, "attended", token_ids.device)
@@ -158,14 +158,14 @@ def _subset_mask(plan: AttentionPlan, token_ids: Tensor) -> Tensor:
         whole = plan_table(plan, "mask", token_ids.device)
         mask = whole[:, places.unsqueeze(-1), places.unsqueeze(-2)].transpose(0, 1)
     mask = mask | off_grid_pairs(token_ids).unsqueeze(1)
-    if not prefix:  # a patch none of whose keys is there attends to itself
+    if not prefix:  # a patch without any visible key attends to itself
         alone = ~mask.any(-1, keepdim=True)
         mask = mask | (alone & torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device))
     return F.pad(mask, (prefix, 0, prefix, 0), value=True)
 
 
 def off_grid_pairs(token_ids: Tensor) -> Tensor:
-    """Mask (B, n, n) of the pairs with a token that lies nowhere in the grid."""
+    """Mask (B, n, n) of the pairs with a token that has no place in the grid."""
     off_grid = token_ids < 0
     return off_grid.unsqueeze(-1) | off_grid.unsqueeze(-2)
 
@@ -174,9 +174,9 @@ def off_grid_pairs(token_ids: Tensor) -> Tensor:
 
 
 def token_positions(request: AttentionRequest) -> Tensor:
-    """Positions (C, A, N) that the decay measures distances along; (C, A, B, n) where `token_ids` says which patches.
+    """Positions (C, A, N) that the decay measures distances along; (C, A, B, n) with `token_ids`.
 
-    Those of a token that lies nowhere in the grid mean nothing.
+    The positions of a token without a place in the grid have no meaning.
     """
     assert request.decay is not None
     positions = decay_positions(request.plan, request.decay, request.q.device)
@@ -189,7 +189,7 @@ def key_lists(request: AttentionRequest) -> Tensor:
 
 
 def listed_decay(request: AttentionRequest, key_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """M at the listed pairs, (1 or B, H, n, K); what it is at places without a key has no effect."""
+    """M at the listed pairs, (1 or B, H, n, K). Its value at places without a key has no effect."""
     assert request.decay is not None
     prefix, positions = request.plan.num_prefix_tokens, token_positions(request)
     patches = (key_ids - prefix).clamp_min(0).long()

@@ -18,7 +18,7 @@ logger = logging.getLogger("hf_sparseprior.ops")
 
 
 class Crossover(NamedTuple):
-    """Where a sparse path begins to beat the dense path that it replaces."""
+    """From where on a sparse path is faster than the dense path that it replaces."""
 
     tokens: int  # the fewest patches
     density: float  # the largest share of the pairs
@@ -52,18 +52,20 @@ def register_backend(
     dense: bool = False,
     crossovers: Mapping[CrossoverKey, Crossover] | None = None,
 ) -> None:
-    """Add a way to run attention: to the choice, to `backend=` and SPARSEPRIOR_BACKEND, to tests and benchmark.
+    """Add a backend to the choice, to `backend=` and SPARSEPRIOR_BACKEND, to tests and to the benchmark.
 
     Args:
-        name: what it is called everywhere.
-        can_run: None if it can run a request, else why not, as half a sentence.
-        run: output (B, H, T, D) in the dtype of q, and the weights (B, H, T, T) if `request.needs_all_weights`, else
-            None. It agrees with `reference`, forward and backward. The first line of its docstring describes it.
-        priority: of those that can run and are not slower than dense attention, the highest runs. The package's own
-            are from 0, `reference`, to 50.
-        dense: it forms all pairs; the dense backend of the highest priority that can run is what others compete with.
+        name: its name everywhere.
+        can_run: returns None if it can run a request, otherwise why not, as half a sentence.
+        run: returns the output (B, H, T, D) in the dtype of q, and the weights (B, H, T, T) if
+            `request.needs_all_weights`, otherwise None. It agrees with `reference`, forward and backward. The first
+            line of its docstring describes it.
+        priority: of the backends that can run and are not slower than dense attention, the one with the highest
+            priority runs. The package's own have 0 (`reference`) to 50.
+        dense: whether it forms all pairs. The others compete with the dense backend of the highest priority that can
+            run.
         crossovers: from where on it is faster than a dense backend, by (device type, whether gradients are wanted,
-            dense backend); without an entry it counts as faster everywhere.
+            dense backend). Without an entry it counts as faster everywhere.
 
     Raises:
         ValueError: if the name is taken.
@@ -83,7 +85,7 @@ def unregister_backend(name: str) -> None:
 def slower_than_dense(
     backend: Backend, plan: AttentionPlan, device_type: str, trains: bool, dense_path: str, listed: int | None = None
 ) -> str | None:
-    """Why a backend would be slower than the dense backend `dense_path`, None if it would not.
+    """Why a backend would be slower than the dense backend `dense_path`; None if it would not.
 
     `listed` is how many keys a predictor has listed for each patch.
     """
@@ -102,7 +104,7 @@ def slower_than_dense(
 
 
 def forced_backend(backend: str) -> tuple[str, str]:
-    """Who forces a backend, and its name; "auto" where nobody does. An unknown name is a ValueError."""
+    """What forces a backend, and its name ("auto" if nothing does). An unknown name is a ValueError."""
     source = "backend"
     if backend == "auto" and (forced := os.environ.get("SPARSEPRIOR_BACKEND")):
         source, backend = "SPARSEPRIOR_BACKEND", forced
@@ -114,8 +116,8 @@ def forced_backend(backend: str) -> tuple[str, str]:
 def choose_backend(request: AttentionRequest, backend: str = "auto") -> str:
     """Name of the backend to run.
 
-    `backend` forces one, else the environment variable SPARSEPRIOR_BACKEND does, else the fastest that can run is
-    taken. A forced backend that cannot run is an error, never another backend.
+    `backend` forces one, or else the environment variable SPARSEPRIOR_BACKEND does. Otherwise the fastest that can run
+    is taken. A forced backend that cannot run is an error; it is never replaced by another.
     """
     source, backend = forced_backend(backend)
     if backend != "auto":

@@ -58,22 +58,22 @@ def reference(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
 
 
 def _pair_presence(keep_mask: Tensor) -> Tensor:
-    """G (B, 1, T, T) of keep_mask (B, T): 1 where a query sees a key, itself always."""
+    """G (B, 1, T, T) of keep_mask (B, T): 1 where a query sees a key. A query always sees itself."""
     eye = torch.eye(keep_mask.shape[1], dtype=keep_mask.dtype, device=keep_mask.device)
     return (keep_mask.unsqueeze(1) + (1.0 - keep_mask.unsqueeze(1)) * eye).unsqueeze(1)
 
 
 def _softmax_of_present(logits: Tensor, presence: Tensor) -> Tensor:
-    """exp(logit) G over its sum, so that a dropped key has a gradient too (attention masking, Rao et al. 2021).
+    """exp(logit) G divided by its sum, so that a dropped key has a gradient too (attention masking, Rao et al. 2021).
 
-    The published code adds 1e-6 to every sum; here sums are kept above it, so nothing changes where nothing is dropped.
+    The published code adds 1e-6 to every sum. Here sums are kept above 1e-6, so nothing changes if nothing is dropped.
     """
     weights = torch.exp(logits - logits.detach().amax(-1, keepdim=True)) * presence.to(logits.dtype)
     return weights / weights.sum(-1, keepdim=True).clamp_min(1e-6)
 
 
 def _decayed_logits(decay: dict[str, Any], decay_HTT: Tensor, logits: Tensor) -> Tensor:
-    """The logits with alpha, and with M where it acts before the softmax (`decay.PLACEMENTS`)."""
+    """The logits with alpha, and with M if it acts before the softmax (`decay.PLACEMENTS`)."""
     placement, alpha_H = decay_placement(decay), decay.get("alpha")
     alpha = None if alpha_H is None else alpha_H.to(logits.dtype).view(-1, 1, 1)
     if placement in ("multiply", "residual"):
@@ -84,7 +84,7 @@ def _decayed_logits(decay: dict[str, Any], decay_HTT: Tensor, logits: Tensor) ->
 
 
 def _decayed_weights(decay: dict[str, Any], decay_HTT: Tensor, weights: Tensor, mask: Tensor | None) -> Tensor:
-    """The softmax's weights with M where it acts after the softmax; pairs outside the support stay as they are."""
+    """The softmax's weights, with M if it acts after the softmax. Pairs outside the support stay as they are."""
     placement = decay_placement(decay)
     if placement == "multiply_after":
         return weights * (decay_HTT if mask is None else decay_HTT.masked_fill(~mask, 1.0))
@@ -95,7 +95,7 @@ def _decayed_weights(decay: dict[str, Any], decay_HTT: Tensor, weights: Tensor, 
 
 
 def dense_decay(request: AttentionRequest, dtype: torch.dtype) -> Tensor:
-    """M with the prefix rows and columns, (H, T, T); (B, H, T, T) where each image has its own patches."""
+    """M with the prefix rows and columns, (H, T, T); (B, H, T, T) if each image has its own patches."""
     assert request.decay is not None
     weights = decay_mask(request.decay, token_positions(request), dtype)
     gamma_H = prefix_weights(request.decay, dtype)
@@ -136,7 +136,7 @@ def leading_weights(request: AttentionRequest, rows: int) -> Tensor:
 
 
 def sdpa_can_run(request: AttentionRequest) -> str | None:
-    """What torch's own attention cannot do."""
+    """None, or which part of the request torch's own attention cannot do."""
     if request.decay is not None:
         return "a decay multiplies the logits, which scaled_dot_product_attention cannot do"
     if request.plan.offsets is not None and request.plan.mask_fill == "zero":
@@ -153,9 +153,9 @@ def sdpa_can_run(request: AttentionRequest) -> str | None:
 
 
 def sdpa(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
-    """torch's own dense attention, with a boolean mask where there is a support."""
+    """torch's own dense attention, with a boolean mask if there is a support."""
     mask = pair_mask(request)
-    if mask is not None and mask.dim() == 3:  # torch would leave its fused CPU kernel for one two to five times slower
+    if mask is not None and mask.dim() == 3:  # otherwise torch takes a CPU kernel two to five times slower
         mask = mask.unsqueeze(0)
     if request.bias is not None:
         bias = request.bias.to(request.q.dtype)

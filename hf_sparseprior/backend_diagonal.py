@@ -31,9 +31,9 @@ def diagonal_can_run(request: AttentionRequest) -> str | None:
 def diagonal(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
     """Attention along diagonals with PyTorch operations only; nothing grows with N x N.
 
-    For each head and signed offset o, rows j meet keys j + o as two contiguous slices. Logits of a head are gathered
-    as columns [prefix | offsets], one softmax runs over them. Prefix rows see everything and are P rows of dense
-    attention.
+    For each head and signed offset o, rows j and keys j + o are two contiguous slices. The logits of a head are
+    collected as columns [prefix | offsets], and one softmax runs over them. Prefix rows see everything: they are P rows
+    of dense attention.
     """
     plan, dtype = request.plan, request.compute_dtype
     assert plan.offsets is not None
@@ -45,7 +45,7 @@ def diagonal(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
     gamma_H = prefix_weights(request.decay, dtype) if request.decay is not None else None
     positions = None if request.decay is None else token_positions(request)
     heads, dense_weights = [], []
-    # Unbinding first keeps the backward of a slice as large as one head, not as all of them.
+    # With unbinding first, the gradient of a slice is as large as one head and not as all heads.
     for head, (q_BTD, k_BTD, v_BTD) in enumerate(zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True)):
         gamma = None if gamma_H is None else gamma_H[head]
         out, weights = _diagonal_head(request, positions, head, q_BTD, k_BTD, v_BTD, gamma)
@@ -76,7 +76,7 @@ def _diagonal_head(
     v: Tensor,
     gamma: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The patch rows of one head: q scaled, k, v (B, T, D) -> out (B, N, D), weights (B, N, T) if they are wanted."""
+    """The patch rows of one head: (scaled q, k, v (B, T, D)) -> out (B, N, D), weights (B, N, T) if they are wanted."""
     plan = request.plan
     assert plan.offsets is not None
     offsets, prefix, tokens = plan.offsets[head], plan.num_prefix_tokens, plan.num_tokens
@@ -106,8 +106,8 @@ def _diagonal_head(
         parts.insert(0, prefix_logits if gamma is None else prefix_logits * gamma)
     scores = torch.cat(parts, -1)  # (B, N, P + K)
     if plan.mask_fill == "zero":
-        # softmax over T logits of which those outside the support are 0. A key in the support gets exp(s), every key
-        # outside gets exp(0): the sum of all v takes the floor, the support the rest.
+        # The softmax is over T logits, and logits outside the support are 0. A key in the support has exp(s), every key
+        # outside has exp(0). So the sum of all v is weighted by the floor, and the support adds the rest.
         inside = ~torch.isneginf(scores)
         outside = plan.total - inside.sum(-1, keepdim=True)
         highest = scores.detach().amax(-1, keepdim=True)
@@ -145,7 +145,7 @@ def _offset_weights(
 def _scatter_weights(
     probs: Tensor, floor: Tensor | None, columns: Sequence[tuple[int, int, int]], prefix: int, tokens: int
 ) -> Tensor:
-    """Attention weights (B, N, T) of patch rows, only made when a caller asks to see them."""
+    """Attention weights (B, N, T) of patch rows, made only if a caller asks for them."""
     dense = probs.new_zeros(*probs.shape[:2], prefix + tokens)
     dense[..., :prefix] = probs[..., :prefix]
     patches = dense[..., prefix:]
@@ -155,8 +155,8 @@ def _scatter_weights(
     return dense if floor is None else dense + floor
 
 
-# CPU: measured on two cores in float32, interleaved, medians: Fibottention, 3 to 12 heads of 16 to 64, batches of 2 to
-# 64. A pair costs ten times what it costs cpp. CUDA: not measured; hundreds of small launches take milliseconds.
+# CPU: medians, measured interleaved on two cores in float32 with Fibottention, 3 to 12 heads of 16 to 64, batches of 2
+# to 64. A pair costs ten times as much as with cpp. CUDA: not measured; hundreds of small launches take milliseconds.
 register_backend(
     "diagonal",
     can_run=diagonal_can_run,

@@ -54,8 +54,8 @@ GATHERED_BLOCK = 1 << 22  # numbers in the gathered keys of a block
 class GatheredAttention(torch.autograd.Function):
     """softmax(q k^T * factor) v over lists of keys, one block of rows at a time, so that few keys are copied at once.
 
-    q: (B, H, N, D), scaled; k, v: (B, H, T, D); key_ids: integers (1 or B, H, N, K), -1 where there is none, at least
-    one key a row; factor: (1 or B, H, N, K) or None. Returns (B, H, N, D).
+    q: (B, H, N, D), scaled. k, v: (B, H, T, D). key_ids: integers (1 or B, H, N, K), -1 for no key, at least one key in
+    each row. factor: (1 or B, H, N, K) or None. Returns (B, H, N, D).
     """
 
     @staticmethod
@@ -67,14 +67,14 @@ class GatheredAttention(torch.autograd.Function):
 
     @staticmethod
     def gathered(tokens: Tensor, places: Tensor) -> Tensor:
-        """(B, H, T, D) at places (B, H, R, K) in all B H T rows: (B, H, R, K, D)."""
+        """Rows of (B, H, T, D) at places (B, H, R, K), which count all B H T rows: (B, H, R, K, D)."""
         return tokens.reshape(-1, tokens.shape[-1])[places]
 
     @staticmethod
     def block(
         q: Tensor, k: Tensor, key_ids: Tensor, factor: Tensor | None, rows: slice
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Of some rows: queries, gathered keys, where in all rows of k they are, their dot products, probabilities."""
+        """For some rows: queries, gathered keys, their places in all rows of k, their dot products, probabilities."""
         batch, heads, total = k.shape[:3]
         own = key_ids[:, :, rows].long().expand(batch, -1, -1, -1)
         places = own.clamp_min(0) + total * torch.arange(batch * heads, device=k.device).view(batch, heads, 1, 1)
@@ -122,8 +122,9 @@ class GatheredAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None, grad_factor
 
 
-# CPU: keys of a predictor, 64 to 2304 patches, 6 heads of 64, on one busy core (`tasks.benchmark.predictor`); copying a
-# key costs as much as thirty to fifty dense ones. CUDA: not measured.
+# CPU: measured with keys of a predictor, 64 to 2304 patches, 6 heads of 64, on one busy core
+# (`tasks.benchmark.predictor`). Copying a key costs as much as thirty to fifty keys of dense attention. CUDA: not
+# measured.
 register_backend(
     "gather",
     can_run=gather_can_run,

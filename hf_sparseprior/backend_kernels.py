@@ -25,7 +25,7 @@ from .decay import DECAYS, prefix_weights
 
 
 def _kernel_can_run(request: AttentionRequest) -> str | None:
-    """What the compiled kernels along diagonals, and over all pairs with a decay, have in common."""
+    """None, or what none of the compiled kernels along diagonals and over all pairs with a decay can do."""
     if request.plan.offsets is None and request.decay is None:
         return "dense attention without a decay is what scaled_dot_product_attention is for"
     if reason := needs_all_logits(request) or leaves_diagonals(request):
@@ -38,7 +38,7 @@ def _kernel_can_run(request: AttentionRequest) -> str | None:
 
 
 def cpp_can_run(request: AttentionRequest) -> str | None:
-    """What the C++ kernels cannot do."""
+    """None, or which part of the request the C++ kernels cannot do."""
     if request.has_lists:
         return gather_can_run(request) or kernels_missing() or diagonal_cpu.can_run(request.q)
     if request.plan.offsets is None and request.dropout_p > 0:
@@ -47,7 +47,7 @@ def cpp_can_run(request: AttentionRequest) -> str | None:
 
 
 def triton_can_run(request: AttentionRequest) -> str | None:
-    """What the Triton kernels cannot do."""
+    """None, or which part of the request the Triton kernels cannot do."""
     return _kernel_can_run(request) or triton_device.can_run(request.q)
 
 
@@ -110,7 +110,7 @@ def _listed_kernel(request: AttentionRequest) -> Tensor:
 
 
 def _diagonal_kernel(request: AttentionRequest, kernel: Callable[..., Tensor], heads_table: str) -> Tensor:
-    """Attention along diagonals; `heads_table` says how the kernel wants to know which offsets a head has."""
+    """Attention along diagonals. `heads_table` names the table by which the kernel knows the offsets of a head."""
     plan, device = request.plan, request.q.device
     weights = {}
     if request.decay is not None:
@@ -138,9 +138,9 @@ def _diagonal_kernel(request: AttentionRequest, kernel: Callable[..., Tensor], h
     )
 
 
-# Measured on two cores in float32, interleaved, medians: Fibottention and windows of growing width, 4 to 1024 patches,
-# 6 heads of 64, batches of 1 to 8. Over lists of keys, 2 to 50 % of them, 64 to 1024 patches, on one busy core, the
-# same limits came out.
+# Medians, measured interleaved on two cores in float32: Fibottention and windows of growing width, 4 to 1024 patches, 6
+# heads of 64, batches of 1 to 8. The same limits came out for lists of keys (2 to 50 % of the keys, 64 to 1024 patches,
+# on one busy core).
 register_backend(
     "cpp",
     can_run=cpp_can_run,

@@ -62,13 +62,13 @@ def check_within(name: str, value: Any, low: float, high: float, allowed: str) -
 
 
 def check_boolean(name: str, value: Any) -> bool:
-    """`value` as a Python bool; nothing but True and False passes."""
+    """`value` as a Python bool. Only True and False pass."""
     if not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"{name}={value!r} must be True or False")
     return bool(value)
 
 
 def check_not_both(name: str, value: Any, pruning_ratio: float | None) -> None:
-    """Raise if a number is given and a pruning ratio, which decides it, as well."""
+    """Raise if both a number and the pruning ratio that decides it are given."""
     if value is not None and pruning_ratio is not None:
         raise ValueError(f"{name}={value!r} and pruning_ratio={pruning_ratio!r} cannot both be given")

@@ -1,4 +1,4 @@
-"""The package's compiled kernels, for files that a saved model carries: None where the package is not installed."""
+"""The package's compiled kernels, for the files that a saved model carries. They are None without the package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ except ImportError:
     INSTALLED_VERSION = None  # type: ignore[assignment]
     decayed_cpu = diagonal_cpu = listed_cpu = predicted_cpu = triton_device = None  # type: ignore[assignment]
 
-# The kernels' interface that this code was written for: a saved model may meet an installed package of another version.
+# The kernels' interface that this code was written for. The installed package may have another version than a saved
+# model.
 EXPECTED_VERSION = 1
 
 

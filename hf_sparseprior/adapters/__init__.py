@@ -1,4 +1,4 @@
-"""Priors on models that were made without them: stock transformers models, and peft, imported only where it is used."""
+"""Priors on models that were made without one: stock transformers models, and adapters of peft, imported on use."""
 
 from hf_sparseprior.adapters.lora import lora_config
 

@@ -16,12 +16,12 @@ from torch import nn
 
 from hf_sparseprior.adapters.stock_families import VIT_NAMES, ProjectionNames, stock_projections
 
-# The modules that hold a learned decay's scalars and an extra or a mixer, and what classifiers are called in ours and
-# in transformers' models.
+# Names of the modules that hold a learned decay's scalars, an extra or a mixer, and names of classifiers in our and in
+# transformers' models.
 DECAY = "decay_bias"
 EXTRA = re.compile(r"(?:.*\.)?(?:(?:relative_position|locality|token_pruning)\.\w+|(?:attention|sparse_prior)\.mixer)")
 CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier", "token_classifier")
-# Encoder layers: `decoder_layers` (ViTMAE, VideoMAE) and attention pooling (`head` of SigLIP) are no match, and text
+# Encoder layers. `decoder_layers` (ViTMAE, VideoMAE) and attention pooling (`head` of SigLIP) do not match, and text
 # encoders (CLIP, SigLIP) are left out by name.
 LAYER = r"(?!(?:.*\.)?text_model\.)(?:.*\.)?(?:layers?|blocks)\.\d+\."
 
@@ -52,7 +52,7 @@ def lora_config(
         model: what will be adapted; one that has adapters already may get another.
         rank: r of the update B A, of 1 or more; None: 8.
         alpha: the update is scaled by alpha / rank; None: alpha = rank, as in HF's image classification guide.
-        dropout: of the update's input, in [0, 1).
+        dropout: dropout probability of the update's input, in [0, 1).
         use_dora: learn the magnitude of each output separately.
         targets: "query+value", "attention" (query, key, value, output), "attention+mlp", or a list of module names or
             their ends; None: "query+value".
@@ -60,9 +60,9 @@ def lora_config(
         options: other fields of `LoraConfig`.
 
     Raises:
-        ImportError: without peft, with what to install.
+        ImportError: without peft; the message says what to install.
         ValueError: for a bad value, a target that is not in the model, a family whose names are not known, and for a
-            parameter in `modules_to_save`, which peft passes over in silence.
+            parameter in `modules_to_save`, which peft would silently ignore.
     """
     check_settings(rank, alpha, dropout, targets)
     peft = import_peft()
@@ -93,7 +93,7 @@ def import_peft() -> Any:
 
 
 def classifier_names(model: nn.Module) -> list[str]:
-    """Names of the modules that classify, [] for a model without (a backbone, or one with no labels)."""
+    """Names of the modules that classify; [] for a model without one (a backbone, or a model with no labels)."""
     return _named(model, CLASSIFIERS)
 
 
@@ -114,7 +114,7 @@ def _named(model: nn.Module, ends: Sequence[str]) -> list[str]:
 def check_settings(
     rank: int | None, alpha: float | None, dropout: float, targets: str | Sequence[str] | None, where: str = ""
 ) -> None:
-    """Raise ValueError for a value that `lora_config` cannot take; `where` goes in front of the field's name."""
+    """Raise ValueError for a value that `lora_config` cannot take. `where` is put before the field's name."""
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
         raise ValueError(f"{where}rank={rank!r} must be an integer of 1 or more")
     if alpha is not None and not (_is_number(alpha) and 0 < alpha < math.inf):
@@ -140,7 +140,7 @@ def known_projections() -> dict[str, ProjectionNames]:
 
 
 def _target_names(model: nn.Module, names: Sequence[str], targets: str | Sequence[str] | None) -> list[str]:
-    """Full names: an end such as `out_proj` would also match modules that LoRA cannot or should not adapt."""
+    """Full names, because an end such as `out_proj` would also match modules that LoRA cannot or should not adapt."""
     if targets is None or isinstance(targets, str):
         known = known_projections()
         if (projections := known.get(_model_type(model))) is None:

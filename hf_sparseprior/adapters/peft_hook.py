@@ -1,9 +1,9 @@
-"""peft learns of our adapters when it is imported; this package never imports it by itself.
+"""Registers our adapters with peft when peft is imported. This package never imports peft by itself.
 
-peft has no entry points for others' methods, so the import of peft is watched for: `import hf_sparseprior` puts a
-finder into `sys.meta_path`, which finds peft once, imports `adapters.violin` after it, and takes itself out again. What
-that changes in peft is at the end of `adapters.violin`: five entries in peft's registries (`register_peft_method` takes
-no name outside peft's own list), and one method of `BaseTuner`, wrapped by a check that raises or returns what peft
+peft has no entry points for methods of other packages, so we wait for its import. `import hf_sparseprior` puts a finder
+into `sys.meta_path`, which finds peft once, imports `adapters.violin` after it, and removes itself. The end of
+`adapters.violin` shows what that changes in peft: five entries in peft's registries (`register_peft_method` takes no
+name outside peft's own list), and one method of `BaseTuner`, wrapped by a check that raises or returns what peft
 returned.
 """
 
@@ -43,7 +43,7 @@ class AfterPeft(MetaPathFinder):
 
 
 def register_with_peft() -> None:
-    """Register now if peft is loaded, else as soon as it is."""
+    """Register now if peft is loaded, otherwise as soon as it is."""
     if "peft" in sys.modules:
         importlib.import_module("hf_sparseprior.adapters.violin")
     elif not any(isinstance(finder, AfterPeft) for finder in sys.meta_path):

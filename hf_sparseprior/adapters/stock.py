@@ -1,10 +1,10 @@
 """Priors on stock transformers models, in place: `apply_prior(model, prior)`, undone by `remove_prior(model)`.
 
 Stock attention modules ask `AttentionInterface` for the function that their config names. Each one gets a copy of its
-config that names ours, and next to its projections a `StockPrior`, which holds the decay's scalars and knows support,
-layer and grid. The model's own config is not touched: a second model that shares it stays as it is, and
-`set_attn_implementation` cannot turn the prior off. Nor is any class of transformers: `save_pretrained` is replaced in
-this one model.
+config that names our function. Next to its projections it gets a `StockPrior`, which holds the decay's scalars and
+knows support, layer and grid. The model's own config is not changed: a second model that shares it stays as it is, and
+`set_attn_implementation` cannot turn the prior off. No class of transformers is changed either: `save_pretrained` is
+replaced in this one model.
 """
 
 from __future__ import annotations
@@ -39,21 +39,22 @@ from hf_sparseprior.resolved import ResolvedPrior
 
 
 def apply_prior(model: PreTrainedModel, prior: str | dict[str, Any]) -> PreTrainedModel:
-    """Give a stock transformers vision model a prior, in place; its weights stay as they are.
+    """Give a stock transformers vision model a prior, in place. Its weights stay as they are.
 
     Decays start where they change nothing (alpha = 1, beta = 20: the model's output to 1e-5), unless their `init` says
     otherwise. Call it on the model that is saved, not on a part of it, and before an optimizer is made.
 
     Args:
-        model: ViT, DeiT, ViT-MSN, DINOv2, DINOv3, BEiT, CLIP, SigLIP, ViTMAE, I-JEPA, VideoMAE or Swin, any head; of a
-            peft model its base model gets the prior.
-        prior: as in `SparsePriorViTConfig`; extras within attention only, and not on ViTMAE and VideoMAE.
+        model: ViT, DeiT, ViT-MSN, DINOv2, DINOv3, BEiT, CLIP, SigLIP, ViTMAE, I-JEPA, VideoMAE or Swin, any head. In a
+            peft model the base model gets the prior.
+        prior: as in `SparsePriorViTConfig`. Extras must be within attention, and not on ViTMAE and VideoMAE.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: for a bad prior, a model that has one, or one that cannot take one: which module, and why.
+        ValueError: for a bad prior, a model that has a prior, or a model that cannot take one; the message says which
+            module, and why.
     """
     target: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     if priors := stock_priors(target):
@@ -89,13 +90,13 @@ def attach(model: nn.Module, slots: dict[str, Any], for_adapters: bool = False) 
         for_adapters: as in `StockPrior`.
 
     Raises:
-        ValueError: for a bad prior, or a model that cannot take one; it is left as it was.
+        ValueError: for a bad prior, or a model that cannot take one. The model is left as it was.
     """
     encoder = find_encoder(model)
     _check_extras(slots, encoder.family)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     layout = TokenLayout(encoder.family, encoder.num_prefix_tokens, layers)
-    # All of them before the first is put in place: a refused setting must leave the model alone.
+    # All are made before the first is put in place, because a refused setting must leave the model alone.
     priors = [
         StockPrior(
             num_heads_of(module),
@@ -160,7 +161,7 @@ def _check_mixer(prior: ResolvedPrior, head_dim: int, family: StockFamily) -> No
 
 
 def _with_identity(slots: dict[str, Any]) -> dict[str, Any]:
-    """The slots with a decay that starts where it changes nothing, unless it says otherwise."""
+    """The slots, in which a decay without `init` starts where it changes nothing."""
     decay = slots["decay"]
     if not isinstance(decay, (str, Mapping)) or decay == "none":
         return slots

@@ -23,7 +23,7 @@ from hf_sparseprior.resolved import ResolvedPrior
 IMPLEMENTATION = "sparse_prior"  # the name in `AttentionInterface`, and in config.json of models saved with a prior
 OLD_IMPLEMENTATIONS = ("fibottention", "violin")  # what older folders say, whatever support or decay they have
 PRIOR_MODULE = "sparse_prior"  # what an attention module calls the module that holds its prior
-MARKER = "needs_hf_sparseprior"  # a buffer: where weights of a model with a prior are loaded without it, it is reported
+MARKER = "needs_hf_sparseprior"  # a buffer that is reported when a model with a prior is loaded without it
 RECORD = "sparse_prior"  # the field of config.json that says which prior a saved model has
 
 
@@ -32,9 +32,9 @@ class StockPrior(PriorAttention):
 
     Args:
         num_heads, prior, layer_idx, head_dim: as in `PriorAttention`.
-        layout: of the model's tokens, shared by its layers.
+        layout: layout of the model's tokens, shared by its layers.
         config: the config that the attention module came with.
-        for_adapters: it is there for adapters alone; without an active one the module's own attention runs.
+        for_adapters: whether it serves adapters alone; without an active one the module's own attention runs.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StockPrior(PriorAttention):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if not self.for_adapters:
-            state_dict.setdefault(prefix + MARKER, getattr(self, MARKER))  # state dicts of before have none
+            state_dict.setdefault(prefix + MARKER, getattr(self, MARKER))  # state dicts of earlier versions have none
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -104,7 +104,7 @@ class Applied:
 
     prior: the first layer's, resolved.
     attention: names of the attention modules, in the order of the layers.
-    handles: of the hooks.
+    handles: handles of the hooks.
     """
 
     prior: ResolvedPrior
@@ -143,10 +143,10 @@ def prior_attention(
             broadcastable.
 
     Returns:
-        (B, T, H, D), and the weights (B, H, T, T) where they are asked for.
+        (B, T, H, D), and the weights (B, H, T, T) if they are asked for.
 
     Raises:
-        RuntimeError: for a module without a prior, which must not run as dense attention unnoticed.
+        RuntimeError: for a module without a prior, which must not silently run as dense attention.
     """
     prior: StockPrior | None = getattr(module, PRIOR_MODULE, None)
     if prior is None:
@@ -177,7 +177,7 @@ def prior_attention(
 
 
 def _no_prior(module: nn.Module) -> str:
-    """Why there is no prior where the config names our attention."""
+    """Why a module whose config names our attention has no prior."""
     if hasattr(getattr(module, "config", None), RECORD):
         return (
             f"{type(module).__name__} was saved with a prior by an earlier version, which has not been loaded: "
@@ -190,7 +190,7 @@ def _no_prior(module: nn.Module) -> str:
 
 
 def _own_attention(module: nn.Module, config: Any) -> Callable:
-    """What a stock module runs with this config, looked up as its forward does."""
+    """The attention that a stock module runs with this config, looked up as in its forward."""
     written_out = sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, written_out)
 
@@ -201,7 +201,7 @@ def _wants_weights(config: Any, kwargs: dict[str, Any]) -> bool:
         return True
     if torch.compiler.is_compiling():
         return False
-    # Where transformers' hooks collect outputs; modules that take no keywords are not told otherwise.
+    # transformers' hooks collect outputs here; modules that take no keywords have no other way to know.
     return "attentions" in (_active_collector.get() or {})
 
 

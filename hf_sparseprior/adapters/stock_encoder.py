@@ -20,7 +20,7 @@ SINGLE_PREFIX_TOKENS = ("cls_token", "class_embedding", "distillation_token")  #
 class Encoder:
     """A stock vision encoder within a model.
 
-    name: of the module that holds embeddings and layers, "" for the model itself.
+    name: name of the module that holds embeddings and layers, "" for the model itself.
     attention: name -> attention module, in the order of the layers.
     """
 
@@ -44,7 +44,7 @@ class Encoder:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The configured patch grid; that of a window where attention runs within windows."""
+        """The configured patch grid, or that of a window if attention runs within windows."""
         config = self.config
         if self.family.windows:
             return config.window_size, config.window_size
@@ -71,7 +71,8 @@ def find_encoder(model: nn.Module) -> Encoder:
     """The one stock vision encoder in a model.
 
     Raises:
-        ValueError: if there is none that takes a prior, saying which module stands in the way and why, or several.
+        ValueError: if there are several, or none that takes a prior; the message says which module prevents it, and
+            why.
     """
     found = [name for name, module in model.named_modules() if type(module).__name__ in STOCK_FAMILIES]
     if len(found) != 1:

@@ -1,6 +1,6 @@
-"""The families of stock transformers models that take a prior: one row each, and nothing else to add for another one.
+"""The families of stock transformers models that take a prior, one row each.
 
-Supporting a further family is one `register_stock_family(StockFamily(...))` and one case in
+A further family needs one `register_stock_family(StockFamily(...))` and one case in
 tests/hf_sparseprior/adapters/stock_models.py, where a test asks for it.
 """
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ProjectionNames:
-    """Names of projections below a transformer layer, which LoRA adapts; names as in transformers 5.
+    """Names of the projections in a transformer layer that LoRA adapts, as in transformers 5.
 
-    query_value, attention, mlp: of `targets` "query+value", "attention" and, with attention, "attention+mlp".
+    query_value, attention, mlp: for `targets` "query+value", "attention" and, with attention, "attention+mlp".
     """
 
     query_value: tuple[str, ...] = ("attention.q_proj", "attention.v_proj")
@@ -41,12 +41,12 @@ VIDEOMAE_NAMES = ProjectionNames(
 class StockFamily:
     """What differs between families.
 
-    name: for people.
-    embeddings, attention: names of the classes of the embeddings, by which a family is found, and of the attention.
-    model_types: values of `config.model_type`, those of configs with a second tower too.
+    name: as error messages show it.
+    embeddings, attention: names of the class of the embeddings, by which a family is found, and of the attention.
+    model_types: values of `config.model_type`, also those of configs with a second tower.
     projections: what LoRA adapts.
     windows: attention runs within square windows, whose size is the number of its tokens.
-    support_stages: the first so many stages take a support, the others stay dense (Fibottention section 4.1).
+    support_stages: how many of the first stages take a support; the others stay dense (Fibottention section 4.1).
     shuffled: the embeddings return (tokens, mask, ids_restore) of a random part of the patches (ViTMAE).
     masked: the embeddings take `bool_masked_pos` and leave these patches out (VideoMAE).
     """
@@ -66,7 +66,7 @@ STOCK_FAMILIES: dict[str, StockFamily] = {}  # by the class of the embeddings
 
 
 def register_stock_family(family: StockFamily) -> None:
-    """Let `apply_prior`, the adapters, `lora_config` and the analyses know a family.
+    """Register a family for `apply_prior`, the adapters, `lora_config` and the analyses.
 
     Raises:
         ValueError: if another family has the same embeddings or model type.

@@ -1,8 +1,9 @@
 """Loading stock models with a prior: by `from_pretrained` of their own class, or by the functions here.
 
-transformers lets others register quantizers, which a `quantization_config` in config.json calls around the loading of
-the weights. `PriorLoader` is one; it quantizes nothing. It is the one place where a stock class's `from_pretrained` can
-be told of a prior without replacing the method. `stock_saving` says what lies in the folder. What happens:
+transformers lets other packages register quantizers. A `quantization_config` in config.json names one, which is called
+around the loading of the weights. `PriorLoader` is one that quantizes nothing. It is the only way for a stock class's
+`from_pretrained` to know about a prior without replacing the method. `stock_saving` says what is in the folder. What
+happens:
 
     folder                             loaded                        result
     any saved with a prior             after the import              the prior is back, whatever `attn_implementation`
@@ -53,7 +54,7 @@ class PriorLoaderConfig(QuantizationConfigMixin):
     """The `quantization_config` of a folder with a prior; the prior itself is in the config's `sparse_prior`."""
 
     quant_method: Any = LOADER
-    dequantize = True  # transformers then takes the quantizer off the loaded model, which is an ordinary one
+    dequantize = True  # transformers then removes the quantizer from the loaded model, which is an ordinary one
 
 
 @register_quantizer(LOADER)
@@ -91,14 +92,14 @@ def from_pretrained(model_class: Any, source: str | os.PathLike, **options: Any)
     Args:
         model_class: a class of transformers, or one of its Auto classes.
         source: folder or name on the hub.
-        options: of `model_class.from_pretrained`.
+        options: arguments of `model_class.from_pretrained`.
 
     Returns:
-        What `model_class.from_pretrained` returns; without a prior in `source` that and nothing more.
+        What `model_class.from_pretrained` returns. Without a prior in `source` nothing is added.
 
     Raises:
         OSError: if the prior's scalars are missing, damaged or of another shape.
-        ValueError: for a `config` that says nothing of the prior.
+        ValueError: for a `config` that does not mention the prior.
     """
     location = {name: options[name] for name in LOCATION_ARGUMENTS if name in options}
     record, config = _saved_record(source, **location), options.get("config")
@@ -119,7 +120,7 @@ def load_prior(model: PreTrainedModel, source: str | os.PathLike, **location: An
     Args:
         model: as `from_pretrained` of a stock class returned it.
         source: folder or name on the hub that it came from.
-        location: `subfolder`, `revision` and the like, as of `from_pretrained`.
+        location: `subfolder`, `revision` and the like, as for `from_pretrained`.
 
     Returns:
         The model.
@@ -143,7 +144,7 @@ def load_prior(model: PreTrainedModel, source: str | os.PathLike, **location: An
 
 
 def _restore(model: PreTrainedModel, record: dict[str, Any], scalars_path: Any) -> None:
-    """Apply a recorded prior, read its scalars, and clear the model's configs of what saving wrote into them."""
+    """Apply a recorded prior, read its scalars, and remove from the model's configs what saving wrote into them."""
     try:
         scalars = load_file(scalars_path)
     except SafetensorError as error:
@@ -183,7 +184,7 @@ def _fill_scalars(model: PreTrainedModel, scalars: dict[str, Tensor], path: Any)
 
 
 def _scalars_next_to(weights: str, name: str) -> str | None:
-    """The file of scalars next to a file of weights; of the hub's, downloaded from the same commit."""
+    """The file of scalars next to a file of weights. On the hub it is downloaded from the same commit."""
     folder = Path(weights).parent
     if (file := folder / SCALARS_FILE).is_file():
         return str(file)
@@ -202,7 +203,7 @@ def _configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
 
 
 def _record_of(model: PreTrainedModel) -> dict[str, Any]:
-    """What a model's configs say of the prior that it was saved with."""
+    """What a model's configs say about the prior that it was saved with."""
     for config in _configs(model):
         if hasattr(config, RECORD):
             return getattr(config, RECORD)
@@ -210,11 +211,11 @@ def _record_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _saved_record(source: str | os.PathLike, **location: Any) -> dict[str, Any] | None:
-    """What config.json says of the prior of a saved model; None for one without, and for a folder of an adapter."""
+    """What config.json says about a saved model's prior; None without a prior, and for a folder of an adapter."""
     try:
         return PreTrainedConfig.get_config_dict(source, **location)[0].get(RECORD)
     except OSError:
-        return None  # whoever loads the model says better what is missing
+        return None  # the loading of the model has a better message for what is missing
 
 
 def _is_ours(quantization_config: Any) -> bool:

@@ -1,7 +1,7 @@
 """Saving stock models with a prior.
 
 config.json                the stock model's, with the prior (`sparse_prior`), our attention (`attn_implementation`) and
-                           who puts the prior back (`quantization_config`, see `stock_loading`)
+                           the loader that puts the prior back (`quantization_config`, see `stock_loading`)
 model.safetensors          the stock weights, and a marker in each layer that a load without the prior reports
 sparse_prior.safetensors   the prior's learned scalars
 
@@ -33,7 +33,7 @@ from hf_sparseprior.adapters.stock_attention import (
 from hf_sparseprior.files import write_bytes
 
 SCALARS_FILE = "sparse_prior.safetensors"
-SAVED_MODULES = ("decay_bias", "predictor", "mixer", "relative_position")  # what else a `StockPrior` holds is adapters'
+SAVED_MODULES = ("decay_bias", "predictor", "mixer", "relative_position")  # all else belongs to adapters
 LOADER = "sparse_prior"  # `quant_method` of the quantizer in `stock_loading`
 
 
@@ -44,18 +44,19 @@ def save_with_prior(
     state_dict: dict[str, Tensor] | None = None,
     **options: Any,
 ) -> Any:
-    """`save_pretrained` of a model with a prior: its class's, with the prior in config.json and its scalars in a file.
+    """Save a model with a prior as its class does, with the prior in config.json and its scalars in a file.
 
-    `bind_saving` makes it the method of one model; the classes of transformers keep theirs.
+    `bind_saving` makes this the `save_pretrained` of one model. The classes of transformers keep theirs.
 
     Raises:
-        ValueError: for a model that has an adapter too, and for a part, or a whole, of what `apply_prior` was given.
+        ValueError: for a model that also has an adapter, and if the model is only a part of the one that `apply_prior`
+            was given, or contains it.
     """
     save_stock = functools.partial(
         type(model).save_pretrained, model, save_directory, is_main_process, state_dict, **options
     )
     priors = stock_priors(model)
-    by_adapter = getattr(model, "_hf_peft_config_loaded", False)  # then transformers saves adapters and nothing else
+    by_adapter = getattr(model, "_hf_peft_config_loaded", False)  # transformers would save adapters and nothing else
     if by_adapter and all(prior.for_adapters for prior in priors):
         return save_stock()
     if by_adapter or any(prior.has_adapter for prior in priors):
@@ -68,7 +69,7 @@ def save_with_prior(
             "hf_sparseprior.apply_prior goes to the model that is saved"
         )
     if is_main_process:
-        # First, because saving may go on to upload the folder.
+        # This comes first, because saving may go on to upload the folder.
         os.makedirs(save_directory, exist_ok=True)
         scalars = {name: tensor.contiguous() for name, tensor in scalars_of(model, state_dict).items()}
         write_bytes(Path(save_directory) / SCALARS_FILE, save(scalars, {"format": "pt"}))
@@ -79,7 +80,7 @@ def save_with_prior(
 def bind_saving(model: nn.Module) -> None:
     """Make `save_with_prior` the `save_pretrained` of this model, and of every model within it that holds its layers.
 
-    A partial in the instance is copied by deepcopy and by pickle together with the model that it is bound to.
+    deepcopy and pickle copy a partial in the instance together with the model that it is bound to.
     `copy.copy` shares the layers and the partial: the `save_pretrained` of such a copy saves the original.
     """
     for module in model.modules():
@@ -98,15 +99,15 @@ def scalars_of(model: PreTrainedModel, state_dict: dict[str, Tensor] | None = No
     """The prior's learned scalars under names that do not depend on the head: "layers.0.decay_bias.beta".
 
     Args:
-        model: with a prior of `apply_prior`.
-        state_dict: to read them from, instead of the model.
+        model: has a prior of `apply_prior`.
+        state_dict: if given, they are read from it instead of the model.
     """
     tensors = model.state_dict() if state_dict is None else state_dict
     return {name: tensors[key] for key, name in _scalar_names(model, tensors).items()}
 
 
 def _scalar_names(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
-    """Of those keys of a state dict that are the prior's scalars, their names in the file."""
+    """For each key of a state dict that is one of the prior's scalars, its name in the file."""
     prefixes = [f"{name}.{PRIOR_MODULE}." for name in applied_prior(model).attention]
     return {
         key: f"layers.{layer}.{key.removeprefix(prefix)}"
@@ -118,18 +119,18 @@ def _scalar_names(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]
 
 @contextlib.contextmanager
 def _recorded(model: PreTrainedModel) -> Iterator[None]:
-    """For the time of saving: the prior in the config, and its scalars kept out of the stock weights.
+    """While the model is saved: put the prior into the config, and keep its scalars out of the stock weights.
 
-    transformers refuses to load a config with an attention that it does not know, so where this package is not there,
-    the saved model does not come back without its prior unnoticed.
+    transformers refuses to load a config with an attention that it does not know. So without this package the saved
+    model is not silently loaded without its prior.
     """
-    # Also in that of a vision tower, which a class for the tower alone reads.
+    # Also in the config of a vision tower, which a class for the tower alone reads.
     configs = {id(config): config for config in (model.config, stock_priors(model)[0].config)}
     ignored = model._keys_to_ignore_on_save
     added: list[tuple[Any, str]] = []
     for config in configs.values():
         fields: dict[str, Any] = {RECORD: {"prior": applied_prior(model).prior}, "attn_implementation": IMPLEMENTATION}
-        if getattr(config, "quantization_config", None) is None:  # a quantized model needs its own to load at all
+        if getattr(config, "quantization_config", None) is None:  # a quantized model needs its own to load
             fields["quantization_config"] = {"quant_method": LOADER}
         for name, value in fields.items():
             setattr(config, name, value)

@@ -16,14 +16,14 @@ from hf_sparseprior.adapters.stock_families import StockFamily
 
 
 class TokenLayout:
-    """The grid of the current forward, its prefix tokens, and which patches are there.
+    """The grid of the current forward, its prefix tokens, and which patches are visible.
 
     Frames of a video are stacked: a grid of T x (H, W) is (T * H, W).
 
     Args:
-        family: of the model.
+        family: the model's family.
         num_prefix_tokens: class, distillation and register tokens.
-        layers: of the encoder, that may run again in the backward pass.
+        layers: the encoder's layers, which may run again in the backward pass.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class TokenLayout:
         self.token_ids: Tensor | None = None
 
     def watch(self, embeddings: nn.Module) -> list[Any]:
-        """Register the hooks on a model's embeddings; the handles that remove them."""
+        """Register the hooks on a model's embeddings. Returns the handles that remove them."""
         if self.family.windows:
             return []
         handles = [patch_projection(embeddings).register_forward_hook(self.see_patches)]
@@ -50,7 +50,7 @@ class TokenLayout:
         """Forward hook of the patch projection: its output is the grid."""
         *frames, height, width = output.shape[2:]
         self.grid = (math.prod(frames) * height, width)
-        # Now and not before: activation checkpointing may be switched on at any time.
+        # Here and not earlier, because activation checkpointing may be switched on at any time.
         for layer in self.layers:
             checkpoint = getattr(layer, "_gradient_checkpointing_func", None)
             if checkpoint is not None and not isinstance(checkpoint, LayoutCheckpoint):
@@ -62,14 +62,14 @@ class TokenLayout:
         self.token_ids = torch.argsort(ids_restore, dim=1)[:, : tokens.shape[1] - self.num_prefix_tokens]
 
     def see_masked(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Forward hook, before embeddings that leave out what `bool_masked_pos` says."""
+        """Forward pre-hook of embeddings that leave out the patches of `bool_masked_pos`."""
         masked = inspect.signature(module.forward).bind(*args, **kwargs).arguments.get("bool_masked_pos")
         self.token_ids = None if masked is None else (~masked.bool()).nonzero()[:, 1].view(masked.shape[0], -1)
 
     def locate(self, num_tokens: int) -> tuple[tuple[int, int], int, Tensor | None]:
-        """Grid, number of prefix tokens and token ids (B, n) for attention over so many tokens.
+        """Grid, number of prefix tokens and token ids (B, n) for attention over this many tokens.
 
-        Token ids are the numbers of the visible patches in raster order; None where all are visible.
+        Token ids are the numbers of the visible patches in raster order; None if all are visible.
         """
         if self.family.windows:
             side = math.isqrt(num_tokens)
@@ -87,16 +87,16 @@ class TokenLayout:
 
 @dataclass
 class LayoutCheckpoint:
-    """A layer's activation checkpointing: when the layer runs again, it finds the layout of its first run.
+    """A layer's activation checkpointing. When the layer runs again, it finds the layout of its first run.
 
-    By then another forward may have been seen: two views of an image, a student and a teacher, several crops.
+    Another forward may have run in between: two views of an image, a student and a teacher, several crops.
     """
 
     layout: TokenLayout
     checkpoint: Callable
 
     def __call__(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Run a layer by `checkpoint`."""
+        """Run a layer with `checkpoint`."""
         layout, seen = self.layout, (self.layout.grid, self.layout.token_ids)
 
         def run_as_seen(*inner: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Learned decays as adapters of peft: VIOLIN alone, a few kilobytes a task, or in one adapter with LoRA or DoRA.
+"""Learned decays as adapters of peft: VIOLIN alone, with a few kilobytes a task, or in one adapter with LoRA or DoRA.
 
 ```python
 model = peft.get_peft_model(model, sp.ViolinAdapterConfig(modules_to_save=["classifier"]))
@@ -36,7 +36,7 @@ from hf_sparseprior.decay import DECAYS, Decay, make_decay, resolve_decay
 from hf_sparseprior.prior import is_prior_weight, parse_prior
 from hf_sparseprior.resolved import ResolvedDecay
 
-ATTACHED = "_sparse_prior_adapters"  # the attribute of a stock model whose priors are there for adapters alone
+ATTACHED = "_sparse_prior_adapters"  # the attribute of a stock model whose priors serve adapters alone
 PEFT_ROOT = "base_model.model."  # what a PeftModel puts before the names of its model
 
 
@@ -94,7 +94,7 @@ class ViolinAdapterConfig(_DecayFields, PeftConfig):
         modules_to_save: further modules that are trained and saved whole.
 
     Raises:
-        ValueError: naming the value and what is allowed.
+        ValueError: the message has the value and what is allowed.
     """
 
     adapter_type = AdapterType.VIOLIN
@@ -112,7 +112,7 @@ class LoraViolinConfig(_DecayFields, LoraConfig):
 
     Args:
         decay, decay_layers, decay_heads, base_prior: as in `ViolinAdapterConfig`.
-        and everything of peft's `LoraConfig`.
+        The other fields are those of peft's `LoraConfig`.
     """
 
     adapter_type = AdapterType.LORA_VIOLIN
@@ -141,14 +141,14 @@ def _check_layers(layers: Any) -> None:
 
 
 class DecayLayer(nn.Module, BaseTunerLayer):
-    """The decays that adapters give to one attention layer; at most one of them is active.
+    """The decays that adapters give to one attention layer. At most one of them is active.
 
     Args:
-        attention: the attention module, for the device of its weights.
+        attention: the attention module, whose weights say the device.
         num_heads: H.
     """
 
-    # "bias" in the name keeps alpha and beta out of weight decay in transformers' own Trainer, which goes by names.
+    # "bias" in the name keeps alpha and beta out of weight decay in transformers' own Trainer, which decides by names.
     adapter_layer_names = ("decay_biases",)
 
     def __init__(self, attention: nn.Module, num_heads: int) -> None:
@@ -161,12 +161,12 @@ class DecayLayer(nn.Module, BaseTunerLayer):
         self._attention = (attention,)  # in a tuple, because it is no child of this module
 
     def add(self, adapter_name: str, decay: ResolvedDecay) -> None:
-        """Give an adapter a fresh decay; `decay` is resolved."""
+        """Give an adapter a new decay; `decay` is resolved."""
         self.decay_biases[adapter_name] = make_decay(decay, self.num_heads)
         self._move_adapter_to_device_of_base_layer(adapter_name)
 
     def active_decay(self) -> Decay | None:
-        """The decay of the active adapter; None where it has none in this layer, or adapters are disabled."""
+        """The decay of the active adapter; None if it has none in this layer, or if adapters are disabled."""
         if not self._disable_adapters:
             for name in self._active_adapter:
                 if name in self.decay_biases:
@@ -270,9 +270,9 @@ class _DecayTuner:
             )
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """As peft's; an adapter that is refused leaves no decay behind."""
+        """As in peft. No decay remains of an adapter that is refused."""
         configs: dict[str, Any] = self.peft_config  # type: ignore[attr-defined]
-        # In a copy: the user may give the same config to another model.
+        # In a copy, because the user may give the same config to another model.
         configs[adapter_name] = copy.copy(configs[adapter_name])
         configs[adapter_name].decay = resolve_decay(configs[adapter_name].decay, _patch_grid(model))
         try:
@@ -289,11 +289,11 @@ class _DecayTuner:
             raise
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """As peft's; where the deleted one was active, the first of those left takes its place in every layer."""
+        """As in peft. If the deleted adapter was active, the first remaining one becomes active in every layer."""
         was_active = adapter_name in self.active_adapters  # type: ignore[attr-defined]
         super().delete_adapter(adapter_name)  # type: ignore[misc]
         if was_active:
-            # peft asks the first layer what is left there, and other layers may hold other adapters.
+            # peft asks only the first layer which adapters remain, and other layers may hold others.
             self.set_adapter(list(self.peft_config)[:1])  # type: ignore[attr-defined]
 
     def _check_merge_allowed(self) -> None:
@@ -362,7 +362,7 @@ class LoraViolinModel(_DecayTuner, LoraModel):
 
 
 def remove_decays(model: nn.Module) -> None:
-    """Take every adapter's decay out of a model's attention layers, and what `attach` put there for them."""
+    """Remove every adapter's decay from a model's attention layers, and what `attach` put there for them."""
     for module in _attention_layers(model).values():
         if module.decay_adapter is not None:
             del module.decay_adapter
@@ -389,9 +389,9 @@ def _base_prior(model: nn.Module) -> dict[str, Any]:
 
 
 def _check_names(model: nn.Module, adapter_name: str, state_dict: dict[str, Tensor]) -> None:
-    """Refuse scalars that peft would leave out without a word, because the model has them under other names."""
+    """Refuse scalars that peft would silently leave out, because the model has them under other names."""
     expected = {name for name in model.state_dict() if f".decay_biases.{adapter_name}." in name}
-    # Names that the model does not have were left without the adapter's name.
+    # Names that the model does not have still lack the adapter's name.
     found = {name for name in state_dict if ".decay_biases." in name}
     if expected != found:
         base = getattr(model, "get_base_model", lambda: model)()
@@ -402,10 +402,10 @@ def _check_names(model: nn.Module, adapter_name: str, state_dict: dict[str, Tens
 
 
 def _check_prior(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
-    """Refuse an adapter with a prior's scalars for which the model has no place: peft would leave them out in silence.
+    """Refuse an adapter with a prior's scalars that the model lacks: peft would silently leave them out.
 
     Args:
-        model: what the adapter is loaded into; as peft's PeftModel, or with the adapter's layers put straight into it.
+        model: what the adapter is loaded into: a PeftModel, or a model that holds the adapter's layers itself.
         state_dict: the adapter's, under the names of the model.
     """
     found = {name.removeprefix(PEFT_ROOT) for name in model.state_dict()}
@@ -444,8 +444,8 @@ def _remap_and_check(
     return mapped
 
 
-# The one class of peft that is changed. Plain LoRA may hold a prior's scalars too, in `modules_to_save`. A model that
-# lacks the prior would take the adapter and leave them out in silence, and it has nothing of ours that could ask.
+# The one class of peft that is changed. Plain LoRA may also hold a prior's scalars, in `modules_to_save`. A model that
+# lacks the prior would take the adapter and silently leave them out, and nothing of ours is in it that could check.
 BaseTuner._remap_adapter_state_dict_for_load = classmethod(_remap_and_check)
 
 # `register_peft_method` takes no name outside peft's own list.

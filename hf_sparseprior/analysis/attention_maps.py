@@ -1,7 +1,7 @@
 """Attention weights as maps over the patches, and numbers that describe them.
 
-The functions take the weights of any model, and where they say so any boolean connectivity, one for all images
-(H, T, T) or another for each (B, H, T, T).
+The functions take the weights of any model. Some also take a boolean connectivity, either one for all images (H, T, T)
+or one for each (B, H, T, T).
 
 Shape letters: B batch, H heads, N patch tokens in a grid (height, width), P prefix tokens, T = P + N.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def query_map(pairs: Tensor, query: tuple[int, int], grid: tuple[int, int], num_prefix_tokens: int) -> Tensor:
-    """What one patch gives to every patch, (..., H, height, width).
+    """What one patch gives to every patch: (..., H, height, width).
 
     Args:
         pairs: weights or connectivity (..., H, T, T).
@@ -36,7 +36,7 @@ def query_map(pairs: Tensor, query: tuple[int, int], grid: tuple[int, int], num_
 
 
 def class_token_map(pairs: Tensor, grid: tuple[int, int], num_prefix_tokens: int) -> Tensor:
-    """What the class token gives to every patch, (..., height, width) of weights (..., T, T)."""
+    """What the class token gives to every patch: (..., height, width) from weights (..., T, T)."""
     check_pairs(pairs, grid, num_prefix_tokens)
     if not num_prefix_tokens:
         raise ValueError("the model has no class token; take the mean over the queries")
@@ -44,7 +44,7 @@ def class_token_map(pairs: Tensor, grid: tuple[int, int], num_prefix_tokens: int
 
 
 def mean_query_map(pairs: Tensor, grid: tuple[int, int], num_prefix_tokens: int) -> Tensor:
-    """What all patches give to every patch in the mean, (..., height, width) of weights (..., T, T)."""
+    """What all patches give to every patch, as a mean: (..., height, width) from weights (..., T, T)."""
     check_pairs(pairs, grid, num_prefix_tokens)
     return pairs[..., num_prefix_tokens:, num_prefix_tokens:].mean(-2).unflatten(-1, grid)
 
@@ -62,7 +62,7 @@ def check_pairs(pairs: Tensor, grid: tuple[int, int], num_prefix_tokens: int) ->
 def rollouts(attentions: Iterable[Tensor]) -> Iterator[Tensor]:
     """Attention rollout from the input up to each layer, (B, T, T) (Abnar and Zuidema 2020, section 3).
 
-    R_l = (A_l / 2 + I / 2) R_{l-1}, A_l the mean over the heads, its rows brought to sum 1.
+    R_l = (A_l / 2 + I / 2) R_{l-1}, where A_l is the mean over the heads with rows scaled to sum 1.
 
     Args:
         attentions: weights (B, H, T, T) of each layer.
@@ -77,9 +77,9 @@ def rollouts(attentions: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def attention_entropy(weights: Tensor) -> Tensor:
-    """Entropy of each head's attention in nats, the mean over all queries, (B, H); log T where it is uniform.
+    """Entropy of each head's attention in nats, as the mean over all queries, (B, H). It is log T if uniform.
 
-    Rows are brought to sum 1 first: decays after the softmax change their sum. Weights below 0 count as 0.
+    Rows are scaled to sum 1 first, because decays after the softmax change their sum. Weights below 0 count as 0.
     """
     weights = weights.clamp_min(0)
     return torch.special.entr(weights / weights.sum(-1, keepdim=True)).sum(-1).mean(-1)
@@ -88,8 +88,8 @@ def attention_entropy(weights: Tensor) -> Tensor:
 def attention_distance(weights: Tensor, grid: tuple[int, int], num_prefix_tokens: int) -> Tensor:
     """Mean distance of the patches that a head attends to, in patches, (B, H) (Dosovitskiy et al. 2021, Figure 7).
 
-    Euclidean, weighted with the attention among patches, the mean over the patches that query. Weights below 0, which
-    mixers such as Linformer have, count as 0.
+    Distances are Euclidean and weighted with the attention among patches; the mean is over the querying patches.
+    Weights below 0, which mixers such as Linformer have, count as 0.
     """
     check_pairs(weights, grid, num_prefix_tokens)
     rows, columns = torch.meshgrid(*(torch.arange(side, dtype=torch.float64) for side in grid), indexing="ij")
@@ -97,7 +97,7 @@ def attention_distance(weights: Tensor, grid: tuple[int, int], num_prefix_tokens
     distances = torch.cdist(places, places).to(weights)
     patches = weights[..., num_prefix_tokens:, num_prefix_tokens:].clamp_min(0)
     total = patches.sum(-1)
-    # A patch whose attention goes to prefix tokens alone has no distance, and no part in the mean.
+    # A patch that attends to prefix tokens alone has no distance and does not count in the mean.
     looking = total > 0
     per_query = torch.where(looking, (patches * distances).sum(-1) / total.where(looking, torch.ones_like(total)), 0.0)
     return per_query.sum(-1) / looking.sum(-1).clamp_min(1)

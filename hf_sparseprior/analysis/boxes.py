@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 
 class InsideAttention(NamedTuple):
-    """Of the weights from each patch of a box to each patch of it, scalars in float64.
+    """Numbers of the weights from each patch of a box to each patch of the same box, scalars in float64.
 
-    mean: of all of them. variance: over the pairs, of the mean over the heads. head_variance: over the pairs of each
-    head, the mean over the heads. patch_variance: over the patches, of what each receives in the mean over heads and
-    querying patches.
+    mean: over all of them. variance: over the pairs, after the mean over the heads. head_variance: over the pairs of
+    each head, then the mean over the heads. patch_variance: over the patches, of what each receives in the mean over
+    heads and querying patches.
     """
 
     mean: float
@@ -31,11 +31,11 @@ def inside_attention(weights: Tensor, inside: Tensor, num_prefix_tokens: int) ->
 
     Args:
         weights: (H, T, T).
-        inside: bool, as many as there are patches, True for those in the box; two or more of them.
+        inside: bool, one for each patch, True for the patches in the box; two or more are True.
         num_prefix_tokens: P.
 
     Raises:
-        ValueError: for less than two patches, among which nothing varies.
+        ValueError: for fewer than two patches.
     """
     chosen = num_prefix_tokens + inside.flatten().nonzero()[:, 0]
     if len(chosen) < 2:
@@ -50,7 +50,7 @@ def inside_attention(weights: Tensor, inside: Tensor, num_prefix_tokens: int) ->
 
 
 def patch_coverage(mask: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The share of each patch that a mask covers, (height, width) of the grid.
+    """The share of each patch that a mask covers: (height, width) of the grid.
 
     Args:
         mask: (pixel rows, pixel columns), 0 to 1, whole multiples of the grid.

@@ -20,7 +20,7 @@ def learned_decay_masks(layers: Any, config: Any) -> list[Tensor]:
 
     Args:
         layers: the blocks of a SparsePriorViT (`model.vit.layers`).
-        config: of the model.
+        config: the model's config.
     """
     masks = []
     for layer in layers:
@@ -35,8 +35,8 @@ def learned_decay_masks(layers: Any, config: Any) -> list[Tensor]:
 class LearnedDecay:
     """The decay of one layer; tensors in float64 on the CPU.
 
-    layer: number from 0. curves: names of what distances are measured along. beta: (C, H). alpha: (H,), None where it
-    is not learned. prefix_beta: (H,), of prefix tokens, None where their gamma is 1. positions: (C, A, N).
+    layer: number from 0. curves: names of what distances are measured along. beta: (C, H). alpha: (H,), None if it is
+    not learned. prefix_beta: (H,), that of prefix tokens, None if their gamma is 1. positions: (C, A, N).
     """
 
     layer: int
@@ -61,7 +61,7 @@ class LearnedDecay:
         return decay_weights(torch.full((1, 1), beta, dtype=torch.float64), distances, torch.float64)[0]
 
     def mask_mean_and_min(self) -> tuple[float, float]:
-        """Mean and smallest value of M over all heads and pairs, row after row: M itself is never formed."""
+        """Mean and smallest value of M over all heads and pairs, computed row by row: M itself is never formed."""
         total, low = 0.0, 1.0
         for patch in range(self.positions.shape[-1]):
             row = self.mask_row(patch)
@@ -70,13 +70,14 @@ class LearnedDecay:
 
 
 def _distances(positions: Tensor, patch: int) -> Tensor:
-    """Distances (C, N) of one patch to all, of positions (C, A, N)."""
+    """Distances (C, N) of one patch to all patches, from positions (C, A, N)."""
     positions = positions.to(torch.float64)
     return (positions - positions[..., patch, None]).abs().sum(1)
 
 
 def learned_decays(model: nn.Module) -> list[LearnedDecay]:
-    """The decays of a model's layers: of its own prior, of `apply_prior` or of an active adapter of peft.
+    """The decays of a model's layers. They come from its own prior, from `apply_prior` or from an active adapter of
+    peft.
 
     Raises:
         ValueError: if no layer has one.
@@ -105,6 +106,6 @@ def _learned(layer: int, decay: Decay, plan: AttentionPlan) -> LearnedDecay:
 
 
 def position_names(settings: dict[str, Any], count: int) -> list[str]:
-    """What the positions of a resolved decay are called: its curves, or its own name and that name with `_t`."""
+    """Names of the positions of a resolved decay: its curves, or its own name and that name with `_t`."""
     names: Sequence[str] = settings.get("curves", [settings["name"], f"{settings['name']}_t"])
     return list(names)[:count]

@@ -33,7 +33,7 @@ from hf_sparseprior.resolved import Resolved, ResolvedSupport, own_settings
 from hf_sparseprior.sequences import SEQUENCES
 from hf_sparseprior.supports import SUPPORTS, layer_order, support_notes, support_pattern, support_settings
 
-# Patches of a 64x64 grid: beyond it the N x N pictures take minutes and gigabytes.
+# Patches of a 64x64 grid; beyond that the N x N pictures take minutes and gigabytes.
 LARGEST_PICTURE = 4096
 
 
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> list[Path]:
 
 
 def _place_setting(slots: dict[str, Any], key: str, value: Any) -> None:
-    """Put a setting into the slot that knows it."""
+    """Put a setting into the slot that has it."""
     known: list[str] = []
     registries: dict[str, Any] = {"decay": DECAYS, "predictor": PREDICTORS, "mixer": MIXERS}
     for slot in ("support", *registries):
@@ -138,7 +138,7 @@ def _print_heading(settings: Resolved, arguments: argparse.Namespace) -> None:
 
 
 def explain_chooser(settings: Any, kind: type[AttentionCosts], arguments: argparse.Namespace) -> None:
-    """Settings, pruning ratio and FLOPs of a predictor or a mixer, whose pairs are another for each image or none."""
+    """Settings, pruning ratio and FLOPs of a predictor, whose pairs differ between images, or of a mixer."""
     heads, grid, prefix, head_dim = arguments.heads, arguments.grid, arguments.prefix, arguments.head_dim
     tokens = grid[0] * grid[1]
     kept = kind.cost_in_pairs(settings, head_dim, tokens, prefix)

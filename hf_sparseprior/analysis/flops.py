@@ -1,10 +1,11 @@
 """FLOPs of attention and of whole models, in closed form, for one image.
 
-Counted: stem and patch projection, linear layers, Q K^T and (softmax) V over the attended pairs, and softmax where the
-convention says so. Never counted: biases, norms, activations, residuals, the interpolation of positions. A support
-costs 2 nnz d_h multiply-adds a layer, nnz the attended pairs of all heads. `mask_fill="zero"` adds sums of V, no
-multiply-add. What a predictor or mixer computes besides the pairs is "chooser". Where tokens are pruned, the linear
-layers that decide it, or the class token's logits once more, are "pruning".
+Counted are stem and patch projection, linear layers, Q K^T and (softmax) V over the attended pairs, and softmax if the
+convention says so. Never counted are biases, norms, activations, residuals and the interpolation of positions. A
+support costs 2 nnz d_h multiply-adds a layer, where nnz is the number of attended pairs of all heads.
+`mask_fill="zero"` adds sums of V, which are no multiply-adds. What a predictor or mixer computes in addition to the
+pairs is "chooser". If tokens are pruned, "pruning" has the linear layers that decide which, or the class token's
+logits, which are computed once more.
 
 What the papers' numbers count is in `analysis.paper_numbers`.
 
@@ -31,7 +32,7 @@ from hf_sparseprior.supports import Pattern, support_pattern
 
 @dataclass(frozen=True)
 class Convention:
-    """What is counted as how many FLOPs: a multiply-add, and softmax for each attended pair."""
+    """How many FLOPs a multiply-add counts, and softmax for each attended pair."""
 
     multiply_add: int
     softmax: int
@@ -101,12 +102,12 @@ class ModelFlops:
 
     image_size, grid: (height, width) in pixels and in patches.
     tokens: in words, which tokens the layers count. num_prefix_tokens: P of the last layer.
-    attended_pairs: of each layer, all heads. patch_embedding (stem and projection), classifier (of class and patch
-    tokens): FLOPs.
-    layers: of each layer the FLOPs of "projections" (Q, K, V, output), "qk", "softmax", "av", "mlp" and, where there
-    is such a thing, "chooser", "pruning" and "positions" (of gated positional attention).
-    decay: operations of VIOLIN's mask M in all layers, none of them a multiply-add of a matrix product and so not in
-    `total`: "build" once a step for the whole batch, "apply" for each image.
+    attended_pairs: those of all heads, for each layer. patch_embedding (stem and projection), classifier (of class and
+    patch tokens): FLOPs.
+    layers: for each layer the FLOPs of "projections" (Q, K, V, output), "qk", "softmax", "av", "mlp" and, if they
+    exist, "chooser", "pruning" and "positions" (of gated positional attention).
+    decay: operations of VIOLIN's mask M in all layers: "build" once a step for the whole batch, "apply" for each image.
+    None of them is a multiply-add of a matrix product, so `total` does not include them.
     """
 
     image_size: tuple[int, int]
@@ -154,16 +155,16 @@ def model_flops(
     """FLOPs of a model of any family for one image.
 
     Args:
-        config: of the model; without labels it is the base model.
+        config: the model's config; without labels it is the base model.
         image_size: pixels, one number or (height, width); None: the config's.
-        prior: None: the config's; "dense" for the same model without one.
+        prior: a prior; None: the config's; "dense": the same model without one.
         convention: one of CONVENTIONS.
         num_prefix_tokens: None: the config's; 0 counts the patch tokens only.
 
     Raises:
         ValueError: for a family whose FLOPs are not counted, an image that is no multiple of the patch, an unknown
-            convention, a bad prior, or one whose FLOPs differ between images: a support or a decay on what token
-            pruning leaves.
+            convention, a bad prior, or a prior whose FLOPs differ between images: a support or a decay together with
+            token pruning.
     """
     if (family := family_of(config)) is None:
         raise ValueError(f"the FLOPs of a {type(config).__name__} are not counted")
@@ -225,7 +226,7 @@ def vit_flops(
 
 
 def layer_tokens(prior: ResolvedPrior, num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
-    """Tokens besides the prefix in the attention and in the MLP of each layer, of N patches; `prior` is resolved.
+    """Tokens without the prefix in the attention and in the MLP of each layer, for N patches; `prior` is resolved.
 
     Raises:
         ValueError: for what is not counted: other extras, and supports and decays on pruned tokens.
@@ -247,7 +248,7 @@ def layer_tokens(prior: ResolvedPrior, num_layers: int, num_tokens: int) -> list
 def _add_pruning(
     layers: list[dict[str, int]], prior: ResolvedPrior, num_tokens: int, prefix: int, width: int, convention: str
 ) -> None:
-    """Put what deciding costs into the layers that prune."""
+    """Add to the layers that prune what the choice of tokens costs."""
     if (found := pruning_of(prior)) is None:
         return
     settings, kind = found
@@ -283,7 +284,7 @@ def _layer_pairs(
     head_dim: int,
     layer: int,
 ) -> int:
-    """Pairs of all heads of a layer, or what a predictor or mixer does that costs as much as so many pairs.
+    """Pairs of all heads of a layer. For a predictor or mixer: the number of pairs that costs as much.
 
     `found` is what `predictor_or_mixer` found.
     """
@@ -318,14 +319,14 @@ def decay_operations(
 ) -> dict[str, int]:
     """Elementary operations of a decay in `num_layers` layers, each counted as one.
 
-    "build": M at the attended pairs of patches, once a step: for each head, pair and curve a multiplication of distance
-    and log gamma, an exponential, and an addition or the division of the mean. "apply": for each image a multiplication
-    of the logits of those pairs by M, of the prefix's too where its gamma is learned, and one by alpha of every logit
-    (VIOLIN Eq. 12).
+    "build" is M at the attended pairs of patches, once a step. It takes for each head, pair and curve a multiplication
+    of distance and log gamma, an exponential, and an addition or the division of the mean. "apply" is for each image:
+    the logits of those pairs are multiplied by M (those of the prefix too if its gamma is learned), and every logit by
+    alpha (VIOLIN Eq. 12).
     """
     num_tokens = grid[0] * grid[1]
     prefix_pairs = len(offsets) * ((num_tokens + num_prefix_tokens) ** 2 - num_tokens**2)
-    # Not `attended_pairs`: where a patch has no partner but itself, M is 1 and not computed.
+    # Not `attended_pairs`: if a patch has no partner but itself, M is 1 and is not computed.
     weighed = sum(num_tokens if offset == 0 else 2 * (num_tokens - offset) for own in offsets for offset in own)
     weighed += sum(map(len, pairs or ()))
     curves = DECAYS[decay["name"]].positions(decay, (1, 1)).shape[0]
@@ -338,7 +339,7 @@ def decay_operations(
 def block_flops(
     total: int, mlp_total: int, width: int, hidden: int, pairs: int, heads: int, convention: str
 ) -> dict[str, int]:
-    """FLOPs of a transformer block with so many tokens in attention and in the MLP."""
+    """FLOPs of a transformer block with `total` tokens in attention and `mlp_total` in the MLP."""
     multiply_add = convention_of(convention).multiply_add
     return {
         "projections": multiply_add * 4 * total * width**2,

@@ -1,6 +1,6 @@
 """Pictures of maps over images: attention, which patches a query sees, boxes. Needs matplotlib.
 
-Nothing here knows a model: a map is an array over the patches, of whatever computed it.
+Nothing here depends on a model: a map is an array over the patches, whatever computed it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 
 from hf_sparseprior.analysis.pictures import pyplot, save, wide_enough
 
-FRAME = "#2fd3ff"  # of queries and boxes, a colour that neither heat maps nor most photos have
-HEAT = 0.8  # share of the heat map in the colour, the rest is the grey image
-# Brightness of patches that are not seen, and that are: apart also where the image is black or white.
+FRAME = "#2fd3ff"  # colour of queries and boxes, which neither heat maps nor most photos have
+HEAT = 0.8  # share of the heat map in the colour; the rest is the grey image
+# Brightness of patches that are not seen and of those that are. They differ also where the image is black or white.
 UNSEEN, SEEN = (0.0, 0.18), (0.35, 1.0)
 
 
@@ -25,9 +25,10 @@ UNSEEN, SEEN = (0.0, 0.18), (0.35, 1.0)
 class Panel:
     """An image with a map over it.
 
-    image: (height, width, 3), 0 to 1. heat: (rows, columns) of the grid, drawn over the image, light is high.
-    seen: bool (rows, columns), patches that are not seen are darkened. query: (row, column) of a patch to be framed, on
-    `grid`. box: (left, top, width, height) in pixels of the image. title: above it.
+    image: (height, width, 3), 0 to 1. heat: (rows, columns) of the grid, drawn over the image; light is high. seen:
+    bool (rows, columns); patches that are not seen are darkened. query: (row, column) on `grid` of a patch that gets a
+    frame.
+    box: (left, top, width, height) in pixels of the image. title: drawn above the image.
     """
 
     image: np.ndarray
@@ -49,14 +50,14 @@ class Panel:
 
 
 def over_pixels(values: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Values over the patches (rows, columns) as values over the pixels (height, width), each patch's own."""
+    """Values over the patches (rows, columns) as values over the pixels (height, width), constant in each patch."""
     rows = np.arange(height) * values.shape[0] // height
     columns = np.arange(width) * values.shape[1] // width
     return values[rows[:, None], columns[None, :]]
 
 
 def with_heat(image: np.ndarray, heat: np.ndarray) -> np.ndarray:
-    """A grey version of an image (height, width, 3) under the colours of a heat map; its largest value is the lightest.
+    """A grey version of an image (height, width, 3) under the colours of a heat map. The largest value is the lightest.
 
     Args:
         image: (height, width, 3), 0 to 1.
@@ -70,7 +71,7 @@ def with_heat(image: np.ndarray, heat: np.ndarray) -> np.ndarray:
 
 
 def darkened(image: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """An image (height, width, 3) in the brightness of SEEN where bool `seen` (rows, columns) is True, else UNSEEN."""
+    """An image (height, width, 3) with the brightness SEEN where bool `seen` (rows, columns) is True, else UNSEEN."""
     light = over_pixels(seen, *image.shape[:2])[..., None]
     low, high = (np.where(light, SEEN[end], UNSEEN[end]) for end in (0, 1))
     return low + (high - low) * image
@@ -82,10 +83,10 @@ def draw_panels(
     """Rows of panels; rows may differ in length.
 
     Args:
-        panels: of each row.
-        row_labels: at the left of each row.
-        path: of the PNG.
-        heading: above all panels.
+        panels: the panels of each row.
+        row_labels: text at the left of each row.
+        path: where the PNG is written.
+        heading: text above all panels.
     """
     columns = max(map(len, panels))
     width = 1.6 if columns <= 9 else 1.15
@@ -109,7 +110,7 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
     from matplotlib.patches import Rectangle
 
     height, width = panel.image.shape[:2]
-    # Pixel edges at whole numbers, as boxes have them.
+    # Pixel edges lie at whole numbers, as for boxes.
     axis.imshow(panel.pixels(), extent=(0, width, height, 0), interpolation="nearest", vmin=0, vmax=1)
     axis.set_title(panel.title, fontsize=7, pad=2)
     if panel.query is not None and panel.grid is not None:

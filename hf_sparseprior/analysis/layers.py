@@ -20,7 +20,7 @@ from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
 from hf_sparseprior.attention_plan import plan_table
 from hf_sparseprior.prior import prior_name
 
-# What the linear layer after the heads is called, in our models and in transformers'.
+# Names of the linear layer after the heads, in our models and in transformers'.
 PROJECTIONS = ("o_proj", "out_proj")
 
 
@@ -29,7 +29,7 @@ class AttentionLayer:
     """One attention layer.
 
     number: from 0. prior: what a prior adds to it, None in a stock model without one. projection: the linear layer that
-    takes the outputs of all heads, one after the other.
+    takes the outputs of all heads, concatenated.
     """
 
     number: int
@@ -89,12 +89,12 @@ def _projection(attention: nn.Module) -> nn.Module:
 
 @contextmanager
 def watch_heads(layers: AttentionLayers, see: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """For the time of the block, show the heads' outputs of every forward as each layer computes them.
+    """Inside the block, pass on the heads' outputs of every forward as each layer computes them.
 
     Args:
-        layers: of the model.
-        see: called with the layer's number and Y (B, H, T, D), the output softmax(...) V of each head in front of the
-            output projection. No attention map is needed for it, so sparse backends run as they always do.
+        layers: the model's layers.
+        see: called with the layer's number and Y (B, H, T, D), the output softmax(...) V of each head before the output
+            projection. No attention map is needed for it, so sparse backends run as always.
     """
 
     def hook(layer: AttentionLayer, module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -111,7 +111,7 @@ def attention_weights(model: nn.Module, pixel_values: Tensor) -> tuple[Tensor, .
     """The weights (B, H, T, T) of every layer.
 
     Raises:
-        ValueError: if the model returns none, as stock models with an attention that forms no weights do, or drops
+        ValueError: if the model returns none, as stock models do whose attention forms no weights, or if it drops
             tokens between its layers.
     """
     weights = model(pixel_values=pixel_values, output_attentions=True).attentions
@@ -131,13 +131,13 @@ def attention_weights(model: nn.Module, pixel_values: Tensor) -> tuple[Tensor, .
 def connectivity(layer: AttentionLayer, weights: Tensor, layers: AttentionLayers) -> Tensor:
     """Which keys each query sees, bool (B, H, T, T).
 
-    The mask of the layer's support where it has one. Elsewhere the pairs whose weight is not exactly 0, which are those
-    of any mask in front of the softmax, also of one that is another for each image.
+    With a support, this is the support's mask. Without one, it is the pairs whose weight is not exactly 0. These are
+    the pairs of any mask before the softmax, also of a mask that differs between images.
 
     Args:
-        layer: whose weights they are.
+        layer: the layer that the weights belong to.
         weights: (B, H, T, T).
-        layers: all of the model.
+        layers: all layers of the model.
     """
     if layer.prior is not None:
         plan = layer.prior.plan(layers.grid, layers.num_prefix_tokens)

@@ -36,9 +36,9 @@ def convit_base_flops(
 ) -> ModelFlops:
     """FLOPs of ConViT-B (d'Ascoli et al. 2021; Fibottention section 6.3) for one image.
 
-    ViT-B with 16 heads of width 48, whose first 10 layers are gated positional attention over the patch tokens: a
-    second attention map from three numbers a pair, a linear layer 3 -> h ("positions") and its own softmax. The class
-    token joins before the last 2 layers, plain ones, and the prior's support changes only those.
+    It is a ViT-B with 16 heads of width 48. Its first 10 layers are gated positional attention over the patch tokens: a
+    second attention map from three numbers a pair, with a linear layer 3 -> h ("positions") and its own softmax. The
+    class token joins before the last 2 layers, which are ordinary. The prior's support changes only these two.
     """
     config = SparsePriorViTConfig.from_preset("vit_base", num_attention_heads=16, num_labels=IMAGENET_CLASSES)
     heads, width, hidden = config.num_attention_heads, config.hidden_size, config.intermediate_size
@@ -79,7 +79,7 @@ class PaperNumber:
 
 
 def paper_numbers() -> list[PaperNumber]:
-    """The papers' FLOPs with what they include; in all of them a multiply-add is 1 FLOP and softmax none."""
+    """The papers' FLOPs with what they include. In all of them a multiply-add is 1 FLOP and softmax is not counted."""
     return [
         *_fibottention_numbers(),
         *_other_numbers(),
@@ -172,8 +172,8 @@ def _other_numbers() -> list[PaperNumber]:
     ]
 
 
-# Sparsifiner's count has a part that its data decide: the products of A_down W_up without a zero. The share of them all
-# that its tables need, one for each base model; the paper gives neither these shares nor a formula.
+# Sparsifiner's count has a part that depends on data: the products of A_down W_up without a zero. These are the shares
+# of all products that its tables need, one for each base model. The paper gives neither these shares nor a formula.
 UP_SHARES = {"DeiT-S": 0.1974, "LV-ViT-S": 0.2053, "DeiT-T at 384 px": 0.0043}
 
 
@@ -183,7 +183,7 @@ def sparsifiner_mhsa(
     """MHSA as Sparsifiner's tables count it, in multiply-adds: the patches alone, B keys for each, and the prediction.
 
     Args:
-        num_layers, num_heads, width: of the model.
+        num_layers, num_heads, width: those of the model.
         num_tokens: N.
         budget: B.
         up_share: share of the products of A_down W_up that are counted; see `Sparsifiner.up_share`.
@@ -198,7 +198,7 @@ def sparsifiner_mhsa(
 
 
 def _sparsifiner_numbers() -> list[PaperNumber]:
-    """Those rows of its tables that come out with one share for each base model."""
+    """The rows of Sparsifiner's tables that come out with one share for each base model."""
     small = {178: 396.8, 79: 218.0, 40: 147.5, 20: 111.4, 10: 93.3, 2: 78.9}
     includes = (
         "B keys for each of 196 patch tokens, W_down K, Q (W_down K)^T and {:.2%} of A_down W_up, in {} layers; class "
@@ -260,7 +260,7 @@ _TABLE_1_LVVIT = {0.7: 256.0, 0.5: 198.8}
 def masked_patches(keep_rate: float, num_layers: int = 12) -> list[int]:
     """Patches that see one another in each layer of the code published with Sparsifiner, which prunes as EViT does.
 
-    It masks them: the pruning block still attends to all 196, those after it to ceil(keep_rate^s 196).
+    The code masks them: the pruning block still attends to all 196, later blocks to ceil(keep_rate^s 196).
     """
     blocks = EViT.pruning_blocks(EViT.SETTINGS, num_layers)
     stages = [sum(block < layer for block in blocks) for layer in range(1, num_layers + 1)]
@@ -270,7 +270,8 @@ def masked_patches(keep_rate: float, num_layers: int = 12) -> list[int]:
 def masked_pruning_flops(keep_rate: float, num_layers: int = 12) -> int:
     """Q K^T and (softmax) V of a pruned DeiT-S as Sparsifiner's Table 1 counts them.
 
-    Of `masked_patches`; the row of the class token keeps all 197 keys, its column is not counted once patches are gone.
+    Patches are counted as in `masked_patches`. The class token's row keeps all 197 keys. Its column is not counted once
+    patches are gone.
     """
     patches = masked_patches(keep_rate, num_layers)
     return 2 * 384 * sum(197**2 if own == 196 else 197 + own**2 for own in patches)

@@ -15,17 +15,17 @@ from hf_sparseprior.curves import curve_rank
 
 INK = "#1b3a4b"
 ACCENT = "#c8553d"
-# Of models side by side, which are few; further ones take the same again.
+# Styles of models side by side, which are few; further models repeat them.
 COLOURS = (INK, ACCENT, "#7a9e48", "#8a6fae", "#e0a030", "#4f97a3", "#9c6b4e", "#c76b98")
 MARKERS = "os^DvPX*"
-FLAT = 1e-3  # masks that are nearer to 1 than this everywhere have one colour
+FLAT = 1e-3  # a mask that is nearer to 1 than this everywhere has one colour
 
 
 def pyplot() -> Any:
     """matplotlib.pyplot on a backend that needs no screen.
 
     Raises:
-        ImportError: with the line that installs matplotlib.
+        ImportError: without matplotlib; the message has the line that installs it.
     """
     try:
         import matplotlib
@@ -53,7 +53,7 @@ def wide_enough(width: float, heading: str, size: float) -> float:
 
 
 def _panels(count: int, width: float, height: float, heading: float) -> tuple[Any, Any]:
-    """A figure of up to four panels a row, sizes in inches, every axis hidden until it is drawn on."""
+    """A figure of up to four panels a row, with sizes in inches. Every axis is hidden until it is drawn on."""
     columns = min(4, count)
     rows = math.ceil(count / columns)
     figure, axes = pyplot().subplots(rows, columns, figsize=(width * columns, height * rows + heading), squeeze=False)
@@ -69,10 +69,10 @@ def draw_support(
 
     Args:
         masks: bool (heads, T, T).
-        titles: of each panel.
-        path: of the PNG.
-        heading: above all panels.
-        num_prefix_tokens: drawn in another colour.
+        titles: title of each panel.
+        path: where the PNG is written.
+        heading: text above all panels.
+        num_prefix_tokens: these are drawn in another colour.
     """
     figure, axes = _panels(len(masks), 3.1, 3.3, 0.5)
     from matplotlib.colors import ListedColormap
@@ -199,7 +199,7 @@ def draw_flops(curves: Mapping[str, Mapping[str, Sequence[ModelFlops]]], path: s
                     color=f"C{number}",
                     marker="os^Dv"[number % 5],
                     markersize=4,
-                    # Models of one width have nearly the same dense cost: the later, thinner line lies on the first.
+                    # Models of one width have nearly the same dense cost, so the later, thinner line lies on the first.
                     linewidth=max(1.2, 3.2 - number),
                     linestyle="--" if prior == "dense" else "-",
                     label=f"{model}, {prior}",
@@ -219,7 +219,7 @@ def draw_flops(curves: Mapping[str, Mapping[str, Sequence[ModelFlops]]], path: s
 
 
 def _apart(sizes: Iterable[int]) -> list[int]:
-    """Those of the sizes whose labels do not touch on a logarithmic axis."""
+    """The sizes whose labels do not touch each other on a logarithmic axis."""
     ordered = sorted(sizes)
     gap = 0.09 * math.log(ordered[-1] / ordered[0])
     chosen = ordered[:1]
@@ -237,20 +237,20 @@ def draw_quartiles(
     heading: str,
     log: bool = False,
 ) -> Path:
-    """Left a box for each name, whiskers to the extremes; right in the same colours a line over the layers.
+    """Left: a box for each name, with whiskers to the extremes. Right: a line over the layers, in the same colours.
 
     Args:
         spreads: {"min", "q1", "median", "q3", "max"} by name.
         lines: a value for each layer by the same names.
         path: of the PNG.
-        label: of the values.
+        label: label of the values.
         heading: above both panels.
-        log: values on a logarithmic axis, where none of them is 0.
+        log: draw the values on a logarithmic axis, if none of them is 0.
     """
     height = 2.0 + 0.45 * max(4, len(spreads))
     width = wide_enough(11.0, heading, 11)
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(width, height), layout="constrained")
-    # Not `bxp`, which draws across by one argument before matplotlib 3.10 and by another from there on.
+    # Not `bxp`: its argument for horizontal boxes changed with matplotlib 3.10.
     for number, spread in enumerate(spreads.values()):
         left.plot([spread["min"], spread["max"]], [number, number], "|-", color=INK, markersize=12)
         box = spread["q3"] - spread["q1"]
@@ -282,7 +282,7 @@ def draw_gammas(
     path: str | os.PathLike,
     heading: str,
 ) -> Path:
-    """A panel for each curve, layers down and heads across, coloured by 1 - gamma; one for alpha (VIOLIN Figure 7).
+    """A panel for each curve, layers down and heads across, coloured by 1 - gamma, and one for alpha (VIOLIN Figure 7).
 
     Most gammas are just below 1, where only the logarithm of 1 - gamma tells them apart.
 
@@ -304,9 +304,9 @@ def draw_gammas(
     # The label of the colours is 2.5 inches long.
     high, wide = max(2.8, size[1] * rows + 0.5), wide_enough(size[0] * columns + 2.4, heading, 11)
     figure, axes = pyplot().subplots(rows, columns, figsize=(wide, high), squeeze=False, layout="constrained")
-    # A gamma that float64 rounds to 1 is drawn as the one before.
+    # A gamma that float64 rounds to 1 is drawn as the float before 1.
     missing = np.maximum(1.0 - gammas, np.finfo(np.float64).epsneg)
-    # A decade at least, so that equal gammas do not look different.
+    # The scale has at least one decade, so that equal gammas do not look different.
     norm = LogNorm(missing.min(), max(missing.max(), 10 * missing.min()))
     extent = (0.5, heads + 0.5, len(layers) + 0.5, 0.5)
     image = None
@@ -346,8 +346,8 @@ def draw_mask_rows(
 
     Args:
         masks: (rows, columns, height, width): the row of M that belongs to the patch, on the grid.
-        row_labels, column_labels: of the panels.
-        queries: (row, column) of the patch of each row, marked.
+        row_labels, column_labels: labels of the panels.
+        queries: (row, column) of each row's patch, which is marked.
         path: of the PNG.
         heading: above all panels.
     """
@@ -381,11 +381,11 @@ def draw_matrices(
     """Rows of matrices, dark for 0 and light for the largest value of each.
 
     Args:
-        rows: of arrays (height, width), none below 0.
-        row_labels: at the left of each row.
-        path: of the PNG.
-        heading: above all of them.
-        titles: above the columns.
+        rows: rows of arrays (height, width), none below 0.
+        row_labels: text at the left of each row.
+        path: where the PNG is written.
+        heading: text above all of them.
+        titles: text above the columns.
     """
     columns = max(map(len, rows))
     height, width = rows[0][0].shape

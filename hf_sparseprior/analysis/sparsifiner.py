@@ -21,9 +21,9 @@ from hf_sparseprior.sparsifiner import Sparsifiner
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one layer.
+    """What the predictor of one layer did.
 
-    coefficients: A_down in front of the threshold, (B, H, N, R). basis: W_up, (R, N). connectivity: bool (B, H, T, T),
+    coefficients: A_down before the threshold, (B, H, N, R). basis: W_up, (R, N). connectivity: bool (B, H, T, T),
     which keys each query sees. full_attention: softmax(Q K^T) over all keys, (B, H, T, T). up_share: share of the
     multiply-adds of A_down W_up without a zero.
     """
@@ -36,7 +36,7 @@ class Prediction:
     threshold: float
 
     def numbers(self, num_prefix_tokens: int) -> dict[str, float]:
-        """Patches that a patch keeps in the mean, and shares of what is not 0: pairs, coefficients, weights of W_up."""
+        """How many patches a patch keeps on average, and shares of nonzero pairs, coefficients and weights of W_up."""
         patches = self.connectivity[..., num_prefix_tokens:, num_prefix_tokens:]
         return {
             "patches_kept": patches.sum(-1).double().mean().item(),
@@ -49,7 +49,7 @@ class Prediction:
 
 @contextmanager
 def watch_predictions(model: nn.Module) -> Iterator[list[Prediction]]:
-    """Inside the block every forward of the model adds a `Prediction` for each of its layers.
+    """Inside the block, every forward of the model adds a `Prediction` for each of its layers.
 
     Raises:
         ValueError: for a model without Sparsifiner's predictors.
@@ -92,6 +92,6 @@ def _connectivity(keys: Tensor | None, plan: AttentionPlan, full: Tensor) -> Ten
 
 
 def masked_attention(prediction: Prediction) -> Tensor:
-    """The full attention at the pairs that are seen, each row brought to sum 1 (Eq. 4); without a decay."""
+    """The full attention at the pairs that are seen, with each row scaled to sum 1 (Eq. 4); without a decay."""
     kept = prediction.full_attention * prediction.connectivity
     return kept / kept.sum(-1, keepdim=True)
