@@ -14,10 +14,10 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
     Configuration of a SparsePriorTimesformer: that of a SparsePriorViT, and the number of frames.
 
     Args:
-        num_frames: of a clip. Time embeddings are taken from the nearest frame for clips of other lengths.
+        num_frames: number of frames of a clip. Clips of other lengths take each time embedding from the nearest frame.
         time_initializer_range: standard deviation that the time embeddings and the linear layers after temporal
-            attention start with. 0, as published, is for weights of an image model, to which nothing changes at first;
-            from scratch the order of frames is learned only with more, for example `initializer_range`.
+            attention start with. 0, as published, is for weights of an image model, which then computes the same at
+            first. From scratch, the order of frames is learned only with more than 0, for example `initializer_range`.
     """
 
     model_type = "sparseprior_timesformer"
@@ -26,10 +26,10 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
     time_initializer_range: float | int = 0.0
 
     def validate(self) -> None:
-        """As SparsePriorViT's.
+        """As in SparsePriorViT.
 
         Raises:
-            ValueError: also for a prior that drops tokens and for classifiers that clips have not.
+            ValueError: also for a prior that drops tokens and for classifiers that video models do not have.
         """
         super().validate()
         self.num_frames = check_integer("num_frames", self.num_frames, 1)

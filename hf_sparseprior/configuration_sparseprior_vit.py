@@ -26,7 +26,7 @@ Pooling = Literal["class_token", "mean", "class_token_and_mean"]
 PositionEmbedding = Literal["learned", "none"]
 Interpolation = Literal["bicubic", "bilinear"]
 Stem = Literal["patch", "convolution"]
-# Fields that are one of a few words.
+# Fields whose value is one of a few words.
 MODES: dict[str, tuple[str, ...]] = {
     "pooling": get_args(Pooling),
     "position_embedding": get_args(PositionEmbedding),
@@ -67,7 +67,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# What other libraries call some fields; transformers would keep them as attributes without effect.
+# Other libraries' names of some fields; transformers would keep them as attributes without effect.
 OTHER_NAMES = {
     "depth": "num_hidden_layers",
     "num_layers": "num_hidden_layers",
@@ -92,31 +92,31 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
         prior: name, names joined by +, or the full form with the slots support, decay, predictor, mixer and extras;
             kept in its full form. See `hf_sparseprior.prior`.
         image_size, patch_size: pixels, one number or (height, width); the image is a multiple of the patch.
-        num_channels: of the input image.
+        num_channels: channels of the input image.
         hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: as in ViT.
         hidden_act: activation of the MLP.
         qkv_bias, proj_bias, mlp_bias: biases of the attention's and the MLP's linear layers.
         use_class_token, use_distillation_token (DeiT), num_register_tokens: prefix tokens, in this order.
-        use_distillation_classifier: False where the distillation token has no classifier of its own, as in
+        use_distillation_classifier: False if the distillation token has no classifier of its own, as in
             transformers' DeiTForImageClassification.
         pooling: "class_token", "mean" (average of the patch tokens after the last norm) or "class_token_and_mean"
-            (one after the other, twice as wide; transformers' Dinov2ForImageClassification).
+            (both concatenated, twice as wide; transformers' Dinov2ForImageClassification).
         position_embedding: "learned" (interpolated for other grids) or "none".
         position_embedding_for_class_token: False for DeiT-III, whose class token has no position. Registers never do.
         interpolation: "bicubic" or "bilinear", for grids other than the configured one.
         stem: "patch" (one projection a patch) or "convolution" (LV-ViT: 7x7 at stride 2 and twice 3x3, each with batch
             norm and ReLU, then the projection; the patch size is even).
-        stem_channels: of the convolutions; "patch" has none.
+        stem_channels: channels of the convolutions; "patch" has none.
         residual_scale: factor of both residual branches, LV-ViT's 1 / skip_lam.
         token_classifier: a second classifier, for each patch token (LV-ViT), which `training.token_labels` trains.
-        token_logits_weight: in evaluation the logits are the classifier's plus this times the largest of the patch
-            tokens' for each class, as LV-ViT was published; 0 for the classifier's alone.
+        token_logits_weight: in evaluation the logits are the classifier's plus this weight times the largest of the
+            patch tokens' logits for each class, as published for LV-ViT; 0 for the classifier's alone.
         layerscale_value: initial value of LayerScale (DeiT-III), None for none.
         drop_path_rate: stochastic depth of the last layer, rising linearly from 0 at the first.
         hidden_dropout_prob, attention_probs_dropout_prob: dropout.
         layer_norm_eps, initializer_range: as in ViT.
         image_mean, image_std: normalisation the model was trained with, one number per channel or for all.
-        apply_layernorm, reshape_hidden_states, out_features, out_indices: of the backbone, as in Dinov2Backbone.
+        apply_layernorm, reshape_hidden_states, out_features, out_indices: for the backbone, as in Dinov2Backbone.
     """
 
     model_type = "sparseprior_vit"
@@ -167,7 +167,7 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
         known = [field.name for field in fields(type(self))]
         for key in kwargs:
             near = [OTHER_NAMES[key]] if key in OTHER_NAMES else difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-            if near:  # transformers keeps unknown keywords as attributes; a slip of the pen should not pass as one
+            if near:  # transformers keeps unknown keywords as attributes; a misspelt field should not become one
                 raise ValueError(f"{key!r} is no field of {type(self).__name__}; did you mean {near[0]!r}?")
         super().__post_init__(**kwargs)
         self.validate()
@@ -183,7 +183,7 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
 
     @property
     def output_attentions(self) -> bool:
-        """Whether models return attention weights; every backend can, so no attn_implementation excludes it."""
+        """Whether models return attention weights. Every backend can, so no attn_implementation excludes it."""
         return bool(self._output_attentions)
 
     @output_attentions.setter
@@ -200,17 +200,17 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
 
     @property
     def stages(self) -> list[Stage]:
-        """Heads and grid of the layers; one entry for each stage of a family whose grid shrinks from stage to stage."""
+        """Heads and grid of the layers, with one entry for each stage of a family whose grid shrinks between stages."""
         return [Stage(self.num_attention_heads, self.grid)]
 
     @property
     def stage_priors(self) -> list[ResolvedPrior]:
-        """The full form of the prior of each stage; `prior` itself is a list only where there are several."""
+        """The full form of the prior of each stage; `prior` itself is a list only if there are several stages."""
         return self.prior if isinstance(self.prior, list) else [self.prior]
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Class, distillation and register tokens in front of the patches."""
+        """Number of class, distillation and register tokens before the patches."""
         return int(self.use_class_token) + int(self.use_distillation_token) + self.num_register_tokens
 
     @property
@@ -241,7 +241,7 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
         """Check every field and bring `prior` into its full form.
 
         Raises:
-            ValueError: naming the field, the value and what is allowed.
+            ValueError: the message has the field, the value and what is allowed.
         """
         self._validate_sizes()
         self._validate_choices()
@@ -331,7 +331,7 @@ def as_pair(value: int | Sequence[int]) -> tuple[int, int]:
 
 
 def check_number(name: str, value: Any, low: float, high: float) -> None:
-    """Raise unless `value` is a real number in low..high, `high` itself left out."""
+    """Raise unless `value` is a real number of at least `low` and below `high`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
         bounds = "a number" if math.isinf(low) else f"a number in [{low:g}, {high:g})"
         raise ValueError(f"{name}={value!r} must be {bounds}")

@@ -1,6 +1,6 @@
-"""What FLOPs counts of a predictor or a mixer, which replace the pairs of a support by their own work.
+"""What is counted as FLOPs of a predictor or a mixer, which do other work than the pairs of a support.
 
-Each class says it next to its forward; `analysis.flops` adds it up.
+Each class says it next to its forward, and `analysis.flops` adds it up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class AttentionCosts:
 
     @classmethod
     def cost_in_pairs(cls, settings: Mapping[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
-        """Pairs of a head whose Q K^T and (softmax) V cost as much, of T^2 in dense attention."""
+        """The number of pairs of a head whose Q K^T and (softmax) V cost as much; dense attention has T^2."""
         raise NotImplementedError
 
     @classmethod
@@ -26,10 +26,10 @@ class AttentionCosts:
     def other_multiply_adds(
         cls, settings: Mapping[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
     ) -> int:
-        """Multiply-adds of a layer besides those of the pairs."""
+        """Multiply-adds of a layer in addition to those of the pairs."""
         return 0
 
     @classmethod
     def projection_multiply_adds(cls, settings: Mapping[str, Any], num_heads: int, width: int, total: int) -> int:
-        """Multiply-adds that the projections of a layer have more than dense attention's; below 0: fewer."""
+        """How many multiply-adds more than in dense attention the projections of a layer have; below 0: fewer."""
         return 0

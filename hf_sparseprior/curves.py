@@ -1,7 +1,7 @@
 """Space-filling curves as ranks: the position of each patch along the curve.
 
 Definitions are Eqs. 16 to 23 of the VIOLIN paper (appendix B.3) with (row, column) coordinates on any grid. The
-paper's listings mix (x, y) and (row, column) and break off the square; the equations do not.
+paper's listings mix (x, y) and (row, column) and fail on grids that are not square; the equations do not.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def snake_curve(height: int, width: int) -> np.ndarray:
 
 @register_curve("zigzag")
 def zigzag_curve(height: int, width: int) -> np.ndarray:
-    """Diagonals r + c = g in turn, even ones with the column rising, odd ones with it falling (VIOLIN Eq. 18)."""
+    """Diagonals r + c = g, one after the other: columns rise on even ones and fall on odd ones (VIOLIN Eq. 18)."""
     rows, columns = (index.ravel() for index in np.indices((height, width)))
     diagonal = rows + columns
     order = np.lexsort((np.where(diagonal % 2 == 0, columns, -columns), diagonal))
@@ -91,7 +91,7 @@ def zigzag_curve(height: int, width: int) -> np.ndarray:
 def peano_curve(height: int, width: int) -> np.ndarray:
     """Morton order: sort by interleaved bits, the column's bit above the row's (VIOLIN Eq. 22).
 
-    The paper calls this curve Peano; any grid is the part of the next power of two that it covers.
+    The paper calls this curve Peano. A grid is a part of the square whose side is the next power of two.
     """
     rows, columns = (index.ravel() for index in np.indices((height, width)))
     key = np.zeros(height * width, dtype=np.int64)
@@ -113,7 +113,7 @@ def hilbert_curve(height: int, width: int) -> np.ndarray:
 
 
 def _hilbert_visits(row: int, col: int, a_row: int, a_col: int, b_row: int, b_col: int) -> Iterator[tuple[int, int]]:
-    """Visit the rectangle spanned at (row, col) by the vectors a (the main direction) and b, one of them per axis."""
+    """Visit the rectangle at (row, col) that a (the main direction) and b span; each lies along one axis."""
     length, breadth = abs(a_row + a_col), abs(b_row + b_col)
     da = ((a_row > 0) - (a_row < 0), (a_col > 0) - (a_col < 0))
     db = ((b_row > 0) - (b_row < 0), (b_col > 0) - (b_col < 0))

@@ -2,8 +2,8 @@
 
 Y = softmax(alpha * Q K^T / sqrt(d_h) * M) V, elementwise product, with M = mean over curves c of
 gamma_c^|position_c(j) - position_c(k)| and gamma_c = sigmoid(beta_c) (VIOLIN Eqs. 12 and 13). `register_decay` makes a
-class a value of `prior`; the class only says which positions it measures distances along. Where else M may act:
-`PLACEMENTS`.
+class a value of `prior`; the class only says along which positions it measures distances. `PLACEMENTS` says where else
+M may act.
 
 Shape letters: B batch, H heads, C curves, A axes of a position, N patch tokens, P prefix tokens, T = P + N.
 """
@@ -39,15 +39,15 @@ INIT_PRESETS: dict[str, tuple[float, float, float, float]] = {
 }
 INIT_KEYS = ("alpha_mean", "alpha_std", "beta_low", "beta_high")
 
-# Where M acts, with A = alpha * Q K^T / sqrt(d_h) and S the softmax (VIOLIN Table 14). With M = 1, where decays of
-# adapters start, all but the last two leave a pretrained model as it is.
+# Where M acts, with A = alpha * Q K^T / sqrt(d_h) and S the softmax (VIOLIN Table 14). Decays of adapters start at M =
+# 1, where all but the last two leave a pretrained model as it is.
 PLACEMENTS: dict[Placement, str] = {
     "multiply": "S(A * M)",  # VIOLIN Eq. 12
-    # S(A + M), which is the same: a softmax does not see what is added to all its logits. In this form it starts as
-    # the base model with mask_fill="zero", too.
+    # S(A + M), which is the same: a constant that is added to all logits does not change a softmax. In this form it
+    # starts as the base model also with mask_fill="zero".
     "add": "S(A + (M - 1))",
     "multiply_after": "S(A) * M",
-    # Table 14's S(A) + M less the sum of all values, a vector that is the same for all queries: without it no
+    # Table 14's S(A) + M without the sum of all values, a vector that is the same for all queries: with it no
     # pretrained model would start as itself.
     "add_after": "S(A) + (M - 1)",
     "add_after_as_printed": "S(A) + M",
@@ -67,10 +67,10 @@ def resolve_decay(
 
     Args:
         decay: name, or a dict of the name with settings.
-        grid: (height, width) of the patches, which decays take that keep a value for each patch and are given no grid.
+        grid: (height, width) of the patches. Decays that keep a value for each patch take it, if they have no `grid`.
 
     Raises:
-        ValueError: naming the field, the value and what is allowed.
+        ValueError: the message has the field, the value and what is allowed.
     """
     if decay is None:
         return None
@@ -149,7 +149,7 @@ def init_values(init: str | dict[str, float]) -> tuple[float, float, float, floa
 
 
 def initial_beta(settings: Mapping[str, Any]) -> tuple[float, float]:
-    """The interval that beta is drawn from: that of `init`, or a point where `gamma` is given."""
+    """The interval that beta is drawn from: that of `init`, or a single point if `gamma` is given."""
     if settings["gamma"] is None:
         return init_values(settings["init"])[2:]
     beta = math.log(settings["gamma"]) - math.log1p(-settings["gamma"])
@@ -159,10 +159,11 @@ def initial_beta(settings: Mapping[str, Any]) -> tuple[float, float]:
 class Decay(nn.Module):
     """The learned scalars of one layer's decay: alpha (H,) and beta (C, H), both float32 or float64.
 
-    They stay in at least float32 when the model is cast to half precision: in bfloat16 sigmoid(beta) rounds to 1.
+    They stay in at least float32 when the model is cast to half precision, because in bfloat16 sigmoid(beta) rounds to
+    1.
 
-    A subclass has its own SETTINGS with their defaults, a superset of these, `check_settings` for them, `positions`,
-    and TENSORS with `tensor_shapes` if it learns more than alpha and beta.
+    A subclass has its own SETTINGS with defaults (a superset of these), `check_settings` for them, and `positions`. If
+    it learns more than alpha and beta, it also has TENSORS and `tensor_shapes`.
 
     Args:
         num_heads: H.
@@ -170,7 +171,7 @@ class Decay(nn.Module):
     """
 
     name: str
-    # What `ops.attention` takes besides the settings.
+    # The tensors that `ops.attention` takes in addition to the settings.
     TENSORS: tuple[str, ...] = ("alpha", "beta", "prefix_beta")
     SETTINGS: dict[str, Any] = {
         "init": "pretrain",
@@ -178,7 +179,7 @@ class Decay(nn.Module):
         "learn_beta": True,  # False: gamma stays as initialised
         "learn_prefix": False,  # True: a learned gamma for the rows and columns of prefix tokens instead of 1
         "placement": "multiply",  # one of PLACEMENTS
-        "gamma": None,  # a number: gamma of every curve and head at the start, in place of init's beta
+        "gamma": None,  # a number: gamma of every curve and head at the start, which replaces init's beta
     }
 
     def __init__(self, num_heads: int, **settings: Any) -> None:
@@ -204,14 +205,14 @@ class Decay(nn.Module):
         self.reset_parameters()
 
     def add_parameters(self) -> None:
-        """Make what a subclass learns besides; `initial_values` has to give the values."""
+        """Make the other parameters of a subclass; `initial_values` has to give their values."""
 
     @classmethod
     def check_settings(cls, settings: dict[str, Any], grid: Sequence[int] | None) -> dict[str, Any]:
         """The settings with their values checked, for a patch grid (height, width) if there is one.
 
         Raises:
-            ValueError: naming the setting, the value and what is allowed.
+            ValueError: the message has the setting, the value and what is allowed.
         """
         checked = dict(settings)
         for key in ("learn_alpha", "learn_beta", "learn_prefix"):
@@ -242,14 +243,14 @@ class Decay(nn.Module):
 
     @classmethod
     def tensor_shapes(cls, settings: Mapping[str, Any], num_heads: int) -> dict[str, tuple[int | str, ...]]:
-        """Shapes of TENSORS; a word stands for any size."""
+        """Shapes of TENSORS; a name in place of a number means any size."""
         num_curves = cls.positions(settings, (1, 1)).shape[0]
         return {"alpha": (num_heads,), "beta": (num_curves, num_heads), "prefix_beta": (num_heads,)}
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Fresh values of every scalar, drawn from torch's generator as `init` says."""
+        """Initial values of every scalar, drawn from torch's generator as `init` says."""
         mean, std, low, high = init_values(self.settings["init"])
-        dtype = self.beta.dtype  # named, because loading in half precision makes that the default
+        dtype = self.beta.dtype  # given, because loading in half precision makes that the default dtype
         values = {"beta": torch.empty(self.beta.shape, dtype=dtype).uniform_(*initial_beta(self.settings))}
         if self.alpha is not None:
             values["alpha"] = mean + std * torch.randn(self.alpha.shape, dtype=dtype)
@@ -300,7 +301,7 @@ class ViolinDecay(Decay):
 
     @classmethod
     def check_settings(cls, settings: dict[str, Any], grid: Sequence[int] | None) -> dict[str, Any]:
-        """As of every decay, and `curves`."""
+        """As for every decay, and `curves`."""
         checked = super().check_settings(settings, grid)
         return {**checked, "curves": check_curves(settings["curves"])}
 
@@ -315,15 +316,15 @@ class ViolinDecay(Decay):
 class ManhattanDecay(Decay):
     """Distance of two patches = |row difference| + |column difference|, one gamma a head (VIOLIN Tables 7 and 13).
 
-    DeiT-B: 288 scalars. Table 7 says ~0.4K, which is 432 with a second gamma for the transpose, although the distance
-    is the same there: `with_transpose`.
+    DeiT-B has 288 scalars. Table 7 says ~0.4K, which is 432 with a second gamma for the transpose (`with_transpose`),
+    although the distance there is the same.
     """
 
     SETTINGS = {"with_transpose": False, **Decay.SETTINGS}
 
     @classmethod
     def check_settings(cls, settings: dict[str, Any], grid: Sequence[int] | None) -> dict[str, Any]:
-        """As of every decay, and `with_transpose`."""
+        """As for every decay, and `with_transpose`."""
         checked = super().check_settings(settings, grid)
         return {**checked, "with_transpose": check_boolean("with_transpose", settings["with_transpose"])}
 
@@ -345,15 +346,15 @@ def random_rank(grid: tuple[int, int], seed: int, transposed: bool = False) -> n
 class RandomOrderDecay(Decay):
     """Distance of two patches = difference of their ranks in a random order (VIOLIN Tables 7 and 13, M_Random).
 
-    One order for all layers and heads, as in appendix E.2; it counts with its transpose, as a curve does (432 scalars
-    on DeiT-B). Another grid has another order: there is no interpolating a permutation.
+    All layers and heads have one order, as in appendix E.2. It is used with its transpose, as a curve is (432 scalars
+    on DeiT-B). Another grid has another order, because a permutation cannot be interpolated.
     """
 
     SETTINGS = {"seed": 0, "with_transpose": True, **Decay.SETTINGS}
 
     @classmethod
     def check_settings(cls, settings: dict[str, Any], grid: Sequence[int] | None) -> dict[str, Any]:
-        """As of every decay, `seed` and `with_transpose`."""
+        """As for every decay, `seed` and `with_transpose`."""
         checked = super().check_settings(settings, grid)
         seed = check_integer("seed", settings["seed"], 0)
         with_transpose = check_boolean("with_transpose", settings["with_transpose"])
@@ -372,8 +373,8 @@ class LearnedOrderDecay(Decay):
     """Distance of two patches = difference of their learned positions along a line (VIOLIN appendix F.7, Table 25).
 
     The paper does not say how its order is learned. Ours is the simplest form with a gradient: a real number p for each
-    patch and layer, M = gamma^|p_j - p_k|, which starts as the rank along a curve or in a random order. On another grid
-    the numbers are interpolated and stretched to its number of patches.
+    patch and layer, with M = gamma^|p_j - p_k|. It starts as the rank along a curve or in a random order. On another
+    grid the numbers are interpolated and scaled to its number of patches.
     """
 
     # start: a curve, or "random" with `seed`. grid: (height, width) of the numbers, None for that of the model.
@@ -382,7 +383,7 @@ class LearnedOrderDecay(Decay):
 
     @classmethod
     def check_settings(cls, settings: dict[str, Any], grid: Sequence[int] | None) -> dict[str, Any]:
-        """As of every decay, `seed`, `start` and `grid`, which is the model's where it is None."""
+        """As for every decay, `seed`, `start` and `grid`, which is the model's if it is None."""
         checked = super().check_settings(settings, grid)
         own_grid = settings["grid"] if settings["grid"] is not None else grid
         seed, start = check_integer("seed", settings["seed"], 0), check_start(settings["start"])
@@ -397,14 +398,14 @@ class LearnedOrderDecay(Decay):
 
     @classmethod
     def positions(cls, settings: Mapping[str, Any], grid: tuple[int, int]) -> np.ndarray:
-        """The ranks that the positions start as, (1, 1, N)."""
+        """The ranks with which the positions start, (1, 1, N)."""
         start, seed = (settings.get(key, cls.SETTINGS[key]) for key in ("start", "seed"))
         rank = random_rank(grid, seed) if start == "random" else curve_rank(start, grid)
         return rank.reshape(1, 1, -1)
 
     @classmethod
     def learns_positions(cls, decay: Mapping[str, Any]) -> bool:
-        """Unless the tensors are without "order", which then is the one that it starts from."""
+        """True if the tensors have an "order"; without one it is the order at the start."""
         return decay.get("order") is not None
 
     @classmethod
@@ -414,7 +415,7 @@ class LearnedOrderDecay(Decay):
 
     @classmethod
     def tensor_shapes(cls, settings: Mapping[str, Any], num_heads: int) -> dict[str, tuple[int | str, ...]]:
-        """As of every decay, and "order"."""
+        """As for every decay, and "order"."""
         return {**super().tensor_shapes(settings, num_heads), "order": (1, "height", "width")}
 
     def initial_values(self) -> dict[str, Tensor]:
@@ -429,7 +430,7 @@ class LearnedOrderDecay(Decay):
 
 
 def resized_order(order_CHW: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Learned positions (C, height, width) on a grid, as positions (C, 1, N): bilinear, corners on corners."""
+    """Learned positions (C, height, width) as positions (C, 1, N) on a grid: bilinear, with corners aligned."""
     curves, height, width = order_CHW.shape
     if (height, width) != grid:
         stretch = max(1, grid[0] * grid[1] - 1) / max(1, height * width - 1)
@@ -443,10 +444,10 @@ def make_decay(decay: ResolvedDecay, num_heads: int) -> Decay:
 
 
 def check_decay_tensors(decay: Mapping[str, Any], num_heads: int) -> dict[str, Any]:
-    """A decay given with tensors, its defaults filled in.
+    """A decay that is given with tensors, after its defaults are filled in.
 
     Raises:
-        ValueError: naming what is missing or does not fit, and what is allowed.
+        ValueError: the message has what is missing or does not fit, and what is allowed.
     """
     name, given = split_spec(decay, "decay", DECAYS)
     kind = DECAYS[name]
@@ -473,18 +474,18 @@ def decay_weights(beta_CH: Tensor, distance_C: Tensor, dtype: torch.dtype) -> Te
 
     Args:
         beta_CH: (C, H).
-        distance_C: distances (C, ...), any shape after C; whole numbers, or real ones of a learned order.
-        dtype: of the result; computed in it, never below float32.
+        distance_C: distances (C, ...), any shape after C; integers, or real numbers of a learned order.
+        dtype: dtype of the computation and of the result, never below float32.
 
     Returns:
-        (H, ...). Computed as exp(distance * logsigmoid(beta)): sigmoid(beta)**distance has a zero gradient in float32
-        from about beta = 17 on.
+        (H, ...), computed as exp(distance * logsigmoid(beta)), because in float32 sigmoid(beta)**distance has a zero
+        gradient from about beta = 17 on.
     """
     compute = torch.promote_types(torch.promote_types(beta_CH.dtype, dtype), torch.float32)
     log_gamma_CH = F.logsigmoid(beta_CH.to(compute))
     distance_C = distance_C.to(compute)
     trailing = (1,) * (distance_C.dim() - 1)
-    # One curve at a time: the (C, H, ...) array would be C times the size of the result.
+    # One curve at a time, because the (C, H, ...) array would be C times as large as the result.
     total = torch.exp(distance_C[0] * log_gamma_CH[0].view(-1, *trailing))
     for distance, log_gamma_H in zip(distance_C[1:], log_gamma_CH[1:], strict=True):
         total = total + torch.exp(distance * log_gamma_H.view(-1, *trailing))
@@ -493,7 +494,7 @@ def decay_weights(beta_CH: Tensor, distance_C: Tensor, dtype: torch.dtype) -> Te
 
 def pair_distances(positions_CAN: Tensor, dtype: torch.dtype) -> Tensor:
     """Distances (C, N, N) of all pairs of patches in a floating dtype of at least float32."""
-    # Several times faster in floating point than in int64, and exact below 2^24.
+    # Floating point is several times faster than int64, and exact below 2^24.
     positions_CAN = positions_CAN.to(dtype)
     return (positions_CAN.unsqueeze(-1) - positions_CAN.unsqueeze(-2)).abs().sum(1)
 
@@ -510,7 +511,7 @@ def decay_mask(decay: dict[str, Any], positions_CAN: Tensor, dtype: torch.dtype)
 
 
 def prefix_weights(decay: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
-    """Learned gamma (H,) of the rows and columns of prefix tokens; None where they are 1."""
+    """Learned gamma (H,) of the rows and columns of prefix tokens; None if they are 1."""
     beta_H = decay.get("prefix_beta")
     if beta_H is None:
         return None

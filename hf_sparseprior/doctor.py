@@ -16,7 +16,7 @@ import torch
 from hf_sparseprior import ops
 from hf_sparseprior.kernels import build, diagonal_cpu, triton_device
 
-# Packages besides torch and transformers: what needs them, and how to get them.
+# Further packages than torch and transformers: what needs them, and how to get them.
 OPTIONAL = {
     "matplotlib": ("pictures", "pip install '.[classification]'"),
     "accelerate": ("training", "pip install '.[classification]'"),
@@ -37,14 +37,14 @@ OPTIONAL = {
     "h5py": ("demonstrations of Lift and Can", "make robotics"),
     "zarr": ("demonstrations of PushT", "make robotics"),
 }
-# The extras that `--require` knows, and the command that their packages name.
+# The extras that `--require` accepts, and the command that their packages name.
 REQUIRABLE = {"video": "pip install '.[video]'", "dense": "make dense", "robotics": "make robotics"}
 
-# MUJOCO_GL and the library behind it, in the order in which they are tried. Both render without a screen.
+# Values of MUJOCO_GL and the library of each, in the order in which they are tried. Both render without a screen.
 GL_LIBRARIES = {"osmesa": "OSMesa", "egl": "EGL"}
-NO_GL = ("disable", "disabled", "off", "false", "0")  # values with which mujoco loads none
+NO_GL = ("disable", "disabled", "off", "false", "0")  # values with which mujoco loads no library
 
-# In a process of its own: MUJOCO_GL counts when mujoco is imported, and a GL library without a screen may abort.
+# Runs in a process of its own: mujoco reads MUJOCO_GL on import, and a GL library without a screen may abort.
 RENDER = """
 import mujoco
 model = mujoco.MjModel.from_xml_string("<mujoco><worldbody><light pos='0 0 3'/><geom size='1'/></worldbody></mujoco>")
@@ -57,7 +57,7 @@ assert renderer.render().max() > 0
 
 
 def report() -> Iterator[str]:
-    """One line for each thing looked at; compiles the CPU kernel if it can be and is not yet."""
+    """One line for each thing that is checked. Compiles the CPU kernel if that is possible and not yet done."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     yield f"python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}"
     yield f"CPU threads: {torch.get_num_threads()}; CUDA device: {gpu}"
@@ -77,7 +77,7 @@ def report() -> Iterator[str]:
 
 
 def missing_of(extra: str) -> list[str]:
-    """What an extra's tasks lack on this machine, as lines of `report`; empty where all is there and works.
+    """What an extra's tasks lack on this machine, as lines of `report`; empty if everything is installed and works.
 
     Args:
         extra: one of `REQUIRABLE`.
@@ -100,7 +100,7 @@ def _package_line(name: str) -> str:
 
 
 def _task_checks(*extras: str) -> Iterator[str]:
-    """Whether what is installed for these extras also works; nothing for what is not installed."""
+    """Lines on whether what is installed for these extras also works; none for what is not installed."""
     if "dense" in extras and _version("onedl-mmcv") is not None:
         reason = mmcv_problem()
         yield f"WRONG    {reason}: make dense" if reason else "ok       nms and roi_align of mmcv"
@@ -110,12 +110,12 @@ def _task_checks(*extras: str) -> Iterator[str]:
 
 
 def mmcv_problem() -> str | None:
-    """Why mmcv's compiled operators cannot be used; None where nms and roi_align give what they must."""
+    """Why mmcv's compiled operators cannot be used; None if nms and roi_align give the right results."""
     try:
         from mmcv.ops import nms, roi_align
     except Exception as error:  # a package built for another torch fails in many ways
         return f"mmcv came without compiled operators ({str(error).splitlines()[0]})"
-    # Of two boxes that overlap by 81 / 119 the better one stays, and the one far away.
+    # Of two boxes that overlap by 81 / 119 only the better one stays. The box far away stays too.
     boxes = torch.tensor([[0.0, 0.0, 10.0, 10.0], [1.0, 1.0, 11.0, 11.0], [20.0, 20.0, 30.0, 30.0]])
     _, kept = nms(boxes, torch.tensor([0.5, 0.9, 0.7]), 0.5)
     if kept.tolist() != [1, 2]:
@@ -127,8 +127,8 @@ def mmcv_problem() -> str | None:
 
 
 def gl_library() -> str | None:
-    """The value of MUJOCO_GL with which this machine renders without a screen: what the user chose, else the first
-    whose library is found; None where neither is, or where the user wants none."""
+    """The value of MUJOCO_GL with which this machine renders without a screen: what the user chose, or else the first
+    whose library is found. None if no library is found, or if the user wants none."""
     chosen = os.environ.get("MUJOCO_GL")
     if chosen:
         return None if chosen.lower().strip() in NO_GL else chosen
@@ -136,7 +136,7 @@ def gl_library() -> str | None:
 
 
 def rendering_problem() -> str | None:
-    """Why mujoco cannot draw without a screen; None where it can."""
+    """Why mujoco cannot draw without a screen; None if it can."""
     environment = {**os.environ, "MUJOCO_GL": gl_library() or os.environ.get("MUJOCO_GL") or "osmesa"}
     done = subprocess.run([sys.executable, "-c", RENDER], capture_output=True, text=True, env=environment)
     if done.returncode == 0:

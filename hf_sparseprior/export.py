@@ -20,10 +20,10 @@ RESULTS = "results.json"
 
 
 def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_name: str = "apache-2.0") -> list[str]:
-    """Copy a saved model into a new folder with today's code, its image processor and a fresh model card.
+    """Copy a saved model into a new folder with today's code, its image processor and a new model card.
 
-    The card takes data, metrics and command from `results.json` in the source or the folder above it, if that names
-    these weights by their hash. The new folder appears whole or not at all.
+    The card takes data, metrics and command from `results.json` in the source or in the folder above it, if that file
+    has the hash of these weights. The new folder appears whole or not at all.
 
     Returns:
         Lines for the user: what was written and how to load it.
@@ -58,7 +58,7 @@ def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_nam
 
 
 def _results_of(source: Path) -> dict[str, Any]:
-    """results.json in the source or above it, if it is of these very weights."""
+    """results.json in the source or above it, if it belongs to these weights."""
     weights = source / "model.safetensors"
     for folder in (source, source.parent):
         if not (folder / RESULTS).is_file() or not weights.is_file():

@@ -1,6 +1,6 @@
-"""Extras: modules that a prior adds besides support and decay, each starting where it changes nothing.
+"""Extras: modules that a prior adds to support and decay. Each starts where it changes nothing.
 
-`register_extra` makes a class a value of the `extras` of a prior. VIOLIN compares itself with them (Tables 7, 26, 27).
+`register_extra` makes a class a value of the `extras` of a prior. VIOLIN is compared with them (Tables 7, 26, 27).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def register_extra(name: str) -> Callable[[type[Extra]], type[Extra]]:
 
 
 class PriorModule(nn.Module):
-    """Base of what a prior adds that has settings: extras, predictors, mixers.
+    """Base of the modules of a prior that have settings: extras, predictors, mixers.
 
-    SETTINGS: with their defaults.
+    SETTINGS: the settings with their defaults.
     """
 
     name: str
@@ -38,12 +38,12 @@ class PriorModule(nn.Module):
         """The settings with their values checked, for a patch grid (height, width).
 
         Raises:
-            ValueError: naming the setting, the value and what is allowed.
+            ValueError: the message has the setting, the value and what is allowed.
         """
         return settings
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Fresh values of every parameter: zeros."""
+        """Initial values of every parameter: zeros."""
         return {name: torch.zeros(parameter.shape) for name, parameter in self.named_parameters(recurse=False)}
 
     @torch.no_grad()
@@ -54,9 +54,9 @@ class PriorModule(nn.Module):
 
 
 class Extra(PriorModule):
-    """Base of all extras; with its initial values, zeros unless said otherwise, nothing changes (pruning aside).
+    """Base of all extras. With its initial values (zeros by default) an extra changes nothing, except for pruning.
 
-    place: who holds it: every "attention" layer, every "MLP", or once the "model".
+    place: what holds it: every "attention" layer, every "MLP", or the "model" (once).
     """
 
     place: Place = "attention"
@@ -75,7 +75,7 @@ def resolve_module(
     """The full form of what fills a slot: its name with every setting, checked.
 
     Raises:
-        ValueError: naming what it is, the setting, the value and what is allowed.
+        ValueError: the message has the slot, the setting, the value and what is allowed.
     """
     name, given = split_spec(spec, slot, registry)
     settings = dict(registry[name].SETTINGS)
@@ -93,7 +93,7 @@ def resolve_extras(extras: Sequence[ModuleSpec] | None, grid: Sequence[int]) -> 
     """The full form of `extras`: a list of names with every setting, checked.
 
     Raises:
-        ValueError: naming the extra, the setting, the value and what is allowed.
+        ValueError: the message has the extra, the setting, the value and what is allowed.
     """
     if extras is not None and (isinstance(extras, str) or not isinstance(extras, Sequence)):
         raise ValueError(f"extras={extras!r} must be a list of {', '.join(EXTRAS)}")
@@ -105,7 +105,7 @@ def resolve_extras(extras: Sequence[ModuleSpec] | None, grid: Sequence[int]) -> 
 
 
 def make_extras(extras: Sequence[ResolvedModule], place: Place, *sizes: int) -> nn.ModuleDict:
-    """The modules of resolved extras by name, those that have this place."""
+    """The modules of the resolved extras that have this place, by name."""
     return nn.ModuleDict(
         {extra["name"]: make_module(extra, EXTRAS, *sizes) for extra in extras if EXTRAS[extra["name"]].place == place}
     )

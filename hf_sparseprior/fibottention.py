@@ -17,7 +17,7 @@ def dense(num_heads: int, num_tokens: int) -> list[list[int]]:
 
 
 def resolve_sequence(sequence: str | dict[str, Any]) -> dict[str, Any]:
-    """The full form of a dilation sequence: {"name": ..., every setting}. Wythoff's `modified` is the support's."""
+    """The full form of a dilation sequence: {"name": ..., every setting}. Wythoff's `modified` is set in the support."""
     name, spec = split_spec(sequence, "sequence", SEQUENCES)
     if "modified" in spec:
         raise ValueError("sequence 'wythoff': `modified` is a setting of the support, next to `sequence`")
@@ -83,7 +83,7 @@ def fibottention(
 ) -> list[list[int]]:
     """Head i attends at distances that are terms of row i of the Wythoff array, 0 < |j - k| <= w_i (Eq. 3).
 
-    `modified` puts two predecessors in front of each row (section 3.2). `sequence` replaces the Wythoff rows by
+    `modified` puts two predecessors before each row (section 3.2). `sequence` replaces the Wythoff rows by
     another dilation sequence (Table 8, Figure 5). `w_max=None` is N // 3, the papers' 65 at N = 196.
     """
     windows = window_sizes(num_heads, num_tokens, w_min, w_max)

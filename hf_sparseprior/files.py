@@ -30,14 +30,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def check_new(out: Path) -> None:
-    """Raise OSError if a folder to be written exists; long work asks before it begins."""
+    """Raise OSError if a folder to be written exists. Long work checks this before it begins."""
     if out.exists():
         raise OSError(f"{out} exists already; choose a new name")
 
 
 @contextmanager
 def whole_folder(out: str | os.PathLike) -> Iterator[Path]:
-    """A scratch folder that becomes `out` when the block ends well, and vanishes when it does not.
+    """A scratch folder that becomes `out` if the block ends without an error, and is removed otherwise.
 
     Raises:
         OSError: if `out` exists.
@@ -56,7 +56,7 @@ def whole_folder(out: str | os.PathLike) -> Iterator[Path]:
 
 @contextmanager
 def whole_file(out: str | os.PathLike) -> Iterator[Path]:
-    """The same for a file: a scratch path of the same suffix for the block to write.
+    """The same for a file: a scratch path with the same suffix, to which the block writes.
 
     Raises:
         OSError: if `out` exists.

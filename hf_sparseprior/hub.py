@@ -1,4 +1,4 @@
-"""What a saved model has besides its weights and its code: an image processor and a model card."""
+"""What a saved model has in addition to its weights and its code: an image processor and a model card."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ AUTOMATIC = "<!-- written on saving, and again on every saving until this line i
 
 
 def complete_folder(folder: str | os.PathLike, config: Any) -> None:
-    """Write the image processor of a saved model where there is none, and the model card unless somebody edited it."""
+    """Write the image processor of a saved model if there is none, and the model card unless somebody edited it."""
     folder = Path(folder)
     if not (folder / PROCESSOR).exists():
         write_text(folder / PROCESSOR, json.dumps(image_processor_settings(config), indent=2) + "\n")
     card = folder / CARD
-    # A card that nobody has added to goes with the model it describes; any other is its owner's.
+    # A card that nobody has changed belongs to the model that it describes. Any other belongs to its author.
     if not card.exists() or AUTOMATIC in card.read_text(encoding="utf-8"):
         write_text(card, model_card(config) + AUTOMATIC + "\n")

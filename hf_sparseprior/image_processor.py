@@ -10,7 +10,7 @@ PROCESSOR = "preprocessor_config.json"
 
 
 def image_processor_settings(config: Any) -> dict[str, Any]:
-    """preprocessor_config.json of a ViT image processor for this model, of VideoMAE's for one that takes clips.
+    """preprocessor_config.json of a ViT image processor for this model, or of VideoMAE's if it takes clips.
 
     Both work with and without torchvision.
     """
@@ -34,6 +34,6 @@ def image_processor_settings(config: Any) -> dict[str, Any]:
 
 
 def takes_clips(config: Any) -> bool:
-    """Whether a config is of a video model."""
+    """Whether a config belongs to a video model."""
     family = family_of(config)
     return family is not None and family.takes == "clips"

@@ -1,4 +1,4 @@
-"""Reading a checkpoint in one format and writing it in another; in between it is a SparsePriorViT or a relative."""
+"""Read a checkpoint in one format and write it in another; in between it is one of our models."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from hf_sparseprior.prior import is_prior_weight
 # timesformer before transformers_vit, which would take a bare TimeSformer for a ViT.
 FORMATS: tuple[ModuleType, ...] = (sparseprior_vit, timesformer, transformers_vit, lvvit, timm_vit)
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".bin")
-# What foreign formats are written from; the others from a SparsePriorViT.
+# The family that a foreign format is written from, if it is not SparsePriorViT.
 FAMILY_OF_TARGET = dict.fromkeys(timesformer.TARGETS, timesformer.FAMILY)
-# What a target is written as; a folder where nothing is said.
+# What a target is written as, if not as a folder.
 WRITTEN_AS = {"timm": ("folder", ".safetensors file"), "original": (".pth file",)}
 
 
@@ -41,10 +41,10 @@ def target_formats() -> dict[str, ModuleType]:
 
 
 def read_checkpoint(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """Weights and, where there is one, config of a folder, a .safetensors file or a .pth or .bin file.
+    """Weights and, if there is one, config of a folder, a .safetensors file or a .pth or .bin file.
 
-    PyTorch files are read with `weights_only=True`: tensors come out, nothing in them is executed. Weights may lie
-    below "model", "teacher" or "state_dict" and after "module." or "backbone.", as DeiT and DINO save them.
+    PyTorch files are read with `weights_only=True`: tensors come out, and nothing in them is executed. Weights may be
+    under "model", "teacher" or "state_dict", with names after "module." or "backbone.", as DeiT and DINO save them.
 
     Returns:
         The weights by name, and config.json with `image_mean` and `image_std` of preprocessor_config.json.
@@ -120,17 +120,17 @@ def convert_checkpoint(
     drop_classifier: bool = False,
     to: str | None = None,
 ) -> list[str]:
-    """Write a checkpoint in another format; where the prior stays the same, it computes what the source does.
+    """Write a checkpoint in another format. With the same prior it computes what the source does.
 
     Args:
         source: see `read_checkpoint`; foreign or ours.
         out: new folder; to="timm" also takes a new .safetensors file, to="original" a new .pth file.
-        prior: of the new model, by default the source's, which in foreign formats is "dense". A decay that the source
-            does not have starts as its `init` says, extras start where they change nothing.
-        image_size: another one than the source's; the position embedding is interpolated.
+        prior: the new model's, by default the source's, which in foreign formats is "dense". A decay that the source
+            does not have starts as its `init` says; extras start where they change nothing.
+        image_size: if it is not the source's, the position embedding is interpolated.
         num_attention_heads: for timm files of other widths than the published ones.
         drop_classifier: write the base model alone; its pooling stays.
-        to: one of `target_formats`, by default our own for what the source is, images or clips. Foreign formats have no
+        to: one of `target_formats`, by default our own for the source's kind, images or clips. Foreign formats have no
             prior: prior="dense" drops the source's.
 
     Returns:
@@ -211,7 +211,7 @@ def _fill(
 ) -> Any:
     """A model with exactly these weights, or an error that lists what is missing and what is left over.
 
-    A prior's weights are among them if `with_prior`, else they have their initial values.
+    A prior's weights are among them if `with_prior`; otherwise they have their initial values.
     """
     heads = {key for key in state if key.split(".")[0] in CLASSIFIERS}
     family = FAMILIES[config.model_type]
@@ -220,7 +220,7 @@ def _fill(
         state = {key.removeprefix("vit."): value for key, value in state.items() if key not in heads}
     else:
         model = family.classifier(config)
-    # In the precision of the source, as far as all of it has one; a decay stays in float32.
+    # In the precision of the source, if all of it has the same; a decay stays in float32.
     dtypes = {value.dtype for key, value in state.items() if value.is_floating_point() and not is_prior_weight(key)}
     model.to(functools.reduce(torch.promote_types, dtypes or {torch.float32}))
     expected = {key: value.shape for key, value in model.state_dict().items() if with_prior or not is_prior_weight(key)}

@@ -29,7 +29,7 @@ def refuse(target: str, problems: Iterable[str]) -> None:
 
 
 def one_if_square(pair: Sequence[int]) -> int | list[int]:
-    """(height, width) as one number where it is one; most readers of configs expect that."""
+    """(height, width) as one number if both are equal; most readers of configs expect that."""
     return pair[0] if pair[0] == pair[1] else list(pair)
 
 

@@ -1,6 +1,6 @@
-"""LV-ViT (Jiang et al. 2021) under the names of its original files, into ours.
+"""Reads LV-ViT (Jiang et al. 2021) under the names of its original files.
 
-The files say neither skip_lam nor the number of heads: both are those of the published model of the same width.
+The files hold neither skip_lam nor the number of heads: both are those of the published model of the same width.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
         "num_channels": channels,
         "stem": "convolution",
         "stem_channels": state["patch_embed.conv1.weight"].shape[0],
-        # The projection sees what the stem has halved.
+        # The stem has halved what the projection sees.
         **{name: _twice(taken[name]) for name in ("patch_size", "image_size")},
         "residual_scale": 1 / skip_lam,
         "layer_norm_eps": NORM_EPS,
@@ -63,7 +63,7 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def _own_name(key: str) -> str | None:
-    """Our name of what a timm ViT lacks."""
+    """Our name of a part that a timm ViT lacks."""
     if match := STEM.fullmatch(key):
         part = {"conv": "convolutions", "bn": "norms"}[match[1]]
         return f"vit.embeddings.stem.{part}.{int(match[2]) - 1}.{match[3]}"

@@ -23,7 +23,7 @@ from hf_sparseprior.loading import check_whole
 TARGETS = ("timesformer",)
 FAMILY = SparsePriorTimesformerConfig.model_type
 
-# Our part of a name and theirs. Read from the first to the last: what stands first contains what stands later.
+# Our part of a name and theirs, tried from the first to the last, because earlier ones contain later ones.
 NAMES = (
     ("embeddings.class_token", "embeddings.cls_token"),
     ("embeddings.projection.", "embeddings.patch_embeddings.projection."),
@@ -33,14 +33,14 @@ NAMES = (
     (".mlp.fc1.", ".intermediate.dense."),
     (".mlp.fc2.", ".output.dense."),
 )
-# q, k and v are one layer there.
+# q, k and v are one layer in TimeSformer.
 PROJECTION = re.compile(r"attention\.([qkv])_proj\.")
 SHARED = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act", "layer_norm_eps"),
     *("image_size", "patch_size", "num_channels", "num_frames", "qkv_bias", "initializer_range"),
     *("hidden_dropout_prob", "attention_probs_dropout_prob"),
 )
-# What the classes compute and their config has no field for.
+# What the classes compute without a field in their config.
 ALLOWED: dict[str, tuple[Any, ...]] = {
     **ONLY_OURS,
     "use_class_token": (True,),
@@ -80,7 +80,7 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
 
 
 def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The weights under our names, q, k and v apart; names that are not known stay as they are."""
+    """The weights under our names, with q, k and v apart. Unknown names stay as they are."""
     renamed: dict[str, Tensor] = {}
     for key, value in state.items():
         name = key.removeprefix("timesformer.")
@@ -101,11 +101,11 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def check(model: Any, target: str, out: Path) -> None:
-    """Raise ValueError naming every field of the model that TimeSformer cannot express."""
+    """Raise ValueError with every field of the model that TimeSformer cannot express."""
     problems = field_problems(model.config, ALLOWED)
     for name in ("image_size", "patch_size"):
         height, width = as_pair(getattr(model.config, name))
-        if height != width:  # their layers count the patches of a row as those of a square
+        if height != width:  # their layers take the grid to be square
             problems.append(f"{name}={getattr(model.config, name)} must be square")
     refuse(target, problems)
 
@@ -136,7 +136,7 @@ def write(model: Any, target: str, folder: Path) -> list[str]:
     if info["unexpected_keys"]:
         raise OSError(f"{cls.__name__} has no place for {', '.join(sorted(info['unexpected_keys']))}")
     notes = []
-    if ours.drop_path_rate:  # a whole number there
+    if ours.drop_path_rate:  # an integer in their config
         notes.append(f"note: drop_path_rate={ours.drop_path_rate:g} is left out, {target} has none")
     return [f"{type(model).__name__} as {cls.__name__}", *notes]
 

@@ -1,7 +1,7 @@
-"""ViT, DeiT, DeiT-III, DINO and DINOv2 under timm's names, both ways; their original files share most of those names.
+"""ViT, DeiT, DeiT-III, DINO and DINOv2 under timm's names, both ways. Their original files share most of these names.
 
-Such files carry no config: the architecture is read off the shapes, the number of heads off the width. Folders in
-timm's layout (model.safetensors, config.json) carry one.
+Such files carry no config: the shapes give the architecture, and the width gives the number of heads. Folders in timm's
+layout (model.safetensors, config.json) carry one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_sparseprior.files import write_text
 TARGETS = ("timm", "original")
 # Width to heads of the published models: tiny, small, base, large, huge.
 HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1280: 16}
-NORM_EPS = 1e-6  # of every model here; files do not say it
+NORM_EPS = 1e-6  # layer_norm_eps of every model here; files do not say it
 
 # timm's stem of a name, ours.
 STEMS = {
@@ -44,8 +44,8 @@ BLOCK_STEMS = {
     "ls1.gamma": "layerscale_attention.scale",
     "ls2.gamma": "layerscale_mlp.scale",
 }
-# What the original files call some of these: DINOv2's registers, DeiT-III's LayerScale. The layer that old ViT files
-# have before the classifier is dropped with it.
+# The original files' names of some of these: DINOv2's registers, DeiT-III's LayerScale. Old ViT files have a layer
+# before the classifier, which is dropped together with it.
 ALIASES = {"register_tokens": "reg_token", "pre_logits": "head.pre_logits"}
 BLOCK_ALIASES = {"gamma_1": "ls1.gamma", "gamma_2": "ls2.gamma"}
 # Parts for pretraining that no output of ours depends on.
@@ -67,7 +67,7 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
     `settings` may also give num_attention_heads.
 
     Raises:
-        ValueError: for what SparsePriorViT has no counterpart of, and where the number of heads or the grid is open.
+        ValueError: for what has no counterpart in SparsePriorViT, and if the number of heads or the grid is not clear.
     """
     settings = settings or {}
     arguments = settings.get("model_args") or {}
@@ -148,7 +148,7 @@ def _grid(state: dict[str, Tensor], patch: list[int], image_size: Any) -> tuple[
 
 
 def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The weights under our names, the joint query, key and value projection in three, and the names left out."""
+    """The weights under our names, with the joint query, key and value projection split, and the names left out."""
     renamed = {}
     for key, value in state.items():
         if key in UNUSED:
@@ -189,14 +189,14 @@ def _replace_stem(name: str, stems: dict[str, str]) -> str:
 
 
 def check(model: Any, target: str, out: Path) -> None:
-    """Raise ValueError naming every field of the model that the target's ViT, or a bare file of it, cannot express."""
+    """Raise ValueError with every field of the model that the target's ViT, or a file without config, cannot hold."""
     config = model.config
     allowed: dict[str, tuple[Any, ...]] = {
         **ONLY_OURS,
         "hidden_act": ("gelu",),
         "position_embedding": ("learned",),
         "interpolation": ("bicubic",),
-        "mlp_bias": (config.proj_bias,),  # timm has one switch for both
+        "mlp_bias": (config.proj_bias,),  # timm has one setting for both
         "pooling": ("class_token", "mean"),
     }
     if target == "original":
@@ -232,7 +232,7 @@ def write(model: Any, target: str, out: Path) -> list[str]:
         return [f"weights as {family} names them", *notes]
     positions = weights["pos_embed"]
     if config.num_register_tokens and positions.shape[1] > config.grid[0] * config.grid[1]:
-        # timm gives either all prefix tokens a position or none, and reads DINOv2's registers like this.
+        # timm gives a position either to all prefix tokens or to none, and reads DINOv2's registers like this.
         weights["cls_token"] = weights["cls_token"] + positions[:, :1]
         weights["pos_embed"] = positions[:, 1:].contiguous()
         notes.append("note: the class token's position is added to the class token, as timm has it with registers")
@@ -246,16 +246,16 @@ def write(model: Any, target: str, out: Path) -> list[str]:
 
 
 def _is_dinov2(config: Any) -> bool:
-    """Among the original models with LayerScale, DINOv2's class token has a position and DeiT-III's has not."""
+    """Among the original models with LayerScale, DINOv2's class token has a position and DeiT-III's has none."""
     return config.layerscale_value is not None and config.position_embedding_for_class_token
 
 
 def original_content(config: Any, weights: dict[str, Tensor]) -> tuple[str, dict[str, Any]]:
-    """Family and content of a .pth file: a classifier's lies under "model", as in DeiT, a base model's is bare."""
+    """Family and content of a .pth file. Only a classifier's weights are under "model", as in DeiT."""
     if _is_dinov2(config):
         family = "DINOv2"
         weights = {"register_tokens" if key == "reg_token" else key: value for key, value in weights.items()}
-        # Only pretraining uses it, but its code wants it.
+        # Only pretraining uses it, but its code expects it.
         weights["mask_token"] = torch.zeros(1, config.hidden_size, dtype=weights["pos_embed"].dtype)
     elif config.layerscale_value is not None:
         family = "DeiT-III"
@@ -266,7 +266,7 @@ def original_content(config: Any, weights: dict[str, Tensor]) -> tuple[str, dict
 
 
 def timm_weights(model: Any) -> dict[str, Tensor]:
-    """The weights under timm's names, query, key and value projection joined."""
+    """The weights under timm's names, with query, key and value projection joined."""
     weights = plain_weights(model)
     renamed = {}
     for key, value in weights.items():
@@ -287,7 +287,7 @@ def timm_config(config: Any, weights: dict[str, Tensor]) -> dict[str, Any]:
     num_classes = weights["head.weight"].shape[0] if "head.weight" in weights else 0
     height, width = as_pair(config.image_size)
     ratio = config.intermediate_size / config.hidden_size
-    if not ratio.is_integer():  # timm cuts hidden_size * ratio off: stay clear of the edge
+    if not ratio.is_integer():  # timm rounds hidden_size * ratio down, so the ratio is a little larger
         ratio = (config.intermediate_size + 0.5) / config.hidden_size
     pool = "avg" if config.pooling == "mean" else "token"
     return {

@@ -1,7 +1,7 @@
 """ViT, DeiT and DINOv2 (with and without registers) of transformers, both ways.
 
-Version 5 names its parameters anew in memory and keeps version 4's names in files, so those are what is written;
-both are read.
+Version 5 has new names for its parameters in memory and keeps version 4's names in files. So version 4's are written,
+and both are read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
 from hf_sparseprior.loading import check_whole
 
 TARGETS = ("vit", "deit", "dinov2", "dinov2_with_registers")
-# Base model, classifier, classifier with a second head on the distillation token.
+# Base model, classifier, and classifier with a second head on the distillation token.
 CLASSES = {
     "vit": ("ViTModel", "ViTForImageClassification"),
     "deit": ("DeiTModel", "DeiTForImageClassification", "DeiTForImageClassificationWithTeacher"),
@@ -34,7 +34,7 @@ CLASSES = {
 }
 
 PREFIX = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers)\.")
-# Our part of a name, version 4's. Read from the first to the last: what stands first contains what stands later.
+# Our part of a name and version 4's, tried from the first to the last, because earlier ones contain later ones.
 NAMES = (
     ("embeddings.class_token", "embeddings.cls_token"),
     ("embeddings.projection.", "embeddings.patch_embeddings.projection."),
@@ -62,7 +62,7 @@ SHARED = [
     *("attention_probs_dropout_prob", "drop_path_rate", "num_register_tokens", "layerscale_value"),
     *("apply_layernorm", "reshape_hidden_states"),
 ]
-# What the classes compute and their configs have no field for.
+# What the classes compute without a field in their configs.
 _FIXED: dict[str, tuple[Any, ...]] = {
     **ONLY_OURS,
     "use_class_token": (True,),
@@ -90,7 +90,8 @@ def matches(keys: Iterable[str]) -> bool:
 
 
 def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[str, Any]:
-    """Fields of SparsePriorViTConfig from the source's config.json; what is not in there has its class's default.
+    """Fields of SparsePriorViTConfig from the source's config.json. Missing fields have the default of the source's
+    class.
 
     Raises:
         ValueError: without a config.json, for other models, and for a gated MLP.
@@ -120,7 +121,7 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
 
 
 def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The weights under our names and the names of those left out; names that are not known stay as they are."""
+    """The weights under our names, and the names of those left out. Unknown names stay as they are."""
     renamed, unused = {}, []
     for key, value in state.items():
         name = PREFIX.sub("", key)
@@ -139,12 +140,12 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def check(model: Any, target: str, out: Path) -> None:
-    """Raise ValueError naming every field of the model that the target's classes cannot express."""
+    """Raise ValueError with every field of the model that the target's classes cannot express."""
     config, classifies = model.config, hasattr(model, "classifier")
     allowed = dict(ALLOWED[target])
     problems = []
     if target.startswith("dinov2"):
-        # Dinov2Model itself pools from the class token, its classifier takes both.
+        # Dinov2Model itself pools from the class token; its classifier takes both.
         allowed["pooling"] = ("class_token_and_mean",) if classifies else ("class_token", "class_token_and_mean")
         if config.layerscale_value is None:
             problems.append("layerscale_value=None must be a number")
@@ -155,7 +156,7 @@ def check(model: Any, target: str, out: Path) -> None:
                 f"intermediate_size={config.intermediate_size} must be a multiple of hidden_size={config.hidden_size}"
             )
         height, width = as_pair(config.image_size)
-        if height != width:  # their interpolation takes every grid for a square
+        if height != width:  # their interpolation takes every grid to be square
             problems.append(f"image_size={config.image_size} must be square")
     refuse(target, [*field_problems(config, allowed), *problems])
 
@@ -176,12 +177,12 @@ def write(model: Any, target: str, folder: Path) -> list[str]:
     if model.config.drop_path_rate and not hasattr(config, "drop_path_rate"):
         notes.append(f"note: drop_path_rate={model.config.drop_path_rate:g} is left out, {target} has none")
     width = model.config.hidden_size
-    if target == "dinov2_with_registers":  # it always has a mask token, dinov2 only if its config says so
+    if target == "dinov2_with_registers":  # it always has a mask token; dinov2 has one only if its config says so
         key = next(key for key in weights if key.endswith("embeddings.cls_token"))
         weights[key.replace("cls_token", "mask_token")] = torch.zeros(1, width, dtype=dtype)
         notes.append("note: mask_token, which only pretraining uses, is 0")
     if cls.__name__ in ("ViTModel", "DeiTModel"):
-        # They pool through a layer; this one hands the class token on, as ours does.
+        # Their pooler is a layer; this one passes the class token on, as ours does.
         config.pooler_act = "linear"
         weights["pooler.dense.weight"] = torch.eye(width, dtype=dtype)
         weights["pooler.dense.bias"] = torch.zeros(width, dtype=dtype)
@@ -198,7 +199,7 @@ def write(model: Any, target: str, folder: Path) -> list[str]:
 
 
 def _their_weights(model: Any, target: str) -> tuple[Any, dict[str, Tensor]]:
-    """The class that has a place for the model's weights, and those under version 4's names."""
+    """The class that can hold the model's weights, and the weights under version 4's names."""
     weights = {_their_name(key, target): value for key, value in plain_weights(model).items()}
     base, *heads = CLASSES[target]
     if not hasattr(model, "classifier"):
@@ -215,7 +216,7 @@ def _their_config(cls: Any, ours: Any, target: str, dtype: torch.dtype) -> Any:
     for name in ("image_size", "patch_size"):
         taken[name] = one_if_square(as_pair(taken[name]))
     for name in ("layer_norm_eps", "initializer_range", "layerscale_value"):
-        if name in taken:  # their configs are typed: a whole number is no float to them
+        if name in taken:  # their configs are typed, and an integer is no float to them
             taken[name] = float(taken[name])
     if target.startswith("dinov2"):
         taken["mlp_ratio"] = ours.intermediate_size // ours.hidden_size
