@@ -17,7 +17,7 @@ def dense(num_heads: int, num_tokens: int) -> list[list[int]]:
 
 
 def resolve_sequence(sequence: str | dict[str, Any]) -> dict[str, Any]:
-    """The full form of a dilation sequence: {"name": ..., every setting}. Wythoff's `modified` is set in the support."""
+    """The full form of a dilation sequence: {"name": ..., every setting}. `modified` is set in the support."""
     name, spec = split_spec(sequence, "sequence", SEQUENCES)
     if "modified" in spec:
         raise ValueError("sequence 'wythoff': `modified` is a setting of the support, next to `sequence`")
