@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 import operator
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -59,6 +61,12 @@ def check_within(name: str, value: Any, low: float, high: float, allowed: str) -
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise ValueError(f"{name}={value!r} must be {allowed}")
     return value
+
+
+def check_finite(name: str, value: Any, zero: bool = True, note: str = "") -> float:
+    """`value` as it is if it is a finite number above 0, or 0 where that is allowed."""
+    low, allowed = (0.0, "a number of 0 or more") if zero else (math.ulp(0.0), "a number above 0")
+    return check_within(name, value, low, sys.float_info.max, allowed + note)
 
 
 def check_boolean(name: str, value: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .checks import check_boolean, check_integer, check_not_both
+from .checks import check_boolean, check_finite, check_integer, check_not_both
 from .masks import count_nonzeros, pruning_ratio, unpruned_pairs
 from .pattern import Pattern, register_support
 
@@ -187,9 +187,7 @@ def bigbird_count(
         wanted = max(0, unpruned_pairs(pruning_ratio, num_tokens) - window_pairs)
     else:
         keys = 1 if random_keys is None else random_keys
-        if isinstance(keys, bool) or not isinstance(keys, (int, float)) or not 0 <= keys < np.inf:
-            raise ValueError(f"random_keys={random_keys!r} must be a number of 0 or more, pairs a query on average")
-        wanted = round(keys * num_tokens)
+        wanted = round(check_finite("random_keys", keys, note=", pairs a query on average") * num_tokens)
     return min(wanted, num_tokens**2 - window_pairs)
 
 

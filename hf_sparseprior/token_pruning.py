@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .checks import check_boolean, check_integer, python_value
+from .checks import check_boolean, check_finite, check_integer, python_value
 from .extras import Extra, register_extra
 
 
@@ -288,9 +288,7 @@ class DynamicViT(TokenPruning):
     @classmethod
     def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
         """As `Extra`."""
-        weight = python_value(settings["ratio_weight"])
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
-            raise ValueError(f"dynamicvit: ratio_weight={weight!r} must be a number of 0 or more")
+        weight = check_finite("dynamicvit: ratio_weight", python_value(settings["ratio_weight"]))
         return {**super().check_settings(settings, grid), "ratio_weight": float(weight)}
 
     @classmethod

@@ -24,6 +24,7 @@ from hf_sparseprior.convert import lvvit, sparseprior_vit, timesformer, timm_vit
 from hf_sparseprior.families import FAMILIES
 from hf_sparseprior.files import check_new, whole_file, whole_folder
 from hf_sparseprior.image_processor import PROCESSOR
+from hf_sparseprior.pretrained import copy_weights
 from hf_sparseprior.prior import is_prior_weight
 
 # timesformer before transformers_vit, which would take a bare TimeSformer for a ViT.
@@ -243,15 +244,9 @@ def _fill(
     return model.eval()
 
 
-@torch.no_grad()
 def _resize(model: Any, image_size: int) -> Any:
     """The same model for another image size."""
     config = type(model.config).from_dict({**model.config.to_dict(), "image_size": image_size})
     resized = type(model)(config).to(model.dtype)
-    state = model.state_dict()
-    embeddings = model.base_model.embeddings
-    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
-    if embeddings.position_embeddings is not None:
-        state[prefix + "embeddings.position_embeddings"] = embeddings.resized_positions(config.grid)
-    resized.load_state_dict(state)
+    copy_weights(model, resized, may_start_anew=lambda name: False, strict=True)
     return resized.eval()

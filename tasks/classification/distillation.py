@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from accelerate.utils import parse_flag_from_env
 
 from hf_sparseprior import SparsePriorViTForImageClassification
+from hf_sparseprior.checks import check_finite
 from hf_sparseprior.pretrained import check_saved_folder
 from hf_sparseprior.training.distillation import (
     Distillation,
@@ -55,9 +55,8 @@ class DistillationConfig:
             raise ValueError(f"distillation.phase={self.phase!r} must be one of {', '.join(PHASES)}")
         for loss in PHASES[self.phase]:
             name, value = f"lambda_{loss}", getattr(self, f"lambda_{loss}")
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (number and 0 <= value < math.inf):
-                raise ValueError(f"distillation.{name}={value!r} must be a number of 0 or more")
+            if value is not None:
+                check_finite(f"distillation.{name}", value)
             if value is not None and self.teacher is None:
                 raise ValueError(f"distillation.{name}={value} needs distillation.teacher")
         if self.phase != "model" and self.teacher is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+from hf_sparseprior.checks import check_finite
 
 
 @dataclass
@@ -27,6 +28,4 @@ class TokenLabelConfig:
                 raise ValueError(f"token_labels.{name}={value!r} must be the name of a folder")
         if self.teacher and not self.path:
             raise ValueError(f"token_labels.teacher={self.teacher!r} needs token_labels.path, a folder for its maps")
-        number = isinstance(self.weight, (int, float)) and not isinstance(self.weight, bool)
-        if not number or not 0 < self.weight < math.inf:
-            raise ValueError(f"token_labels.weight={self.weight!r} must be a number above 0")
+        check_finite("token_labels.weight", self.weight, zero=False)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ from tasks.common.hf_run import HFTask, run
 from tasks.common.results import read_results, write_results
 from tasks.common.run_folder import (
     RUN_CONFIG,
+    check_place,
     config_differences,
     default_output_dir,
     finished_results,
@@ -221,6 +223,8 @@ def run_comparison(
     done: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     todo = [(seed, name) for seed in comparison.seeds for name in names]
     configs, found = [], []
+    check_place(out, "--out")
+    check_place(records, "--records")
     for seed, name in todo:
         config = copy.deepcopy(comparison.configs[name])
         config["trainer"].update(seed=seed, output_dir=str(out / name / f"seed{seed}"))
@@ -251,9 +255,9 @@ def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[st
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for name, config in comparison.configs.items():
-        numbers = [path.stem.removeprefix("seed") for path in (records / name).glob("seed*.json")]
-        seeds = sorted(int(number) for number in numbers if number.isdigit())
-        for seed in seeds:
+        names = [path.stem for path in (records / name).glob("seed*.json")]
+        # As `run_comparison` writes them; seed01.json is somebody else's.
+        for seed in sorted(int(name[4:]) for name in names if re.fullmatch("seed(0|[1-9][0-9]*)", name)):
             expected = copy.deepcopy(config)
             expected["trainer"]["seed"] = seed
             record = read_record(records / name / f"seed{seed}.json", expected)

@@ -24,7 +24,7 @@ from tasks.common.hf_run import HFTask, named_metrics
 from tasks.common.metrics import compute_metrics, confusion_matrix
 from tasks.common.plots import draw_confusion
 from tasks.common.results import Results
-from tasks.common.run_folder import evaluation_folder, stored_config
+from tasks.common.run_folder import check_place, evaluation_folder, stored_config
 
 SPLITS = ("train", "validation", "test")
 
@@ -33,7 +33,7 @@ def run_config(task: HFTask, model: Path, file: str | None = None, overrides: Se
     """The configuration of a YAML file, or of the run that saved the model, with overrides of its `data`."""
     if file:
         return task.load_config(file, overrides)
-    config = stored_config(model)
+    config = {**{section: {} for section in task.sections}, **stored_config(model)}
     apply_overrides(config, overrides, sections=("data",))
     return task.check_config(config)
 
@@ -49,6 +49,7 @@ def evaluate_model(
     Raises:
         ValueError: for a model of other classes. OSError: for missing or damaged files.
     """
+    check_place(out, "--out")
     model = load_whole_model(folder, task.model_class)
     data = task.read_split(config, split, model, folder)
     check_classes(model, data.classes)

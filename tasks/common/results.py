@@ -78,9 +78,19 @@ def write_results(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_results(path: str | os.PathLike) -> dict[str, Any]:
-    """Read a results.json of any version, or a record of one, in today's form."""
+    """Read a results.json of any version, or a record of one, in today's form.
+
+    Raises:
+        ValueError: for a file that is cut off or holds something else.
+    """
     with open(path, encoding="utf-8") as file:
-        return upgraded(json.load(file))
+        try:
+            content = upgraded(json.load(file))
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise ValueError(f"{path} is damaged ({error}); remove it") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged (it holds {content!r:.40}); remove it")
+    return content
 
 
 def trainer_history(log: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

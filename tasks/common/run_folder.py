@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -58,7 +59,9 @@ def finished_results(
 
     Raises:
         ValueError: if the folder belongs to another run or to something else, unless `overwrite`.
+        OSError: if there can be no such folder.
     """
+    check_place(out, field)
     if not (out / RUN_CONFIG).exists():
         # A run that was killed while it claimed the folder left at most the scratch file.
         if out.exists() and any(path.name != f"{RUN_CONFIG}.partial" for path in out.iterdir()):
@@ -71,6 +74,20 @@ def finished_results(
             "choose another folder or give --overwrite"
         )
     return read_results(out / RESULTS) if not differences and (out / RESULTS).exists() else None
+
+
+def check_place(out: Path, field: str) -> None:
+    """Raise OSError unless a folder is there, or can be made, that this process may write into.
+
+    Args:
+        out: the folder.
+        field: what the user set to choose it.
+    """
+    place = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise OSError(f"{field}={out}: {place} is not a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise OSError(f"{field}={out}: {place} may not be written into")
 
 
 def claim(out: Path, config: dict[str, Any]) -> None:
@@ -211,9 +228,12 @@ def stored_config(model_folder: Path) -> dict[str, Any]:
     """The configuration of the run that saved a model in its folder.
 
     Raises:
-        OSError: if the model is not in a run's folder.
+        OSError: if the model is not in a run's folder, or what is stored there is damaged.
     """
     stored = model_folder.resolve().parent / RUN_CONFIG
     if not stored.exists():
         raise OSError(f"{stored} is missing, so the data is not known; give --config")
-    return upgraded_config(json.loads(stored.read_text(encoding="utf-8")))
+    try:
+        return upgraded_config(json.loads(stored.read_text(encoding="utf-8")))
+    except (ValueError, AttributeError, TypeError):
+        raise OSError(f"{stored} is damaged, so the data is not known; give --config") from None

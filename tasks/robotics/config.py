@@ -8,13 +8,12 @@ trainer: {...}    fields of TrainerConfig
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from hf_sparseprior.checks import check_integer
+from hf_sparseprior.checks import check_finite, check_integer
 from tasks.common.config import apply_overrides, check_known, check_text, read_layers
 from tasks.common.run_folder import default_output_dir
 from tasks.robotics.policy_config import PolicyConfig
@@ -46,12 +45,12 @@ class DataConfig:
             raise ValueError(f"data.path={self.path!r} must name a file of demonstrations")
         if self.episodes is not None:
             check_integer("data.episodes", self.episodes, 1)
-        _check_positive("data.floor", self.floor)
+        check_finite("data.floor", self.floor, zero=False)
         if not isinstance(self.floors, dict):
             raise ValueError(f"data.floors={self.floors!r} must hold keys and numbers")
         for key, values in self.floors.items():
             for value in values if isinstance(values, list) else [values]:
-                _check_positive(f"data.floors: {key}", value)
+                check_finite(f"data.floors: {key}", value, zero=False)
 
 
 @dataclass
@@ -108,9 +107,9 @@ class TrainerConfig:
             if getattr(self, name) is not None:
                 check_integer(f"trainer.{name}", getattr(self, name), 1)
         for name in ("learning_rate", "ema_power"):
-            _check_positive(f"trainer.{name}", getattr(self, name))
+            check_finite(f"trainer.{name}", getattr(self, name), zero=False)
         if self.max_grad_norm is not None:
-            _check_positive("trainer.max_grad_norm", self.max_grad_norm)
+            check_finite("trainer.max_grad_norm", self.max_grad_norm, zero=False)
         for name in ("weight_decay", "ema_decay"):
             value = getattr(self, name)
             if not _is_fraction(value):
@@ -156,8 +155,3 @@ def check_config(config: dict[str, dict[str, Any]]) -> tuple[DataConfig, PolicyC
 
 def _is_fraction(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 <= value < 1
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"{name}={value!r} must be a number above 0")

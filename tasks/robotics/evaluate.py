@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 from tasks.common.command import run_command
 from tasks.common.results import Results
-from tasks.common.run_folder import MODEL, evaluation_folder
+from tasks.common.run_folder import MODEL, check_place, evaluation_folder
 from tasks.robotics.config import TEST_SEED
 from tasks.robotics.environments import picture_problem
 from tasks.robotics.policy import POLICY_FILE, CrosswayPolicy, policy_sha256
@@ -71,6 +71,7 @@ def evaluate(run: Path, rollouts: Rollouts, out: Path | None = None, show_progre
         ValueError, OSError: for bad values, files, and an environment with other settings than the demonstrations'.
     """
     folder, out = policy_folder(run), out or default_folder(run, rollouts.untrained)
+    check_place(out, "--out")
     policy = load_policy(folder, rollouts)
     started = time.monotonic()
     found, fps = run_episodes(policy, folder, rollouts, show_progress)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_sparseprior import SparsePriorViTConfig
-from hf_sparseprior.checks import check_integer
+from hf_sparseprior.checks import check_finite, check_integer
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from tasks.robotics.diffusion import SAMPLERS
 
@@ -81,9 +80,7 @@ class PolicyConfig:
                 f"policy.horizon={self.horizon} must hold observation_steps={self.observation_steps} - 1 and "
                 f"action_steps={self.action_steps}"
             )
-        weight = self.reconstruction_weight
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
-            raise ValueError(f"policy.reconstruction_weight={weight!r} must be a number of 0 or more")
+        check_finite("policy.reconstruction_weight", self.reconstruction_weight)
         if self.sampler not in SAMPLERS:
             raise ValueError(f"policy.sampler={self.sampler!r} must be one of {', '.join(SAMPLERS)}")
         if self.sampling_steps is not None and self.sampling_steps > self.noise_levels:

@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from hf_sparseprior.checks import check_boolean, check_finite, check_integer
 from hf_sparseprior.training import Mixing
 from hf_sparseprior.training.token_labels import FLIPPED, WHOLE, box_view
 from tasks.common.images.randaugment import parse_policy, randaugment
@@ -82,7 +83,7 @@ class AugmentationConfig:
         for name in ("flip", "erasing", "mix_probability", "switch_probability"):
             _check_range(name, getattr(self, name), 0.0, 1.0)
         for name in ("color_jitter", "mixup", "cutmix", "mixtoken"):
-            _check_range(name, getattr(self, name), 0.0, float("inf"))
+            check_finite(f"augmentation.{name}", getattr(self, name))
         if self.mixtoken and (self.mixup or self.cutmix):
             raise ValueError(
                 f"augmentation.mixtoken={self.mixtoken!r} goes with neither mixup nor cutmix; set both to 0"
@@ -97,13 +98,10 @@ class AugmentationConfig:
             if value[0] > value[1]:
                 raise ValueError(f"augmentation.{name}={value!r} must be two numbers, the smaller one first")
         for name, low in (("padding", 0), ("repeats", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(f"augmentation.{name}={value!r} must be an integer of {low} or more")
+            check_integer(f"augmentation.{name}", getattr(self, name), low)
         if self.eval_crop_ratio is not None:
             _check_range("eval_crop_ratio", self.eval_crop_ratio, 1e-6, 1.0)
-        if not isinstance(self.force_color_jitter, bool):
-            raise ValueError(f"augmentation.force_color_jitter={self.force_color_jitter!r} must be true or false")
+        check_boolean("augmentation.force_color_jitter", self.force_color_jitter)
         if self.randaugment is not None:
             try:
                 parse_policy(self.randaugment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_sparseprior.checks import check_boolean, check_integer
 from tasks.common.images.vtab_tasks import STAGES, TASKS
 
 SOURCES = (
@@ -108,8 +109,7 @@ class DataConfig:
                 raise ValueError(
                     f"data.{name}={getattr(self, name)!r} must be one of {', '.join(filter(None, allowed))}"
                 )
-        if not isinstance(self.streaming, bool):
-            raise ValueError(f"data.streaming={self.streaming!r} must be true or false")
+        check_boolean("data.streaming", self.streaming)
         if self.cache not in (None, True, False):
             raise ValueError(f"data.cache={self.cache!r} must be true, false or null")
 
@@ -146,11 +146,10 @@ class DataConfig:
                 f"data.validation_fraction={self.validation_fraction} and data.test_fraction={self.test_fraction} "
                 "leave no training images"
             )
-        if isinstance(self.split_seed, bool) or not isinstance(self.split_seed, int) or self.split_seed < 0:
-            raise ValueError(f"data.split_seed={self.split_seed!r} must be an integer of 0 or more")
+        check_integer("data.split_seed", self.split_seed, 0)
         for split in SPLITS:
             limit = getattr(self, f"limit_{split}")
-            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-                raise ValueError(f"data.limit_{split}={limit!r} must be an integer of 1 or more, or null")
+            if limit is not None:
+                check_integer(f"data.limit_{split}", limit, 1, ", or null")
             if limit is not None and self.streaming:
                 raise ValueError(f"data.limit_{split}={limit} cannot be balanced in a stream; set data.streaming=false")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.adapters.lora import classifier_names
+from hf_sparseprior.checks import check_finite
 from hf_sparseprior.pretrained import check_saved_folder, load_changed_model, weights_sha256
 
 # Keys of the section that are no fields of SparsePriorViTConfig.
@@ -96,8 +96,8 @@ def model_keys() -> list[str]:
 def check_classifier_init_std(model: dict[str, Any]) -> None:
     """Raise ValueError for a bad `classifier_init_std`; the other keys check themselves when the model is built."""
     std = model.get("classifier_init_std")
-    if std is not None and (isinstance(std, bool) or not isinstance(std, (int, float)) or not 0 <= std < math.inf):
-        raise ValueError(f"model.classifier_init_std={std!r} must be a number of 0 or more")
+    if std is not None:
+        check_finite("model.classifier_init_std", std)
 
 
 def pretrained_sha256(model: dict[str, Any]) -> str | None:

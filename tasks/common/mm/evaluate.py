@@ -14,7 +14,7 @@ from tasks.common.mm.runner import build_runner
 from tasks.common.mm.saving import CONFIG, WEIGHTS, fill_model
 from tasks.common.mm.task import MM_SPLITS, Task
 from tasks.common.results import Results
-from tasks.common.run_folder import evaluation_folder
+from tasks.common.run_folder import check_place, evaluation_folder
 
 
 def evaluate(
@@ -25,6 +25,7 @@ def evaluate(
         raise OSError(f"{folder} is not a folder of a saved model: it holds no {CONFIG}")
     config = load_config(task.name, folder / CONFIG, overrides)
     out = out or evaluation_folder(folder)
+    check_place(out, "--out")
     config[WORK_DIR] = str(out)
     part = MM_SPLITS[split]
     for name in ("dataloader", "evaluator"):

@@ -158,6 +158,28 @@ def test_a_damaged_record_is_named(finished, content, tmp_path):
         run_comparison(load_comparison(path), tmp_path / "out", tmp_path)
 
 
+def test_other_files_among_the_records_are_left_alone(finished, tmp_path):
+    path, records, results, _ = finished
+    copied = tmp_path / "records of others"
+    for name in results:
+        (copied / name).mkdir(parents=True)
+        (copied / name / "seed1.json").write_bytes((records / name / "seed1.json").read_bytes())
+        for other in ("seed01", "seed²", "seed-1", "seed1 (copy)"):
+            (copied / name / f"{other}.json").write_text("{}")
+    found = compare.all_records(load_comparison(path), copied)
+    assert found == {name: runs[1:] for name, runs in results.items()}
+
+
+@pytest.mark.parametrize("option", ["--out", "--records"])
+def test_a_file_in_place_of_a_folder_is_named_before_anything_runs(finished, monkeypatch, tmp_path, capsys, option):
+    forbid(monkeypatch)
+    (tmp_path / "file").write_text("mine")
+    folders = {"--out": str(tmp_path / "out"), "--records": str(tmp_path / "records"), option: str(tmp_path / "file")}
+    arguments = [word for pair in folders.items() for word in pair]
+    assert compare_main(["--config", str(finished[0]), *arguments]) == 2
+    assert f"{option}={tmp_path}/file: {tmp_path}/file is not a folder\n" in capsys.readouterr().err
+
+
 # ---- saved models ---------------------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,13 @@
 import json
+import os
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from tasks.common import run_folder
 from tasks.common.run_folder import (
+    check_place,
     claim,
     config_differences,
     cut_off,
@@ -80,3 +83,37 @@ def test_the_newest_whole_checkpoint_counts_numbers_not_letters(tmp_path, capsys
     assert newest_whole(tmp_path, patterns, cut_off) == str(tmp_path / "iter_9.pth")
     assert capsys.readouterr().err == f"{tmp_path / 'iter_10.pth'} is skipped: it is cut off\n"
     assert newest_whole(Path(tmp_path / "missing"), patterns, cut_off) is None
+
+
+@pytest.mark.parametrize("name", ["file", "file/run/seed 0"])
+def test_a_file_is_no_folder_of_a_run(name, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match=rf"^trainer\.output_dir={tmp_path}/{name}: {tmp_path}/file is not a folder$"):
+        finished_results(tmp_path / name, {"trainer": {}}, overwrite=True)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_folder_that_may_not_be_written_into_is_named_before_anything_runs(tmp_path, monkeypatch):
+    """Asked of the system, as root may write anywhere."""
+    monkeypatch.setattr(run_folder.os, "access", lambda path, mode: path != tmp_path or not mode & os.W_OK)
+    with pytest.raises(OSError, match=rf"^--out={tmp_path}/a/b: {tmp_path} may not be written into$"):
+        check_place(tmp_path / "a" / "b", "--out")
+    (tmp_path / "a").mkdir()
+    check_place(tmp_path / "a" / "b", "--out")
+
+
+@pytest.mark.parametrize("content", ["", '{"metrics": {"test', "[1]", "null", '"text"', '{"results_version": "2"}'])
+def test_half_written_results_are_named(content, tmp_path):
+    claim(tmp_path, {"trainer": {"seed": 1}})
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/results\.json is damaged \(.*\); remove it$"):
+        finished_results(tmp_path, {"trainer": {"seed": 1}}, overwrite=False)
+    (tmp_path / "results.json").unlink()
+    assert finished_results(tmp_path, {"trainer": {"seed": 1}}, overwrite=False) is None
+
+
+@pytest.mark.parametrize("content", ["", '{"data": ', "[1]", '{"a": 1, "a.b": 2}'])
+def test_a_damaged_configuration_next_to_a_model_is_named(content, tmp_path):
+    (tmp_path / "run_config.json").write_text(content)
+    with pytest.raises(OSError, match=r"run_config\.json is damaged, so the data is not known; give --config"):
+        stored_config(tmp_path / "model")

@@ -124,7 +124,15 @@ def test_a_model_of_other_classes_is_refused_before_videos_are_decoded(config_fi
     model = build_model({**yaml.safe_load(config_file.read_text())["model"]}, ["down", "up"])
     model.save_pretrained(tmp_path / "model")
     monkeypatch.setattr(data, "read_frames", lambda *args, **options: pytest.fail("decoded"))
-    assert evaluate.main([str(tmp_path / "model"), "--config", str(config_file)]) == 2
+    (tmp_path / "file").write_text("mine")
+    command = [str(tmp_path / "model"), "--config", str(config_file)]
+    assert evaluate.main([*command, "--out", str(tmp_path / "file")]) == 2
+    assert f"--out={tmp_path}/file: {tmp_path}/file is not a folder" in capsys.readouterr().err
+    # The run of another task lies next to the model.
+    (tmp_path / "run_config.json").write_text('{"config": {"seed": 0}}')
+    assert evaluate.main([command[0], "data.stride=2"]) == 2
+    assert "data.path=None must be the folder of the videos" in capsys.readouterr().err
+    assert evaluate.main(command) == 2
     assert "the model's classes ['down', 'up'] are not those of the data" in capsys.readouterr().err
 
 

@@ -690,7 +690,7 @@ def test_fashion_mnist_says_how_to_install_it(monkeypatch):
         ({"published_validation": "val"}, "data.published_validation='val' must be one of test, validation"),
         ({"limit_train": 0}, "data.limit_train=0 must be an integer of 1 or more"),
         ({"streaming": "yes"}, "data.streaming='yes' is for data.source parquet"),
-        ({"source": "hub", "path": "a/b", "streaming": 1}, "data.streaming=1 must be true or false"),
+        ({"source": "hub", "path": "a/b", "streaming": 1}, "data.streaming=1 must be True or False"),
         ({"source": "hub", "path": "a/b", "streaming": True, "limit_test": 5}, "data.limit_test=5 cannot be balanced"),
         ({"source": "hub", "path": "a/b", "splits": {"test": "val"}}, r"must be like \{train: NAME"),
         ({"source": "hub", "path": "a/b", "splits": {"train": "a", "val": "b"}}, r"must be like \{train: NAME"),
