@@ -185,7 +185,7 @@ def test_scalars_of_a_model_of_the_hub_come_from_its_commit(tmp_path, monkeypatc
 
 # ---- fresh processes, and folders saved by versions before ----------------------------------------------------------
 
-BEFORE = Path(__file__).parent / "saved_before"  # saved by the commit e5bff13
+BEFORE = Path(__file__).parents[2] / "fixtures" / "before_16" / "stock_loading"
 OLD = sorted(folder.name for folder in BEFORE.iterdir() if folder.is_dir())
 CASES = [(folder, name) for folder in OLD for name in CLASSES[folder.partition("_")[0]]]
 cases = pytest.mark.parametrize("folder, model_class", CASES)
