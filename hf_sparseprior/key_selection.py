@@ -1,4 +1,4 @@
-"""Selection of keys for each image: the largest logits of a query, or the largest predicted scores of a patch."""
+"""Selection of keys for each image: those with a query's largest logits, or with a patch's largest predicted scores."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from .compiled_kernels import diagonal_cpu, kernels_missing, predicted_cpu
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Mask of the `count` largest values of the last dimension; of equal values the first."""
+    """Mask of the `count` largest values of the last dimension; the first of equal values."""
     chosen = largest_indices(values.detach(), count, in_order=False)
     return torch.zeros_like(values, dtype=torch.bool).scatter_(-1, chosen, True)
 
 
 def largest_indices(values: Tensor, count: int, in_order: bool = True) -> Tensor:
-    """Indices of the `count` largest values of the last dimension, of equal values the first.
+    """Indices of the `count` largest values of the last dimension; the first of equal values.
 
-    `in_order`: sorted, the largest first; otherwise in any order, which takes two thirds of the time.
+    `in_order`: sorted, with the largest first. Otherwise they are in any order, which takes two thirds of the time.
     """
     if values.dtype == torch.float64:
         return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :count]
-    # topk is faster than a stable sort, but takes any of equal values: integers in the order of the floats, followed by
-    # the place, are never equal. Adding 0 makes -0 equal to 0.
+    # topk is faster than a stable sort, but takes any of equal values. So the values become integers in the order of
+    # the floats, followed by the place, which are never equal. Adding 0 makes -0 equal to 0.
     bits = (values.float() + 0.0).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     places = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
@@ -34,21 +34,21 @@ def largest_indices(values: Tensor, count: int, in_order: bool = True) -> Tensor
 def predicted_keys(
     coefficients: Tensor, basis: Tensor, num_prefix_tokens: int, budget: int, threshold: float
 ) -> Tensor:
-    """The `budget` tokens with the largest scores c W of each patch; coefficients c up to `threshold` count as 0.
+    """The `budget` tokens with the largest scores c W for each patch; coefficients c up to `threshold` count as 0.
 
-    The C++ kernel does it where it runs, and never forms all pairs. Of equal scores the first are taken. Scores that
-    differ by rounding alone may go either way, so kernel and PyTorch can differ there.
+    If the C++ kernel can run, it does this and never forms all pairs. The first of equal scores are taken. Kernel and
+    PyTorch can choose differently between scores that differ by rounding alone.
 
     Args:
         coefficients: (B, H, n, R), A_down of Sparsifiner.
-        basis: W_up, (R, N), or (B, 1, R, n) where each image has its own patches.
+        basis: W_up, (R, N), or (B, 1, R, n) if each image has its own patches.
         num_prefix_tokens: P.
         budget: 1 to n.
         threshold: tau.
 
     Returns:
-        Integers (B, H, n, P + budget): the prefix tokens, then patches of scores that are not 0, then -1. A patch that
-        is left without any key, which needs P = 0, sees itself.
+        Integers (B, H, n, P + budget): the prefix tokens, then patches with nonzero scores, then -1. A patch without
+        any key, which is possible with P = 0, sees itself.
     """
     if basis.dim() == 2 and not _kernel_refuses_scores(coefficients, basis):
         return predicted_cpu.predicted_keys(coefficients, basis, num_prefix_tokens, budget, threshold)
@@ -65,7 +65,7 @@ def _kernel_refuses_scores(coefficients: Tensor, basis: Tensor) -> bool:
 def keys_of_scores(scores: Tensor, num_prefix_tokens: int, budget: int) -> Tensor:
     """As `predicted_keys`, from scores (B, H, n, n)."""
     scores = scores.masked_fill(scores == 0, -math.inf)
-    chosen = largest_indices(scores, budget)  # in order, because what is -1 must come after the rest
+    chosen = largest_indices(scores, budget)  # in order, because -1 must come after the rest
     chosen = torch.where(torch.isneginf(scores.gather(-1, chosen)), -1, chosen + num_prefix_tokens)
     if not num_prefix_tokens:
         own = torch.arange(scores.shape[-1], device=scores.device).unsqueeze(-1)

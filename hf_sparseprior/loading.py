@@ -1,4 +1,4 @@
-"""Checks of what `from_pretrained` is given and of what it found."""
+"""Checks of the arguments of `from_pretrained` and of what it found."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def newly_initialised(loading_info: dict[str, Any]) -> list[str]:
 
 
 def check_whole(folder: Any, loading_info: dict[str, Any]) -> None:
-    """Raise OSError if `from_pretrained` made up a weight, as its loading info says."""
+    """Raise OSError if `from_pretrained` initialised a weight anew, as its loading info says."""
     if fresh := newly_initialised(loading_info):
         raise OSError(f"{folder} lacks weights that fit its config: {', '.join(fresh[:3])} ({len(fresh)} in all)")
 
 
 def check_source(source: Any, options: dict[str, Any]) -> None:
-    """Refuse a folder without a config: transformers would take the default one and a model nobody asked for.
+    """Refuse a folder without a config: transformers would build a model from the default config.
 
     Args:
-        source: what `from_pretrained` was given, a folder, a name on the hub or None.
+        source: what `from_pretrained` was given: a folder, a name on the hub or None.
         options: its keyword arguments.
     """
     if source is None or "config" in options:

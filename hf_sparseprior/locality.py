@@ -17,16 +17,17 @@ from .extras import Extra, register_extra
 class LocalityBranch(Extra):
     """A depthwise convolution over the patches between the MLP's two linear layers, after its activation.
 
-    hidden + gate * hardswish(conv(hidden)) for patches, prefix tokens as they are. The gate starts at 0 and the kernel
-    as the identity (VIOLIN F.6), so a pretrained model stays what it is; without LocalViT's batch norms, which would
-    not. DeiT-B: 331,788 parameters, 1,548,300 with 16 channels of squeeze and excitation; what VIOLIN's Table 7 counts
-    as ~6.2M is not said there. Everything but the gate has a gradient once the gate is no longer 0.
+    It is hidden + gate * hardswish(conv(hidden)) for patches; prefix tokens stay as they are. The gate starts at 0 and
+    the kernel as the identity (VIOLIN F.6), so a pretrained model stays what it is. LocalViT's batch norms are left
+    out, because they would change it. DeiT-B has 331,788 parameters, or 1,548,300 with 16 channels of squeeze and
+    excitation; VIOLIN's Table 7 does not say what it counts as ~6.2M. Everything but the gate has a gradient once the
+    gate is no longer 0.
 
     Args:
         intermediate_size: channels.
     """
 
-    # squeeze_excitation: its hidden channels, 0 for none. LocalViT: intermediate_size // (hidden_size // 4).
+    # squeeze_excitation: its hidden channels, 0 for none. LocalViT has intermediate_size // (hidden_size // 4).
     SETTINGS = {"kernel_size": 3, "squeeze_excitation": 0}
     place = "MLP"
 
@@ -52,7 +53,7 @@ class LocalityBranch(Extra):
         return {"kernel_size": side, "squeeze_excitation": channels}
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Gate 0, kernel 1 in its middle, and a squeeze that is not zero, because its gradient would stay zero."""
+        """Gate 0, a kernel with 1 in its middle, and a squeeze that is not 0, because its gradient would stay 0."""
         values = super().initial_values()
         middle = self.kernel.shape[-1] // 2
         values["kernel"][:, :, middle, middle] = 1.0
@@ -61,7 +62,7 @@ class LocalityBranch(Extra):
         return values
 
     def forward(self, hidden: Tensor, grid: tuple[int, int], num_prefix_tokens: int) -> Tensor:
-        """(B, T, channels) to (B, T, channels)."""
+        """Turn (B, T, channels) into (B, T, channels)."""
         patches = hidden[:, num_prefix_tokens:]
         image = patches.transpose(1, 2).unflatten(2, grid)
         channels, padding = self.kernel.shape[0], self.kernel.shape[-1] // 2

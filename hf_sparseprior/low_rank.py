@@ -1,4 +1,4 @@
-"""Mixers: what takes the place of the softmax over all pairs (Fibottention Tables 2 and 10, Sparsifiner Table 4).
+"""Mixers: what replaces the softmax over all pairs (Fibottention Tables 2 and 10, Sparsifiner Table 4).
 
 `register_mixer` makes a class a value of the `mixer` of a prior.
 
@@ -31,12 +31,12 @@ def register_mixer(name: str) -> Callable[[type[Mixer]], type[Mixer]]:
 
 
 class Mixer(PriorModule, AttentionCosts):
-    """Base of all mixers but the softmax itself, which has no module.
+    """Base of all mixers except the softmax itself, which has no module.
 
     Args:
         num_heads: H.
-        head_dim: D, of the values.
-        settings: resolved.
+        head_dim: D, width of the values.
+        settings: resolved settings.
     """
 
     def __init__(self, num_heads: int, head_dim: int, **settings: Any) -> None:
@@ -54,7 +54,7 @@ class Mixer(PriorModule, AttentionCosts):
 
 @register_mixer("softmax")
 class Softmax(Mixer):
-    """Softmax attention; what a prior's other slots are about. Never built."""
+    """Softmax attention, on which a prior's other slots act. It is never built."""
 
 
 def check_sides(name: str, sides: Any, grid: Sequence[int]) -> list[int]:
@@ -80,11 +80,11 @@ def resize_tokens(weight: Tensor, old: tuple[int, int], new: tuple[int, int]) ->
 
 @register_mixer("linformer")
 class Linformer(Mixer):
-    """Softmax over R mixtures of the patches, not the patches themselves, and over the prefix (Wang et al. 2020).
+    """Softmax over R mixtures of the patches instead of the patches, and over the prefix (Wang et al. 2020).
 
-    The mixtures of keys and of values are learned, the same for all heads of a layer, as Linformer's headwise sharing.
-    R is `projected_tokens`, or what a pruning ratio leaves of N keys: 4 of 196 at 97.96 % (Fibottention Table 2), the
-    default. On another grid the mixtures are interpolated, their sums kept.
+    The mixtures of keys and of values are learned. All heads of a layer share them (Linformer's headwise sharing). R is
+    `projected_tokens`, or what a pruning ratio leaves of N keys; the default is 4 of 196, 97.96 % (Fibottention Table
+    2). On another grid the mixtures are interpolated, with their sums kept.
     """
 
     SETTINGS = {"projected_tokens": None, "share_key_value": False, "grid": None, "pruning_ratio": None}
@@ -115,11 +115,11 @@ class Linformer(Mixer):
             "projected_tokens": check_integer("linformer: projected_tokens", number, 1),
             "share_key_value": check_boolean("linformer: share_key_value", settings["share_key_value"]),
             "grid": sides,
-            "pruning_ratio": None,  # it has decided the number, which is the size of a weight
+            "pruning_ratio": None,  # the pruning ratio has decided the number, which is the size of a weight
         }
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Normal, so that a mixture of independent keys has their variance."""
+        """Normal values, so that a mixture of independent keys has their variance."""
         std = (self.grid[0] * self.grid[1]) ** -0.5
         return {name: torch.randn(weight.shape) * std for name, weight in self.named_parameters(recurse=False)}
 
@@ -136,7 +136,7 @@ class Linformer(Mixer):
         return 2 * settings["projected_tokens"] * num_tokens * num_heads * head_dim
 
     def _mix(self, weight: Tensor, tokens: Tensor, plan: AttentionPlan, token_ids: Tensor | None) -> Tensor:
-        """(B, H, T, D) to (B, H, P + R, D)."""
+        """Turn (B, H, T, D) into (B, H, P + R, D)."""
         prefix = plan.num_prefix_tokens
         weight = resize_tokens(weight, self.grid, plan.grid).to(tokens.dtype)
         weight = weight * (self.grid[0] * self.grid[1] / plan.num_tokens)
@@ -145,7 +145,7 @@ class Linformer(Mixer):
         return torch.cat([tokens[:, :, :prefix], weight @ tokens[:, :, prefix:]], 2)
 
     def forward(self, request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
-        """As `Mixer`; the weights are those of the values, through their mixtures."""
+        """As `Mixer`. The weights are those of the single values, computed through their mixtures."""
         q, v, plan, token_ids, dropout_p = request.q, request.v, request.plan, request.token_ids, request.dropout_p
         value_weight = self.mix_keys if self.mix_values is None else self.mix_values
         k, mixed = self._mix(self.mix_keys, request.k, plan, token_ids), self._mix(value_weight, v, plan, token_ids)
@@ -163,9 +163,9 @@ class Linformer(Mixer):
 class EfficientAttention(Mixer):
     """softmax over features of Q, times (softmax over tokens of K)^T V: linear in the tokens (Shen et al. 2021, Eq. 5).
 
-    Its products cost 2 T w D multiply-adds a head, w = `key_width` of queries and keys, where dense attention's cost
-    2 T^2 D: a pruning ratio of 100 (1 - w / N) %. With the head's own width 64 that is 67.3 % at N = 196;
-    Fibottention's Table 2 prints 97.98, which needs w = 4. A pruning ratio decides w.
+    Its products cost 2 T w D multiply-adds a head, where w = `key_width` is the width of queries and keys. Dense
+    attention's cost 2 T^2 D, so the pruning ratio is 100 (1 - w / N) %. With the head's own width 64 that is 67.3 % at
+    N = 196; Fibottention's Table 2 prints 97.98, which needs w = 4. A given pruning ratio decides w.
     """
 
     SETTINGS = {"key_width": None, "pruning_ratio": None}
@@ -198,7 +198,7 @@ class EfficientAttention(Mixer):
         return 2 * total * width * (num_heads * cls.key_width(settings, width // num_heads) - width)
 
     def forward(self, request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
-        """As `Mixer`; scale and dropout have no place in it."""
+        """As `Mixer`, but without scale and dropout."""
         q, k, v = request.q, request.k, request.v
         dtype = torch.promote_types(q.dtype, torch.float32)
         queries, keys = torch.softmax(q.to(dtype), -1).to(q.dtype), torch.softmax(k.to(dtype), -2).to(q.dtype)

@@ -16,11 +16,11 @@ Pairs = Sequence[np.ndarray] | None
 
 
 def self_rows(offsets: Sequence[int], num_tokens: int, num_prefix_tokens: int) -> range:
-    """Patch rows whose diagonals are empty; without other pairs they attend to themselves only, so that no softmax is
-    over nothing.
+    """Patch rows whose diagonals are empty. Without other pairs they attend to themselves only, so that every softmax
+    has a key.
 
-    Row j has no partner at distance o when o > max(j, N - 1 - j), so the empty rows are the middle ones. There are
-    none once a prefix token is there to attend to.
+    Row j has no partner at distance o when o > max(j, N - 1 - j), so the empty rows are the middle ones. With a prefix
+    token to attend to there are none.
     """
     if num_prefix_tokens:
         return range(0)
@@ -29,7 +29,7 @@ def self_rows(offsets: Sequence[int], num_tokens: int, num_prefix_tokens: int) -
 
 
 def lonely_rows(offsets: Sequence[int], pairs: np.ndarray, num_tokens: int, num_prefix_tokens: int) -> np.ndarray:
-    """As `self_rows`, of a head that has pairs off its diagonals, too: int64, in order."""
+    """As `self_rows`, for a head that also has pairs off its diagonals: int64, in order."""
     return np.setdiff1d(np.array(self_rows(offsets, num_tokens, num_prefix_tokens), dtype=np.int64), pairs[:, 0])
 
 
@@ -57,9 +57,9 @@ def mask_from_offsets(
 def key_lists(
     offsets: Sequence[Sequence[int]], num_tokens: int, num_prefix_tokens: int, pairs: Pairs = None
 ) -> np.ndarray:
-    """The keys of every patch: int32 (heads, N, K) token numbers in order, prefix included, -1 after the last one.
+    """The keys of every patch: int32 (heads, N, K) token numbers in order, including the prefix, and -1 after the last.
 
-    K is the most that any patch of any head has; nothing here grows with N x N.
+    K is the largest number that any patch of any head has. Nothing here grows with N x N.
     """
     position = np.arange(num_tokens)
     lines, columns = [], []
@@ -104,10 +104,10 @@ def attended_pairs(
     """Query-key pairs that all heads of a layer attend to, at a cost of O(number of offsets and other pairs).
 
     Args:
-        offsets: of each head, as `head_offsets` returns them.
+        offsets: those of each head, as `head_offsets` returns them.
         num_tokens: patch tokens N.
         num_prefix_tokens: P; 0 counts the patch tokens only.
-        pairs: off the diagonals, as `layer_pairs` returns them.
+        pairs: those off the diagonals, as `layer_pairs` returns them.
     """
     return sum(
         count_nonzeros(own, num_tokens, num_prefix_tokens, None if pairs is None else pairs[head])
@@ -129,5 +129,5 @@ def unpruned_pairs(pruning_ratio: float, num_tokens: int) -> int:
 
 
 def unpruned_count(name: str, pruning_ratio: float, count: int) -> int:
-    """How many of `count` things a pruning ratio in percent leaves, one at least; `name` is whose ratio it is."""
+    """How many of `count` things a pruning ratio in percent leaves, at least one. `name`: to what the ratio belongs."""
     return max(1, round((1.0 - check_percentage(f"{name}: pruning_ratio", pruning_ratio) / 100.0) * count))

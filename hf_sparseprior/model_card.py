@@ -15,8 +15,8 @@ def model_card(config: Any, results: dict[str, Any] | None = None, license_name:
     """Text of the model card.
 
     Args:
-        config: of the model.
-        results: results.json of the run that trained it: its data, metrics and command go into the card.
+        config: the model's config.
+        results: results.json of the run that trained it; data, metrics and command go into the card.
         license_name: for the card's header.
     """
     results = results or {}

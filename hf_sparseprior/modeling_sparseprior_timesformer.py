@@ -1,8 +1,8 @@
 """SparsePriorTimesformer: TimeSformer with divided space-time attention (Bertasius et al. 2021) and a prior in space.
 
-Each layer attends over time first, every patch to itself in all frames and always densely, then over space, every frame
-by itself and with the prior, as Fibottention does it (Section 5.1). All parts of an image model keep their names, so
-its weights are a video model's but for what is about time.
+Each layer attends first over time, where every patch attends to itself in all frames, always densely. Then it attends
+over space, in every frame alone and with the prior, as Fibottention does (Section 5.1). All parts of an image model
+keep their names, so its weights are those of a video model, except for the parts for time.
 
 Shape letters: B batch, F frames, C hidden size, N patches of a frame, P prefix tokens, T = P + N, H heads. The tokens
 of a clip are (B, P + N * F, C): prefix tokens, then the patches in raster order, each one's frames in a row.
@@ -41,7 +41,7 @@ class SparsePriorTimesformerEmbeddings(SparsePriorViTEmbeddings):
         self.time_embeddings = nn.Parameter(torch.empty(1, config.num_frames, config.hidden_size))
 
     def frame_positions(self, num_frames: int) -> Tensor:
-        """Time embedding (1, F, C), of the nearest frame where a clip has not the configured number."""
+        """Time embedding (1, F, C), that of the nearest frame if a clip does not have the configured number."""
         if num_frames == self.time_embeddings.shape[1]:
             return self.time_embeddings
         return F.interpolate(self.time_embeddings.transpose(1, 2), size=num_frames, mode="nearest").transpose(1, 2)
@@ -58,14 +58,14 @@ class SparsePriorTimesformerEmbeddings(SparsePriorViTEmbeddings):
         num_frames = pixel_values.shape[1]
         tokens, grid = super().forward(pixel_values.flatten(0, 1))
         tokens = tokens.unflatten(0, (pixel_values.shape[0], num_frames))
-        # The same in every frame but for dropout.
+        # The same in every frame, except for dropout.
         prefix = tokens[:, 0, : self.config.num_prefix_tokens]
         patches = tokens[:, :, self.config.num_prefix_tokens :].transpose(1, 2) + self.frame_positions(num_frames)
         return torch.cat([prefix, self.dropout(patches).flatten(1, 2)], 1), grid
 
 
 class SparsePriorTimesformerTemporalAttention(nn.Module):
-    """Dense attention of each patch over the frames; no prior of space applies to it."""
+    """Dense attention of each patch over the frames. The prior, which is for space, does not apply to it."""
 
     def __init__(self, config: SparsePriorTimesformerConfig) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class SparsePriorTimesformerTemporalAttention(nn.Module):
         self.o_proj = nn.Linear(width, width, bias=config.proj_bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """(B * N, F, C) to (B * N, F, C)."""
+        """Turn (B * N, F, C) into (B * N, F, C)."""
         q, k, v = (
             projection(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -88,11 +88,11 @@ class SparsePriorTimesformerTemporalAttention(nn.Module):
 
 
 class SparsePriorTimesformerTemporalDense(nn.Linear):
-    """The linear layer after temporal attention; what it starts with is `time_initializer_range`."""
+    """The linear layer after temporal attention, which starts with `time_initializer_range`."""
 
 
 class SparsePriorTimesformerLayer(SparsePriorViTLayer):
-    """A block of the image model after temporal attention; prefix tokens are averaged over the frames."""
+    """Temporal attention, then a block of the image model. Prefix tokens are averaged over the frames."""
 
     def __init__(self, config: SparsePriorTimesformerConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -116,7 +116,7 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
             grid: (height, width) of a frame's patches.
             num_prefix_tokens: P.
             output_attentions: also return the attention weights.
-            no_pruning: what the image model's layers are told about dropped tokens.
+            no_pruning: the arguments of the image model's layers about dropped tokens.
 
         Returns:
             The tokens, the weights (B * F, H, T, T) of spatial attention if they are wanted, and None.
@@ -124,7 +124,7 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
         prefix, patches = hidden_states[:, :num_prefix_tokens], hidden_states[:, num_prefix_tokens:]
         num_frames = patches.shape[1] // (grid[0] * grid[1])
         series = self.temporal_layernorm(patches).unflatten(1, (-1, num_frames)).flatten(0, 1)
-        # transformers and the paper's authors drop paths in front of the linear layer.
+        # transformers and the paper's authors drop paths before the linear layer.
         out = self.drop_path(self.dropout(self.temporal_attention(series)))
         patches = patches + self.temporal_dense(out.view_as(patches))
 
@@ -138,7 +138,7 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
         hidden_states = torch.add(torch.cat([prefix, patches], 1), branch, alpha=self.residual_scale)
 
         normed = self.layernorm_after(hidden_states)
-        if self.mlp.locality:  # which sees the neighbours of a patch in its frame
+        if self.mlp.locality:  # it sees the neighbours of a patch in its frame
             frames = to_frames(normed, num_prefix_tokens, num_frames)
             out = from_frames(self.mlp(frames, grid, num_prefix_tokens), num_prefix_tokens, num_frames)
         else:
@@ -148,14 +148,14 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
 
 
 def to_frames(tokens: Tensor, num_prefix_tokens: int, num_frames: int) -> Tensor:
-    """Tokens (B, P + N * F, C) of clips as those of their frames (B * F, P + N, C), which all get the prefix tokens."""
+    """Tokens (B, P + N * F, C) of clips as those of their frames (B * F, P + N, C), each with the prefix tokens."""
     prefix = tokens[:, None, :num_prefix_tokens].expand(-1, num_frames, -1, -1)
     patches = tokens[:, num_prefix_tokens:].unflatten(1, (-1, num_frames)).transpose(1, 2)
     return torch.cat([prefix, patches], 2).flatten(0, 1)
 
 
 def from_frames(frames: Tensor, num_prefix_tokens: int, num_frames: int) -> Tensor:
-    """Tokens (B * F, P + N, C) of frames as those of their clips (B, P + N * F, C), prefix tokens averaged."""
+    """Tokens (B * F, P + N, C) of frames as those of their clips (B, P + N * F, C), with prefix tokens averaged."""
     frames = frames.unflatten(0, (frames.shape[0] // num_frames, num_frames))
     patches = frames[:, :, num_prefix_tokens:].transpose(1, 2).flatten(1, 2)
     return torch.cat([frames[:, :, :num_prefix_tokens].mean(1), patches], 1)
@@ -181,7 +181,7 @@ class SparsePriorTimesformerPreTrainedModel(SparsePriorViTPreTrainedModel):
                 init.zeros_(parameter)
 
     def no_weight_decay(self) -> set[str]:
-        """As the image model's, and the time embeddings."""
+        """As in the image model, and the time embeddings."""
         return super().no_weight_decay() | {
             name for name, _ in self.named_parameters() if name.endswith("time_embeddings")
         }
@@ -189,7 +189,7 @@ class SparsePriorTimesformerPreTrainedModel(SparsePriorViTPreTrainedModel):
     @classmethod
     @torch.no_grad()
     def from_image_model(cls, image_model: Any, **options: Any) -> Any:
-        """A video model with the weights of an image model, whose output it gives for a still clip.
+        """A video model with the weights of an image model. For a still clip it gives the image model's output.
 
         Temporal attention starts with the weights of spatial attention, as in the authors' code; time embeddings and
         the linear layer after temporal attention start at zero.
@@ -197,7 +197,7 @@ class SparsePriorTimesformerPreTrainedModel(SparsePriorViTPreTrainedModel):
         Args:
             image_model: a SparsePriorViT or the folder of a saved one.
             options: fields of the config that differ, such as `num_frames`. With another number of labels the
-                classifier starts anew, with another prior its weights do; positions are interpolated.
+                classifier starts anew, and with another prior the prior's weights do. Positions are interpolated.
 
         Raises:
             OSError: for a folder that holds no SparsePriorViT.
@@ -206,7 +206,7 @@ class SparsePriorTimesformerPreTrainedModel(SparsePriorViTPreTrainedModel):
         if isinstance(image_model, (str, os.PathLike)):
             image_model = _load_image_model(image_model)
         fields = {key: value for key, value in image_model.config.to_dict().items() if key not in _NOT_TAKEN}
-        if "num_labels" in options:  # the names are of the image model's classes
+        if "num_labels" in options:  # the names are those of the image model's classes
             fields = {key: value for key, value in fields.items() if key not in ("id2label", "label2id")}
         model = cls(cls.config_class(**{**fields, **options})).to(image_model.dtype)
         for name, value in model.state_dict().items():
@@ -222,7 +222,7 @@ class SparsePriorTimesformerPreTrainedModel(SparsePriorViTPreTrainedModel):
         return model.eval()
 
 
-# What a config says about its own model or folder.
+# Fields in which a config describes its own model or folder.
 _NOT_TAKEN = ("model_type", "architectures", "auto_map", "_name_or_path", "transformers_version", "num_labels")
 
 
@@ -275,7 +275,7 @@ class SparsePriorTimesformerModel(SparsePriorTimesformerPreTrainedModel, SparseP
             output_attentions: also return the weights (B * F, H, T, T) of every layer's spatial attention.
             output_hidden_states: also return the L + 1 hidden states (B, P + N * F, C).
             return_dict: False for a tuple.
-            token_sources: of images only.
+            token_sources: for images only.
 
         Returns:
             last_hidden_state (B, P + N * F, C) after the last norm; pooler_output (B, C), the class token or the

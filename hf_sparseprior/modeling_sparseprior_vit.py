@@ -34,11 +34,11 @@ from .token_pruning import EViT, TokenPruning, Tokens
 
 @dataclass
 class SparsePriorViTModelOutput(BaseModelOutputWithPooling):
-    """Output of `SparsePriorViTModel`: transformers' and, where the prior prunes tokens, what became of them.
+    """Output of `SparsePriorViTModel`: that of transformers and, if the prior prunes tokens, which tokens are left.
 
-    token_ids: int64 (B, n), which patches of the grid the tokens of `last_hidden_state` after the prefix are, -1 for
-    one that lies nowhere in it; None: all patches. kept: (B, N), 1 for patches that are kept, 0 for those that training
-    only treats as if they had been dropped. auxiliary_losses: of training, by name, weighted.
+    token_ids: int64 (B, n), which patches of the grid the tokens of `last_hidden_state` after the prefix are, -1 for a
+    token without a place in it; None: all patches. kept: (B, N), 1 for patches that are kept, 0 for patches that
+    training treats as dropped. auxiliary_losses: losses of training, by name, weighted.
     """
 
     token_ids: Tensor | None = None
@@ -50,8 +50,8 @@ class SparsePriorViTModelOutput(BaseModelOutputWithPooling):
 class SparsePriorViTImageClassifierOutput(ModelOutput):
     """Output of `SparsePriorViTForImageClassification`.
 
-    loss: scalar, when labels are given, the auxiliary losses included. logits: (B, num_labels), the mean of both heads
-    with a distillation classifier.
+    loss: scalar, if labels are given, including the auxiliary losses. logits: (B, num_labels), with a distillation
+    classifier the mean of both heads.
     class_logits, distillation_logits: (B, num_labels) of the two heads, with a distillation classifier.
     token_logits: (B, N, num_labels) of the patch tokens, with a token classifier.
     hidden_states: L + 1 of (B, T, C). attentions: L of (B, H, T, T).
@@ -73,7 +73,7 @@ class SparsePriorViTImageClassifierOutput(ModelOutput):
 class SparsePriorViTStem(nn.Module):
     """Three convolutions with batch norm and ReLU before the patch projection (LV-ViT), which halve the sides.
 
-    Frozen, they also keep the statistics of their batch norms.
+    If they are frozen, the statistics of their batch norms stay too.
     """
 
     def __init__(self, config: SparsePriorViTConfig) -> None:
@@ -89,14 +89,14 @@ class SparsePriorViTStem(nn.Module):
         self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in self.convolutions)
 
     def train(self, mode: bool = True) -> SparsePriorViTStem:
-        """As torch's; the norms of a frozen stem stay in evaluation mode."""
+        """As in torch, but the norms of a frozen stem stay in evaluation mode."""
         super().train(mode)
         for norm in self.norms:
             norm.train(mode and all(parameter.requires_grad for parameter in norm.parameters()))
         return self
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """(B, channels, height, width) to (B, stem_channels, height / 2, width / 2)."""
+        """Turn (B, channels, height, width) into (B, stem_channels, height / 2, width / 2)."""
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
             pixel_values = F.relu(norm(convolution(pixel_values)))
         return pixel_values
@@ -132,13 +132,13 @@ class SparsePriorViTEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def patch_positions(self, grid: tuple[int, int]) -> Tensor:
-        """Position embedding (1, N, C) of the patches on a grid, interpolated where it is not the configured one."""
+        """Position embedding (1, N, C) of the patches, interpolated if the grid is not the configured one."""
         assert self.position_embeddings is not None
         positions = self.position_embeddings[:, self.num_prefix_positions :]
         if grid == self.grid:
             return positions
         map_ = positions.reshape(1, *self.grid, -1).permute(0, 3, 1, 2)
-        # Not in half precision, which would move the embedding visibly.
+        # Not in half precision, which would change the embedding visibly.
         precise = map_.to(torch.promote_types(map_.dtype, torch.float32))
         resized = F.interpolate(precise, size=grid, mode=self.config.interpolation, align_corners=False)
         return resized.to(positions.dtype).flatten(2).transpose(1, 2)
@@ -152,7 +152,7 @@ class SparsePriorViTEmbeddings(nn.Module):
     def forward(self, pixel_values: Tensor, token_sources: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
         """Tokens (B, T, C) and the patch grid of images (B, channels, height, width).
 
-        `token_sources` int64 (B, N): the image of the batch that each patch is taken from, before it gets its position
+        `token_sources` int64 (B, N): the image of the batch from which each patch is taken before it gets its position
         (MixToken; Jiang et al. 2021).
         """
         channels, patch = self.config.num_channels, self.patch_size
@@ -187,7 +187,7 @@ class SparsePriorViTEmbeddings(nn.Module):
 
 
 class SparsePriorViTMLP(nn.Module):
-    """Two linear layers with an activation between them, and after it what the prior's extras put there."""
+    """Two linear layers with an activation and the prior's extras for the MLP between them."""
 
     def __init__(self, config: SparsePriorViTConfig) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class SparsePriorViTMLP(nn.Module):
         self.locality = make_extras(config.prior["extras"], "MLP", config.intermediate_size)
 
     def forward(self, hidden_states: Tensor, grid: tuple[int, int], num_prefix_tokens: int) -> Tensor:
-        """(B, T, C) to (B, T, C)."""
+        """Turn (B, T, C) into (B, T, C)."""
         hidden_states = self.activation(self.fc1(hidden_states))
         for branch in self.locality.values():
             hidden_states = branch(hidden_states, grid, num_prefix_tokens)
@@ -213,7 +213,7 @@ class SparsePriorViTLayerScale(nn.Module):
         self.scale = nn.Parameter(torch.empty(width))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """(..., C) to (..., C)."""
+        """Turn (..., C) into (..., C)."""
         return hidden_states * self.scale
 
 
@@ -225,7 +225,7 @@ class SparsePriorViTDropPath(nn.Module):
         self.rate = rate
 
     def forward(self, branch: Tensor) -> Tensor:
-        """(B, ...) to (B, ...)."""
+        """Turn (B, ...) into (B, ...)."""
         if not self.training or self.rate == 0.0:
             return branch
         keep = 1.0 - self.rate
@@ -285,10 +285,11 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
             num_prefix_tokens: P.
             output_attentions: also return the attention weights.
             token_ids, kept: as `token_ids` and `keep_mask` of `AttentionRequest`.
-            pruning: drops tokens between attention and MLP.
+            pruning: the module that drops tokens between attention and MLP.
 
         Returns:
-            The tokens, the attention weights (B, H, T, T) if they are wanted, and the token_ids of what is left.
+            The tokens, the attention weights (B, H, T, T) if they are wanted, and the token_ids of the tokens that are
+            left.
         """
         # attn_implementation="eager" is transformers' word for the written-out form.
         backend = "reference" if self.config._attn_implementation == "eager" else "auto"
@@ -322,11 +323,11 @@ class SparsePriorViTPreTrainedModel(PreTrainedModel):
     input_modalities = ("image",)
     supports_gradient_checkpointing = True
     _no_split_modules = ["SparsePriorViTEmbeddings", "SparsePriorViTLayer"]
-    # alpha and beta lose their gradient's scale, beta even its value, in half precision.
+    # In half precision the gradients of alpha and beta lose their scale, and beta even loses its value.
     _keep_in_fp32_modules_strict = ["decay_bias"]
     _supports_sdpa = True
     _can_compile_fullgraph = True
-    # What a saved folder offers to the Auto classes; `register_family` says it.
+    # The classes that a saved folder offers to the Auto classes; `register_family` sets it.
     auto_map: ClassVar[dict[str, str]] = {}
 
     def __init__(self, config: SparsePriorViTConfig, *args: Any, **kwargs: Any) -> None:
@@ -360,9 +361,9 @@ class SparsePriorViTPreTrainedModel(PreTrainedModel):
                 init.copy_(getattr(module, name), value)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters that get no weight decay, besides all with one dimension (timm's convention)."""
+        """Names of parameters without weight decay, in addition to all with one dimension (timm's convention)."""
         embeddings = ("class_token", "distillation_token", "register_tokens", "position_embeddings")
-        # Of relative positions: Swin leaves its table out, and u and v of Transformer-XL are biases.
+        # Swin leaves its table of relative positions out, and u and v of Transformer-XL are biases.
         biases = ("bias_table", "prefix_bias", "content_bias", "position_bias")
         return {
             name
@@ -372,12 +373,12 @@ class SparsePriorViTPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers', with safetensors only: a pickled checkpoint is refused, never opened.
+        """As in transformers, with safetensors only: a pickled checkpoint is refused, never opened.
 
         `prior=` and other config fields may be given and are checked like those of a config.
 
         Raises:
-            OSError: for a missing, truncated or pickled checkpoint, naming the file.
+            OSError: for a missing, truncated or pickled checkpoint; the message names the file.
             ValueError: for a bad config field.
         """
         if kwargs.get("use_safetensors") is False:
@@ -398,7 +399,7 @@ class SparsePriorViTPreTrainedModel(PreTrainedModel):
         return super()._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """As transformers', plus the full auto map, an image processor and a model card (see `complete_folder`)."""
+        """As in transformers, plus the full auto map, an image processor and a model card (see `complete_folder`)."""
         self.config.auto_map = dict(self.auto_map)
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
@@ -415,7 +416,7 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
     model = sp.SparsePriorViTModel(sp.SparsePriorViTConfig(prior="fibottention+violin"))
     ```
 
-    embeddings_class, layer_class: what other families of models have in their place.
+    embeddings_class, layer_class: classes that other families replace by their own.
     """
 
     embeddings_class: type[SparsePriorViTEmbeddings] = SparsePriorViTEmbeddings
@@ -440,8 +441,8 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         output_hidden_states: bool,
         token_sources: Tensor | None = None,
     ) -> tuple[Tensor, tuple[int, int], tuple[Tensor, ...] | None, tuple[Tensor, ...] | None, Tokens]:
-        """Embeddings and blocks, before the last norm: tokens (B, T, C), grid, hidden states, attentions, which are
-        left.
+        """Embeddings and blocks, without the last norm: tokens (B, T, C), grid, hidden states, attentions, and which
+        tokens are left.
         """
         hidden_states, grid = self.embeddings(pixel_values, token_sources)
         prefix, tokens = self.config.num_prefix_tokens, Tokens()
@@ -469,7 +470,7 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         )
 
     def active_pruning(self) -> TokenPruning | None:
-        """The prior's token pruning; None where there is none."""
+        """The prior's token pruning; None if there is none."""
         modules: list[TokenPruning] = list(self.token_pruning.values())  # type: ignore[arg-type]
         return modules[0] if modules else None
 
@@ -514,7 +515,7 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         return output if return_dict else output.to_tuple()
 
     def pool(self, last_hidden_state: Tensor, kept: Tensor | None = None) -> Tensor:
-        """(B, T, C) to (B, C) or, with "class_token_and_mean", (B, 2C); of the patches that `kept` (B, N) says."""
+        """Pool (B, T, C) to (B, C) or, with "class_token_and_mean", (B, 2C); means are over the patches in `kept`."""
         class_token, patches = last_hidden_state[:, 0], last_hidden_state[:, self.config.num_prefix_tokens :]
         if self.config.pooling == "class_token":
             return class_token
@@ -527,10 +528,10 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
 
 
 class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
-    """SparsePriorViT with a linear classifier, two of them with a distillation token (DeiT) that has its own, or with a
-    classifier of the patch tokens (LV-ViT).
+    """SparsePriorViT with a linear classifier. It may have a second one on the distillation token (DeiT) or on each
+    patch token (LV-ViT).
 
-    model_class: the transformer below, another family's in its classifiers.
+    model_class: the transformer, which other families replace by their own.
     """
 
     model_class: type[SparsePriorViTModel] = SparsePriorViTModel
@@ -562,7 +563,7 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
     ) -> SparsePriorViTImageClassifierOutput | tuple:
         """Classify images.
 
-        (The Trainer takes every argument with "label" in its name for one that each batch must have.)
+        (The Trainer expects every argument with "label" in its name in each batch.)
 
         Args:
             pixel_values: (B, channels, height, width).
@@ -571,10 +572,10 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
             output_attentions, output_hidden_states, return_dict, token_sources: as in `SparsePriorViTModel`.
 
         Returns:
-            logits (B, num_labels), with the loss if labels are given. With a distillation classifier the loss is the
-            mean of both heads' (DeiT's hard distillation) and the logits are the mean of both heads'. With a token
-            classifier `token_logits` (B, N, num_labels); the logits are the classifier's in training, and in evaluation
-            with the largest of the tokens' added (`token_logits_weight`). Its loss is `training.token_label_loss`.
+            logits (B, num_labels), with the loss if labels are given. With a distillation classifier loss and logits
+            are the means of both heads' (DeiT's hard distillation). With a token classifier there are also
+            `token_logits` (B, N, num_labels). In training the logits are the classifier's; in evaluation the largest of
+            the tokens' are added (`token_logits_weight`). The tokens' loss is `training.token_label_loss`.
         """
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
@@ -672,7 +673,7 @@ def output_options(
     output_hidden_states: bool | None,
     return_dict: bool | None,
 ) -> tuple[bool, bool, bool]:
-    """Arguments of a call, the config's where they are not given."""
+    """Arguments of a call; those that are not given are the config's."""
     return (
         bool(config.output_attentions if output_attentions is None else output_attentions),
         bool(config.output_hidden_states if output_hidden_states is None else output_hidden_states),

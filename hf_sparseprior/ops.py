@@ -21,7 +21,7 @@ from .attention_plan import AttentionPlan
 from .attention_request import AttentionRequest
 from .backend_choice import BACKENDS, choose_backend
 
-# Importing a backend registers it, in the order in which errors list them.
+# Importing a backend registers it. Errors list backends in this order.
 from .backend_dense import leading_weights
 from .backend_diagonal import diagonal  # noqa: F401
 from .backend_gather import gather  # noqa: F401
@@ -35,19 +35,19 @@ def run_plan(request: AttentionRequest, backend: str = "auto") -> tuple[Tensor, 
     """Attention over a prepared plan.
 
     Args:
-        request: what is asked for.
+        request: the call.
         backend: "auto", or one of `BACKENDS` by name.
 
     Returns:
-        out (B, H, T, D) and the attention weights (B, H, T, T) if `need_weights`, else None; with `weight_rows`
-        (B, H, weight_rows, T).
+        out (B, H, T, D), and the attention weights if `need_weights`, otherwise None. The weights are (B, H, T, T), or
+        (B, H, weight_rows, T) with `weight_rows`.
 
     Raises:
         ValueError: for tokens that do not fit the plan, or a forced backend that cannot run.
     """
     _check_request(request)
     chosen = BACKENDS[choose_backend(request, backend)]
-    # Autocast has done its work on the projections; it would round the float32 logits of a decay again.
+    # Autocast is for the projections, which are done; here it would round the float32 logits of a decay.
     device_type = request.q.device.type
     rounds = device_type != "meta" and torch.is_autocast_enabled(device_type)
     with torch.autocast(device_type, enabled=False) if rounds else nullcontext():
@@ -93,17 +93,17 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Multi-head attention over a support, with a decay.
 
-    Each call works out its support and tables anew and keeps none of them: nothing is cached globally. Where the same
-    settings come again and again, `SparsePriorAttention` keeps them, as does an `AttentionPlan` with `run_plan`.
+    Each call computes its support and tables anew and keeps none of them: nothing is cached globally. For repeated
+    calls with the same settings use `SparsePriorAttention`, which keeps them, or an `AttentionPlan` with `run_plan`.
 
     Args:
         q, k, v: (B, H, T, D), any floating dtype, same device. T = num_prefix_tokens + N.
         support: a registered name, a dict as in `prior`, or None for dense.
         decay: {"name": "violin", "curves": [...], "alpha": (H,) or None, "beta": (C, H)} with tensors, or None; for
-            "learned_order" also "order" (1, height, width), without which it is the order that it starts from.
-        num_prefix_tokens: tokens in front of the patches; they attend to and are attended by everything.
+            "learned_order" also "order" (1, height, width); without it, it is the order at the start.
+        num_prefix_tokens: tokens before the patches; they attend to and are attended by everything.
         layer: layer number; with the support's `shuffle_seed` it decides which head has which support.
-        grid: (height, width) of the patch tokens; may be left out where N is a square.
+        grid: (height, width) of the patch tokens; may be left out if N is a square.
         scale: factor of the logits, default D ** -0.5.
         backend: "auto", or one of `BACKENDS` by name.
         dropout_p: dropout probability of the attention weights.

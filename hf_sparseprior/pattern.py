@@ -1,7 +1,7 @@
 """Registration of supports, and the pattern that each of them gives.
 
-N is the number of patch tokens; heads and rows of the Wythoff array count from 1 in the papers and in messages, from 0
-in arrays.
+N is the number of patch tokens. Heads and rows of the Wythoff array count from 1 in the papers and in messages, and
+from 0 in arrays.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ COMMON_SETTINGS: dict[str, Any] = {"shuffle_seed": 0, "mask_fill": "neg_inf"}
 class Pattern:
     """Which keys each head sees, before heads are shuffled.
 
-    offsets: of each head the distances |j - k| in raster order at which patches attend to one another, sorted, in
+    offsets: for each head the distances |j - k| in raster order at which patches attend to one another, sorted, in
         0..N-1; 0 is the diagonal.
-    pairs: by layer number the further pairs of each head, (query, key) of patches, int64 (n, 2), in order, each once,
-        none of them on one of the head's offsets. Shuffling does not move them. None: there are none.
+    pairs: function of the layer number that gives the further pairs of each head: (query, key) of patches, int64 (n,
+        2), in order, each once, and none on one of the head's offsets. Shuffling does not move them. None: there are
+        none.
     """
 
     offsets: list[list[int]]
     pairs: Callable[[int], list[np.ndarray]] | None = None
 
     def layer_pairs(self, layer: int) -> Pairs:
-        """`pairs` of a layer."""
+        """The further pairs of a layer."""
         return None if self.pairs is None else self.pairs(layer)
 
 
@@ -43,7 +44,7 @@ class Pattern:
 class Support:
     """A registered support: see `register_support`.
 
-    settings: its own, with their defaults. sees_grid: whether its function takes the grid.
+    settings: its own settings with their defaults. sees_grid: whether its function takes the grid.
     """
 
     name: str
@@ -54,11 +55,11 @@ class Support:
     notes: Callable[[Mapping[str, Any], Pattern, Sequence[int]], list[str]]
 
     def pattern(self, num_heads: int, num_tokens: int, grid: Sequence[int] | None, settings: dict[str, Any]) -> Pattern:
-        """The pattern for so many heads and patch tokens; `settings` are its own, defaults may be left out."""
+        """The pattern for this number of heads and patch tokens. `settings` are its own; defaults may be left out."""
         size = grid_of(num_tokens, grid, f"support {self.name!r}") if self.sees_grid else num_tokens
         made = self.function(num_heads, size, **settings)
         pattern = made if isinstance(made, Pattern) else Pattern(made)
-        # An offset of N or more relates no two tokens; dropping it here keeps counts and kernels free of the case.
+        # An offset of N or more connects no two tokens. It is dropped here, so counts and kernels need not handle it.
         return Pattern([[o for o in offsets if o < num_tokens] for offsets in pattern.offsets], pattern.pairs)
 
 
@@ -75,13 +76,13 @@ def register_support(
 
     The function takes (num_heads, num_tokens), or (num_heads, grid) with grid = (height, width) for a pattern in two
     dimensions. Its keyword-only arguments are the support's settings with their defaults; it checks their values. It
-    returns the offsets of each head or, where there are other pairs too, a `Pattern`. `shuffle_seed` and `mask_fill`
-    belong to every support.
+    returns the offsets of each head or, if there are other pairs too, a `Pattern`. Every support also has the settings
+    `shuffle_seed` and `mask_fill`.
 
     Args:
-        name: as in `prior`.
+        name: its name in `prior`.
         check: takes the support's own settings and returns them in their full form.
-        notes: takes the resolved support, its pattern and the grid, and returns what a user should know of them.
+        notes: takes the resolved support, its pattern and the grid, and returns what a user should know about them.
     """
 
     def register(function: Callable) -> Callable:
@@ -96,17 +97,17 @@ def register_support(
 
 
 def support_settings(name: str) -> dict[str, Any]:
-    """Settings of a support with their defaults, the common ones included."""
+    """Settings of a support with their defaults, including the common ones."""
     if name not in SUPPORTS:
         raise ValueError(f"support={name!r} must be one of {', '.join(SUPPORTS)}")
     return {**SUPPORTS[name].settings, **COMMON_SETTINGS}
 
 
 def grid_of(num_tokens: int, grid: Sequence[int] | None, what: str) -> tuple[int, int]:
-    """(height, width) of so many patch tokens; a square where `grid` is None.
+    """(height, width) of `num_tokens` patch tokens; a square if `grid` is None.
 
     Raises:
-        ValueError: for another number of patches, and for None where N is no square.
+        ValueError: for another number of patches, and for None if N is no square.
     """
     if grid is None:
         side = math.isqrt(num_tokens)

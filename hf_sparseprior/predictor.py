@@ -26,13 +26,14 @@ def register_predictor(name: str) -> Callable[[type[Predictor]], type[Predictor]
 
 
 class Predictor(PriorModule, AttentionCosts):
-    """Base of all predictors: either `top_k` says how many keys a query keeps, or `forward` which ones.
+    """Base of all predictors: `top_k` says how many keys a query keeps, or `forward` says which ones.
 
-    by_place: whether `forward` goes by where the tokens lie in the grid.
-    GIVES_SCORES: whether `forward` hands connectivity scores (B, H, n, n) to `recorder`.
-    renormalise: the softmax runs over the kept keys; if False over all, and the others' weights are dropped.
-    recorder: where scores go, with their gradients; set while somebody wants them.
-    dense_in_training: while training, every key is kept, and scores are only recorded.
+    by_place: whether `forward` depends on the places of the tokens in the grid.
+    GIVES_SCORES: whether `forward` passes connectivity scores (B, H, n, n) to `recorder`.
+    renormalise: True: the softmax runs over the kept keys. False: it runs over all keys, and the weights of the others
+        are dropped.
+    recorder: function that gets the scores, with their gradients; set while they are wanted.
+    dense_in_training: in training every key is kept, and scores are only recorded.
 
     Args:
         num_heads: H.
@@ -53,22 +54,22 @@ class Predictor(PriorModule, AttentionCosts):
         return None
 
     def forward(self, request: AttentionRequest) -> Tensor | None:
-        """Keys of each patch, integers (B, H, n, K): token numbers, -1 where there are fewer; None: all keys.
+        """Keys of each patch, integers (B, H, n, K): token numbers, and -1 after the last; None: all keys.
 
-        Keys that `request.keep_mask` says are dropped have no part in anything.
+        Keys that `request.keep_mask` drops are ignored.
         """
         raise NotImplementedError
 
     def prune(self) -> None:
-        """Drop what training has left too small to count."""
+        """Drop weights that are too small to count after training."""
 
 
 @register_predictor("topk")
 class TopK(Predictor):
-    """The keys with the largest logits of each query, prefix tokens like all others (Gupta et al. 2021).
+    """The keys with the largest logits of each query (Gupta et al. 2021). Prefix tokens are treated like all others.
 
-    All logits are computed first, so it costs what dense attention costs. `keys` of them are kept, or those that a
-    pruning ratio leaves: 3 of 197 at 98.48 % (Fibottention Table 2), the default. Equal logits go by their index.
+    All logits are computed first, so it costs as much as dense attention. `keys` of them are kept, or as many as a
+    pruning ratio leaves; the default is 3 of 197, 98.48 % (Fibottention Table 2). The first of equal logits are kept.
     """
 
     SETTINGS = {"keys": None, "pruning_ratio": None}
@@ -92,7 +93,7 @@ class TopK(Predictor):
 
     @classmethod
     def cost_in_pairs(cls, settings: Mapping[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
-        """As `AttentionCosts`; of the logits that are kept, not of those that are computed."""
+        """As `AttentionCosts`, for the logits that are kept, not for those that are computed."""
         total = num_tokens + num_prefix_tokens
         return total * cls(1, head_dim, **{key: settings[key] for key in cls.SETTINGS}).top_k(total)
 

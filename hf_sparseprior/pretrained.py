@@ -1,4 +1,4 @@
-"""Saved models: opened whole as they were saved, or as the start of a model with another prior, classifier or grid.
+"""Loads saved models as they were saved, or as the start of a model with another prior, classifier or grid.
 
 Only the weights of a prior and of a classifier may start anew. Everything else comes from the folder, or the call fails
 and names what does not fit.
@@ -24,7 +24,7 @@ POSITIONS = "embeddings.position_embeddings"
 
 
 def check_saved_folder(folder: str | os.PathLike, setting: str | None = None) -> None:
-    """Raise OSError unless a folder of a saved model is there; `setting` is the name that its user gave it under."""
+    """Raise OSError unless this is a folder of a saved model. `setting`: the setting by which the user gave it."""
     if not isinstance(folder, (str, os.PathLike)) or not (Path(folder) / CONFIG_NAME).is_file():
         named = f"{setting}={folder}" if setting else f"{folder}"
         raise OSError(f"{named} is not a folder of a saved model")
@@ -33,12 +33,12 @@ def check_saved_folder(folder: str | os.PathLike, setting: str | None = None) ->
 def load_whole_model(
     folder: str | os.PathLike, model_class: Any = AutoModelForImageClassification, **options: Any
 ) -> Any:
-    """A saved model of which every weight is in the folder, safetensors only.
+    """Load a saved model, whose weights must all be in the folder, in safetensors only.
 
     Args:
-        folder: of the saved model.
-        model_class: of the model, or one of transformers' Auto classes.
-        options: of `from_pretrained`.
+        folder: folder of the saved model.
+        model_class: the model's class, or one of transformers' Auto classes.
+        options: arguments of `from_pretrained`.
 
     Raises:
         OSError: if there is no such folder, or if a weight is missing or has another shape than the config says.
@@ -66,7 +66,7 @@ def load_changed_model(folder: str | os.PathLike, model_class: Any, **changes: A
     size, the position embedding is interpolated. Everything that starts anew is drawn by `model_class`.
 
     Args:
-        folder: of a saved SparsePriorViT, with or without a classifier.
+        folder: folder of a saved SparsePriorViT, with or without a classifier.
         model_class: a SparsePriorViT class.
         changes: fields of the config that differ from the saved ones.
 
@@ -75,7 +75,7 @@ def load_changed_model(folder: str | os.PathLike, model_class: Any, **changes: A
 
     Raises:
         OSError: if the folder is missing or damaged.
-        ValueError: for bad fields, and if other weights than those would start anew; it names them.
+        ValueError: for bad fields, and if other weights than those would start anew; the message names them.
     """
     check_saved_folder(folder)
     model, info = model_class.from_pretrained(folder, ignore_mismatched_sizes=True, output_loading_info=True, **changes)
@@ -109,21 +109,21 @@ def copy_weights(
 ) -> None:
     """Copy the weights of one SparsePriorViT into another that may have another prior, classifier, dtype or grid.
 
-    Names count without the prefix of the base model, so a bare model and one with a classifier fit each other. The
-    position embedding is interpolated to the target's grid. Where the source has no weight of the same name and shape,
-    the target keeps its own if it may start anew.
+    Names are compared without the prefix of the base model, so a bare model and one with a classifier fit each other.
+    The position embedding is interpolated to the target's grid. If the source has no weight of the same name and shape,
+    the target keeps its own, provided that it may start anew.
 
     Args:
         source: model to copy from.
         target: model to fill in place; nothing is written if the two do not fit.
         source_name: the source's name for a weight of the target.
         may_start_anew: whether the target may keep its own weight of this name.
-        absent: names in `source` of weights that are not to be copied, because its folder did not hold them.
-        copy_prior: copy weights of the prior too, where name and shape fit.
-        strict: refuse every weight of another shape, and weights of the source that the target has no place for.
+        absent: names in `source` of weights that are not copied, because its folder did not hold them.
+        copy_prior: also copy weights of the prior, if name and shape fit.
+        strict: refuse every weight of another shape, and weights of the source that the target does not have.
 
     Raises:
-        ValueError: naming the weights that do not fit.
+        ValueError: the message names the weights that do not fit.
     """
     given = _state(source, absent)
     if POSITIONS in given:

@@ -26,7 +26,7 @@ from .sparsifiner import Sparsifiner  # noqa: F401  registers itself
 from .supports import SUPPORTS, resolve_support, support_pattern
 from .token_pruning import TokenPruning
 
-# What a prior's modules are called within attention layers, MLPs and the model: decay, predictor, mixer and extras.
+# Names of a prior's modules in attention layers, MLPs and the model: decay, predictor, mixer and extras.
 PRIOR_MODULES = frozenset({"decay_bias", "predictor", "mixer", "relative_position", "locality", "token_pruning"})
 SLOTS = ("support", "decay", "predictor", "mixer", "extras")
 
@@ -40,7 +40,7 @@ PriorSpec = str | Mapping[str, Any] | ResolvedPrior
 
 
 class Stage(NamedTuple):
-    """What a prior needs to know of layers that share heads and grid.
+    """What a prior needs to know about layers that share heads and grid.
 
     num_heads: H. grid: (height, width) of the patches.
     """
@@ -80,7 +80,7 @@ def resolve_prior(prior: PriorSpec | None, num_heads: int, grid: Sequence[int]) 
     """The full form of a prior for one stage: every slot with every setting, ready to be written to config.json.
 
     Raises:
-        ValueError: naming the field, the value and what is allowed.
+        ValueError: the message has the field, the value and what is allowed.
     """
     slots = parse_prior(prior)
     num_tokens = grid[0] * grid[1]
@@ -113,7 +113,7 @@ def resolve_stages(
         stages: heads and grid of each.
 
     Raises:
-        ValueError: as `resolve_prior`, naming the stage where there are several; and for a list of another length.
+        ValueError: as `resolve_prior`, with the stage if there are several; and for a list of another length.
     """
     if isinstance(prior, Sequence) and not isinstance(prior, str):
         if len(prior) != len(stages):
@@ -146,7 +146,7 @@ def resolve_mixer(mixer: ModuleSpec | None, grid: Sequence[int]) -> Literal["sof
 
 
 def check_together(prior: ResolvedPrior) -> None:
-    """Raise where what fills one slot has nothing to act on, because of another."""
+    """Raise if what fills one slot has nothing to act on because of another slot."""
     _check_pruning(prior)
     if prior["predictor"] is not None and prior["support"]["name"] != "dense":
         raise ValueError(
@@ -183,7 +183,7 @@ def pruning_of(prior: ResolvedPrior) -> tuple[Mapping[str, Any], type[TokenPruni
 
 
 def _check_pruning(prior: ResolvedPrior) -> None:
-    """Raise where token pruning meets what needs every token, or itself."""
+    """Raise if token pruning comes with what needs every token, or with a second token pruning."""
     if (found := pruning_of(prior)) is None:
         return
     settings, _ = found
@@ -201,7 +201,7 @@ def _check_pruning(prior: ResolvedPrior) -> None:
 
 
 def predictor_or_mixer(prior: ResolvedPrior) -> tuple[Mapping[str, Any], type[Predictor] | type[Mixer]] | None:
-    """Settings and class of the mixer or the predictor of a resolved prior; None: the support decides the pairs."""
+    """Settings and class of the mixer or the predictor of a resolved prior; None if the support decides the pairs."""
     if prior["mixer"] != "softmax":
         return prior["mixer"], MIXERS[prior["mixer"]["name"]]
     if prior["predictor"] is not None:
@@ -219,7 +219,7 @@ def prior_name(prior: ResolvedPrior) -> str:
 
 
 def is_prior_weight(key: str) -> bool:
-    """Whether a weight of this name belongs to a prior: foreign checkpoints do not have it, and it may start anew."""
+    """Whether a weight of this name belongs to a prior. Foreign checkpoints do not have it, and it may start anew."""
     return not PRIOR_MODULES.isdisjoint(key.split("."))
 
 
@@ -228,8 +228,8 @@ def prior_pruning_ratio(
 ) -> float:
     """Percentage of all pairs, prefix included, that are left out by the support or the predictor of a layer.
 
-    What token pruning drops is not among them: it differs from layer to layer (`analysis.flops` counts it).
-    Mixers have no pairs: for them it is the percentage of the multiply-adds of Q K^T and (softmax) V that they save.
+    Pairs that token pruning drops are not included, because they differ between layers (`analysis.flops` counts them).
+    Mixers have no pairs. For them it is the percentage of the multiply-adds of Q K^T and (softmax) V that they save.
     """
     num_tokens = grid[0] * grid[1]
     if (found := predictor_or_mixer(prior)) is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def registering(kind: str, registry: dict[str, Any], name: str) -> Callable[[Any], Any]:
-    """A decorator that puts a function or class into a registry; a class keeps its name there as `name`."""
+    """A decorator that puts a function or class into a registry. A class gets its name as its attribute `name`."""
 
     def register(entry: Any) -> Any:
         if name in registry:

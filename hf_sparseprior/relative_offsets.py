@@ -1,4 +1,4 @@
-"""Where patches lie to each other: tables for relative positions, integers and arrays only.
+"""Relative places of patches: tables for relative positions, integers and arrays only.
 
 The offset of a query patch j and a key patch k is (row_j - row_k, column_j - column_k), one of (2H - 1)(2W - 1) on an
 H x W grid. N patch tokens, P prefix tokens, T = P + N.
@@ -21,7 +21,7 @@ def relative_offsets(grid: tuple[int, int]) -> np.ndarray:
 
 
 def piecewise_index(offset: np.ndarray, ratio: float) -> np.ndarray:
-    """Whole numbers that keep small offsets apart and put large ones together (iRPE Eq. 18), int64.
+    """Integers that are different for small offsets and group large ones (iRPE Eq. 18), int64.
 
     alpha, beta and gamma of the equation are 1, 2 and 8 times `ratio`, as in the published code.
     """
@@ -41,11 +41,11 @@ def relative_buckets(method: str, ratio: float, grid: tuple[int, int], num_prefi
     """Bucket of every pair of tokens, int64 (T, T).
 
     Args:
-        method: "product", a bucket for each pair of a row's and a column's `piecewise_index`; "euclidean", that of the
-            rounded distance. (The published code keeps buckets of negative distances, which nothing reaches.)
-        ratio: the larger, the more buckets.
+        method: "product": a bucket for each pair of a row's and a column's `piecewise_index`. "euclidean": that of the
+            rounded distance. (The published code keeps buckets of negative distances, which are never used.)
+        ratio: a larger ratio gives more buckets.
         grid: (H, W).
-        num_prefix_tokens: P; their rows and columns are in the last bucket.
+        num_prefix_tokens: P; pairs with these tokens are in the last bucket.
     """
     rows, columns = np.meshgrid(*(np.arange(1 - side, side) for side in grid), indexing="ij")
     if method == "product":
@@ -60,7 +60,8 @@ def relative_buckets(method: str, ratio: float, grid: tuple[int, int], num_prefi
 
 
 def relative_sinusoids(width: int, grid: tuple[int, int]) -> np.ndarray:
-    """Sines and cosines of every offset, float32 ((2H - 1)(2W - 1), width): half of its row, half of its column.
+    """Sines and cosines of every offset, float32 ((2H - 1)(2W - 1), width): half of them of its row, half of its
+    column.
 
     Transformer-XL's encoding of a distance (as in Vaswani et al. 2017), once for each axis. `width` is a multiple of 4.
     """

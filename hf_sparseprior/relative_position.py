@@ -1,6 +1,6 @@
 """Relative positions in attention: Swin's bias, iRPE, Transformer-XL (VIOLIN Tables 7, 26 and 27, appendix F.6).
 
-All are added to the logits Q K^T / sqrt(d_h) last, after a decay's M; iRPE on values is added to the output, too. They
+All are added to the logits Q K^T / sqrt(d_h) last, after a decay's M. iRPE on values is also added to the output. They
 start at zero, so a pretrained model stays what it is (VIOLIN F.6).
 
 Shape letters: B batch, H heads, D head width, N patch tokens, P prefix tokens, T = P + N, O offsets.
@@ -30,14 +30,14 @@ class RelativePosition(Extra):
         head_dim: D.
     """
 
-    uses_weights = False  # True: `value_term` is asked, which needs the attention weights
+    uses_weights = False  # True: `value_term` is called, which needs the attention weights
 
     def forward(self, request: AttentionRequest) -> Tensor:
         """Bias of the logits, broadcastable to (B, H, T, T)."""
         raise NotImplementedError
 
     def value_term(self, weights: Tensor, plan: AttentionPlan) -> Tensor:
-        """What is added to the output, (B, H, T, D), of the attention weights (B, H, T, T)."""
+        """What is added to the output: (B, H, T, D) from the attention weights (B, H, T, T)."""
         raise NotImplementedError
 
 
@@ -45,11 +45,11 @@ class RelativePosition(Extra):
 class SwinRelativePositionBias(RelativePosition):
     """A bias for each offset and head (Swin Eq. 4, VIOLIN Eq. 49): 104,976 parameters on DeiT-B.
 
-    On another grid the table is interpolated, bicubic, as Swin does it for another window.
+    On another grid the table is interpolated (bicubic), as Swin does for another window.
     """
 
-    # grid: (height, width) that the table is made for, None for that of the model. learn_prefix: also a bias from
-    # patches to prefix tokens, one to patches from them and one among them (BEiT), instead of none.
+    # grid: (height, width) that the table is made for, None for that of the model. learn_prefix: also learn a bias from
+    # patches to prefix tokens, one from prefix tokens to patches and one among prefix tokens (BEiT).
     SETTINGS = {"grid": None, "learn_prefix": False}
 
     def __init__(self, num_heads: int, head_dim: int, **settings: Any) -> None:
@@ -62,7 +62,7 @@ class SwinRelativePositionBias(RelativePosition):
 
     @classmethod
     def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
-        """As `Extra`, with the model's grid where none is given."""
+        """As `Extra`, with the model's grid if none is given."""
         sides = grid if settings["grid"] is None else settings["grid"]
         if isinstance(sides, str) or not isinstance(sides, Sequence) or len(sides) != 2:
             raise ValueError(f"swin_rpb: grid={sides!r} must be (height, width) in patches")
@@ -90,9 +90,10 @@ class SwinRelativePositionBias(RelativePosition):
 class ImageRelativePosition(RelativePosition):
     """iRPE in contextual mode (Wu et al. 2021): vectors r of buckets of offsets, shared by the heads of a layer.
 
-    On keys q_j . r_b(j,k) is added to the logits, on queries k_k . r_b(k,j), both with the logits' scale; on values
-    sum_k a_jk r_b(j,k) is added to the output, as in the published code. DeiT-B: 50 buckets of 64, 115,200 parameters
-    on all three. Buckets know no grid; that of pairs with a prefix token is unused in a model without any.
+    On keys, q_j . r_b(j,k) is added to the logits; on queries, k_k . r_b(k,j); both with the logits' scale. On values,
+    sum_k a_jk r_b(j,k) is added to the output, as in the published code. DeiT-B has 50 buckets of 64, 115,200
+    parameters on all three. Buckets do not depend on a grid. The bucket of pairs with a prefix token is unused in a
+    model without prefix tokens.
     """
 
     SETTINGS = {"method": "product", "ratio": 1.9}
@@ -160,9 +161,9 @@ class ImageRelativePositionOnAll(ImageRelativePosition):
 class TransformerXL(RelativePosition):
     """Transformer-XL's relative positions (Dai et al. 2019, section 3.3), over the two axes of an image.
 
-    The logits get u . k_k + (q_j + v) . W R(j - k), times their scale, with R the sines and cosines of the offset, zero
-    where a prefix token takes part. u and v (H, D), W (H D, H D), all starting at zero: 7,096,320 parameters on
-    DeiT-B, 1,778,688 on DeiT-S. v has a gradient once W is no longer zero.
+    u . k_k + (q_j + v) . W R(j - k), times the logits' scale, is added to the logits. R are the sines and cosines of
+    the offset, zero for pairs with a prefix token. u and v are (H, D), W is (H D, H D), and all start at zero:
+    7,096,320 parameters on DeiT-B, 1,778,688 on DeiT-S. v has a gradient once W is no longer zero.
     """
 
     def __init__(self, num_heads: int, head_dim: int) -> None:

@@ -1,7 +1,7 @@
-"""Types of a prior's full form, the one that `resolve_prior` returns and that config.json holds.
+"""Types of a prior's full form, which `resolve_prior` returns and config.json holds.
 
 They stay dicts, so that json reads and writes them. A support, a decay, a predictor, a mixer and an extra each have
-their own settings besides the keys named here; `own_settings` gives them.
+their own settings in addition to the keys named here; `own_settings` gives them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Placement = Literal["multiply", "add", "multiply_after", "add_after", "add_after
 
 
 class ResolvedSupport(TypedDict):
-    """A support and what all of them can be set to.
+    """A support and the settings that every support has.
 
     shuffle_seed: decides which head has which support in which layer; None: head i has support i.
-    mask_fill: what the logits of pairs are that are left out.
+    mask_fill: the logits of pairs that are left out.
     """
 
     name: str
@@ -27,7 +27,7 @@ class ResolvedSupport(TypedDict):
 
 
 class ResolvedDecay(TypedDict):
-    """A decay and what all of them can be set to; see `decay.Decay.SETTINGS`."""
+    """A decay and the settings that every decay has; see `decay.Decay.SETTINGS`."""
 
     name: str
     init: str | dict[str, float]

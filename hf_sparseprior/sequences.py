@@ -1,7 +1,7 @@
 """Integer sequences whose terms are the offsets |j - k| along which a head attends.
 
 A sequence is a function of the head number and the head's window. `register_sequence` makes it a value of the
-`sequence` setting of the fibottention support, and with that of every config, test and picture.
+`sequence` setting of the fibottention support, and so of every config, test and picture.
 
 Papers: Fibottention, sections 3.1, 3.2 and 6.5 to 6.8.
 """
@@ -20,7 +20,7 @@ def register_sequence(name: str) -> Callable[[Callable], Callable]:
     """Register `function(head, window, **settings) -> iterable of offsets` under `name`.
 
     `head` counts from 1. Keyword-only arguments of the function are the sequence's settings, with their defaults.
-    Terms outside 1..window and repeated terms are dropped by the caller (Fibottention Eq. 3).
+    The caller drops terms outside 1..window and repeated terms (Fibottention Eq. 3).
     """
 
     def register(function: Callable) -> Callable:
@@ -46,8 +46,8 @@ def floor_times_phi(n: int) -> int:
 def wythoff_start(row: int, modified: bool = False) -> tuple[int, int]:
     """First two terms of a row of the Wythoff array (rows count from 1).
 
-    Default: a = floor(floor(i phi) phi), b = a + floor(i phi) (Fibottention section 3.2). Modified: the two
-    predecessors b' = b - a and a' = a - b' = i - 1 in front (Fibottention Table 1).
+    By default they are a = floor(floor(i phi) phi) and b = a + floor(i phi) (Fibottention section 3.2). Modified: the
+    two predecessors b' = b - a and a' = a - b' = i - 1 come first (Fibottention Table 1).
     """
     if row < 1:
         raise ValueError(f"row={row} of the Wythoff array must be 1 or more")
@@ -62,7 +62,7 @@ def fibonacci_terms(a: int, b: int, limit: int) -> Iterator[int]:
     """Terms of Fib(a, b): a, b, a + b, ... up to `limit` (Fibottention Eq. 2)."""
     if a < 0 or b < 0 or a == b == 0:
         raise ValueError(f"Fib(a={a}, b={b}) needs two non-negative terms, not both zero")
-    # The first two terms may come in any order, so `a` above the limit says nothing about the terms after it.
+    # The first two terms may have any order, so an `a` above the limit says nothing about the terms after it.
     if a <= limit:
         yield a
     while b <= limit:

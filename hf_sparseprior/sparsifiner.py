@@ -1,7 +1,7 @@
 """Sparsifiner: the keys of each query, predicted for each image from a low-rank attention map (Wei et al. 2023).
 
-Shape letters: B batch, H heads, D head width, N patches of the grid, n of them that are there, P prefix tokens,
-T = P + N, R reduced dimension, K listed keys.
+Shape letters: B batch, H heads, D head width, N patches of the grid, n visible patches, P prefix tokens, T = P + N,
+R reduced dimension, K listed keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .key_selection import keys_of_scores, predicted_keys
 from .low_rank import check_sides, resize_tokens
 from .predictor import Predictor, register_predictor
 
-# Of the plane-filling sequence of points that starts W_down and W_up: 1 / p, 1 / p^2, p^3 = p + 1 (Roberts 2018).
+# Steps of the plane-filling sequence of points that starts W_down and W_up: 1 / p, 1 / p^2, p^3 = p + 1 (Roberts 2018).
 PLASTIC = (0.7548776662466927, 0.5698402909980532)
 # A weight of W_up that is 0 stays 0, so none may start there.
 LEAST_UP = 1e-4
@@ -29,24 +29,24 @@ LEAST_UP = 1e-4
 
 @register_predictor("sparsifiner")
 class Sparsifiner(Predictor):
-    """The B keys of the largest connectivity scores; a key that scores 0 is not kept (Sparsifiner Eqs. 1-3).
+    """The B keys with the largest connectivity scores. A key with score 0 is not kept (Sparsifiner Eqs. 1-3).
 
-    W_down and W_up, (R, N) each and shared by the layer's heads, have a column for every patch. Prefix tokens are no
-    part of them: they see everything and every patch sees them, whatever B is. On another grid both are interpolated.
-    A weight of W_up that is 0 stays 0, in training too, so what `prune` drops stays dropped.
+    W_down and W_up, (R, N) each and shared by the layer's heads, have a column for every patch. Prefix tokens have
+    none: they see everything and every patch sees them, whatever B is. On another grid both are interpolated. A weight
+    of W_up that is 0 stays 0, also in training, so what `prune` drops stays dropped.
 
-    Nothing leads from an attention's output back to W_down and W_up: they learn from `scores` (Eq. 10) alone. They
-    start as R blobs, spread evenly over the grid: each row of W_down has norm 1, so that logits vary as those of single
-    keys, and more than 5 % of A_down are above tau where those of dense attention have a deviation of 1; each row of
-    W_up spreads a weight of 1 over its blob.
+    No gradient of the attention's output reaches W_down and W_up: they learn from `scores` (Eq. 10) alone. They start
+    as R blobs, spread evenly over the grid. Each row of W_down has norm 1, so that logits vary as those of single keys.
+    More than 5 % of A_down are then above tau, if dense attention's logits have a deviation of 1. Each row of W_up
+    spreads a weight of 1 over its blob.
 
     Settings:
-        keep_rate: in (0, 1]; B = ceil(keep_rate T), of all tokens of the grid also where some were pruned away
-            (Table 1). 1: every key is kept and nothing predicted. The default is 0.25.
-        budget: B itself, in place of a keep rate.
-        num_down: R. threshold: tau (Eq. 2). up_threshold: up to which size `prune` sets a weight of W_up to 0.
-        renormalise: the softmax runs over the kept keys, as in the published code; False: over all keys, of which
-            the kept ones are taken (Eq. 5 as printed).
+        keep_rate: in (0, 1]; B = ceil(keep_rate T). T counts all tokens of the grid, even if some were pruned (Table
+            1). 1: every key is kept and nothing is predicted. The default is 0.25.
+        budget: B itself, instead of a keep rate.
+        num_down: R. threshold: tau (Eq. 2). up_threshold: `prune` sets weights of W_up up to this size to 0.
+        renormalise: True: the softmax runs over the kept keys, as in the published code. False: the softmax runs over
+            all keys, and then only the weights of the kept keys are used (Eq. 5 as printed).
         grid: (height, width) that W_down and W_up are made for.
     """
 
@@ -104,7 +104,7 @@ class Sparsifiner(Predictor):
         }
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Blobs, the same at every start; see the class."""
+        """Blobs, which are always the same; see the class."""
         blobs = torch.tensor(_blobs(self.settings["num_down"], self.grid))
         spread = (blobs / blobs.sum(1, keepdim=True)).clamp_min(LEAST_UP)
         return {"w_down": (blobs / blobs.norm(dim=1, keepdim=True)).float(), "w_up": spread.float()}
@@ -116,7 +116,7 @@ class Sparsifiner(Predictor):
         """B of a grid with T tokens."""
         if settings["budget"] is not None:
             return settings["budget"]
-        return math.ceil(round(settings["keep_rate"] * total, 9))  # 0.1 * 30 is above 3
+        return math.ceil(round(settings["keep_rate"] * total, 9))  # in floats 0.1 * 30 is above 3
 
     @staticmethod
     def _keeps_all(settings: Mapping[str, Any]) -> bool:
@@ -124,7 +124,7 @@ class Sparsifiner(Predictor):
 
     @classmethod
     def settings_for(cls, settings: Mapping[str, Any], total: int) -> Mapping[str, Any]:
-        """As `AttentionCosts`: B stays what it is for all tokens of the grid."""
+        """As `AttentionCosts`: B stays the number for all tokens of the grid."""
         if cls._keeps_all(settings):
             return settings
         return {**settings, "keep_rate": None, "budget": cls.budget_of(settings, total)}
@@ -142,7 +142,9 @@ class Sparsifiner(Predictor):
     def other_multiply_adds(
         cls, settings: Mapping[str, Any], num_heads: int, head_dim: int, num_tokens: int, num_prefix_tokens: int
     ) -> int:
-        """As `AttentionCosts`: W_down K, Q (W_down K)^T and A_down W_up, the last one dense, as it is run."""
+        """As `AttentionCosts`: W_down K, Q (W_down K)^T and A_down W_up; the last product is counted dense, as it is
+        run.
+        """
         if cls._keeps_all(settings):
             return 0
         down = 2 * settings["num_down"] * num_tokens * num_heads * head_dim
@@ -174,7 +176,7 @@ class Sparsifiner(Predictor):
         return resize_tokens(basis, self.grid, grid) * nearby * self._sum_kept(grid)
 
     def _sum_kept(self, grid: tuple[int, int]) -> float:
-        """What keeps the sum of a row that is interpolated to a grid."""
+        """The factor that keeps the sum of a row when it is interpolated to a grid."""
         return self.grid[0] * self.grid[1] / (grid[0] * grid[1])
 
     def coefficients(self, request: AttentionRequest) -> Tensor:
@@ -189,13 +191,13 @@ class Sparsifiner(Predictor):
 
     def scores(self, request: AttentionRequest) -> Tensor:
         """Connectivity scores of the patches, (B, H, n, n) in float32 at least (Eqs. 2 and 3 before top-k)."""
-        with torch.autocast(request.q.device.type, enabled=False):  # what is close to tau must not hang on rounding
+        with torch.autocast(request.q.device.type, enabled=False):  # values close to tau must not depend on rounding
             down = self.coefficients(request)
             down = torch.where(down > self.settings["threshold"], down, 0.0)
             return down @ self._basis_of(request.plan, request.token_ids, down.dtype)
 
     def _basis_of(self, plan: AttentionPlan, token_ids: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """W_up (R, N) on the plan's grid, or (B, 1, R, n) of the patches that are there."""
+        """W_up (R, N) on the plan's grid, or (B, 1, R, n) for the visible patches."""
         basis = self.sparse_basis(plan.grid).to(dtype)
         return basis if token_ids is None else basis[:, token_ids].transpose(0, 1).unsqueeze(1)
 
@@ -220,7 +222,7 @@ class Sparsifiner(Predictor):
 
     @torch.no_grad()
     def _predict(self, request: AttentionRequest) -> Tensor:
-        """The keys alone, without the scores of all pairs where a kernel can do without them."""
+        """The keys alone, without the scores of all pairs if a kernel can do without them."""
         plan = request.plan
         with torch.autocast(request.q.device.type, enabled=False):
             down = self.coefficients(request)
@@ -229,7 +231,7 @@ class Sparsifiner(Predictor):
             return predicted_keys(down, basis, plan.num_prefix_tokens, budget, self.settings["threshold"])
 
     def _places(self, plan: AttentionPlan, patches: int) -> int:
-        """B, of as many patches as there are at most."""
+        """B, but at most the number of patches."""
         return min(patches, self.budget_of(self.settings, plan.total))
 
     @torch.no_grad()
@@ -239,7 +241,9 @@ class Sparsifiner(Predictor):
 
 
 def _blobs(count: int, grid: tuple[int, int]) -> np.ndarray:
-    """`count` Gaussians (count, N) over a patch grid, their middles spread evenly, each as wide as its share of it."""
+    """`count` Gaussians (count, N) over a patch grid, with middles spread evenly, each as wide as its share of the
+    grid.
+    """
     height, width = grid
     steps = np.arange(1, count + 1)[:, None] * np.array(PLASTIC)
     middles = (steps + 0.5) % 1.0 * (height, width) - 0.5

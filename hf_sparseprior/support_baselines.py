@@ -1,6 +1,6 @@
-"""Supports of other papers: the same pattern in every head, as in Fibottention's comparisons (section 6.1).
+"""Supports of other papers, with the same pattern in every head, as in Fibottention's comparisons (section 6.1).
 
-A pruning ratio is the percentage of pairs left out; that which a support can be given counts pairs of patches only.
+A pruning ratio is the percentage of pairs left out. The setting `pruning_ratio` counts pairs of patches only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def window(
     diagonal: bool = True,
     pruning_ratio: float | None = None,
 ) -> list[list[int]]:
-    """|j - k| <= w, with or without the diagonal, the same for all heads (Fibottention Tables 12 and 13); w = 15."""
+    """|j - k| <= w, with or without the diagonal, the same for all heads (Fibottention Tables 12, 13; w = 15)."""
     diagonal = check_boolean("diagonal", diagonal)
     first = 0 if diagonal else 1
 
@@ -45,12 +45,13 @@ def setting_for(
     offsets: Callable[[int], list[int]],
     num_tokens: int,
 ) -> int:
-    """A support's one number: as given, or that of `choices` whose pruning ratio is nearest to the one given.
+    """A support's only number: as given, or the one among `choices` whose pruning ratio is nearest to the given one.
 
     Args:
-        name, value, default: of the number; the first of `choices` is the least allowed.
-        choices: none of them empty.
-        offsets: of a head, by the number; within each of `choices`, how many pairs they keep rises with it or falls.
+        name, value, default: name, value and default of the number; the first of `choices` is the smallest allowed.
+        choices: ranges of numbers, none of them empty.
+        offsets: gives the offsets of a head for a number. Within each of `choices`, the number of pairs that they keep
+            only rises with the number, or only falls.
     """
     check_not_both(name, value, pruning_ratio)
     if pruning_ratio is None:
@@ -73,10 +74,10 @@ def setting_for(
 def longformer(
     num_heads: int, num_tokens: int, *, w: int | None = None, pruning_ratio: float | None = None
 ) -> list[list[int]]:
-    """A sliding window of w tokens, both sides together, and the diagonal; prefix tokens are global.
+    """A sliding window of w tokens, counted on both sides together, and the diagonal (Beltagy et al. 2020).
 
-    Beltagy et al. 2020. w = 2 is Fibottention's Table 2 (98.47 % at N = 196). More global tokens are more registers
-    (`num_register_tokens`).
+    Prefix tokens are the global tokens; registers (`num_register_tokens`) give more of them. w = 2 is that of
+    Fibottention's Table 2 (98.47 % at N = 196).
     """
     return sliding_window(num_heads, num_tokens, w, pruning_ratio)
 
@@ -106,15 +107,15 @@ def strided(
 ) -> list[list[int]]:
     """The nearest `local` tokens on either side, and every stride-th token of the whole sequence.
 
-    Sparse Transformer (Child et al. 2019, section 4.2), its two patterns merged into one head and without causality.
-    Stride 65 keeps 590 of 196^2 pairs, 98.46 %; Fibottention's Table 2 prints 98.47, which no stride gives.
+    This is Sparse Transformer (Child et al. 2019, section 4.2), with its two patterns merged into one head and without
+    causality. Stride 65 keeps 590 of 196^2 pairs, 98.46 %. Fibottention's Table 2 prints 98.47, which no stride gives.
     """
     local = check_integer("local", local, 0)
 
     def offsets(stride: int) -> list[int]:
         return sorted({*range(min(local, num_tokens - 1) + 1), *range(0, num_tokens, stride)})
 
-    # A larger stride keeps fewer pairs only where all its tokens lie outside the window.
+    # A larger stride keeps fewer pairs only if all its tokens lie outside the window.
     last = max(1, num_tokens - 1)
     inside = min(local, last)
     choices = [range(own, own + 1) for own in range(1, inside + 1)]
@@ -127,10 +128,10 @@ def strided(
 def random_support(
     num_heads: int, num_tokens: int, *, pruning_ratio: float = 98.52, seed: int = 0, per_head: bool = False
 ) -> Pattern:
-    """Pairs drawn uniformly at random, the same for every image, others in each layer; none is on a diagonal as such.
+    """Pairs drawn uniformly at random: the same for every image, and different in each layer.
 
-    round((1 - pruning_ratio / 100) N^2) pairs of a head (Fibottention Tables 2 and 10). `per_head` draws them for every
-    head anew.
+    A head has round((1 - pruning_ratio / 100) N^2) pairs (Fibottention Tables 2 and 10). `per_head` draws them for
+    every head anew. They are not stored as diagonals.
     """
     check_integer("seed", seed, 0)
     check_boolean("per_head", per_head)
@@ -162,10 +163,11 @@ def bigbird(
     per_head: bool = False,
     pruning_ratio: float | None = None,
 ) -> Pattern:
-    """A sliding window as in `longformer`, global prefix tokens, and random pairs, others in each layer.
+    """A sliding window as in `longformer`, global prefix tokens, and random pairs, which differ between layers.
 
-    Zaheer et al. 2020. `random_keys` random pairs a query on average, r = random_keys N in all (Fibottention Table 11;
-    1 in its Table 2: 97.96 % at N = 196). A pruning ratio decides it, with the window as it is.
+    From Zaheer et al. 2020. A query has `random_keys` random pairs on average, r = random_keys N in all (Fibottention
+    Table 11; 1 in its Table 2: 97.96 % at N = 196). A pruning ratio decides `random_keys` and leaves the window as it
+    is.
     """
     check_integer("seed", seed, 0)
     check_boolean("per_head", per_head)
@@ -180,7 +182,7 @@ def bigbird(
 def bigbird_count(
     num_tokens: int, offsets: Sequence[int], random_keys: float | None, pruning_ratio: float | None
 ) -> int:
-    """How many random pairs a head of BigBird has; not more than its window leaves."""
+    """How many random pairs a head of BigBird has, at most as many as its window leaves."""
     window_pairs = count_nonzeros(offsets, num_tokens)
     check_not_both("random_keys", random_keys, pruning_ratio)
     if pruning_ratio is not None:
@@ -194,11 +196,11 @@ def bigbird_count(
 def draw_pairs(
     num_heads: int, num_tokens: int, layer: int, count: int, offsets: Sequence[int], seed: int, per_head: bool
 ) -> list[np.ndarray]:
-    """`count` pairs of patches, uniformly without repetition from those on none of the offsets, (count, 2) a head."""
+    """For each head (count, 2) pairs of patches, drawn uniformly and without repetition from those on no offset."""
     drawn = []
     for head in range(num_heads if per_head else 1):
-        # Independent of everything else that is random. Numpy promises that the bits stay the same on every platform
-        # and in every version, and promises it of nothing that it makes from them.
+        # Independent of everything else that is random. Numpy promises that these bits are the same on every platform
+        # and in every version. It does not promise that for what it computes from them.
         drawn.append(_draw(np.random.PCG64([seed, layer, head]), num_tokens, count, offsets))
     return drawn if per_head else drawn * num_heads
 
@@ -208,7 +210,7 @@ def _integers(bits: np.random.PCG64, below: int, count: int) -> np.ndarray:
     words = bits.random_raw((count + 1) // 2)
     halves = np.stack([words & np.uint64(2**32 - 1), words >> np.uint64(32)], 1).ravel()
     products = halves * np.uint64(below)
-    # Of the 2^32 numbers as many are dropped as leave a multiple of `below`.
+    # Numbers are dropped so that a multiple of `below` is left of the 2^32.
     kept = products & np.uint64(2**32 - 1) >= np.uint64(2**32 % below)
     return (products[kept] >> np.uint64(32)).astype(np.int64)
 
@@ -216,7 +218,7 @@ def _integers(bits: np.random.PCG64, below: int, count: int) -> np.ndarray:
 def _draw(bits: np.random.PCG64, num_tokens: int, count: int, offsets: Sequence[int]) -> np.ndarray:
     pairs = np.empty(0, dtype=np.int64)
     diagonals = np.array(offsets, dtype=np.int64)
-    if 2 * count > num_tokens**2:  # drawn one by one, the last ones would hardly be hit
+    if 2 * count > num_tokens**2:  # if pairs were drawn one by one, the last ones would take very long
         everything = np.arange(num_tokens**2)
         free = everything[~np.isin(np.abs(everything // num_tokens - everything % num_tokens), diagonals)]
         pairs = free[np.argsort(bits.random_raw(len(free)), kind="stable")[:count]]

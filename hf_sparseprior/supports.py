@@ -1,8 +1,9 @@
 """Supports: which keys each head of each layer sees, known before the data.
 
-A support is a function of heads and patches that returns a pattern (`register_support`). Registered, it is a value of
-`prior` in every config, of `explain`, and of the tests that run over the registry. Prefix tokens (class, distillation,
-registers) attend to everything and everything attends to them; they are what Longformer and BigBird call global tokens.
+A support is a function of heads and patches that returns a pattern (`register_support`). A registered support is a
+value of `prior` in every config, of `explain`, and of the tests that run over the registry. Prefix tokens (class,
+distillation, registers) attend to everything and everything attends to them; they are what Longformer and BigBird call
+global tokens.
 
 N is the number of patch tokens, P of prefix tokens, T = P + N.
 """
@@ -69,10 +70,10 @@ def resolve_support(
         support: a registered name or {"name": ..., settings}; None: dense.
         num_heads: 1 or more.
         num_tokens: patch tokens N.
-        grid: (height, width) of the patch tokens, for supports in two dimensions; may be left out where N is a square.
+        grid: (height, width) of the patch tokens, for supports in two dimensions; may be left out if N is a square.
 
     Raises:
-        ValueError: naming the field, the value and what is allowed.
+        ValueError: the message has the field, the value and what is allowed.
     """
     name, spec = split_spec("dense" if support is None else support, "support", SUPPORTS)
     settings = support_settings(name)
@@ -92,7 +93,7 @@ def resolve_support(
 def support_pattern(
     support: SupportSpec, *, num_heads: int, num_tokens: int, grid: Sequence[int] | None = None, **settings: Any
 ) -> Pattern:
-    """The pattern of a support; arguments as of `head_offsets`."""
+    """The pattern of a support; arguments as in `head_offsets`."""
     num_heads = check_integer("num_heads", num_heads, 1)
     num_tokens = check_integer("num_tokens", num_tokens, 1)
     name, spec = split_spec(support, "support", SUPPORTS)
@@ -111,7 +112,7 @@ def head_offsets(
         support: a registered name or {"name": ..., settings}.
         num_heads: 1 or more.
         num_tokens: patch tokens N, 1 or more; prefix tokens are not counted.
-        grid: (height, width) of the patch tokens, for supports in two dimensions; may be left out where N is a square.
+        grid: (height, width) of the patch tokens, for supports in two dimensions; may be left out if N is a square.
         settings: the support's settings; they add to those in the dict.
     """
     return support_pattern(support, num_heads=num_heads, num_tokens=num_tokens, grid=grid, **settings).offsets
@@ -143,13 +144,13 @@ def layer_offsets(
 def layer_pairs(
     support: SupportSpec, *, num_heads: int, num_tokens: int, layer: int, grid: Sequence[int] | None = None
 ) -> list[np.ndarray] | None:
-    """Pairs (query, key) of patches off the diagonals of each head of one layer, int64 (n, 2); None: there are none."""
+    """Pairs (query, key) of patches off the diagonals, int64 (n, 2) for each head of a layer; None: there are none."""
     pattern = support_pattern(support, num_heads=num_heads, num_tokens=num_tokens, grid=grid)
     return None if pattern.pairs is None else pattern.pairs(layer)
 
 
 def has_pairs(name: str) -> bool:
-    """Whether a support has pairs that lie on no diagonal as such, which not every backend can take."""
+    """Whether a support has pairs off its diagonals, which not every backend can take."""
     return support_pattern(name, num_heads=1, num_tokens=4).pairs is not None
 
 
@@ -175,10 +176,10 @@ def build_mask(
         support: a registered name or {"name": ..., settings}.
         num_heads: heads of the layer.
         num_tokens: patch tokens N; T = num_prefix_tokens + N.
-        num_prefix_tokens: rows and columns in front that are all True.
+        num_prefix_tokens: number of first rows and columns, which are all True.
         layer: layer number from 0; with `shuffle_seed` it decides which head has which support.
-        grid: (height, width) of the patch tokens, for supports in two dimensions; may be left out where N is a square.
-        settings: the support's settings, `shuffle_seed` among them (default 0; None: no shuffling).
+        grid: (height, width) of the patch tokens, for supports in two dimensions; may be left out if N is a square.
+        settings: the support's settings, also `shuffle_seed` (default 0; None: no shuffling).
     """
     name, spec = split_spec(support, "support", SUPPORTS)
     resolved = resolve_support({"name": name, **spec, **settings}, num_heads, num_tokens, grid)
@@ -190,7 +191,7 @@ def build_mask(
 
 
 def support_notes(support: ResolvedSupport, num_heads: int, grid: Sequence[int], num_prefix_tokens: int) -> list[str]:
-    """What a user should know of this support on this grid: its own notes, and heads that see nothing."""
+    """What a user should know about this support on this grid: its own notes, and heads that see nothing."""
     num_tokens = grid[0] * grid[1]
     pattern = support_pattern(support, num_heads=num_heads, num_tokens=num_tokens, grid=grid)
     notes = SUPPORTS[support["name"]].notes(cast("Mapping[str, Any]", support), pattern, grid)

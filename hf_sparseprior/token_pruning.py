@@ -2,7 +2,7 @@
 
 Blocks are counted from 1, as in the papers. Prefix tokens are never dropped.
 
-Shape letters: B batch, C hidden size, H heads, N patches of the grid, n tokens that are there besides the prefix, P
+Shape letters: B batch, C hidden size, H heads, N patches of the grid, n tokens that are left without the prefix, P
 prefix tokens, T = P + n.
 """
 
@@ -22,12 +22,12 @@ from .extras import Extra, register_extra
 
 
 class Tokens(NamedTuple):
-    """Which patches are there.
+    """Which patches are left.
 
-    token_ids: int64 (B, n), each image's patches by their number in the grid, ascending, and after them -1 for each
-        token that lies nowhere in it; None: all patches, in raster order.
-    decisions: of each pruning so far (B, N), 1 for patches that are kept and 0 for those that only seem to be there,
-        with a gradient. Empty where tokens really go.
+    token_ids: int64 (B, n), each image's patches by their number in the grid, ascending, and then -1 for each token
+        without a place in it; None: all patches, in raster order.
+    decisions: for each pruning so far (B, N), 1 for patches that are kept and 0 for patches that are masked, with a
+        gradient. Empty if tokens are really removed.
     """
 
     token_ids: Tensor | None = None
@@ -35,12 +35,12 @@ class Tokens(NamedTuple):
 
     @property
     def kept(self) -> Tensor | None:
-        """The last decision; None: every token that is there counts."""
+        """The last decision; None: every token that is left counts."""
         return self.decisions[-1] if self.decisions else None
 
 
 def split_by_score(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Places of the `count` largest of (B, n) scores, and of the others, ascending; of equal ones those in front."""
+    """Places of the `count` largest of (B, n) scores, and of the others, both ascending; the first of equal scores."""
     order = torch.sort(scores.detach(), dim=-1, descending=True, stable=True).indices
     return order[:, :count].sort(-1).values, order[:, count:].sort(-1).values
 
@@ -51,7 +51,7 @@ def take(tokens: Tensor, places: Tensor) -> Tensor:
 
 
 def counted_patches(errors: Tensor, token_ids: Tensor | None, kept: Tensor | None) -> Tensor:
-    """Which of the errors (B, n) of tokens after the prefix count in a loss, 1 or 0: those of patches that are kept.
+    """Which of the errors (B, n) of tokens after the prefix count in a loss, 1 or 0: those of kept patches count.
 
     `token_ids` (B, n) and `kept` (B, N) are those of the model's output.
     """
@@ -65,13 +65,13 @@ def all_ids(patches: Tensor) -> Tensor:
 
 
 class TokenPruning(Extra):
-    """Base of all token prunings; with keep rate 1 nothing is dropped.
+    """Base of all token prunings. With keep rate 1 nothing is dropped.
 
     keep_rate: above 0 and at most 1. layers: the pruning blocks, ascending; None: those at a quarter, half and three
     quarters of the depth, 4, 7 and 10 of 12 as published.
 
     Args:
-        num_layers: of the model.
+        num_layers: number of layers of the model.
         hidden_size: C.
     """
 
@@ -84,7 +84,7 @@ class TokenPruning(Extra):
         self.set_keep_rate(settings["keep_rate"])
 
     def set_keep_rate(self, keep_rate: float) -> None:
-        """Go on with another keep rate (schedules of training)."""
+        """Use another keep rate from now on (schedules of training)."""
         self.keep_rate = _check_rate(self.name, keep_rate)
 
     @classmethod
@@ -120,20 +120,20 @@ class TokenPruning(Extra):
 
     @classmethod
     def layer_tokens(cls, settings: Mapping[str, Any], num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
-        """Tokens besides the prefix in the attention and in the MLP of each block, of N patches."""
+        """Tokens without the prefix in the attention and in the MLP of each block, for N patches."""
         raise NotImplementedError
 
     @classmethod
     def pruning_multiply_adds(
         cls, settings: Mapping[str, Any], num_layers: int, width: int, num_tokens: int, num_prefix_tokens: int
     ) -> dict[int, int]:
-        """Multiply-adds of deciding what is dropped, by layer (from 0), in evaluation and of matrix products alone."""
+        """Multiply-adds of the choice of tokens, by layer (from 0), in evaluation; only matrix products count."""
         raise NotImplementedError
 
     def before(
         self, layer_idx: int, hidden_states: Tensor, tokens: Tokens, grid: tuple[int, int], num_prefix_tokens: int
     ) -> tuple[Tensor, Tokens]:
-        """What block `layer_idx` (from 0) is given, of what the one before it returned."""
+        """The input of block `layer_idx` (from 0), made from the output of the block before it."""
         return hidden_states, tokens
 
     def within(self, layer_idx: int) -> bool:
@@ -141,7 +141,7 @@ class TokenPruning(Extra):
         return False
 
     def auxiliary_losses(self, tokens: Tokens) -> dict[str, Tensor]:
-        """Losses of a training step by name, weighted; of what is there after the last block."""
+        """Losses of a training step by name, weighted, from the tokens after the last block."""
         return {}
 
 
@@ -153,18 +153,19 @@ def _check_rate(name: str, keep_rate: Any) -> float:
 
 
 def exact_share(keep_rate: float) -> tuple[int, int]:
-    """A rate as it is written, as a fraction: 0.55 of 100 tokens are 55, in floats 55.00000000000001."""
+    """A rate as the exact fraction that is written: 0.55 of 100 tokens are 55; in floats they are 55.00000000000001."""
     return Fraction(repr(keep_rate)).as_integer_ratio()
 
 
 @register_extra("evit")
 class EViT(TokenPruning):
-    """The patches that the class token attends to most are kept, the others fused into one token (Liang et al. 2022).
+    """Keeps the patches that the class token attends to most, and fuses the others into one token (Liang et al. 2022).
 
-    It happens within the pruning blocks, between attention and MLP. Of n tokens ceil(keep_rate n) are kept, those with
-    the largest attention of the class token, the mean of all heads. The fused token is the sum of the others, each
-    times that attention, not normalised. It stands last, lies nowhere in the grid, sees and is seen by everything, and
-    is one of the n tokens of the next pruning block, all as in the published code. Nothing is learned.
+    This happens within the pruning blocks, between attention and MLP. Of n tokens ceil(keep_rate n) are kept: those
+    with the largest attention of the class token, as the mean over heads. The fused token is the sum of the others,
+    each times that attention, without normalisation. It comes last and has no place in the grid. It sees everything and
+    is seen by everything, and is one of the n tokens of the next pruning block. All of this is as in the published
+    code. Nothing is learned.
     """
 
     # fuse: False drops the others.
@@ -181,7 +182,7 @@ class EViT(TokenPruning):
 
     @staticmethod
     def count(keep_rate: float, there: int) -> int:
-        """How many of the tokens that are there are kept."""
+        """How many of `there` tokens are kept."""
         numerator, denominator = exact_share(keep_rate)
         return -(-there * numerator // denominator)
 
@@ -200,7 +201,7 @@ class EViT(TokenPruning):
     def pruning_multiply_adds(
         cls, settings: Mapping[str, Any], num_layers: int, width: int, num_tokens: int, num_prefix_tokens: int
     ) -> dict[int, int]:
-        """As `TokenPruning`: the class token's logits once more."""
+        """As `TokenPruning`: the class token's logits, which are computed once more."""
         if settings["keep_rate"] == 1.0:
             return {}
         sizes = cls.layer_tokens(settings, num_layers, num_tokens)
@@ -219,7 +220,7 @@ class EViT(TokenPruning):
         Args:
             hidden_states: (B, T, C).
             class_attention: (B, H, T), weights of the class token.
-            token_ids: (B, n) as in `Tokens`.
+            token_ids: (B, n), as in `Tokens`.
             num_prefix_tokens: P.
         """
         prefix, others = hidden_states[:, :num_prefix_tokens], hidden_states[:, num_prefix_tokens:]
@@ -239,7 +240,7 @@ class EViT(TokenPruning):
 
 
 class PredictionModule(nn.Module):
-    """Scores of patches from their own features and the mean of those of all kept ones (Rao et al. 2021)."""
+    """Scores of patches from their own features and the mean features of all kept patches (Rao et al. 2021)."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -254,7 +255,7 @@ class PredictionModule(nn.Module):
 
         Args:
             patches: (B, n, C).
-            kept: (B, n), 1 for those whose features count in the mean; None: all.
+            kept: (B, n), 1 for patches whose features count in the mean; None: all.
         """
         local, own = F.gelu(self.features(self.norm(patches))).chunk(2, -1)
         if kept is None:
@@ -271,13 +272,13 @@ class PredictionModule(nn.Module):
 class DynamicViT(TokenPruning):
     """Small networks decide which patches are kept (Rao et al. 2021), before the pruning blocks.
 
-    In training the decisions are drawn (Gumbel softmax), every patch stays, and attention leaves the dropped ones out;
-    a patch that was dropped once stays dropped. The keep-ratio loss holds the share of kept patches after the s-th
-    pruning at keep_rate^s. In evaluation the floor(keep_rate^s N) patches most likely kept remain, the others
-    go. With keep rate 1 no decision is taken.
+    In training the decisions are drawn (Gumbel softmax). Every patch stays, and attention leaves dropped patches out. A
+    dropped patch stays dropped. The keep-ratio loss holds the share of kept patches after the s-th pruning at
+    keep_rate^s. In evaluation the floor(keep_rate^s N) patches that are most likely to be kept remain, and the others
+    are removed. With keep rate 1 nothing is decided.
     """
 
-    # ratio_weight: of the keep-ratio loss.
+    # ratio_weight: weight of the keep-ratio loss.
     SETTINGS = {**TokenPruning.SETTINGS, "ratio_weight": 2.0}
 
     def __init__(self, num_layers: int, hidden_size: int, **settings: Any) -> None:
@@ -316,7 +317,7 @@ class DynamicViT(TokenPruning):
     def pruning_multiply_adds(
         cls, settings: Mapping[str, Any], num_layers: int, width: int, num_tokens: int, num_prefix_tokens: int
     ) -> dict[int, int]:
-        """As `TokenPruning`: the linear layers of the prediction modules, over the patches that are there before."""
+        """As `TokenPruning`: the linear layers of the prediction modules, over the patches before each pruning."""
         if settings["keep_rate"] == 1.0:
             return {}
         a_patch = width**2 + width * (width // 2) + (width // 2) * (width // 4) + (width // 4) * 2

@@ -1,8 +1,8 @@
 """Compiled attention: C++ kernels for CPUs, built on the machine they run on, and Triton kernels for GPUs.
 
-Nothing here imports anything else of this package: `compiled_kernels` of the core reaches it by a guarded import. A
-saved model without the package runs the core's PyTorch paths.
+Nothing here imports another part of this package. `compiled_kernels` imports the kernels if the package is installed. A
+saved model without the package runs on the backends of plain PyTorch.
 """
 
-# Raised when a signature changes; `compiled_kernels.EXPECTED_VERSION` is what the core was written for.
+# Raised when a signature changes. `compiled_kernels.EXPECTED_VERSION` is the version that its callers were written for.
 API_VERSION = 1

@@ -24,7 +24,8 @@ SOURCES = tuple(
     FOLDER / name for name in ("diagonal_cpu.cpp", "decayed_cpu.cpp", "listed_cpu.cpp", "predicted_cpu.cpp")
 )
 COMPILERS = ("g++", "clang++", "c++")
-# The machine's own instructions: the library never leaves it. No fast-math: -inf and the rounding of exp are needed.
+# The machine's own instructions, because the library never leaves it. No fast-math: -inf and the rounding of exp are
+# needed.
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fno-math-errno", "-Wno-psabi", "-Wno-unknown-pragmas")
 SECONDS = 900
 
@@ -32,10 +33,10 @@ _state: dict[str, str | None] = {}  # "reason": why there are no kernels, None o
 
 
 def load() -> str | None:
-    """Make the kernels' operators available; compiles at the first use on a machine.
+    """Make the kernels' operators available. Compiles them at the first use on a machine.
 
     Returns:
-        None, or the reason why there are none, with what to do about it. Asked once a process.
+        None, or the reason why there are none and what to do about it. A process finds out only once.
     """
     if "reason" not in _state:
         _state["reason"] = _load()
@@ -63,7 +64,7 @@ def _load() -> str | None:
 
 
 def find_compiler() -> str | None:
-    """Path of the compiler: $CXX, else the first of `COMPILERS` that is installed."""
+    """Path of the compiler: $CXX, or else the first of `COMPILERS` that is installed."""
     candidates = [os.environ["CXX"]] if os.environ.get("CXX") else list(COMPILERS)
     return next((path for name in candidates if (path := shutil.which(name))), None)
 
@@ -74,7 +75,7 @@ def cache_folder() -> Path:
 
 
 def library_path(compiler: str) -> Path:
-    """The compiled kernels of these sources, compiler, processor and torch."""
+    """The file of the compiled kernels for these sources, compiler, processor and torch."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     sources = [path.read_text(encoding="utf-8") for path in (*SOURCES, FOLDER / "vectors.h")]
     parts = [*sources, version, torch.__version__, " ".join(command(compiler)), _processor()]
@@ -98,7 +99,7 @@ def command(compiler: str) -> list[str]:
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     includes = [part for path in include_paths() for part in ("-isystem", path)]
     libraries = [part for path in library_paths() for part in ("-L", path)]
-    # at::parallel_for is a template around OpenMP's pragma: without the flag it runs on one thread.
+    # at::parallel_for is a template around OpenMP's pragma; without the flag it runs on one thread.
     system = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-fopenmp"]
     added = shlex.split(os.environ.get("SPARSEPRIOR_CXXFLAGS", ""))
     return [compiler, *FLAGS, native, *includes, *libraries, *system, *added]
@@ -108,7 +109,7 @@ def build(compiler: str, library: Path) -> None:
     """Compile into the cache. Processes that start together wait for one of them.
 
     Raises:
-        RuntimeError: with the compiler's first error.
+        RuntimeError: the message has the compiler's first error.
     """
     library.parent.mkdir(parents=True, exist_ok=True)
     with open(library.with_suffix(".lock"), "w", encoding="utf-8") as lock:

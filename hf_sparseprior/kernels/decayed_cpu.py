@@ -1,7 +1,7 @@
 """Dense attention with a decay by the C++ kernel, as PyTorch operators with fake kernels and gradients.
 
-Never more of the T x T weights than one block of query rows is in memory. Shapes as in decayed_cpu.cpp: B batch,
-H heads, T = P + N tokens, P prefix tokens, D head width, C curves, A axes of a position.
+Of the T x T weights only one block of query rows is in memory at a time. Shapes as in decayed_cpu.cpp: B batch, H
+heads, T = P + N tokens, P prefix tokens, D head width, C curves, A axes of a position.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def decayed_attention(
     num_prefix_tokens: int,
     scale: float,
 ) -> Tensor:
-    """softmax(scale * q k^T * W) v, W = alpha * M among patches, alpha * prefix_gamma with a prefix token.
+    """softmax(scale * q k^T * W) v, with W = alpha * M for two patches and alpha * prefix_gamma with a prefix token.
 
     M is the mean over curves of gamma to the power of the distance (VIOLIN Eqs. 12 and 13).
 
     Args:
         q, k, v: (B, H, T, D) float32 or bfloat16, any strides.
-        positions: float32 (C, A, N), whole numbers; the distance of two patches is the sum over the axes.
+        positions: float32 (C, A, N), integers; the distance of two patches is the sum over the axes.
         log_gamma: float32 (C, H), at most 0; alpha, prefix_gamma: float32 (H,).
         num_prefix_tokens: P.
         scale: factor of the logits.
@@ -45,14 +45,14 @@ def decayed_attention(
 
 
 def register() -> None:
-    """Shapes for tracing, and gradients."""
+    """Register shapes for tracing, and gradients."""
     torch.library.register_fake("hf_sparseprior::decayed_forward", fake_forward)
     torch.library.register_fake("hf_sparseprior::decayed_backward", _fake_backward)
     torch.library.register_autograd("hf_sparseprior::decayed_forward", _backward, setup_context=setup_context)
 
 
 def fake_forward(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Shapes of an output and of its log sums, which an operator returns if its last argument says so."""
+    """Shapes of an output and of its log-sum-exp, which an operator returns if its last argument says so."""
     batch, heads, tokens, _ = q.shape
     keep = rest[-1]
     return like_projection(q), q.new_empty((batch if keep else 0, heads, tokens), dtype=torch.float32)
@@ -65,7 +65,7 @@ def _fake_backward(grad: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    """Keep for the backward pass what an operator (tensors, prefix, scale, keep) was given, and its log sums."""
+    """Keep for the backward pass what an operator (tensors, prefix, scale, keep) was given, and its log-sum-exp."""
     *tensors, prefix, scale, keep = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.options = (prefix, scale)

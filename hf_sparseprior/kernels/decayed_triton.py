@@ -1,12 +1,12 @@
 """Dense attention with a decay by Triton kernels, as PyTorch operators with fake kernels and gradients.
 
 Y = softmax(alpha_h * scale * Q K^T * M) V, M_ij = mean over curves c of gamma_c^|position_c(i) - position_c(j)| (VIOLIN
-Eqs. 12 and 13), by the scheme of flash attention 2: softmax runs over blocks of keys as they come, the backward pass
-computes probabilities again from the log-sum-exp of each row. Blocks of M are made from the positions where they are
-needed; nothing of size T x T is ever in memory.
+Eqs. 12 and 13), computed as in flash attention 2: softmax runs over the blocks of keys one after the other, and the
+backward pass computes probabilities again from the log-sum-exp of each row. Blocks of M are made from the positions
+where they are needed. Nothing of size T x T is ever in memory.
 
-Products of blocks are taken in the dtype of q and summed in float32, those of float32 exactly (no tf32). Sums over
-blocks are taken in the order of blocks, so that two runs give the same bits.
+Products of blocks are computed in the dtype of q and summed in float32; products of float32 are exact (no tf32). Sums
+over blocks are taken in the order of the blocks, so that two runs give the same bits.
 
 Shapes: B batch, H heads, T = P + N tokens, P prefix tokens, D head width, C curves, A axes of a position.
 """
@@ -25,13 +25,14 @@ from hf_sparseprior.kernels.diagonal_cpu import like_projection
 from hf_sparseprior.kernels.triton_blocks import draw_seed, keep_factor, load_block, outputs, place, store_block
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Triton's interpreter multiplies the bits of bfloat16 as integers; there, blocks are widened first.
+# Triton's interpreter would multiply the bits of bfloat16 as integers, so there blocks are converted to float32 first.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-# Rows and keys of a block, forward and backward, by bytes of an element and padded head width. A fixed table and no
-# autotuning: tuning at the first use of each shape would take seconds in every process and could give other bits in
-# another run. Not tuned on a GPU: chosen by what the compiler says for compute capability 9.0, so that registers do not
-# spill (but for 312 bytes of `_backward_delta` at the third entry and 8 at the fourth) and a block fits shared memory.
+# Rows and keys of a block, forward and backward, by bytes of an element and padded head width. It is a fixed table
+# without autotuning: tuning at the first use of each shape would take seconds in every process and could give other
+# bits in another run. It was not tuned on a GPU. The sizes follow from the compiler's report for compute capability
+# 9.0, so that registers do not spill (except 312 bytes of `_backward_delta` at the third entry and 8 at the fourth) and
+# a block fits into shared memory.
 BLOCKS = {
     (2, 64): {"forward": (64, 64), "backward": (64, 32), "num_warps": 4, "num_stages": 2},
     (2, 128): {"forward": (64, 32), "backward": (32, 32), "num_warps": 4, "num_stages": 2},
@@ -58,13 +59,13 @@ def decayed_attention(
 
     Args:
         q, k, v: (B, H, T, D) float16, bfloat16 or float32, any strides, no copies; D up to 256.
-        positions: int32 (C, A, N), of patches; the distance of two is the sum over the axes of the differences.
-        log_gamma: float32 (C, H), of the decay per step of distance.
+        positions: int32 (C, A, N) of the patches; the distance of two is the sum over the axes of the differences.
+        log_gamma: float32 (C, H), log of the decay per step of distance.
         alpha: float32 (H,), factor of all logits.
         prefix_gamma: float32 (H,), M of pairs with a prefix token; None: 1.
-        num_prefix_tokens: P, tokens in front of the patches.
+        num_prefix_tokens: P, tokens before the patches.
         scale: factor of the logits.
-        dropout_p: of the attention weights. Drawn from torch's generator.
+        dropout_p: dropout probability of the attention weights, drawn from torch's generator.
 
     Returns:
         (B, H, T, D), in memory as (B, T, H, D). Gradients reach q, k, v, log_gamma, alpha and prefix_gamma.
@@ -88,8 +89,8 @@ def _product(a, b):
 
 @triton.jit
 def _distances(positions, curve, rows, keys, patches, AXES: tl.constexpr, PREFIX: tl.constexpr):
-    """Distances (rows, keys) of tokens along one curve, float32; without meaning for prefix tokens."""
-    # Ranks are whole numbers below 2^24, exact in float32; a conversion for each pair would cost as much as exp2.
+    """Distances (rows, keys) of tokens along one curve, float32. They have no meaning for prefix tokens."""
+    # Ranks are integers below 2^24, exact in float32. A conversion for each pair would cost as much as exp2.
     total = tl.zeros((rows.shape[0], keys.shape[0]), tl.float32)
     for axis in tl.static_range(AXES):
         line = positions + (curve * AXES + axis) * patches - PREFIX
@@ -104,7 +105,7 @@ def _decay_block(
     positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches,
     CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
 ):  # fmt: skip
-    """M (rows, keys) of tokens. Symmetric, so that the backward pass asks for (keys, rows) in the same way."""
+    """M (rows, keys) of tokens. M is symmetric, so the backward pass calls it with (keys, rows) in the same way."""
     total = tl.zeros((rows.shape[0], keys.shape[0]), tl.float32)
     for curve in range(CURVES):
         rate = tl.load(log_gamma + curve * heads + head) * LOG2E
@@ -157,7 +158,7 @@ def _row_pairs(
     k_strides, v_strides, slot, batch, head, heads, patches, scale, dropout_p,
     CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of rows and keys: M, the scaled product of q and k, the probability and its gradient; and the rows of k."""
+    """For rows and keys: M, the scaled product of q and k, the probability and its gradient, and the rows of k."""
     valid = keys < patches + PREFIX
     k_rows = load_block(k, k_strides, batch, head, keys, valid, WIDTH, COLUMNS)
     v_rows = load_block(v, v_strides, batch, head, keys, valid, WIDTH, COLUMNS)
@@ -175,13 +176,14 @@ def _backward_delta(
     v_strides, heads, patches, scale, dropout_p, CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """delta of a block of rows: float32 (B, H, T), a row's mean gradient of its probabilities, weighted by them.
+    """delta of a block of rows: float32 (B, H, T), for each row the mean gradient of its probabilities, weighted by
+    them.
 
-    The product of output and gradient is the same number and costs no pass over the keys. But the output was rounded,
-    and so were the weights that it was summed with, and the gradients of the decay are sums in which that stays. What
-    rounding the log-sum-exp did to all probabilities of a row alike does not change the mean.
+    The product of output and gradient is the same number and needs no pass over the keys. But the output was rounded,
+    and so were the weights of its sum, and the gradients of the decay are sums in which these errors stay. Rounding of
+    the log-sum-exp changes all probabilities of a row alike, which does not change the mean.
 
-    In a kernel of its own: `_backward_rows` would need more registers for it than there are.
+    It is a kernel of its own, because `_backward_rows` would not have enough registers for it.
     """
     tokens = patches + PREFIX
     block, slot, batch, head = place(tl.cdiv(tokens, ROWS), heads)
@@ -213,7 +215,7 @@ def _backward_rows(
 ):  # fmt: skip
     """dq of a block of rows, and its part of the gradients of the decay.
 
-    decay_parts: float32 (B, H, blocks, C + 2), for log_gamma, prefix_gamma and alpha; None where none is learned.
+    decay_parts: float32 (B, H, blocks, C + 2), for log_gamma, prefix_gamma and alpha; None if none is learned.
     """
     tokens = patches + PREFIX
     blocks = tl.cdiv(tokens, ROWS)
@@ -301,7 +303,7 @@ def _backward_keys(
 
 
 def _sizes(q: Tensor, positions: Tensor, prefix: int, direction: str) -> dict[str, int]:
-    """What the kernels are compiled for."""
+    """The sizes that the kernels are compiled for."""
     columns = max(16, triton.next_power_of_2(q.shape[-1]))  # tl.dot takes 16 or more
     table: dict[str, Any] = BLOCKS[q.element_size(), max(64, columns)]
     rows, keys = table[direction]
@@ -339,7 +341,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, and (C + 2, H) gradients of log_gamma, prefix_gamma and alpha, without columns if not learned."""
     batch, heads, tokens, _ = q.shape
-    dq, dk, dv = (like_projection(q) for _ in range(3))  # the kernels take them to have the same strides
+    dq, dk, dv = (like_projection(q) for _ in range(3))  # the kernels assume that they have the same strides
     curves = positions.shape[0]
     if batch * heads == 0 or not learns_decay:
         d_decay = q.new_zeros(curves + 2, heads if learns_decay else 0, dtype=torch.float32)

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from hf_sparseprior.kernels.build import load
 
-ROWS = 16  # of a block; per-pair arrays are padded to whole blocks
+ROWS = 16  # rows of a block; arrays over pairs are padded to whole blocks
 DTYPES = (torch.float32, torch.bfloat16)
 _registered: list[bool] = []
 
 
 def can_run(q: Tensor) -> str | None:
-    """None if the kernel can take q, k, v like this, else why not."""
+    """None if the kernel can take these q, k, v, otherwise why not."""
     if q.device.type != "cpu":
         return f"the C++ kernel is for the CPU, not for {q.device.type}"
     if q.dtype not in DTYPES:
@@ -30,7 +30,7 @@ def can_run(q: Tensor) -> str | None:
 
 @torch._dynamo.assume_constant_result
 def ready() -> str | None:
-    """None once the operators are there, else why they are not; compiles at the first use on a machine."""
+    """None if the operators are available, otherwise why not. Compiles them at the first use on a machine."""
     reason = load()
     if reason is None and not _registered:
         from hf_sparseprior.kernels import decayed_cpu, listed_cpu, predicted_cpu
@@ -62,14 +62,15 @@ def diagonal_attention(
 
     Args:
         q, k, v: (B, H, T, D) float32 or bfloat16, any strides, never copied as a whole.
-        offsets: int32, signed, with each o also -o, head after head; counts: int32 (H,), how many each head has.
+        offsets: int32, signed, for each o also -o, head after head. counts: int32 (H,), how many each head has.
         num_prefix_tokens: P; they see everything and are seen by everything.
         scale: factor of the logits.
-        zero_fill: pairs outside the support keep exp(0) instead of nothing.
-        pair_weights: float32, factors of the logits of pairs at an offset: for each pair of offsets +-o of a head N - o
-            values, by the lower of both rows; pair_begin: int64, for each of `offsets`, where its values begin.
-        prefix_weight: float32 (H,), of pairs with a prefix token; self_weight: of patches that only see themselves.
-        dropout_p: of the attention weights; not with zero_fill.
+        zero_fill: pairs outside the support count exp(0) instead of nothing.
+        pair_weights: float32, factors of the logits of pairs at an offset. Each pair of offsets +-o of a head has N - o
+            values, ordered by the lower of both rows. pair_begin: int64, where the values of each of `offsets` begin.
+        prefix_weight: float32 (H,), the factor for pairs with a prefix token. self_weight: float32 (H,), that for
+            patches that only see themselves.
+        dropout_p: dropout probability of the attention weights; not with zero_fill.
 
     Returns:
         (B, H, T, D), in memory as (B, T, H, D).
@@ -89,7 +90,7 @@ def diagonal_attention(
 
 
 def _register() -> None:
-    """Shapes for tracing, and gradients."""
+    """Register shapes for tracing, and gradients."""
     torch.library.register_fake("hf_sparseprior::diagonal_forward", _fake_forward)
     torch.library.register_fake("hf_sparseprior::diagonal_backward", _fake_backward)
     torch.library.register_autograd("hf_sparseprior::diagonal_forward", _backward, setup_context=_setup_context)
@@ -106,7 +107,7 @@ def _padded(rows: int) -> int:
 
 
 def _pairs(q: Tensor, offsets: Tensor, prefix: int) -> int:
-    """Length of an array over pairs. Without prefix tokens each head has a column for patches that see none else."""
+    """Length of an array over pairs. Without prefix tokens a head has a column for patches that see only themselves."""
     batch, heads, tokens, _ = q.shape
     return batch * (offsets.shape[0] + heads * max(prefix, 1)) * _padded(tokens - prefix)
 

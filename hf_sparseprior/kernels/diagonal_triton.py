@@ -1,13 +1,13 @@
 """Attention along diagonals by Triton kernels, as PyTorch operators with fake kernels and gradients.
 
-Patch token j of head h sees the prefix tokens and the patches j + o, o in the head's signed offsets; prefix tokens see
-everything. For a block of rows each offset is one contiguous, shifted load of K and of V, and softmax runs over the
-offsets as they come, in registers. Products and sums are elementwise in float32, nothing goes through tensor cores.
+Patch token j of head h sees the prefix tokens and the patches j + o, with o in the head's signed offsets. Prefix tokens
+see everything. For a block of rows each offset is one contiguous, shifted load of K and of V. Softmax runs over the
+offsets one after the other, in registers. Products and sums are elementwise in float32, without tensor cores.
 
 The backward pass computes probabilities again from the log-sum-exp of each row. It only gathers: one kernel goes over
 rows (dq, and what prefix keys and decay weights get from each block of rows), one over keys (dk, dv, and what prefix
-rows get from each block of keys). What many blocks add to is summed in the order of blocks, so that two runs give the
-same bits.
+rows get from each block of keys). If many blocks add to a sum, they do it in the order of the blocks, so that two runs
+give the same bits.
 
 Shapes: B batch, H heads, T = P + N tokens, P prefix tokens, D head width, S signed offsets over all heads.
 """
@@ -35,8 +35,9 @@ from hf_sparseprior.kernels.triton_blocks import (
     store_row,
 )
 
-# Elements of a block of rows (rows x padded head width) and its limit in rows. Not tuned on a GPU: chosen so that what
-# is live in a loop (two blocks forward, three backward, and the K and V in flight) stays below 128 registers a thread.
+# Elements of a block of rows (rows x padded head width) and its limit in rows. Not tuned on a GPU. They are chosen so
+# that the live values of a loop (two blocks forward, three backward, and the K and V that are loaded) need fewer than
+# 128 registers a thread.
 FORWARD_ELEMENTS = 4096
 BACKWARD_ELEMENTS = 2048
 MAX_ROWS = 128
@@ -66,11 +67,13 @@ def diagonal_attention(
         offset_begin: int32 (H + 1,), where each head's begin.
         num_prefix_tokens: P; they see everything and are seen by everything.
         scale: factor of the logits.
-        zero_fill: pairs outside the support keep exp(0) instead of nothing.
-        pair_weights: float32, factors of the logits of pairs at an offset: for each pair of offsets +-o of a head N - o
-            values, by the lower of both rows; pair_begin: int64 (S,), where the values of each signed offset begin.
-        prefix_weight: float32 (H,), of pairs with a prefix token; self_weight: of patches that only see themselves.
-        dropout_p: of the attention weights; not with zero_fill. Drawn from torch's generator.
+        zero_fill: pairs outside the support count exp(0) instead of nothing.
+        pair_weights: float32, factors of the logits of pairs at an offset. Each pair of offsets +-o of a head has N - o
+            values, ordered by the lower of both rows. pair_begin: int64 (S,), where the values of each signed offset
+            begin.
+        prefix_weight: float32 (H,), the factor for pairs with a prefix token. self_weight: float32 (H,), that for
+            patches that only see themselves.
+        dropout_p: dropout probability of the attention weights, drawn from torch's generator; not with zero_fill.
 
     Returns:
         (B, H, T, D), in memory as (B, T, H, D).
@@ -115,10 +118,10 @@ def _count_keys(signed_offsets, first, last, rows, patches):
 
 @triton.jit
 def _join(high, total, acc, logits, v_rows, keep, outside):
-    """The running softmax of each row with one key more; logits are -inf where a row has no such key.
+    """The running softmax of each row with one key more. Logits are -inf where a row has no such key.
 
-    With `outside`, the number of keys outside the support, each of those counts exp(0). They are in `total` and `acc`
-    from the start, as the sum of all v; a key inside takes its exp(0) out again.
+    `outside` is the number of keys outside the support, each of which counts exp(0). At the start `total` and `acc`
+    hold exp(0) for all keys, as the sum of all v; each key inside takes its exp(0) out again.
     """
     higher = tl.maximum(high, logits)
     finite = tl.where(higher == float("-inf"), 0.0, higher)
@@ -223,7 +226,7 @@ def _forward_prefix(
     parts, part_lse, out, lse, out_strides, heads, tokens, blocks,
     PREFIX: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one prefix row, put together in the order of blocks."""
+    """The parts of one prefix row, combined in the order of the blocks."""
     token, slot, batch, head = place(PREFIX, heads)
     columns = tl.arange(0, COLUMNS)
     high = tl.full((), float("-inf"), tl.float32)
@@ -251,7 +254,7 @@ def _forward_prefix(
 
 @triton.jit
 def _pair_gradients(q_rows, k_rows, v_rows, g_rows, lse, delta, weight, valid, scale, keep):
-    """Of pairs: scaled product of q and k, probability, and gradient of the logit."""
+    """For pairs: scaled product of q and k, probability, and gradient of the logit."""
     product = tl.sum(q_rows * k_rows, 1) * scale
     prob = tl.where(valid, tl.exp(product * weight - lse), 0.0)
     return product, prob, prob * (tl.sum(g_rows * v_rows, 1) * keep - delta)
@@ -297,9 +300,10 @@ def _backward_rows(
 ):  # fmt: skip
     """What a block of patch rows gives: dq and delta of its rows, and its parts of sums over rows.
 
-    delta: float32 (B, H, T), of each row the product of output and gradient. floor (B, H, T): with zero fill, the
-    probability of a key outside; floor_parts (B, H, blocks, D). prefix_parts: (3, B, H, P, blocks, D), the first for dk
-    and the second for dv of prefix keys. pair_grads: (B, S, N), by row. prefix_weight_parts: (B, H, 2 blocks + P),
+    delta: float32 (B, H, T), for each row the product of output and gradient. floor (B, H, T): with zero fill, the
+    probability of a key outside the support; floor_parts (B, H, blocks, D). prefix_parts: (3, B, H, P, blocks, D), the
+    first for dk and the second for dv of prefix keys. pair_grads: (B, S, N), by row. prefix_weight_parts: (B, H, 2
+    blocks + P),
     self_weight_parts: (B, H, blocks).
     """
     blocks = tl.cdiv(patches, ROWS)
@@ -382,7 +386,7 @@ def _backward_keys(
 ):  # fmt: skip
     """What a block of patch keys gets from the rows that see it, and its part of dq of prefix rows.
 
-    floor_sum: with zero fill, float32 (B, H, D), the gradient of v at a key that no row has in its support. The rest
+    floor_sum: with zero fill, float32 (B, H, D), the gradient of v at a key that no row has in its support. The rest is
     as in `_backward_rows`; the third of prefix_parts is for dq of prefix rows.
     """
     blocks = tl.cdiv(patches, ROWS)
@@ -513,7 +517,7 @@ def _backward_prefix(
 
 @triton.jit
 def _backward_pairs(pair_grads, d_pairs, signed_offsets, pair_begin, batch, sample_stride, patches, ROWS: tl.constexpr):
-    """Gradients of the pair weights: both directions of a pair, over the batch in its order."""
+    """Gradients of the pair weights: the sum of both directions of a pair over the batch, in its order."""
     blocks = tl.cdiv(patches, ROWS)
     number = (tl.program_id(0) // blocks).to(tl.int64)
     offset = tl.load(signed_offsets + number)
@@ -583,9 +587,9 @@ def _backward(
     offset_begin: Tensor, pair_weights: Tensor | None, pair_begin: Tensor | None, prefix_weight: Tensor | None,
     self_weight: Tensor | None, seed: Tensor | None, prefix: int, scale: float, zero_fill: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, and of the decay's weights d_pairs, d_prefix, d_self; these have no elements without weights."""
+    """dq, dk, dv, and d_pairs, d_prefix, d_self for the decay's weights; these have no elements without weights."""
     batch, heads, tokens, width = q.shape
-    dq, dk, dv = (torch.empty_like(out) for _ in range(3))  # the kernels take their strides to be those of out
+    dq, dk, dv = (torch.empty_like(out) for _ in range(3))  # the kernels assume that they have the strides of out
     slots, patches, num_offsets = batch * heads, tokens - prefix, signed_offsets.shape[0]
     block = _block(width, BACKWARD_ELEMENTS)
     blocks = triton.cdiv(patches, block["ROWS"])

@@ -24,15 +24,15 @@ def listed_attention(
     factor: Tensor | None = None,
     prefix_factor: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention of each patch over the tokens of its list; prefix tokens see everything.
+    """Softmax attention of each patch over the tokens of its list. Prefix tokens see everything.
 
     Args:
         q, k, v: (B, H, T, D) float32 or bfloat16, any strides.
-        keys: int32 (1 or B, H, N, K), tokens that a patch sees, at least one, -1 after the last.
+        keys: int32 (1 or B, H, N, K), the tokens that each patch sees, at least one; -1 after the last.
         num_prefix_tokens: P.
         scale: factor of the logits.
-        factor: float32 (1 or B, H, N, K), further factors of the logits of patches.
-        prefix_factor: float32 (H,), of the logits of prefix tokens.
+        factor: float32 (1 or B, H, N, K), further factors of the patches' logits.
+        prefix_factor: float32 (H,), further factors of the prefix tokens' logits.
 
     Returns:
         (B, H, T, D), in memory as (B, T, H, D).
@@ -45,7 +45,7 @@ def listed_attention(
 
 
 def register() -> None:
-    """Shapes for tracing, and gradients."""
+    """Register shapes for tracing, and gradients."""
     torch.library.register_fake("hf_sparseprior::listed_forward", fake_forward)
     torch.library.register_fake("hf_sparseprior::listed_backward", _fake_backward)
     torch.library.register_autograd("hf_sparseprior::listed_forward", _backward, setup_context=setup_context)

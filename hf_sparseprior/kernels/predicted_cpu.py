@@ -1,4 +1,4 @@
-"""The keys that Sparsifiner predicts by the C++ kernel, as a PyTorch operator with a fake kernel."""
+"""The keys that Sparsifiner predicts, by the C++ kernel, as a PyTorch operator with a fake kernel."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 def predicted_keys(
     coefficients: Tensor, basis: Tensor, num_prefix_tokens: int, budget: int, threshold: float
 ) -> Tensor:
-    """Tokens with the largest scores of each patch, without a table of all pairs.
+    """The tokens with the largest scores for each patch, without a table of all pairs.
 
     Args:
-        coefficients: (B, H, N, R) float32, A_down; those up to `threshold` count as 0.
+        coefficients: (B, H, N, R) float32, A_down; values up to `threshold` count as 0.
         basis: (R, N) float32, W_up.
         num_prefix_tokens: P.
-        budget: 1 to N, of patches that a patch sees at most.
+        budget: 1 to N, how many patches a patch sees at most.
         threshold: tau.
 
     Returns:
-        int32 (B, H, N, P + budget): the prefix tokens, then patches of scores that are not 0, ascending, then -1. A
-        patch that is left without any key, which needs P = 0, sees itself.
+        int32 (B, H, N, P + budget): the prefix tokens, then the patches with nonzero scores, ascending, then -1. A
+        patch without any key, which is possible with P = 0, sees itself.
     """
     return torch.ops.hf_sparseprior.predicted_keys(coefficients, basis, num_prefix_tokens, budget, threshold)
 

@@ -1,8 +1,8 @@
 """What the Triton kernels share: where a program works, blocks of rows, dropout, the tensors they fill.
 
-In all kernels of this folder a slot is one (batch, head), numbered batch * H + head, and the blocks of a slot are
+In all kernels of this folder a slot is one (batch, head), numbered batch * H + head. The blocks of a slot are
 neighbouring programs, so that rows which several of them read stay in the cache. A None argument is known when a kernel
-is compiled: what hangs on it costs nothing at run time.
+is compiled, so what depends on it costs nothing at run time.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def outputs(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_seed(q: Tensor, dropout_p: float) -> Tensor | None:
-    """What `keep_factor` draws from, by torch's generator; None without dropout."""
+    """The seed that `keep_factor` draws with, from torch's generator; None without dropout."""
     return torch.randint(2**62, (1,), device=q.device) if dropout_p > 0.0 else None
 
 
 @triton.jit
 def place(blocks, heads):
-    """(block of the slot, slot, batch, head) of this program; the last three in int64, as offsets in memory need."""
+    """(block of the slot, slot, batch, head) of this program; the last three are int64, for offsets in memory."""
     program = tl.program_id(0)
     slot = (program // blocks).to(tl.int64)
     return program % blocks, slot, slot // heads, slot % heads
@@ -49,13 +49,13 @@ def row_mask(valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_rows(pointers, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows in float32, 0 where there is nothing."""
+    """Rows in float32, 0 where no element exists."""
     return tl.load(pointers, mask=row_mask(valid, WIDTH, COLUMNS), other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_block(x, strides, batch, head, tokens, exists, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Tokens of one head (rows, COLUMNS) in their own dtype, 0 where there is nothing."""
+    """Tokens of one head (rows, COLUMNS) in their own dtype, 0 where no element exists."""
     pointers = row_pointers(x, strides, batch, head, tokens, COLUMNS)
     return tl.load(pointers, mask=row_mask(exists, WIDTH, COLUMNS), other=0.0)
 
@@ -85,9 +85,9 @@ def store_row(x, strides, batch, head, token, values, WIDTH: tl.constexpr, COLUM
 
 @triton.jit
 def keep_factor(seed, slot, rows, keys, dropout_p):
-    """What dropout multiplies the weights of pairs (token of the row, token of the key) with; 1 without a seed.
+    """The factor of dropout for the weights of pairs (token of the row, token of the key); 1 without a seed.
 
-    Drawn by the pair's place alone (Philox), so the backward pass finds the same numbers without keeping them.
+    It follows from the pair's place alone (Philox), so the backward pass finds the same numbers without keeping them.
     """
     if seed is None:
         return 1.0

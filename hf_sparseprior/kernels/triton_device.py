@@ -1,4 +1,4 @@
-"""Where the Triton kernels run. Does not import triton, which takes a quarter of a second and few need."""
+"""Where the Triton kernels run. It does not import triton, which takes a quarter of a second and few need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_CAPABILITY = (8, 0)  # below it there is no bfloat16, and too little shared 
 
 
 def can_run(q: Tensor) -> str | None:
-    """None if the Triton kernels can take q, k, v like this (B, H, T, D), else why not."""
+    """None if the Triton kernels can take these q, k, v (B, H, T, D), otherwise why not."""
     if reason := device_reason(q.device.type, q.device.index):
         return reason
     if q.dtype not in DTYPES:
@@ -23,7 +23,7 @@ def can_run(q: Tensor) -> str | None:
         return f"the Triton kernels are for float16, bfloat16 and float32, not for {dtype}"
     if not 1 <= q.shape[-1] <= MAX_WIDTH:
         return f"head width {q.shape[-1]} must be in 1..{MAX_WIDTH}"
-    # Not in a graph: an exported program would take it for a limit that its caller has to state.
+    # Not in a graph, because an exported program would make it a limit that its caller has to state.
     if not torch.compiler.is_compiling() and q.shape[0] * q.shape[1] * q.shape[2] >= 2**31:
         return f"batch * heads * tokens of {tuple(q.shape)} must be below 2^31"
     return None
@@ -31,7 +31,7 @@ def can_run(q: Tensor) -> str | None:
 
 @torch._dynamo.assume_constant_result
 def device_reason(device_type: str, index: int | None) -> str | None:
-    """None if the Triton kernels run on this device, else why not."""
+    """None if the Triton kernels run on this device, otherwise why not."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on any device, in Python: for tests
     if device_type != "cuda" and not interpreted:
         return f"the Triton kernels are for CUDA, not for {device_type}, unless TRITON_INTERPRET=1 is set"

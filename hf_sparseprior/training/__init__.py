@@ -1,4 +1,4 @@
-"""Additions to transformers' Trainer: what the recipes of vision transformers need and it lacks."""
+"""Additions to transformers' Trainer that the recipes of vision transformers need."""
 
 from hf_sparseprior.training.arguments import SparsePriorTrainingArguments
 from hf_sparseprior.training.distillation import (

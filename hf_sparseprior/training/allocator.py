@@ -13,11 +13,11 @@ def keep_freed_memory() -> bool:
     """Have the C library keep freed memory for the next tensors instead of returning it to the system.
 
     glibc returns every freed block above 32 MiB, and smaller ones from the end of its heap. The next step then pays for
-    each page it touches again, which on CPUs can cost more than the work on it. Afterwards the process keeps its peak
-    memory until it ends. For programs, not for libraries: it holds for the whole process.
+    each page it touches again, which on CPUs can cost more than the work on it. From then on the process keeps its peak
+    memory until it ends. This is for programs, not for libraries, because it holds for the whole process.
 
     Returns:
-        Whether the C library took it; False where it is not glibc.
+        Whether the C library accepted it; False if it is not glibc.
     """
     if sys.platform != "linux":
         return False

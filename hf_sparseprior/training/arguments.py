@@ -1,4 +1,4 @@
-"""Training arguments of ViT recipes that transformers' own lack."""
+"""Training arguments of ViT recipes that transformers does not have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SparsePriorTrainingArguments(TrainingArguments):
     """transformers' TrainingArguments with layer decay, a moving average of the weights, and what pruned models need.
 
     Raises:
-        ValueError: naming the field, the value and what is allowed.
+        ValueError: the message has the field, the value and what is allowed.
     """
 
     layer_decay: float = field(

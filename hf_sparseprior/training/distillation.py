@@ -1,4 +1,4 @@
-"""Knowledge distillation: a frozen teacher and the losses that bring a model close to it (Sparsifiner Eqs. 8-10, 12).
+"""Knowledge distillation: a frozen teacher, and the losses by which a model learns from it (Sparsifiner Eqs. 8-10, 12).
 
 `register_loss` makes a function a loss that a `Distillation` can weigh.
 
@@ -38,15 +38,15 @@ def token_loss(
 ) -> Tensor:
     """Mean squared difference of the tokens after the last block, before the last norm (Sparsifiner Eq. 8).
 
-    Patches that the student has dropped have no say (as in DynamicViT, where the prefix and the last norm are not part
-    of it), nor have fused tokens.
+    Patches that the student has dropped do not count, nor do fused tokens. This is as in DynamicViT, whose loss does not
+    include the prefix and the last norm.
 
     Args:
-        tokens: (B, t, C) of the student.
+        tokens: (B, t, C), the student's.
         teacher_tokens: (B, T, C).
         token_ids: int64 (B, n), which of the N patches the student has kept, -1 for a fused token; None: all.
-        num_prefix_tokens: P, in front of the patches.
-        kept: (B, N), 1 for patches that are kept and 0 for dropped ones; None: all that are there.
+        num_prefix_tokens: P, tokens before the patches.
+        kept: (B, N), 1 for patches that are kept and 0 for dropped ones; None: all that are left.
     """
     if token_ids is not None:
         prefix, patches = teacher_tokens[:, :num_prefix_tokens], teacher_tokens[:, num_prefix_tokens:]
@@ -58,9 +58,9 @@ def token_loss(
 
 
 def class_loss(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """KL(y || y_teacher), the mean over the batch (Sparsifiner Eq. 9).
+    """KL(y || y_teacher), as the mean over the batch (Sparsifiner Eq. 9).
 
-    In this order, as printed: the expectation is taken over the student's classes. logits: (B, classes).
+    The order is that of the paper: the expectation is over the student's classes. logits: (B, classes).
     """
     own, teacher = F.log_softmax(logits.float(), -1), F.log_softmax(teacher_logits.float(), -1)
     return (own.exp() * (own - teacher)).sum(-1).mean()
@@ -69,11 +69,11 @@ def class_loss(logits: Tensor, teacher_logits: Tensor) -> Tensor:
 def attention_loss(scores: Sequence[Tensor], attentions: Sequence[Tensor], num_prefix_tokens: int) -> Tensor:
     """Mean squared difference of connectivity scores and the teacher's attention (Sparsifiner Eq. 10).
 
-    The mean of all layers. Pairs with a prefix token have no score: they are always kept.
+    It is the mean over all layers. Pairs with a prefix token have no score, because they are always kept.
 
     Args:
-        scores: of each layer (B, H, N, N).
-        attentions: of each layer the teacher's weights (B, H, T, T).
+        scores: (B, H, N, N) for each layer.
+        attentions: the teacher's weights (B, H, T, T) for each layer.
         num_prefix_tokens: P = T - N.
     """
     losses = [
@@ -88,11 +88,11 @@ def attention_loss(scores: Sequence[Tensor], attentions: Sequence[Tensor], num_p
 
 @dataclass
 class Step:
-    """What the losses of a step see.
+    """What the losses of a step are computed from.
 
-    model: the student. outputs: of the student. label_loss: against the labels, the model's auxiliary losses included
-    (its prior weighs them). teacher: outputs of the teacher, None
-    where no loss needs one. scores: of each layer that has a predictor, its connectivity scores.
+    model: the student. outputs: the student's outputs. label_loss: loss against the labels, including the model's
+    auxiliary losses (its prior weighs them). teacher: the teacher's outputs, None if no loss needs them. scores:
+    connectivity scores of each layer that has a predictor.
     """
 
     model: Any
@@ -104,14 +104,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Loss:
-    """compute: the loss of a step. needs: of NEEDS, what has to be there for it; a teacher for any of them."""
+    """compute: computes the loss of a step. needs: those of NEEDS that it needs; each of them needs a teacher."""
 
     compute: Callable[[Step], Tensor]
     needs: frozenset[str]
 
 
 LOSSES: dict[str, Loss] = {}
-# What a loss can need, and the fields of a config in which student and teacher must then be the same.
+# What a loss can need, and the config fields in which student and teacher must then be equal.
 NEEDS = {
     "logits": ("num_labels",),
     "hidden_states": ("hidden_size", "num_prefix_tokens", "grid"),
@@ -123,7 +123,7 @@ PIXELS = ("num_channels", "image_size", "image_mean", "image_std")
 
 
 def register_loss(name: str, *needs: str) -> Callable[[Callable[[Step], Tensor]], Callable[[Step], Tensor]]:
-    """Register a loss under `name`, with what of NEEDS it needs."""
+    """Register a loss under `name`, with those of NEEDS that it needs."""
 
     def register(compute: Callable[[Step], Tensor]) -> Callable[[Step], Tensor]:
         LOSSES[name] = Loss(compute, frozenset(needs))
@@ -162,7 +162,7 @@ def _attention(step: Step) -> Tensor:
 
 
 class Teacher:
-    """A classifier that is asked and never trained.
+    """A classifier that is used and never trained.
 
     Args:
         model: put into evaluation mode, its parameters frozen.
@@ -179,7 +179,7 @@ class Teacher:
         return cls(SparsePriorViTForImageClassification.from_pretrained(folder, **options), f"teacher {folder}")
 
     def check(self, config: Any, needs: frozenset[str]) -> None:
-        """Raise ValueError unless the teacher goes with a student of this config, for what the losses need of it."""
+        """Raise ValueError unless the teacher fits a student of this config, in what the losses need."""
         own = self.model.config
         fields = dict.fromkeys(field for need in NEEDS if need in needs for field in NEEDS[need])
         for field in (*PIXELS, *fields):
@@ -218,8 +218,8 @@ class Distillation:
     """The loss of a training step: a weighted sum of losses by name (Sparsifiner Eq. 12).
 
     Args:
-        weights: of the losses, by name; those of weight 0 are not computed.
-        teacher: what the student learns from; None where no loss needs one.
+        weights: weights of the losses, by name; losses of weight 0 are not computed.
+        teacher: what the student learns from; None if no loss needs one.
 
     Raises:
         ValueError: for unknown losses, weights below 0, none above 0, and a missing teacher.
@@ -268,10 +268,10 @@ class Distillation:
 
     @contextmanager
     def observed(self, model: Any) -> Iterator[list[Tensor]]:
-        """Inside the block the scores of the student's predictors are collected, where they are needed.
+        """Inside the block the scores of the student's predictors are collected, if they are needed.
 
         Raises:
-            ValueError: where no scores have a gradient.
+            ValueError: if no scores have a gradient.
         """
         scores: list[Tensor] = []
         watched = predictors(model) if "scores" in self.needs else []
@@ -301,8 +301,8 @@ class Distillation:
         """The losses of a step by name, not yet weighed.
 
         Args:
-            model: the student itself, not what a Trainer wraps around it.
-            outputs: of the student.
+            model: the student itself, not a Trainer's wrapper around it.
+            outputs: the student's outputs.
             label_loss: the loss against the labels.
             scores: what `observed` collected.
             pixel_values, token_sources: what the student saw.
@@ -323,12 +323,12 @@ def _discard(scores: Tensor) -> None:
 
 
 def predictors(model: nn.Module) -> list[Predictor]:
-    """The predictors of a model, layer after layer."""
+    """The predictors of a model, layer by layer."""
     return [module for module in model.modules() if isinstance(module, Predictor)]
 
 
 def train_predictors_alone(model: nn.Module) -> None:
-    """Phase 1 of Sparsifiner: only predictors ask for gradients, and while they train the attention is dense."""
+    """Phase 1 of Sparsifiner: only predictors require gradients, and attention is dense while they train."""
     model.requires_grad_(False)
     for predictor in predictors(model):
         predictor.requires_grad_(True)
@@ -336,12 +336,12 @@ def train_predictors_alone(model: nn.Module) -> None:
 
 
 def freeze_predictors(model: nn.Module) -> None:
-    """Phase 2 of Sparsifiner as published: nothing leads from its losses to the predictors, they stay as they are."""
+    """Phase 2 of Sparsifiner as published: no gradient of its losses reaches the predictors, so they are frozen."""
     for predictor in predictors(model):
         predictor.requires_grad_(False)
 
 
 def prune_predictors(model: nn.Module) -> None:
-    """The end of phase 1: predictors drop what is too small to count (Sparsifiner section 4)."""
+    """The end of phase 1: predictors drop weights that are too small to count (Sparsifiner section 4)."""
     for predictor in predictors(model):
         predictor.prune()

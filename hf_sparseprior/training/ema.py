@@ -19,10 +19,11 @@ class WeightAverage:
     """ema <- decay * ema + (1 - decay) * weight after every step, for the weights that are trained (DeiT, FIB Table 9)
     and the running statistics of batch norms.
 
-    In float32 at least. The decay is constant from the first step on, as in timm and DeiT, or given with each update.
+    It is at least float32. The decay is constant from the first step on, as in timm and DeiT, or given with each
+    update.
 
     Args:
-        model: whose weights are averaged; the average starts as a copy of them.
+        model: its weights are averaged; the average starts as a copy of them.
         decay: in [0, 1).
     """
 
@@ -51,7 +52,7 @@ class WeightAverage:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model has the averaged weights inside the block, and its own again after it, bit for bit."""
+        """Inside the block the model has the averaged weights. After it the model has its own again, bit for bit."""
         kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         self._write(self.averages)
         try:

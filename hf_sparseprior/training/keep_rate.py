@@ -26,7 +26,7 @@ def evit_modules(model: nn.Module) -> list[EViT]:
 
 
 class KeepRateSchedule(TrainerCallback):
-    """Gives each training step its keep rate; between the steps, where models are evaluated, it is the prior's.
+    """Gives each training step its keep rate. Between steps, when models are evaluated, it is the prior's.
 
     Args:
         start, epochs: as in `scheduled_keep_rate`.

@@ -29,13 +29,13 @@ def parameter_groups(
     layer_decay: float,
     backbone: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer, by layer, by whether weight decay applies and by whether a prior owns the parameters.
+    """Groups for an optimizer: by layer, by whether weight decay applies, and by whether the parameters are a prior's.
 
     Args:
         model: parameters that need no gradient are left out.
         decayed: names of the parameters that weight decay applies to.
-        learning_rate: of norm and classifier; layer l of L gets learning_rate * layer_decay ** (L + 1 - l).
-        weight_decay: of the parameters in `decayed`; the others get 0.
+        learning_rate: that of norm and classifier; layer l of L has learning_rate * layer_decay ** (L + 1 - l).
+        weight_decay: that of the parameters in `decayed`; the others have 0.
         layer_decay: 1 gives every layer the same rate.
         backbone: factor of the rate of parameters that are not a prior's.
 
@@ -43,7 +43,7 @@ def parameter_groups(
         Dicts with params, names, lr, weight_decay and layer.
     """
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    # Frozen layers count: the rate of a layer must not depend on what else is trained.
+    # Frozen layers count too, because the rate of a layer must not depend on what else is trained.
     num_layers = max(
         (int(match[1]) + 1 for name, _ in model.named_parameters() if (match := LAYER.search(name))), default=0
     )

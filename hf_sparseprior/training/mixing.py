@@ -1,7 +1,7 @@
 """Mixup, CutMix and MixToken in batch mode, and label smoothing, as soft targets.
 
-Which images are mixed, and how, depends on the seed, the epoch and an image's position in the epoch's order alone: the
-same global batch comes out of one process with a large batch, of several with small ones, and of gradient accumulation.
+Which images are mixed, and how, depends on the seed, the epoch and an image's position in the epoch's order alone. So
+one process with a large batch, several with small ones, and gradient accumulation give the same global batch.
 
 Papers: mixup (Zhang et al. 2018, Eq. 1), CutMix (Yun et al. 2019, Eq. 1), MixToken (Jiang et al. 2021),
 recipe of DeiT (Touvron et al. 2021).
@@ -25,9 +25,9 @@ class Mixing:
     """Settings of mixup, CutMix and MixToken; the defaults switch all off.
 
     mixup, cutmix: alpha of Beta(alpha, alpha), from which the share of the first image is drawn; 0 for off.
-    mixtoken: the same of MixToken, CutMix of patch tokens, which goes with neither of the others.
-    probability: that a batch is mixed at all.
-    switch_probability: that CutMix is taken where both are on.
+    mixtoken: the same for MixToken, CutMix of patch tokens, which cannot be combined with the others.
+    probability: probability that a batch is mixed at all.
+    switch_probability: probability of CutMix if both are on.
     """
 
     mixup: float = 0.0
@@ -52,7 +52,7 @@ class Mixing:
         return self.probability > 0 and (self.mixup > 0 or self.cutmix > 0 or self.mixtoken > 0)
 
     def draw(self, random: np.random.Generator, height: int, width: int) -> Mix:
-        """What happens to one batch of images of this size, for MixToken in patches."""
+        """What happens to one batch of images of this size; for MixToken the size is in patches."""
         mixed, switch = random.random() < self.probability, random.random() < self.switch_probability
         if not self.enabled or not mixed:
             return Mix(1.0)
@@ -72,7 +72,9 @@ class Mix:
 
 
 def cut_box(share: float, random: np.random.Generator, height: int, width: int) -> Mix:
-    """CutMix's box: sides sqrt(1 - share) of the image's, centre uniform, clipped; the share corrected for that."""
+    """CutMix's box, with sides sqrt(1 - share) of the image's and a uniform centre, clipped, and the share corrected
+    for it.
+    """
     cut_height, cut_width = int(height * (1 - share) ** 0.5), int(width * (1 - share) ** 0.5)
     row, column = int(random.integers(height)), int(random.integers(width))
     top, bottom = np.clip([row - cut_height // 2, row + cut_height // 2], 0, height).tolist()
@@ -81,7 +83,7 @@ def cut_box(share: float, random: np.random.Generator, height: int, width: int) 
 
 
 def own_shares(mix: Mix, size: tuple[int, int], grid: tuple[int, int]) -> Tensor:
-    """How much of each patch is still the image's own (patches,), its box given in a size of (height, width)."""
+    """How much of each patch is still the image's own (patches,); the box is in units of `size` (height, width)."""
     if mix.box is None:
         return torch.full((grid[0] * grid[1],), mix.share)
     inside = [
@@ -93,20 +95,20 @@ def own_shares(mix: Mix, size: tuple[int, int], grid: tuple[int, int]) -> Tensor
 
 
 class SoftTargetCollator:
-    """Stacks samples; mixes their images and makes labels (B, num_classes) float32 of them. Where nothing is mixed or
-    smoothed, labels stay (B,) class indices.
+    """Stacks samples, mixes their images and makes labels (B, num_classes) float32. If nothing is mixed or smoothed,
+    labels stay (B,) class indices.
 
-    A sample is {"pixel_values": (channels, height, width), "labels": int} with or without "draw", the `Draw` it came
-    from, and "label_map", its map's classes and scores (h, w, k) and the view (2, 3) of the image. Images at positions
-    2i and 2i + 1 of an epoch are each other's partners; one whose partner is in another batch stays as it is. To mix,
-    samples need their draws.
+    A sample is {"pixel_values": (channels, height, width), "labels": int}. It may have "draw", its `Draw`, and
+    "label_map": its map's classes and scores (h, w, k) and the view (2, 3) of the image. Images at positions 2i and
+    2i + 1 of an epoch are each other's partners. An image whose partner is in another batch stays as it is. Samples
+    need their draws to be mixed.
 
     Args:
         num_classes: number of classes.
         mixing: what is mixed.
         label_smoothing: each target is (1 - s) one-hot + s / num_classes.
-        seed: of the run.
-        batch_size: images that share one draw of mixing, an even number: the global batch, over processes and
+        seed: the run's seed.
+        batch_size: images that share one draw of mixing, an even number. It is the global batch, over processes and
             accumulation.
         grid: (height, width) of the model's patches, for MixToken and label maps.
     """
@@ -171,18 +173,18 @@ class SoftTargetCollator:
                 continue
             batch = draw.position // self.batch_size
             if batch not in drawn:
-                # "mix": other uses of the same seed and epoch must not draw the same numbers.
+                # "mix", because other uses of the same seed and epoch must not draw the same numbers.
                 random = np.random.default_rng([self.seed, draw.epoch, batch, *b"mix"])
                 drawn[batch] = self.mixing.draw(random, *self._mixed_size(size))
             mixes[row] = partner, drawn[batch]
         return mixes
 
     def _mixed_size(self, size: tuple[int, ...]) -> tuple[int, int]:
-        """(height, width) in which boxes are given: patches for MixToken, else pixels."""
+        """(height, width) in which boxes are given: in patches for MixToken, otherwise in pixels."""
         return self.grid if self.mixing.mixtoken and self.grid else (size[0], size[1])
 
     def _own_shares(self, mixes: dict[int, tuple[int, Mix]], pixels: Tensor) -> dict[Mix, Tensor]:
-        """`own_shares` of every mix; rows of a batch share one."""
+        """`own_shares` of every mix. Rows of a batch may share one."""
         assert self.grid is not None
         size = self._mixed_size(tuple(pixels.shape[-2:]))
         return {mix: own_shares(mix, size, self.grid) for mix in {mix for _, mix in mixes.values()}}

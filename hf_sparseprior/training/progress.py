@@ -25,6 +25,6 @@ class OneLineProgress(ProgressCallback):
             self.training_bar.set_postfix(self.numbers, refresh=False)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Show evaluation's own bar only where there is no training bar."""
+        """Show evaluation's own bar only if there is no training bar."""
         if self.training_bar is None:
             super().on_prediction_step(args, state, control, **kwargs)

@@ -1,4 +1,4 @@
-"""The order of an epoch, in which every sample knows where it stands."""
+"""The order of an epoch, in which every sample knows its position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class Draw:
     """One sample of one epoch. What is random about it follows from these numbers and the run's seed alone, whatever
     process or worker prepares it.
 
-    index: of the image. epoch: from 0. position: in the epoch's order. repeat: of the image within the epoch.
+    index: the image's. epoch: from 0. position: that in the epoch's order. repeat: number of the repetition in the
+    epoch.
     """
 
     index: int
@@ -32,12 +33,12 @@ class DrawSampler(Sampler):
     """Yields a `Draw` for each sample of an epoch, in an order that seed and epoch alone decide.
 
     Args:
-        num_samples: of the data set.
-        seed: of the run.
-        repeats: repeated augmentation (Hoffer et al. 2020, DeiT): each image of the epoch comes this often, augmented
-            differently, and an epoch keeps its length, so it holds 1 / repeats of the images. Repeats of an image stand
-            close together, in one batch, but never side by side, where mixup takes its pairs.
-        multiple_of: an epoch ends at the last multiple of this many samples, so that every batch is a whole one.
+        num_samples: number of samples of the data set.
+        seed: the run's seed.
+        repeats: repeated augmentation (Hoffer et al. 2020, DeiT). Each image of the epoch comes this often, augmented
+            differently. An epoch keeps its length, so it has 1 / repeats of the images. Repetitions of an image are
+            close together, in one batch, but never next to each other, where mixup takes its pairs.
+        multiple_of: an epoch ends at the last multiple of this number, so that every batch is a whole one.
     """
 
     def __init__(self, num_samples: int, seed: int = 0, repeats: int = 1, multiple_of: int = 1) -> None:
@@ -52,7 +53,7 @@ class DrawSampler(Sampler):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration is of."""
+        """Set the epoch of the next iteration."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -60,7 +61,7 @@ class DrawSampler(Sampler):
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self.epoch
-        # "order": padded with zeros, [seed, epoch] alone would be the generator of image 0's augmentation.
+        # "order", because [seed, epoch] alone, padded with zeros, would be the generator of image 0's augmentation.
         order = np.random.default_rng([self.seed, epoch, *b"order"]).permutation(self.num_samples)
         if self.repeats == 1:
             yield from (Draw(int(index), epoch, position) for position, index in enumerate(order[: self.length]))

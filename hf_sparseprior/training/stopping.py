@@ -1,4 +1,4 @@
-"""Ending a run that is told to end, with nothing lost."""
+"""Ends a run that is told to end, without losing anything."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from transformers import TrainerCallback
 
 
 class StopRequest:
-    """SIGTERM, as schedulers send it before they kill: noted instead of obeyed, and agreed on by all processes.
+    """SIGTERM, as schedulers send it before they kill. It is noted instead of obeyed, and all processes agree on it.
 
-    Used by every training loop: `listen` before the first step, `agreed` after each step, `release` at the end; or as
-    a context manager, which listens and releases. A request stays known after `release`.
+    Every training loop uses it: `listen` before the first step, `agreed` after each step, `release` at the end. As a
+    context manager it listens and releases. A request stays known after `release`.
     """
 
     def __init__(self) -> None:
@@ -27,9 +27,9 @@ class StopRequest:
         self._group: Any = None
 
     def listen(self) -> None:
-        """Note the signal from here on; called by all processes of a distributed run."""
+        """Note the signal from now on. All processes of a distributed run call this."""
         self.requested = False
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
             self._earlier = signal.signal(signal.SIGTERM, self._note)
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             self._group = distributed.new_group(backend="gloo")
@@ -38,15 +38,15 @@ class StopRequest:
         self.requested = True
 
     def agreed(self) -> bool:
-        """Whether any process was told to stop, the same answer in all; called by all of them at the same point."""
+        """Whether any process was told to stop. All processes call this at the same point and get the same answer."""
         if self._group is None:
             return self.requested
-        flag = torch.tensor(int(self.requested))  # on the CPU: no device has to wait for it
+        flag = torch.tensor(int(self.requested))  # on the CPU, so that no device has to wait for it
         distributed.all_reduce(flag, distributed.ReduceOp.MAX, group=self._group)
         return bool(flag)
 
     def release(self) -> None:
-        """Let the signal do again what it did before."""
+        """Restore what the signal did before."""
         if self._earlier is not None:
             signal.signal(signal.SIGTERM, self._earlier)
             self._earlier = None
@@ -66,8 +66,8 @@ class StopOnSignal(TrainerCallback):
     `enable_jit_checkpoint` waits three seconds, saves without the other processes' agreement, and with an epoch
     strategy evaluates in the middle of the epoch, after which a resumed run no longer equals an uninterrupted one.
 
-    `stopped` is true once training ended this way, also if its last step was done by then: the run has to end, whatever
-    would come after its training.
+    `stopped` is true once training ended this way, also if its last step was done by then. The run then has to end and
+    must skip what would come after training.
 
     transformers tells callbacks nothing of an error in training. `SparsePriorTrainer.train` then calls
     `request.release()`; whoever uses another Trainer does.
@@ -86,11 +86,11 @@ class StopOnSignal(TrainerCallback):
         """Save and stop if any process was told to."""
         if self.request.agreed():
             self.stopped = control.should_training_stop = True
-            # After the last step of an epoch its end comes first: a resumed run starts with the next one.
+            # After the last step of an epoch its end comes first, because a resumed run starts with the next epoch.
             control.should_save = control.should_save or not _ends_epoch(state)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What belongs to the end of an epoch that did not end waits for the resumed run."""
+        """Leave what belongs to the end of an unfinished epoch to the resumed run."""
         if self.stopped:
             control.should_save = _ends_epoch(state)
             if not control.should_save:
@@ -98,7 +98,7 @@ class StopOnSignal(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop listening."""
-        if args.save_strategy != "no":  # else what was trained would be lost
+        if args.save_strategy != "no":  # otherwise what was trained would be lost
             self.stopped = self.request.agreed() or self.stopped
         self.request.release()
 
@@ -109,13 +109,13 @@ def _ends_epoch(state: Any) -> bool:
 
 @dataclass
 class WorkerStart:
-    """`worker_init_fn` of a DataLoader whose workers outlive a SIGTERM that is not their parent's.
+    """`worker_init_fn` of a DataLoader whose workers survive a SIGTERM that does not come from their parent.
 
-    Slurm, torchrun, `timeout` and `kill -- -GROUP` send it to every process of a job. A worker that dies of it would
-    end training before its step is done and saved. The parent's own SIGTERM, by which a DataLoader ends a worker,
-    counts.
+    Slurm, torchrun, `timeout` and `kill -- -GROUP` send SIGTERM to every process of a job. A worker that dies of it
+    would end training before its step is done and saved. The parent's own SIGTERM, by which a DataLoader ends a worker,
+    is obeyed.
 
-    initialize: what else happens at a worker's start.
+    initialize: also called at a worker's start.
     """
 
     initialize: Callable[[int], None] | None = None

@@ -1,8 +1,9 @@
 """Token labelling: every patch token learns what a teacher sees in its place (Jiang et al. 2021, "All tokens matter").
 
 A label map holds, for each cell of a grid over the whole image, the k most probable classes and their probabilities.
-The rest of a cell's probability belongs to the other classes alike; a place outside of the image to all alike. A
-folder of maps is a header (`label_maps.json`) and files of some thousand images each, which carry their checksums.
+The rest of a cell's probability is spread evenly over the other classes. Outside of the image all classes are equally
+likely. A folder of maps is a header (`label_maps.json`) and files of some thousand images each, which carry their
+checksums.
 
 Shape letters: B batch, N patches of the model, C classes, k classes of a map, (h, w) grid of the maps, (H, W) grid of
 the model.
@@ -31,20 +32,21 @@ from hf_sparseprior.token_pruning import counted_patches, take
 HEADER = "label_maps.json"
 IMAGES_PER_FILE = 4096
 MOST_CLASSES = 2**15 - 1  # classes are stored in 16 bits
-# Half precision may make the probabilities add up to a little more than 1.
+# In half precision the probabilities may add up to a little more than 1.
 SUM_TOLERANCE = 1e-2
 
 
 # ---- what of an image is seen ---------------------------------------------------------------------------------------
 
-# A view is a 3x3 matrix that takes a place (x, y, 1) of what the model sees to its place in the whole image, both
-# measured in shares of width and height. Views of operations one after the other: the product in their order.
+# A view is a 3x3 matrix that maps a place (x, y, 1) of what the model sees to its place in the whole image, both
+# measured as fractions of width and height. The view of several operations is the product of their views, in their
+# order.
 WHOLE = np.eye(3)
 FLIPPED = np.array([[-1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
 
 
 def box_view(left: float, top: float, right: float, bottom: float) -> np.ndarray:
-    """The view of a box, given in shares of the image."""
+    """The view of a box, which is given in fractions of the image."""
     return np.array([[right - left, 0.0, left], [0.0, bottom - top, top], [0.0, 0.0, 1.0]])
 
 
@@ -58,9 +60,9 @@ def affine_view(coefficients: Sequence[float], size: tuple[int, int]) -> np.ndar
 def cell_shares(views: Tensor, map_grid: tuple[int, int], grid: tuple[int, int]) -> Tensor:
     """How much each cell of a map has in each patch (B, N, h * w): RoIAlign along a view.
 
-    A map is bilinear between the middles of its cells and constant outside of them; a patch is the mean of the fewest
-    evenly spaced samples that are no further apart than cells are when the whole image is seen. Samples outside of the
-    image count for no cell.
+    A map is bilinear between the middles of its cells and constant outside of them. A patch is the mean of evenly
+    spaced samples. There are as few of them as possible, but no further apart than cells are when the whole image is
+    seen. Samples outside of the image count for no cell.
 
     Args:
         views: (B, 2, 3), upper rows of views.
@@ -83,7 +85,9 @@ def cell_shares(views: Tensor, map_grid: tuple[int, int], grid: tuple[int, int])
 
 
 def map_probabilities(classes: Tensor, scores: Tensor, num_classes: int) -> Tensor:
-    """Probabilities (..., C) of maps: classes and their scores (..., k), the rest spread over the other classes."""
+    """Probabilities (..., C) of maps, from classes and their scores (..., k); the rest is spread over the other
+    classes.
+    """
     scores = scores.float()
     others = max(1, num_classes - scores.shape[-1])
     rest = (1 - scores.sum(-1, keepdim=True)).clamp(min=0) / others
@@ -94,9 +98,9 @@ def token_targets(batch: dict[str, Tensor], num_classes: int, grid: tuple[int, i
     """The class probabilities (B, N, C) that the patch tokens of a training batch learn.
 
     Args:
-        batch: as `SoftTargetCollator` gives it: classes and scores (B, h, w, k) of the maps; views (B, 2, 3), what of
-            the image is seen; partners (B,), the row of the image that each is mixed with; shares (B, N), how much of a
-            patch is the image's own.
+        batch: as `SoftTargetCollator` gives it: classes and scores (B, h, w, k) of the maps; views (B, 2, 3), the part
+            of the image that is seen; partners (B,), the row of the image that each is mixed with; shares (B, N), how
+            much of a patch is the image's own.
         num_classes: C.
         grid: (H, W).
     """
@@ -115,9 +119,9 @@ def token_label_loss(
     Args:
         token_logits: (B, n, C).
         targets: (B, N, C), probabilities.
-        token_ids: int64 (B, n), which of the N patches the model has kept, where it has not kept all; -1 for a fused
-            token, which has no say.
-        kept: (B, N), 1 for patches that are kept and 0 for dropped ones, which have no say; None: all that are there.
+        token_ids: int64 (B, n), which of the N patches the model has kept, if it has not kept all; -1 for a fused
+            token, which does not count.
+        kept: (B, N), 1 for patches that are kept and 0 for dropped ones, which do not count; None: all that are left.
     """
     if token_ids is not None:
         targets = take(targets, token_ids.clamp_min(0))
@@ -132,8 +136,8 @@ def token_label_loss(
 def patch_probabilities(model: Any, pixel_values: Tensor) -> Tensor:
     """A teacher's class probabilities (B, N, C) for each patch of images.
 
-    They are its token classifier's or, where it has none, those of its classifier on the patch tokens after the last
-    norm: what the model would say if it pooled that token alone.
+    They are its token classifier's or, if it has none, those of its classifier on the patch tokens after the last norm:
+    what the model would predict if it pooled that token alone.
 
     Args:
         model: a `SparsePriorViTForImageClassification` that keeps all its patches.
@@ -146,7 +150,7 @@ def patch_probabilities(model: Any, pixel_values: Tensor) -> Tensor:
 
 
 def check_teacher(config: Any) -> None:
-    """Raise ValueError unless a classifier of this config can say something of each patch."""
+    """Raise ValueError unless a classifier of this config can classify each patch."""
     if not config.num_labels:
         raise ValueError("the teacher has no classifier")
     if config.pooled_size != config.hidden_size and not config.token_classifier:
@@ -158,11 +162,11 @@ def check_teacher(config: Any) -> None:
 
 @dataclass(frozen=True)
 class MapHeader:
-    """What a folder of label maps says of itself.
+    """What a folder of label maps says about itself.
 
     images: number of maps. classes: names of the classes, in order. grid: (h, w). top_k: classes kept of each cell.
     teacher: SHA-256 of the weights that made the maps. data: fingerprint of the images, see `fingerprint`.
-    images_per_file: of every file but the last.
+    images_per_file: number of images of every file but the last.
     """
 
     images: int
@@ -214,8 +218,8 @@ def read_header(folder: Path) -> MapHeader:
 
 
 class LabelMaps:
-    """The label maps of a training set. Files are mapped into memory at their first use, so that reading a map copies
-    nothing and the memory is shared by processes.
+    """The label maps of a training set. Files are mapped into memory at first use, so reading a map copies nothing, and
+    processes share the memory.
 
     Args:
         folder: see `write_label_maps`.
@@ -262,7 +266,7 @@ class LabelMaps:
             raise ValueError(f"{self.folder} has label maps of other images, or of these in another order")
 
     def verify(self) -> None:
-        """Read every file and compare it with its checksum; OSError for the first that differs."""
+        """Read every file and compare it with its checksum. OSError for the first that differs."""
         for number, name in enumerate(self.header.files):
             if damage := file_damage(self.folder / name, self.header, number):
                 raise OSError(f"{self.folder / name} is damaged: {damage}")
@@ -297,7 +301,7 @@ def _shape_damage(shapes: dict[str, tuple[int, ...]], header: MapHeader, number:
 
 
 def file_damage(path: Path, header: MapHeader, number: int) -> str | None:
-    """What is wrong with a file of maps, None for a whole one."""
+    """What is wrong with a file of maps; None for a whole one."""
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -326,7 +330,7 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
 
 
 def top_classes(probabilities: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The k most probable classes int16 (..., k) of (..., C) and their probabilities float16, the largest first."""
+    """The k most probable classes, int16 (..., k) of (..., C), and their probabilities, float16, the largest first."""
     scores, classes = probabilities.float().topk(top_k)
     return classes.short(), scores.half()
 
@@ -334,13 +338,13 @@ def top_classes(probabilities: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 def write_label_maps(
     folder: str | Path, header: MapHeader, maps_of: Callable[[range], tuple[Tensor, Tensor]], bar: Any = None
 ) -> int:
-    """Make the maps of every image; files that are there already are kept, damaged ones made again.
+    """Make the maps of every image. Files that exist already are kept; damaged ones are made again.
 
     Args:
         folder: new, empty, or with this header.
         header: what the maps are.
         maps_of: indices of images -> their classes and scores (images, h, w, k), as `top_classes` gives them.
-        bar: its `update` is told how many images were there already.
+        bar: progress bar, which starts with the images whose maps exist already.
 
     Returns:
         The number of files that were made.
@@ -367,7 +371,7 @@ def write_label_maps(
 
 
 def _claim(folder: Path, header: MapHeader) -> None:
-    """Make the folder that of these maps."""
+    """Make the folder belong to these maps."""
     if (folder / HEADER).is_file():
         there = asdict(read_header(folder))
         differing = [name for name, value in asdict(header).items() if there[name] != value]

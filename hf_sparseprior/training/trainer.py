@@ -35,25 +35,25 @@ PROCESSES_FILE = "processes.txt"
 class SparsePriorTrainer(Trainer):
     """transformers' Trainer with the parts of ViT recipes that it lacks.
 
-    Weight decay: none for parameters with one dimension (biases, norms, LayerScale, alpha) and for those that the model
-    names in `no_weight_decay()` (beta, position embedding, prefix tokens), also below peft's wrappers.
+    Parameters with one dimension (biases, norms, LayerScale, alpha) get no weight decay, nor do those that the model
+    names in `no_weight_decay()` (beta, position embedding, prefix tokens), also inside peft's wrappers.
 
-    With `SparsePriorTrainingArguments`: layer decay; a moving average of the weights, saved and resumed with the
-    checkpoints and evaluated as well as the raw weights (`eval_ema_accuracy` next to `eval_accuracy`).
+    `SparsePriorTrainingArguments` add layer decay and a moving average of the weights. The average is saved and resumed
+    with the checkpoints, and evaluated as well as the raw weights (`eval_ema_accuracy` next to `eval_accuracy`).
 
-    Labels (B, classes) of floating type are class probabilities (mixup, smoothing): cross entropy against them, not the
-    binary cross entropy that transformers infers. A step's gradient is that of the mean over its samples, however they
-    are spread over micro-batches and processes.
+    Labels (B, classes) of floating type are class probabilities (mixup, smoothing). The loss is the cross entropy with
+    them, not the binary cross entropy that transformers infers. A step's gradient is that of the mean over its samples,
+    however these are spread over micro-batches and processes.
 
     Args:
-        train_sampler: order of the training samples; the Trainer tells it the epoch.
-        train_collator: makes batches of training samples; `data_collator` does so elsewhere, and here without this.
-        token_label_weight: of the loss of the patch tokens, where a batch has token targets (`training.token_labels`).
-        distillation: the losses of training, in place of the labels' alone; evaluation knows only that one.
+        train_sampler: order of the training samples; the Trainer sets its epoch.
+        train_collator: makes batches of training samples; None: `data_collator` does, as in evaluation.
+        token_label_weight: weight of the patch tokens' loss, if a batch has token targets (`training.token_labels`).
+        distillation: the losses of training, which replace the loss against the labels; evaluation uses only that.
 
-    `data_wait` in the log is the share of the time since the last entry in which training waited for data; with a
-    distillation `loss_NAME` is the mean of each loss since then, before its weight. So is, with its weight, each
-    auxiliary loss of a prior (`keep_ratio` of DynamicViT), which is part of the loss.
+    In the log, `data_wait` is the share of the time since the last entry in which training waited for data. With a
+    distillation, `loss_NAME` is the mean of each loss since then, without its weight. Auxiliary losses of a prior
+    (`keep_ratio` of DynamicViT), which are part of the loss, are logged in the same way, with their weight.
 
     Raises:
         ValueError: for a teacher or losses that do not go with the model, and for distillation with FSDP.
@@ -111,7 +111,9 @@ class SparsePriorTrainer(Trainer):
         ]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The optimizer; one learning rate a layer or a prior where `layer_decay` or `backbone_learning_rate` ask."""
+        """The optimizer, with learning rates by layer or for the prior if `layer_decay` or `backbone_learning_rate`
+        ask.
+        """
         layer_decay = getattr(self.args, "layer_decay", 1.0)
         backbone = getattr(self.args, "backbone_learning_rate", 1.0)
         if self.optimizer is not None or (layer_decay == 1.0 and backbone == 1.0):
@@ -148,14 +150,14 @@ class SparsePriorTrainer(Trainer):
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super()._get_dataloader(*args, **kwargs)
         torch_loader = getattr(loader, "base_dataloader", loader)  # accelerate wraps it
-        # Every pass draws a number, with persistent workers only the first. From torch's own generator, dropout would
-        # depend on how often a run was resumed or evaluated.
+        # Every pass draws a number, but with persistent workers only the first. With torch's own generator, dropout
+        # would depend on how often a run was resumed or evaluated.
         torch_loader.generator = torch.Generator()
         torch_loader.worker_init_fn = WorkerStart(torch_loader.worker_init_fn)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        """The micro-batches of a step; the time that passes here is time without work for the model."""
+        """The micro-batches of a step. The model waits during the time that passes here."""
         start = time.perf_counter()
         batches = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.clock.data_seconds += time.perf_counter() - start
@@ -173,7 +175,7 @@ class SparsePriorTrainer(Trainer):
         super().log(logs, start_time)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """One epoch. With `max_steps`, transformers takes a step too many when it resumes from the last checkpoint."""
+        """One epoch. With `max_steps`, transformers does one step too many when it resumes from the last checkpoint."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
@@ -182,7 +184,7 @@ class SparsePriorTrainer(Trainer):
     # ---- loss -------------------------------------------------------------------------------------------------------
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | int | None:
-        """Samples of a step, over micro-batches and processes."""
+        """Number of samples of a step, over micro-batches and processes."""
         if not batch_samples or "labels" not in batch_samples[0]:
             return super()._get_num_items_in_batch(batch_samples, device)
         count: Any = torch.tensor(sum(len(batch["labels"]) for batch in batch_samples))
@@ -206,7 +208,7 @@ class SparsePriorTrainer(Trainer):
             loss, outputs = self._label_loss(model, inputs)
         if model.training:
             self._record(auxiliary_losses(outputs))
-        # transformers would divide by the number of micro-batches, right only where they are equally large.
+        # transformers would divide by the number of micro-batches, which is right only if they are equally large.
         self.loss_is_scaled_for_ga = num_items_in_batch is not None and size is not None
         if self.loss_is_scaled_for_ga:
             loss = loss * (size * self.accelerator.num_processes / num_items_in_batch)
@@ -284,7 +286,7 @@ class SparsePriorTrainer(Trainer):
     def evaluation_loop(
         self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> Any:
-        """Evaluate; with a moving average, also that: its metrics are added to the others, its predictions are not."""
+        """Evaluate the model and, if there is one, its moving average, of which only the metrics are added."""
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self.weight_average is not None:
             with self.weight_average.swapped_in():
@@ -320,10 +322,10 @@ class SparsePriorTrainer(Trainer):
             super()._load_best_model()
 
     def _load_stock_model(self, folder: str | None) -> bool:
-        """Load a checkpoint of a stock model through its class; False where that is not needed.
+        """Load a checkpoint of a stock model through its class; False if that is not needed.
 
-        transformers writes many of its models under older names and reads checkpoints by name, without translating
-        and without complaint: most weights would stay as they are, and those of a prior too.
+        transformers writes many of its models under older names and silently reads checkpoints by name, without
+        translation. Most weights, and those of a prior, would stay as they are.
         """
         model = self.model
         stock = isinstance(model, PreTrainedModel) and family_of(model.config) is None
@@ -337,7 +339,7 @@ class SparsePriorTrainer(Trainer):
         return True
 
     def _check_processes(self, path: Path) -> None:
-        """With more or fewer processes a step has another batch, and the steps done would count for other epochs."""
+        """Refuse another number of processes: batches would differ, and steps would count for other epochs."""
         processes = int(path.read_text(encoding="utf-8")) if path.is_file() else self.args.world_size
         if processes != self.args.world_size:
             raise ValueError(
@@ -357,15 +359,15 @@ class SparsePriorTrainer(Trainer):
         return files + ([EMA_FILE] if getattr(self.args, "ema_decay", None) is not None else [])
 
     def _start_average(self) -> WeightAverage | None:
-        """Begin the moving average at the current weights, if one is wanted."""
+        """Start the moving average at the current weights, if one is wanted."""
         decay = getattr(self.args, "ema_decay", None)
         self.weight_average = None if decay is None else WeightAverage(self.model, decay)
         return self.weight_average
 
 
 class TrainingClock:
-    """Seconds of training, evaluation between its steps included, and of waiting for data in it; interruptions do not
-    count, and what was done before them does.
+    """Seconds of training, including evaluation between its steps, and seconds of waiting for data. The time before an
+    interruption counts, the interruption does not.
     """
 
     def __init__(self) -> None:
@@ -373,15 +375,15 @@ class TrainingClock:
         self._started: float | None = None
 
     def start(self) -> None:
-        """Begin or go on."""
+        """Start or go on."""
         self._started = time.perf_counter()
 
     def stop(self) -> None:
-        """End, until the next start."""
+        """Stop until the next start."""
         self.train_seconds, self._started = self.seconds(), None
 
     def seconds(self) -> float:
-        """Of training until now."""
+        """Seconds of training until now."""
         return self.train_seconds + (0.0 if self._started is None else time.perf_counter() - self._started)
 
     def save(self, folder: str) -> None:
@@ -390,7 +392,7 @@ class TrainingClock:
         (Path(folder) / CLOCK_FILE).write_text(json.dumps(numbers), encoding="utf-8")
 
     def load(self, folder: str) -> None:
-        """Read what `save` wrote; an older checkpoint without it leaves the clock at 0."""
+        """Read what `save` wrote. With an older checkpoint, which lacks it, the clock stays at 0."""
         path = Path(folder) / CLOCK_FILE
         if path.is_file():
             numbers = json.loads(path.read_text(encoding="utf-8"))
@@ -410,7 +412,7 @@ class _StepCallback(TrainerCallback):
             self.trainer._start_average()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Resuming wraps the sampler so deep that accelerate no longer finds it.
+        # After resuming, the sampler is wrapped so deeply that accelerate no longer finds it.
         if self.trainer.train_sampler is not None:
             self.trainer.train_sampler.set_epoch(int(state.epoch or 0))
 
@@ -423,7 +425,7 @@ class _StepCallback(TrainerCallback):
 
 
 def auxiliary_losses(outputs: Any) -> Mapping[str, Tensor]:
-    """The losses, by name and weighted, that a model's outputs bring along; part of its own `loss` already."""
+    """The losses in a model's outputs, by name and weighted; its own `loss` already includes them."""
     return getattr(outputs, "auxiliary_losses", None) or {}
 
 
