@@ -223,8 +223,6 @@ def run_comparison(
     done: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     todo = [(seed, name) for seed in comparison.seeds for name in names]
     configs, found = [], []
-    check_place(out, "--out")
-    check_place(records, "--records")
     for seed, name in todo:
         config = copy.deepcopy(comparison.configs[name])
         config["trainer"].update(seed=seed, output_dir=str(out / name / f"seed{seed}"))
@@ -234,6 +232,9 @@ def run_comparison(
         if found[-1] is None:
             check_folder(config)
     pending = [config for config, record in zip(configs, found, strict=True) if record is None]
+    if pending:
+        check_place(out, "--out")
+        check_place(records, "--records")
     do_first(comparison, pending, [record for record in found if record is not None], command)
     for number, ((seed, name), config, record) in enumerate(zip(todo, configs, found, strict=True), start=1):
         if record is None:

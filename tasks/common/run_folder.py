@@ -59,10 +59,10 @@ def finished_results(
 
     Raises:
         ValueError: if the folder belongs to another run or to something else, unless `overwrite`.
-        OSError: if there can be no such folder.
+        OSError: if the run is not done and there can be no such folder.
     """
-    check_place(out, field)
     if not (out / RUN_CONFIG).exists():
+        check_place(out, field)
         # A run that was killed while it claimed the folder left at most the scratch file.
         if out.exists() and any(path.name != f"{RUN_CONFIG}.partial" for path in out.iterdir()):
             raise ValueError(f"{field}={out} is not empty and not of this program; choose another folder")
@@ -73,7 +73,10 @@ def finished_results(
             f"{field}={out} belongs to another run ({'; '.join(differences)}); "
             "choose another folder or give --overwrite"
         )
-    return read_results(out / RESULTS) if not differences and (out / RESULTS).exists() else None
+    if not differences and (out / RESULTS).exists():
+        return read_results(out / RESULTS)
+    check_place(out, field)
+    return None
 
 
 def check_place(out: Path, field: str) -> None:
@@ -83,7 +86,7 @@ def check_place(out: Path, field: str) -> None:
         out: the folder.
         field: what the user set to choose it.
     """
-    place = next(path for path in (out, *out.absolute().parents) if path.exists())
+    place = next(path for path in (out, *out.absolute().parents) if path.exists() or path.is_symlink())
     if not place.is_dir():
         raise OSError(f"{field}={out}: {place} is not a folder")
     if not os.access(place, os.W_OK | os.X_OK):

@@ -100,6 +100,19 @@ def test_a_folder_that_may_not_be_written_into_is_named_before_anything_runs(tmp
         check_place(tmp_path / "a" / "b", "--out")
     (tmp_path / "a").mkdir()
     check_place(tmp_path / "a" / "b", "--out")
+    # A run that is done already is read from where nothing can be written.
+    config = {"trainer": {"seed": 1}}
+    claim(tmp_path, config)
+    with pytest.raises(OSError, match="may not be written into"):
+        finished_results(tmp_path, config, overwrite=False)
+    (tmp_path / "results.json").write_text('{"results_version": 2}')
+    assert finished_results(tmp_path, config, overwrite=False) == {"results_version": 2}
+
+
+def test_a_link_to_nowhere_is_no_folder(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(OSError, match="link is not a folder"):
+        check_place(tmp_path / "link" / "run", "--out")
 
 
 @pytest.mark.parametrize("content", ["", '{"metrics": {"test', "[1]", "null", '"text"', '{"results_version": "2"}'])
