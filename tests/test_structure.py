@@ -1,14 +1,18 @@
-"""The library's floors: imports go down only and in no circle; functions fit on a screen, files are read in one go."""
+"""Who imports whom (docs/architecture.md), and how long files and functions are. Every file is read, none imported."""
 
 import ast
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "hf_sparseprior"
+ROOT = Path(__file__).parents[1]
 LONGEST_FUNCTION, LONGEST_FILE = 80, 700
+# A saved model carries the flat files of the library; these folders it does not.
+FOLDERS = {path.name for path in (ROOT / "hf_sparseprior").iterdir() if (path / "__init__.py").is_file()}
+TASKS = {path.name for path in (ROOT / "tasks").iterdir() if (path / "__init__.py").is_file()}
 
-# From the ground up. A module imports from its own floor and from those below; folders are floors of their own.
+# The library from the ground up. A module imports from its own floor and from those below when it is imported; folders
+# are floors of their own.
 FLOORS = [
     ("checks", "registry", "resolved", "version", "files", "loading", "families"),
     ("sequences", "curves", "masks", "relative_offsets"),
@@ -33,85 +37,175 @@ FLOORS = [
     ("__init__",),
     ("__main__",),
 ]
-# Functions for Triton take everything as arguments, and half of their lines are those.
-LONGER = {("kernels/diagonal_triton.py", "_backward_rows")}
+# What a folder of the library may import besides itself, within functions too. "core" are the flat files, which reach
+# the kernels in one guarded place.
+MAY_IMPORT = {
+    "kernels": set(),
+    "core": set(),
+    "training": {"core", "adapters"},
+    "adapters": {"core"},
+    "analysis": {"core", "adapters"},
+    "convert": {"core", "adapters"},
+}
+GUARDED = "hf_sparseprior.compiled_kernels"
+ENTRIES = {"hf_sparseprior", "hf_sparseprior.__main__", "hf_sparseprior.doctor"}  # commands and the package's own face
 
 
-def modules():
-    """Path of every module by its name within the package: "ops", "kernels.build", "kernels" for its __init__."""
-    found = {}
-    for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)] = path
-    return found
+def modules(package):
+    """Dotted names of a package's modules and their files."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
 
 
-MODULES = modules()
+LIBRARY, TASK_MODULES = modules("hf_sparseprior"), modules("tasks")
+MODULES = {**LIBRARY, **TASK_MODULES}
 
 
-def imports_when_imported(tree):
-    """Import statements of a file that run when it is imported: those within functions do not."""
+def nodes_when_imported(tree):
+    """The parts of a file that run when it is imported: not the bodies of functions, nor what only types need."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield node
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            yield from imports_when_imported(node)
-
-
-def imported(name):
-    """Names of the package's modules that a module imports."""
-    path = MODULES[name]
-    folder = path.relative_to(PACKAGE).parent.parts
-    found = set()
-    for node in imports_when_imported(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {within_package(alias.name) for alias in node.names}
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             continue
-        above = ("hf_sparseprior", *folder[: len(folder) - node.level + 1]) if node.level else ()
-        base = ".".join([*above, *([node.module] if node.module else [])])
-        for alias in node.names:
-            inner = within_package(f"{base}.{alias.name}")
-            found.add(inner if inner in MODULES else within_package(base))
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield from nodes_when_imported(node)
+
+
+def imported_names(source, package, everywhere=True):
+    """Dotted names that the source of a module of a package imports, relative ones and `import_module("...")` included.
+
+    Of `from a import b` it is "a.b". Only those that run when it is imported, unless `everywhere`.
+    """
+    tree = ast.parse(source)
+    parents = package.split(".")
+    for node in ast.walk(tree) if everywhere else nodes_when_imported(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = parents[: len(parents) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+            "import_module", "__import__", "run_module",
+        ):  # fmt: skip
+            yield from (str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant))
+
+
+def all_imported_names(name, everywhere=True):
+    """`imported_names` of one of our modules."""
+    path = MODULES[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    return set(imported_names(path.read_text(encoding="utf-8"), package, everywhere))
+
+
+def imported_modules(name, everywhere=True):
+    """The modules of ours among these; of "a.b" it is a where b is something in it."""
+    found = {other if other in MODULES else other.rpartition(".")[0] for other in all_imported_names(name, everywhere)}
     return found & MODULES.keys() - {name}
 
 
-def within_package(name):
-    """ "ops" of "hf_sparseprior.ops"; None for what is not of the package."""
-    return name.removeprefix("hf_sparseprior.") if name.startswith("hf_sparseprior.") else None
+def tasks_in(names):
+    """Folders of tasks/ that dotted names lead into."""
+    parts = [name.split(".") for name in names]
+    return {part[1] for part in parts if part[0] == "tasks" and len(part) > 1} & TASKS
+
+
+def within(name):
+    """First part of a library module's name within the package, that of its file or folder."""
+    return (name.split(".") + ["__init__"])[1]
 
 
 def floor_of(name):
-    """Number of a module's floor; a module of a folder has its folder's."""
-    return next(number for number, floor in enumerate(FLOORS) if name.partition(".")[0] in floor)
+    """Number of a library module's floor; a module of a folder has its folder's."""
+    return next(number for number, floor in enumerate(FLOORS) if within(name) in floor)
 
 
-def test_every_module_has_a_floor():
-    assert {name.partition(".")[0] for name in MODULES} == {name for floor in FLOORS for name in floor}
+def folder_of(name):
+    """The folder of the library that a module is in; "core" for a flat file, "tasks" outside the library."""
+    if not name.startswith("hf_sparseprior"):
+        return "tasks"
+    return within(name) if within(name) in FOLDERS else "core"
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_imports_go_down(name):
-    assert [other for other in sorted(imported(name)) if floor_of(other) > floor_of(name)] == []
-
-
-def test_imports_have_no_circle():
-    graph = {name: imported(name) for name in MODULES}
-    assert len(graph["ops"]) > 5 and {"ops", "adapters.stock"} <= graph["__init__"]
-    while leaves := [name for name, others in graph.items() if not others & graph.keys()]:
+def circle(edges):
+    """Modules that are in a circle or lead to one, by name."""
+    left = dict(edges)
+    while leaves := [name for name, others in left.items() if not others & left.keys()]:
         for name in leaves:
-            del graph[name]
-    assert graph == {}
+            del left[name]
+    return set(left)
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_files_and_functions_are_short(name):
-    path = MODULES[name]
-    text = path.read_text()
+def test_the_modules_are_found():
+    assert {"analysis", "benchmark", "classification", "common", "detection", "robotics", "segmentation"} <= TASKS
+    assert "video" in TASKS and len(LIBRARY) > 50 and len(TASK_MODULES) > 50
+    assert len(imported_modules("hf_sparseprior.ops")) > 5
+    assert {"hf_sparseprior.ops", "hf_sparseprior.adapters.stock"} <= imported_modules("hf_sparseprior")
+
+
+@pytest.mark.parametrize(
+    ("source", "tasks", "when_imported"),
+    [
+        ("import tasks.video.data", {"video"}, True),
+        ("def f():\n    from tasks.video import data", {"video"}, False),
+        ("class A:\n    if True:\n        from tasks.video import data", {"video"}, True),
+        ("if TYPE_CHECKING:\n    import tasks.video.data", {"video"}, False),
+        ("from tasks import classification, common", {"classification", "common"}, True),
+        ("from ..video.data import load_data", {"video"}, True),
+        ("import importlib\nimportlib.import_module('tasks.video.train')", {"video"}, True),
+        ("from hf_sparseprior import supports", set(), True),
+    ],
+)
+def test_every_form_of_import_is_seen(source, tasks, when_imported):
+    assert tasks_in(imported_names(source, "tasks.robotics")) == tasks
+    assert tasks_in(imported_names(source, "tasks.robotics", everywhere=False)) == (tasks if when_imported else set())
+
+
+def test_importing_goes_in_no_circle():
+    assert circle({name: imported_modules(name, everywhere=False) for name in MODULES}) == set()
+
+
+def test_a_circle_is_found():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"e"}}) == {"a", "b", "c"}
+
+
+def test_every_module_of_the_library_has_a_floor():
+    assert {within(name) for name in LIBRARY} == {name for floor in FLOORS for name in floor}
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_imports_of_the_library_go_down(name):
+    assert "TYPE_CHECKING" not in LIBRARY[name].read_text(encoding="utf-8")  # it would hide imports from this test
+    found = [other for other in imported_modules(name, everywhere=False) if other in LIBRARY]
+    assert sorted(other for other in found if floor_of(other) > floor_of(name)) == []
+
+
+@pytest.mark.parametrize("name", [name for name in LIBRARY if name not in ENTRIES])
+def test_a_folder_of_the_library_imports_what_it_may_even_within_functions(name):
+    allowed = MAY_IMPORT[folder_of(name)] | {folder_of(name)} | ({"kernels"} if name == GUARDED else set())
+    assert {other for other in imported_modules(name) if folder_of(other) not in allowed} == set()
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_the_library_imports_no_task(name):
+    assert {other for other in all_imported_names(name) if other.split(".")[0] == "tasks"} == set()
+
+
+@pytest.mark.parametrize("name", TASK_MODULES)
+def test_no_task_imports_another_and_common_imports_none(name):
+    allowed = {"common", *name.split(".")[1:2]}
+    assert tasks_in(all_imported_names(name)) <= allowed
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_files_and_functions_of_the_library_are_short(name):
+    text = LIBRARY[name].read_text(encoding="utf-8")
     assert len(text.splitlines()) <= LONGEST_FILE
-    functions = [
-        (node.name, node.end_lineno - node.lineno + 1)
+    lengths = {
+        node.name: node.end_lineno - node.lineno + 1
         for node in ast.walk(ast.parse(text))
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    ]
-    allowed = {function for file, function in LONGER if file == path.relative_to(PACKAGE).as_posix()}
-    assert [found for found in functions if found[1] > LONGEST_FUNCTION and found[0] not in allowed] == []
+    }
+    assert {function: lines for function, lines in lengths.items() if lines > LONGEST_FUNCTION} == {}

@@ -292,6 +292,15 @@ def _gradients_of_keys(
 
 
 @triton.jit
+def _store_floor(floor, part, outside, g_rows, lse_rows, exists, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """With zero fill, the probability of one key `outside` for each row, and the gradients that it weighs, summed."""
+    columns = tl.arange(0, COLUMNS)
+    floor_rows = tl.where(exists & (outside > 0), tl.exp(-lse_rows), 0.0)
+    tl.store(floor, floor_rows, mask=exists)
+    tl.store(part + columns, tl.sum(floor_rows[:, None] * g_rows, 0), mask=columns < WIDTH)
+
+
+@triton.jit
 def _backward_rows(
     grad, q, k, v, out, lse, dq, delta, floor, floor_parts, prefix_parts, pair_grads, prefix_weight_parts,
     self_weight_parts, signed_offsets, offset_begin, pair_weights, pair_begin, prefix_weight, self_weight, seed,
@@ -326,10 +335,8 @@ def _backward_rows(
         seen = _count_keys(signed_offsets, first, last, rows, patches)
     if floor is not None:
         outside = patches - (tl.maximum(seen, 1) if PREFIX == 0 else seen)
-        floor_rows = tl.where(exists & (outside > 0), tl.exp(-lse_rows), 0.0)
-        tl.store(floor + per_row, floor_rows, mask=exists)
-        at = (slot * blocks + block) * WIDTH + columns
-        tl.store(floor_parts + at, tl.sum(floor_rows[:, None] * g_rows, 0), mask=columns < WIDTH)
+        part = floor_parts + (slot * blocks + block) * WIDTH
+        _store_floor(floor + per_row, part, outside, g_rows, lse_rows, exists, WIDTH, COLUMNS)
 
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     prefix_factor = _head_weight(prefix_weight, head)
