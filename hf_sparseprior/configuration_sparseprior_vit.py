@@ -120,6 +120,7 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
     """
 
     model_type = "sparseprior_vit"
+    presets = PRESETS
     keys_to_ignore_at_inference = [
         *("hidden_states", "attentions", "class_logits", "distillation_logits", "token_logits"),
         *("token_ids", "kept", "auxiliary_losses"),
@@ -177,9 +178,9 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
     @classmethod
     def from_preset(cls, preset: str, **overrides: Any) -> SparsePriorViTConfig:
         """Configuration of one of the papers' architectures, e.g. `from_preset("deit_base", prior="violin")`."""
-        if preset not in PRESETS:
-            raise ValueError(f"preset={preset!r} must be one of {', '.join(PRESETS)}")
-        return cls(**{**PRESETS[preset], **overrides})
+        if preset not in cls.presets:
+            raise ValueError(f"preset={preset!r} must be one of {', '.join(cls.presets)}")
+        return cls(**{**cls.presets[preset], **overrides})
 
     @property
     def output_attentions(self) -> bool:
@@ -201,7 +202,7 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
     @property
     def stages(self) -> list[Stage]:
         """Heads and grid of the layers, with one entry for each stage of a family whose grid shrinks between stages."""
-        return [Stage(self.num_attention_heads, self.grid)]
+        return [Stage(self.num_attention_heads, self.grid, self.num_hidden_layers)]
 
     @property
     def stage_priors(self) -> list[ResolvedPrior]:
@@ -222,18 +223,18 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
     def pruning_ratio(self) -> float:
         """Percentage of query-key pairs that the prior leaves out, prefix tokens included (`prior_pruning_ratio`)."""
         kept = total = 0.0
-        for prior, (heads, grid) in zip(self.stage_priors, self.stages, strict=True):
+        for prior, (heads, grid, num_layers) in zip(self.stage_priors, self.stages, strict=True):
             ratio = prior_pruning_ratio(prior, heads, grid, self.num_prefix_tokens, self.hidden_size // heads)
             if len(self.stages) == 1:
                 return ratio
-            pairs = heads * (grid[0] * grid[1] + self.num_prefix_tokens) ** 2
+            pairs = num_layers * heads * (grid[0] * grid[1] + self.num_prefix_tokens) ** 2
             kept, total = kept + pairs * (1 - ratio / 100), total + pairs
         return 100 * (1 - kept / total)
 
     @property
     def prior_name(self) -> str:
         """Short name of the prior, e.g. "fibottention+violin"."""
-        return ", ".join(dict.fromkeys(map(prior_name, self.stage_priors)))
+        return prior_name(self.prior)
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 

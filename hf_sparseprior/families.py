@@ -1,39 +1,58 @@
 """Families of models. Each registers itself once, next to its classes; whatever goes by family looks here.
 
-These are transformers' Auto classes, the auto map and the card of a saved model, `export`, `convert`, FLOPs, the
-trainer, and the tests that run over every family.
+These are transformers' Auto classes, the auto map and the card of a saved model, `export`, `convert`, FLOPs, LoRA, the
+sections and presets of configurations, the backbones of mm configs, and the tests that run over every family.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import transformers
 
 FAMILIES: dict[str, Family] = {}
+_LISTENERS: list[Callable[[Family], None]] = []
+Takes = Literal["images", "clips"]
+
+
+@dataclass(frozen=True)
+class ProjectionNames:
+    """Names of projections below a transformer layer, which LoRA adapts; those of ViT are the default.
+
+    query_value, attention, mlp: of `targets` "query+value", "attention" and, with attention, "attention+mlp".
+    """
+
+    query_value: tuple[str, ...] = ("attention.q_proj", "attention.v_proj")
+    attention: tuple[str, ...] = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj")
+    mlp: tuple[str, ...] = ("mlp.fc1", "mlp.fc2")
+
+
+VIT_NAMES = ProjectionNames()
 
 
 @dataclass(frozen=True)
 class Family:
     """A family of models.
 
-    config_class: of all its models; its `model_type` is the family's name.
+    config_class: of all its models; its `model_type` is the family's name, its `presets` are architectures by name.
     models: by the name of the Auto class of transformers that makes it. "AutoModel" is the bare transformer.
     title, architecture: of model cards.
     takes: what its models take.
     flops: the function (config, image_size, prior, convention, num_prefix_tokens) that counts a model's FLOPs, or where
         it is, "module:name", because a saved model does not carry it; None: they are not counted.
+    projections: what LoRA adapts.
     """
 
     config_class: type[transformers.PretrainedConfig]
     models: Mapping[str, type[transformers.PreTrainedModel]]
     title: str
     architecture: str
-    takes: Literal["images", "clips"] = "images"
+    takes: Takes = "images"
     flops: str | Callable[..., Any] | None = None
+    projections: ProjectionNames = VIT_NAMES
 
     @property
     def name(self) -> str:
@@ -49,6 +68,38 @@ class Family:
     def classifier(self) -> Any:
         """The transformer with a classifier; None: there is none."""
         return next((cls for auto_class, cls in self.models.items() if auto_class.endswith("Classification")), None)
+
+    @property
+    def image_classifier(self) -> Any:
+        """The classifier of images.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        if self.takes != "images" or self.classifier is None:
+            raise ValueError(f"{self.name!r} is a family without image classifiers")
+        return self.classifier
+
+    @property
+    def backbone(self) -> Any:
+        """The feature extractor for dense prediction; None: there is none."""
+        return self.models.get("AutoBackbone")
+
+    @property
+    def config_fields(self) -> list[str]:
+        """Fields of its configs, without those that every config of transformers has."""
+        common = {field.name for field in fields(transformers.PretrainedConfig)}
+        return [field.name for field in fields(self.config_class) if field.name not in common]
+
+    @property
+    def presets(self) -> Mapping[str, Any]:
+        """The architectures that `from_preset` of its configs knows, by name."""
+        return getattr(self.config_class, "presets", {})
+
+    def make_config(self, preset: str | None = None, **options: Any) -> Any:
+        """A config with these fields, of a preset where one is named."""
+        config_class: Any = self.config_class
+        return config_class.from_preset(preset, **options) if preset else config_class(**options)
 
     @property
     def auto_map(self) -> dict[str, str]:
@@ -94,7 +145,16 @@ def register_family(family: Family) -> Family:
         transformers.AutoConfig.register(family.name, family.config_class)
         for auto_class, cls in family.models.items():
             getattr(transformers, auto_class).register(family.config_class, cls)
+    for act in _LISTENERS:
+        act(family)
     return family
+
+
+def for_every_family(act: Callable[[Family], None]) -> None:
+    """Call a function with each family, and with those that are registered later."""
+    _LISTENERS.append(act)
+    for family in list(FAMILIES.values()):
+        act(family)
 
 
 def unregister_family(name: str) -> None:
@@ -108,3 +168,24 @@ def unregister_family(name: str) -> None:
 def family_of(config: Any) -> Family | None:
     """The family of a model's config; None: it is none of ours."""
     return FAMILIES.get(getattr(config, "model_type", None) or "")
+
+
+def presets(takes: Takes = "images") -> dict[str, Family]:
+    """The families of images or of clips by the names of their presets; the first one registered has a name."""
+    found: dict[str, Family] = {}
+    for family in FAMILIES.values():
+        if family.takes == takes:
+            found.update({name: family for name in family.presets if name not in found})
+    return found
+
+
+def preset_family(preset: str, takes: Takes = "images") -> Family:
+    """The family that has a preset.
+
+    Raises:
+        ValueError: if none has it, with the names of all.
+    """
+    known = presets(takes)
+    if not isinstance(preset, str) or preset not in known:
+        raise ValueError(f"preset={preset!r} must be one of {', '.join(known)}")
+    return known[preset]

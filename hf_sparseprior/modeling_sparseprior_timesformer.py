@@ -20,7 +20,7 @@ from transformers import initialization as init
 
 from .configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
 from .configuration_sparseprior_vit import SparsePriorViTConfig
-from .families import Family, register_family
+from .families import VIT_NAMES, Family, ProjectionNames, register_family
 from .modeling_sparseprior_vit import (
     SparsePriorViTEmbeddings,
     SparsePriorViTForImageClassification,
@@ -328,5 +328,9 @@ register_family(
         title="SparsePriorTimesformer",
         architecture="TimeSformer, divided space-time attention",
         takes="clips",
+        projections=ProjectionNames(
+            query_value=(*VIT_NAMES.query_value, *(f"temporal_{name}" for name in VIT_NAMES.query_value)),
+            attention=(*VIT_NAMES.attention, *(f"temporal_{name}" for name in VIT_NAMES.attention)),
+        ),
     )
 )

@@ -6,6 +6,7 @@ and names what does not fit.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForImageClassification
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
+from .families import FAMILIES, Family
 from .files import file_sha256
 from .loading import check_whole, newly_initialised
 from .prior import is_prior_weight
@@ -28,6 +30,25 @@ def check_saved_folder(folder: str | os.PathLike, setting: str | None = None) ->
     if not isinstance(folder, (str, os.PathLike)) or not (Path(folder) / CONFIG_NAME).is_file():
         named = f"{setting}={folder}" if setting else f"{folder}"
         raise OSError(f"{named} is not a folder of a saved model")
+
+
+def saved_family(folder: str | os.PathLike) -> Family:
+    """The family of a saved model.
+
+    Raises:
+        OSError: if the folder has no config, or one that cannot be read.
+        ValueError: if the model is of none of our families.
+    """
+    file = Path(folder) / CONFIG_NAME
+    try:
+        name = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    except (ValueError, AttributeError):
+        raise OSError(f"{file} is not a JSON object") from None
+    if name not in FAMILIES:
+        raise ValueError(
+            f"{folder} holds a {name!r} model; make it ours first: python -m hf_sparseprior convert {folder} OUT"
+        )
+    return FAMILIES[name]
 
 
 def load_whole_model(
@@ -66,8 +87,8 @@ def load_changed_model(folder: str | os.PathLike, model_class: Any, **changes: A
     size, the position embedding is interpolated. Everything that starts anew is drawn by `model_class`.
 
     Args:
-        folder: folder of a saved SparsePriorViT, with or without a classifier.
-        model_class: a SparsePriorViT class.
+        folder: folder of a saved model of our families, with or without a classifier.
+        model_class: a class of its family.
         changes: fields of the config that differ from the saved ones.
 
     Returns:
@@ -107,7 +128,7 @@ def copy_weights(
     copy_prior: bool = True,
     strict: bool = False,
 ) -> None:
-    """Copy the weights of one SparsePriorViT into another that may have another prior, classifier, dtype or grid.
+    """Copy the weights of a model into another of its family that may have another prior, classifier, dtype or grid.
 
     Names are compared without the prefix of the base model, so a bare model and one with a classifier fit each other.
     The position embedding is interpolated to the target's grid. If the source has no weight of the same name and shape,

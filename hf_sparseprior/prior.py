@@ -40,13 +40,14 @@ PriorSpec = str | Mapping[str, Any] | ResolvedPrior
 
 
 class Stage(NamedTuple):
-    """What a prior needs to know about layers that share heads and grid.
+    """Consecutive attention layers that share heads and grid.
 
-    num_heads: H. grid: (height, width) of the patches.
+    num_heads: H. grid: (height, width) of the patches. num_layers: how many there are.
     """
 
     num_heads: int
     grid: tuple[int, int]
+    num_layers: int = 1
 
 
 def parse_prior(prior: PriorSpec | None) -> dict[str, Any]:
@@ -209,8 +210,10 @@ def predictor_or_mixer(prior: ResolvedPrior) -> tuple[Mapping[str, Any], type[Pr
     return None
 
 
-def prior_name(prior: ResolvedPrior) -> str:
-    """Short name of a resolved prior: "fibottention+violin"."""
+def prior_name(prior: ResolvedPrior | Sequence[ResolvedPrior]) -> str:
+    """Short name of a resolved prior: "fibottention+violin"; of those of several stages each once, "violin, dense"."""
+    if isinstance(prior, Sequence):
+        return ", ".join(dict.fromkeys(map(prior_name, prior)))
     parts = [prior["support"]["name"]] if prior["support"]["name"] != "dense" else []
     parts += [filled["name"] for filled in (prior["decay"], prior["predictor"]) if filled]
     parts += [prior["mixer"]["name"]] if prior["mixer"] != "softmax" else []

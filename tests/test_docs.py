@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hf_sparseprior as sp
-from hf_sparseprior.backend_choice import BACKENDS
+from hf_sparseprior.backend_choice import BACKENDS, unregister_backend
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.supports import SUPPORTS
 
@@ -19,12 +19,14 @@ TEXT = PAGE.read_text()
 @pytest.fixture
 def registries():
     """The registries, which afterwards hold what they held before."""
-    found = [SUPPORTS, DECAYS, BACKENDS]
-    before = [dict(registry) for registry in found]
+    before = [dict(registry) for registry in (SUPPORTS, DECAYS)]
+    backends = list(BACKENDS)
     yield
-    for registry, entries in zip(found, before, strict=True):
+    for registry, entries in zip((SUPPORTS, DECAYS), before, strict=True):
         registry.clear()
         registry.update(entries)
+    for name in BACKENDS.keys() - backends:
+        unregister_backend(name)
 
 
 def test_the_examples_make_a_support_a_decay_and_a_backend(registries, tmp_path):

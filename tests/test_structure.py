@@ -114,7 +114,7 @@ def tasks_in(names):
 
 def within(name):
     """First part of a library module's name within the package, that of its file or folder."""
-    return (name.split(".") + ["__init__"])[1]
+    return [*name.split("."), "__init__"][1]
 
 
 def floor_of(name):

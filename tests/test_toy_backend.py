@@ -1,5 +1,8 @@
-"""A backend that a test registers in one place is found wherever backends are looked up."""
+"""A backend that a test registers in one place is found wherever backends are looked up, and so is a support in the
+benchmarks.
+"""
 
+import json
 import logging
 
 import pytest
@@ -8,8 +11,9 @@ import torch
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTModel
 from hf_sparseprior.backend_choice import BACKENDS, Crossover, register_backend, unregister_backend
 from hf_sparseprior.backend_dense import reference
+from tasks.benchmark import attention
 from tasks.benchmark.contenders import PASSES, Setting, Size, chosen_backend, contenders, make_problem, timed_call
-from tasks.benchmark.model import parse_contenders
+from tasks.benchmark.model import COPY, ModelRun, parse_contenders
 from tests.hf_sparseprior.attention_cases import (
     DECAY_VARIANTS,
     FILLED,
@@ -19,6 +23,7 @@ from tests.hf_sparseprior.attention_cases import (
     make_leaves,
     runnable,
 )
+from tests.hf_sparseprior.toys import registered_support
 
 VIOLIN = DECAY_VARIANTS[1]
 
@@ -102,6 +107,27 @@ def test_the_benchmarks_list_and_check_it(toy):
     factor[0] = 1.001
     with pytest.raises(RuntimeError, match="WRONG"):
         timed_call(problem, contender, trains=False)
+
+
+def test_the_benchmarks_measure_a_support_registered_here(tmp_path):
+    with registered_support() as name:
+        # 12 patches are a grid of 3x4, which a support in two dimensions has to be told.
+        problem = make_problem(Setting(heads=2, width=4, support=name), Size(12, 1), trains=True)
+        assert chosen_backend(problem, trains=True) == "sdpa" and problem.plan.support["name"] == name
+        found = {key: contender.can_run(problem, True) for key, contender in contenders().items()}
+        assert found["reference"] is None and "has pairs off its diagonals" in found["diagonal"]
+        assert "the support has other pairs" in found["flex"]
+        for key, reason in found.items():
+            if reason is None:
+                timed_call(problem, contenders()[key], trains=True)()  # compares with the reference
+        out = tmp_path / "attention.json"
+        arguments = ["--support", name, "--sizes", "12x1", "--heads", "2", "--rounds", "1", "--device", "cpu"]
+        assert attention.main([*arguments, "--contenders", "dense_sdpa,reference,gather", "--out", str(out)]) == 0
+        (entry,) = json.loads(out.read_text())["sizes"]
+        assert entry["tokens"] == 12 and json.loads(out.read_text())["settings"]["support"] == name
+        assert set(parse_contenders([name])) == {name, COPY}
+        run = ModelRun("vit_tiny", parse_contenders([name])[name], 48, 1, torch.float32, torch.device("cpu"))
+        assert run.model.config.prior_name == name and run.forward().shape == (1, run.model.config.num_labels)
 
 
 def test_it_is_gone_afterwards_and_no_name_is_taken_twice():

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from hf_sparseprior.adapters.stock_families import VIT_NAMES, ProjectionNames, stock_projections
+from hf_sparseprior.adapters.stock_families import stock_projections
+from hf_sparseprior.families import FAMILIES, ProjectionNames
 
 # Names of the modules that hold a learned decay's scalars, an extra or a mixer, and names of classifiers in our and in
 # transformers' models.
@@ -43,7 +44,7 @@ def lora_config(
     modules_to_save: Sequence[str] = (),
     **options: Any,
 ) -> Any:
-    """A peft `LoraConfig` for a SparsePriorViT or one of transformers' vision models.
+    """A peft `LoraConfig` for a model of our families or one of transformers' vision models.
 
     Classifiers, the scalars of learned decays, the extras and the mixers of a prior are trained whole and saved with
     the adapter.
@@ -136,7 +137,7 @@ def _model_type(model: nn.Module) -> str:
 
 def known_projections() -> dict[str, ProjectionNames]:
     """What is adapted in our models and in stock ones, by `config.model_type`."""
-    return {"sparseprior_vit": VIT_NAMES, **stock_projections()}
+    return {**{name: family.projections for name, family in FAMILIES.items()}, **stock_projections()}
 
 
 def _target_names(model: nn.Module, names: Sequence[str], targets: str | Sequence[str] | None) -> list[str]:

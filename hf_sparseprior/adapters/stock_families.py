@@ -8,20 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_sparseprior.families import VIT_NAMES, ProjectionNames
 
-@dataclass(frozen=True)
-class ProjectionNames:
-    """Names of the projections in a transformer layer that LoRA adapts, as in transformers 5.
-
-    query_value, attention, mlp: for `targets` "query+value", "attention" and, with attention, "attention+mlp".
-    """
-
-    query_value: tuple[str, ...] = ("attention.q_proj", "attention.v_proj")
-    attention: tuple[str, ...] = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj")
-    mlp: tuple[str, ...] = ("mlp.fc1", "mlp.fc2")
-
-
-VIT_NAMES = ProjectionNames()
+# Names as in transformers 5.
 DINO_NAMES = ProjectionNames(mlp=("mlp.fc1", "mlp.fc2", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
 CLIP_NAMES = ProjectionNames(
     query_value=("self_attn.q_proj", "self_attn.v_proj"),

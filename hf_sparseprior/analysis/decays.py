@@ -9,24 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_sparseprior.analysis.layers import find_attention
+from hf_sparseprior.analysis.layers import attention_layers, find_attention
 from hf_sparseprior.attention_plan import AttentionPlan, decay_positions
 from hf_sparseprior.decay import Decay, decay_mask, decay_weights
 
 
 @torch.no_grad()
-def learned_decay_masks(layers: Any, config: Any) -> list[Tensor]:
-    """M (H, N, N) in float32 of every layer that has a decay, on the configured grid.
-
-    Args:
-        layers: the blocks of a SparsePriorViT (`model.vit.layers`).
-        config: the model's config.
-    """
+def learned_decay_masks(model: Any) -> list[Tensor]:
+    """M (H, N, N) in float32 of every layer with a decay of a model of ours, on the configured grid of its stage."""
     masks = []
-    for layer in layers:
-        if layer.attention.decay_bias is not None:
-            plan = layer.attention.plan(config.grid, config.num_prefix_tokens)
-            decay = layer.attention.decay_bias()
+    grids = [stage.grid for stage in model.config.stages for _ in range(stage.num_layers)]
+    for layer, grid in zip(attention_layers(model), grids, strict=True):
+        if layer.decay_bias is not None:
+            plan, decay = layer.plan(grid, model.config.num_prefix_tokens), layer.decay_bias()
             masks.append(decay_mask(decay, decay_positions(plan, decay, decay["beta"].device), torch.float32))
     return masks
 

@@ -56,16 +56,22 @@ class AttentionLayers:
         return prior_name({**priors[0].prior, "decay": decays[0].settings if decays else None})
 
 
+def attention_layers(model: nn.Module) -> list[SparsePriorAttention]:
+    """The attention layers of a model of our families, in order; [] for a stock model."""
+    return [module for module in model.modules() if isinstance(module, SparsePriorAttention)]
+
+
 def find_attention(model: nn.Module) -> AttentionLayers:
     """The attention layers of a model, which may be inside a peft model.
 
     Raises:
         ValueError: for a model whose tokens are not its patches in raster order (windows, random parts of the patches),
-            or whose attention layers are not known.
+            whose stages have different grids, or whose attention layers are not known.
     """
     base: Any = getattr(model, "get_base_model", lambda: model)()
-    own = [module for module in base.modules() if isinstance(module, SparsePriorAttention)]
-    if own:
+    if own := attention_layers(base):
+        if len(base.config.stages) > 1:
+            raise ValueError(f"{type(base).__name__} cannot be analysed: its stages have grids of their own")
         layers = [AttentionLayer(number, module.num_heads, module, module.o_proj) for number, module in enumerate(own)]
         return AttentionLayers(layers, base.config.grid, base.config.num_prefix_tokens)
     encoder = find_encoder(base)

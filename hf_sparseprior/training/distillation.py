@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from hf_sparseprior.checks import check_keys
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
-from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTForImageClassification
 from hf_sparseprior.predictor import Predictor
+from hf_sparseprior.pretrained import saved_family
 from hf_sparseprior.prior import pruning_of
 from hf_sparseprior.token_pruning import counted_patches, take
 
@@ -165,18 +165,18 @@ class Teacher:
     """A classifier that is used and never trained.
 
     Args:
-        model: put into evaluation mode, its parameters frozen.
+        model: a classifier of our families, put into evaluation mode, its parameters frozen.
         name: for errors.
     """
 
-    def __init__(self, model: SparsePriorViTForImageClassification, name: str = "the teacher") -> None:
+    def __init__(self, model: Any, name: str = "the teacher") -> None:
         self.model = model.eval().requires_grad_(False)
         self.name = name
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike, **options: Any) -> Teacher:
         """A saved model as a teacher; `options` are fields of its config, `prior="dense"` for one before its prior."""
-        return cls(SparsePriorViTForImageClassification.from_pretrained(folder, **options), f"teacher {folder}")
+        return cls(saved_family(folder).image_classifier.from_pretrained(folder, **options), f"teacher {folder}")
 
     def check(self, config: Any, needs: frozenset[str]) -> None:
         """Raise ValueError unless the teacher fits a student of this config, in what the losses need."""

@@ -140,12 +140,13 @@ def patch_probabilities(model: Any, pixel_values: Tensor) -> Tensor:
     what the model would predict if it pooled that token alone.
 
     Args:
-        model: a `SparsePriorViTForImageClassification` that keeps all its patches.
+        model: a classifier of our families that keeps all its patches.
         pixel_values: (B, channels, height, width).
     """
     config = model.config
-    tokens = model.vit(pixel_values).last_hidden_state[:, config.num_prefix_tokens :]
-    classifier = model.classifier if model.token_classifier is None else model.token_classifier
+    tokens = model.base_model(pixel_values).last_hidden_state[:, config.num_prefix_tokens :]
+    token_classifier = getattr(model, "token_classifier", None)
+    classifier = model.classifier if token_classifier is None else token_classifier
     return classifier(tokens).float().softmax(-1)
 
 

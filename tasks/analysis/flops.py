@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +17,6 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
-from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.flops import CONVENTIONS, ModelFlops, model_flops
 from hf_sparseprior.analysis.paper_numbers import (
@@ -29,13 +27,16 @@ from hf_sparseprior.analysis.paper_numbers import (
     saving,
     unexplained_numbers,
 )
-from hf_sparseprior.configuration_sparseprior_vit import PRESETS, as_pair
-from hf_sparseprior.prior import prior_name, resolve_prior
+from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
+from hf_sparseprior.families import preset_family, presets
+from hf_sparseprior.pretrained import saved_family
+from hf_sparseprior.prior import prior_name, resolve_stages
 from tasks.common.command import run_command
 from tasks.common.config import parse_value, split_cell
 from tasks.common.environment import command_line, environment
 from tasks.common.images.model import MODEL_EXTRAS
 from tasks.common.images.sections import load_image_config
+from tasks.common.models import section_family
 from tasks.common.results import write_results
 from tasks.common.run_folder import MODEL
 
@@ -48,7 +49,7 @@ CONVIT = "convit_base"
 Counter = Callable[..., ModelFlops]
 
 
-def read_config(model: str) -> SparsePriorViTConfig:
+def read_config(model: str) -> Any:
     """The config of a preset, a saved model's folder, a run's folder or a classification run's FILE or FILE#CELL.
 
     A preset has ImageNet's 1000 classes. A YAML has no classifier here: its data decides.
@@ -57,51 +58,42 @@ def read_config(model: str) -> SparsePriorViTConfig:
         ValueError, OSError: for anything else; the message names what exists.
     """
     path = Path(model)
-    if model in PRESETS:
-        return SparsePriorViTConfig.from_preset(model, num_labels=IMAGENET_CLASSES, prior=PRESET_PRIOR)
+    if model in presets():
+        return preset_family(model).make_config(model, num_labels=IMAGENET_CLASSES, prior=PRESET_PRIOR)
     if split_cell(path)[0].suffix in (".yaml", ".yml"):
         return _yaml_config(path)
     for folder in (path, path / MODEL):
         if (folder / "config.json").is_file():
             return _saved_config(folder)
-    names = [*PRESETS, CONVIT]
+    names = [*presets(), CONVIT]
     near = difflib.get_close_matches(model, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(f"{model!r} is no preset, YAML or folder of a saved model; {hint}Presets: {', '.join(names)}")
 
 
-def _yaml_config(path: Path) -> SparsePriorViTConfig:
+def _yaml_config(path: Path) -> Any:
     model = load_image_config(path)["model"]
-    preset, pretrained = model.get("preset"), model.get("pretrained")
     options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS} | {"num_labels": 0}
-    if pretrained:
+    if pretrained := model.get("pretrained"):
         return _saved_config(Path(pretrained), **options)
-    return SparsePriorViTConfig.from_preset(preset, **options) if preset else SparsePriorViTConfig(**options)
+    return section_family(model).make_config(model.get("preset"), **options)
 
 
-def _saved_config(folder: Path, **options: Any) -> SparsePriorViTConfig:
-    file = folder / "config.json"
-    try:
-        kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
-    except (ValueError, AttributeError):
-        raise ValueError(f"{file} is not a JSON object") from None
-    if kind != SparsePriorViTConfig.model_type:
-        raise ValueError(
-            f"{folder} holds a {kind!r} model; make it ours first: python -m hf_sparseprior convert {folder} OUT"
-        )
-    return SparsePriorViTConfig.from_pretrained(folder, **options)
+def _saved_config(folder: Path, **options: Any) -> Any:
+    return saved_family(folder).config_class.from_pretrained(folder, **options)
 
 
-def counter_of(model: str, prior: Any) -> tuple[Counter, SparsePriorViTConfig, Any]:
+def counter_of(model: str, prior: Any) -> tuple[Counter, Any, Any]:
     """The function (image_size, prior, convention) that counts a model, the model's config, and its prior, checked."""
     if model == CONVIT:
-        config = SparsePriorViTConfig.from_preset("vit_base", num_attention_heads=16, prior=PRESET_PRIOR)
+        config: Any = SparsePriorViTConfig.from_preset("vit_base", num_attention_heads=16, prior=PRESET_PRIOR)
         counter: Counter = convit_base_flops
     else:
         config = read_config(model)
         counter = partial(model_flops, config)
     own = config.prior if prior is None else prior
-    return counter, config, resolve_prior(own, config.num_attention_heads, config.grid)
+    resolved = resolve_stages(own, config.stages)
+    return counter, config, resolved if len(resolved) > 1 else resolved[0]
 
 
 def count(model: str, prior: Any, sizes: Sequence[int] | None, convention: str) -> dict[str, Any]:
@@ -183,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         "models",
         nargs="*",
         metavar="MODEL",
-        help=f"{', '.join([*PRESETS, CONVIT])}; a YAML of a classification run; a folder of a saved model or a run",
+        help=f"{', '.join([*presets(), CONVIT])}; a YAML of a classification run; a folder of a saved model or a run",
     )
     parser.add_argument(
         "--prior",

@@ -17,9 +17,9 @@ from typing import Any
 from PIL import Image
 from transformers.utils import logging as transformers_logging
 
-from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.analysis.pictures import COLOURS, MARKERS, pyplot, save
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
+from hf_sparseprior.families import family_of
 from hf_sparseprior.files import write_text
 from tasks.analysis.trained import (
     Trained,
@@ -92,8 +92,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check_model(model: Trained) -> None:
-    kind = model.network.config.model_type
-    if kind != SparsePriorViTConfig.model_type:
+    if family_of(model.network.config) is None:
+        kind = model.network.config.model_type
         raise ValueError(
             f"{model.folder} holds a {kind!r} model; make it ours first: python -m hf_sparseprior convert "
             f"{model.folder} OUT"

@@ -17,9 +17,9 @@ from tqdm.auto import tqdm
 from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, IMAGE_PROCESSOR_NAME
 
-from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.adapters.lora import import_peft
 from hf_sparseprior.analysis.layers import AttentionLayers, find_attention
+from hf_sparseprior.families import FAMILIES
 from hf_sparseprior.pretrained import load_whole_model
 from tasks.common.environment import command_line, environment
 from tasks.common.images.config import DataConfig
@@ -103,7 +103,7 @@ def load_model(folder: Path) -> Any:
     if (folder / CONFIG_NAME).is_file():
         config = _read_json(folder / CONFIG_NAME)
         classifies = any("ImageClassification" in name for name in config.get("architectures") or [])
-        ours = config.get("model_type") == SparsePriorViTConfig.model_type
+        ours = config.get("model_type") in FAMILIES
         # transformers' own attention returns weights only with its eager implementation.
         options = {} if ours else {"attn_implementation": "eager"}
         return load_whole_model(folder, AutoModelForImageClassification if classifies else AutoModel, **options)

@@ -32,6 +32,7 @@ from tasks.benchmark.contenders import (
     contenders,
     copy_bound,
     make_problem,
+    nearly_square,
     timed_call,
 )
 from tasks.benchmark.timing import Forecast, SetUp, free_memory, measure
@@ -359,7 +360,7 @@ def run(arguments: argparse.Namespace) -> bool:
     memory_sizes = [Size(*pair) for pair in report.parse_sizes("--memory", arguments.memory)]
     growth_sizes = GROWTH_SIZES if arguments.growth else []
     for size in (*sizes, *memory_sizes, *growth_sizes):
-        resolve_support(setting.support, setting.heads, size.tokens)
+        resolve_support(setting.support, setting.heads, size.tokens, nearly_square(size.tokens))
     earlier = [] if arguments.also is None else earlier_sizes(arguments.also)
     results = report.provenance("attention", arguments)
     report.print_provenance(results)

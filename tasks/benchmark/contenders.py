@@ -76,8 +76,8 @@ def make_problem(setting: Setting, size: Size, trains: bool, seed: int = 0) -> P
     Layouts: with "projection" each of q, k, v is a view of its own (B, T, H, D), as three linear layers leave them;
     with "packed" they are views of one (B, T, 3, H, D); with "contiguous" they are (B, H, T, D) in memory.
     """
-    support = resolve_support(setting.support, setting.heads, size.tokens)
     grid = nearly_square(size.tokens)
+    support = resolve_support(setting.support, setting.heads, size.tokens, grid)
     settings = resolve_decay(setting.decay, grid)
     plan = AttentionPlan(setting.heads, grid, setting.prefix, support, settings, layer=0)
     generator = torch.Generator(setting.device).manual_seed(seed)

@@ -23,8 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.backend_choice import BACKENDS, register_backend, unregister_backend
-from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
-from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTForImageClassification
+from hf_sparseprior.families import preset_family
 from tasks.benchmark import report
 from tasks.benchmark.timing import Call, Forecast, SetUp, free_memory, measure
 from tasks.common.command import run_command
@@ -134,15 +133,24 @@ def parse_contenders(texts: Sequence[str]) -> dict[str, Contender]:
     return {**found, COPY: Contender("dense", COPY)}
 
 
+def preset_config(preset: str, resolution: int, prior: Any = "dense") -> Any:
+    """The config of a preset of any family, for square images of so many pixels.
+
+    Raises:
+        ValueError: for an unknown preset, a bad resolution or prior.
+    """
+    return preset_family(preset).make_config(preset, image_size=resolution, prior=prior)
+
+
 class ModelRun:
     """A model at one resolution, its images and its optimizer."""
 
     def __init__(
         self, preset: str, contender: Contender, resolution: int, batch: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        config = SparsePriorViTConfig.from_preset(preset, image_size=resolution, prior=contender.prior)
+        config = preset_config(preset, resolution, contender.prior)
         torch.manual_seed(0)
-        self.model = SparsePriorViTForImageClassification(config).to(device, dtype)
+        self.model = preset_family(preset).classifier(config).to(device, dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.images = torch.randn(batch, config.num_channels, resolution, resolution, device=device, dtype=dtype)
         self.labels = torch.randint(config.num_labels, (batch,), device=device)
@@ -251,7 +259,7 @@ class Benchmark:
 
     def tokens(self, resolution: int) -> int:
         """Patch tokens of an image."""
-        height, width = SparsePriorViTConfig.from_preset(self.preset, image_size=resolution).grid
+        height, width = preset_config(self.preset, resolution).grid
         return height * width
 
     def too_much(self, name: str, key: str, tokens: int, batch: int, free: float) -> str | None:
@@ -353,7 +361,7 @@ def panels(sizes: Sequence[Mapping[str, Any]]) -> list[list[report.Panel]]:
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tasks.benchmark.model", description=__doc__)
-    parser.add_argument("--models", default="vit_tiny,vit_small,vit_base", help="presets of the config")
+    parser.add_argument("--models", default="vit_tiny,vit_small,vit_base", help="presets of any family")
     parser.add_argument(
         "--priors",
         nargs="+",
@@ -382,7 +390,7 @@ def run(arguments: argparse.Namespace) -> None:
     for model in models:  # a bad name or resolution ends the command before the first measurement
         for resolution, _ in sizes:
             for contender in contenders.values():
-                SparsePriorViTConfig.from_preset(model, image_size=resolution, prior=contender.prior)
+                preset_config(model, resolution, contender.prior)
     results = {**report.provenance("model", arguments), "sizes": []}
     report.print_provenance(results)
     for model in models:
@@ -399,7 +407,8 @@ def run(arguments: argparse.Namespace) -> None:
         print("\n" + targets_table(results["targets"]))
     write_results(arguments.out, results)
     print(f"\n{arguments.out}")
-    heading = f"SparsePriorViT, {arguments.dtype}, {report.machine(results, device.type)}"
+    titles = dict.fromkeys(preset_family(model).title for model in models)
+    heading = f"{', '.join(titles)}, {arguments.dtype}, {report.machine(results, device.type)}"
     print(report.draw_times(panels(results["sizes"]), arguments.out.with_suffix(".png"), heading, "pixels a side"))
 
 

@@ -3,7 +3,8 @@
 base: digits.yaml#dense          another file or cell that this one changes, relative to it; or a list, later ones win
 data: {...}                      fields of DataConfig
 augmentation: {...}              fields of AugmentationConfig, what happens to training images
-model: {...}                     fields of SparsePriorViTConfig, plus `preset`, `pretrained` and `classifier_init_std`
+model: {...}                     fields of the family's config (SparsePriorViTConfig), plus `family`, `preset`,
+                                 `pretrained` and `classifier_init_std`
 tuning: {...}                    fields of TuningConfig, how much of the model is trained
 token_labels: {...}              fields of TokenLabelConfig, label maps for the patch tokens
 distillation: {...}              fields of DistillationConfig, a teacher and its losses

@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import BitImageProcessorPil, ViTImageProcessorPil, default_data_collator
 
-from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.image_processor import image_processor_settings
 from hf_sparseprior.training import DrawSampler, LabelMaps, Mixing, SoftTargetCollator
 from tasks.classification.streaming import StreamCollator, StreamedImages, noted_damage
@@ -61,7 +60,7 @@ def make_inputs(
     corrupt: dict[str, list[str]],
     config: DataConfig,
     augmentation: AugmentationConfig,
-    model_config: SparsePriorViTConfig,
+    model_config: Any,
     arguments: Any,
     label_maps: LabelMaps | None = None,
 ) -> Inputs:
@@ -81,7 +80,7 @@ def _stream_inputs(
     data: StreamData,
     config: DataConfig,
     augmentation: AugmentationConfig,
-    model_config: SparsePriorViTConfig,
+    model_config: Any,
     arguments: Any,
     collate: SoftTargetCollator,
 ) -> Inputs:
@@ -121,7 +120,7 @@ def _stream_inputs(
 def make_datasets(
     data: ImageData,
     config: DataConfig,
-    model_config: SparsePriorViTConfig,
+    model_config: Any,
     augmentation: AugmentationConfig | None = None,
     seed: int = 0,
     label_maps: LabelMaps | None = None,
@@ -145,7 +144,7 @@ def make_datasets(
     return datasets, processor
 
 
-def make_processor(model_config: SparsePriorViTConfig, eval_crop_ratio: float | None = None) -> Any:
+def make_processor(model_config: Any, eval_crop_ratio: float | None = None) -> Any:
     """The image processor of evaluation: resize, or resize and cut out the centre."""
     if model_config.num_channels not in (1, 3):
         raise ValueError(f"model.num_channels={model_config.num_channels} must be 3 (colour) or 1 (grey) for images")
@@ -162,7 +161,7 @@ def make_processor(model_config: SparsePriorViTConfig, eval_crop_ratio: float | 
     return BitImageProcessorPil(**settings)
 
 
-def _make_augmentation(config: AugmentationConfig, model_config: SparsePriorViTConfig) -> Augmentation | None:
+def _make_augmentation(config: AugmentationConfig, model_config: Any) -> Augmentation | None:
     if not config.changes_images:
         return None
     size = image_processor_settings(model_config)["size"]

@@ -89,7 +89,7 @@ def draw_pictures(out: Path, results: dict[str, list[dict[str, Any]]]) -> list[P
 def _draw_learned_decay(model: SparsePriorViTForImageClassification, path: Path) -> Path:
     masks = {
         f"layer {layer}, head {head + 1}": mask[head].numpy()
-        for layer, mask in enumerate(learned_decay_masks(model.vit.layers, model.config), start=1)
+        for layer, mask in enumerate(learned_decay_masks(model), start=1)
         for head in range(min(2, len(mask)))
     }
     return pictures.draw_decay(masks, model.config.grid, path, "decay masks M that VIOLIN learned on digits")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate.utils import parse_flag_from_env
+from torch import nn
 
-from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.checks import check_finite
 from hf_sparseprior.pretrained import check_saved_folder
 from hf_sparseprior.training.distillation import (
@@ -116,7 +116,7 @@ def make_distillation(config: dict[str, dict[str, Any]]) -> Distillation | None:
     return Distillation(settings.weights(), Teacher.from_pretrained(folder, **options))
 
 
-def start_phase(model: SparsePriorViTForImageClassification, config: DistillationConfig) -> None:
+def start_phase(model: Any, config: DistillationConfig) -> None:
     """Let only the parameters that the phase trains require gradients."""
     if config.phase == "predictor":
         if not predictors(model):
@@ -128,7 +128,7 @@ def start_phase(model: SparsePriorViTForImageClassification, config: Distillatio
         freeze_predictors(model)
 
 
-def end_phase(model: SparsePriorViTForImageClassification, config: DistillationConfig) -> None:
+def end_phase(model: nn.Module, config: DistillationConfig) -> None:
     """What is done to the model after its last step."""
     if config.phase == "predictor":
         prune_predictors(model)

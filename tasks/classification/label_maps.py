@@ -19,9 +19,8 @@ from tqdm.auto import tqdm
 from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
-from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.files import file_sha256
-from hf_sparseprior.pretrained import load_whole_model
+from hf_sparseprior.pretrained import check_saved_folder, load_whole_model, saved_family
 from hf_sparseprior.training import LabelMaps, MapHeader, write_label_maps
 from hf_sparseprior.training.token_labels import (
     IMAGES_PER_FILE,
@@ -97,11 +96,8 @@ def make_label_maps(
         ValueError: for a teacher with other classes or one that says nothing about single patches, and for a folder
             that holds something else. OSError: for a teacher that cannot be read.
     """
-    model = load_whole_model(teacher)
-    if not isinstance(model, SparsePriorViTForImageClassification):
-        raise ValueError(
-            f"{teacher} holds a {type(model).__name__}; a teacher is a SparsePriorViTForImageClassification"
-        )
+    check_saved_folder(teacher)
+    model = load_whole_model(teacher, saved_family(teacher).image_classifier)
     check_teacher(model.config)
     names = [model.config.id2label[index] for index in range(model.config.num_labels)]
     if names != data.classes:
@@ -112,7 +108,7 @@ def make_label_maps(
     header = MapHeader(
         images=len(images),
         classes=names,
-        grid=list(model.config.grid),
+        grid=list(model.config.stages[-1].grid),
         top_k=top_k,
         teacher=file_sha256(Path(teacher) / SAFE_WEIGHTS_NAME),
         data=images_fingerprint(images),

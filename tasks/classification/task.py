@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import AutoImageProcessor, AutoModelForImageClassification, set_seed
 
-from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.pretrained import weights_sha256
 from tasks.classification.config import SECTIONS, check_config
@@ -106,7 +105,7 @@ def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
     return Split(ImageDataset(data.splits[split], preparation, data_config.cache), data.classes, data.description)
 
 
-def attention_flops(config: SparsePriorViTConfig) -> int | None:
+def attention_flops(config: Any) -> int | None:
     """Multiply-adds of attention for one image, as `ModelFlops.attention` counts them; None if it cannot."""
     try:
         return model_flops(config).attention

@@ -1,17 +1,54 @@
-"""Models of a run: what results.json says about them, and how one with an adapter of peft is saved."""
+"""Models of a run: which family a section describes, what results.json says about a model, how an adapter is saved."""
 
 from __future__ import annotations
 
 import copy
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
 from torch import nn
-from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, CONFIG_NAME
 
 from hf_sparseprior.analysis.decays import learned_decay_masks
+from hf_sparseprior.analysis.layers import attention_layers
+from hf_sparseprior.families import FAMILIES, Family, preset_family
+from hf_sparseprior.pretrained import saved_family
+
+# Keys of a section that describes a model, besides the fields of its family's config.
+FAMILY_KEYS = ("family", "preset", "pretrained")
+DEFAULT_FAMILY = "sparseprior_vit"
+
+
+def section_family(section: Mapping[str, Any], name: str = "model") -> Family:
+    """The family that a section of a configuration describes.
+
+    That is `family`, or that of the model in `pretrained`, or that of `preset`; SparsePriorViT where none says it. A
+    folder in `pretrained` need not be there yet.
+
+    Args:
+        section: with the keys of FAMILY_KEYS that are given.
+        name: of the section, for errors.
+
+    Raises:
+        ValueError: for a name that is none, a folder of another family, or one that is none of ours.
+        OSError: for a folder whose config cannot be read.
+    """
+    given, preset, folder = (section.get(key) for key in FAMILY_KEYS)
+    images = [family.name for family in FAMILIES.values() if family.takes == "images"]
+    if given is not None and given not in images:
+        raise ValueError(f"{name}.family={given!r} must be one of {', '.join(images)}")
+    if isinstance(folder, (str, os.PathLike)) and (Path(folder) / CONFIG_NAME).is_file():
+        saved = saved_family(folder)
+        if given not in (None, saved.name):
+            raise ValueError(f"{name}.family={given!r}, and {name}.pretrained={folder} is a {saved.name!r}")
+        return saved
+    if given is None and preset:
+        return preset_family(preset)
+    return FAMILIES[given or DEFAULT_FAMILY]
 
 
 def trainable_parameters(model: nn.Module) -> int:
@@ -27,10 +64,11 @@ def decay_change(model: Any) -> dict[str, float | None]:
         max_decay_change: max |M - 1|; mean_decay_change: mean 1 - M; max_alpha_change: max |alpha - 1|, 0 if alpha
         is not learned.
     """
-    masks = learned_decay_masks(model.vit.layers, model.config)
+    masks = learned_decay_masks(model)
     if not masks:
         return dict.fromkeys(("max_decay_change", "mean_decay_change", "max_alpha_change"))
-    alphas = [alpha for layer in model.vit.layers if (alpha := layer.attention.decay_bias.alpha) is not None]
+    decays = [layer.decay_bias for layer in attention_layers(model) if layer.decay_bias is not None]
+    alphas = [decay.alpha for decay in decays if decay.alpha is not None]
     return {
         "max_decay_change": max((mask - 1).abs().max().item() for mask in masks),
         "mean_decay_change": sum((1 - mask).mean().item() for mask in masks) / len(masks),

@@ -5,9 +5,9 @@
 from mmdet.registry import MODELS
 
 from tasks.common.mm import hooks, pyramid, reading  # noqa: F401
-from tasks.common.mm.backbone import SparsePriorViT
+from tasks.common.mm.backbone import register_backbones
 from tasks.common.mm.loading import refuse_pickles
 from tasks.detection import data  # noqa: F401
 
 refuse_pickles()
-MODELS.register_module(module=SparsePriorViT, force=True)
+register_backbones(MODELS)

@@ -2,7 +2,8 @@
 
 data: {...}       fields of DataConfig
 policy: {...}     fields of PolicyConfig, without `encoder`
-encoder: {...}    fields of SparsePriorViTConfig, `preset`, and `pretrained`, a folder that every encoder starts from
+encoder: {...}    fields of the family's config (SparsePriorViTConfig), `family`, `preset`, and `pretrained`, a folder
+                  that every encoder starts from
 trainer: {...}    fields of TrainerConfig
 """
 

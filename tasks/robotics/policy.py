@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils import CONFIG_NAME
 
-from hf_sparseprior import SparsePriorViTModel
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.files import file_sha256, whole_folder, write_text
 from hf_sparseprior.pretrained import load_whole_model
@@ -83,7 +82,9 @@ class CrosswayPolicy(nn.Module):
         self.normalizer = normalizer
         self.about: dict[str, Any] = {}
         self.scheduler = noise_scheduler(config.noise_levels)
-        self.encoders = nn.ModuleDict({key: SparsePriorViTModel(config.encoder_config(key)) for key in config.cameras})
+        self.encoders = nn.ModuleDict(
+            {key: config.encoder_family.base(config.encoder_config(key)) for key in config.cameras}
+        )
         features = sum(self.encoder(key).config.pooled_size for key in config.cameras)
         features += sum(config.observations[key][0] for key in config.states)
         self.unet = ConditionalUNet1D(
@@ -107,9 +108,9 @@ class CrosswayPolicy(nn.Module):
                     nn.Linear(2 * size, size),
                 )
 
-    def encoder(self, key: str) -> SparsePriorViTModel:
+    def encoder(self, key: str) -> Any:
         """The encoder of a camera's images."""
-        return cast(SparsePriorViTModel, self.encoders[key])
+        return self.encoders[key]
 
     # ---- observations -----------------------------------------------------------------------------------------------
 
@@ -288,7 +289,7 @@ class CrosswayPolicy(nn.Module):
             source = folder / ENCODERS / key
             if not (source / CONFIG_NAME).is_file():
                 raise OSError(f"{source / CONFIG_NAME} is missing, of the encoder of {key}")
-            policy.encoders[key] = load_whole_model(source, SparsePriorViTModel)
+            policy.encoders[key] = load_whole_model(source, config.encoder_family.base)
         try:
             weights = load_file(folder / WEIGHTS_FILE)
         except (SafetensorError, FileNotFoundError) as error:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.checks import check_finite, check_integer
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
+from hf_sparseprior.families import Family
+from tasks.common.models import section_family
 from tasks.robotics.diffusion import SAMPLERS
 
 
@@ -23,8 +24,8 @@ class PolicyConfig:
     image_size: pixels that images are scaled to first; null: as they are recorded.
     crop: pixels of the window that the encoders see, at a random place in training and in the centre otherwise; null:
         everything.
-    encoder: fields of SparsePriorViTConfig and `preset`. The image size is the crop's, cut down to whole patches. Every
-        camera has an encoder like this.
+    encoder: fields of the config of its `family` (SparsePriorViT), and `preset`. The image size is the crop's, cut down
+        to whole patches. Every camera has an encoder like this.
     widths, kernel_size, groups, step_embedding_size: as `ConditionalUNet1D` takes them.
     reconstruction_weight: weight of each observation's mean squared error in the loss; 0: nothing is decoded.
     reconstruction_size: pixels of decoded images; null: image_size.
@@ -148,14 +149,18 @@ class PolicyConfig:
         size = self.reconstruction_size
         return self.image_shape(key) if size is None else (size, size)
 
-    def encoder_config(self, key: str) -> SparsePriorViTConfig:
+    @property
+    def encoder_family(self) -> Family:
+        """The family of the encoders."""
+        return section_family(self.encoder, "encoder")
+
+    def encoder_config(self, key: str) -> Any:
         """Configuration of this camera's encoder, which checks itself.
 
         Raises:
             ValueError: for bad fields.
         """
-        options = dict(self.encoder)
-        preset = options.pop("preset", None)
+        options = {name: value for name, value in self.encoder.items() if name not in ("family", "preset")}
         size = (self.crop, self.crop) if self.crop is not None else self.image_shape(key)
         if "image_size" in options:
             raise ValueError(f"encoder.image_size={options['image_size']!r} is policy.crop's; leave it out")
@@ -171,4 +176,4 @@ class PolicyConfig:
                 f"encoder.patch_size={list(patch)} must be at most the {size[0]}x{size[1]} pixels of {key}"
             )
         options["image_size"] = [side - side % step for side, step in zip(size, patch, strict=True)]
-        return SparsePriorViTConfig.from_preset(preset, **options) if preset else SparsePriorViTConfig(**options)
+        return self.encoder_family.make_config(self.encoder.get("preset"), **options)

@@ -15,10 +15,10 @@ import torch
 from accelerate import PartialState
 from transformers.utils import logging as transformers_logging
 
-from hf_sparseprior import SparsePriorViTForImageClassification
-from hf_sparseprior.pretrained import check_saved_folder, load_changed_model
+from hf_sparseprior.pretrained import check_saved_folder, load_changed_model, saved_family
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.common.command import run_command, train_parser
+from tasks.common.models import FAMILY_KEYS
 from tasks.common.results import Results
 from tasks.common.run_folder import (
     MODEL,
@@ -165,18 +165,21 @@ def run_identity(config: dict[str, dict[str, Any]], out: Path, overwrite: bool) 
 
 
 def start_encoders(policy: CrosswayPolicy, folder: str, encoder: dict[str, Any]) -> None:
-    """Let every camera's encoder start from a saved SparsePriorViT; positions are interpolated to its grid.
+    """Let every camera's encoder start from a saved model of its family; positions are interpolated to its grid.
 
     Raises:
         ValueError, OSError: if the folder does not fit.
     """
     check_saved_folder(folder, "encoder.pretrained")
-    options = {key: value for key, value in encoder.items() if key not in ("preset", "pretrained")}
+    family, saved = policy.config.encoder_family, saved_family(folder)
+    if saved is not family:
+        raise ValueError(f"encoder.pretrained={folder} is a {saved.name!r}; set encoder.family to it")
+    options = {key: value for key, value in encoder.items() if key not in FAMILY_KEYS}
     for key in policy.config.cameras:
         size = policy.encoder(key).config.image_size
         changes = {**options, "image_size": size}
-        classifier, _ = load_changed_model(folder, SparsePriorViTForImageClassification, **changes)
-        policy.encoder(key).load_state_dict(classifier.vit.state_dict())
+        classifier, _ = load_changed_model(folder, family.classifier, **changes)
+        policy.encoder(key).load_state_dict(classifier.base_model.state_dict())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,9 +3,9 @@
 from mmseg.registry import MODELS
 
 from tasks.common.mm import hooks, reading  # noqa: F401
-from tasks.common.mm.backbone import SparsePriorViT
+from tasks.common.mm.backbone import register_backbones
 from tasks.common.mm.loading import refuse_pickles
 from tasks.segmentation import data  # noqa: F401
 
 refuse_pickles()
-MODELS.register_module(module=SparsePriorViT, force=True)
+register_backbones(MODELS)

@@ -16,14 +16,13 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelFor
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 from hf_sparseprior import (
-    SparsePriorTimesformerConfig,
-    SparsePriorTimesformerModel,
     SparsePriorViTBackbone,
     SparsePriorViTConfig,
     SparsePriorViTForImageClassification,
     SparsePriorViTModel,
     compiled_kernels,
 )
+from hf_sparseprior.families import FAMILIES
 from hf_sparseprior.low_rank import MIXERS
 from hf_sparseprior.model_card import model_card
 from hf_sparseprior.predictor import PREDICTORS
@@ -35,10 +34,6 @@ CLASSES = {
     "AutoModel": SparsePriorViTModel,
     "AutoModelForImageClassification": SparsePriorViTForImageClassification,
     "AutoBackbone": SparsePriorViTBackbone,
-}
-SAVED = {
-    "sparseprior_vit": (SparsePriorViTConfig, SparsePriorViTModel),
-    "sparseprior_timesformer": (SparsePriorTimesformerConfig, SparsePriorTimesformerModel),
 }
 MODELS = [SparsePriorViTModel, SparsePriorViTForImageClassification, SparsePriorViTBackbone]
 
@@ -108,14 +103,13 @@ def siblings(entry_files):
     return reached
 
 
-@pytest.mark.parametrize("family", SAVED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_carries_what_its_two_files_import(family, tmp_path):
     """transformers follows the chains of relative imports (since 5.20, the oldest that we take), so no list is kept."""
     torch.manual_seed(0)
-    config_class, model_class = SAVED[family]
     sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-    config = config_class(image_size=32, patch_size=8, **sizes)
-    model_class(config).save_pretrained(tmp_path / "model")
+    config = FAMILIES[family].make_config(image_size=32, patch_size=8, **sizes)
+    FAMILIES[family].base(config).save_pretrained(tmp_path / "model")
     expected = siblings([f"configuration_{family}", f"modeling_{family}"])
     assert {path.stem for path in (tmp_path / "model").glob("*.py")} == expected
     assert {"attention", "ops", "registry", "supports"} < expected

@@ -1,4 +1,7 @@
-"""A support, a decay and a family registered here, each in one place, are found everywhere."""
+"""A support, a decay and a family that are registered in one place (tests/hf_sparseprior/toys.py) are found everywhere.
+
+tests/tasks/test_families.py looks for the family in the tasks.
+"""
 
 import json
 import math
@@ -7,158 +10,65 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, ViTConfig, ViTModel
-from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 
 import hf_sparseprior as sp
+from hf_sparseprior import families
 from hf_sparseprior.__main__ import main
+from hf_sparseprior.adapters import lora_config
+from hf_sparseprior.analysis.decays import learned_decay_masks
 from hf_sparseprior.analysis.flops import attention_parts, model_flops
-from hf_sparseprior.attention import SparsePriorAttention
-from hf_sparseprior.checks import check_integer
+from hf_sparseprior.analysis.layers import find_attention
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
 from hf_sparseprior.convert import convert_checkpoint
 from hf_sparseprior.curves import curve_rank
-from hf_sparseprior.decay import DECAYS, PLACEMENTS, Decay, register_decay
+from hf_sparseprior.decay import PLACEMENTS
 from hf_sparseprior.export import export_folder
-from hf_sparseprior.families import FAMILIES, Family, family_of, register_family, unregister_family
-from hf_sparseprior.masks import attended_pairs
-from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTEmbeddings, SparsePriorViTPreTrainedModel
-from hf_sparseprior.prior import Stage, prior_names, resolve_prior, resolve_stages
+from hf_sparseprior.families import (
+    FAMILIES,
+    Family,
+    family_of,
+    preset_family,
+    presets,
+    register_family,
+    unregister_family,
+)
+from hf_sparseprior.prior import prior_names, resolve_prior, resolve_stages
 from hf_sparseprior.resolved import Placement
-from hf_sparseprior.supports import SUPPORTS, Pattern, register_support, support_notes, support_pattern
-
-HEADS, WIDTH, GRID = 2, 8, (3, 4)
-
-
-# ---- what is registered ---------------------------------------------------------------------------------------------
-
-
-def near(a, b, grid, radius):
-    """Whether two patches lie within a square of each other."""
-    return abs(a // grid[1] - b // grid[1]) <= radius and abs(a % grid[1] - b % grid[1]) <= radius
-
-
-def neighbours(num_heads, grid, *, radius: int = 1):
-    """Each patch sees the square of 2 radius + 1 patches around it."""
-    check_integer("radius", radius, 0)
-    patches = range(grid[0] * grid[1])
-    pairs = np.array([(a, b) for a in patches for b in patches if near(a, b, grid, radius)], dtype=np.int64)
-    return Pattern([[] for _ in range(num_heads)], lambda layer: [pairs] * num_heads)
-
-
-def neighbours_check(settings):
-    return {"radius": check_integer("radius", settings["radius"], 0)}
-
-
-def neighbours_notes(support, pattern, grid):
-    return [f"radius={support['radius']} reaches beyond the grid"] if support["radius"] >= max(grid) else []
-
-
-class Ranks(Decay):
-    """Distance of two patches = difference of their ranks along the Hilbert curve, a multiple of `step`."""
-
-    SETTINGS = {"step": 1, **Decay.SETTINGS}
-    TENSORS = (*Decay.TENSORS, "origin")
-
-    @classmethod
-    def check_settings(cls, settings, grid):
-        return {**super().check_settings(settings, grid), "step": check_integer("step", settings["step"], 1)}
-
-    @classmethod
-    def positions(cls, settings, grid):
-        return settings["step"] * curve_rank("hilbert", grid).reshape(1, 1, -1)
-
-    @classmethod
-    def tensor_shapes(cls, settings, num_heads):
-        return {**super().tensor_shapes(settings, num_heads), "origin": (2, "any")}
-
-
-class TwoStageConfig(SparsePriorViTConfig):
-    """The grid's sides halve after the first stage."""
-
-    model_type = "toy_two_stage"
-
-    @property
-    def stages(self):
-        return [Stage(self.num_attention_heads, self.grid), Stage(self.num_attention_heads, self.second_grid)]
-
-    @property
-    def second_grid(self):
-        return self.grid[0] // 2, self.grid[1] // 2
-
-
-class TwoStageModel(SparsePriorViTPreTrainedModel):
-    """Two attention layers with the mean of 2x2 patches between them."""
-
-    config_class = TwoStageConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.embeddings = SparsePriorViTEmbeddings(config)
-        self.layers = nn.ModuleList(
-            SparsePriorAttention(config.hidden_size, config.num_attention_heads, prior, layer_idx=index)
-            for index, prior in enumerate(config.stage_priors)
-        )
-        self.post_init()
-
-    def forward(self, pixel_values):
-        tokens, grid = self.embeddings(pixel_values)
-        tokens = tokens + self.layers[0](tokens, grid)[0]
-        tokens = merge(tokens, grid)
-        tokens = tokens + self.layers[1](tokens, self.config.second_grid)[0]
-        return BaseModelOutputWithPooling(last_hidden_state=tokens, pooler_output=tokens.mean(1))
-
-
-class TwoStageForImageClassification(SparsePriorViTPreTrainedModel):
-    config_class = TwoStageConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.vit = TwoStageModel(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
-
-    def forward(self, pixel_values):
-        return ImageClassifierOutput(logits=self.classifier(self.vit(pixel_values).pooler_output))
-
-
-def merge(tokens, grid):
-    """(B, N, C) to (B, N / 4, C)."""
-    maps = tokens.transpose(1, 2).unflatten(2, grid)
-    return nn.functional.avg_pool2d(maps, 2).flatten(2).transpose(1, 2)
-
-
-def count_two_stages(config, image_size, prior, convention, num_prefix_tokens):
-    """Q K^T, softmax and (softmax) V of both layers, per part."""
-    assert image_size is None and prior is None and num_prefix_tokens is None
-    width, counts = config.hidden_size // config.num_attention_heads, []
-    for own, stage in zip(config.stage_priors, config.stages, strict=True):
-        num_tokens = math.prod(stage.grid)
-        pattern = support_pattern(own["support"], num_heads=stage.num_heads, num_tokens=num_tokens, grid=stage.grid)
-        counts.append(attended_pairs(pattern.offsets, num_tokens, 0, pattern.layer_pairs(0)))
-    return [attention_parts(pairs, width, convention) for pairs in counts]
+from hf_sparseprior.supports import support_notes
+from hf_sparseprior.training.distillation import Teacher
+from hf_sparseprior.training.token_labels import patch_probabilities
+from tests.hf_sparseprior.toys import (
+    GRID,
+    HEADS,
+    WIDTH,
+    TwoStageConfig,
+    TwoStageForImageClassification,
+    TwoStageModel,
+    merge,
+    near,
+    registered_decay,
+    registered_family,
+    registered_support,
+)
 
 
 @pytest.fixture
 def toy_support():
-    register_support("toy_neighbours", check=neighbours_check, notes=neighbours_notes)(neighbours)
-    yield "toy_neighbours"
-    del SUPPORTS["toy_neighbours"]
+    with registered_support() as name:
+        yield name
 
 
 @pytest.fixture
 def toy_decay():
-    register_decay("toy_ranks")(Ranks)
-    yield "toy_ranks"
-    del DECAYS["toy_ranks"]
+    with registered_decay() as name:
+        yield name
 
 
 @pytest.fixture
 def toy_family():
-    models = {"AutoModel": TwoStageModel, "AutoModelForImageClassification": TwoStageForImageClassification}
-    yield register_family(Family(TwoStageConfig, models, "TwoStage", "two stages", flops=count_two_stages))
-    unregister_family("toy_two_stage")
+    with registered_family() as family:
+        yield family
 
 
 # ---- an oracle ------------------------------------------------------------------------------------------------------
@@ -404,7 +314,66 @@ def test_a_family_is_found_everywhere(toy_family, toy_support, tmp_path):
     assert torch.equal(dense.vit.layers[1].q_proj.weight, model.vit.layers[1].q_proj.weight)
 
     counted = [sum(near(a, b, (4, 4), 1) for a in range(16) for b in range(16)), 4 * 4]
-    assert model_flops(model.config) == [attention_parts(HEADS * pairs, WIDTH // HEADS) for pairs in counted]
+    assert model_flops(model.config).layers == [attention_parts(HEADS * pairs, WIDTH // HEADS) for pairs in counted]
+
+
+def test_a_family_is_adapted_by_lora(toy_family):
+    import peft
+
+    model = two_stages("violin")
+    config = lora_config(model, rank=1, targets="attention")
+    assert config.target_modules == {f"vit.layers.{n}.{name}_proj" for n in range(2) for name in "qkvo"}
+    assert set(config.modules_to_save) == {"classifier", "decay_bias"}
+    logits = model(images((16, 16))).logits
+    adapted = peft.get_peft_model(model, config)
+    assert torch.equal(adapted(images((16, 16))).logits, logits)  # B of B A starts as 0
+    adapted(images((16, 16)), labels=torch.tensor([0, 2])).loss.backward()
+    trained = [name for name, value in adapted.named_parameters() if value.requires_grad]
+    assert len(trained) == 2 * (4 * 2 + 2) + 2  # A and B of four, alpha and beta; weight and bias of the classifier
+    assert all(value.grad.abs().sum() > 0 for name, value in adapted.named_parameters() if "lora_B" in name)
+
+
+def test_a_family_brings_its_presets(toy_family):
+    assert presets()["toy_tiny"] is preset_family("toy_tiny") is toy_family
+    assert presets()["deit_tiny"] is FAMILIES["sparseprior_vit"]
+    assert toy_family.make_config("toy_tiny", prior="violin").grid == (4, 4)
+    with pytest.raises(ValueError, match=r"preset='toy_tini' must be one of vit_tiny, .*, toy_tiny$"):
+        preset_family("toy_tini")
+
+
+def test_a_listener_hears_of_families_that_are_there_and_that_come(monkeypatch):
+    heard = []
+    monkeypatch.setattr(families, "_LISTENERS", [])
+    families.for_every_family(heard.append)
+    assert heard == list(FAMILIES.values())
+    added = register_family(Family(TwoStageConfig, {"AutoModel": TwoStageModel}, "Other", "other"))
+    unregister_family("toy_two_stage")
+    assert heard[-1] is added
+
+
+def test_each_layer_has_the_decay_of_its_stage(toy_family):
+    model = two_stages("violin")
+    first, second = learned_decay_masks(model)
+    assert first.shape == (HEADS, 16, 16) and second.shape == (HEADS, 4, 4)
+    ranks = [curve_rank(name, (2, 2)).ravel() for name in model.config.prior[1]["decay"]["curves"]]
+    gamma = torch.sigmoid(model.vit.layers[1].decay_bias.beta.double()).tolist()
+    expected = sum(gamma[c][0] ** abs(int(rank[0]) - int(rank[3])) for c, rank in enumerate(ranks)) / len(ranks)
+    assert second[0, 0, 3].item() == pytest.approx(expected, abs=1e-6)
+    with pytest.raises(ValueError, match="cannot be analysed: its stages have grids of their own"):
+        find_attention(model)
+
+
+def test_a_teacher_of_any_family(toy_family, tmp_path):
+    model = two_stages("violin")
+    model.save_pretrained(tmp_path / "teacher")
+    teacher = Teacher.from_pretrained(tmp_path / "teacher", prior="dense").model
+    assert type(teacher) is TwoStageForImageClassification and teacher.config.prior_name == "dense"
+    shown = patch_probabilities(model, images((16, 16)))
+    tokens = model.vit(images((16, 16))).last_hidden_state
+    assert torch.equal(shown, model.classifier(tokens).softmax(-1)) and shown.shape == (2, 4, 3)
+    ViTModel(ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(tmp_path / "vit")
+    with pytest.raises(ValueError, match="holds a 'vit' model; make it ours first: python -m hf_sparseprior convert"):
+        Teacher.from_pretrained(tmp_path / "vit")
 
 
 def test_a_family_that_is_forgotten_is_gone():

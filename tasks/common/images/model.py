@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.adapters.lora import classifier_names
 from hf_sparseprior.checks import check_finite
 from hf_sparseprior.pretrained import check_saved_folder, load_changed_model, weights_sha256
+from tasks.common.models import FAMILY_KEYS, section_family
 
-# Keys of the section that are no fields of SparsePriorViTConfig.
-MODEL_EXTRAS = ("preset", "pretrained", "classifier_init_std")
+# Keys of the section that are no fields of its family's config.
+MODEL_EXTRAS = (*FAMILY_KEYS, "classifier_init_std")
 
 
-def build_model(model: dict[str, Any], classes: Sequence[str]) -> SparsePriorViTForImageClassification:
+def build_model(model: dict[str, Any], classes: Sequence[str]) -> Any:
     """The model of a configuration's `model` section, from scratch or from a saved folder.
 
     A model from a folder may have another prior, other classes and another image size (`load_changed_model`).
@@ -26,32 +26,31 @@ def build_model(model: dict[str, Any], classes: Sequence[str]) -> SparsePriorViT
         OSError: for a folder that is missing or damaged.
     """
     options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
-    preset, pretrained, std = map(model.get, MODEL_EXTRAS)
+    _, preset, pretrained, std = map(model.get, MODEL_EXTRAS)
     if preset and pretrained:
         raise ValueError(f"model.preset={preset!r} and model.pretrained={pretrained!r} exclude each other")
     options["id2label"] = dict(enumerate(classes))
     options["label2id"] = {name: index for index, name in enumerate(classes)}
     if pretrained:
-        built = _from_folder(pretrained, options)
-    elif preset:
-        built = SparsePriorViTForImageClassification(SparsePriorViTConfig.from_preset(preset, **options))
+        check_saved_folder(pretrained, "model.pretrained")
+        built = _from_folder(pretrained, section_family(model).image_classifier, options)
     else:
-        built = SparsePriorViTForImageClassification(SparsePriorViTConfig(**options))
+        family = section_family(model)
+        built = family.image_classifier(family.make_config(preset, **options))
     if std is not None:
         _draw_classifiers(built, classifier_names(built), std)
     return built
 
 
-def _from_folder(folder: str, options: dict[str, Any]) -> SparsePriorViTForImageClassification:
-    check_saved_folder(folder, "model.pretrained")
-    model, anew = load_changed_model(folder, SparsePriorViTForImageClassification, **options)
+def _from_folder(folder: str, model_class: Any, options: dict[str, Any]) -> Any:
+    model, anew = load_changed_model(folder, model_class, **options)
     new = [name for name in classifier_names(model) if f"{name}.weight" in anew]
     _draw_classifiers(model, new, model.config.initializer_range)
     return model
 
 
 @torch.no_grad()
-def _draw_classifiers(model: SparsePriorViTForImageClassification, names: Sequence[str], std: float) -> None:
+def _draw_classifiers(model: Any, names: Sequence[str], std: float) -> None:
     """New weights from a normal distribution with this standard deviation, biases 0.
 
     They follow from torch's seed alone. Otherwise a decay, which draws before them, would make runs of one seed differ
@@ -67,10 +66,8 @@ def _draw_classifiers(model: SparsePriorViTForImageClassification, names: Sequen
 def check_model(model: dict[str, Any]) -> None:
     """Let the configuration of a model from scratch check itself. A saved model need not exist yet."""
     options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
-    if model.get("preset"):
-        SparsePriorViTConfig.from_preset(model["preset"], **options)
-    elif not model.get("pretrained"):
-        SparsePriorViTConfig(**options)
+    if model.get("preset") or not model.get("pretrained"):
+        section_family(model).make_config(model.get("preset"), **options)
 
 
 def check_pretrained(model: dict[str, Any]) -> None:
@@ -83,14 +80,15 @@ def check_pretrained(model: dict[str, Any]) -> None:
     if not (folder := model.get("pretrained")):
         return
     check_saved_folder(folder, "model.pretrained")
-    saved, _ = SparsePriorViTConfig.get_config_dict(folder)
+    config_class: Any = section_family(model).config_class
+    saved, _ = config_class.get_config_dict(folder)
     options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
-    SparsePriorViTConfig.from_dict({**saved, **options})
+    config_class.from_dict({**saved, **options})
 
 
-def model_keys() -> list[str]:
-    """Every key of a `model` section."""
-    return [*SparsePriorViTConfig.__annotations__, "out_features", "out_indices", *MODEL_EXTRAS]
+def model_keys(model: dict[str, Any]) -> list[str]:
+    """Every key that a `model` section of its family may have."""
+    return [*section_family(model).config_fields, "out_features", "out_indices", *MODEL_EXTRAS]
 
 
 def check_classifier_init_std(model: dict[str, Any]) -> None:

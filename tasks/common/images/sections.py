@@ -45,7 +45,7 @@ def check_image_sections(config: Config) -> Config:
     known = {
         "data": field_names(DataConfig),
         "augmentation": field_names(AugmentationConfig),
-        "model": model_keys(),
+        "model": model_keys(config.get("model") or {}),
         "trainer": trainer_keys(),
     }
     for section, keys in known.items():

@@ -1,7 +1,8 @@
-"""SparsePriorViT as a backbone of mmsegmentation and mmdetection."""
+"""Our families as backbones of mmsegmentation and mmdetection: one class for each that has a `Backbone`."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,35 +13,65 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import BackboneOutput
 from transformers.utils import CONFIG_NAME
 
-from hf_sparseprior import SparsePriorViTBackbone, SparsePriorViTConfig, SparsePriorViTModel
-from hf_sparseprior.pretrained import check_saved_folder, copy_weights, load_whole_model
+from hf_sparseprior.configuration_sparseprior_vit import as_pair
+from hf_sparseprior.families import FAMILIES, Family, family_of, for_every_family
+from hf_sparseprior.pretrained import check_saved_folder, copy_weights, load_whole_model, saved_family
 
 # Fields that change what the same weights compute.
 READ_ALIKE = ("num_attention_heads", "hidden_act", "layer_norm_eps", "residual_scale")
 
 
-class SparsePriorViT(SparsePriorViTBackbone):
-    """`SparsePriorViTBackbone` as mm configs build it, `dict(type="SparsePriorViT", prior="violin", ...)`.
+def register_backbones(registry: Any) -> None:
+    """Put the backbone of every family into a registry of mm, those included that are registered later."""
 
-    The modules and their names are the parent's, so a checkpoint moves between the tasks unchanged. Images of any size
+    def register(family: Family) -> None:
+        if family.backbone is not None:
+            registry.register_module(module=mm_backbone(family.backbone), force=True)
+
+    for_every_family(register)
+
+
+@functools.cache
+def mm_backbone(backbone: Any) -> Any:
+    """The class by which mm configs name a family's `Backbone`, whose name it has without that word."""
+    name = backbone.__name__.removesuffix("Backbone")
+    about = f'`{backbone.__name__}` as mm configs build it, `dict(type="{name}", prior="violin", ...)`.'
+    return type(name, (MMBackbone, backbone), {"__doc__": about, "__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    # The classes are found here by their names, as if each were written down.
+    for family in FAMILIES.values():
+        if family.backbone is not None and mm_backbone(family.backbone).__name__ == name:
+            return mm_backbone(family.backbone)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class MMBackbone:
+    """What an mm backbone has besides its family's `Backbone`, before which it comes in the order of inheritance.
+
+    The modules and their names are the family's, so a checkpoint moves between the tasks unchanged. Images of any size
     are padded to whole patches at bottom and right; the position embedding is interpolated to the grid, and the prior
     is laid out on it.
 
     Args:
-        preset: architecture by name (`SparsePriorViTConfig.from_preset`), which `config` changes; None: that of the
+        preset: architecture by name (`from_preset` of the family's config), which `config` changes; None: that of the
             `pretrained` folder or, without one, `config` alone.
-        pretrained: folder of a saved SparsePriorViT, safetensors only, whose weights `init_weights` takes. mm's Runner
-            calls that before training, so with a preset a model can be built without the folder.
+        pretrained: folder of a saved model of the family, safetensors only, whose weights `init_weights` takes. mm's
+            Runner calls that before training, so with a preset a model can be built without the folder.
         init_cfg: dict(type="Pretrained", checkpoint=FOLDER), mm's way to say the same.
         out_indices: stages of the feature maps, 0 the embedding and n the output of layer n. (mm's own ViTs count
             layers from 0: their 3, 5, 7, 11 are 4, 6, 8, 12 here.)
         with_cp: gradient checkpointing.
-        config: fields of `SparsePriorViTConfig`. Without `prior` it is that of the `pretrained` folder.
+        config: fields of the family's config. Without `prior` it is that of the `pretrained` folder.
 
     Raises:
         ValueError: for a bad field, or a prior that prunes tokens.
         OSError: for a `pretrained` folder that is needed and holds no saved model.
     """
+
+    config_class: Any
+    config: Any
 
     def __init__(
         self,
@@ -57,36 +88,47 @@ class SparsePriorViT(SparsePriorViTBackbone):
         saved: dict[str, Any] = {}
         if pretrained is not None and (preset is None or (Path(pretrained) / CONFIG_NAME).is_file()):
             check_saved_folder(pretrained, "pretrained")
-            saved, _ = SparsePriorViTConfig.get_config_dict(pretrained)
+            check_family(pretrained, self.config_class)
+            saved, _ = self.config_class.get_config_dict(pretrained)
         if preset is not None:
             # Without the folder's own prior a model with a mask would be taken for dense.
             own = {"prior": saved["prior"]} if "prior" in saved else {}
-            built = SparsePriorViTConfig.from_preset(preset, **{**own, **options})
+            built = self.config_class.from_preset(preset, **{**own, **options})
         elif saved:
-            built = SparsePriorViTConfig.from_dict({**saved, "out_features": None, **options})
+            built = self.config_class.from_dict({**saved, "out_features": None, **options})
         else:
-            built = SparsePriorViTConfig(**options)
-        super().__init__(built)
+            built = self.config_class(**options)
+        model: Any = super()
+        model.__init__(built)
         self.pretrained = pretrained
         if with_cp:
-            self.activation_checkpointing_enable()
+            model.activation_checkpointing_enable()
         self._is_built = True
 
     def init_weights(self) -> None:
         """Draw the weights (transformers, at construction) or load the `pretrained` ones (mm, before training)."""
         if not self._is_built:
-            super().init_weights()
+            model: Any = super()
+            model.init_weights()
         elif self.pretrained is not None:
             load_weights(self, self.pretrained)
 
-    def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Turn (B, channels, height, width) into one map (B, C, ceil(height / patch), ceil(width / patch)) for each
-        stage.
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:
+        """Turn (B, channels, height, width) into one map for each of `out_indices`.
+
+        Those of a ViT are (B, C, ceil(height / patch), ceil(width / patch)).
         """
-        output = super().forward(pad_to_patches(pixel_values, self.embeddings.patch_size), return_dict=True)
+        model: Any = super()
+        output = model.forward(pad_to_patches(pixel_values, as_pair(self.config.patch_size)), return_dict=True)
         # Tokens have their channels next to each other in memory. Convolutions keep that layout, and mmcv's roi_align
         # reads a CPU tensor as if it were contiguous: it would pool numbers from the wrong places.
         return tuple(map_.contiguous() for map_ in cast(BackboneOutput, output).feature_maps or ())
+
+
+def check_family(folder: str, config_class: Any) -> None:
+    """Raise ValueError unless a saved model's config is of this class."""
+    if (saved := saved_family(folder)).config_class is not config_class:
+        raise ValueError(f"pretrained={folder} is a {saved.name!r}, the backbone a {config_class.model_type!r}")
 
 
 def pretrained_folder(pretrained: str | None, init_cfg: dict[str, Any] | None) -> str | None:
@@ -110,7 +152,7 @@ def pad_to_patches(pixel_values: Tensor, patch_size: tuple[int, int]) -> Tensor:
     return F.pad(pixel_values, (0, width, 0, height)) if height or width else pixel_values
 
 
-def load_weights(model: SparsePriorViTModel, folder: str) -> None:
+def load_weights(model: Any, folder: str) -> None:
     """Fill a model with the backbone of a saved folder; a classifier is left out.
 
     The position embedding is interpolated to the model's grid. Weights of the prior that the folder lacks stay as they
@@ -121,7 +163,8 @@ def load_weights(model: SparsePriorViTModel, folder: str) -> None:
         ValueError: for weights that do not fit, with their names, or a folder whose config uses them in another way.
     """
     check_saved_folder(folder, "pretrained")
-    source = load_whole_model(folder, SparsePriorViTModel)
+    check_family(folder, model.config_class)
+    source = load_whole_model(folder, _base_class(model))
     for name in READ_ALIKE:
         there, here = getattr(source.config, name), getattr(model.config, name)
         if there != here:
@@ -133,12 +176,18 @@ def load_weights(model: SparsePriorViTModel, folder: str) -> None:
     copy_weights(source, model, strict=True)
 
 
-def save_backbone(model: SparsePriorViTBackbone, folder: str) -> None:
-    """Write a backbone as a folder of a bare SparsePriorViT, which every other task loads.
+def _base_class(model: Any) -> Any:
+    family = family_of(model.config)
+    assert family is not None
+    return family.base
+
+
+def save_backbone(model: Any, folder: str) -> None:
+    """Write a backbone as a folder of its family's bare model, which every other task loads.
 
     The weights are the model's own, bit for bit. So is the config, except for the choice of feature maps.
     """
     fields = {**model.config.to_dict(), "out_features": None, "out_indices": None}
-    bare = SparsePriorViTModel(SparsePriorViTConfig.from_dict(fields)).to(model.dtype)
+    bare = _base_class(model)(type(model.config).from_dict(fields)).to(model.dtype)
     bare.load_state_dict(model.state_dict())
     bare.save_pretrained(folder)

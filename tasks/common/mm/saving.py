@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from mmengine.config import Config
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from hf_sparseprior import SparsePriorViTConfig
+from hf_sparseprior.families import FAMILIES
 from tasks.common.mm.backbone import save_backbone
 
 BACKBONE, CONFIG, WEIGHTS = "backbone", "config.py", "model.safetensors"
@@ -22,9 +21,9 @@ def save_model(folder: Path, config: Config, model: Any) -> None:
     """Write the whole model, with a config that needs no other folder, and its backbone alone."""
     own = copy.deepcopy(config)
     given = {key: config.model.backbone[key] for key in ("type", "with_cp") if key in config.model.backbone}
-    # transformers' own bookkeeping says nothing about the architecture.
-    built, default = model.backbone.config, SparsePriorViTConfig()
-    names = [field.name for field in fields(SparsePriorViTConfig) if field.name in SparsePriorViTConfig.__annotations__]
+    # transformers' own bookkeeping, which says nothing about the architecture, is not among them.
+    built = model.backbone.config
+    names, default = FAMILIES[built.model_type].config_fields, type(built)()
     changed = {name: getattr(built, name) for name in names if getattr(built, name) != getattr(default, name)}
     own.model["backbone"] = {**given, **changed, "out_indices": list(built.out_indices)}
     for key in ("load_from", "resume"):

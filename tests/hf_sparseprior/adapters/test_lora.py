@@ -6,7 +6,13 @@ import pytest
 import torch
 import transformers
 
-from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
+from hf_sparseprior import (
+    SparsePriorTimesformerConfig,
+    SparsePriorTimesformerForVideoClassification,
+    SparsePriorViTConfig,
+    SparsePriorViTForImageClassification,
+    SparsePriorViTModel,
+)
 from hf_sparseprior.adapters import lora_config
 from hf_sparseprior.adapters.lora import known_projections
 from hf_sparseprior.extras import EXTRAS
@@ -31,6 +37,10 @@ def ours(**options):
     return SparsePriorViTForImageClassification(SparsePriorViTConfig(**{**SMALL, "prior": "violin", **options}))
 
 
+def clips():
+    return SparsePriorTimesformerForVideoClassification(SparsePriorTimesformerConfig(**SMALL, prior="violin"))
+
+
 def stock(model, config, **options):
     return lambda: getattr(transformers, model)(getattr(transformers, config)(**{**SMALL, **options}))
 
@@ -45,6 +55,7 @@ def two_towers(model, config):
 # Model, attention path and projections in it, MLP's, classifiers: read off transformers' modeling files.
 FAMILIES = {
     "sparseprior_vit": (ours, "vit.layers.{}.attention", QKVO, MLP, ["classifier"]),
+    "sparseprior_timesformer": (clips, "vit.layers.{}.attention", QKVO, MLP, ["classifier"]),
     "vit": (stock("ViTForImageClassification", "ViTConfig"), "vit.layers.{}.attention", QKVO, MLP, ["classifier"]),
     "deit": (
         stock("DeiTForImageClassificationWithTeacher", "DeiTConfig"), "deit.layers.{}.attention", QKVO, MLP,
@@ -104,6 +115,8 @@ def expected_targets(family, targets):
     _, path, projections, mlp, _ = FAMILIES[family]
     chosen = [projections[0], projections[2]] if targets == "query+value" else projections
     names = {f"{path.format(layer)}.{name}" for layer in range(2) for name in chosen}
+    if family == "sparseprior_timesformer":
+        names |= {name.replace(".attention.", ".temporal_attention.") for name in names}
     if targets == "attention+mlp":
         below = path.rpartition(".")[0] + (".{}" if family == "videomae" else ".mlp.{}")
         names |= {below.replace("{}", str(layer), 1).format(name) for layer in range(2) for name in mlp}
@@ -135,7 +148,7 @@ def test_every_family_with_a_preset_is_tested():
 def test_what_is_adapted_and_saved_in_each_family(family, targets):
     model, classifiers = FAMILIES[family][0](), FAMILIES[family][4]
     assert model.config.model_type == family
-    scalars = [f"vit.layers.{i}.attention.decay_bias" for i in range(2)] if family == "sparseprior_vit" else []
+    scalars = [f"vit.layers.{i}.attention.decay_bias" for i in range(2)] if family.startswith("sparseprior_") else []
     whole = {f"{name}.{leaf}" for name in classifiers for leaf in ("weight", "bias")}
     whole |= {f"{name}.{leaf}" for name in scalars for leaf in ("alpha", "beta")}
     adapted = peft.get_peft_model(model, lora_config(model, rank=2, targets=targets))

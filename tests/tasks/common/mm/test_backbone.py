@@ -1,4 +1,7 @@
-"""The backbone of mm configs; none of this needs mm itself."""
+"""The backbone of mm configs; but for two tests at the end, none of this needs mm itself."""
+
+import importlib
+import pickle
 
 import pytest
 import torch
@@ -10,7 +13,8 @@ from hf_sparseprior import (
     SparsePriorViTForImageClassification,
     SparsePriorViTModel,
 )
-from tasks.common.mm.backbone import SparsePriorViT, save_backbone
+from tasks.common.mm.backbone import SparsePriorViT, mm_backbone, register_backbones, save_backbone
+from tests.hf_sparseprior.toys import TwoStageConfig, TwoStageForImageClassification, TwoStageModel, registered_family
 
 SMALL = {
     "image_size": 48, "patch_size": 8, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -159,3 +163,71 @@ def test_a_pickled_checkpoint_is_not_read(classifier, tmp_path):
 def test_a_prior_that_prunes_tokens_is_refused():
     with pytest.raises(ValueError, match="drops tokens"):
         SparsePriorViT(prior="evit", **SMALL)
+
+
+# ---- other families -------------------------------------------------------------------------------------------------
+
+
+class Registry(dict):
+    """As much of mm's as backbones need."""
+
+    def register_module(self, module, force):
+        self[module.__name__] = module
+
+
+def test_a_family_that_is_registered_later_is_a_backbone_too(tmp_path):
+    registry = Registry()
+    register_backbones(registry)
+    assert registry == {"SparsePriorViT": SparsePriorViT}
+    assert pickle.loads(pickle.dumps(SparsePriorViT)) is SparsePriorViT
+    with registered_family():
+        torch.manual_seed(0)
+        model = randomised(TwoStageForImageClassification(TwoStageConfig.from_preset("toy_tiny", prior="violin")))
+        model.save_pretrained(tmp_path / "classifier")
+        backbone = registry["TwoStage"](pretrained=str(tmp_path / "classifier"), out_indices=(1, 2)).eval()
+        backbone.init_weights()
+        images = torch.randn(2, 3, 16, 13)
+        with torch.no_grad():
+            maps = backbone(images)
+            _, first, second = model.vit.encode(torch.nn.functional.pad(images, (0, 3)))
+        assert [map_.shape for map_ in maps] == [(2, 8, 4, 4), (2, 8, 2, 2)]
+        for map_, tokens in zip(maps, (first, second), strict=True):
+            assert torch.equal(map_.flatten(2).transpose(1, 2), tokens)
+        save_backbone(backbone, str(tmp_path / "back"))
+        back = TwoStageModel.from_pretrained(tmp_path / "back")
+        assert back.config.prior == model.config.prior
+        assert all(torch.equal(value, model.vit.state_dict()[key]) for key, value in back.state_dict().items())
+        with pytest.raises(ValueError, match="is a 'toy_two_stage', the backbone a 'sparseprior_vit'"):
+            SparsePriorViT(pretrained=str(tmp_path / "classifier"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["mmseg", "mmdet"])
+def test_each_framework_builds_every_family(framework):
+    pytest.importorskip("mmcv.ops", reason="the extra `dense` is not installed", exc_type=ImportError)
+    importlib.import_module({"mmseg": "tasks.segmentation", "mmdet": "tasks.detection"}[framework])
+    models = importlib.import_module(f"{framework}.registry").MODELS
+    assert type(models.build({"type": "SparsePriorViT", "preset": "deit_tiny", **SMALL})) is SparsePriorViT
+    with registered_family() as family:
+        backbone = models.build({"type": "TwoStage", "preset": "toy_tiny", "prior": "violin", "out_indices": (2,)})
+        assert isinstance(backbone, family.backbone) and backbone.config.prior_name == "violin"
+
+
+@pytest.mark.slow
+def test_the_model_folder_names_what_its_family_changes(tmp_path):
+    config_module = pytest.importorskip("mmengine.config", reason="the extra `dense` is not installed")
+    from tasks.common.mm.saving import save_model
+
+    with registered_family() as family:
+        backbone = mm_backbone(family.backbone)(preset="toy_tiny", prior="violin", out_indices=(2,))
+        config = config_module.Config({"model": {"backbone": {"type": "TwoStage", "preset": "toy_tiny"}}})
+        model = torch.nn.Module()
+        model.backbone = backbone
+        save_model(tmp_path, config, model)
+        stored = config_module.Config.fromfile(tmp_path / "config.py").model.backbone
+        assert stored.pop("type") == "TwoStage" and stored["out_indices"] == [2]
+        rebuilt = TwoStageConfig(**stored)
+        assert "preset" not in stored and len(family.config_fields) > 20
+        assert [getattr(rebuilt, name) for name in family.config_fields] == [
+            getattr(backbone.config, name) for name in family.config_fields
+        ]
