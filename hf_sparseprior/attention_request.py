@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from .attention_plan import AttentionPlan, decay_positions, plan_table
@@ -123,6 +124,16 @@ def drops_unformed_pairs(request: AttentionRequest) -> str | None:
     """Why a path along diagonals cannot drop weights; None if it can."""
     if request.dropout_p > 0 and request.plan.mask_fill == "zero":
         return "dropout with mask_fill='zero' would have to drop pairs that are never formed"
+    return None
+
+
+def is_transformed() -> str | None:
+    """Why only PyTorch's own operations can be differentiated now; None if others can."""
+    # torch.library drops the tangents of forward-mode derivatives without a word.
+    if torch.compiler.is_compiling():
+        return None
+    if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
+        return "forward-mode derivatives and the transforms of torch.func take PyTorch's own operations"
     return None
 
 

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attention_request import AttentionRequest, decay_placement, off_grid_pairs, pair_mask, token_positions
+from .attention_request import (
+    AttentionRequest,
+    decay_placement,
+    is_transformed,
+    off_grid_pairs,
+    pair_mask,
+    token_positions,
+)
 from .backend_choice import register_backend
 from .decay import decay_mask, prefix_weights
 from .key_selection import largest
@@ -149,7 +156,7 @@ def sdpa_can_run(request: AttentionRequest) -> str | None:
         return "dropped keys have a gradient, which scaled_dot_product_attention does not compute"
     if request.drops_after_softmax:
         return "the softmax runs over all keys before some are dropped, which scaled_dot_product_attention cannot do"
-    return None
+    return is_transformed()
 
 
 def sdpa(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:

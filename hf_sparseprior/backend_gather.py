@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention_request import AttentionRequest, key_lists, listed_decay, needs_all_logits
+from .attention_request import AttentionRequest, is_transformed, key_lists, listed_decay, needs_all_logits
 from .backend_choice import Crossover, register_backend
 from .decay import prefix_weights
 
@@ -25,7 +25,7 @@ def gather_can_run(request: AttentionRequest) -> str | None:
         return "the gathered path does not return attention weights"
     if request.token_ids is not None and request.key_ids is None:
         return "only some patches of the grid are there, others in each image"
-    return needs_all_logits(request)
+    return needs_all_logits(request) or is_transformed()
 
 
 def gather(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:

@@ -13,6 +13,7 @@ from .attention_plan import plan_table
 from .attention_request import (
     AttentionRequest,
     drops_unformed_pairs,
+    is_transformed,
     key_lists,
     leaves_diagonals,
     listed_decay,
@@ -34,7 +35,7 @@ def _kernel_can_run(request: AttentionRequest) -> str | None:
         return "the compiled kernels do not return attention weights"
     if request.decay is not None and DECAYS[request.decay["name"]].learns_positions(request.decay):
         return "the compiled kernels have tables of whole ranks, and this order is learned"
-    return kernels_missing() or drops_unformed_pairs(request)
+    return kernels_missing() or drops_unformed_pairs(request) or is_transformed()
 
 
 def cpp_can_run(request: AttentionRequest) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_sparseprior.kernels.diagonal_cpu import like_projection
+from hf_sparseprior.kernels.second_derivatives import decayed, gradients
 
 
 def decayed_attention(
@@ -79,6 +80,10 @@ def _backward(ctx: Any, grad: Tensor | None, *others: Any) -> tuple:
     if not ctx.kept:
         raise RuntimeError("the forward pass of decayed attention kept nothing to differentiate with")
     q, k, v, positions, log_gamma, alpha, prefix_gamma, log_sums = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph=True
+        inputs = (q, k, v, log_gamma, alpha, prefix_gamma)
+        found = gradients(decayed, inputs, grad, positions=positions, scale=ctx.options[1])
+        return *found[:3], None, *found[3:], None, None, None
     dq, dk, dv, *scalars = torch.ops.hf_sparseprior.decayed_backward(
         grad, q, k, v, log_sums, positions, log_gamma, alpha, prefix_gamma, *ctx.options
     )

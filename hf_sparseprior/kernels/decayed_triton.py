@@ -22,7 +22,16 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_sparseprior.kernels.diagonal_cpu import like_projection
-from hf_sparseprior.kernels.triton_blocks import draw_seed, keep_factor, load_block, outputs, place, store_block
+from hf_sparseprior.kernels.second_derivatives import decayed, gradients
+from hf_sparseprior.kernels.triton_blocks import (
+    draw_seed,
+    keep_factor,
+    kept_pairs,
+    load_block,
+    outputs,
+    place,
+    store_block,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter would multiply the bits of bfloat16 as integers, so there blocks are converted to float32 first.
@@ -392,6 +401,12 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple:
     if grad is None:
         return (None,) * 11
     q, k, v, *tensors, lse = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph=True
+        positions, *scalars, seed = tensors
+        _, scale, dropout_p = ctx.options
+        keep = kept_pairs(q, seed, dropout_p)
+        found = gradients(decayed, (q, k, v, *scalars), grad, positions=positions, scale=scale, keep=keep)
+        return *found[:3], None, *found[3:], *(None,) * 4
     learns_decay = any(ctx.needs_input_grad[4:7])
     dq, dk, dv, d_decay = torch.ops.hf_sparseprior.decayed_triton_backward(
         grad, q, k, v, lse, *tensors, *ctx.options, learns_decay

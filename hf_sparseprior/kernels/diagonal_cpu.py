@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_sparseprior.kernels.build import load
+from hf_sparseprior.kernels.second_derivatives import gradients, offset_pairs, on_diagonals
 
 ROWS = 16  # rows of a block; arrays over pairs are padded to whole blocks
 DTYPES = (torch.float32, torch.bfloat16)
@@ -112,6 +113,26 @@ def _pairs(q: Tensor, offsets: Tensor, prefix: int) -> int:
     return batch * (offsets.shape[0] + heads * max(prefix, 1)) * _padded(tokens - prefix)
 
 
+def _kept_pairs(drop: Tensor, q: Tensor, offsets: Tensor, counts: Tensor, prefix: int) -> Tensor:
+    """The factors of dropout as (B, H, T, T), from the order in which the kernel has them, see `Problem::at` there."""
+    batch, heads, tokens, _ = q.shape
+    patches = tokens - prefix
+    keep = drop.new_ones(batch, heads, tokens, tokens)
+    begin = first = 0
+    for head, count in enumerate(counts.tolist()):
+        columns = count + max(prefix, 1)
+        size = batch * columns * _padded(patches)
+        own = drop[begin : begin + size].view(batch, columns, -1)[..., :patches]
+        keep[:, head, prefix:, :prefix] = own[:, :prefix].mT
+        number, row, key = offset_pairs(offsets[first : first + count], patches)
+        if not prefix:  # patches that see none else
+            keep[:, head].diagonal(0, -2, -1).copy_(own[:, -1])
+        keep[:, head, prefix + row, prefix + key] = own[:, prefix + number, row]
+        begin, first = begin + size, first + count
+    keep[:, :, :prefix] = drop[begin:].view(batch, heads, prefix, tokens)
+    return keep
+
+
 def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, counts: Tensor, prefix: int, scale: float, zero_fill: bool,
     pair_weights: Tensor | None, pair_begin: Tensor | None, prefix_weight: Tensor | None, self_weight: Tensor | None,
@@ -153,6 +174,12 @@ def _backward(ctx: Any, grad: Tensor | None, *others: Any) -> tuple:
         raise RuntimeError("the forward pass of diagonal attention kept nothing to differentiate with")
     q, k, v, offsets, counts, pair_weights, pair_begin, prefix_weight, self_weight, drop, out, *kept = ctx.saved_tensors
     prefix, scale, zero_fill = ctx.options
+    if torch.is_grad_enabled():  # create_graph=True
+        tables = {"offsets": offsets, "counts": counts, "pair_begin": pair_begin, "prefix": prefix, "scale": scale}
+        keep = None if drop is None else _kept_pairs(drop, q, offsets, counts, prefix)
+        inputs = (q, k, v, pair_weights, prefix_weight, self_weight)
+        found = gradients(on_diagonals, inputs, grad, **tables, zero_fill=zero_fill, keep=keep)
+        return *found[:3], *(None,) * 5, found[3], None, *found[4:], None, None
     dq, dk, dv, d_pairs, d_prefix, d_self = torch.ops.hf_sparseprior.diagonal_backward(
         grad, q, k, v, out, offsets, counts, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight,
         self_weight, drop, *kept,

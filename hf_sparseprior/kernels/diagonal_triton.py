@@ -21,9 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_sparseprior.kernels.second_derivatives import gradients, on_diagonals
 from hf_sparseprior.kernels.triton_blocks import (
     draw_seed,
     keep_factor,
+    kept_pairs,
     load_block,
     load_row,
     load_rows,
@@ -670,6 +672,15 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple:
     if grad is None:
         return (None,) * 14
     q, k, v, *tables, out, lse = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph=True
+        offsets, begin, pair_weights, pair_begin, prefix_weight, self_weight, seed = tables
+        prefix, scale, zero_fill, dropout_p = ctx.options
+        found = gradients(
+            on_diagonals, (q, k, v, pair_weights, prefix_weight, self_weight), grad, offsets=offsets,
+            counts=begin.diff(), pair_begin=pair_begin, prefix=prefix, scale=scale, zero_fill=zero_fill,
+            keep=kept_pairs(q, seed, dropout_p),
+        )  # fmt: skip
+        return *found[:3], None, None, found[3], None, *found[4:], *(None,) * 5
     dq, dk, dv, *d_weights = torch.ops.hf_sparseprior.diagonal_triton_backward(
         grad, q, k, v, out, lse, *tables, *ctx.options
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_sparseprior.kernels.decayed_cpu import fake_forward, setup_context
 from hf_sparseprior.kernels.diagonal_cpu import like_projection
+from hf_sparseprior.kernels.second_derivatives import gradients, listed
 
 
 def listed_attention(
@@ -63,6 +64,10 @@ def _backward(ctx: Any, grad: Tensor | None, *others: Any) -> tuple:
     if not ctx.kept:
         raise RuntimeError("the forward pass of attention over lists kept nothing to differentiate with")
     q, k, v, keys, factor, prefix_factor, log_sums = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph=True
+        inputs = (q, k, v, factor, prefix_factor)
+        found = gradients(listed, inputs, grad, keys=keys, scale=ctx.options[1])
+        return *found[:3], None, *found[3:], None, None, None
     dq, dk, dv, d_factor, d_prefix = torch.ops.hf_sparseprior.listed_backward(
         grad, q, k, v, log_sums, keys, factor, prefix_factor, *ctx.options
     )

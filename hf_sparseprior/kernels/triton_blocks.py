@@ -25,6 +25,18 @@ def draw_seed(q: Tensor, dropout_p: float) -> Tensor | None:
     return torch.randint(2**62, (1,), device=q.device) if dropout_p > 0.0 else None
 
 
+def kept_pairs(q: Tensor, seed: Tensor | None, dropout_p: float) -> Tensor | None:
+    """What dropout multiplies all weights with, (B, H, T, T); None without dropout."""
+    if seed is None:
+        return None
+    batch, heads, tokens, _ = q.shape
+    keep = q.new_empty(batch, heads, tokens, tokens, dtype=torch.float32)
+    if keep.numel():
+        with torch.cuda.device_of(q):
+            _write_kept_pairs[(batch * heads * tokens,)](keep, seed, tokens, dropout_p, KEYS=128)
+    return keep
+
+
 @triton.jit
 def place(blocks, heads):
     """(block of the slot, slot, batch, head) of this program; the last three are int64, for offsets in memory."""
@@ -96,3 +108,13 @@ def keep_factor(seed, slot, rows, keys, dropout_p):
         drawn, _, _, _ = tl.philox(tl.load(seed), zero + rows, zero + keys, zero + slot.to(tl.int32), zero)
         scale = 1.0 / tl.maximum(1.0 - dropout_p, 1e-30)
         return tl.where(tl.random.uint_to_uniform_float(drawn) >= dropout_p, scale, 0.0)
+
+
+@triton.jit
+def _write_kept_pairs(keep, seed, tokens, dropout_p, KEYS: tl.constexpr):
+    """Row of keep (B, H, T, T)."""
+    row, slot, _, _ = place(tokens, 1)
+    for start in range(0, tokens, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        kept = keep_factor(seed, slot, row, keys, dropout_p)
+        tl.store(keep + (slot * tokens + row) * tokens + keys, kept, mask=keys < tokens)

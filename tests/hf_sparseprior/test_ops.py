@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 from hf_sparseprior import ops
 from hf_sparseprior.backend_choice import BACKENDS
@@ -129,6 +130,56 @@ def test_gradcheck_of_the_reference(mask_fill, variant, prefix):
         return call(inputs, support, variant, (2, 2), prefix, backend="reference", need_weights=True)
 
     assert torch.autograd.gradcheck(run, tuple(leaves.values()), fast_mode=False)
+
+
+def penalty_gradients(leaves, *arguments, **options):
+    """Gradients of the sum of the squared gradients of attention, by every leaf."""
+    out = call(leaves, *arguments, **options)
+    direction = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)
+    inputs = list(leaves.values())
+    first = torch.autograd.grad(out, inputs, direction, create_graph=True, allow_unused=True)
+    penalty = sum(grad.square().sum() for grad in first if grad is not None)
+    second = torch.autograd.grad(penalty, inputs, allow_unused=True)
+    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, second, strict=True)]
+
+
+@pytest.mark.parametrize(("backend", "support"), backend_cases(HALF, HALF_VARIANTS, torch.float32, backends=OTHERS))
+def test_second_derivatives_equal_the_reference_or_are_refused(backend, support):
+    compared = backend == "sdpa"
+    for prefix, variant in product((0, 2), runnable(backend, support, HALF_VARIANTS, torch.float32)):
+        exact = make_leaves((3, 4), prefix, variant)
+        leaves = {name: leaf.detach().float().requires_grad_() for name, leaf in exact.items()}
+        if backend == "sdpa":
+            with pytest.raises(RuntimeError, match=r"derivative for .* is not implemented"):
+                penalty_gradients(leaves, support, variant, (3, 4), prefix, backend=backend)
+            continue
+        own = penalty_gradients(leaves, support, variant, (3, 4), prefix, backend=backend)
+        expected = penalty_gradients(exact, support, variant, (3, 4), prefix, backend="reference")
+        compared |= expected[0].abs().max() > 1e-3
+        for name, one, other in zip(leaves, own, expected, strict=True):
+            assert_near(one, other, 1e-4, f"{name} with {prefix} prefix tokens and {variant}")
+    assert compared
+
+
+@pytest.mark.parametrize("backend", ["cpp", "gather"])
+def test_transforms_get_a_backend_that_they_can_differentiate(backend):
+    # A compiled operator would drop the tangent of a forward-mode derivative without a word.
+    leaves = make_leaves((3, 4), 1, dtype=torch.float32)
+    k, v = leaves["k"].detach(), leaves["v"].detach()
+    support = {"name": "random", "pruning_ratio": 50.0}
+
+    def loss(q, backend="auto"):
+        return attention(q, k, v, support, num_prefix_tokens=1, grid=(3, 4), backend=backend).square().sum()
+
+    q, direction = leaves["q"].detach(), torch.ones_like(leaves["q"])
+    expected = torch.autograd.functional.vjp(loss, q)[1]
+    torch.testing.assert_close(torch.func.grad(loss)(q), expected)
+    torch.testing.assert_close(torch.func.jvp(loss, (q,), (direction,))[1], (expected * direction).sum())
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, direction)
+        torch.testing.assert_close(forward_ad.unpack_dual(loss(dual)).tangent, (expected * direction).sum())
+        with pytest.raises(ValueError, match=f"backend='{backend}' cannot run .* forward-mode derivatives"):
+            loss(dual, backend)
 
 
 @pytest.mark.parametrize("backend", PYTORCH)
