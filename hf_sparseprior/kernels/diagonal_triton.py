@@ -294,12 +294,18 @@ def _gradients_of_keys(
 
 
 @triton.jit
+def _store_weighted_sum(part, weights, rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store at `part` the sum of rows (ROWS, COLUMNS), each times its weight."""
+    columns = tl.arange(0, COLUMNS)
+    tl.store(part + columns, tl.sum(weights[:, None] * rows, 0), mask=columns < WIDTH)
+
+
+@triton.jit
 def _store_floor(floor, part, outside, g_rows, lse_rows, exists, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """With zero fill, the probability of one key `outside` for each row, and the gradients that it weighs, summed."""
-    columns = tl.arange(0, COLUMNS)
     floor_rows = tl.where(exists & (outside > 0), tl.exp(-lse_rows), 0.0)
     tl.store(floor, floor_rows, mask=exists)
-    tl.store(part + columns, tl.sum(floor_rows[:, None] * g_rows, 0), mask=columns < WIDTH)
+    _store_weighted_sum(part, floor_rows, g_rows, WIDTH, COLUMNS)
 
 
 @triton.jit
@@ -320,7 +326,6 @@ def _backward_rows(
     blocks = tl.cdiv(patches, ROWS)
     block, slot, batch, head = place(blocks, heads)
     rows = block * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)
     exists = rows < patches
     tokens = rows + PREFIX
     first, last = tl.load(offset_begin + head), tl.load(offset_begin + head + 1)
@@ -354,10 +359,9 @@ def _backward_rows(
         by_prefix += slope * product
         slope = slope * prefix_factor * scale
         acc += slope[:, None] * k_row[None, :]
-        at = ((slot * PREFIX + token) * blocks + block) * WIDTH + columns
-        tl.store(prefix_parts + at, tl.sum(slope[:, None] * q_rows, 0), mask=columns < WIDTH)
-        dv_part = tl.sum((prob * keep)[:, None] * g_rows, 0)
-        tl.store(prefix_parts + part_stride + at, dv_part, mask=columns < WIDTH)
+        part = prefix_parts + ((slot * PREFIX + token) * blocks + block) * WIDTH
+        _store_weighted_sum(part, slope, q_rows, WIDTH, COLUMNS)
+        _store_weighted_sum(part + part_stride, prob * keep, g_rows, WIDTH, COLUMNS)
     for number in range(first, last):
         offset = tl.load(signed_offsets + number).to(tl.int64)
         keys = rows + offset.to(tl.int32)
