@@ -1,16 +1,16 @@
-// Dense attention whose logits are multiplied by a decay, on CPUs, forward and backward: never more of the T x T weights
-// than one block of query rows.
+// Dense attention whose logits are multiplied by a decay, on CPUs, forward and backward. Of the T x T weights only one
+// block of query rows is in memory at a time.
 //
 //   out = softmax(scale * q k^T * W) v,   W = alpha * M among patches, alpha * gamma with a prefix token (VIOLIN Eq. 12)
 //   M[j, k] = mean over curves c of gamma_c ^ (sum over axes |position_c(j) - position_c(k)|)
 //
-// A block of W is formed once for a group of images. A power of gamma with the distance r_j - r_k as exponent is
-// min(u_j w_k, w_j u_k), u = gamma^r and w = gamma^-r: no exponential for a pair. Where u or w would leave the range of
-// float32, the exponential is taken.
+// A block of W is formed once for a group of images. gamma to the power of the distance |r_j - r_k| is
+// min(u_j w_k, w_j u_k), with u = gamma^r and w = gamma^-r, so no pair needs an exponential. If u or w would leave the
+// range of float32, the exponential is computed instead.
 //
 // Shapes: B batch, H heads, T = P + N tokens, P prefix tokens, D head width, C curves, A axes of a position.
-// Work is cut into pieces of (head, group of images) of a fixed size, and their sums are added in the order of pieces:
-// the result does not depend on the number of threads.
+// Work is cut into pieces of (head, group of images) of a fixed size, and their sums are added in the order of the
+// pieces, so the result does not depend on the number of threads.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -27,10 +27,10 @@ using at::Tensor;
 using std::optional;
 
 constexpr int64_t ROWS = 32;  // query rows of a block
-// Of the packed arrays (keys x size) of a group of images. Measured, and more than a core's second cache has: what images
-// save that share the weights of a block is more than waiting for the third costs.
+// Bytes of the packed arrays (keys x size) of a group of images. The limit was measured and is larger than a core's
+// second cache: images that share the weights of a block save more time than waiting for the third cache costs.
 constexpr int64_t GROUP_BYTES = 2 << 20;
-constexpr int64_t FORWARD_ARRAYS = 2;   // of an image: keys, values
+constexpr int64_t FORWARD_ARRAYS = 2;   // for each image: keys, values
 constexpr int64_t BACKWARD_ARRAYS = 5;  // keys, keys and values as panels, gradients of keys and values
 constexpr int64_t MAX_GROUP = 8;
 constexpr float LOG2_E = 1.44269504f;
@@ -58,7 +58,7 @@ struct Problem {
 
 // ---- products of matrices -------------------------------------------------------------------------------------------
 
-// Rows as panels of 16: element i of 16 rows side by side.
+// Rows as panels of 16: element i of 16 rows next to each other.
 void pack_panels(const float* rows, int64_t count, int64_t size, float* panels) {
   for (int64_t t = 0; t < count; t += L) {
     for (int64_t i = 0; i < size; i += L) {
@@ -95,7 +95,8 @@ SPARSEPRIOR_INLINE void row_panel(const float* rows, const float* panels, int64_
     for (int k = 0; k < K; ++k) store(out + r * step + L * k, x[r][k]);
   }
 }
-// out (count, keys) = rows (count, size) . keys^T, from panels; up to 7 rows more, to whole eights, are read and written.
+// out (count, keys) = rows (count, size) . keys^T, from panels; rows are read and written in whole eights, up to 7
+// more.
 void rows_by_panels(int64_t count, const float* rows, const float* panels, int64_t size, int64_t keys, float* out) {
   int64_t t = 0;
   for (; t + 2 * L <= keys; t += 2 * L) {
@@ -134,7 +135,7 @@ SPARSEPRIOR_INLINE void weighted_rows(
     for (int s = 0; s < S; ++s) store(out + r * size + L * s, x[r][s]);
   }
 }
-// The same of any number of rows; up to 3 more, to whole fours, are read and written.
+// The same for any number of rows, which are read and written in whole fours, up to 3 more.
 template <bool ADD>
 void weighted_rows(
     int64_t rows, const float* a, int64_t row_step, int64_t sum_step, int64_t count, const float* b, int64_t size,
@@ -152,7 +153,7 @@ void weighted_rows(
 
 // ---- weights of pairs -----------------------------------------------------------------------------------------------
 
-// gamma^distance of one head. Entries of prefix tokens are there but mean nothing.
+// gamma^distance of one head. Entries of prefix tokens exist but have no meaning.
 class Powers {
  public:
   Powers(const Problem& x, int64_t h) : x_(x), lines_(x.C * x.A), rank_(lines_ * x.keys), up_(lines_ * x.keys), down_(lines_ * x.keys) {
@@ -190,7 +191,7 @@ class Powers {
     const vec difference = rank_.data()[line * x_.keys + j] - load(rank_.data() + line * x_.keys + t);
     return maximum(difference, -difference);
   }
-  // Of a curve: the product over its axes.
+  // gamma^distance along a curve: the product over its axes.
   template <int R>
   SPARSEPRIOR_INLINE void power(int64_t c, int64_t j, int64_t t, vec out[R]) const {
     along<R>(c * x_.A, j, t, out);
@@ -206,7 +207,7 @@ class Powers {
     return d;
   }
 
-  // W for rows j0.. and all keys.
+  // W for the rows from j0 on and all keys.
   void weights(int64_t h, int64_t j0, float* out) const {
     const int64_t first = std::clamp<int64_t>(x_.P - j0, 0, ROWS), rows = std::min(ROWS, x_.T - j0);
     const float prefix = x_.alpha[h] * x_.prefix_gamma[h];
@@ -282,12 +283,13 @@ class Powers {
   int64_t lines_;
   Buffer rank_, up_, down_;
   std::vector<float> rates_;
-  std::vector<char> exact_;  // the exponential is taken
+  std::vector<char> exact_;  // whether the exponential is computed
 };
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// Scores, in units of log 2, become exp(scores * weights - maximum); gives 1 / sum and the natural logarithm of the sum.
+// Scores, in units of log 2, become exp(scores * weights - maximum). Gives 1 / sum and the natural logarithm of the
+// sum.
 void softmax(const Problem& x, int64_t rows, const float* weights, float* scores, float* share, float* log_sum) {
   for (int64_t r = 0; r < rows; ++r) {
     float* s = scores + r * x.keys;
@@ -358,12 +360,12 @@ struct Backward {
   const float* log_sums;
 };
 
-// One row. The scaled products in `p` become probabilities, their gradients in `ds` those of the scaled products; to
-// `grads` comes what the row adds to the gradient of the weights. `e`: memory for a row.
+// One row. The scaled products in `p` become probabilities. The gradients of the probabilities in `ds` become those of
+// the scaled products. What the row adds to the gradient of the weights is added to `grads`. `e`: memory for a row.
 //
-// The mean of the gradients is taken from the row itself. The product of output and its gradient is the same number, but
-// the output may be rounded to bfloat16, and the decay's gradients are sums in which such an error stays. Divided by the
-// sum of the probabilities, what rounding the logarithm did to all of them alike leaves it as it is.
+// The mean of the gradients is computed from the row itself. The product of output and its gradient is the same number,
+// but the output may be rounded to bfloat16, and the decay's gradients are sums in which such an error stays. It is
+// divided by the sum of the probabilities, so the error of the rounded logarithm, a factor of all of them, cancels.
 void row_gradients(
     const Problem& x, float log_sum, const float* weights, float* p, float* ds, float* grads, float* e) {
   vec total = vec{}, weighted = vec{};

@@ -1,19 +1,20 @@
 // Attention along diagonals on CPUs, forward and backward, without an N x N array.
 //
-// Patch token j of head h sees the prefix tokens and the patches j + o, o in the head's signed offsets; prefix tokens see
-// everything. A patch that would see nothing sees itself: where there are such, the head gets a last offset 0 for them.
+// Patch token j of head h sees the prefix tokens and the patches j + o, with o in the head's signed offsets. Prefix
+// tokens see everything. A patch that would see nothing sees itself; if there are such patches, the head has a last
+// offset 0.
 //
-// A piece of work is some rows of a head, in blocks of 16: the dot products of a block with one offset's keys end up in one
-// vector, in which softmax runs. Pieces follow one another in the order of memory, all heads of some rows and then the
-// next rows, so that keys and values are still in the second cache when the last row that sees them comes. Rows of whole
-// float32 vectors are read where they lie; others are packed, once a piece, in float32. Rows that do not exist are zeros,
-// so that the loops need no case for the edges.
+// A piece of work is some rows of a head, in blocks of 16. The dot products of a block with one offset's keys are one
+// vector, in which softmax runs. Pieces follow one another in the order of memory: all heads of some rows, then the
+// next rows. So keys and values are still in the second cache when the last row that sees them comes. Rows of whole
+// float32 vectors are read in place; others are packed in float32, once a piece. Rows that do not exist are zeros, so
+// that the loops need no case for the edges.
 //
 // Shapes: B batch, H heads, T = P + N tokens, P prefix tokens, D head width, C_h columns of head h: its prefix keys, its
 // offsets, and without prefix tokens one more for the patches themselves. Per-pair arrays: head after head (b, column,
 // row), rows padded to whole blocks of 16.
 //
-// What pieces share is summed in the order of pieces: the result does not depend on the number of threads.
+// Sums over pieces are taken in the order of the pieces, so the result does not depend on the number of threads.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -29,11 +30,11 @@ namespace {
 using at::Tensor;
 using std::optional;
 
-// Rows of a piece, whole blocks. Packing repeats the rows that two pieces see, reading in place repeats nothing.
+// Rows of a piece, in whole blocks. Packing repeats the rows that two pieces see; reading in place repeats nothing.
 constexpr int64_t PACKED_CHUNK = 256, CHUNK = 128;
-constexpr int64_t LARGE_BYTES = 2 << 20;  // of one of q, k, v, out
+constexpr int64_t LARGE_BYTES = 2 << 20;  // bytes of one of q, k, v, out
 
-// Whether rows are read where they lie. At a distance of whole pages they would all fall on the same sets of a cache.
+// Whether rows are read in place. At a distance of whole pages all of them would use the same sets of a cache.
 inline bool in_place(const View& view) {
   return view.whole() && !view.half && view.token * (int64_t)sizeof(float) % 4096 != 0;
 }
@@ -48,19 +49,19 @@ struct Span {
 // What all pieces of a head have in common.
 struct Head {
   std::vector<int64_t> offsets;  // signed
-  int64_t count = 0;             // of offsets
-  int64_t columns = 0;           // that are in use
+  int64_t count = 0;             // number of offsets
+  int64_t columns = 0;           // columns that are in use
   int64_t first = 0;             // index of the first offset in the operator's tables
   int64_t start = 0;             // columns of the heads before
-  int64_t self_from = 0, self_to = 0;  // rows that see themselves only, by the last offset
+  int64_t self_from = 0, self_to = 0;  // rows that see only themselves, by the last offset
   // Rows that a piece needs, relative to its first row, as ranges that do not touch.
   std::vector<std::pair<int64_t, int64_t>> ranges;
   int64_t packed = 0;              // rows in all ranges
-  int64_t own = 0;                 // the piece's first row among the packed rows, if it is there
+  int64_t own = 0;                 // the piece's first row among the packed rows, if it is one of them
   std::vector<int64_t> ahead, behind;  // the same of the rows at +offset and -offset
 
   bool is_self(int64_t c) const { return self_from < self_to && c == count - 1; }
-  // Of `rows` rows from j0 on.
+  // The head for `rows` rows from j0 on.
   Span valid(int64_t c, int64_t j0, int64_t rows, int64_t N) const {
     int64_t from = std::max<int64_t>(0, -offsets[c] - j0), to = std::min(rows, N - offsets[c] - j0);
     if (is_self(c)) {
@@ -199,18 +200,18 @@ struct Problem {
     const float* own = pair_weights + begin[head.first + c] + std::min<int64_t>(head.offsets[c], 0);
     return load_lanes(own + j0, keys.from, keys.to);
   }
-  // What a column's pairs would have under mask_fill "zero" if they were not in the support.
+  // The factors of a column's pairs under mask_fill "zero" if they were not in the support.
   vec floor_of(const Head& head, int64_t column, int64_t j0, int64_t rows, vec floor_value) const {
     return (column < P ? lanes(0, rows) : head.valid(column - P, j0, rows, N).mask()) ? floor_value : vec{};
   }
 };
 
-// 16 rows; a step of 0 is the same row 16 times.
+// 16 rows; with a step of 0, the same row 16 times.
 struct Block {
   const float* data;
   int64_t step;
 };
-// Patches j0.. of a tensor, where they lie if that will do, else packed.
+// Patches of a tensor from j0 on: in place if possible, otherwise packed.
 inline Block block_of(const Problem& x, const View& view, int64_t b, int64_t h, int64_t j0, float* scratch) {
   if (j0 <= -L || j0 >= x.N) return {x.zeros.data(), 0};
   if (j0 >= 0 && j0 + L <= x.N && in_place(view)) return {view.of<float>(b, h, x.P + j0), view.token};
@@ -218,7 +219,7 @@ inline Block block_of(const Problem& x, const View& view, int64_t b, int64_t h, 
   return {scratch, x.size};
 }
 
-// The loops that all time is spent in. V: vectors of a packed row, 0 where it is only known at run time.
+// The loops that take nearly all time. V: vectors of a packed row, 0 if it is only known at run time.
 
 // Dot products of 16 rows with 16 rows.
 template <int V>
@@ -235,7 +236,7 @@ SPARSEPRIOR_INLINE vec dots(int64_t size, Block a, Block b) {
   return sums(x);
 }
 
-// The same of 4 columns at once, which reads each row of `a` once.
+// The same for 4 columns at once, which reads each row of `a` once.
 template <int V>
 SPARSEPRIOR_INLINE void dots4(int64_t size, Block a, const Block columns[4], vec out[4]) {
   Block b[4];
@@ -281,7 +282,7 @@ SPARSEPRIOR_INLINE void column_dots(int64_t size, const Block& rows, const Block
 }
 
 // A block of rows as the sum of columns times their factors (columns, 16), of C columns and S vectors of each row;
-// before: what the sum starts with, packed, null for nothing.
+// before: the start of the sum, packed; null for zero.
 template <int C, int S, typename T>
 inline void mix_slab(
     const Block* columns, const float* factors, int64_t rows, const float* before, int64_t size, bool past_cache, T* out,
@@ -316,7 +317,7 @@ inline void mix_columns(
     }
   }
 }
-// Of any number of columns: four at a time into `scratch`, then the rest.
+// For any number of columns: four at a time into `scratch`, then the rest.
 template <int V, typename T>
 inline void mix(
     const Block* columns, int64_t count, const float* factors, int64_t rows, int64_t size, float* scratch, bool past_cache,
@@ -346,8 +347,8 @@ inline void add_row(int64_t size, float factor, const float* row, float* total) 
   add_rows<0>(size, 1, &factor, {row, 0}, total);
 }
 
-// Memory of one thread. Keys and values of a piece take turns, so that what neighbouring rows share of one of them stays
-// in the first cache. Of the piece's pairs: (block, column, row in block).
+// Memory of one thread. Keys and values of a piece are used by turns, so that what neighbouring rows share of one of
+// them stays in the first cache. Arrays over the piece's pairs are (block, column, row in block).
 struct Scratch {
   Buffer packed, prefix, block, result, scores, others, rows;
   explicit Scratch(const Problem& x)
@@ -385,7 +386,7 @@ struct Piece {
   }
 };
 
-// The rows that a piece needs of a tensor, as columns: the prefix tokens and those at the head's offsets.
+// The rows of a tensor that a piece needs, as columns: the prefix tokens and the rows at the head's offsets.
 class Rows {
  public:
   Rows(const Piece& piece, const View& view, const Buffer& memory)
@@ -402,7 +403,7 @@ class Rows {
       to += (to_row - from) * x.size;
     }
   }
-  // Of a block from row j0 on: rows j + offset (ahead) or j - offset of each column, and a last column of one row.
+  // For a block from row j0 on: rows j + offset (ahead) or j - offset for each column, and a last column of one row.
   const Block* ahead(int64_t j0, const float* last = nullptr) { return columns(j0, 1, piece_.head.ahead, last); }
   const Block* behind(int64_t j0, const float* last = nullptr) { return columns(j0, -1, piece_.head.behind, last); }
   Block prefix(int64_t p) const { return {prefix_ + p * piece_.x.size, 0}; }
@@ -416,7 +417,7 @@ class Rows {
     to[head.count] = {last, 0};
     return columns_.data();
   }
-  // place: of row first + shift among the packed rows; slot: of a block at an edge, in place.
+  // place: that of row first + shift among the packed rows. slot: that of a block at an edge, if rows are in place.
   Block block(int64_t j0, int64_t shift, int64_t place, int64_t slot) const {
     const Problem& x = piece_.x;
     if (packed_) return {memory_ + (place + j0 - piece_.first) * x.size, x.size};
@@ -451,9 +452,9 @@ inline void mix(
 
 struct Forward {
   View q, k, v, out;
-  const float *drop, *v_sum;              // null where there is none
-  float *probs, *logits, *floors, *rows;  // null where nothing is kept
-  float* partial;  // of each piece and prefix token: maximum, sum and weighted sum of v of its softmax over the piece
+  const float *drop, *v_sum;              // null if there is none
+  float *probs, *logits, *floors, *rows;  // null if nothing is kept
+  float* partial;  // for each piece and prefix token: maximum, sum and weighted sum of v of its softmax over the piece
 };
 
 // Logits of a block of rows become the factors of their values, in place.
@@ -463,7 +464,7 @@ vec softmax(const Piece& piece, const Forward& f, int64_t j0, float* s) {
   const int64_t rows = piece.rows(j0);
   vec highest = splat(MINUS_INF), seen = splat((float)x.P), floor_value = vec{}, total = vec{};
   for (int64_t c = 0; c < head.columns; ++c) highest = maximum(highest, load(s + L * c));
-  if (x.zero_fill) {  // every pair outside the support keeps exp(0)
+  if (x.zero_fill) {  // every pair outside the support counts exp(0)
     for (int64_t c = 0; c < head.count; ++c) seen += head.valid(c, j0, rows, x.N).mask() ? splat(1.0f) : vec{};
     const vec outside = splat((float)(x.P + x.N)) - seen;
     const veci masked = outside > 0.0f;
@@ -554,7 +555,7 @@ void forward_piece(const Piece& piece, const Forward& f, const Scratch& own) {
   }
 }
 
-// Prefix rows: the pieces' sums and the prefix keys; logits become probabilities where they are kept.
+// Prefix rows: the pieces' sums and the prefix keys. Logits become probabilities if they are kept.
 void forward_prefix(const Problem& x, const Forward& f, int64_t b, int64_t h) {
   const int64_t P = x.P, T = P + x.N, size = x.size, step = P * (2 + size), bh = b * x.H + h;
   Buffer q(P * size), k(P * size), v(P * size), logits(P), result(size);
@@ -602,8 +603,8 @@ struct Backward {
   const float *drop, *v_sum, *probs, *logits, *floors, *rows;
   float *pair_grads, *weight_grads;  // gradients of the scaled products of pairs, and of their weights
   float* row_grads;                  // the same of the prefix rows' products
-  // Of each piece: gradients of the prefix tokens' q, k, v, the sum of floor * gradient of the rows, and the gradient of
-  // the prefix weight.
+  // For each piece: gradients of the prefix tokens' q, k, v, the sum of floor * gradient of the rows, and the gradient
+  // of the prefix weight.
   float* sums;
   int64_t sums_size;
 };
@@ -742,7 +743,7 @@ void backward_keys(const Piece& piece, const Backward& f, const Scratch& own) {
   const Head& head = piece.head;
   const int64_t P = x.P, size = V ? L * V : x.size;
   float* factors = own.scores.data();
-  // Of every pair of a key: its entry in arrays over (column, row) and over (prefix token, key).
+  // For every pair of a key: its entry in arrays over (column, row) and over (prefix token, key).
   const auto gather = [&](const View& from, const View& to, const float* base, const auto& prefix_factor,
                           const auto& pair_factor) {
     Rows seeing(piece, from, own.packed);
@@ -801,8 +802,8 @@ void backward_weights(const Problem& x, const Backward& f, int64_t h, float* d_p
 
 // ---- operators ------------------------------------------------------------------------------------------------------
 
-// Pieces in the order of memory: all heads of some rows, then the next rows. What the work reads: `own_inputs` at a
-// piece's rows, `seen` at the offsets too.
+// Pieces in the order of memory: all heads of some rows, then the next rows. The work reads `own_inputs` at a piece's
+// rows, and `seen` at the offsets too.
 template <typename F>
 void for_pieces(
     const Problem& x, std::initializer_list<const View*> own_inputs, std::initializer_list<const View*> seen, const F& run) {
@@ -829,7 +830,7 @@ void for_heads(const Problem& x, const F& run) {
 }
 
 float* data(const Tensor& x) { return x.numel() ? x.data_ptr<float>() : nullptr; }
-// Factors of the pairs' weights, null where nothing is dropped.
+// Factors of the pairs' weights, null if nothing is dropped.
 const float* factors(Problem& x, const optional<Tensor>& drop) {
   if (!drop) return nullptr;
   check_is(*drop, {x.pairs() + x.B * x.H * x.P * (x.P + x.N)}, at::kFloat, "drop");
@@ -864,7 +865,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
   return {out, probs, logits, floors, rows};
 }
 
-// Gradients of q, k, v and, with a decay, of pair_weights, prefix_weight and self_weight (else empty).
+// Gradients of q, k, v and, with a decay, of pair_weights, prefix_weight and self_weight (otherwise empty).
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& offsets,
     const Tensor& counts, int64_t prefix, double scale, bool zero_fill, const optional<Tensor>& pair_weights,

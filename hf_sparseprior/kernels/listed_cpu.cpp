@@ -1,11 +1,12 @@
-// Attention of each patch over a list of keys on CPUs, forward and backward: what is not in a list is never computed.
+// Attention of each patch over a list of keys on CPUs, forward and backward. Pairs that are in no list are not
+// computed.
 //
 //   out_j = sum over t in keys_j of softmax_t(scale * q_j . k_t * factor_j,t) v_t
 //
-// Prefix tokens see everything, with a factor of their own. The lists are the same for all images or each image's own.
+// Prefix tokens see everything, with a factor of their own. All images share the lists, or each image has its own.
 //
 // Shapes: B batch, H heads, T = P + N tokens, P prefix tokens, D head width, K places of a list.
-// A piece of work is a head of all images where they share a factor, of one image elsewhere; nothing is added across
+// A piece of work is a head of all images if they share a factor, otherwise of one image. Nothing is added across
 // pieces, so the result does not depend on the number of threads.
 
 #include <ATen/ATen.h>
@@ -29,7 +30,7 @@ struct Lists {
   Values values;
   const int32_t* keys;                                 // (1 or B, H, N, K)
   const float *factor = nullptr, *prefix = nullptr;    // (1 or B, H, N, K), (H)
-  bool own_keys, own_factor;                           // of each image
+  bool own_keys, own_factor;                           // whether each image has its own
 
   Lists(
       const Tensor& q, const Tensor& keys_, const optional<Tensor>& factor_, const optional<Tensor>& prefix_,
@@ -45,7 +46,7 @@ struct Lists {
   int64_t images() const { return factor && !own_factor ? std::max<int64_t>(B, 1) : 1; }
 };
 
-// The list of one row, with what its logits are multiplied by.
+// The list of one row, with the factors of its logits.
 struct Row {
   const int32_t* keys;  // nullptr: all
   const float* factor;  // nullptr: `same`
@@ -61,7 +62,7 @@ Row row_of(const Lists& x, int64_t b, int64_t h, int64_t t) {
   return {keys, factor, 1.0f, std::find(keys, keys + x.K, -1) - keys};
 }
 
-// Rows of a tensor of one head as float32 in whole vectors: in place where they lie like that, else a packed copy.
+// Rows of a tensor of one head as float32 in whole vectors: in place if they are stored like that, otherwise packed.
 class Rows {
  public:
   Rows(const View& x, int64_t b, int64_t h, int64_t tokens)
@@ -85,7 +86,7 @@ class Rows {
 
 SPARSEPRIOR_INLINE int64_t key(const Row& row, int64_t i) { return row.keys ? row.keys[i] : i; }
 
-// out[i] = query . rows[key i]; S vectors a row, 0 where that is not known at compile time.
+// out[i] = query . rows[key i]; S vectors a row, 0 if that is not known at compile time.
 template <int S>
 void products(const Row& row, const float* query, const Rows& rows, int64_t size, float* out) {
   vec own[S ? S : 1];
@@ -195,7 +196,7 @@ void forward_head(
 struct Gradients {
   View q, k, v, grad, dq, dk, dv;
   const float* log_sums;
-  float *factor, *prefix;  // (1 or B, H, N, K), (B, H); nullptr where nobody asks
+  float *factor, *prefix;  // (1 or B, H, N, K), (B, H); nullptr if they are not wanted
 };
 
 // `p`: products, which become exp(logit - logarithm of the sum); `ds`: gradients of these, which become those of the
@@ -305,7 +306,7 @@ std::tuple<Tensor, Tensor> forward(
   return {out, log_sums};
 }
 
-// Gradients of q, k, v, factor and prefix_factor, the last two empty where there is none.
+// Gradients of q, k, v, factor and prefix_factor; the last two are empty if there is no factor.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_sums, const Tensor& keys,
     const optional<Tensor>& factor, const optional<Tensor>& prefix_factor, int64_t prefix, double scale) {

@@ -1,9 +1,9 @@
-// The keys that Sparsifiner predicts, on CPUs: of each patch the `budget` largest scores, without a table of all pairs.
+// The keys that Sparsifiner predicts, on CPUs: the `budget` largest scores of each patch, without a table of all pairs.
 //
 //   score_jk = sum over r of c_jr w_rk, where c_jr is above a threshold;  keys_j = the largest of them that are not 0
 //
-// Of equal scores those in front are taken. A row is done at a time and never leaves the cache: few coefficients are
-// above the threshold, and the smallest score that is kept is found bit by bit, by counting.
+// The first of equal scores are taken. Rows are done one at a time and never leave the cache: few coefficients are
+// above the threshold, and counting finds the smallest score that is kept, bit by bit.
 //
 // Shapes: B batch, H heads, N patches, R rows of the basis, P prefix tokens.
 
@@ -33,7 +33,8 @@ SPARSEPRIOR_INLINE veci load(const int32_t* p) {
 SPARSEPRIOR_INLINE void store(int32_t* p, veci x) { std::memcpy(p, &x, sizeof x); }
 SPARSEPRIOR_INLINE veci splat(int32_t x) { return veci{} + x; }
 
-// How many of 16 integers are at least `bound`; `append` writes their places, `first` being that of the first of them.
+// How many of 16 integers are at least `bound`. `append` writes their places; `first` is the place of the first of the
+// 16.
 #if defined(__AVX512F__)
 SPARSEPRIOR_INLINE int at_least(const int32_t* p, int32_t bound) {
   return __builtin_popcount(_mm512_cmpge_epi32_mask(_mm512_loadu_si512(p), _mm512_set1_epi32(bound)));
@@ -60,7 +61,7 @@ SPARSEPRIOR_INLINE int append(const int32_t* p, int32_t bound, int32_t first, in
 }
 #endif
 
-// Numbers of a row: what a thread works with. `size` is N in whole vectors.
+// The numbers of a row that a thread works with. `size` is N in whole vectors.
 struct Row {
   int64_t N, size;
   std::vector<float> scores;
@@ -81,7 +82,8 @@ struct Row {
     }
   }
 
-  // Integers in the order of the scores; NONE for 0, for NaN and behind the row. Returns how many are not NONE.
+  // Integers in the order of the scores; NONE for 0, for NaN and after the end of the row. Returns how many are not
+  // NONE.
   int64_t rank() {
     veci count{};
     for (int64_t i = 0; i < size; i += L) {
@@ -108,7 +110,7 @@ struct Row {
     return count;
   }
 
-  // The `budget`th largest, where more than that are not NONE; it may be less if as many are above it.
+  // The `budget`th largest, if more than that are not NONE. It may be smaller, if as many are above it.
   int32_t least_kept(int64_t budget) const {
     veci low = splat(std::numeric_limits<int32_t>::max()), high = splat(NONE);
     for (int64_t i = 0; i < size; i += L) {
@@ -122,7 +124,7 @@ struct Row {
       least = std::min(least, (int32_t)low[lane]);
       most = std::max(most, (int32_t)high[lane]);
     }
-    // As unsigned numbers of the same order; what all of them begin with is known.
+    // As unsigned numbers in the same order, whose common first bits are known.
     const uint32_t sign = 0x80000000u, first = (uint32_t)least ^ sign, last = (uint32_t)most ^ sign;
     if (first == last) return least;
     int bit = 31 - __builtin_clz(first ^ last);
@@ -143,7 +145,7 @@ struct Row {
     int64_t count = 0;
     for (int64_t i = 0; i < size; i += L) count += append(&order[i], least, (int32_t)i, &found[count]);
     if (count <= budget) return count;
-    // Too many equal to the least one: those behind are dropped.
+    // Too many are equal to the smallest one: the later ones are dropped.
     int64_t equal = budget - count_from(least + 1), kept = 0;
     for (int64_t i = 0; i < count; ++i)
       if (order[found[i]] > least || equal-- > 0) found[kept++] = found[i];

@@ -1,5 +1,5 @@
-// Vectors of 16 floats with GCC's and clang's vector extensions, which use what the processor has, and rows of tensors
-// read into and written from packed float32.
+// Vectors of 16 floats with GCC's and clang's vector extensions, which use the processor's instructions, and rows of
+// tensors that are read into and written from packed float32.
 
 #pragma once
 
@@ -44,7 +44,7 @@ SPARSEPRIOR_INLINE vec load(const float* p) {
 }
 SPARSEPRIOR_INLINE void store(float* p, vec x) { std::memcpy(p, &x, sizeof x); }
 
-// Past the caches, for memory on a vector's boundary that is not read again soon: a store would first read it.
+// Writes past the caches, for aligned memory that is not read again soon, because a store would first read it.
 SPARSEPRIOR_INLINE void stream(float* p, vec x) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(p, (__m512)x);
@@ -162,8 +162,8 @@ SPARSEPRIOR_INLINE vec exp_of(vec x) {
   return tiny ? vec{} : y;
 }
 
-// 2 to the power of values up to about 100; below -126 it is 2^-126, nothing beside a softmax's largest term; NaN stays.
-// Relative error 1e-7: a polynomial of degree 6, least in the maximum of the relative error over -0.5..0.5.
+// 2 to the power of values up to about 100; below -126 it is 2^-126, negligible next to a softmax's largest term; NaN
+// stays. Relative error 1e-7: a polynomial of degree 6 with the smallest maximum of the relative error over -0.5..0.5.
 SPARSEPRIOR_INLINE vec exp2_of(vec x) {
   x = x < splat(-126.0f) ? splat(-126.0f) : x;
   const vec shifted = x + 12583039.0f;  // adding 1.5 * 2^23 + 127 rounds to an integer with the exponent's bias
@@ -191,8 +191,8 @@ SPARSEPRIOR_INLINE vec blocks(vec a, vec b) {
       18 + 4 * I, 19 + 4 * I, 16 + 4 * J, 17 + 4 * J, 18 + 4 * J, 19 + 4 * J);
 }
 
-// Within blocks of 4 lanes, where shuffles are cheapest: a's and b's lanes by turns, one or two at a time, of the first
-// or the last half of each block.
+// Within blocks of 4 lanes, where shuffles are cheapest: lanes of a and of b by turns, one or two at a time, from the
+// first or the last half of each block.
 SPARSEPRIOR_INLINE vec ones_low(vec a, vec b) {
   return SPARSEPRIOR_SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
 }
@@ -206,7 +206,7 @@ SPARSEPRIOR_INLINE vec twos_high(vec a, vec b) {
   return SPARSEPRIOR_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
 }
 
-// Sums of 16 vectors, the sum of x[i] in lane i.
+// Sums of 16 vectors, with the sum of x[i] in lane i.
 SPARSEPRIOR_INLINE vec sums(const vec x[L]) {
   vec pairs[8], fours[4];
 #pragma GCC unroll 8
@@ -250,13 +250,13 @@ SPARSEPRIOR_INLINE void transpose(vec x[L]) {
   }
 }
 
-// A thread's memory for buffers, kept from call to call: the allocator hands a worker's freed memory back to the system,
-// and touching fresh pages costs more than the work on them.
+// A thread's memory for buffers, which is kept from call to call. The allocator would give a worker's freed memory back
+// to the system, and touching new pages costs more than the work on them.
 struct Slab {
 #if defined(__SANITIZE_ADDRESS__)
   static constexpr int64_t LIMIT = 0;  // each buffer has bounds of its own
 #else
-  static constexpr int64_t LIMIT = 32 << 20;  // bytes that a thread keeps at most
+  static constexpr int64_t LIMIT = 32 << 20;  // largest number of bytes that a thread keeps
 #endif
   char* data = nullptr;
   int64_t capacity = 0, in_slab = 0, in_use = 0, peak = 0;
@@ -371,7 +371,7 @@ inline void write_rows(const float* from, const View& x, int64_t b, int64_t h, i
   }
 }
 
-// Values of small tensors of any strides, there for as long as this is.
+// Values of small tensors of any strides, which live as long as this object.
 class Values {
  public:
   template <typename T>
@@ -404,8 +404,8 @@ inline void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Ten
   TORCH_CHECK(prefix >= 0 && prefix < q.size(2), prefix, " prefix tokens must be fewer than the tokens, ", q.size(2));
 }
 
-// An empty tensor. The first touch of each page of fresh memory costs more than all work on it here, so that large
-// tensors ask for large pages.
+// An empty tensor. The first touch of each page of new memory costs more than all work on it here, so large tensors ask
+// for large pages.
 inline at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
   at::Tensor x = at::empty(sizes, options);
 #ifdef MADV_HUGEPAGE
@@ -416,7 +416,7 @@ inline at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options)
   return x;
 }
 
-// A tensor (B, H, T, D) in memory as (B, T, H, D), as projections want it.
+// A tensor (B, H, T, D), in memory as (B, T, H, D), as projections need it.
 inline at::Tensor like_projection(const at::Tensor& q) {
   return empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options()).transpose(1, 2);
 }
