@@ -45,7 +45,7 @@ def split_by_score(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return order[:, :count].sort(-1).values, order[:, count:].sort(-1).values
 
 
-def take(tokens: Tensor, places: Tensor) -> Tensor:
+def gather_tokens(tokens: Tensor, places: Tensor) -> Tensor:
     """(B, n, C) at places (B, m): (B, m, C)."""
     return tokens.gather(1, places.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
 
@@ -181,20 +181,20 @@ class EViT(TokenPruning):
         return {**super().check_settings(settings, grid), "fuse": check_boolean("evit: fuse", settings["fuse"])}
 
     @staticmethod
-    def count(keep_rate: float, there: int) -> int:
-        """How many of `there` tokens are kept."""
+    def count(keep_rate: float, num_tokens: int) -> int:
+        """How many of `num_tokens` tokens are kept."""
         numerator, denominator = exact_share(keep_rate)
-        return -(-there * numerator // denominator)
+        return -(-num_tokens * numerator // denominator)
 
     @classmethod
     def layer_tokens(cls, settings: Mapping[str, Any], num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
         """As `TokenPruning`."""
-        blocks, there, sizes = cls.pruning_blocks(settings, num_layers), num_tokens, []
+        blocks, present, sizes = cls.pruning_blocks(settings, num_layers), num_tokens, []
         for block in range(1, num_layers + 1):
-            attended = there
-            if block in blocks and (left := cls.count(settings["keep_rate"], there)) < there:
-                there = left + settings["fuse"]
-            sizes.append((attended, there))
+            attended = present
+            if block in blocks and (left := cls.count(settings["keep_rate"], present)) < present:
+                present = left + settings["fuse"]
+            sizes.append((attended, present))
         return sizes
 
     @classmethod
@@ -224,17 +224,17 @@ class EViT(TokenPruning):
             num_prefix_tokens: P.
         """
         prefix, others = hidden_states[:, :num_prefix_tokens], hidden_states[:, num_prefix_tokens:]
-        there = operator.index(others.shape[1])
-        count = self.count(self.keep_rate, there)
-        if count == there:
+        present = operator.index(others.shape[1])
+        count = self.count(self.keep_rate, present)
+        if count == present:
             return hidden_states, token_ids
         scores = class_attention[..., num_prefix_tokens:].mean(1)
         kept, dropped = split_by_score(scores, count)
         ids = (all_ids(others) if token_ids is None else token_ids).gather(1, kept)
-        parts = [prefix, take(others, kept)]
+        parts = [prefix, gather_tokens(others, kept)]
         if self.fuse:
             factors = scores.gather(1, dropped).unsqueeze(-1).to(others.dtype)
-            parts.append((take(others, dropped) * factors).sum(1, keepdim=True))
+            parts.append((gather_tokens(others, dropped) * factors).sum(1, keepdim=True))
             ids = F.pad(ids, (0, 1), value=-1)
         return torch.cat(parts, 1), ids
 
@@ -341,7 +341,7 @@ class DynamicViT(TokenPruning):
         num_tokens = operator.index(grid[0]) * operator.index(grid[1])
         kept, _ = split_by_score(scores[..., 0], self.count(self.keep_rate, stage + 1, num_tokens))
         ids = (all_ids(patches) if tokens.token_ids is None else tokens.token_ids).gather(1, kept)
-        return torch.cat([hidden_states[:, :num_prefix_tokens], take(patches, kept)], 1), Tokens(ids)
+        return torch.cat([hidden_states[:, :num_prefix_tokens], gather_tokens(patches, kept)], 1), Tokens(ids)
 
     def auxiliary_losses(self, tokens: Tokens) -> dict[str, Tensor]:
         """As `TokenPruning`: {"keep_ratio": ...} in training."""

@@ -1,8 +1,8 @@
 """Without a GPU, the Triton kernels are tested in Triton's interpreter.
 
-It has to be chosen before triton is imported, which transformers does, and so before any test module is collected.
-Afterwards the variable is taken away again: kernels that were defined under it stay interpreted in this process, while
-`can_run` refuses them on the CPU as it does for users. tests/hf_sparseprior/kernels sets it for its own tests.
+It has to be chosen before triton is imported, which transformers does, so before any test module is collected. Then the
+variable is removed again. Kernels that were defined under it stay interpreted in this process, while `can_run` refuses
+them on the CPU as it does for users. tests/hf_sparseprior/kernels sets it for its own tests.
 Processes that tests start do not see it. Nothing else in the tests uses Triton on a machine without a GPU.
 """
 
@@ -19,20 +19,20 @@ if not torch.cuda.is_available() and find_spec("triton") is not None:
 
     del os.environ["TRITON_INTERPRET"]
 
-# Processes that tests start in other folders find `tasks`, which no installation brings.
+# Processes that tests start in other folders find `tasks`, which is not installed.
 ROOT = str(Path(__file__).parents[1])
 if ROOT not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
     os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, paths)])
 
 
 def pytest_collection_modifyitems(items):
-    """Files with slow tests come first: two processes that take file after file end at about the same time then."""
+    """Files with slow tests come first, so that two processes which take file after file end at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_ignore_collect(collection_path, config):
-    """With -m "not slow", files that are slow as a whole are not even imported: frameworks take half a minute."""
+    """With -m "not slow", files that are slow as a whole are not imported, because frameworks take half a minute."""
     if config.getoption("markexpr") != "not slow" or not collection_path.name.startswith("test_"):
         return None
     return True if re.search(r"^pytestmark = \[?pytest\.mark\.slow\b", collection_path.read_text(), re.M) else None

@@ -24,7 +24,7 @@ from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.predictor import Predictor
 from hf_sparseprior.pretrained import saved_family
 from hf_sparseprior.prior import pruning_of
-from hf_sparseprior.token_pruning import counted_patches, take
+from hf_sparseprior.token_pruning import counted_patches, gather_tokens
 
 # ---- the losses of the papers, of tensors ---------------------------------------------------------------------------
 
@@ -50,7 +50,7 @@ def token_loss(
     """
     if token_ids is not None:
         prefix, patches = teacher_tokens[:, :num_prefix_tokens], teacher_tokens[:, num_prefix_tokens:]
-        teacher_tokens = torch.cat([prefix, take(patches, token_ids.clamp_min(0))], 1)
+        teacher_tokens = torch.cat([prefix, gather_tokens(patches, token_ids.clamp_min(0))], 1)
     errors = (tokens.float() - teacher_tokens.float()).square().mean(-1)
     counted = counted_patches(errors[:, num_prefix_tokens:], token_ids, kept)
     counted = F.pad(counted, (num_prefix_tokens, 0), value=1.0)
@@ -183,11 +183,11 @@ class Teacher:
         own = self.model.config
         fields = dict.fromkeys(field for need in NEEDS if need in needs for field in NEEDS[need])
         for field in (*PIXELS, *fields):
-            there, here = getattr(own, field), getattr(config, field)
+            teachers, students = getattr(own, field), getattr(config, field)
             if field == "image_size":
-                there, here = as_pair(there), as_pair(here)
-            if there != here:
-                raise ValueError(f"{self.name} has {field}={there!r}, the model {here!r}; they must be the same")
+                teachers, students = as_pair(teachers), as_pair(students)
+            if teachers != students:
+                raise ValueError(f"{self.name} has {field}={teachers!r}, the model {students!r}; they must be the same")
         if "logits" in needs and {str(name) for name in own.id2label.values()} == set(config.id2label.values()):
             moved = next((name for index, name in config.id2label.items() if own.id2label[index] != name), None)
             if moved is not None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_sparseprior.files import write_bytes, write_text
-from hf_sparseprior.token_pruning import counted_patches, take
+from hf_sparseprior.token_pruning import counted_patches, gather_tokens
 
 HEADER = "label_maps.json"
 IMAGES_PER_FILE = 4096
@@ -124,7 +124,7 @@ def token_label_loss(
         kept: (B, N), 1 for patches that are kept and 0 for dropped ones, which do not count; None: all that are left.
     """
     if token_ids is not None:
-        targets = take(targets, token_ids.clamp_min(0))
+        targets = gather_tokens(targets, token_ids.clamp_min(0))
     errors = -(targets * F.log_softmax(token_logits.float(), -1)).sum(-1)
     counted = counted_patches(errors, token_ids, kept)
     return (errors * counted).sum() / counted.sum().clamp_min(1.0)
@@ -374,8 +374,8 @@ def write_label_maps(
 def _claim(folder: Path, header: MapHeader) -> None:
     """Make the folder belong to these maps."""
     if (folder / HEADER).is_file():
-        there = asdict(read_header(folder))
-        differing = [name for name, value in asdict(header).items() if there[name] != value]
+        stored = asdict(read_header(folder))
+        differing = [name for name, value in asdict(header).items() if stored[name] != value]
         if differing:
             raise ValueError(f"{folder} holds other label maps, they differ in {', '.join(differing)}")
     elif folder.exists() and any(path.name != f"{HEADER}.partial" for path in folder.iterdir()):

@@ -127,9 +127,9 @@ def config_differences(earlier: dict[str, Any], config: dict[str, Any]) -> list[
     earlier = upgraded_config(earlier)
     found: list[str] = []
     for section, values in config.items():
-        there = earlier.get(section) or {}
-        for key in _keys(there, values):
-            found += _value_differences(f"{section}.{key}", there.get(key), values.get(key))
+        stored = earlier.get(section) or {}
+        for key in _keys(stored, values):
+            found += _value_differences(f"{section}.{key}", stored.get(key), values.get(key))
     return found
 
 
@@ -137,19 +137,19 @@ def _keys(*sections: dict[str, Any]) -> list[str]:
     return sorted(set().union(*sections) - {*COSMETIC})
 
 
-def _value_differences(name: str, there: Any, here: Any) -> Iterator[str]:
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in _keys(there, here):
-            if key in there and key in here:
-                yield from _value_differences(f"{name}.{key}", there[key], here[key])
-            elif there.get(key) != {} != here.get(key):  # an empty section counts as none
-                shown = (repr(values[key]) if key in values else "nothing" for values in (there, here))
+def _value_differences(name: str, stored: Any, current: Any) -> Iterator[str]:
+    if isinstance(stored, dict) and isinstance(current, dict):
+        for key in _keys(stored, current):
+            if key in stored and key in current:
+                yield from _value_differences(f"{name}.{key}", stored[key], current[key])
+            elif stored.get(key) != {} != current.get(key):  # an empty section counts as none
+                shown = (repr(values[key]) if key in values else "nothing" for values in (stored, current))
                 yield "{}: {} there, {} here".format(f"{name}.{key}", *shown)
-    elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
-        for index, values in enumerate(zip(there, here, strict=True)):
+    elif isinstance(stored, list) and isinstance(current, list) and len(stored) == len(current):
+        for index, values in enumerate(zip(stored, current, strict=True)):
             yield from _value_differences(f"{name}.{index}", *values)
-    elif there != here:
-        yield f"{name}: {there!r} there, {here!r} here"
+    elif stored != current:
+        yield f"{name}: {stored!r} there, {current!r} here"
 
 
 def last_whole_checkpoint(out: Path, files: Sequence[str]) -> str | None:

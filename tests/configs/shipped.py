@@ -17,7 +17,7 @@ def path(name: str) -> Path:
 
 
 def cells(name: str) -> list[str]:
-    """FILE#CELL for each cell of a file, or its name alone; of mmengine's Python files, too, without running them."""
+    """FILE#CELL for each cell of a file, or its name alone. mmengine's Python files are read without running them."""
     if name.endswith(".py"):
         assigned = (node for node in ast.parse(path(name).read_text()).body if isinstance(node, ast.Assign))
         keys = [key.arg for node in assigned if ast.unparse(node.targets[0]) == "cells" for key in node.value.keywords]

@@ -1,6 +1,7 @@
-"""Configurations keep their content: each of before there was a `matrix:` against the cell or file that it is now.
+"""Configurations keep their content: each file from before `matrix:` is compared with the cell or file that replaced
+it.
 
-moved.tsv has a line for each: its old name, its name now, what it is, where its run lies if others read its model from
+moved.tsv has a line for each: its old name, its name now, its kind, where its run lies if others read its model from
 there, and the start of the SHA-256 of its resolved content as JSON, made with the last commit that had the old file.
 """
 
@@ -38,7 +39,7 @@ SECTIONS = sorted(
 
 
 def without_folder(config):
-    """A run's content without where it lies, and with the name that the split for validation had in motion clips."""
+    """A run's content without its folder, and with the old name of the validation split in motion clips."""
     kept = {key: value for key, value in config["trainer"].items() if key != "output_dir"}
     config = {**config, "trainer": kept}
     if motion := config["data"].get("motion"):
@@ -48,7 +49,7 @@ def without_folder(config):
 
 
 def content(path, kind):
-    """What a configuration comes to: {section: {key: value}}, or that of all the runs that it describes, in order."""
+    """The resolved configuration: {section: {key: value}}, or that of all the runs that it describes, in order."""
     if kind in RUNS:
         needs_model = "tuning" in str(path) and "digits" not in str(path)
         return without_folder(RUNS[kind](path, ["model.pretrained=x"] if needs_model else []))
@@ -92,7 +93,7 @@ RECORDED = {
 
 @pytest.mark.parametrize("folder", RECORDED)
 def test_runs_of_before_are_recognised(folder, tmp_path):
-    """Their records by the comparison, and a folder as such a run left it by its row as a run of its own."""
+    """The comparison accepts their records, and a row as a run of its own accepts the folder that such a run left."""
     path = ROOT / "configs" / RECORDED[folder]
     records = tasks.common.compare.all_records(COMPARISONS["comparison"](path), RESULTS / folder)
     assert sum(map(len, records.values())) == len([*(RESULTS / folder).glob("*/seed*.json")]) > 0

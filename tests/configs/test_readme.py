@@ -1,4 +1,4 @@
-"""Commands that pages name: each resolves to a configuration, and no configuration is without one."""
+"""Commands in pages: each resolves to a configuration, and every configuration has one."""
 
 import itertools
 import re

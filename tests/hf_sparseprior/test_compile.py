@@ -261,7 +261,7 @@ def test_export_of_baselines(name, monkeypatch):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_before_any_eager_call(strict, monkeypatch):
-    """Tables that are first needed while tracing must not stay behind as fake tensors."""
+    """Tables that are first needed while tracing must not remain as fake tensors."""
     monkeypatch.setenv("SPARSEPRIOR_BACKEND", "reference")
     expected = make("fibottention+violin")(images()).logits
     model = make("fibottention+violin")

@@ -112,9 +112,9 @@ def images(height=24, width=24):
     return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(7))
 
 
-@pytest.mark.parametrize("beside", ["dense", "fibottention", "violin"])
-def test_a_pretrained_model_starts_as_itself(beside):
-    base, model = tiny(beside), tiny(f"{beside}+localvit")
+@pytest.mark.parametrize("base_prior", ["dense", "fibottention", "violin"])
+def test_a_pretrained_model_starts_as_itself(base_prior):
+    base, model = tiny(base_prior), tiny(f"{base_prior}+localvit")
     missing = model.load_state_dict(base.state_dict(), strict=False).missing_keys
     assert len(missing) == 4 and all("mlp.locality.localvit" in name for name in missing)
     with torch.no_grad():

@@ -1077,7 +1077,7 @@ def test_models_can_be_made_on_the_meta_device(prior):
         model = SparsePriorViTForImageClassification(tiny(prior))
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
     assert model(torch.empty(2, 3, 32, 32, device="meta")).logits.shape == (2, 3)
-    # Tables made for the meta device do not stay behind.
+    # Tables made for the meta device are not kept.
     assert torch.equal(fill(model, source)(images()).logits, source(images()).logits)
 
 

@@ -287,11 +287,11 @@ def images(height=24, width=24):
     return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(7))
 
 
-@pytest.mark.parametrize("beside", ["dense", "fibottention", "violin"])
+@pytest.mark.parametrize("base_prior", ["dense", "fibottention", "violin"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(map(str, settings.values())))
-def test_a_pretrained_model_starts_as_itself(settings, beside):
-    base = tiny(beside)
-    slots = {"decay": "violin"} if beside == "violin" else {"support": beside}
+def test_a_pretrained_model_starts_as_itself(settings, base_prior):
+    base = tiny(base_prior)
+    slots = {"decay": "violin"} if base_prior == "violin" else {"support": base_prior}
     model = tiny({**slots, "extras": [settings]})
     missing = model.load_state_dict(base.state_dict(), strict=False).missing_keys
     assert missing and all("relative_position" in name for name in missing)

@@ -424,8 +424,8 @@ def test_explain_says_what_is_kept_and_what_it_costs(capsys):
     assert main(["explain", "sparsifiner", "--heads", "6", "--set", "budget=50", "--no-picture"]) == 0
     text = capsys.readouterr().out
     assert "budget=50" in text and f"{197 + 196 * 51} of {197**2} a head" in text
-    beside = 12 * (2 * 32 * 196 * 384 + 6 * 32 * 196**2) / 1e9
-    assert f"{beside:.4f} G besides them, dense 0.3577 G" in text
+    others = 12 * (2 * 32 * 196 * 384 + 6 * 32 * 196**2) / 1e9
+    assert f"{others:.4f} G besides them, dense 0.3577 G" in text
 
 
 @pytest.mark.parametrize("name", ["linformer", "topk", "efficient"])

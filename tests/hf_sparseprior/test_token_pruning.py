@@ -230,7 +230,7 @@ def test_dynamicvit_trains_by_attention_masking():
                 [predictions_by_hand(module, image[1:], own) for image, own in zip(tokens, kept, strict=True)]
             )
             decisions.append(F.gumbel_softmax(scores.log(), hard=True)[..., 0] * kept)
-        behind = []
+        outputs = []
         for index, image in enumerate(tokens):
             q, k, v = heads_of(layer, image)
             policy = torch.ones(31, 31, dtype=torch.float64)
@@ -241,8 +241,8 @@ def test_dynamicvit_trains_by_attention_masking():
             for head in range(4):
                 exponentials = torch.exp(q[:, head] @ k[:, head].T / math.sqrt(6)) * policy
                 heads.append(exponentials / exponentials.sum(-1, keepdim=True) @ v[:, head])
-            behind.append(with_mlp(layer, image + layer.attention.o_proj(torch.cat(heads, -1))))
-        tokens = torch.stack(behind)
+            outputs.append(with_mlp(layer, image + layer.attention.o_proj(torch.cat(heads, -1))))
+        tokens = torch.stack(outputs)
     logits = made.classifier(made.vit.layernorm(tokens)[:, 0])
     ratios = [((decision.mean(1) - 0.6**stage) ** 2).mean() for stage, decision in enumerate(decisions, 1)]
     labels = torch.tensor([0, 1, 2])

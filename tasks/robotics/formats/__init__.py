@@ -113,11 +113,11 @@ def write_demonstrations(path: Path, episodes: Sequence[Path], settings: dict[st
     (write_zarr if settings["environment"] == "pusht" else write_hdf5)(path, episodes, settings)
 
 
-def _difference(there: Any, here: Any) -> tuple[str, str]:
+def _difference(stored: Any, current: Any) -> tuple[str, str]:
     """Two values that differ; of dictionaries, those of the first key that differs."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in (*here, *there):
-            if there.get(key) != here.get(key):
-                was, now = _difference(there.get(key), here.get(key))
+    if isinstance(stored, dict) and isinstance(current, dict):
+        for key in (*current, *stored):
+            if stored.get(key) != current.get(key):
+                was, now = _difference(stored.get(key), current.get(key))
                 return f"{key} {was}", f"{key} {now}"
-    return repr(there), repr(here)
+    return repr(stored), repr(current)

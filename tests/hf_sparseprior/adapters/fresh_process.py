@@ -1,9 +1,10 @@
-"""What a fresh process makes of saved models, with this package imported or without; `test_stock_loading` runs it.
+"""Loads saved models in a fresh process, with this package imported or without. `test_stock_loading` runs it.
 
     python fresh_process.py with|without FOLDER...
 
-Every FOLDER has `expected.safetensors`, images and what the model with its prior makes of them. Prints JSON: for every
-folder and way of loading what came out, and with the package the attributes of classes that its import changed.
+Every FOLDER has `expected.safetensors`: images, and the outputs of the model with its prior. The script prints JSON
+with the outcome for every folder and way of loading and, with the package, the attributes of classes that its import
+changed.
 """
 
 import json
@@ -20,7 +21,7 @@ BERT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "int
 
 
 def attributes_of_classes() -> dict[str, dict]:
-    """Of every class of every module of transformers and peft that is loaded: its attributes."""
+    """The attributes of every class of every loaded module of transformers and peft."""
     return {
         f"{name}.{value.__qualname__}": dict(vars(value))
         for name, module in list(sys.modules.items())
@@ -31,7 +32,7 @@ def attributes_of_classes() -> dict[str, dict]:
 
 
 def import_changes() -> list[str]:
-    """Import the package; the attributes of others' classes that it replaced, added or took away."""
+    """Import the package. Returns the attributes of others' classes that it replaced, added or removed."""
     import peft  # noqa: F401
     from transformers import (  # noqa: F401  loaded, so that they are looked at
         AutoBackbone,
@@ -57,7 +58,7 @@ def import_changes() -> list[str]:
 
 
 def load(folder: Path, model_class: type, options: dict) -> dict:
-    """What loading a folder and one forward come to."""
+    """The outcome of loading a folder and of one forward."""
     expected = load_file(folder / "expected.safetensors")
     try:
         model, info = model_class.from_pretrained(
@@ -75,7 +76,7 @@ def load(folder: Path, model_class: type, options: dict) -> dict:
 
 
 def own_config(folder: Path) -> transformers.PreTrainedConfig:
-    """The config that a user writes who knows of no prior."""
+    """The config of a user who knows of no prior."""
     written = json.loads((folder / "config.json").read_text())
     written = written.get("vision_config", written)
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "image_size", "patch_size")

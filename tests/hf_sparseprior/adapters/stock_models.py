@@ -33,7 +33,7 @@ MASKED = torch.stack([torch.randperm(128, generator=torch.Generator().manual_see
 
 @dataclass
 class StockCase:
-    """A family: how to build it, what to show it, and where its tokens lie."""
+    """A family: how to build it, its inputs, and where its tokens lie."""
 
     model: type
     config: dict[str, Any]
@@ -43,7 +43,7 @@ class StockCase:
     inputs: dict[str, Any] = field(default_factory=dict)
 
     def build(self, seed: int = 0) -> nn.Module:
-        """A model in eval mode whose attention is far from uniform, so that a prior shows."""
+        """A model in eval mode whose attention is far from uniform, so that a prior changes the output."""
         torch.manual_seed(seed)
         model = self.model(self.model.config_class(**self.config)).eval()
         with torch.no_grad():
@@ -102,7 +102,7 @@ STOCK = {
 
 
 def visible_patches(name: str) -> torch.Tensor | None:
-    """(B, n): which patches of the grid the tokens of a case are, in their order; None for all in raster order."""
+    """(B, n): which patches of the grid the tokens of a case are, in order; None: all patches in raster order."""
     case = STOCK[name]
     if "noise" in case.inputs:
         return case.inputs["noise"].argsort(1)[:, :32]
@@ -124,7 +124,7 @@ def output(model: nn.Module, name: str, **extra: Any) -> torch.Tensor:
 
 
 def move_decays(model: nn.Module, seed: int = 5) -> None:
-    """Decays far from the identity, other ones in each layer."""
+    """Set decays far from the identity, different in each layer."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, StockPrior) and module.decay_bias is not None:

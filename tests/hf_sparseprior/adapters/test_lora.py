@@ -52,7 +52,7 @@ def two_towers(model, config):
     )
 
 
-# Model, attention path and projections in it, MLP's, classifiers: read off transformers' modeling files.
+# Model, attention path and its projections, those of the MLP, classifiers; taken from transformers' modeling files.
 FAMILIES = {
     "sparseprior_vit": (ours, "vit.layers.{}.attention", QKVO, MLP, ["classifier"]),
     "sparseprior_timesformer": (clips, "vit.layers.{}.attention", QKVO, MLP, ["classifier"]),
@@ -179,7 +179,7 @@ def test_alpha_follows_the_rank():
 
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_training_changes_what_is_trained_and_merging_changes_nothing(use_dora, tmp_path):
-    # The class token alone reads the last layer's pairs through rows of 1: with it, that layer's beta has no gradient.
+    # With the class token only its row of the last layer counts, and there M is 1: that layer's beta has no gradient.
     base = ours(pooling="mean", use_distillation_token=True, position_embedding_for_class_token=True, num_labels=2)
     model = peft.get_peft_model(copy.deepcopy(base), lora_config(base, rank=2, use_dora=use_dora))
     torch.testing.assert_close(model(images()).logits, base(images()).logits, rtol=1e-5, atol=1e-5)
@@ -189,7 +189,7 @@ def test_training_changes_what_is_trained_and_merging_changes_nothing(use_dora, 
     assert moved == trainable(model) and any("distillation_classifier" in name for name in moved)
     model.eval().save_pretrained(tmp_path)
     expected = model(images()).logits
-    # The decay and the classifier of this base are drawn anew: the adapter brings its own.
+    # The decay and the classifier of this base are drawn anew, because the adapter brings its own.
     torch.manual_seed(7)
     other = copy.deepcopy(base)
     for module in (other.classifier, other.distillation_classifier):

@@ -1,4 +1,4 @@
-"""Stock models with priors, against attention written out with masks that are made here."""
+"""Stock models with priors against attention written out, with masks that are made here."""
 
 import copy
 import io
@@ -44,7 +44,7 @@ def distances(decay, grid):
 
 
 class WrittenOut:
-    """Attention in float64 with whole matrices, layer by layer, from settings and scalars read off a model."""
+    """Attention in float64 with whole matrices, layer by layer, from the settings and scalars of a model."""
 
     def __init__(self, model, name):
         case = STOCK[name]

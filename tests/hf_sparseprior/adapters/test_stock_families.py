@@ -1,4 +1,4 @@
-"""The table of stock families: every row is tested, and a row is all that a new family needs."""
+"""The table of stock families: every row is tested, and a new family needs only a row."""
 
 import peft
 import pytest
@@ -57,7 +57,7 @@ def test_a_row_is_all_that_a_family_needs(monkeypatch):
     with pytest.raises(ValueError, match=r"ToyModel cannot take a prior: the token layout of .* is not known here"):
         sp.apply_prior(model, "fibottention")
     monkeypatch.setitem(STOCK_FAMILIES, "ToyEmbeddings", None)
-    del STOCK_FAMILIES["ToyEmbeddings"]  # monkeypatch takes the row out again after the test
+    del STOCK_FAMILIES["ToyEmbeddings"]  # monkeypatch removes the row after the test
     register_stock_family(StockFamily("Toy", "ToyEmbeddings", "ToyAttention", ("toy_vit",)))
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():

@@ -189,7 +189,7 @@ BEFORE = Path(__file__).parents[2] / "fixtures" / "before_16" / "stock_loading"
 OLD = sorted(folder.name for folder in BEFORE.iterdir() if folder.is_dir())
 CASES = [(folder, name) for folder in OLD for name in CLASSES[folder.partition("_")[0]]]
 cases = pytest.mark.parametrize("folder, model_class", CASES)
-WITHOUT = 2e-5  # what these small models' outputs differ by at least without their prior
+WITHOUT = 2e-5  # the least difference of these small models' outputs without their prior
 
 
 def run_fresh(how, folders):
@@ -203,7 +203,7 @@ def run_fresh(how, folders):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """{old, new} -> folder of the folders: as they were, and loaded and saved again by this version."""
+    """{old, new} -> folder of folders: the old ones, and those that this version loaded and saved again."""
     root = tmp_path_factory.mktemp("saved")
     shutil.copytree(BEFORE, root / "old")
     for name in OLD:
@@ -215,13 +215,13 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcomes(saved):
-    """With or without the package -> what `fresh_process` came to, and what it logged."""
+    """With or without the package -> the outcome of `fresh_process`, and what it logged."""
     folders = [saved[age] / name for age in ("old", "new") for name in OLD]
     return {how: run_fresh(how, folders) for how in ("with", "without")}
 
 
 def test_the_import_changes_no_class(outcomes):
-    # peft has no other place to look at what an adapter of any method brings.
+    # peft has no other place to check what an adapter of any method holds.
     allowed = ["peft.tuners.tuners_utils.BaseTuner._remap_adapter_state_dict_for_load"]
     assert outcomes["with"][0]["changed"] == allowed
 
@@ -229,7 +229,7 @@ def test_the_import_changes_no_class(outcomes):
 @cases
 def test_after_the_import_a_folder_brings_its_prior(folder, model_class, outcomes):
     results = outcomes["with"][0]
-    # Eager attention is the reference backend; the others are what the output was made with.
+    # Eager attention is the reference backend; the others made the expected output.
     for way, tolerance in {"as saved": 0, "sdpa": 0, "eager": 1e-6}.items():
         found = results[f"new {folder} {model_class} {way}"]
         assert found["difference"] <= tolerance, way
@@ -258,7 +258,7 @@ def test_an_older_folder_refuses_to_run_without_its_prior(folder, model_class, o
 @cases
 @pytest.mark.parametrize("way", ["eager", "sdpa", "own config"])
 def test_the_case_that_stays_open(folder, model_class, way, outcomes):
-    """An older folder has nothing that transformers would ask anybody about once its attention is overruled."""
+    """If its attention is overruled, an older folder has nothing for which transformers would ask another package."""
     for how in ("with", "without"):
         found = outcomes[how][0][f"old {folder} {model_class} {way}"]
         assert found["difference"] > WITHOUT

@@ -176,7 +176,7 @@ def test_a_quantized_model_keeps_its_own_quantization_config(tmp_path):
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_method"] == "quanto"
     assert model.config.quantization_config["quant_method"] == "quanto"
-    # Such a folder names our attention, as older ones do, so that it does not run without its prior.
+    # Such a folder names our attention, as older ones do, so the model does not run without its prior.
     model.config.quantization_config = None
     config = ViTConfig.from_pretrained(tmp_path)
     config.quantization_config = None

@@ -27,7 +27,7 @@ def test_another_resolution_and_a_grid_that_is_no_square(name):
 
 @pytest.mark.parametrize("name", ["vit", "mae"])
 def test_two_forwards_before_one_checkpointed_backward(name):
-    """The layers run again with the layout of their own forward: other patches are visible, or the grid is another."""
+    """The layers run again with the layout of their own forward, with other visible patches or another grid."""
     first, second = STOCK[name].example(1), STOCK[name].example(2)
     if name == "mae":
         second["noise"] = 1 - second["noise"]

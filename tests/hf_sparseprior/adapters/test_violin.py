@@ -60,7 +60,7 @@ def output(model, name="vit"):
 
 
 def move(model, adapter="default", seed=5):
-    """Scalars of an adapter far from the identity, other ones in each layer."""
+    """Set scalars of an adapter far from the identity, different in each layer."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -135,7 +135,7 @@ def test_saved_loaded_disabled_and_unloaded_to_the_bit(name, tmp_path):
     base = model.unload()
     assert torch.equal(output(base, name), before)
     assert set(base.state_dict()) == states and not any(isinstance(module, StockPrior) for module in base.modules())
-    # Nothing is left that would stand in the way of a prior, or of another adapter.
+    # Nothing is left that would prevent a prior or another adapter.
     again = peft.PeftModel.from_pretrained(base, tmp_path)
     assert torch.equal(output(again, name), moved)
 
@@ -287,7 +287,7 @@ def test_deit_b_has_1296_scalars_in_a_few_kilobytes(tmp_path):
     model = peft.get_peft_model(model, sp.ViolinAdapterConfig())
     assert trainable(model) == NAMES
     assert sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) == 1296
-    # As many heads and layers on a narrow model, which has weights to save.
+    # As many heads and layers in a narrow model, because it has weights to save.
     narrow = DeiTForImageClassification(DeiTConfig(hidden_size=24, intermediate_size=8, image_size=32))
     narrow = peft.get_peft_model(narrow, sp.ViolinAdapterConfig())
     narrow.save_pretrained(tmp_path)
@@ -312,7 +312,7 @@ def test_a_step_changes_what_should_train_and_nothing_else(make_config):
     assert (scalars, head, lora) == (6, 2, {"violin": 0}.get(_id(make_config), 18 if magnitudes else 12))
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    # Not the logits alone: in the last layer they hear the class token only, whose row has M = 1.
+    # Not the logits alone: in the last layer they depend on the class token only, whose row has M = 1.
     out = model(**STOCK["vit"].example(), output_hidden_states=True)
     (out.logits.square().sum() + out.hidden_states[-1].square().sum()).backward()
     optimizer.step()
@@ -398,7 +398,7 @@ def test_trainer_resumes_and_restores_every_tensor(make_config, tmp_path):
     resumed.train(resume_from_checkpoint=True)
     expected, got = whole.model.state_dict(), resumed.model.state_dict()
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
-    # The first epoch counts as the best one: greater_is_better is turned on its head by training longer.
+    # The first epoch counts as the best one, because the metric gets worse with longer training.
     best = make_trainer(make_config, tmp_path / "best", load_best_model_at_end=True, metric_for_best_model="epoch")
     best.compute_metrics = lambda prediction: {"epoch": -best.state.epoch}
     best.args.greater_is_better = True

@@ -83,7 +83,7 @@ def test_a_stock_model(stock, capsys, tmp_path):
 
 
 def test_no_map_is_kept(runs, monkeypatch):
-    """Sparse backends run without weights, and what a batch leaves behind is one number an image and layer."""
+    """Sparse backends run without weights, and a batch leaves one number for each image and layer."""
     asked = []
     run_plan = ops.run_plan
     monkeypatch.setattr(

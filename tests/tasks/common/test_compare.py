@@ -278,7 +278,7 @@ def in_step(trainer, *args, **kwargs):
 def before(name):  # the file is about to appear
     return lambda source, target: die() if Path(target).name == name else replace(source, target)
 
-def behind(name):
+def after(name):
     return lambda source, target: (replace(source, target), Path(target).name == name and die())
 
 def half(name):
@@ -292,13 +292,13 @@ def half(name):
 # Each process goes on where the one before was killed.
 POINTS = [
     (os, "replace", before("run_config.json")),  # dense, seed 0: claiming its folder
-    (os, "replace", behind("run_config.json")),
+    (os, "replace", after("run_config.json")),
     (torch, "save", half("scheduler.pt")),  # saving the first checkpoint
     (Trainer, "training_step", in_step),
     (os, "replace", before("results.json")),
-    (os, "replace", behind("results.json")),  # done, but without a record
+    (os, "replace", after("results.json")),  # done, but without a record
     (os, "replace", before("seed0.json")),
-    (os, "replace", behind("seed0.json")),  # between two runs
+    (os, "replace", after("seed0.json")),  # between two runs
     (Trainer, "training_step", in_step),  # violin, seed 0
 ]
 for number, point in enumerate(POINTS):

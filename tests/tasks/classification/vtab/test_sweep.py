@@ -265,14 +265,14 @@ def in_step(trainer, *args, **kwargs):
 def before(name):
     return lambda source, target: die() if Path(target).name == name else replace(source, target)
 
-def behind(name):
+def after(name):
     return lambda source, target: (replace(source, target), Path(target).name == name and die())
 
 Trainer.training_step = logged
 POINTS = [
     (Trainer, "training_step", in_step),  # after the checkpoint of step 2
     (os, "replace", before("seed0.json")),  # trained, without a record
-    (os, "replace", behind("seed0.json")),  # with one, its folder not removed
+    (os, "replace", after("seed0.json")),  # with one, its folder not removed
     (Trainer, "training_step", in_step),  # in the second run
 ]
 for number, point in enumerate(POINTS):
