@@ -2,10 +2,10 @@
 
     python -m tests.mutations [NAME ...] [--root CHECKOUT]
 
-A mistake is a short text that stands once in hf_sparseprior or tasks, and another in its place. The tree is copied, one
-mistake is made in the copy, and the named test files run there until the first failure. A mistake that no test notices
-survives; one whose text is not there, or not once, is an error, as are tests of which none is selected. The exit status
-is 1 if any survives. pytest does not collect this file; it takes some ten minutes on one core.
+A mistake replaces a short text that occurs once in hf_sparseprior or tasks by another. The tree is copied, one mistake
+is made in the copy, and the named test files run there until the first failure. A mistake that no test notices
+survives. It is an error if the text does not occur exactly once, or if no test is selected. The exit status is 1 if any
+mistake survives. pytest does not collect this file; it takes some ten minutes on one core.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COPIED = (*SOURCES, "tests", "configs", "pyproject.toml")
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old` becomes `new`; `tests` are names of test files, wherever they lie, `select` is pytest's -k."""
+    """`old` becomes `new`. `tests` are names of test files in any folder; `select` is pytest's -k."""
 
     name: str
     old: str
@@ -183,7 +183,7 @@ def sources(root: Path) -> dict[Path, str]:
 
 
 def mutate(root: Path, mutation: Mutation) -> Path:
-    """Make the mistake; the file that has it now.
+    """Make the mistake. Returns the file that has it now.
 
     Raises:
         ValueError: if the text is not there once.

@@ -24,7 +24,7 @@ ADAPTERS = sorted(path.parent.name for path in BEFORE.glob("adapters/*/adapter_c
 
 
 def same_machine() -> bool:
-    """Whether bits can be compared: the sums of another processor or another PyTorch have other last bits."""
+    """Whether bits can be compared. Another processor or another PyTorch sums with other last bits."""
     made = json.loads((BEFORE / "made_with.json").read_text())
     cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     return made["cpu"] in cpu and made["torch"] == torch.__version__ and made["python"] == platform.python_version()
@@ -32,7 +32,7 @@ def same_machine() -> bool:
 
 @pytest.fixture(autouse=True)
 def reference(monkeypatch):
-    """The backend and the number of threads that the expected values are from."""
+    """The backend and the number of threads with which the expected values were made."""
     monkeypatch.setenv("SPARSEPRIOR_BACKEND", "reference")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
-"""timm to compare with, on machines without torchvision.
+"""Imports timm as an oracle, also on machines without torchvision.
 
 timm imports torchvision for its data loaders and one class of frozen batch norms, none of which a ViT uses, and
-torchvision has no build for every PyTorch. While timm is imported, a module without content stands in for a torchvision
-that is missing. A real one is left alone, and afterwards nobody finds the stand-in.
+torchvision has no build for every PyTorch. While timm is imported, an empty module replaces a missing torchvision. A
+real one is left alone, and the stand-in is removed afterwards.
 """
 
 import enum

@@ -9,5 +9,5 @@ def attend(layer, q, k, v, grid, num_prefix_tokens=0, *, backend="auto", **field
 
 
 def make_request(q, k, scale, plan, token_ids=None):
-    """What a predictor or relative positions see; of the values they know nothing."""
+    """The request for a predictor or relative positions, which do not use the values."""
     return AttentionRequest(q, k, k, plan, scale=scale, token_ids=token_ids)

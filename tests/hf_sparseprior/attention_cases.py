@@ -1,6 +1,6 @@
 """Inputs, brute force and comparisons for tests of attention, and which backends run which of them.
 
-What runs is asked of the backends themselves, so that no test passes by comparing nothing; test_backend_choice.py
+The backends themselves say which cases they run, so that no test passes by comparing nothing. test_backend_choice.py
 states once what each of them refuses.
 """
 
@@ -95,7 +95,7 @@ def call(leaves, support, variant, grid, prefix, **options):
 
 
 def refusal(backend, support, variant=None, dtype=torch.float64, **fields):
-    """Why a backend does not run such an attention on the CPU, asked of its `can_run`; None if it does."""
+    """Why a backend's `can_run` refuses such an attention on the CPU; None if it runs it."""
     key = json.dumps(support, sort_keys=True)
     return _asked(BACKENDS[backend].can_run, key, variant, dtype, tuple(fields.items()))
 
@@ -109,7 +109,7 @@ def _asked(can_run, support, variant, dtype, fields):
 
 
 def runnable(backend, support, variants=DECAY_VARIANTS, dtype=torch.float64, **fields):
-    """Those of the variants of a decay that a backend runs with a support."""
+    """The variants of a decay that a backend runs with a support."""
     return [variant for variant in variants if refusal(backend, support, variant, dtype, **fields) is None]
 
 
@@ -135,7 +135,7 @@ def gradients(out, leaves, seed=1):
 
 
 def assert_near(actual, expected, tolerance, what=""):
-    # Relative to the largest entry; what ought to be 0 may be rounding of values of about 1.
+    # Relative to the largest entry. Entries that should be 0 may be rounding errors of values of about 1.
     assert actual.shape == expected.shape
     limit = tolerance * max(0.01, expected.abs().max().item())
     assert (actual.double() - expected.double()).abs().max().item() <= limit, what

@@ -26,5 +26,5 @@ def global_generators_left_alone():
 
 @pytest.fixture(autouse=True)
 def no_forced_backend(monkeypatch):
-    """What a developer has forced in the shell decides nothing in a test."""
+    """A backend that a developer forces in the shell does not apply in tests."""
     monkeypatch.delenv("SPARSEPRIOR_BACKEND", raising=False)

@@ -128,7 +128,7 @@ def test_layers_shuffle_the_supports():
 @pytest.mark.parametrize("name", DECAYS)
 @pytest.mark.parametrize("support", SUPPORTS)
 def test_a_decay_without_effect_reproduces_the_base_model(support, name):
-    # The same projections in both, since the seed is; alpha = 1 and beta -> infinity is exact, beta = 20 nearly.
+    # The same seed gives both the same projections. alpha = 1 and beta -> infinity is exact, beta = 20 nearly.
     base = make_layer(support)(tokens(), (4, 4), 1, backend="reference")[0]
     for init, exact in ((constant(1, 200), True), ("identity", False)):
         layer = make_layer({"support": support, "decay": {"name": name, "init": init}})

@@ -22,7 +22,7 @@ DROPOUT, WEIGHTS = {"dropout_p": 0.1}, {"need_weights": True}
 
 
 def should_run(backend, name, mask_fill, variant, dtype, options):
-    """Which attention each backend runs on a CPU, stated once, in words other than those of `can_run`."""
+    """Which attention each backend runs on a CPU, stated once, independently of `can_run`."""
     filled_with_nothing = mask_fill == "neg_inf" or name == "dense"
     drops_unformed_pairs = options == DROPOUT and mask_fill == "zero"
     listed = name in PATTERNS and mask_fill == "neg_inf" and not options
@@ -47,7 +47,7 @@ def should_run(backend, name, mask_fill, variant, dtype, options):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_run_where_they_should_and_refuse_the_rest(backend, dtype):
-    # Other tests run what `can_run` says; here a backend that refuses too much or too little is found.
+    # Other tests run what `can_run` allows. This one finds a backend that refuses too much or too little.
     if backend == "cpp" and (reason := diagonal_cpu.ready()):
         assert not os.environ.get("CI_NEEDS_KERNELS"), reason
         pytest.skip(reason)

@@ -1,4 +1,4 @@
-"""What a user can cause ends a command with one line; a mistake of the program shows where it was made."""
+"""An error that a user can cause ends a command with one line; a mistake of the program keeps its traceback."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a saved folder contains, that it loads where the package is not installed, and what is refused."""
+"""What a saved folder contains, that it loads without the package, and what is refused."""
 
 import ast
 import json
@@ -81,14 +81,14 @@ def test_code_is_flat_and_complete(cls, tmp_path):
     files = {path.stem: path for path in tmp_path.glob("*.py")}
     assert {"configuration_sparseprior_vit", "modeling_sparseprior_vit"} <= set(files)
     for path in files.values():
-        # transformers' own reading of a file: a line of a docstring counts as an import, too.
+        # transformers reads a file like this: a line of a docstring counts as an import, too.
         assert set(get_relative_imports(path)) <= set(files), path.name
         imported = {name.split(".")[0] for name in get_imports(path)} - sys.stdlib_module_names
         assert imported <= {"numpy", "safetensors", "torch", "transformers"}, path.name
 
 
 def siblings(entry_files):
-    """Names of the modules that these files of the package reach by `from .name import ...`, themselves included."""
+    """Names of these files of the package and of all that they reach by `from .name import ...`."""
     package = Path(sys.modules["hf_sparseprior"].__file__).parent
     reached, waiting = set(), list(entry_files)
     while waiting:
@@ -269,7 +269,7 @@ with open("report.json", "w") as file:
 
 
 def run_elsewhere(code, folder):
-    """Run code in a process of its own, which finds nothing but what is in this folder."""
+    """Run code in a process of its own, which finds only what is in this folder."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
     environment |= {"HF_MODULES_CACHE": str(folder / "modules"), "PYTHONNOUSERSITE": "1"}
@@ -279,7 +279,7 @@ def run_elsewhere(code, folder):
 
 @pytest.fixture(scope="module")
 def remote(tmp_path_factory):
-    """Models saved here and loaded, run and saved again by a process that has not the package."""
+    """Models that are saved here, and then loaded, run and saved again by a process without the package."""
     folder = tmp_path_factory.mktemp("remote")
     models = {"base": make(SparsePriorViTModel), "classifier": make(), "backbone": make(SparsePriorViTBackbone)}
     for name, model in models.items():
@@ -322,7 +322,7 @@ save_file({"output": model(load_file("pixels.safetensors")["pixels"]).last_hidde
 
 
 def test_a_model_of_the_hub_brings_its_code(tmp_path, monkeypatch):
-    """Other than a folder's, files of a name on the hub are fetched one by one, as each is found to import the next."""
+    """Unlike a folder's, files of a name on the hub are fetched one by one, as each is found to import the next."""
     commit, model = "0" * 40, make(SparsePriorViTModel)
     repository = tmp_path / "home" / "hub" / "models--somebody--a-model"
     model.save_pretrained(repository / "snapshots" / commit)
@@ -401,7 +401,7 @@ class Trap:
 
 
 def set_trap(folder, name="pytorch_model.bin"):
-    """Replace the weights of a folder by a pickle that leaves a trace; gives the path of the trace."""
+    """Replace the weights of a folder by a pickle that leaves a trace. Returns the path of the trace."""
     trace = folder / "trace"
     for path in folder.glob("*.safetensors*"):
         path.unlink()
@@ -503,7 +503,7 @@ def test_a_damaged_config_gives_one_error_that_names_the_file(folder, content):
 
 @pytest.mark.parametrize("settings", [{}, {"ignore_mismatched_sizes": True}], ids=str)
 def test_a_missing_config_is_named(folder, settings):
-    """Without this a ViT-B with fresh weights would be what one gets."""
+    """Otherwise the result would be a ViT-B with random weights."""
     (folder / "config.json").unlink()
     with pytest.raises(OSError, match=r"config\.json") as caught:
         SparsePriorViTForImageClassification.from_pretrained(folder, **settings)

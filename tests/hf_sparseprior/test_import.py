@@ -10,8 +10,8 @@ import pytest
 UNWANTED = ["torchvision", "timm", "mmcv", "mmengine", "mmseg", "mmdet", "matplotlib", "datasets", "sklearn", "peft"]
 REPEATS = 3
 
-# transformers loads a part of torch and of itself only when PreTrainedModel is asked for; any package that registers
-# a model pays for that. What counts is the time on top of it.
+# transformers loads a part of torch and of itself only when PreTrainedModel is imported. Any package that registers a
+# model pays for that. What counts is the time in addition to it.
 SCRIPT = """
 import json, logging, random, sys, time, warnings
 warnings.simplefilter("always")

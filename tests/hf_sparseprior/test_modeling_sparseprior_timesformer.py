@@ -192,7 +192,7 @@ def test_weights_that_would_start_at_random_are_refused(tmp_path):
 
 @pytest.mark.parametrize("prior", [prior for prior in PRIORS if prior != "dense"])
 def test_the_prior_changes_the_output(prior):
-    """No path is dense in silence: the same weights, the prior's own aside, give something else."""
+    """No path is silently dense: the same weights, without the prior's own, give another output."""
     model = make(prior=prior)
     dense = SparsePriorTimesformerForVideoClassification(tiny("dense")).eval()
     own = dense.state_dict()
@@ -212,7 +212,7 @@ def test_frames_matter_and_so_does_their_order():
 
 
 def test_attention_is_divided():
-    """A patch of one frame moves others of that frame and itself in other frames, after one layer, and no more."""
+    """After one layer, a patch changes the patches of its own frame and the same patch in other frames, no others."""
     model = make(SparsePriorTimesformerModel, prior="dense", num_hidden_layers=1)
     before = clips(1)
     after = before.clone()

@@ -45,7 +45,7 @@ from hf_sparseprior.supports import SUPPORTS, build_mask, has_pairs
 # transformers 5.23 renames gradient_checkpointing_enable, which peft and older releases call.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
-# Every support with every decay and without one, and the settings that take other code.
+# Every support with every decay and without one, and the settings that run other code.
 # The published stride of 65 leaves a small grid nothing but its diagonal, where no decay acts.
 OWN = {name: {"name": "strided", "stride": 5} if name == "strided" else name for name in SUPPORTS}
 PRIORS = {f"{name}+{decay}": {"support": support, "decay": decay} for name, support in OWN.items() for decay in DECAYS}
@@ -310,7 +310,7 @@ DINO_NAMES = EMBEDDINGS | {
 
 
 def copy_weights(source, target, names, may_lack=()):
-    """Give `target` the weights of `source`, whose names it gets by replacing the keys of `names` by their values."""
+    """Give `target` the weights of `source`. Replacing the keys of `names` by their values gives the target's names."""
     renamed = {}
     for name, tensor in source.state_dict().items():
         for ours, theirs in names.items():
@@ -438,7 +438,7 @@ CASTS = {
 
 @pytest.mark.parametrize("cast", CASTS)
 def test_casts_leave_scalars_and_supports_alone(cast):
-    # Small logits: in float16 the weight of a pair that is attended, but hardly, would round to zero.
+    # Small logits, because in float16 the weight of a pair that is hardly attended would round to zero.
     model = make("fibottention+violin", amount=0.1)
     values = [parameter.clone() for decay in decays(model) for parameter in decay.parameters()]
     before = observed_masks(model)
@@ -468,7 +468,7 @@ def test_scalars_are_float32_in_a_model_made_in_half_precision(dtype):
     assert model.classifier.weight.dtype == dtype
     for decay in decays(model):
         assert decay.alpha.dtype == decay.beta.dtype == torch.float32
-        # Drawn in float32, not drawn in half precision and cast: alpha - 1 has steps of 1/128 in bfloat16.
+        # Drawn in float32, not in half precision, where alpha - 1 has steps of 1/128 (bfloat16).
         assert not torch.equal(decay.alpha, decay.alpha.to(dtype).float())
         assert not torch.equal(decay.beta, decay.beta.to(dtype).float())
 
@@ -1129,7 +1129,7 @@ def test_lora_with_the_scalars_trains_saves_and_reloads(use_dora, tmp_path):
 def test_lora_trains_with_gradient_checkpointing(reentrant):
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(make("fibottention+violin"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    # With a frozen patch projection the reentrant form needs an input that asks for gradients.
+    # With a frozen patch projection the reentrant form needs an input that requires gradients.
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.train()(images(), labels=torch.tensor([0, 2])).loss.backward()

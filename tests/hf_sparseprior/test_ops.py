@@ -88,7 +88,7 @@ def test_half_precision_is_near_float64(backend, support, dtype):
 
 @pytest.mark.parametrize(("backend", "support"), backend_cases(SETTINGS, (None, DECAY_VARIANTS[1]), torch.bfloat16))
 def test_autocast_is_near_float64(backend, support):
-    # Under autocast the projections hand over bfloat16, as a Trainer with bf16=True does.
+    # Under autocast the projections give bfloat16, as in a Trainer with bf16=True.
     prefixes = {None: 0, DECAY_VARIANTS[1]: 1}
     for variant in runnable(backend, support, prefixes, torch.bfloat16):
         prefix = prefixes[variant]
@@ -184,7 +184,7 @@ def test_transforms_get_a_backend_that_they_can_differentiate(backend):
 
 @pytest.mark.parametrize("backend", PYTORCH)
 def test_inputs_may_be_views(backend):
-    # The attention layer hands over transposed views.
+    # The attention layer passes transposed views.
     leaves = make_leaves((3, 4), 2)
     views = {n: leaf.detach().transpose(1, 2).contiguous().transpose(1, 2) for n, leaf in leaves.items()}
     assert not views["q"].is_contiguous()
@@ -213,7 +213,7 @@ def test_equal_logits_give_plain_means(backend, support):
     [pair for pair in product(PYTORCH, PATTERNS) if pair[0] != "diagonal" or pair[1] in ON_DIAGONALS],
 )
 def test_masked_keys_change_nothing(backend, name):
-    # The reference in all ways. The others agree with it, so each of them once without and, if it can, with a decay.
+    # The reference in every way. The others agree with it, so each runs once without and, if it can, once with a decay.
     violin = DECAY_VARIANTS[1]
     cases = [(0, None), (2, violin), *([(0, violin), (2, None)] if backend == "reference" else [])]
     for prefix, variant in cases[: 1 if backend == "sdpa" else None]:
@@ -391,7 +391,7 @@ def test_nothing_is_ever_nan(support, grid, heads, prefix, variant, size, seed):
     backend_cases([{"name": "window", "w": 9, "mask_fill": fill} for fill in MASK_FILLS], [None], torch.float32),
 )
 def test_rows_that_see_everything_take_any_logits(backend, support, logit):
-    # Nothing is masked in these rows, so a masked pair's exp(0) has no part in them, however small the others are.
+    # Nothing is masked in these rows, so no exp(0) of masked pairs enters them, however small the other values are.
     for grid, prefix in (((1, 1), 0), ((1, 1), 1), ((3, 3), 0), ((3, 3), 2)):
         leaves = make_leaves(grid, prefix, dtype=torch.float32)
         with torch.no_grad():

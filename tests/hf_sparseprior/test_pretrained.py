@@ -1,4 +1,4 @@
-"""Saved models, opened whole or as the start of another one: what is copied, what starts anew, what is refused."""
+"""Saved models, loaded whole or as the start of another model: what is copied, starts anew or is refused."""
 
 import hashlib
 
@@ -25,7 +25,7 @@ POSITIONS = "embeddings.position_embeddings"
 
 
 def make(cls=SparsePriorViTForImageClassification, seed=0, **settings):
-    """A model of which no weight has a value that its initialisation could give it."""
+    """A model whose weights all have values that its initialisation could not give."""
     torch.manual_seed(seed)
     model = cls(SparsePriorViTConfig(**{**SMALL, "prior": "fibottention+violin", **settings}))
     with torch.no_grad():

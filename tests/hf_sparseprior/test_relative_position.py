@@ -99,7 +99,7 @@ def dot(x, y):
 
 
 def added_by_hand(name, extra, settings, head, q, k, j, i, prefix):
-    """What the logit of query j and key i gets, q and k of this head (T, D)."""
+    """What is added to the logit of query j and key i; q and k (T, D) are this head's."""
     scale = q.shape[1] ** -0.5
     both = j >= prefix and i >= prefix
     (row_j, col_j), (row_i, col_i) = (PATCHES[n - prefix] if n >= prefix else (0, 0) for n in (j, i))

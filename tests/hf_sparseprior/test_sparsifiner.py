@@ -43,7 +43,7 @@ def inputs(prefix=1, tokens=12, batch=2, seed=0, heads=HEADS, width=WIDTH):
 
 
 def brute_scores(q, k, down, up, threshold, scale):
-    """Eqs. 1 to 3 before top-k, for patches alone, one number after the other."""
+    """Eqs. 1 to 3 before top-k, for patches alone, number by number."""
     scores = np.zeros((*q.shape[:3], q.shape[2]))
     for b, h in np.ndindex(q.shape[:2]):
         mixed = [sum(down[r][t] * k[b, h, t] for t in range(k.shape[2])) for r in range(len(down))]
@@ -133,7 +133,7 @@ def test_plain_form_runs_written_out_and_says_why():
 
 
 def trained_predictor(steps=150):
-    """On DeiT-S's grid, taught attention that looks near and at a few landmarks; pruned as at the end of phase 1."""
+    """A predictor on DeiT-S's grid, trained on attention to near patches and a few landmarks, then pruned."""
     torch.manual_seed(0)
     prior = resolve_prior("sparsifiner", 2, (14, 14))
     attention = PriorAttention(2, prior, head_dim=16)

@@ -86,7 +86,7 @@ def images(batch=3, dtype=torch.float64, seed=1):
 
 
 def with_fuse_where_it_can(prior, name):
-    """The prior with a pruning, EViT's without fusing where the predictor goes by places."""
+    """The prior with a pruning; EViT's does not fuse if the predictor depends on places."""
     settings = {"fuse": False} if name == "evit" and "sparsifiner" in str(prior) else {}
     return {**prior, "extras": [extra(name, **settings)]}
 
@@ -103,7 +103,7 @@ def heads_of(layer, x):
 
 
 def attended(layer, x, mask):
-    """Tokens after the attention's residual, and its weights (H, T, T), head after head; mask (H, T, T)."""
+    """Tokens after the attention's residual, and the weights (H, T, T), computed head by head; mask (H, T, T)."""
     q, k, v = heads_of(layer, x)
     outs, maps = [], []
     for head in range(q.shape[1]):
@@ -128,7 +128,7 @@ def whole_masks(made):
 
 
 def mask_of(whole, ids, prefix):
-    """The mask of prefix tokens and patches with these numbers, None for a token that lies nowhere."""
+    """The mask of prefix tokens and of the patches with these numbers; None is a token without a place."""
     places = [*range(prefix), *(None if number is None else prefix + number for number in ids)]
     rows = [[a is None or b is None or whole[:, a, b] for b in places] for a in places]
     heads = whole.shape[0]
@@ -136,7 +136,7 @@ def mask_of(whole, ids, prefix):
 
 
 def evit_by_hand(made, pixels, keep_rate, blocks, fuse):
-    """Logits and token numbers of the published algorithm, one image after the other."""
+    """Logits and token numbers of the published algorithm, image by image."""
     vit, prefix, masks = made.vit, made.config.num_prefix_tokens, whole_masks(made)
     all_logits, all_ids = [], []
     for image in vit.embeddings(pixels)[0]:
@@ -314,7 +314,7 @@ def test_leading_weights_are_the_first_rows_of_all_weights(prior, subset):
 @pytest.mark.parametrize("support", [{"name": "fibottention", "w_min": 2, "w_max": 12}, {"name": "bigbird"}], ids=str)
 @pytest.mark.parametrize("learn_prefix", [None, False, True])
 def test_kept_patches_attend_where_they_lie_in_the_grid(support, learn_prefix):
-    """Against the mask and M of all patches, restricted pair by pair; the last token lies nowhere and sees all."""
+    """Against the mask and M of all patches, restricted pair by pair. The last token has no place and sees all."""
     decay = None if learn_prefix is None else {"name": "violin", "curves": ["hilbert"], "learn_prefix": learn_prefix}
     layer = attention_layer({"support": support, "decay": decay})
     ids = F.pad(chosen_patches(), (0, 1), value=-1)
@@ -747,7 +747,8 @@ def test_predictors_are_counted_over_the_tokens_that_are_left():
     both = {"predictor": {"name": "sparsifiner", "keep_rate": 0.25}, "extras": [extra("evit", fuse=False)]}
     counted = preset_flops("deit_small", prior=both)
     patches = [196] * 4 + [138] * 3 + [97] * 3 + [68] * 2
-    # The class token sees all and is seen by all; each patch sees 50 others, of all 197, however many are left.
+    # The class token sees all and is seen by all. Each patch sees 50 others, counted from all 197, however many are
+    # left.
     assert counted.attended_pairs == [6 * (n + 1 + n * (1 + 50)) for n in patches]
 
 
@@ -768,7 +769,7 @@ def test_flops_that_differ_between_images_are_not_counted(prior):
 
 @pytest.mark.parametrize("keep_rate", [0.7, 0.5])
 def test_sparsifiners_table_1_counts_masks(keep_rate):
-    """Nonzeros of masks as the published code makes them: all of the class token's row, of others the kept alone."""
+    """Nonzeros of masks as the published code makes them: the class token's whole row, kept patches in other rows."""
     pairs, patches = 0, 196
     for block in range(1, 13):
         if block in (5, 8, 11):

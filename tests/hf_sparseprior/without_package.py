@@ -1,4 +1,4 @@
-"""What scripts of tests begin with that are to run where `import hf_sparseprior` fails."""
+"""The start of test scripts that run without the package: `import hf_sparseprior` fails in them."""
 
 WITHOUT_PACKAGE = """
 import sys

@@ -1,5 +1,5 @@
-"""What every task that trains keeps to, whatever framework it runs on: train, SIGKILL, SIGTERM, going on to the same
-bits, results in one form, evaluation in one place.
+"""The contract of every task that trains, whatever its framework: train, SIGKILL, SIGTERM, going on to the same bits,
+results in one form, evaluation in one place.
 
 A new task is one more row.
 """
@@ -37,9 +37,9 @@ class Row:
     prepare: (folder) -> arguments of its `train`, after data was written into the folder. The run takes at least six
         steps, and has a checkpoint after the third at the latest.
     folder: key of the override that says where a run lies.
-    same_run: overrides that change nothing in what is trained; a run that goes on is given them.
+    same_run: overrides that do not change what is trained; a run that goes on is started with them.
     metric: one that results.json has.
-    evaluate: arguments of its `evaluate` besides the model.
+    evaluate: further arguments of its `evaluate`, after the model.
     repeats_test: whether `evaluate` measures what the run measured at its end.
     """
 
@@ -72,7 +72,7 @@ def detection(folder: Path) -> list[str]:
 
 
 def robotics(folder: Path) -> list[str]:
-    """PushT from its picture, by an encoder that drops paths: the order of all draws counts."""
+    """PushT from its picture, with an encoder that drops paths, so that the order of all draws matters."""
     from tests.tasks.robotics.tiny import write_pusht
 
     data = write_pusht(folder, cameras=("image",))
@@ -93,7 +93,7 @@ TRAINER = {
 
 
 def classification(folder: Path) -> list[str]:
-    """Digits, cut at random and mixed, by a model that drops paths: the order of all draws counts."""
+    """Digits, cut at random and mixed, with a model that drops paths, so that the order of all draws matters."""
     content = {
         "data": {"source": "digits", "limit_train": 100, "limit_validation": 50, "limit_test": 50},
         "augmentation": {"crop": "random", "padding": 1, "mixup": 0.8},
@@ -190,7 +190,7 @@ def newest_checkpoint(out: Path) -> tuple[int, Path]:
 
 
 def write_half_a_checkpoint(out: Path) -> None:
-    """A newer checkpoint as a kill leaves it that comes while it is written."""
+    """A newer checkpoint, as a kill leaves it while it is being written."""
     step, path = newest_checkpoint(out)
     half = path.with_name(path.name.replace(str(step), str(step + 1)))
     if path.is_dir():
@@ -225,7 +225,7 @@ def test_a_finished_run_is_not_done_again(whole):
 
 
 def test_after_sigkill_the_same_command_ends_with_the_same_bits(whole, tmp_path, capfd):
-    """Killed after the fifth step, when a newer checkpoint had been begun."""
+    """Killed after the fifth step, with a newer checkpoint half written."""
     out = tmp_path / "run"
     code = (
         "import os, signal, sys\n"
@@ -250,7 +250,7 @@ def test_after_sigkill_the_same_command_ends_with_the_same_bits(whole, tmp_path,
 
 
 def test_after_sigterm_the_same_command_ends_with_the_same_bits(whole, tmp_path, capfd):
-    """Stopped in the fifth step, which is finished and saved. What makes no other run may change in between."""
+    """Stopped in the fifth step, which is finished and saved. Overrides that make no other run may change then."""
     out, steps = tmp_path / "run", []
 
     def stop(*given) -> None:

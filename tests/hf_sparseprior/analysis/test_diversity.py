@@ -50,14 +50,14 @@ def test_random_attention_equals_the_printed_formula(heads, tokens, width):
 def test_closed_cases():
     one = torch.zeros(5, 8)
     one[:, :3] = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    other = one.roll(4, dims=1)  # nothing where the first has something, and the same norm
+    other = one.roll(4, dims=1)  # zero where the first is not, with the same norm
     cases = {0.0: [one, one, one], 1.0: [one, -one], 2**-0.5: [one, other], 1 / 3: [one, 2 * one]}
     for expected, heads in cases.items():
         assert head_diversity(torch.stack(heads)[None]).relative.item() == pytest.approx(expected, abs=1e-12)
     nothing = torch.zeros_like(one)
     assert head_diversity(torch.stack([nothing, nothing])[None]).relative.item() == 0
     assert head_diversity(torch.stack([nothing, one])[None]).relative.item() == 1
-    # The largest value of three heads: two of them opposite to each other leave none for the third to be opposite to.
+    # The largest value for three heads: if two are opposite to each other, the third cannot be opposite to both.
     assert head_diversity(torch.stack([one, -one, nothing])[None]).relative.item() == pytest.approx(1)
 
 

@@ -186,7 +186,7 @@ def test_decay_operations_equal_a_count_of_the_mask(name, support, prefix):
     offsets = head_offsets(support, num_heads=3, num_tokens=20)
     pairs = layer_pairs(resolve_support(support, 3, 20), num_heads=3, num_tokens=20, layer=0)
     mask = build_mask(support, num_heads=3, num_tokens=20, num_prefix_tokens=prefix, shuffle_seed=None)
-    # M is not computed where a patch attends to itself for want of a partner.
+    # M is not computed for a patch that attends to itself because it has no partner.
     lonely = sum(mask[head].diagonal().sum() for head in range(3) if 0 not in offsets[head]) if not prefix else 0
     if pairs is not None and not prefix:
         lonely -= sum((own[:, 0] == own[:, 1]).sum() for own in pairs if support == "random")
@@ -250,7 +250,7 @@ def test_sparsifiners_overall_numbers_leave_out_the_projections(attention, overa
 
 
 def vit_by_hand(width, heads, size, sparse):
-    """Multiply-adds of a ViT with class token and w 5..N // 3, pairs counted from each patch's reach."""
+    """Multiply-adds of a ViT with class token and w 5..N // 3; pairs are counted patch by patch."""
     tokens = (size // 16) ** 2
     total = tokens + 1
     pairs = heads * total**2

@@ -106,7 +106,7 @@ def test_models_of_transformers_compute_the_same(kind, names, tmp_path):
 
 
 def exact(source, folder):
-    """The class of a source, loaded from a folder that must have exactly its weights."""
+    """A model of the source's class, loaded from a folder that must have exactly its weights."""
     model, info = type(source).from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     return model.eval()
@@ -312,7 +312,7 @@ def test_precision_and_processor_of_the_source_are_kept(tmp_path):
 
 # ---- timm's names ---------------------------------------------------------------------------------------------------
 
-# Prefix tokens, those of them that have a position, whether there is a head, LayerScale's name.
+# Prefix tokens, how many of them have a position, whether there is a head, LayerScale's name.
 TIMM = {
     "vit": (["cls_token"], 1, True, None),
     "deit distilled": (["cls_token", "dist_token"], 2, True, None),
@@ -400,7 +400,7 @@ def timm_forward(state, pixels, heads=3, average=False):
 
 
 def save_timm(state, kind, container, folder):
-    """A source as it is published; its path."""
+    """Save a source as it is published. Returns its path."""
     path = folder / ("weights.safetensors" if container == "safetensors" else "weights.pth")
     if container == "safetensors":
         save_file(state, path)

@@ -86,13 +86,13 @@ class Kernels:
         expected = self.run(leaves, support, decay, grid, prefix, torch.float64, backend="reference")
         sums = {} if decay is None else self.sums_of_terms(leaves, support, decay, grid, prefix)
         for name, value in expected.items():
-            # The terms of a scalar's gradient cancel: float32 rounds them by their own size, not by that of their sum.
+            # The terms of a scalar's gradient cancel, and float32 rounds each by its own size, not by that of the sum.
             rounding = 1e-5 * sums[name] if name in sums else 0.0
             self.check_close(name, actual[name], value, leaves["q"].dtype, rounding)
 
     @staticmethod
     def check_close(name, actual, expected, dtype, rounding=0.0):
-        """Differences relative to the largest value of the tensor, and to 0.01 at least; `rounding` comes on top."""
+        """Differences are relative to the tensor's largest value, or to 0.01 if that is larger. `rounding` is added."""
         assert actual.shape == expected.shape and not actual.isnan().any(), name
         if not expected.numel():
             return
@@ -101,7 +101,7 @@ class Kernels:
         assert (difference <= limit).all(), (name, difference.max().item(), limit)
 
     def sums_of_terms(self, leaves, support, decay, grid, prefix):
-        """Of the gradient of each scalar of a decay: the sum of the absolute values of its terms, in float64.
+        """The sum of the absolute values of the terms of each decay scalar's gradient, in float64.
 
         A pair (j, k) adds p_jk dp_jk s_jk dW_jk and -p_jk delta_j s_jk dW_jk, with the probability p and its gradient,
         delta_j = sum_k p_jk dp_jk, the scaled product s and the derivative dW of the pair's weight by the scalar, which
@@ -129,7 +129,7 @@ class Kernels:
         return {name: 0.0 if one is None else one.abs() for name, one in zip(scalars, sums, strict=True)}
 
     def check_any_subset(self, leaves, support, decay, grid, prefix):
-        """Gradients of some leaves are those that all leaves together get; the others get none."""
+        """Gradients of some leaves are the same as with all leaves together; the others get none."""
         expected = self.run(leaves, support, decay, grid, prefix)
         for wanted in itertools.product((True, False), repeat=len(leaves)):
             chosen = {name for name, flag in zip(leaves, wanted, strict=True) if flag}
@@ -213,7 +213,7 @@ def kernels(monkeypatch):
 
 @pytest.fixture
 def cpp():
-    # A machine without a compiler has nothing to test; CI has one, and asks for the kernels by this variable.
+    # A machine without a compiler has nothing to test. CI has one, and requires the kernels by this variable.
     if (reason := diagonal_cpu.ready()) is not None:
         assert not os.environ.get("CI_NEEDS_KERNELS"), reason
         pytest.skip(reason)
@@ -222,7 +222,7 @@ def cpp():
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Memory is handed out full of NaN: what a kernel leaves out shows."""
+    """New memory is full of NaN, so that what a kernel does not write shows."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()

@@ -89,7 +89,7 @@ def test_every_element_is_written_and_two_runs_give_the_same_bits(kernels, monke
 
 
 def test_dropout_against_the_mask_that_was_drawn(kernels):
-    """With the unit matrix as v the output is the weights and shows what was dropped; the rest follows in float64."""
+    """With the unit matrix as v the output is the weights, which show what was dropped. The rest is in float64."""
     grid, tokens, dropout_p = (4, 4), 17, 0.3
     leaves = kernels.make(grid, 1, width=32, batch=2, decay="manhattan")
     q, k, v = (leaves[name].requires_grad_() for name in "qkv")

@@ -1,4 +1,4 @@
-"""The C++ kernel along diagonals against `reference` in float64, and what surrounds it: building, choosing, tracing."""
+"""The C++ kernel along diagonals against `reference` in float64, and its building, choice and tracing."""
 
 import itertools
 import logging
@@ -32,7 +32,7 @@ def test_agrees_with_the_reference(cpp, pattern, mask_fill, decay, dtype):
 @pytest.mark.parametrize("mask_fill", MASK_FILLS)
 @pytest.mark.parametrize("prefix", [0, 1, 5])
 def test_several_pieces_of_rows(cpp, prefix, mask_fill, decay):
-    """One whole, one and a row, two whole, two and a rest that is no whole block; packed rows, and rows in place."""
+    """One piece, one and a row, two, two and a part of a block; with packed rows and with rows in place."""
     packed, in_place = ((16, 16), (1, 257), (16, 32), (17, 31)), ((8, 8), (5, 13), (8, 16), (9, 15))
     for width, grids in ((20, packed), (16, in_place)):
         for grid in grids:
@@ -207,7 +207,7 @@ def test_dropout_keeps_the_mean(cpp):
 @pytest.mark.parametrize("decay", [None, "manhattan"])
 @pytest.mark.parametrize("prefix", [0, 1, 5])
 def test_dropout_against_the_mask_that_was_drawn(cpp, prefix, decay):
-    """With unit vectors as v the output is the weights and shows what was dropped; the rest follows in float64."""
+    """With unit vectors as v the output is the weights, which show what was dropped. The rest is in float64."""
     grid, width, dropout_p = (17, 18), 64, 0.3  # two pieces of rows
     tokens = prefix + 306
     leaves = cpp.make(grid, prefix, width=width, batch=2, decay=decay)

@@ -138,7 +138,7 @@ def test_extreme_logits(kernels):
 
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_dropout_against_the_mask_that_was_drawn(kernels, prefix):
-    """With the unit matrix as v the output is the weights and shows what was dropped; the rest follows in float64."""
+    """With the unit matrix as v the output is the weights, which show what was dropped. The rest is in float64."""
     grid, tokens, dropout_p = (4, 4), 16 + prefix, 0.3
     leaves = kernels.make(grid, prefix, width=32, batch=2)
     q, k, v = (leaves[name].requires_grad_() for name in "qkv")

@@ -49,7 +49,7 @@ def test_random_sweep(cpp):
 
 
 def lists_of(batch, heads, patches, prefix, seed=0):
-    # Of every patch other keys in any number, prefix tokens first, -1 after the last.
+    # For every patch other keys, in any number, with prefix tokens first and -1 after the last.
     generator = torch.Generator().manual_seed(seed)
     keys = torch.full((batch, heads, patches, prefix + patches), -1)
     for row in keys.view(-1, prefix + patches):

@@ -32,7 +32,7 @@ def collate(draws, mixing, batch_size=16, smoothing=0.0, seed=0):
 
 
 def share_of_own_pixels(batch, draws):
-    """Per image, the share of its own pixels, read off the mixed values; works for mixup and CutMix."""
+    """For each image the share of its own pixels, computed from the mixed values; for mixup and CutMix."""
     own = torch.tensor([draw.index + 1.0 for draw in draws])
     partner = own.view(-1, 2).flip(1).flatten()
     mean = batch["pixel_values"].double().mean((1, 2, 3))

@@ -1,4 +1,4 @@
-"""What the Trainer makes of schedule, soft targets, accumulation, order and resumption."""
+"""The Trainer: schedule, soft targets, accumulation, order of the samples, and resuming."""
 
 import itertools
 import math

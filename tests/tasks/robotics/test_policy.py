@@ -1,4 +1,4 @@
-"""Crossway's policy: what it sees, what it loses, what it plans, and that it comes back from its folder."""
+"""Crossway's policy: its inputs, its losses, its plans, and loading it from its folder."""
 
 import json
 import math
@@ -167,7 +167,7 @@ def test_losses_of_a_prior_count():
 
 
 def test_one_batch_is_learned_by_heart():
-    """Two images, two plans: each image calls for its own."""
+    """Two images, two plans: each image needs its own."""
     options = {"observations": {"image": [24, 24, 3]}, "image_size": None, "encoder": {"num_hidden_layers": 1}}
     policy = tiny_policy(**options, reconstruction_weight=0, widths=[32, 64])
     seen = observations(policy.config)

@@ -65,7 +65,7 @@ def test_a_finished_run_is_not_done_again(whole_run, demonstrations, monkeypatch
 
 
 def spoiled(demonstrations: Path, folder: Path) -> Path:
-    """A copy under the same name whose first action alone is another, far outside the range of all."""
+    """A copy under the same name in which only the first action differs; it is far outside the range of all."""
     h5py = pytest.importorskip("h5py")
     other = folder / "other.hdf5"
     shutil.copy(demonstrations, other)

@@ -110,7 +110,7 @@ def test_another_grid_interpolates_positions_and_another_prior_starts_anew(class
 
 
 def test_a_folder_keeps_its_prior_where_only_the_preset_is_named(tmp_path):
-    """Else a folder with a mask would be taken for dense without a word."""
+    """Otherwise a folder with a mask would silently be taken for dense."""
     config = SparsePriorViTConfig.from_preset("deit_tiny", prior="fibottention", num_hidden_layers=1)
     SparsePriorViTModel(config).save_pretrained(tmp_path)
     backbone = SparsePriorViT(preset="deit_tiny", num_hidden_layers=1, pretrained=str(tmp_path), out_indices=[1])
