@@ -320,8 +320,7 @@ def _backward_rows(
     delta: float32 (B, H, T), for each row the product of output and gradient. floor (B, H, T): with zero fill, the
     probability of a key outside the support; floor_parts (B, H, blocks, D). prefix_parts: (3, B, H, P, blocks, D), the
     first for dk and the second for dv of prefix keys. pair_grads: (B, S, N), by row. prefix_weight_parts: (B, H, 2
-    blocks + P),
-    self_weight_parts: (B, H, blocks).
+    blocks + P). self_weight_parts: (B, H, blocks).
     """
     blocks = tl.cdiv(patches, ROWS)
     block, slot, batch, head = place(blocks, heads)
