@@ -129,7 +129,7 @@ def drops_unformed_pairs(request: AttentionRequest) -> str | None:
 
 def is_transformed() -> str | None:
     """Why only PyTorch's own operations can be differentiated now; None if others can."""
-    # torch.library drops the tangents of forward-mode derivatives without a word.
+    # torch.library silently drops the tangents of forward-mode derivatives.
     if torch.compiler.is_compiling():
         return None
     if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:

@@ -38,8 +38,8 @@ def token_loss(
 ) -> Tensor:
     """Mean squared difference of the tokens after the last block, before the last norm (Sparsifiner Eq. 8).
 
-    Patches that the student has dropped do not count, nor do fused tokens. DynamicViT's loss is
-    like this, without the prefix and the last norm.
+    Patches that the student has dropped do not count, nor do fused tokens. DynamicViT's loss is like this,
+    without the prefix and the last norm.
 
     Args:
         tokens: (B, t, C), the student's.

@@ -3,8 +3,8 @@
 It draws four kinds of pictures. For each image and query patch: the patches that each head sees, with its attention to
 them and to all patches (Sparsifiner Figure 3); and the means of these over the heads, with --others next to the
 attention of other models, for example dense and linformer (Figure 5). Once for a model: the sparse basis W_up (Figure
-6). For each
-image: the coefficients A_down (Figure 7). Layers, heads, rows and columns count from 1, images of a split from 0.
+6). For each image: the coefficients A_down (Figure 7). Layers, heads, rows and columns count from 1, images of a split
+from 0.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ MODULES = ("decayed_cpu", "diagonal_cpu", "listed_cpu", "predicted_cpu", "triton
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_core_reaches_the_kernels(name):
-    # A guarded import that failed would leave everything slow without a word.
+    # A guarded import that failed would silently leave everything slow.
     assert compiled_kernels.kernels_missing() is None
     assert getattr(compiled_kernels, name) is import_module(f"hf_sparseprior.kernels.{name}")
 

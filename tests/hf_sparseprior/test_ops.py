@@ -163,7 +163,7 @@ def test_second_derivatives_equal_the_reference_or_are_refused(backend, support)
 
 @pytest.mark.parametrize("backend", ["cpp", "gather"])
 def test_transforms_get_a_backend_that_they_can_differentiate(backend):
-    # A compiled operator would drop the tangent of a forward-mode derivative without a word.
+    # A compiled operator would silently drop the tangent of a forward-mode derivative.
     leaves = make_leaves((3, 4), 1, dtype=torch.float32)
     k, v = leaves["k"].detach(), leaves["v"].detach()
     support = {"name": "random", "pruning_ratio": 50.0}

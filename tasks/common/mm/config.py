@@ -24,8 +24,7 @@ def load_config(task: str, path: str | Path, overrides: Sequence[str] = ()) -> C
     mmengine merges a file over its `_base_`, before the overrides.
 
     The folder of the run is `output_dir`, as in every task, in files and overrides; mmengine's own name, `work_dir`,
-    does the same. The Config has it as `work_dir`. Default: outputs/TASK/FILE, or
-    outputs/TASK/FILE_CELL.
+    does the same. The Config has it as `work_dir`. Default: outputs/TASK/FILE, or outputs/TASK/FILE_CELL.
 
     Args:
         task: name of the task's folder.

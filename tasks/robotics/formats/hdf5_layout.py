@@ -98,8 +98,8 @@ class HDF5Demonstrations(Demonstrations):
 
     def _check_absolute(self, data: Any) -> None:
         """Refuse relative actions. robomimic's files do not say whether actions are relative. Absolute rotations are
-        about
-        half a turn, because the gripper points down; relative ones are at most 1 in each direction."""
+        about half a turn, because the gripper points down; relative ones are at most 1 in each direction.
+        """
         if self.action_size != 7:
             raise self._fail(f"has actions of {self.action_size} numbers, not position 3, axis angle 3, gripper 1")
         turns = np.linalg.norm(data[self.episodes[0]][ACTIONS][:, 3:6], axis=1)
