@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     convert_parser.add_argument(
         "--prior",
-        help="prior of the new model (default the source's, dense if it is foreign); --prior dense drops "
+        help="prior of the new model (default the source's, dense if it has none); --prior dense drops "
         "the prior that --to a foreign format cannot carry",
     )
     convert_parser.add_argument("--image-size", type=int, help="interpolate the positions to this image size")

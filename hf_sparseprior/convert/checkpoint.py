@@ -126,8 +126,9 @@ def convert_checkpoint(
     Args:
         source: see `read_checkpoint`; foreign or ours.
         out: new folder; to="timm" also takes a new .safetensors file, to="original" a new .pth file.
-        prior: the new model's, by default the source's, which in foreign formats is "dense". A decay that the source
-            does not have starts as its `init` says; extras start where they change nothing.
+        prior: the new model's, by default the source's: that of one of our models or of a stock model with
+            `apply_prior`, otherwise "dense". A decay that the source does not have starts as its `init` says; extras
+            start where they change nothing.
         image_size: if it is not the source's, the position embedding is interpolated.
         num_attention_heads: for timm files of other widths than the published ones.
         drop_classifier: write the base model alone; its pooling stays.
@@ -197,7 +198,10 @@ def _read_as_ours(
         if module is not timm_vit:
             raise ValueError(f"--heads {num_attention_heads} is for timm files; this source's config.json has a number")
         settings = {**(settings or {}), "num_attention_heads": num_attention_heads}
-    fields = {"prior": "dense", **module.fields(state, settings)}
+    own_fields = module.fields(state, settings)
+    if RECORD in (settings or {}) and "prior" not in own_fields:
+        raise ValueError(f"{source}: config.json has {RECORD!r}, a prior that convert cannot carry over")
+    fields = {"prior": "dense", **own_fields}
     weights, unused = module.rename(state)
     notes = [f"note: left out, no output depends on it: {', '.join(unused)}"] if unused else []
     for name, imagenet in (("image_mean", (0.485, 0.456, 0.406)), ("image_std", (0.229, 0.224, 0.225))):

@@ -18,11 +18,13 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hf_sparseprior.adapters.stock_attention import MARKER, RECORD
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.convert.common import ONLY_OURS, field_problems, one_if_square, plain_weights, refuse
 from hf_sparseprior.files import write_text
 from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
 from hf_sparseprior.loading import check_whole
+from hf_sparseprior.prior import is_prior_weight
 
 TARGETS = ("vit", "deit", "dinov2", "dinov2_with_registers")
 # Base model, classifier, and classifier with a second head on the distillation token.
@@ -34,6 +36,7 @@ CLASSES = {
 }
 
 PREFIX = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers)\.")
+LAYER = re.compile(r"layers\.\d+\.")
 # Our part of a name and version 4's, tried from the first to the last, because earlier ones contain later ones.
 NAMES = (
     ("embeddings.class_token", "embeddings.cls_token"),
@@ -90,11 +93,11 @@ def matches(keys: Iterable[str]) -> bool:
 
 
 def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[str, Any]:
-    """Fields of SparsePriorViTConfig from the source's config.json. Missing fields have the default of the source's
-    class.
+    """Fields of SparsePriorViTConfig from the source's config.json, with the prior of `apply_prior` if it has one.
+    Missing fields have the default of the source's class.
 
     Raises:
-        ValueError: without a config.json, for other models, and for a gated MLP.
+        ValueError: without a config.json, for other models, a gated MLP, and a prior that config.json does not name.
     """
     if settings is None:
         raise ValueError("a checkpoint of transformers needs its config.json next to the weights")
@@ -105,6 +108,8 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
     if config.get("use_swiglu_ffn"):
         raise ValueError("use_swiglu_ffn=True: a gated MLP has no counterpart in SparsePriorViT")
     taken = {name: config[name] for name in SHARED if name in config}
+    if (prior := _recorded_prior(state, settings)) is not None:
+        taken["prior"] = prior
     classifies = any(key.startswith(("classifier.", "cls_classifier.")) for key in state)
     if kind.startswith("dinov2"):
         taken["intermediate_size"] = int(config["hidden_size"] * config["mlp_ratio"])
@@ -120,13 +125,37 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
     return taken
 
 
+def _recorded_prior(state: dict[str, Tensor], settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The prior with which `stock_saving` saved the source; None without one."""
+    if RECORD not in settings:
+        if any(_is_marker(key) for key in state):
+            raise ValueError(f"config.json lacks {RECORD!r}, and the weights are of a model with a prior")
+        return None
+    record = settings[RECORD]
+    if not isinstance(record, dict) or not isinstance(record.get("prior"), dict):
+        raise ValueError(f"config.json: {RECORD}={record!r} must be like {{'prior': {{...}}}}")
+    return record["prior"]
+
+
+def _is_marker(key: str) -> bool:
+    """Whether this is the tensor that makes a load without the prior noticed; it means nothing else."""
+    return key.endswith(f".{MARKER}")
+
+
 def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The weights under our names, and the names of those left out. Unknown names stay as they are."""
+    """The weights under our names, and the names of those left out. Unknown names stay as they are.
+
+    A prior's scalars are called "layers.0.decay_bias.beta" in `stock_saving`, whatever the model is.
+    """
     renamed, unused = {}, []
     for key, value in state.items():
         name = PREFIX.sub("", key)
+        if _is_marker(name):
+            continue
         if name in UNUSED:
             unused.append(key)
+        elif is_prior_weight(name) and (layer := LAYER.match(name)):
+            renamed[f"vit.{layer[0]}attention.{name[layer.end() :]}"] = value
         elif name.startswith(("classifier.", "cls_classifier.", "distillation_classifier.")):
             renamed[name.replace("cls_classifier.", "classifier.")] = value
         else:

@@ -71,8 +71,9 @@ def test_scalars_of_an_earlier_save_are_not_read(tmp_path):
         folder = tmp_path / f"saved{len(options)}"
         sp.apply_prior(model, "violin").save_pretrained(folder, **options)
         assert load_file(folder / SCALARS_FILE)
-        with pytest.raises(ValueError, match="decay_bias"):  # a prior that is there is not left out
-            convert_checkpoint(folder, tmp_path / "refused")
+        convert_checkpoint(folder, tmp_path / f"with{len(options)}")  # a prior that is there is not left out
+        read = SparsePriorViTConfig.from_pretrained(tmp_path / f"with{len(options)}")
+        assert read.prior_name == "violin"
         sp.remove_prior(model).save_pretrained(folder, **options)
         assert (folder / SCALARS_FILE).is_file()
         convert_checkpoint(folder, tmp_path / f"ours{len(options)}")
@@ -613,6 +614,55 @@ def test_other_architectures_of_timm_are_refused(case, tmp_path):
 
 
 # ---- options and errors ---------------------------------------------------------------------------------------------
+
+
+STOCK_PRIORS = {
+    "vit": "fibottention",
+    "vit base": {"support": "fibottention", "decay": {"name": "violin", "curves": ["snake"]}},
+    "deit": "violin",
+    "deit one head": {"decay": "manhattan"},
+    "dinov2": {"predictor": "sparsifiner"},
+    "dinov2 registers classifier": {"support": "fibottention", "extras": ["irpe_k"]},
+    "deit base": {"mixer": {"name": "linformer", "projected_tokens": 4}},
+}
+
+
+@pytest.mark.parametrize("kind", STOCK_PRIORS)
+def test_the_prior_of_a_stock_model_is_carried_over(kind, tmp_path):
+    source = sp.apply_prior(make_source(kind), STOCK_PRIORS[kind])
+    with torch.no_grad():
+        for prior in sp.adapters.stock_attention.stock_priors(source):
+            for parameter in prior.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    pixels = torch.randn(2, 3, 32, 32)
+    expected = outputs(source, pixels)
+    source.save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "out")
+    loader = AutoModel if hasattr(source, "embeddings") else AutoModelForImageClassification
+    model = loader.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(outputs(model, pixels), expected, rtol=1e-4, atol=1e-5)
+    plain = outputs(sp.remove_prior(source), pixels)
+    assert (plain - expected).abs().max() > 1e-3  # the prior counts
+
+
+def test_a_prior_of_a_stock_model_is_not_replaced_or_dropped_silently(tmp_path, capsys):
+    source = tmp_path / "source"
+    sp.apply_prior(make_source("vit"), "violin").save_pretrained(source)
+    assert main(["convert", str(source), str(tmp_path / "other"), "--prior", "fibottention"]) == 0
+    assert "'violin' is replaced by 'fibottention'" in capsys.readouterr().out
+    assert main(["convert", str(source), str(tmp_path / "vit"), "--to", "vit"]) == 2
+    assert "prior 'violin' has no place in vit; --prior dense drops it" in capsys.readouterr().err
+    assert main(["convert", str(source), str(tmp_path / "vit"), "--to", "vit", "--prior", "dense"]) == 0
+    assert "replaced by 'dense'" in capsys.readouterr().out
+    config = json.loads((source / "config.json").read_text())
+    for record, message in ((3, "sparse_prior=3 must be like"), (None, "config.json lacks 'sparse_prior'")):
+        changed = {**config, "sparse_prior": record}
+        if record is None:
+            del changed["sparse_prior"]
+        (source / "config.json").write_text(json.dumps(changed))
+        assert main(["convert", str(source), str(tmp_path / "refused")]) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "refused").exists()
 
 
 def test_prior_image_size_and_classifier_can_be_chosen(tmp_path, capsys):
