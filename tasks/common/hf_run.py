@@ -46,10 +46,10 @@ from tasks.common.run_folder import (
     AVERAGE,
     MODEL,
     RESULTS,
-    claim_together,
     default_output_dir,
     finished_results,
     last_whole_checkpoint,
+    owned,
 )
 
 # What a run does unless its configuration says otherwise.
@@ -186,8 +186,24 @@ def run(task: HFTask, config: Config, command: str | None = None, overwrite: boo
     trained = trainable_parameters(prepared.model)  # counted here, because peft freezes what it reads back
     trainer = make_trainer(prepared, arguments)
     # Nothing was written or thrown away up to here, so a bad value leaves the folder as it was.
-    checkpoint = claim_together(out, config, partial(last_whole_checkpoint, out, trainer.checkpoint_files()))
-    train(trainer, checkpoint)
+    newest = partial(last_whole_checkpoint, out, trainer.checkpoint_files())
+    with owned(out, config, newest, overwrite) as checkpoint:
+        train(trainer, checkpoint)
+        results, predicted = judge(task, config, prepared, trainer)
+        results.trainable_parameters, results.command = trained, command or results.command
+        results.resumed_from = checkpoint and Path(checkpoint).name
+        save(task, out, trainer, prepared, results)
+        if trainer.is_world_process_zero():
+            draw(task, out, prepared, results, predicted)
+            # This comes last: a run counts as finished only when everything else exists.
+            results.write(out / RESULTS)
+        trainer.accelerator.wait_for_everyone()
+        return results.content() if trainer.is_world_process_zero() else read_results(out / RESULTS)
+
+
+def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePriorTrainer) -> tuple[Results, np.ndarray]:
+    """Test a trained model. Returns its results, without what only its files hold, and the predicted classes."""
+    arguments = trainer.args
     prepared.finish(trainer.accelerator.unwrap_model(trainer.model))
     prediction = trainer.predict(prepared.datasets["test"], metric_key_prefix="test")
     seconds, steps = trainer.clock.seconds(), trainer.state.global_step
@@ -204,13 +220,10 @@ def run(task: HFTask, config: Config, command: str | None = None, overwrite: boo
         },
         config=config,
         seed=arguments.seed,
-        trainable_parameters=trained,
         steps=steps,
         seconds=round(seconds, 2),
         seconds_per_step=seconds / max(1, steps),
         processes=arguments.world_size,
-        resumed_from=checkpoint and Path(checkpoint).name,
-        command=command,
         details={
             "data": prepared.description,
             "data_wait": trainer.clock.data_seconds / max(seconds, 1e-9),
@@ -223,13 +236,7 @@ def run(task: HFTask, config: Config, command: str | None = None, overwrite: boo
         },
         history=trainer_history(trainer.state.log_history),
     )
-    save(task, out, trainer, prepared, results)
-    if trainer.is_world_process_zero():
-        draw(task, out, prepared, results, predicted)
-        # This comes last: a run counts as finished only when everything else exists.
-        results.write(out / RESULTS)
-    trainer.accelerator.wait_for_everyone()
-    return results.content() if trainer.is_world_process_zero() else read_results(out / RESULTS)
+    return results, predicted
 
 
 def trainer_arguments(section: dict[str, Any]) -> SparsePriorTrainingArguments:

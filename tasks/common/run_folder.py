@@ -7,8 +7,10 @@ import os
 import re
 import shutil
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import distributed
 from transformers.trainer import TRAINER_STATE_NAME
 
+from hf_sparseprior.command import USER_ERRORS
 from hf_sparseprior.files import write_text
 from tasks.common.config import config_name
+from tasks.common.locks import NoLocks, holder, locked
 from tasks.common.results import read_results
-from tasks.common.upgrade import upgraded_config
+from tasks.common.upgrade import nested_names, upgraded_config
 
 RUN_CONFIG = "run_config.json"
 RESULTS = "results.json"
@@ -27,6 +31,8 @@ MODEL = "model"
 AVERAGE = "model_ema"  # the same with the moving average of the weights
 ADAPTER = "adapter"  # what LoRA or DoRA learned, without the weights that it changes; MODEL has both
 EVALUATION = "evaluation"
+LOCK = "run.lock"  # held by the process that trains, for as long as it does
+PATIENCE = 2.0  # seconds; whoever only asks who holds a lock holds it for a moment
 # Where a run lies, how it shows its progress and how many processes read its data do not make it another run.
 COSMETIC = (
     *("output_dir", "disable_tqdm", "dataloader_num_workers", "save_total_limit", "report_to"),  # the Trainer's
@@ -61,22 +67,39 @@ def finished_results(
         ValueError: if the folder belongs to another run or to something else, unless `overwrite`.
         OSError: if the run is not done and there can be no such folder.
     """
-    if not (out / RUN_CONFIG).exists():
+    finished = _finished(out, config, overwrite, field)
+    if finished is None:
         check_place(out, field)
-        # A run that was killed while it claimed the folder left at most the scratch file.
-        if out.exists() and any(path.name != f"{RUN_CONFIG}.partial" for path in out.iterdir()):
-            raise ValueError(f"{field}={out} is not empty and not of this program; choose another folder")
-        return None
-    differences = folder_differences(out, config)
+    return finished
+
+
+def _finished(
+    out: Path, config: dict[str, Any], overwrite: bool, field: str, mine: bool = False
+) -> dict[str, Any] | None:
+    """`finished_results`. `mine`: whether this process has the folder's lock."""
+    claimed = (out / RUN_CONFIG).exists()
+    differences = folder_differences(out, config) if claimed else []
+    if claimed and not differences and (out / RESULTS).exists():
+        return read_results(out / RESULTS)
+    if not mine and (user := holder(out / LOCK)):
+        raise _in_use(out, field, user)
     if differences and not overwrite:
         raise ValueError(
             f"{field}={out} belongs to another run ({'; '.join(differences)}); "
             "choose another folder or give --overwrite"
         )
-    if not differences and (out / RESULTS).exists():
-        return read_results(out / RESULTS)
-    check_place(out, field)
+    if not claimed:
+        check_place(out, field)
+        # A run that was killed while it claimed the folder left at most these.
+        if out.exists() and any(path.name not in (f"{RUN_CONFIG}.partial", LOCK) for path in out.iterdir()):
+            raise ValueError(f"{field}={out} is not empty and not of this program; choose another folder")
     return None
+
+
+def _in_use(out: Path, field: str, user: str | None) -> ValueError:
+    return ValueError(
+        f"{field}={out} is in use by {user or 'another process'}; wait for its end or choose another folder"
+    )
 
 
 def check_place(out: Path, field: str) -> None:
@@ -99,22 +122,43 @@ def claim(out: Path, config: dict[str, Any]) -> None:
         # If this is killed half way, the folder must neither count as finished nor as another's. So the results are
         # removed first and the owner last.
         (out / RESULTS).unlink(missing_ok=True)
-        for path in out.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.name != RUN_CONFIG:
-                path.unlink()
+        throw_away(out, (RUN_CONFIG, LOCK))
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / RUN_CONFIG, json.dumps(config, indent=1) + "\n")
 
 
+def throw_away(out: Path, keep: Sequence[str] = (LOCK,)) -> None:
+    """Remove everything in the folder of a run but the files of these names."""
+    for path in out.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name not in keep:
+            path.unlink()
+
+
 def folder_differences(out: Path, config: dict[str, Any]) -> list[str]:
-    """Keys in which the run that owns the folder differs from this one."""
+    """Keys in which the run that owns the folder, or the one that wrote its results, differs from this one."""
     try:
         stored = json.loads((out / RUN_CONFIG).read_text(encoding="utf-8"))
-        return config_differences(stored, config)
+        differences = config_differences(stored, config)
     except (ValueError, AttributeError, TypeError):
         return [f"{RUN_CONFIG} is damaged"]
+    return differences or [f"{RESULTS} has {difference}" for difference in _results_differences(out / RESULTS, config)]
+
+
+def _results_differences(path: Path, config: dict[str, Any]) -> list[str]:
+    """Keys in which the run that wrote these results differs; [] if they do not say, or are missing or damaged."""
+    try:
+        results = read_results(path)
+        stored = results["config"]
+        if list(config) == ["config"]:  # of segmentation and detection
+            stored = {"config": nested_names(stored)}
+            if results.get("resumed_from"):  # whose results held the checkpoint here in earlier versions
+                stored["config"]["load_from"] = config["config"].get("load_from")
+        # Robotics' section about the demonstrations is not in its results.
+        return config_differences(stored, {section: config[section] for section in config if section in stored})
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        return []
 
 
 def config_differences(earlier: dict[str, Any], config: dict[str, Any]) -> list[str]:
@@ -186,26 +230,67 @@ def cut_off(path: Path) -> str | None:
     return None if zipfile.is_zipfile(path) else "it is cut off"
 
 
-def claim_together(out: Path, config: dict[str, Any], newest: Callable[[], str | None]) -> str | None:
-    """`claim` by the first process for all that are joined. Returns the checkpoint that all of them go on from.
+@contextmanager
+def owned(
+    out: Path,
+    config: dict[str, Any],
+    newest: Callable[[], str | None],
+    overwrite: bool = False,
+    field: str = "trainer.output_dir",
+) -> Iterator[str | None]:
+    """The folder is this run's, and no other process may train in it until the end of the block.
+
+    The first of the joined processes claims it for all of them. They get the checkpoint that all of them go on from.
 
     Args:
         out: folder of the run.
         config: sections of keys and values.
         newest: finds the checkpoint, once the folder is this run's.
+        overwrite, field: as in `finished_results`.
+
+    Raises:
+        ValueError: if another process trains in the folder, or took it since `finished_results` was asked.
+        OSError: if there can be no such folder.
     """
     joined = distributed.is_available() and distributed.is_initialized()
-    found: list[str | None] = [None]
     if joined:
         distributed.barrier()  # until every process has looked at the folder
-    if not joined or distributed.get_rank() == 0:
-        claim(out, config)
-        found = [newest()]
-        if found[0]:
-            print(f"going on from {found[0]}", file=sys.stderr)
-    if joined:
-        distributed.broadcast_object_list(found)
-    return found[0]
+    first = not joined or distributed.get_rank() == 0
+    failed: BaseException | None = None
+    with ExitStack() as held:
+        found: list[str | None] = [None, None]  # checkpoint, what went wrong
+        if first:
+            try:
+                held.enter_context(_locked(out, field))
+                if _finished(out, config, overwrite, field, mine=True) is not None:
+                    raise ValueError(f"{field}={out} was finished by another process meanwhile")
+                claim(out, config)
+                found = [newest(), None]
+            except USER_ERRORS as error:
+                found, failed = [None, str(error)], error
+        if joined:
+            distributed.broadcast_object_list(found)
+        checkpoint, message = found
+        if message is not None:
+            raise failed or ValueError(message)
+        if checkpoint and first:
+            print(f"going on from {checkpoint}", file=sys.stderr)
+        yield checkpoint
+
+
+@contextmanager
+def _locked(out: Path, field: str) -> Iterator[None]:
+    end = time.monotonic() + PATIENCE
+    with ExitStack() as held:
+        try:
+            while not held.enter_context(locked(out / LOCK)):
+                held.close()
+                if time.monotonic() > end:
+                    raise _in_use(out, field, holder(out / LOCK))
+                time.sleep(0.05)
+        except NoLocks as error:
+            print(f"{error}; a second start in this folder would not be noticed", file=sys.stderr)
+        yield
 
 
 def checkpoint_damage(checkpoint: Path, files: Sequence[str]) -> str | None:

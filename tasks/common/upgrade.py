@@ -70,6 +70,16 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _lists(value) for key, value in root.items()}
 
 
+def nested_names(value: Any) -> Any:
+    """mm's keys with dots (names of modules, in `custom_keys`) as nested keys.
+
+    Runs of results version 1 kept the whole configuration as dotted keys, in which the two look the same.
+    """
+    if isinstance(value, dict):
+        return nested({key: nested_names(part) for key, part in value.items()})
+    return [nested_names(part) for part in value] if isinstance(value, list) else value
+
+
 def _lists(value: Any) -> Any:
     if not isinstance(value, dict):
         return value

@@ -24,10 +24,10 @@ from tasks.common.run_folder import (
     MODEL,
     RESULTS,
     RUN_CONFIG,
-    claim_together,
     finished_results,
     folder_differences,
     last_whole_checkpoint,
+    owned,
 )
 from tasks.robotics.config import check_config, load_config
 from tasks.robotics.data import Windows, check_shapes, fit_normalizer, read_episodes
@@ -62,27 +62,27 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         return finished
     demonstrations = open_demonstrations(config["data"]["path"])
     training, episodes = make_training(config, demonstrations)
-    checkpoint = claim_together(out, identity, partial(last_whole_checkpoint, out, CHECKPOINT_FILES))
-    if checkpoint:
-        training.load(Path(checkpoint))
-    try:
-        training.run()
-    finally:
-        if training.simulator is not None:
-            training.simulator.close()
-    results = results_of(training, config, command)
-    results.resumed_from = checkpoint and Path(checkpoint).name
-    results.details |= {
-        "environment": demonstrations.environment,
-        "episodes": episodes,
-        "demonstrations_sha256": identity.get(DEMONSTRATIONS, {}).get("sha256"),
-    }
-    if training.accelerator.is_main_process:
-        results.details["model_sha256"] = policy_sha256(out / MODEL)
-        draw_history(training.history, out / CURVES, f"{demonstrations.environment['name']}, {out.name}")
-        # This comes last: a run counts as finished only when everything else exists.
-        results.write(out / RESULTS)
-    training.accelerator.wait_for_everyone()
+    with owned(out, identity, partial(last_whole_checkpoint, out, CHECKPOINT_FILES), overwrite) as checkpoint:
+        if checkpoint:
+            training.load(Path(checkpoint))
+        try:
+            training.run()
+        finally:
+            if training.simulator is not None:
+                training.simulator.close()
+        results = results_of(training, config, command)
+        results.resumed_from = checkpoint and Path(checkpoint).name
+        results.details |= {
+            "environment": demonstrations.environment,
+            "episodes": episodes,
+            "demonstrations_sha256": identity.get(DEMONSTRATIONS, {}).get("sha256"),
+        }
+        if training.accelerator.is_main_process:
+            results.details["model_sha256"] = policy_sha256(out / MODEL)
+            draw_history(training.history, out / CURVES, f"{demonstrations.environment['name']}, {out.name}")
+            # This comes last: a run counts as finished only when everything else exists.
+            results.write(out / RESULTS)
+        training.accelerator.wait_for_everyone()
     return results.content()
 
 

@@ -21,6 +21,7 @@ import pytest
 import yaml
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tasks.common.locks import locked
 from tasks.common.results import Results, read_results
 
 pytestmark = pytest.mark.slow
@@ -286,3 +287,11 @@ def test_another_configuration_does_not_take_the_folder(whole, capfd):
     assert whole.train(whole.out, seed) == 2
     error = capfd.readouterr().err
     assert f"{whole.row.folder}={whole.out} belongs to another run" in error and "77 here" in error
+
+
+def test_a_second_start_in_the_folder_of_a_running_one_names_its_process(whole, tmp_path, capfd):
+    with locked(tmp_path / "run" / "run.lock"):
+        assert whole.train(tmp_path / "run") == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert f"{whole.row.folder}={tmp_path}/run is in use by process {os.getpid()} on " in error
+    assert list((tmp_path / "run").iterdir()) == []

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
@@ -37,6 +35,7 @@ from tasks.common.compare import check_seeds, record_of
 from tasks.common.environment import command_line
 from tasks.common.images.sources.vtab import task_folder
 from tasks.common.images.vtab_tasks import TASKS
+from tasks.common.locks import locked
 from tasks.common.results import write_results
 from tasks.common.run_folder import default_output_dir
 
@@ -81,36 +80,10 @@ class Job:
 def claim(record: Path) -> Iterator[bool]:
     """Whether this process may do the run of a record. The claim holds until the block ends or the process dies.
 
-    It is the system's lock on a file next to the record, which a killed process cannot keep. NFS has it from version 3
-    on, with its lock daemon. A file system without locks is an OSError.
+    It is the lock of a file next to the record (`tasks.common.locks`).
     """
-    record.parent.mkdir(parents=True, exist_ok=True)
-    path = record.with_suffix(".lock")
-    with open(path, "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        except OSError as error:
-            raise OSError(f"{path} cannot be locked ({error.strerror}); choose --records on another disk") from None
-        if not _is_file(path, file.fileno()):  # its owner removed it after we opened and before we locked it
-            yield False
-            return
-        file.truncate(0)
-        file.write(f"{socket.gethostname()} {os.getpid()}\n")
-        file.flush()
-        try:
-            yield True
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def _is_file(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+    with locked(record.with_suffix(".lock")) as mine:
+        yield mine
 
 
 def remove_empty_folders(root: Path, names: Iterable[str]) -> None:

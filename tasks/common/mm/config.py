@@ -12,7 +12,7 @@ from mmengine.config import Config, DictAction
 from tasks.common.command import first_line
 from tasks.common.config import check_known, split_cell
 from tasks.common.run_folder import default_output_dir
-from tasks.common.upgrade import nested
+from tasks.common.upgrade import nested_names
 
 OUTPUT_DIR, WORK_DIR = "output_dir", "work_dir"  # the name that every task uses, and mmengine's own
 
@@ -117,14 +117,4 @@ def as_json(value: Any) -> Any:
 
 def run_identity(config: Config) -> dict[str, Any]:
     """What makes a run this one, as run_config.json keeps it."""
-    return {"config": _without_dots(as_json(config.to_dict()))}
-
-
-def _without_dots(value: Any) -> Any:
-    """mm's keys with dots (names of modules, in `custom_keys`) as nested keys.
-
-    Runs of results version 1 kept the whole configuration as dotted keys, in which the two look the same.
-    """
-    if isinstance(value, dict):
-        return nested({key: _without_dots(part) for key, part in value.items()})
-    return [_without_dots(part) for part in value] if isinstance(value, list) else value
+    return {"config": nested_names(as_json(config.to_dict()))}

@@ -12,7 +12,6 @@ OUT/results.json          written last
 from __future__ import annotations
 
 import copy
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from tasks.common.mm.runner import build_runner, errors_in_one_line, has_trained
 from tasks.common.mm.saving import WEIGHTS, save_model
 from tasks.common.mm.task import PICTURE, Task
 from tasks.common.results import Results
-from tasks.common.run_folder import MODEL, RESULTS, claim_together, cut_off, finished_results, newest_whole
+from tasks.common.run_folder import MODEL, RESULTS, cut_off, finished_results, newest_whole, owned, throw_away
 
 CHECKPOINTS = ("iter_*.pth", "epoch_*.pth")
 
@@ -54,19 +53,32 @@ def run(task: Task, config: Config, overwrite: bool = False, command: str | None
     if finished := finished_results(out, identity, overwrite, OUTPUT_DIR):
         return finished
     check_data(config)
-    config, new = copy.deepcopy(config), not out.exists()
+    new = not out.exists()
     join_processes(config)
-    if checkpoint := claim_together(out, identity, partial(newest_whole, out, CHECKPOINTS, cut_off)):
-        config.load_from, config.resume = checkpoint, True
     try:
-        runner = build_runner(config)
+        with owned(
+            out, identity, partial(newest_whole, out, CHECKPOINTS, cut_off), overwrite, OUTPUT_DIR
+        ) as checkpoint:
+            return _train(task, config, new, checkpoint, command)
+    finally:
+        if new and is_main_process() and out.exists() and not any(out.iterdir()):
+            out.rmdir()
+
+
+def _train(task: Task, config: Config, new: bool, checkpoint: str | None, command: str | None) -> dict[str, Any]:
+    """`run` in a folder that is this run's. `new`: whether the folder was made for it."""
+    out, started = Path(config.work_dir), copy.deepcopy(config)
+    if checkpoint:
+        started.load_from, started.resume = checkpoint, True
+    try:
+        runner = build_runner(started)
         # Errors of parts that do not fit each other come before the first step is done.
         with released(runner), errors_in_one_line(lambda: not has_trained(runner)):
             runner.train()
     except USER_ERRORS:
         # What a mistake left behind would stand in the way of the corrected run.
         if new and is_main_process() and not newest_whole(out, CHECKPOINTS, cut_off):
-            shutil.rmtree(out)
+            throw_away(out)
         raise
     results = results_of(task, config, runner)
     results.resumed_from, results.command = checkpoint and Path(checkpoint).name, command or results.command

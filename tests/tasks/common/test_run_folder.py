@@ -1,11 +1,13 @@
 import json
 import os
+import signal
+import time
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tasks.common import run_folder
+from tasks.common import locks, run_folder
 from tasks.common.run_folder import (
     check_place,
     claim,
@@ -15,6 +17,7 @@ from tasks.common.run_folder import (
     evaluation_folder,
     finished_results,
     newest_whole,
+    owned,
     stored_config,
 )
 
@@ -130,3 +133,93 @@ def test_a_damaged_configuration_next_to_a_model_is_named(content, tmp_path):
     (tmp_path / "run_config.json").write_text(content)
     with pytest.raises(OSError, match=r"run_config\.json is damaged, so the data is not known; give --config"):
         stored_config(tmp_path / "model")
+
+
+# ---- one process at a time ------------------------------------------------------------------------------------------
+
+MINE, OTHER = {"trainer": {"seed": 1}}, {"trainer": {"seed": 2}}
+
+
+@pytest.mark.parametrize("config", [MINE, OTHER], ids=["this run", "another run"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_second_start_in_a_folder_names_the_process_that_trains_there(config, overwrite, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "PATIENCE", 0.0)
+    expected = rf"^--out={tmp_path}/run is in use by process {os.getpid()} on \S+ \(python .*\); wait for its end or"
+    with owned(tmp_path / "run", MINE, lambda: "checkpoint-3") as checkpoint:
+        assert checkpoint == "checkpoint-3"
+        with pytest.raises(ValueError, match=expected):  # before it reads any data
+            finished_results(tmp_path / "run", config, overwrite, "--out")
+        with pytest.raises(ValueError, match=expected):  # if it looked before the first one started
+            owned(tmp_path / "run", config, lambda: None, overwrite, "--out").__enter__()
+        assert json.loads((tmp_path / "run" / "run_config.json").read_text()) == MINE
+    with owned(tmp_path / "run", MINE, lambda: None):  # given back
+        pass
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run_config.json"]
+
+
+def test_a_folder_that_was_taken_since_it_was_looked_at_is_not_taken_again(tmp_path):
+    """Two starts look at an empty folder; the second reaches it when the first one has ended."""
+    assert finished_results(tmp_path / "run", OTHER, False) is None
+    with owned(tmp_path / "run", MINE, lambda: None):
+        pass
+    with pytest.raises(ValueError, match=r"belongs to another run .*seed: 1 there, 2 here"):
+        owned(tmp_path / "run", OTHER, lambda: None).__enter__()
+    (tmp_path / "run" / "results.json").write_text(json.dumps({"results_version": 2, "config": MINE}))
+    with pytest.raises(ValueError, match="was finished by another process meanwhile"):
+        owned(tmp_path / "run", MINE, lambda: None).__enter__()
+    with owned(tmp_path / "run", OTHER, lambda: None, overwrite=True):
+        left = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert left == ["run.lock", "run_config.json"]
+
+
+def test_results_of_another_configuration_do_not_count_as_finished(tmp_path):
+    """As two runs in one folder left them, with the configuration of one and the results of the other."""
+    claim(tmp_path, MINE)
+    (tmp_path / "results.json").write_text(json.dumps({"results_version": 2, "config": OTHER}))
+    with pytest.raises(ValueError, match=r"results\.json has trainer\.seed: 2 there, 1 here"):
+        finished_results(tmp_path, MINE, overwrite=False)
+    assert finished_results(tmp_path, MINE, overwrite=True) is None
+    claim(tmp_path, MINE)
+    assert [path.name for path in tmp_path.iterdir()] == ["run_config.json"]
+
+
+@pytest.mark.parametrize("load_from", [None, "run/iter_4.pth"], ids=["today", "earlier"])
+def test_results_of_mmengine_are_compared_by_their_nested_names(load_from, tmp_path):
+    identity = {"config": {"optimizer": {"custom_keys": {"norm": {"decay": 0}}}, "load_from": None}}
+    claim(tmp_path, identity)
+    results = {"results_version": 2, "resumed_from": "iter_4.pth"}
+    results["config"] = {"optimizer": {"custom_keys": {"norm.decay": 0}}, "load_from": load_from}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    assert finished_results(tmp_path, identity, overwrite=False) == results
+
+
+def test_a_lock_ends_with_its_process_though_a_worker_lives_on(tmp_path):
+    """A data loader's worker outlives a killed parent by some seconds, in which the run may be started again."""
+    ready, done = os.pipe()
+    child = os.fork()
+    if not child:
+        with owned(tmp_path / "run", MINE, lambda: None):
+            worker = os.fork()
+            if worker:
+                os.write(done, str(worker).encode())
+            time.sleep(60)
+        os._exit(0)
+    worker = int(os.read(ready, 10))
+    try:
+        assert f"process {child} " in locks.holder(tmp_path / "run" / "run.lock")
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with owned(tmp_path / "run", MINE, lambda: None):
+            os.kill(worker, 0)  # it lives
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_where_nothing_can_be_locked_a_run_says_so_and_goes_on(tmp_path, monkeypatch, capsys):
+    def none(file, how):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(locks.fcntl, "flock", none)
+    with owned(tmp_path / "run", MINE, lambda: None):
+        assert finished_results(tmp_path / "run", MINE, overwrite=False) is None
+    assert "run.lock cannot be locked (Function not implemented)" in capsys.readouterr().err

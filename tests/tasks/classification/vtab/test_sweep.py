@@ -17,7 +17,7 @@ from tasks.classification.vtab import sweep as sweeping
 from tasks.classification.vtab.plan import Records, choose, load_sweep, point_name
 from tasks.classification.vtab.report import summarize
 from tasks.classification.vtab.sweep import Job, claim, main, work
-from tasks.common import hf_run
+from tasks.common import hf_run, locks
 from tasks.common.compare import RECORDED
 from tasks.common.images.vtab_tasks import TASKS
 from tests.configs import shipped
@@ -177,10 +177,10 @@ def test_a_claim_holds_until_its_process_is_dead(tmp_path):
 
 
 def test_a_lock_file_that_its_owner_removed_meanwhile_is_no_claim(tmp_path, monkeypatch):
-    record, lock = tmp_path / "seed0.json", sweeping.fcntl.flock
+    record, lock = tmp_path / "seed0.json", locks.fcntl.flock
     late = lambda file, how: (record.with_suffix(".lock").unlink(), lock(file, how))  # noqa: E731
     with monkeypatch.context() as patch:
-        patch.setattr(sweeping.fcntl, "flock", late)
+        patch.setattr(locks.fcntl, "flock", late)
         with claim(record) as mine:
             assert not mine
     with claim(record) as mine:
