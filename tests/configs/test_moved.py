@@ -3,8 +3,10 @@ it.
 
 moved.tsv has a line for each: its old name, its name now, its kind, where its run lies if others read its model from
 there, and the start of the SHA-256 of its resolved content as JSON, made with the last commit that had the old file.
+changed.py says what is different on purpose since then, and why.
 """
 
+import copy
 import hashlib
 import json
 from pathlib import Path
@@ -20,6 +22,7 @@ import tasks.video.compare
 import tasks.video.config
 from tasks.common.config import read_layers
 from tasks.common.run_folder import claim, folder_differences
+from tests.configs.changed import CHANGES, changes_of
 
 ROOT = Path(__file__).parents[2]
 MOVED = [line.split("\t") for line in Path(__file__).with_name("moved.tsv").read_text().splitlines()]
@@ -70,14 +73,28 @@ def content(path, kind):
     return {section: layers[section] for section in SECTIONS}
 
 
-def checksum(path, kind):
-    return hashlib.sha256(json.dumps(content(path, kind), sort_keys=True, default=repr).encode()).hexdigest()[:16]
+def as_before(found, kind, name):
+    """The content with every later change undone; each of them must be there to be undone."""
+    for change in changes_of(name):
+        found, changed = copy.deepcopy(found), found
+        if kind in COMPARISONS:
+            rows = dict(found[0])
+            change.undo(rows)
+            found[0] = [[row, config] for row, config in rows.items()]
+        else:
+            change.undo({name.partition("#")[2]: found})
+        assert found != changed, f"not in {name}: {change.reason}"
+    return found
+
+
+def checksum(found):
+    return hashlib.sha256(json.dumps(found, sort_keys=True, default=repr).encode()).hexdigest()[:16]
 
 
 @pytest.mark.parametrize(("old", "new", "kind", "folder", "expected"), MOVED, ids=[line[0] for line in MOVED])
 def test_content_is_what_it_was(old, new, kind, folder, expected):
     path = ROOT / "configs" / new
-    assert checksum(path, kind) == expected
+    assert checksum(as_before(content(path, kind), kind, new)) == expected
     if folder:
         assert RUNS[kind](path)["trainer"]["output_dir"] == folder
 
@@ -103,6 +120,11 @@ def test_runs_of_before_are_recognised(folder, tmp_path):
         now = RUNS["classification"](f"{path}{mark}{row}", [f"trainer.seed={record['seed']}"])
         assert folder_differences(tmp_path / row, now) == []
         assert folder_differences(tmp_path / row, {**now, "model": {}}) != []
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.names)
+def test_every_change_is_of_a_configuration(change):
+    assert change.reason.endswith(".") and any(change in changes_of(line[1]) for line in MOVED)
 
 
 def test_every_old_configuration_is_there():

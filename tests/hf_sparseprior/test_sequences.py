@@ -65,6 +65,8 @@ def brute_terms(spec, head, window):
     if name == "multiples":
         remainder = (head - 1) % get("c") if get("shifted") else 0
         return [o for o in numbers if o % get("c") == remainder]
+    if name == "shifted_multiples":
+        return [o for o in numbers if any(get("c") * n + head % get("c") == o for n in numbers)]
     if name == "powers":
         return [o for o in numbers if any(get("base") ** n == o for n in range(1, 40))]
     if name == "monomials":
@@ -212,6 +214,8 @@ def test_offsets_are_sorted_and_inside_the_window(spec):
         ({"name": "multiples", "c": 20}, 9, [20, 40, 60]),
         ({"name": "multiples", "c": 20, "shifted": True}, 9, [8, 28, 48]),
         ({"name": "multiples", "c": 20, "shifted": True}, 21, [20, 40, 60]),
+        ({"name": "shifted_multiples", "c": 20}, 9, [29, 49]),
+        ({"name": "shifted_multiples", "c": 20}, 20, [20, 40, 60]),
     ],
 )
 def test_terms_up_to_the_papers_largest_window(spec, head, expected):

@@ -191,6 +191,16 @@ def test_multiples_ratios(w_min, w_max, windows, ratio):
     assert f"{pruning_ratio(offsets, 196):.1f}" == ratio
 
 
+def test_shifted_multiples_give_the_ratio_of_figure_5a():
+    """c n + (i mod c) with n >= 1 and w_i = 5i is printed as 85.5; (i - 1) mod c with n >= 0 gives 85.4."""
+    sizes = {"num_heads": 12, "num_tokens": 196, "w_min": 5, "w_max": 60}
+    offsets = head_offsets("fibottention", **sizes, sequence={"name": "shifted_multiples", "c": 2})
+    assert offsets[:3] == [[3, 5], [2, 4, 6, 8, 10], [3, 5, 7, 9, 11, 13, 15]]
+    assert f"{pruning_ratio(offsets, 196):.2f}" == "85.52"
+    earlier = head_offsets("fibottention", **sizes, sequence={"name": "multiples", "c": 2, "shifted": True})
+    assert f"{pruning_ratio(earlier, 196):.2f}" == "85.44"
+
+
 @pytest.mark.parametrize(
     ("w", "with_diagonal", "without"),
     [
@@ -209,7 +219,7 @@ def test_table_12(w, with_diagonal, without):
 
 @pytest.mark.parametrize(
     ("w", "ratio"),
-    [  # the row w = 196 prints 0, which needs the diagonal that all other rows leave out
+    [
         (2, "97.97"),
         (3, "96.97"),
         (4, "95.97"),
@@ -232,6 +242,12 @@ def test_table_13(w, ratio):
     assert f"{pruning_ratio(offsets, 196):.2f}" == ratio
     mask = build_mask("window", num_heads=1, num_tokens=196, w=w, diagonal=False)
     assert f"{100 * (1 - mask.mean()):.2f}" == ratio
+
+
+def test_the_last_row_of_table_13_has_the_diagonal():
+    for diagonal, ratio in ((True, "0.00"), (False, "0.51")):
+        offsets = head_offsets("window", num_heads=12, num_tokens=196, w=196, diagonal=diagonal)
+        assert f"{pruning_ratio(offsets, 196):.2f}" == ratio
 
 
 # ---- windows --------------------------------------------------------------------------------------------------------

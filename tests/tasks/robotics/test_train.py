@@ -14,6 +14,7 @@ pytest.importorskip("h5py", reason="the robotics extra is not installed")
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+from hf_sparseprior.supports import head_offsets, pruning_ratio
 from tasks.common.command import RunStopped
 from tasks.robotics import train, training
 from tasks.robotics.config import check_config, load_config
@@ -182,13 +183,23 @@ def test_every_configuration_builds(name):
         assert sum(parameter.numel() for parameter in encoder.parameters()) == counted
 
 
-def test_windows_of_table_6_are_all_patches():
+def test_windows_of_table_6():
+    """Three readings. With 5..N/3 the share of pairs is the older paper's 2 to 6 %, rounded."""
+    windows = {"": (5, None), "_all": None, "_65": (5, 65)}
     for name in TABLE_6:
-        support = check_config(load_config(shipped.path(name)))[1].encoder.get("prior")
-        if "fibottention" in name:
-            patches = 100 if "pusht" in name else 81
-            assert support["support"]["w_min"] == support["support"]["w_max"] == patches
-            assert support["support"].get("modified", False) == name.endswith("modified")
+        task, _, prior = name.partition("#")[2].partition("-")
+        if not prior.startswith("fibottention"):
+            continue
+        encoder = check_config(load_config(shipped.path(name)))[1].encoder
+        support = encoder["prior"]["support"]
+        patches = 100 if task == "pusht" else 81
+        reading, modified = prior.removeprefix("fibottention").removesuffix("_modified"), prior.endswith("_modified")
+        assert (support["w_min"], support.get("w_max")) == (windows[reading] or (patches, patches))
+        assert support.get("modified", False) == modified
+        kept = 100 - pruning_ratio(head_offsets(support, num_heads=12, num_tokens=patches), patches)
+        printed = {"": (2.6, 2.5, 6.3, 5.8), "_all": (6.8, 6.2, 10.8, 9.6), "_65": (4.1, 3.5, 8.1, 6.9)}[reading]
+        assert round(kept, 1) == printed[2 * modified + (task == "pusht")]
+        assert 2 <= round(kept) <= 6 or reading
 
 
 @pytest.mark.parametrize(
