@@ -47,6 +47,8 @@ def model_card(config: Any, results: dict[str, Any] | None = None, license_name:
     ]
     metrics = results.get("metrics", {})
     lines += [f"| {name} | {value} |" for name, value in metrics.items()] or ["| metrics | not recorded |"]
+    if decoding := _decoding(results):
+        lines.append(f"| images decoded with | {', '.join(decoding)} |")
     if "command" in results:
         lines.append(f"| trained with | `{results['command']}` |")
     lines += [
@@ -55,10 +57,43 @@ def model_card(config: Any, results: dict[str, Any] | None = None, license_name:
         *(_FEATURES if not classifies else _CLASSIFY_CLIPS if clips else _CLASSIFY),
         "```",
         "",
+        *_other_decoding(results),
         "Where hf_sparseprior is installed and imported, `trust_remote_code` is not needed.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _decoding(results: dict[str, Any]) -> list[str]:
+    """How training decoded images, as far as the results say it."""
+    exif = {"apply": "EXIF orientation applied", "ignore": "EXIF orientation ignored"}
+    depth = {"scale": "16-bit images divided by 256"}
+    found = (exif.get(results.get("exif") or ""), depth.get(results.get("depth16") or ""))
+    return [text for text in found if text]
+
+
+def _other_decoding(results: dict[str, Any]) -> list[str]:
+    """How to hand images to a pipeline that decodes them in another way than training did."""
+    lines: list[str] = []
+    if results.get("exif") == "ignore":
+        lines += [
+            "Training ignored EXIF orientation, which pipelines apply. For images that have one:",
+            "",
+            "```python",
+            'classify(Image.fromarray(np.asarray(Image.open("image.jpg").convert("RGB"))))',
+            "```",
+            "",
+        ]
+    if results.get("depth16") == "scale":
+        lines += [
+            "Training divided images of 16 bits by 256, where pipelines cut them off at 255. For such images:",
+            "",
+            "```python",
+            'classify(Image.fromarray((np.asarray(Image.open("image.png")).clip(0, 65535) // 256).astype("uint8")))',
+            "```",
+            "",
+        ]
+    return lines
 
 
 _CLASSIFY = (

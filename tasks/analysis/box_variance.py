@@ -42,11 +42,13 @@ from tasks.analysis.runs import (
     write_analysis,
 )
 from tasks.common.command import run_command
+from tasks.common.images.config import Decoding
 from tasks.common.images.sources import decode
 from tasks.common.tables import markdown_table
 
 COLUMNS = ("image", "left", "top", "width", "height")
 EXAMPLES = 6
+STORED = Decoding(exif="ignore")  # boxes are in pixels of the stored image
 PAPER_IMAGES = 100  # "Results averaged over 100 images", section 6.2
 NOTE = (
     "Weights after the softmax, from each patch of a box to each patch of it, of the last layer; a patch is in a box "
@@ -92,7 +94,7 @@ def folder_images(folder: Path, boxes_file: Path, limit: int | None) -> BoxedIma
             raise OSError(f"{boxes_file} names {name!r}, which is no file in {folder}")
     return BoxedImages(
         len(names),
-        lambda index: decode(str(folder / names[index]), str(folder / names[index])),
+        lambda index: decode(str(folder / names[index]), str(folder / names[index]), STORED),
         lambda index: boxes[names[index]],
         lambda index: names[index],
         f"{folder} ({len(names)} images with boxes)",

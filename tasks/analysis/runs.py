@@ -23,7 +23,7 @@ from hf_sparseprior.families import FAMILIES
 from hf_sparseprior.pretrained import load_whole_model
 from tasks.common.environment import command_line, environment
 from tasks.common.images.config import DataConfig
-from tasks.common.images.data import ImageDataset, Preparation, load_data
+from tasks.common.images.data import ImageDataset, Preparation, as_trained, load_data
 from tasks.common.images.sections import load_data_section
 from tasks.common.images.sources import SPLITS, balanced_subset, drop_corrupt
 from tasks.common.results import write_results
@@ -176,6 +176,7 @@ def normalisation(processor: Any) -> tuple[Any, Any]:
 def open_images(saved: SavedModel, arguments: argparse.Namespace) -> tuple[ImageDataset, str]:
     """The images that `add_data_arguments` asked for, ready for the model, and what they are."""
     config = DataConfig(**load_data_section(saved.folder, arguments.config, arguments.set))
+    config = as_trained(config, saved.processor)
     data = load_data(config)
     images = data.splits[arguments.split]
     if arguments.limit is not None and arguments.limit < len(images):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from hf_sparseprior.training import DrawSampler, LabelMaps, Mixing, SoftTargetCo
 from tasks.classification.streaming import StreamCollator, StreamedImages, noted_damage
 from tasks.common.hf_run import draw_sampler, global_batch
 from tasks.common.images.augmentation import Augmentation, AugmentationConfig
-from tasks.common.images.config import DataConfig
+from tasks.common.images.config import DataConfig, Decoding
 from tasks.common.images.data import ImageDataset, Preparation, load_data
 from tasks.common.images.sources import ImageData, StreamData, drop_corrupt, stream_data
 
@@ -91,7 +91,7 @@ def _stream_inputs(
     # Every process reads the stream and decodes its share of it.
     arguments.accelerator_config.dispatch_batches = False
     arguments.dataloader_drop_last = False
-    processor = make_processor(model_config, augmentation.eval_crop_ratio)
+    processor = make_processor(model_config, augmentation.eval_crop_ratio, config.decoding)
     damaged = Path(arguments.output_dir) / DAMAGED if config.corrupt == "skip" else None
     plain = Preparation(processor, model_config.num_channels)
     augment = _make_augmentation(augmentation, model_config)
@@ -110,8 +110,8 @@ def _stream_inputs(
         datasets,
         processor,
         None,
-        StreamCollator(train, collate, damaged),
-        StreamCollator(plain, SoftTargetCollator(len(data.classes), Mixing()), damaged, fill=True),
+        StreamCollator(train, collate, damaged, decoding=config.decoding),
+        StreamCollator(plain, SoftTargetCollator(len(data.classes), Mixing()), damaged, True, config.decoding),
         data.description,
         damaged=damaged,
     )
@@ -127,7 +127,7 @@ def make_datasets(
 ) -> tuple[dict[str, ImageDataset], Any]:
     """The splits as torch datasets, training images augmented by `seed`, and the image processor they use."""
     augmentation = augmentation or AugmentationConfig()
-    processor = make_processor(model_config, augmentation.eval_crop_ratio)
+    processor = make_processor(model_config, augmentation.eval_crop_ratio, config.decoding)
     if label_maps is not None and augmentation.eval_crop_ratio is not None and not augmentation.changes_images:
         raise ValueError(
             f"token_labels.path with augmentation.eval_crop_ratio={augmentation.eval_crop_ratio} needs training images "
@@ -144,11 +144,14 @@ def make_datasets(
     return datasets, processor
 
 
-def make_processor(model_config: Any, eval_crop_ratio: float | None = None) -> Any:
-    """The image processor of evaluation: resize, or resize and cut out the centre."""
+def make_processor(model_config: Any, eval_crop_ratio: float | None = None, decoding: Decoding | None = None) -> Any:
+    """The image processor of evaluation: resize, or resize and cut out the centre.
+
+    `decoding` is kept in it for those who use the model; no processor decodes images itself.
+    """
     if model_config.num_channels not in (1, 3):
         raise ValueError(f"model.num_channels={model_config.num_channels} must be 3 (colour) or 1 (grey) for images")
-    settings = image_processor_settings(model_config)
+    settings = {**image_processor_settings(model_config), **(asdict(decoding) if decoding else {})}
     if eval_crop_ratio is None:
         return ViTImageProcessorPil(**settings)
     height, width = settings["size"]["height"], settings["size"]["width"]

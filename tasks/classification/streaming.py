@@ -11,8 +11,9 @@ from PIL import Image
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hf_sparseprior.training import Draw
+from tasks.common.images.config import Decoding
 from tasks.common.images.data import Preparation
-from tasks.common.images.sources import decode_row, row_name
+from tasks.common.images.sources import PIPELINE, decode_row, row_name
 from tasks.common.metrics import IGNORED
 
 # Different loader processes must not have equal positions: mixup takes partners, and one draw a batch, by position.
@@ -96,6 +97,7 @@ class StreamCollator:
         skip_into: file to which damaged images are added, one a line, instead of ending the run.
         fill: replace a damaged sample by one without a label instead of leaving it out, because in an evaluation all
             processes need batches of one size.
+        decoding: how an image is decoded.
     """
 
     def __init__(
@@ -104,11 +106,13 @@ class StreamCollator:
         collate: Callable[[Sequence[dict[str, Any]]], dict[str, Any]],
         skip_into: Path | None = None,
         fill: bool = False,
+        decoding: Decoding = PIPELINE,
     ) -> None:
         self.prepare = prepare
         self.collate = collate
         self.skip_into = skip_into
         self.fill = fill
+        self.decoding = decoding
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """A batch of what could be read."""
@@ -127,7 +131,7 @@ class StreamCollator:
 
     def _read(self, row: dict[str, Any], name: str) -> Any:
         try:
-            return decode_row(row["image"], name)
+            return decode_row(row["image"], name, self.decoding)
         except OSError as error:
             if self.skip_into is None:
                 raise

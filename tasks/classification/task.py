@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tasks.common.config import Config
 from tasks.common.hf_run import HFTask, Prepared, Split
 from tasks.common.images.augmentation import AugmentationConfig
 from tasks.common.images.config import DataConfig
-from tasks.common.images.data import ImageDataset, Preparation, load_split
+from tasks.common.images.data import ImageDataset, Preparation, as_trained, load_split
 from tasks.common.images.model import build_model, check_pretrained, pretrained_sha256
 from tasks.common.images.vtab_tasks import FINAL
 from tasks.common.models import about_model, decay_change
@@ -89,6 +90,7 @@ def _details(config: Config, about_start: dict[str, Any], inputs: Inputs, maps: 
     teacher = teacher_folder(config)
     known = {
         **about_start,
+        **asdict(DataConfig(**config["data"]).decoding),
         "method": TuningConfig(**config["tuning"]).method,
         "label_maps_teacher_sha256": maps and maps.header.teacher,
         "teacher_sha256": weights_sha256(teacher) if teacher else None,
@@ -99,9 +101,10 @@ def _details(config: Config, about_start: dict[str, Any], inputs: Inputs, maps: 
 
 def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
     """A split, prepared by the image processor that was saved with the model."""
-    data_config = DataConfig(**config["data"])
+    processor = AutoImageProcessor.from_pretrained(folder)
+    data_config = as_trained(DataConfig(**config["data"]), processor)
     data = load_split(data_config, split)
-    preparation = Preparation(AutoImageProcessor.from_pretrained(folder), model.config.num_channels)
+    preparation = Preparation(processor, model.config.num_channels)
     return Split(ImageDataset(data.splits[split], preparation, data_config.cache), data.classes, data.description)
 
 

@@ -28,6 +28,10 @@ SPLITS = ("train", "validation", "test")
 
 
 TABLES = ("parquet", "arrow", "hub")
+EXIF = ("apply", "ignore")
+DEPTH16 = ("refuse", "scale")
+# Sources whose published accuracies were measured on images as they are stored.
+STORED_ORIENTATION = ("tiny_imagenet", "imagenet", "vtab")
 
 
 # Fields that mean nothing to other sources than these.
@@ -42,6 +46,17 @@ SOURCES_OF = {
     "task": ("vtab",),
     "stage": ("vtab",),
 }
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How an encoded image becomes 8-bit RGB: `exif` and `depth16` of `DataConfig`.
+
+    The default is what `load_image` of transformers, and so every pipeline, does with 8-bit images.
+    """
+
+    exif: str = "apply"
+    depth16: str = "refuse"
 
 
 @dataclass
@@ -66,6 +81,11 @@ class DataConfig:
     split_seed: seed of that cut and of the limits. Runs of different `trainer.seed` share the split.
     limit_train, limit_validation, limit_test: use this many images, the same number of every class, drawn by split_seed
         after the cut. The images of a smaller limit are part of those of a larger one. null: all.
+    exif: "apply": turn images as their EXIF orientation says, as every pipeline of transformers does. "ignore": take
+        them as they are stored, as torchvision does. null: "ignore" for imagenet, tiny_imagenet and vtab, whose
+        published accuracies were measured so, and "apply" for all other sources.
+    depth16: "refuse": end the run at an image of more than 8 bits a channel, which pipelines cut off at 255. "scale":
+        divide such images by 256; the model card says how to do the same in use.
     corrupt: what happens to images that cannot be read. "fatal": they end the run before it begins. "skip": they are
         left out. "unchecked": they are not looked for, and the first one ends the run when it is met.
     streaming: read images as they are needed, for sets too large for a disk. In training they are shuffled within
@@ -90,6 +110,8 @@ class DataConfig:
     limit_train: int | None = None
     limit_validation: int | None = None
     limit_test: int | None = None
+    exif: str | None = None
+    depth16: str = "refuse"
     corrupt: str = "fatal"
     streaming: bool = False
     cache: bool | None = None
@@ -100,6 +122,8 @@ class DataConfig:
         self._check_splits()
         choices: dict[str, tuple] = {
             "published_validation": ("test", "validation"),
+            "exif": (*EXIF, None),
+            "depth16": DEPTH16,
             "corrupt": ("fatal", "skip", "unchecked"),
             "task": (*TASKS, None),
             "stage": (*STAGES, None),
@@ -112,6 +136,12 @@ class DataConfig:
         check_boolean("data.streaming", self.streaming)
         if self.cache not in (None, True, False):
             raise ValueError(f"data.cache={self.cache!r} must be true, false or null")
+
+    @property
+    def decoding(self) -> Decoding:
+        """How images are decoded."""
+        stored = self.source in STORED_ORIENTATION
+        return Decoding(self.exif or ("ignore" if stored else "apply"), self.depth16)
 
     def _check_source(self) -> None:
         if self.source not in SOURCES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from tqdm.auto import tqdm
 from hf_sparseprior.training import Draw, LabelMaps
 from hf_sparseprior.training.token_labels import WHOLE
 from tasks.common.images.augmentation import Augmentation
-from tasks.common.images.config import DataConfig
+from tasks.common.images.config import EXIF, DataConfig
 from tasks.common.images.sources import READERS, SPLITS, ImageData, Images, balanced_subset, drop_corrupt
 
 CACHE_LIMIT = 1 << 30
@@ -50,6 +51,20 @@ def load_split(config: DataConfig, split: str) -> ImageData:
     data.splits = {split: data.splits[split]}
     drop_corrupt(data, config, show_progress=True)
     return data
+
+
+def as_trained(config: DataConfig, processor: Any) -> DataConfig:
+    """The same data, its images decoded as those that a model was trained on, unless `config` itself says how.
+
+    Args:
+        config: of the data.
+        processor: image processor that was saved with the model; those of earlier runs and of others do not say it.
+    """
+    exif = getattr(processor, "exif", None)
+    if exif not in (*EXIF, None):
+        raise ValueError(f"preprocessor_config.json: exif={exif!r} must be one of {', '.join(EXIF)}")
+    scaled = getattr(processor, "depth16", None) == "scale"
+    return replace(config, exif=config.exif or exif, depth16="scale" if scaled else config.depth16)
 
 
 def stratified_cut(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -41,7 +41,7 @@ def read_image_folder(config: DataConfig) -> ImageData:
     else:
         folders = {split: root / name for split, name in pick_splits(available, config, str(root)).items()}
     classes = class_folders(folders["train"])
-    splits = {split: file_images(*list_images(folder, classes)) for split, folder in folders.items()}
+    splits = {split: file_images(*list_images(folder, classes), config.decoding) for split, folder in folders.items()}
     return ImageData(splits, classes, f"images in {root.name} ({counts(splits)})")
 
 
@@ -111,7 +111,7 @@ def read_csv(config: DataConfig) -> ImageData:
     if all(map(_is_integer, different)) and not different <= set(names or ()):
         values = {split: [int(label) for label in labels] for split, (_, labels) in read.items()}
     classes, labels = encode_labels(values, names, str(root))
-    splits = {split: file_images(read[split][0], labels[split]) for split in read}
+    splits = {split: file_images(read[split][0], labels[split], config.decoding) for split in read}
     return ImageData(splits, classes, f"images of {root.name} ({counts(splits)})")
 
 
@@ -234,7 +234,10 @@ def _published(
     words: dict[str, str],
     config: DataConfig,
 ) -> ImageData:
-    splits: dict[str, Images] = {"train": file_images(*train), config.published_validation: file_images(*validation)}
+    splits: dict[str, Images] = {
+        "train": file_images(*train, config.decoding),
+        config.published_validation: file_images(*validation, config.decoding),
+    }
     splits = {split: splits[split] for split in SPLITS if split in splits}
     # Words alone are not unique: two classes of ImageNet are called "crane".
     classes = [f"{wnid} {words[wnid]}" if wnid in words else wnid for wnid in wnids]

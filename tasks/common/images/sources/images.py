@@ -14,10 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from tasks.common.images.config import SPLITS, DataConfig
+from tasks.common.images.config import SPLITS, DataConfig, Decoding
 
 # Names that common data sets give to each split's folder or file.
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+
+
+PIPELINE = Decoding()
+TOO_DEEP = " has more than 8 bits a channel, which transformers' pipelines cut off at 255; data.depth16=scale scales it"
 
 
 @dataclass
@@ -75,20 +79,27 @@ def counts(sizes: Mapping[str, Any]) -> str:
 # ---- reading one image ----------------------------------------------------------------------------------------------
 
 
-def decode(source: bytes | str, name: str) -> Any:
-    """An encoded image, or the file of one, as 8-bit RGB, read to its last pixel.
+class TooDeep(ValueError):
+    """An image has more than 8 bits a channel. It is not damaged, so `data.corrupt=skip` does not leave it out."""
 
-    EXIF orientation is left alone, as torchvision does and as published accuracies were measured.
+
+def decode(source: bytes | str, name: str, decoding: Decoding = PIPELINE) -> Any:
+    """An encoded image, or the file of one, as 8-bit RGB, read to its last pixel.
 
     Raises:
         OSError: one line with `name` and why it is not readable.
+        TooDeep: one line with `name`.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            if decoding.depth16 == "refuse" and image.mode.startswith("I"):
+                raise TooDeep(name + TOO_DEEP)
+            if decoding.exif == "apply":
+                ImageOps.exif_transpose(image, in_place=True)
             return to_rgb(image)
-    except MemoryError:
+    except (MemoryError, TooDeep):
         raise
     except Exception as error:  # Pillow's decoders raise many kinds for damaged files, struct.error among them
         raise OSError(f"{name} is not a readable image ({_reason(error)})") from None
@@ -116,20 +127,23 @@ def to_rgb(image: Any) -> Any:
     return image.convert("RGB")
 
 
-def file_images(files: Sequence[str], labels: Sequence[int] | np.ndarray) -> Images:
+def file_images(files: Sequence[str], labels: Sequence[int] | np.ndarray, decoding: Decoding) -> Images:
     """Images in files of their own."""
     files = list(files)
     return Images(
-        partial(_read_file, files), np.array(labels, dtype=np.int64), files.__getitem__, partial(_stamp_of, files)
+        partial(_read_file, files, decoding),
+        np.array(labels, dtype=np.int64),
+        files.__getitem__,
+        partial(_stamp_of, files, decoding),
     )
 
 
-def _read_file(files: Sequence[str], index: int) -> Any:
-    return decode(files[index], files[index])
+def _read_file(files: Sequence[str], decoding: Decoding, index: int) -> Any:
+    return decode(files[index], files[index], decoding)
 
 
-def _stamp_of(files: Sequence[str], index: int) -> str:
-    return file_stamp(files[index])
+def _stamp_of(files: Sequence[str], decoding: Decoding, index: int) -> str:
+    return f"{file_stamp(files[index])}|{decoding}"
 
 
 def file_stamp(path: str | os.PathLike) -> str:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from tasks.common.images.config import DataConfig
-from tasks.common.images.sources.images import ImageData, Images, short
+from tasks.common.images.sources.images import TOO_DEEP, ImageData, Images, TooDeep, short
 
 NAMES_SHOWN = 3
 
@@ -30,7 +30,7 @@ class _Problems(Dataset):
     def __getitem__(self, index: int) -> tuple[int, str | None]:
         try:
             self.images.read(index)
-        except OSError as error:
+        except (OSError, TooDeep) as error:
             return index, str(error)
         return index, None
 
@@ -67,7 +67,8 @@ def drop_corrupt(
         {split: the names of the images that were removed}, of splits that had some.
 
     Raises:
-        ValueError: "fatal": count and first names of each split; "skip": if no image of a split is left.
+        ValueError: "fatal": count and first names of each split; "skip": if no image of a split is left. Either: for
+            images of more than 8 bits, unless they are scaled.
     """
     if config.corrupt == "unchecked":
         return {}
@@ -75,6 +76,7 @@ def drop_corrupt(
     found = {split: problems for split, problems in found.items() if problems}
     if not found:
         return {}
+    _refuse_depth(found)
     if config.corrupt == "fatal":
         lines = "; ".join(
             f"{split}: {len(problems)} of {len(data.splits[split])}, {', '.join(list(problems.values())[:NAMES_SHOWN])}"
@@ -94,6 +96,13 @@ def drop_corrupt(
             file=sys.stderr,
         )
     return names
+
+
+def _refuse_depth(found: dict[str, dict[int, str]]) -> None:
+    """Raise TooDeep with the first image that has more than 8 bits a channel, and how many there are."""
+    deep = [problem for problems in found.values() for problem in problems.values() if problem.endswith(TOO_DEEP)]
+    if deep:
+        raise TooDeep(f"{deep[0]} ({len(deep)} such images)")
 
 
 def _scan(images: Images, workers: int, show_progress: bool) -> dict[int, str]:

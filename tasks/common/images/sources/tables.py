@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from tasks.common.images.config import DataConfig
+from tasks.common.images.config import DataConfig, Decoding
 from tasks.common.images.sources.images import (
+    PIPELINE,
     ImageData,
     Images,
     counts,
@@ -138,50 +139,50 @@ def _tables_data(tables: Mapping[str, Any], config: DataConfig, where: str, titl
             raise ValueError(f"{where}: column {image!r} holds no images ({first_line(error)})") from None
         place = f"{where}, {split}"
         splits[split] = Images(
-            partial(_read_row, rows, image, place),
+            partial(_read_row, rows, image, place, config.decoding),
             labels[split],
             f"{place} row {{}}".format,
-            _stamper(rows, image),
+            _stamper(rows, image, config.decoding),
             boxes=partial(_read_value, table, BOX_COLUMN) if BOX_COLUMN in table.column_names else None,
         )
     return ImageData(splits, classes, f"{title} ({counts(splits)})")
 
 
-def _read_row(rows: Any, column: str, where: str, index: int) -> Any:
-    return decode_row(rows[index][column], f"{where} row {index}")
+def _read_row(rows: Any, column: str, where: str, decoding: Decoding, index: int) -> Any:
+    return decode_row(rows[index][column], f"{where} row {index}", decoding)
 
 
 def _read_value(table: Any, column: str, index: int) -> Any:
     return table.select_columns([column])[index][column]
 
 
-def decode_row(value: dict[str, Any] | None, name: str) -> Any:
+def decode_row(value: dict[str, Any] | None, name: str, decoding: Decoding = PIPELINE) -> Any:
     """A stored image, {"bytes": its encoding or None, "path": its file}, as 8-bit RGB.
 
     Raises:
-        OSError: one line with `name` and why it is not readable.
+        OSError, TooDeep: as `decode`.
     """
     value = value or {}
     source = value.get("bytes") if value.get("bytes") is not None else value.get("path")
     if source is None:
         raise OSError(f"{name} is not a readable image (it is empty)")
-    return decode(source, name)
+    return decode(source, name, decoding)
 
 
-def _stamper(rows: Any, column: str) -> Callable[[int], str] | None:
+def _stamper(rows: Any, column: str, decoding: Decoding) -> Callable[[int], str] | None:
     """`Images.stamp` of a table in files; None for one in memory."""
     files = [entry["filename"] for entry in rows.cache_files]
     if not files or not len(rows):
         return None
     if (rows[0][column] or {}).get("bytes") is None:
-        return partial(_path_stamp, rows, column)
+        return partial(_path_stamp, rows, column, decoding)
     digest = hashlib.sha256("\n".join(file_stamp(file) for file in files).encode()).hexdigest()
-    return f"{digest[:16]} {{}}".format
+    return f"{digest[:16]} {decoding} {{}}".format
 
 
-def _path_stamp(rows: Any, column: str, index: int) -> str:
+def _path_stamp(rows: Any, column: str, decoding: Decoding, index: int) -> str:
     path = (rows[index][column] or {}).get("path")
-    return file_stamp(path) if path and Path(path).exists() else f"missing {path}"
+    return f"{file_stamp(path)}|{decoding}" if path and Path(path).exists() else f"missing {path}"
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tasks.common.images.config import DataConfig
+from tasks.common.images.config import DataConfig, Decoding
 from tasks.common.images.sources.images import ImageData, Images, counts, data_folder, file_images
 from tasks.common.images.vtab_tasks import LISTS, STAGES, TASKS, Task
 
@@ -22,7 +22,7 @@ def read_vtab(config: DataConfig) -> ImageData:
         raise ValueError(f"data.source='vtab' needs data.{name}, one of {', '.join(known)}")
     task, stage = TASKS[config.task], STAGES[config.stage]
     folder = task_folder(data_folder(config), task)
-    lists = {name: read_list(folder / f"{name}.txt", task) for name in set(stage.values())}
+    lists = {name: read_list(folder / f"{name}.txt", task, config.decoding) for name in set(stage.values())}
     splits = {split: lists[name] for split, name in stage.items()}
     classes = [str(label) for label in range(task.classes)]
     return ImageData(splits, classes, f"VTAB-1K {task.name}, {config.stage} ({counts(splits)})")
@@ -43,7 +43,7 @@ def task_folder(root: Path, task: Task) -> Path:
     return folder
 
 
-def read_list(path: Path, task: Task) -> Images:
+def read_list(path: Path, task: Task, decoding: Decoding) -> Images:
     """The images and labels of a list: `images/NAME.jpg LABEL`, one a line, relative to its folder."""
     files, labels, problems = [], [], []
     try:
@@ -65,4 +65,4 @@ def read_list(path: Path, task: Task) -> Images:
         raise ValueError(f"{path}, {problems[0]} ({len(problems)} of {len(lines)} lines are bad)")
     if not lines:
         raise ValueError(f"{path} lists no images")
-    return file_images(files, labels)
+    return file_images(files, labels, decoding)

@@ -536,12 +536,12 @@ def test_own_split_and_class_names(write, tmp_path):
         READERS["parquet"](DataConfig(source="parquet", path=config.path, classes=str(tmp_path / "names.txt")))
 
 
-def test_exif_orientation_is_the_same_for_files_and_tables(tmp_path):
-    """An image turned by EXIF keeps its stored orientation in both, as in torchvision."""
-    exif = Image.Exif()
-    exif[0x0112] = 6
+@pytest.mark.parametrize(("exif", "size"), [(None, (6, 4)), ("apply", (6, 4)), ("ignore", (4, 6))])
+def test_exif_orientation_is_the_same_for_files_and_tables(exif, size, tmp_path):
+    turned = Image.Exif()
+    turned[0x0112] = 6
     buffer = io.BytesIO()
-    Image.fromarray(pictures(1)[0][:, :4]).save(buffer, "PNG", exif=exif)
+    Image.fromarray(pictures(1)[0][:, :4]).save(buffer, "PNG", exif=turned)
     for name in ("cat", "dog"):
         (tmp_path / "f" / name).mkdir(parents=True)
         (tmp_path / "f" / name / "a.png").write_bytes(buffer.getvalue())
@@ -549,8 +549,35 @@ def test_exif_orientation_is_the_same_for_files_and_tables(tmp_path):
     table = datasets.Dataset.from_dict({"image": [{"bytes": buffer.getvalue(), "path": None}] * 2, "label": ["a", "b"]})
     table.to_parquet(tmp_path / "p" / "train.parquet")
     for source, folder in (("imagefolder", "f"), ("parquet", "p")):
-        data = READERS[source](DataConfig(source=source, path=str(tmp_path / folder)))
-        assert data.splits["train"].read(0).size == (4, 6)
+        data = READERS[source](DataConfig(source=source, path=str(tmp_path / folder), exif=exif))
+        assert data.splits["train"].read(0).size == size
+
+
+def test_published_sets_ignore_exif_unless_told():
+    known = {source: DataConfig(source=source, path="x").decoding.exif for source in SOURCES if source != "vtab"}
+    assert {source for source, exif in known.items() if exif == "ignore"} == {"imagenet", "tiny_imagenet"}
+    vtab = {"source": "vtab", "path": "x", "task": "cifar", "stage": "final"}
+    assert DataConfig(**vtab).decoding.exif == "ignore"
+    assert DataConfig(**vtab, exif="apply").decoding.exif == "apply"
+
+
+@pytest.mark.parametrize("corrupt", ["fatal", "skip"])
+def test_deep_images_are_refused_by_name_or_scaled(corrupt, tmp_path):
+    deep = np.arange(16, dtype=np.uint16).reshape(4, 4) * 4369  # 0 to 65535
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for index in range(3):
+            Image.fromarray(deep).save(tmp_path / name / f"{index}.png")
+    options = {"source": "imagefolder", "path": str(tmp_path), "corrupt": corrupt}
+    for _ in range(2):  # the second time from what the first scan remembered
+        config = DataConfig(**options)
+        with pytest.raises(ValueError, match=r"\d.png has more than 8 bits.*=scale.*such images") as error:
+            drop_corrupt(load_data(config), config)
+        assert "\n" not in str(error.value)
+    config = DataConfig(**options, depth16="scale")
+    data = load_data(config)
+    assert drop_corrupt(data, config) == {}
+    np.testing.assert_array_equal(np.asarray(data.splits["train"].read(0))[..., 1], deep // 256)
 
 
 # ---- bad values -----------------------------------------------------------------------------------------------------
