@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from hf_sparseprior.training.finite import STOP, check_setting
+
 
 @dataclass
 class SparsePriorTrainingArguments(TrainingArguments):
@@ -38,8 +40,13 @@ class SparsePriorTrainingArguments(TrainingArguments):
         default=0.0,
         metadata={"help": "Epochs in which it then falls to the prior's keep rate, as a cosine; 0: at once."},
     )
+    nonfinite_loss: str = field(
+        default=STOP,
+        metadata={"help": "At a loss or weights that are not finite: 'stop' before anything is saved, or 'continue'."},
+    )
 
     def __post_init__(self) -> None:
+        check_setting("nonfinite_loss", self.nonfinite_loss)
         if not _is_number(self.layer_decay) or not 0 < self.layer_decay <= 1:
             raise ValueError(f"layer_decay={self.layer_decay!r} must be above 0 and at most 1")
         if self.ema_decay is not None and not (_is_number(self.ema_decay) and 0 <= self.ema_decay < 1):

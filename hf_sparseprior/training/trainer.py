@@ -22,6 +22,7 @@ from hf_sparseprior.families import family_of
 from hf_sparseprior.loading import check_whole
 from hf_sparseprior.training.distillation import Distillation
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
+from hf_sparseprior.training.finite import CONTINUE, SETTING, Diverged, LossWatch, all_finite
 from hf_sparseprior.training.keep_rate import KeepRateSchedule, evit_modules
 from hf_sparseprior.training.layer_decay import parameter_groups
 from hf_sparseprior.training.sampling import DrawSampler
@@ -55,6 +56,9 @@ class SparsePriorTrainer(Trainer):
     distillation, `loss_NAME` is the mean of each loss since then, without its weight. Auxiliary losses of a prior
     (`keep_ratio` of DynamicViT), which are part of the loss, are logged in the same way, with their weight.
 
+    A loss that is not finite ends `train` with the next entry of the log, evaluation or checkpoint, before it, unless
+    `args.nonfinite_loss` is "continue". No checkpoint has weights that are not finite.
+
     Raises:
         ValueError: for a teacher or losses that do not go with the model, and for distillation with FSDP.
     """
@@ -82,6 +86,7 @@ class SparsePriorTrainer(Trainer):
             raise ValueError(f"ema_decay={self.args.ema_decay} cannot be used with FSDP; leave it out")
         self.distillation = distillation
         self._losses: dict[str, list[Tensor]] = {}
+        self._watch = LossWatch()
         if distillation is not None:
             self._check_distillation(distillation)
         self._schedule_keep_rate()
@@ -280,6 +285,40 @@ class SparsePriorTrainer(Trainer):
         problem = getattr(getattr(self.model, "config", None), "problem_type", None)
         floating = torch.is_tensor(labels) and labels.is_floating_point() and labels.dim() == 2
         return floating and problem not in ("multi_label_classification", "regression")
+
+    # ---- divergence -------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As transformers'; the loss is noted."""
+        loss = super().training_step(*args, **kwargs)
+        self._watch.note(self.state.global_step + 1, loss)
+        return loss
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        due = self.control.should_log or self.control.should_evaluate or self.control.should_save
+        if due or self._watch.full():
+            self._check_finite(weights=self.control.should_save)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_finite(weights=True)
+        return super()._finalize_training(*args, **kwargs)
+
+    def _check_finite(self, weights: bool) -> None:
+        """Raise Diverged on all processes if a noted loss or, if asked, a weight of any process is not finite."""
+        steps, losses = self._watch.take()
+        if getattr(self.args, SETTING, None) == CONTINUE:
+            return
+        trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        flag = torch.tensor([0.0 if not weights or all_finite(trained) else torch.nan], device=self.args.device)
+        values = torch.cat([losses.to(flag), flag])
+        if self.args.world_size > 1:
+            values = self.accelerator.gather(values).view(self.args.world_size, -1).mean(0)
+        *read, finite = values.tolist()
+        self._watch.check(steps, read, f"trainer.{SETTING}")
+        if finite != 0:
+            before = self._watch.before(f"trainer.{SETTING}")
+            raise Diverged(f"the weights are not finite after step {self.state.global_step}; {before}")
 
     # ---- moving average ---------------------------------------------------------------------------------------------
 

@@ -198,7 +198,7 @@ def run(task: HFTask, config: Config, command: str | None = None, overwrite: boo
             # This comes last: a run counts as finished only when everything else exists.
             results.write(out / RESULTS)
         trainer.accelerator.wait_for_everyone()
-        return results.content() if trainer.is_world_process_zero() else read_results(out / RESULTS)
+        return read_results(out / RESULTS)
 
 
 def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePriorTrainer) -> tuple[Results, np.ndarray]:
@@ -384,7 +384,7 @@ def train_main(task: HFTask, argv: list[str] | None = None) -> int:
 def print_results(results: dict[str, Any], out: str) -> None:
     """What the terminal shows at the end of a run; runs of earlier versions may lack a part."""
     for name, value in results["metrics"].items():
-        print(f"{name}: {100 * value:.2f} %")
+        print(f"{name}: " + ("not a number" if value is None else f"{100 * value:.2f} %"))
     if (trained := results.get("trainable_parameters", results["parameters"])) != results["parameters"]:
         print(f"{trained} parameters trained of {results['parameters']}")
     print(f"waiting for data: {100 * results['data_wait']:.1f} % of the training time")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -66,15 +67,28 @@ class Results:
 
     def write(self, path: Path) -> dict[str, Any]:
         """Write the file, whole or not at all. Returns its content."""
-        content = self.content()
-        write_results(path, content)
-        return content
+        return write_results(path, self.content())
 
 
-def write_results(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON whole or not at all, in a folder that is made if it is missing."""
+def write_results(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Write JSON whole or not at all, in a folder that is made if it is missing. Returns what was written.
+
+    JSON has no infinity and no NaN. A number that is not finite, such as the IoU of a class that does not occur,
+    becomes null.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(content, indent=1) + "\n")
+    written = finite_or_null(content)
+    write_text(path, json.dumps(written, indent=1, allow_nan=False) + "\n")
+    return written
+
+
+def finite_or_null(value: Any) -> Any:
+    """A copy of nested values in which numbers that are not finite are None."""
+    if isinstance(value, Mapping):
+        return {key: finite_or_null(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_or_null(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_results(path: str | os.PathLike) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from hf_sparseprior.command import USER_ERRORS
 from hf_sparseprior.files import write_text
 from tasks.common.config import config_name
 from tasks.common.locks import NoLocks, holder, locked
-from tasks.common.results import read_results
+from tasks.common.results import finite_or_null, read_results
 from tasks.common.upgrade import nested_names, upgraded_config
 
 RUN_CONFIG = "run_config.json"
@@ -35,6 +35,7 @@ LOCK = "run.lock"  # held by the process that trains, for as long as it does
 PATIENCE = 2.0  # seconds; whoever only asks who holds a lock holds it for a moment
 # Where a run lies, how it shows its progress and how many processes read its data do not make it another run.
 COSMETIC = (
+    "nonfinite_loss",  # whether a run that diverges goes on
     *("output_dir", "disable_tqdm", "dataloader_num_workers", "save_total_limit", "report_to"),  # the Trainer's
     *("work_dir", "log_level", "launcher", "resume", "num_workers", "persistent_workers", "max_keep_ckpts"),  # mm
 )
@@ -156,7 +157,8 @@ def _results_differences(path: Path, config: dict[str, Any]) -> list[str]:
             if results.get("resumed_from"):  # whose results held the checkpoint here in earlier versions
                 stored["config"]["load_from"] = config["config"].get("load_from")
         # Robotics' section about the demonstrations is not in its results.
-        return config_differences(stored, {section: config[section] for section in config if section in stored})
+        own = {section: finite_or_null(config[section]) for section in config if section in stored}
+        return config_differences(finite_or_null(stored), own)
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return []
 

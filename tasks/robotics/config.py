@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_sparseprior.checks import check_finite, check_integer
+from hf_sparseprior.training.finite import STOP, check_setting
 from tasks.common.config import apply_overrides, check_known, check_text, read_layers
 from tasks.common.run_folder import default_output_dir
 from tasks.robotics.policy_config import PolicyConfig
@@ -75,6 +76,7 @@ class TrainerConfig:
     validation_batches: batches of which the validation loss is the mean.
     validation_episodes: rollouts on validation seeds that choose the saved policy; 0: the last step's is saved.
     save_steps: updates between two checkpoints; null: as validate_steps.
+    nonfinite_loss: at a loss or weights that are not finite, "stop" before anything is saved, or "continue".
     disable_tqdm: no progress line.
     """
 
@@ -96,11 +98,13 @@ class TrainerConfig:
     validation_batches: int = 4
     validation_episodes: int = 0
     save_steps: int | None = None
+    nonfinite_loss: str = STOP
     disable_tqdm: bool = False
 
     def __post_init__(self) -> None:
         """Check the fields."""
         check_text("trainer.output_dir", self.output_dir)
+        check_setting("trainer.nonfinite_loss", self.nonfinite_loss)
         for name in ("seed", "warmup_steps", "validation_episodes"):
             check_integer(f"trainer.{name}", getattr(self, name), 0)
         counts = ("steps", "epochs", "batch_size", "log_steps", "validation_batches", "validate_steps", "save_steps")

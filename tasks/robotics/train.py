@@ -19,7 +19,7 @@ from hf_sparseprior.pretrained import check_saved_folder, load_changed_model, sa
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.common.command import run_command, train_parser
 from tasks.common.models import FAMILY_KEYS
-from tasks.common.results import Results
+from tasks.common.results import Results, finite_or_null
 from tasks.common.run_folder import (
     MODEL,
     RESULTS,
@@ -83,7 +83,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
             # This comes last: a run counts as finished only when everything else exists.
             results.write(out / RESULTS)
         training.accelerator.wait_for_everyone()
-    return results.content()
+    return finite_or_null(results.content())
 
 
 def make_training(config: dict[str, dict[str, Any]], demonstrations: Demonstrations) -> tuple[Training, dict[str, int]]:
@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
             return
         out = config["trainer"]["output_dir"]
         for name, value in results["metrics"].items():
-            print(f"{name}: {value:.4g}")
+            print(f"{name}: " + ("not a number" if value is None else f"{value:.4g}"))
         print(f"{results['steps']} steps in {results['seconds']:.0f} s")
         print(f"results: {out}/{RESULTS}, picture: {out}/{CURVES}, policy: {out}/{MODEL}")
 

@@ -23,6 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_sparseprior.files import whole_folder, write_text
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
+from hf_sparseprior.training.finite import STOP, Diverged, LossWatch, all_finite
 from hf_sparseprior.training.stopping import StopRequest
 from tasks.common.command import RunStopped
 from tasks.common.run_folder import MODEL
@@ -33,6 +34,7 @@ from tasks.robotics.rollout import rollout, summary
 
 WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
+SETTING = "trainer.nonfinite_loss"
 LOGGED = ("loss", "diffusion")
 CHECKPOINT_FILES = (WEIGHTS_FILE, EMA_FILE, OPTIMIZER_FILE, TRAINER_STATE_NAME)
 # At validation one process rolls out while the others wait; torch would give up after ten minutes.
@@ -81,6 +83,7 @@ class Training:
         self.step = 0
         self.seconds = self.step_seconds = 0.0
         self.stop = StopRequest()
+        self.watch = LossWatch()
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -115,6 +118,7 @@ class Training:
             last = self.step == self.steps
             due = last or (self.config.validate_steps and self.step % self.config.validate_steps == 0)
             if due:
+                self._check_weights()
                 started = time.monotonic()
                 self._validate()
                 self.seconds += time.monotonic() - started
@@ -122,6 +126,7 @@ class Training:
             every = self.config.save_steps or self.config.validate_steps
             stop = self.stop.agreed()
             if stop or last or (every and self.step % every == 0):
+                self._check_weights()
                 self._save_checkpoint()
             if stop and not last:
                 raise RunStopped(f"stopped at step {self.step}; the same command goes on from its checkpoint")
@@ -133,10 +138,8 @@ class Training:
         observations, actions = self.train.batch(self._windows())
         device = self.accelerator.device
         losses = self.model({key: value.to(device) for key, value in observations.items()}, actions.to(device))
-        if not torch.isfinite(losses["loss"]):
-            raise ValueError(
-                f"the loss of step {self.step + 1} is {losses['loss'].item()}; lower trainer.learning_rate"
-            )
+        if self.config.nonfinite_loss == STOP:
+            self.watch.check([self.step + 1], [losses["loss"].item()], SETTING)
         self.accelerator.backward(losses["loss"])
         if self.config.max_grad_norm is not None:
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
@@ -146,6 +149,11 @@ class Training:
         self.step += 1
         self.average.update(ema_decay(self.step, self.config.ema_power, self.config.ema_decay))
         return {key: losses[key].item() for key in LOGGED}
+
+    def _check_weights(self) -> None:
+        """Raise Diverged before weights that are not finite are judged or saved."""
+        if self.config.nonfinite_loss == STOP and not all_finite(self.policy.parameters()):
+            raise Diverged(f"the weights are not finite after step {self.step}; {self.watch.before(SETTING)}")
 
     def _windows(self) -> Tensor:
         """This process' windows of the next step. Every epoch has an order of its own."""

@@ -295,3 +295,22 @@ def test_a_second_start_in_the_folder_of_a_running_one_names_its_process(whole, 
     error = capfd.readouterr().err.splitlines()[-1]
     assert f"{whole.row.folder}={tmp_path}/run is in use by process {os.getpid()} on " in error
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_run_that_diverges_stops_and_leaves_nothing_that_counts(whole, tmp_path, capfd):
+    """A weight becomes NaN in the first step, and with it the loss of the second."""
+
+    def spoil(optimizer, *given) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data.fill_(float("nan"))
+
+    hook = register_optimizer_step_post_hook(spoil)
+    try:
+        assert whole.train(tmp_path / "run") == 2
+    finally:
+        hook.remove()
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert re.search(r"the loss of step 2 is nan; the last finite one is [0-9.]+, of step 1; .*nonfinite_loss=c", error)
+    left = {path.name for path in (tmp_path / "run").iterdir()} if (tmp_path / "run").exists() else set()
+    assert left <= {"run_config.json"}

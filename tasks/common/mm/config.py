@@ -9,6 +9,7 @@ from typing import Any
 
 from mmengine.config import Config, DictAction
 
+from hf_sparseprior.training.finite import SETTING
 from tasks.common.command import first_line
 from tasks.common.config import check_known, split_cell
 from tasks.common.run_folder import default_output_dir
@@ -25,6 +26,7 @@ def load_config(task: str, path: str | Path, overrides: Sequence[str] = ()) -> C
 
     The folder of the run is `output_dir`, as in every task, in files and overrides; mmengine's own name, `work_dir`,
     does the same. The Config has it as `work_dir`. Default: outputs/TASK/FILE, or outputs/TASK/FILE_CELL.
+    `nonfinite_loss`, "stop" or "continue", may be given to every file.
 
     Args:
         task: name of the task's folder.
@@ -53,7 +55,8 @@ def load_config(task: str, path: str | Path, overrides: Sequence[str] = ()) -> C
         if not equals or not key:
             raise ValueError(f"{override!r} must be key=value")
         key = WORK_DIR if key == OUTPUT_DIR else key
-        check_key(config, key)
+        if key != SETTING:  # a setting of ours, which no file has to name
+            check_key(config, key)
         try:
             config.merge_from_dict({key: DictAction._parse_iterable(value)})
         except (AssertionError, KeyError, TypeError) as error:

@@ -19,6 +19,7 @@ from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import DATA_SAMPLERS, FUNCTIONS, HOOKS, TRANSFORMS
 from tqdm import tqdm
 
+from hf_sparseprior.training.finite import SETTING, Diverged, LossWatch, all_finite
 from hf_sparseprior.training.stopping import StopRequest, WorkerStart
 from tasks.common.command import RunStopped
 
@@ -119,6 +120,33 @@ class StopOnSignal(Hook):
     def after_train(self, runner: Any) -> None:
         """Stop listening."""
         self.request.release()
+
+
+@HOOKS.register_module()
+class CheckFinite(Hook):
+    """Ends a training whose loss or weights are not finite, before a checkpoint of it is saved."""
+
+    priority = "VERY_HIGH"  # before CheckpointHook and validation
+
+    def __init__(self) -> None:
+        self.watch = LossWatch()
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """The loss, which mmengine reads after every step too."""
+        if outputs and "loss" in outputs:
+            self.watch.check([runner.iter + 1], [float(outputs["loss"])], SETTING)
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """The weights, of which a step with a finite loss may have made something else."""
+        self._check_weights(runner)
+
+    def after_train(self, runner: Any) -> None:
+        """The weights that are tested and saved as the model."""
+        self._check_weights(runner)
+
+    def _check_weights(self, runner: Any) -> None:
+        if not all_finite(runner.model.parameters()):
+            raise Diverged(f"the weights are not finite after step {runner.iter}; {self.watch.before(SETTING)}")
 
 
 @HOOKS.register_module()

@@ -19,7 +19,8 @@ from mmengine.model import revert_sync_batchnorm
 from mmengine.runner import BaseLoop, Runner
 from mmengine.utils.dl_utils import set_multi_processing
 
-from tasks.common.mm.hooks import OneLineProgress, StopOnSignal
+from hf_sparseprior.training.finite import SETTING, STOP, check_setting
+from tasks.common.mm.hooks import CheckFinite, OneLineProgress, StopOnSignal
 from tasks.common.mm.loading import refuse_pickles
 
 _RUNS = itertools.count()  # of this process
@@ -52,6 +53,7 @@ def launched() -> bool:
 
 def build_runner(config: Config) -> QuietRunner:
     """The Runner of a config, on every process that torchrun started; builds model, data and metric."""
+    check_setting(SETTING, config.get(SETTING, STOP))
     refuse_pickles()
     config = copy.deepcopy(config)
     config.launcher = "pytorch" if launched() else "none"
@@ -61,6 +63,8 @@ def build_runner(config: Config) -> QuietRunner:
         runner = QuietRunner.from_cfg(config)
         check_normalisation(whole_model(runner))
     runner.register_hook(CheckClasses())
+    if config.get(SETTING, STOP) == STOP:
+        runner.register_hook(CheckFinite())
     if not runner.distributed:  # one process has nothing to synchronise, and a CPU cannot
         runner.model = revert_sync_batchnorm(runner.model)
     return runner

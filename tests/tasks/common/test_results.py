@@ -100,3 +100,19 @@ def test_the_trainers_log_says_validation():
         log[0],
         {"step": 2, "validation_loss": 1.0, "validation_ema_accuracy": 0.5},
     ]
+
+
+def test_numbers_that_are_not_finite_are_written_as_null(tmp_path):
+    """JSON has neither NaN nor infinity; strict readers refuse a file with them."""
+    infinite = {"loss": float("inf"), "step": 1}
+    results = Results("toy", {"test_IoU": float("nan"), "test_accuracy": 0.5}, {"data": {"x": (1, float("-inf"))}})
+    results.history, results.details = [infinite], {"deep": {"list": [[float("nan")], True, 3]}}
+    written = results.write(tmp_path / "results.json")
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    read = json.loads((tmp_path / "results.json").read_text(), parse_constant=refuse)
+    assert read == written and read["metrics"] == {"test_IoU": None, "test_accuracy": 0.5}
+    assert read["history"] == [{"loss": None, "step": 1}] and read["config"] == {"data": {"x": [1, None]}}
+    assert read["deep"] == {"list": [[None], True, 3]}

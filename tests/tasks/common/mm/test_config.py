@@ -50,3 +50,12 @@ def test_a_run_that_was_begun_with_dotted_keys_goes_on(file, tmp_path):
     assert folder_differences(tmp_path, run_identity(load_config("detection", file))) == []
     other = run_identity(load_config("detection", file, ["model.parts.1.width=5"]))
     assert folder_differences(tmp_path, other) == ["config.model.parts.1.width: 4 there, 5 here"]
+
+
+def test_whether_a_run_that_diverges_goes_on_can_be_said_for_every_file_and_makes_no_other_run(file, tmp_path):
+    values = [["nonfinite_loss=stop"], ["nonfinite_loss=continue"]]
+    stopping, going_on = (run_identity(load_config("detection", file, value)) for value in values)
+    assert going_on["config"]["nonfinite_loss"] == "continue"
+    for stored in (stopping, run_identity(load_config("detection", file))):
+        (tmp_path / "run_config.json").write_text(json.dumps(stored))
+        assert folder_differences(tmp_path, going_on) == []
