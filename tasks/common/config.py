@@ -39,7 +39,7 @@ COMPARISON = ("first", "seeds", "variants")  # keys of a comparison in addition 
 SWEEP = ("title", "seeds", "selection_seeds", "grid", "variants")  # the same of a VTAB sweep
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # C is 10 times as fast
     """Safe YAML that also reads 1e-3 as a number (YAML 1.1 wants 1.0e-3)."""
 
 

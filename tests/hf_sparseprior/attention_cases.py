@@ -102,10 +102,20 @@ def refusal(backend, support, variant=None, dtype=torch.float64, **fields):
 
 @functools.cache
 def _asked(can_run, support, variant, dtype, fields):
-    plan = make_plan(json.loads(support), (3, 4), decay=None if variant is None else variant[0])
-    leaves = make_leaves((3, 4), 1, variant, dtype=dtype)
+    plan = _plan(support, None if variant is None else variant[0])
+    leaves = _leaves(variant, dtype)
     decay = None if variant is None else {**plan.decay, **{k: t for k, t in leaves.items() if k not in "qkv"}}
     return can_run(AttentionRequest(leaves["q"], leaves["k"], leaves["v"], plan, decay, **dict(fields)))
+
+
+@functools.cache
+def _plan(support, decay):
+    return make_plan(json.loads(support), (3, 4), decay=decay)
+
+
+@functools.cache
+def _leaves(variant, dtype):
+    return make_leaves((3, 4), 1, variant, dtype=dtype)
 
 
 def runnable(backend, support, variants=DECAY_VARIANTS, dtype=torch.float64, **fields):
