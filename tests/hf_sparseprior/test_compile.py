@@ -25,7 +25,7 @@ SIZES = [(32, 32), (16, 24)]
 
 
 def tiny(prior, **settings):
-    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
     return SparsePriorViTConfig(
         prior=prior, **{**sizes, "image_size": 32, "patch_size": 4, "num_labels": 3, **settings}
     )
@@ -98,16 +98,16 @@ def test_compiled_training_with_a_forced_backend(backend, mask_fill, monkeypatch
     # The diagonal path is unrolled over heads, offsets and curves; few of each keep the test fast.
     decay = {"name": "violin", "curves": ["hilbert"]}
     prior = {"support": {"name": "fibottention", "mask_fill": mask_fill}, "decay": decay}
-    model = make(prior, num_attention_heads=2, num_hidden_layers=1, pooling="mean").train()
+    model = make(prior, num_hidden_layers=1, pooling="mean").train()
     assert_same_step(torch.compile(model, fullgraph=True, backend="aot_eager"), model, images((16, 24)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prior", ["fibottention", "fibottention+violin"])
 def test_compiled_training_where_diagonal_is_chosen(prior):
-    model = make(prior, image_size=64).train()
+    model = make(prior, image_size=64, num_hidden_layers=1, pooling="mean").train()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for size in [(64, 64), (32, 32), (64, 48)]:
+    for size in [(64, 64), (64, 48)]:
         assert_same_step(compiled, model, images(size))
 
 
@@ -213,12 +213,10 @@ def test_scalars_are_inputs_of_the_graph_not_constants():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
 def test_inductor(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    # The compiler takes its time for every curve and layer: one layer, and two curves in place of eight.
+    # The compiler takes its time: one grid, one layer, two curves in place of eight.
     prior = {"support": "fibottention", "decay": {"name": "violin", "curves": ["snake", "hilbert_t"]}}
-    model = make(prior, num_attention_heads=2, num_hidden_layers=1).train()
-    compiled = torch.compile(model, fullgraph=True)
-    for size in SIZES[:2]:
-        assert_same_step(compiled, model, images(size))
+    model = make(prior, num_hidden_layers=1).train()
+    assert_same_step(torch.compile(model, fullgraph=True), model, images((16, 24)))
 
 
 # ---- torch.export ---------------------------------------------------------------------------------------------------
