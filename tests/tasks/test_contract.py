@@ -10,8 +10,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -23,10 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tasks.common.locks import locked
 from tasks.common.results import Results, read_results
+from tests.processes import ROOT, Started
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -225,23 +222,27 @@ def test_a_finished_run_is_not_done_again(whole):
     assert (whole.out / "results.json").stat().st_mtime_ns == before
 
 
+def die_in_the_fifth_step(train, arguments):
+    """The command in a process of its own, which kills itself."""
+    steps = []
+
+    def count(*given) -> None:
+        steps.append(1)
+        if len(steps) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    register_optimizer_step_post_hook(count)
+    import_module(train).main(arguments)
+
+
 def test_after_sigkill_the_same_command_ends_with_the_same_bits(whole, tmp_path, capfd):
     """Killed after the fifth step, with a newer checkpoint half written."""
     out = tmp_path / "run"
-    code = (
-        "import os, signal, sys\n"
-        "from importlib import import_module\n"
-        "from torch.optim.optimizer import register_optimizer_step_post_hook\n"
-        "steps = []\n"
-        "def die(*given):\n"
-        "    steps.append(1)\n"
-        "    if len(steps) == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "register_optimizer_step_post_hook(die)\n"
-        "import_module(sys.argv[1]).main(sys.argv[2:])\n"
+    arguments = [*whole.arguments, f"{whole.row.folder}={out}"]
+    killed = Started(
+        die_in_the_fifth_step, f"tasks.{whole.row.task}.train", arguments, folder=ROOT, log=tmp_path / "log"
     )
-    arguments = [f"tasks.{whole.row.task}.train", *whole.arguments, f"{whole.row.folder}={out}"]
-    killed = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, timeout=600)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert killed.wait(600) == -signal.SIGKILL, (tmp_path / "log").read_text()
     assert not (out / "results.json").exists()
     write_half_a_checkpoint(out)
     assert whole.train(out) == 0

@@ -2,11 +2,7 @@
 
 import itertools
 import math
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +22,7 @@ from hf_sparseprior.training import (
     StopOnSignal,
     soft_target_loss,
 )
+from tests.processes import launched
 
 CLASSES = 3
 
@@ -230,17 +227,12 @@ def test_soft_targets_train_in_bfloat16_and_compiled(tmp_path, options):
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
-PROCESSES = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-from test_training import CLASSES, Mixing, SoftTargetCollator, gradients_of_one_step
-import torch.distributed as dist
-
-collator = SoftTargetCollator(CLASSES, Mixing(0.8, 1.0), 0.1, batch_size=8)
-found, loss = gradients_of_one_step(sys.argv[2], 2, 2, collator)
-if not dist.is_initialized() or dist.get_rank() == 0:
-    torch.save(found, sys.argv[2] + "/gradients.pt")
-"""
+def write_gradients(folder):
+    """Those of one step of 8 samples, taken by the processes of this group, into a file."""
+    collator = SoftTargetCollator(CLASSES, Mixing(0.8, 1.0), 0.1, batch_size=8)
+    found, _ = gradients_of_one_step(folder, 2, 2, collator)
+    if torch.distributed.get_rank() == 0:
+        torch.save(found, folder / "gradients.pt")
 
 
 @pytest.mark.slow
@@ -248,13 +240,8 @@ def test_two_processes_take_the_step_of_one(tmp_path):
     """2 processes with 2 micro-batches of 2: the gradient of one batch of 8, mixed alike."""
     collator = SoftTargetCollator(CLASSES, Mixing(0.8, 1.0), 0.1, batch_size=8)
     expected, _ = gradients_of_one_step(tmp_path, 8, 1, collator)
-    (tmp_path / "script.py").write_text(PROCESSES)
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d",
-         "--rdzv-endpoint=localhost:0", str(tmp_path / "script.py"), str(Path(__file__).parent), str(tmp_path)],
-        check=True, cwd=Path(__file__).parents[3], capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])},
-    )  # fmt: skip
+    log = tmp_path / "log.txt"
+    assert launched(2, write_gradients, tmp_path, folder=tmp_path, log=log).wait(300) == 0, log.read_text()[-3000:]
     for name, value in torch.load(tmp_path / "gradients.pt").items():
         torch.testing.assert_close(value, expected[name], atol=2e-7, rtol=1e-4, msg=name)
 

@@ -1,16 +1,13 @@
 """Training from streams: damaged images, several processes."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
 from tasks.classification import train as training
+from tests.processes import module
 
 pytestmark = pytest.mark.slow
 
@@ -86,14 +83,7 @@ def test_a_damaged_image_of_a_stream_ends_the_run_in_one_line(folder, tmp_path, 
 @pytest.mark.slow
 def test_two_processes_leave_the_same_images_out(folder, tmp_path):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config_in(folder, tmp_path / "run")))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
-    done = subprocess.run(
-        [*launch, "tasks.classification.train", "--config", "run.yaml", "trainer.per_device_train_batch_size=4"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    train = ["tasks.classification.train", "--config", "run.yaml", "trainer.per_device_train_batch_size=4"]
+    log = tmp_path / "log.txt"
+    assert module(*train, processes=2, folder=tmp_path, log=log).wait(300) == 0, log.read_text()[-3000:]
     check(json.loads((tmp_path / "run" / "results.json").read_text()), folder)
