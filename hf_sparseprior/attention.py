@@ -64,27 +64,30 @@ class PriorAttention(nn.Module):
         # Decays that can be switched (`hf_sparseprior.adapters.violin.DecayLayer`), if `decay_bias` is None.
         self.decay_adapter: Any = None
         self.support_key = json.dumps([num_heads, prior["support"], layer_idx], sort_keys=True)
-        self._plans: dict[tuple[str, int, int, int], AttentionPlan] = {}
+        self._plans: dict[tuple[str, int, int, int, int], AttentionPlan] = {}
 
     def active_decay(self) -> Decay | None:
         """The decay of the next forward: the prior's own, or that of the active adapter."""
         return self.decay_bias if self.decay_adapter is None else self.decay_adapter.active_decay()
 
-    def plan(self, grid: tuple[int, int], num_prefix_tokens: int = 0) -> AttentionPlan:
-        """The layer's plan for a grid and the active decay, made at first use; a constant in compiled graphs."""
+    def plan(self, grid: tuple[int, int], num_prefix_tokens: int = 0, frames: int = 1) -> AttentionPlan:
+        """The layer's plan for a grid and the active decay, made at first use; a constant in compiled graphs.
+
+        Arguments as in `AttentionPlan`.
+        """
         decay = self.active_decay()
         decay_key = NO_DECAY if decay is None else decay.key
         # A grid decides the tables, so a symbolic size becomes a number here: one compiled graph per grid.
         sizes = (operator.index(grid[0]), operator.index(grid[1]), operator.index(num_prefix_tokens))
-        return self._constant_plan(self.support_key, decay_key, *sizes)
+        return self._constant_plan(self.support_key, decay_key, *sizes, operator.index(frames))
 
     # Offsets come from Python integers and a private random generator, which a compiler does not trace.
     # dynamo guards on `support_key`: layers share this code, and nothing else tells their compiled graphs apart.
     @torch._dynamo.assume_constant_result
     def _constant_plan(
-        self, support_key: str, decay_key: str, height: int, width: int, num_prefix_tokens: int
+        self, support_key: str, decay_key: str, height: int, width: int, num_prefix_tokens: int, frames: int
     ) -> AttentionPlan:
-        key, grid = (decay_key, height, width, num_prefix_tokens), (height, width)
+        key, grid = (decay_key, height, width, num_prefix_tokens, frames), (height, width)
         if key not in self._plans:
             if len(self._plans) >= self.MAX_PLANS:
                 self._plans.pop(next(iter(self._plans)))
@@ -93,7 +96,7 @@ class PriorAttention(nn.Module):
                 for note in support_notes(support, self.num_heads, grid, num_prefix_tokens):
                     logger.info(note)
             self._plans[key] = AttentionPlan(
-                self.num_heads, grid, num_prefix_tokens, support, json.loads(decay_key), self.layer_idx
+                self.num_heads, grid, num_prefix_tokens, support, json.loads(decay_key), self.layer_idx, frames
             )
         return self._plans[key]
 

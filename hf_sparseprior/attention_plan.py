@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .decay import DECAYS
-from .masks import Pairs, key_lists, mask_from_offsets, pruning_ratio
+from .masks import Pairs, key_lists, mask_from_offsets, pairs_in_frames, pruning_ratio
 from .registry import registering
 from .relative_offsets import relative_table
 from .resolved import ResolvedDecay, ResolvedSupport
@@ -29,11 +29,13 @@ class AttentionPlan:
 
     Args:
         num_heads: H.
-        grid: (height, width) of the patch tokens.
+        grid: (height, width) of the patch tokens; with several frames, of one of them.
         num_prefix_tokens: P, tokens before the patches.
         support: resolved support.
         decay: resolved settings of the decay, no tensors, or None.
         layer: layer number from 0.
+        frames: frames of a clip, whose patches come one frame after another. Support and decay see where in their
+            frames two patches lie, not when (VIOLIN appendix D.2, curves per frame).
     """
 
     def __init__(
@@ -44,10 +46,13 @@ class AttentionPlan:
         support: ResolvedSupport,
         decay: ResolvedDecay | dict[str, Any] | None,
         layer: int,
+        frames: int = 1,
     ) -> None:
         self.num_heads = num_heads
-        self.grid = grid
-        self.num_tokens = grid[0] * grid[1]
+        self.frames = frames
+        self.frame_grid = grid
+        self.grid = (frames * grid[0], grid[1])  # the frames one below the other
+        self.num_tokens = frames * grid[0] * grid[1]
         self.num_prefix_tokens = num_prefix_tokens
         self.total = num_prefix_tokens + self.num_tokens
         self.support = support
@@ -59,12 +64,16 @@ class AttentionPlan:
         self.pairs: Pairs = None  # pairs off the diagonals
         self.density = 1.0
         if support["name"] != "dense":
-            sizes: Any = {"num_heads": num_heads, "num_tokens": self.num_tokens, "layer": layer, "grid": grid}
+            of_frame = grid[0] * grid[1]
+            sizes: Any = {"num_heads": num_heads, "num_tokens": of_frame, "layer": layer, "grid": grid}
             self.offsets, self.pairs = layer_offsets(support, **sizes), layer_pairs(support, **sizes)
+            if frames > 1:  # offsets in raster order would cross from one frame into the next
+                self.pairs = pairs_in_frames(self.offsets, of_frame, frames, self.pairs)
+                self.offsets = [[] for _ in self.offsets]
             self.density = 1.0 - pruning_ratio(self.offsets, self.num_tokens, num_prefix_tokens, self.pairs) / 100.0
         self.tables: dict[tuple[str, torch.device], Tensor] = {}
         # The arguments as text: `from_key` makes the same plan again.
-        self.key = json.dumps([num_heads, grid, num_prefix_tokens, support, decay, layer], sort_keys=True)
+        self.key = json.dumps([num_heads, grid, num_prefix_tokens, support, decay, layer, frames], sort_keys=True)
 
     @classmethod
     def from_key(cls, key: str) -> AttentionPlan:
@@ -108,7 +117,7 @@ def decay_positions(plan: AttentionPlan, decay: dict[str, Any], device: torch.de
     assert plan.decay is not None
     kind = DECAYS[plan.decay["name"]]
     if kind.learns_positions(decay):
-        return kind.learned_positions(decay, plan.grid)
+        return kind.learned_positions(decay, plan.frame_grid).repeat(1, 1, plan.frames)
     return plan_table(plan, "positions", device)
 
 
@@ -121,7 +130,7 @@ TABLES: dict[str, Callable[[AttentionPlan], np.ndarray]] = {}
 def _positions(plan: AttentionPlan) -> np.ndarray:
     """Positions of the decay, int64 (C, A, N)."""
     assert plan.decay is not None
-    return DECAYS[plan.decay["name"]].positions(plan.decay, plan.grid)
+    return np.tile(DECAYS[plan.decay["name"]].positions(plan.decay, plan.frame_grid), plan.frames)
 
 
 @registering("table", TABLES, "positions_int32")

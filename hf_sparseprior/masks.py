@@ -33,6 +33,19 @@ def lonely_rows(offsets: Sequence[int], pairs: np.ndarray, num_tokens: int, num_
     return np.setdiff1d(np.array(self_rows(offsets, num_tokens, num_prefix_tokens), dtype=np.int64), pairs[:, 0])
 
 
+def pairs_in_frames(offsets: Sequence[Sequence[int]], num_tokens: int, frames: int, pairs: Pairs = None) -> Pairs:
+    """The pairs of every head over the frames of a clip, frame after frame: (query, key), int64 (n, 2) each.
+
+    Two patches are a pair if their places in their frames are; when the frames are does not count.
+
+    Args:
+        offsets, pairs: those of one frame. num_tokens: patches of one frame.
+    """
+    # With one prefix token there, no row gets itself for want of a key: `lonely_rows` decides that for the whole clip.
+    of_frame = mask_from_offsets(offsets, num_tokens, 1, pairs)[:, 1:, 1:]
+    return [np.argwhere(np.tile(own, (frames, frames))) for own in of_frame]
+
+
 def mask_from_offsets(
     offsets: Sequence[Sequence[int]], num_tokens: int, num_prefix_tokens: int, pairs: Pairs = None
 ) -> np.ndarray:

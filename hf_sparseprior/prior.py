@@ -77,8 +77,14 @@ def parse_prior(prior: PriorSpec | None) -> dict[str, Any]:
     return slots
 
 
-def resolve_prior(prior: PriorSpec | None, num_heads: int, grid: Sequence[int]) -> ResolvedPrior:
+def resolve_prior(prior: PriorSpec | None, num_heads: int, grid: Sequence[int], frames: int = 1) -> ResolvedPrior:
     """The full form of a prior for one stage: every slot with every setting, ready to be written to config.json.
+
+    Args:
+        prior: a name, names joined by +, or a dict of slots.
+        num_heads: H.
+        grid: (height, width) of the patches; with several frames, of one of them.
+        frames: frames of a clip, whose patches attention sees together.
 
     Raises:
         ValueError: the message has the field, the value and what is allowed.
@@ -94,9 +100,10 @@ def resolve_prior(prior: PriorSpec | None, num_heads: int, grid: Sequence[int]) 
     except ValueError as error:
         raise ValueError(f"prior: {error}") from None
     try:
-        predictor = resolve_predictor(slots["predictor"], grid)
-        mixer = resolve_mixer(slots["mixer"], grid)
-        extras = resolve_extras(slots["extras"], grid)
+        whole = (frames * grid[0], grid[1])  # what these are made for is the number of all patches
+        predictor = resolve_predictor(slots["predictor"], whole)
+        mixer = resolve_mixer(slots["mixer"], whole)
+        extras = resolve_extras(slots["extras"], whole)
     except ValueError as error:
         raise ValueError(f"prior: {error}") from None
     resolved = ResolvedPrior(support=support, decay=decay, predictor=predictor, mixer=mixer, extras=extras)

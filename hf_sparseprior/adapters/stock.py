@@ -100,7 +100,9 @@ def attach(model: nn.Module, slots: dict[str, Any], for_adapters: bool = False) 
     priors = [
         StockPrior(
             num_heads_of(module),
-            resolve_prior(_slots_of_stage(slots, encoder.family, name), num_heads_of(module), encoder.grid),
+            resolve_prior(
+                _slots_of_stage(slots, encoder.family, name), num_heads_of(module), encoder.grid, encoder.frames
+            ),
             index,
             layout,
             module.config,

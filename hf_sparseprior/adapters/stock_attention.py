@@ -154,7 +154,7 @@ def prior_attention(
     if prior.for_adapters and prior.active_decay() is None:
         attend = _own_attention(module, prior.config)
         return attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    grid, num_prefix_tokens, token_ids = prior.layout.locate(query.shape[2])
+    grid, frames, num_prefix_tokens, token_ids = prior.layout.locate(query.shape[2])
     # Rotary positions come out in float32 under autocast, values do not.
     query, key = query.to(value.dtype), key.to(value.dtype)
     bias = attention_mask
@@ -164,7 +164,7 @@ def prior_attention(
         query,
         key,
         value,
-        prior.plan(grid, num_prefix_tokens),
+        prior.plan(grid, num_prefix_tokens, frames),
         scale=scaling,
         dropout_p=dropout,
         bias=bias,

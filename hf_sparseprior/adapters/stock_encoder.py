@@ -44,15 +44,22 @@ class Encoder:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The configured patch grid, or that of a window if attention runs within windows."""
+        """The configured patch grid, of one frame of a clip, or of a window if attention runs within windows."""
         config = self.config
         if self.family.windows:
             return config.window_size, config.window_size
         projection = patch_projection(self.embeddings)
         sides = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
-        *frame_strides, high, wide = projection.stride
-        frames = math.prod(config.num_frames // stride for stride in frame_strides)
-        return frames * (sides[0] // high), sides[1] // wide
+        *_, high, wide = projection.stride
+        return sides[0] // high, sides[1] // wide
+
+    @property
+    def frames(self) -> int:
+        """Frames of patches of a configured clip, 1 for images."""
+        if self.family.windows:
+            return 1
+        *strides, _, _ = patch_projection(self.embeddings).stride
+        return math.prod(self.config.num_frames // stride for stride in strides)
 
 
 def num_heads_of(attention: Any) -> int:

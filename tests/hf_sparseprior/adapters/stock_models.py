@@ -38,7 +38,8 @@ class StockCase:
     model: type
     config: dict[str, Any]
     prefix: int = 1
-    grid: tuple[int, int] = (8, 8)  # of the configured image
+    grid: tuple[int, int] = (8, 8)  # of the configured image, or of one frame
+    frames: int = 1  # frames of patches: VideoMAE's patches are two frames deep
     shape: tuple[int, ...] = (2, 3, 32, 32)
     inputs: dict[str, Any] = field(default_factory=dict)
 
@@ -76,12 +77,12 @@ STOCK = {
     "siglip": StockCase(SiglipVisionModel, TINY, prefix=0),
     "mae": StockCase(ViTMAEModel, {**TINY, "mask_ratio": 0.5}, inputs={"noise": _noise()}),
     "ijepa": StockCase(IJepaModel, TINY, prefix=0),
-    "videomae": StockCase(VideoMAEModel, {**TINY, "num_frames": 4}, prefix=0, grid=(16, 8), shape=(2, 4, 3, 32, 32)),
+    "videomae": StockCase(VideoMAEModel, {**TINY, "num_frames": 4}, prefix=0, frames=2, shape=(2, 4, 3, 32, 32)),
     "videomae_masked": StockCase(
         VideoMAEModel,
         {**TINY, "num_frames": 4},
         prefix=0,
-        grid=(16, 8),
+        frames=2,
         shape=(2, 4, 3, 32, 32),
         inputs={"bool_masked_pos": MASKED},
     ),

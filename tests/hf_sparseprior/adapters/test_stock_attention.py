@@ -65,23 +65,24 @@ class WrittenOut:
         return (logits.softmax(-1) @ value.double()).to(value.dtype).transpose(1, 2), None
 
     def tables(self, layer):
-        """(B or 1, H, T, T): alpha * M and what is attended."""
+        """(B or 1, H, T, T): alpha * M and what is attended. Both look at places within frames, not at time."""
         prefix, (height, width) = self.case.prefix, self.case.grid
-        count, heads = height * width, layer.num_heads
+        count, heads, clip = height * width, layer.num_heads, (1, self.case.frames, self.case.frames)
         settings = dict(layer.prior["support"])
         name = settings.pop("name")
-        kept = torch.ones(heads, prefix + count, prefix + count, dtype=torch.bool)
+        kept = torch.ones(heads, *[prefix + self.case.frames * count] * 2, dtype=torch.bool)
         if name != "dense":
             mask = build_mask(
                 name, num_heads=heads, num_tokens=count, num_prefix_tokens=prefix, layer=layer.layer_idx, **settings
             )
-            kept = torch.from_numpy(mask)
+            kept = torch.from_numpy(mask).repeat(clip)
         weights = torch.ones(heads, prefix + count, prefix + count, dtype=torch.float64)
         if layer.decay_bias is not None:
             gamma = torch.sigmoid(layer.decay_bias.beta.double())
             apart = torch.from_numpy(distances(layer.prior["decay"], self.case.grid))
             weights[:, prefix:, prefix:] = (gamma[:, :, None, None] ** apart[:, None]).mean(0)
             weights *= layer.decay_bias.alpha.double()[:, None, None]
+        weights = weights.repeat(clip)
         if self.visible is None:
             return weights[None], kept[None]
         tokens = [torch.cat([torch.arange(prefix), prefix + own]) for own in self.visible]

@@ -25,6 +25,20 @@ def test_another_resolution_and_a_grid_that_is_no_square(name):
     assert plan.grid == ((4, 4) if name == "swin" else (8, 10)) and plan.num_prefix_tokens == STOCK[name].prefix
 
 
+def test_no_offset_and_no_curve_crosses_from_one_frame_into_the_next():
+    """The last patch of a frame and the first of the next are neighbours in memory and far apart in space."""
+    model = sp.apply_prior(STOCK["videomae"].build(), {"support": {"name": "window", "w": 1}, "decay": "violin"})
+    with torch.no_grad():
+        model(**STOCK["videomae"].example())
+    layer = next(module for module in model.modules() if isinstance(module, StockPrior))
+    (plan,) = layer._plans.values()
+    mask, positions = plan.build_table("mask"), plan.build_table("positions")
+    assert not mask[:, 63, 64].any() and mask[:, 63, 62].all() and mask[:, 64, 65].all()
+    assert mask[:, 5, 64 + 6].all() and mask[:, 5, 64 + 5].all()  # and between frames as within one
+    assert positions.shape[-1] == 128 and (positions[..., :64] == positions[..., 64:]).all()
+    assert plan.density == mask[:, :64, :64].mean()
+
+
 @pytest.mark.parametrize("name", ["vit", "mae"])
 def test_two_forwards_before_one_checkpointed_backward(name):
     """The layers run again with the layout of their own forward, with other visible patches or another grid."""
