@@ -62,6 +62,18 @@ class Extra(PriorModule):
     place: Place = "attention"
 
     @classmethod
+    def multiply_adds(
+        cls, settings: Mapping[str, Any], num_heads: int, width: int, hidden: int, grid: Sequence[int], prefix: int
+    ) -> int | None:
+        """Multiply-adds of its matrix products and convolutions in one layer, for one image; None: not counted.
+
+        Args:
+            settings: its own, resolved. num_heads: H. width, hidden: of the tokens, and between the MLP's layers.
+            grid: (height, width) of the patches. prefix: P.
+        """
+        return None
+
+    @classmethod
     def check_model(cls, settings: Mapping[str, Any], config: Any) -> None:
         """Raise ValueError unless the settings go with a model of this config."""
 

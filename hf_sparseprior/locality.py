@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,13 @@ class LocalityBranch(Extra):
         if self.squeeze is not None:
             values["squeeze"].normal_(std=0.02)
         return values
+
+    @classmethod
+    def multiply_adds(
+        cls, settings: Mapping[str, Any], num_heads: int, width: int, hidden: int, grid: Sequence[int], prefix: int
+    ) -> int:
+        """The depthwise convolution at every patch, and the two linear layers of squeeze and excitation."""
+        return hidden * (settings["kernel_size"] ** 2 * grid[0] * grid[1] + 2 * settings["squeeze_excitation"])
 
     def forward(self, hidden: Tensor, grid: tuple[int, int], num_prefix_tokens: int) -> Tensor:
         """Turn (B, T, channels) into (B, T, channels)."""

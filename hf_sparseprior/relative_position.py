@@ -8,7 +8,7 @@ Shape letters: B batch, H heads, D head width, N patch tokens, P prefix tokens, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,13 @@ class SwinRelativePositionBias(RelativePosition):
         learn_prefix = check_boolean("swin_rpb: learn_prefix", settings["learn_prefix"])
         return {"grid": [check_integer("swin_rpb: grid", side, 1) for side in sides], "learn_prefix": learn_prefix}
 
+    @classmethod
+    def multiply_adds(
+        cls, settings: Mapping[str, Any], num_heads: int, width: int, hidden: int, grid: Sequence[int], prefix: int
+    ) -> int:
+        """None: a table is looked up and added."""
+        return 0
+
     def forward(self, request: AttentionRequest) -> Tensor:
         """(1, H, T, T)."""
         table: Tensor = self.bias_table
@@ -117,6 +124,14 @@ class ImageRelativePosition(RelativePosition):
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0.5 <= ratio <= 100:
             raise ValueError(f"{cls.name}: ratio={ratio!r} must be a number between 0.5 and 100")
         return {"method": method, "ratio": float(ratio)}
+
+    @classmethod
+    def multiply_adds(
+        cls, settings: Mapping[str, Any], num_heads: int, width: int, hidden: int, grid: Sequence[int], prefix: int
+    ) -> int:
+        """T tokens times all buckets, of a head's width, once for each of keys, queries and values."""
+        buckets = count_buckets(settings["method"], settings["ratio"]) + 1
+        return len(cls.on) * (prefix + grid[0] * grid[1]) * buckets * width
 
     def forward(self, request: AttentionRequest) -> Tensor:
         """(B, H, T, T)."""
@@ -175,6 +190,14 @@ class TransformerXL(RelativePosition):
         self.position_bias = nn.Parameter(torch.empty(num_heads, head_dim))
         self.projection = nn.Parameter(torch.empty(self.width, self.width))
         self.reset_parameters()
+
+    @classmethod
+    def multiply_adds(
+        cls, settings: Mapping[str, Any], num_heads: int, width: int, hidden: int, grid: Sequence[int], prefix: int
+    ) -> int:
+        """W R (once for a batch, here with every image), the patches' queries times it, and u times the keys."""
+        tokens, offsets = grid[0] * grid[1], (2 * grid[0] - 1) * (2 * grid[1] - 1)
+        return offsets * width**2 + tokens * offsets * width + (prefix + tokens) * width
 
     def forward(self, request: AttentionRequest) -> Tensor:
         """(B, H, T, T)."""

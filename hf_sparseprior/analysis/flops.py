@@ -23,6 +23,7 @@ from hf_sparseprior.checks import check_integer
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.costs import AttentionCosts
 from hf_sparseprior.decay import DECAYS
+from hf_sparseprior.extras import EXTRAS
 from hf_sparseprior.families import family_of
 from hf_sparseprior.masks import Pairs, attended_pairs
 from hf_sparseprior.prior import PriorSpec, predictor_or_mixer, prior_name, pruning_of, resolve_prior
@@ -104,8 +105,8 @@ class ModelFlops:
     tokens: in words, which tokens the layers count. num_prefix_tokens: P of the last layer.
     attended_pairs: those of all heads, for each layer. patch_embedding (stem and projection), classifier (of class and
     patch tokens): FLOPs.
-    layers: for each layer the FLOPs of "projections" (Q, K, V, output), "qk", "softmax", "av", "mlp" and, if they
-    exist, "chooser", "pruning" and "positions" (of gated positional attention).
+    layers: for each layer the FLOPs of "projections" (Q, K, V, output), "qk", "softmax", "av", "mlp" (with extras in
+    it) and, if they exist, "chooser", "pruning" and "positions" (relative, and of gated positional attention).
     decay: operations of VIOLIN's mask M in all layers: "build" once a step for the whole batch, "apply" for each image.
     None of them is a multiply-add of a matrix product, so `total` does not include them.
     """
@@ -204,6 +205,7 @@ def vit_flops(
             layer["chooser"] = rule * kind.other_multiply_adds(settings, heads, width // heads, attended, prefix)
             layer["projections"] += rule * kind.projection_multiply_adds(settings, heads, width, attended + prefix)
     _add_pruning(layers, resolved, num_tokens, prefix, width, convention)
+    _add_extras(layers, resolved, config, grid, prefix, convention)
     multiply_add = convention_of(convention).multiply_add
     inputs = config.pooled_size
     if config.use_distillation_token and config.use_distillation_classifier:
@@ -229,11 +231,9 @@ def layer_tokens(prior: ResolvedPrior, num_layers: int, num_tokens: int) -> list
     """Tokens without the prefix in the attention and in the MLP of each layer, for N patches; `prior` is resolved.
 
     Raises:
-        ValueError: for what is not counted: other extras, and supports and decays on pruned tokens.
+        ValueError: for what is not counted: supports and decays on pruned tokens.
     """
     if (found := pruning_of(prior)) is None:
-        if prior["extras"]:
-            raise ValueError(f"prior {prior_name(prior)!r}: the FLOPs of extras are not counted")
         return [(num_tokens, num_tokens)] * num_layers
     settings, kind = found
     sizes = kind.layer_tokens(settings, num_layers, num_tokens)
@@ -255,6 +255,33 @@ def _add_pruning(
     rule = convention_of(convention).multiply_add
     for layer, products in kind.pruning_multiply_adds(settings, len(layers), width, num_tokens, prefix).items():
         layers[layer]["pruning"] = rule * products
+
+
+def _add_extras(
+    layers: list[dict[str, int]],
+    prior: ResolvedPrior,
+    config: SparsePriorViTConfig,
+    grid: tuple[int, int],
+    prefix: int,
+    convention: str,
+) -> None:
+    """Add what extras compute in each layer; token pruning is counted apart.
+
+    Raises:
+        ValueError: for an extra that does not say what it computes.
+    """
+    rule, parts = convention_of(convention).multiply_add, {"attention": "positions", "MLP": "mlp"}
+    for extra in prior["extras"]:
+        kind = EXTRAS[extra["name"]]
+        if kind.place == "model":
+            continue
+        products = kind.multiply_adds(
+            extra, config.num_attention_heads, config.hidden_size, config.intermediate_size, grid, prefix
+        )
+        if products is None:
+            raise ValueError(f"prior {prior_name(prior)!r}: the FLOPs of {extra['name']!r} are not counted")
+        for layer in layers:
+            layer[parts[kind.place]] = layer.get(parts[kind.place], 0) + rule * products
 
 
 def _tokens_in_words(prefix: int, num_tokens: int, sizes: Sequence[tuple[int, int]]) -> str:

@@ -19,6 +19,7 @@ from hf_sparseprior.analysis.flops import (
 from hf_sparseprior.analysis.paper_numbers import FIGURE_3, convit_base_flops, paper_numbers, preset_flops, saving
 from hf_sparseprior.configuration_sparseprior_vit import PRESETS
 from hf_sparseprior.decay import DECAYS, resolve_decay
+from hf_sparseprior.extras import EXTRAS
 from hf_sparseprior.masks import attended_pairs
 from hf_sparseprior.sequences import SEQUENCES
 from hf_sparseprior.supports import SUPPORTS, build_mask, head_offsets, layer_offsets, layer_pairs, resolve_support
@@ -147,6 +148,26 @@ def test_other_models_and_sizes_equal_torchs_count(options):
     assert model_flops(config, (48, 16), convention="torch").total == flops_by_torch(config, 48, 16)
 
 
+@pytest.mark.parametrize("extra", [name for name, kind in EXTRAS.items() if kind.place != "model"])
+@pytest.mark.parametrize("prefix", [{}, {"use_class_token": False, "pooling": "mean"}], ids=["class token", "patches"])
+def test_extras_equal_torchs_count(extra, prefix):
+    settings = [{}, {"squeeze_excitation": 5}] if extra == "localvit" else [{}]
+    for own in settings:
+        prior = {"extras": [{"name": extra, **own}]}
+        config = sp.SparsePriorViTConfig(image_size=(32, 48), patch_size=8, prior=prior, **SMALL, **prefix)
+        counted = model_flops(config, convention="torch")
+        assert counted.total == flops_by_torch(config, 32, 48)
+        plain = model_flops(config, convention="torch", prior="dense")
+        assert (counted.total > plain.total) == (extra != "swin_rpb")
+        assert (counted.attention > plain.attention) == (extra not in ("swin_rpb", "localvit"))
+
+
+def test_an_extra_that_does_not_say_what_it_computes_is_refused(monkeypatch):
+    monkeypatch.setattr(EXTRAS["irpe_k"], "multiply_adds", lambda *sizes: None)
+    with pytest.raises(ValueError, match=r"prior 'violin\+irpe_k': the FLOPs of 'irpe_k' are not counted"):
+        model_flops(sp.SparsePriorViTConfig(), prior="violin+irpe_k")
+
+
 @pytest.mark.parametrize("support", SETTINGS, ids=str)
 def test_sparse_models_are_torchs_dense_count_less_the_pairs_outside_the_masks(support):
     prior = {"support": support}
@@ -208,7 +229,6 @@ def test_decay_operations_equal_a_count_of_the_mask(name, support, prefix):
         ({"convention": "macs"}, "convention='macs' must be one of multiply_adds, torch, torch_and_softmax"),
         ({"num_prefix_tokens": -1}, "num_prefix_tokens=-1 must be an integer of 0 or more"),
         ({"prior": "fibotention"}, "did you mean 'fibottention'"),
-        ({"prior": "violin+irpe_k"}, r"prior 'violin\+irpe_k': the FLOPs of extras are not counted"),
     ],
 )
 def test_bad_values_are_named(arguments, message):
