@@ -9,6 +9,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 VIDEO = ("experiments/fib_table5.yaml", "video/motion.yaml", "video/smoke.yaml")
 ROBOTICS = ("experiments/fib_table6.yaml", "robotics/smoke.yaml")
 VTAB = "classification/vtab.yaml"
+SWEEPS = (VTAB, "experiments/vio_table7.yaml", "experiments/vio_table18.yaml")
 
 
 def path(name: str) -> Path:
@@ -32,9 +33,9 @@ def runs(name: str) -> list[str]:
 
 
 def classification() -> list[str]:
-    """Files of the classification task that describe runs, without the sweep's."""
+    """Files of the classification task that describe runs, without the sweeps'."""
     names = [f"{folder}/{file.name}" for folder in ("classification", "experiments") for file in files(folder)]
-    return [name for name in names if name not in (*VIDEO, *ROBOTICS, VTAB)]
+    return [name for name in names if name not in (*VIDEO, *ROBOTICS, *SWEEPS)]
 
 
 def comparisons() -> list[str]:

@@ -365,7 +365,7 @@ def test_only_pairs_up_to_the_window_are_kept():
     [
         ({"name": "longformer"}, "98.47"),  # Fibottention Table 2
         ({"name": "bigbird"}, "97.96"),  # Table 2
-        ({"name": "strided"}, "98.46"),  # the nearest to Table 2's 98.47
+        ({"name": "strided"}, "98.46"),  # the stride alone
         ({"name": "window", "w": 3, "diagonal": False}, "96.97"),  # Table 13
     ],
 )
@@ -379,6 +379,47 @@ def test_bigbird_of_table_11(random_keys, ratio):
     # Fibottention Table 11, over 197 tokens; its third row follows from no reading.
     mask = build_mask("bigbird", num_heads=12, num_tokens=196, num_prefix_tokens=1, random_keys=random_keys)
     assert f"{100 * (1 - mask.mean()):.2f}" == ratio
+
+
+@pytest.mark.parametrize(
+    ("settings", "ratio"),
+    [({"local": 1, "stride": 195}, "98.47"), ({"local": 1, "stride": 65, "separate_heads": True}, "98.47")],
+    ids=["merged", "separate heads"],
+)
+@pytest.mark.parametrize("heads", [6, 12])
+def test_sparse_transformer_has_window_and_stride_at_the_ratio_of_table_2(heads, settings, ratio):
+    """Both parts of Child et al. 2019, counted pair by pair: |i - j| <= l, and i - j a multiple of the stride."""
+    mask = build_mask({"name": "strided", **settings}, num_heads=heads, num_tokens=196, shuffle_seed=None)
+    apart = np.abs(np.arange(196)[:, None] - np.arange(196))
+    window, stride = apart <= settings["local"], apart % settings["stride"] == 0
+    kinds = (window, stride) if settings.get("separate_heads") else (window | stride,) * 2
+    for head, own in enumerate(mask):
+        assert (own == kinds[head % 2]).all()
+    assert f"{100 * (1 - mask.mean()):.2f}" == ratio
+    assert stride.sum() > 196 and window.sum() > 196  # each part has more than the diagonal
+
+
+def test_no_smaller_stride_merged_with_a_window_meets_the_ratio_of_table_2():
+    ratios = {
+        stride: pruning_ratio(head_offsets("strided", num_heads=1, num_tokens=196, local=1, stride=stride), 196)
+        for stride in range(2, 196)
+    }
+    assert [stride for stride, ratio in ratios.items() if abs(ratio - 98.47) <= 0.1] == list(range(176, 196))
+    assert [stride for stride, ratio in ratios.items() if f"{ratio:.2f}" == "98.47"] == [195]
+
+
+@pytest.mark.parametrize(
+    ("settings", "heads", "message"),
+    [
+        ({"local": 1, "pruning_ratio": 98}, 4, "pruning_ratio=98 with separate_heads=True must be None"),
+        ({"local": 0}, 4, r"local=0 and 4 head\(s\): local must be 1 or more"),
+        ({"local": 1}, 1, r"local=1 and 1 head\(s\): local must be"),
+        ({"local": 1, "stride": 0}, 4, "stride=0 must be an integer of 1"),
+    ],
+)
+def test_separate_heads_refuse_what_they_cannot_have(settings, heads, message):
+    with pytest.raises(ValueError, match=message):
+        head_offsets("strided", num_heads=heads, num_tokens=16, separate_heads=True, **settings)
 
 
 @pytest.mark.parametrize("name", ["window", "longformer", "strided", "random", "bigbird"])
