@@ -288,30 +288,30 @@ class Powers {
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// Scores, in units of log 2, become exp(scores * weights - maximum). Gives 1 / sum and the natural logarithm of the
-// sum.
-void softmax(const Problem& x, int64_t rows, const float* weights, float* scores, float* share, float* log_sum) {
-  for (int64_t r = 0; r < rows; ++r) {
-    float* s = scores + r * x.keys;
-    const float* w = weights + r * x.keys;
-    vec highest = splat(MINUS_INF);
-    for (int64_t t = 0; t < x.keys; t += L) {
-      vec value = load(s + t) * load(w + t);
-      if (t + L > x.T) value = lanes(0, x.T - t) ? value : splat(MINUS_INF);
-      store(s + t, value);
-      highest = maximum(highest, value);
-    }
-    const float top = maximum(highest);
-    vec total = vec{};
-    for (int64_t t = 0; t < x.keys; t += L) {
-      const vec e = exp2_of(load(s + t) - top);
-      store(s + t, e);
-      total += e;
-    }
-    const float sum_of = sum(total);
-    share[r] = 1.0f / sum_of;
-    log_sum[r] = top / LOG2_E + std::log(sum_of);
+// Logits of a row: scaled products times weights, -inf after the last key. Gives the largest. The backward pass computes
+// them again and subtracts its own largest. A stored logarithm of the sum would be rounded, which at logits of a million
+// is an error of 6 % of each probability. Logits are stored before the subtraction, so that both passes round them.
+inline float row_logits(const Problem& x, const float* products, const float* weights, float* logits) {
+  vec highest = splat(MINUS_INF);
+  for (int64_t t = 0; t < x.keys; t += L) {
+    vec value = load(products + t) * load(weights + t);
+    if (t + L > x.T) value = lanes(0, x.T - t) ? value : splat(MINUS_INF);
+    store(logits + t, value);
+    highest = maximum(highest, value);
   }
+  return maximum(highest);
+}
+
+// Scaled products become exp(logit - largest logit); gives 1 / sum.
+float softmax(const Problem& x, const float* weights, float* scores) {
+  const float top = row_logits(x, scores, weights, scores);
+  vec total = vec{};
+  for (int64_t t = 0; t < x.keys; t += L) {
+    const vec e = exp2_of((load(scores + t) - top) * LOG2_E);
+    store(scores + t, e);
+    total += e;
+  }
+  return 1.0f / sum(total);
 }
 
 void read_scaled(const View& view, const Problem& x, int64_t b, int64_t h, int64_t j0, float scale, float* to) {
@@ -322,8 +322,7 @@ void read_scaled(const View& view, const Problem& x, int64_t b, int64_t h, int64
 }
 
 void forward_group(
-    const Problem& x, int64_t h, int64_t b0, int64_t b1, const View& q, const View& k, const View& v, const View& out,
-    float* log_sums) {
+    const Problem& x, int64_t h, int64_t b0, int64_t b1, const View& q, const View& k, const View& v, const View& out) {
   const int64_t area = x.keys * x.size, count = b1 - b0;
   const Buffer rows(area), panels(count * area), values(count * area), weights(ROWS * x.keys), scores(ROWS * x.keys),
       query(ROWS * x.size), result(ROWS * x.size);
@@ -337,10 +336,12 @@ void forward_group(
     const int64_t count_rows = std::min(ROWS, x.T - j0);
     powers.weights(h, j0, weights.data());
     for (int64_t b = b0; b < b1; ++b) {
-      float share[ROWS], log_sum[ROWS];
-      read_scaled(q, x, b, h, j0, x.scale * LOG2_E, query.data());
+      float share[ROWS];
+      read_scaled(q, x, b, h, j0, x.scale, query.data());
       rows_by_panels(count_rows, query.data(), panels.data() + (b - b0) * area, x.size, x.keys, scores.data());
-      softmax(x, count_rows, weights.data(), scores.data(), share, log_sum);
+      for (int64_t r = 0; r < count_rows; ++r) {
+        share[r] = softmax(x, weights.data() + r * x.keys, scores.data() + r * x.keys);
+      }
       weighted_rows<false>(
           count_rows, scores.data(), x.keys, 1, x.T, values.data() + (b - b0) * area, x.size, result.data());
       for (int64_t r = 0; r < count_rows; ++r) {
@@ -348,7 +349,6 @@ void forward_group(
         for (int64_t i = 0; i < x.size; i += L) store(row + i, load(row + i) * share[r]);
       }
       write_rows(result.data(), out, b, h, j0, count_rows);
-      if (log_sums) std::copy_n(log_sum, count_rows, log_sums + (b * x.H + h) * x.T + j0);
     }
   }
 }
@@ -357,28 +357,26 @@ void forward_group(
 
 struct Backward {
   View q, k, v, grad, dq, dk, dv;
-  const float* log_sums;
 };
 
 // One row. The scaled products in `p` become probabilities. The gradients of the probabilities in `ds` become those of
 // the scaled products. What the row adds to the gradient of the weights is added to `grads`. `e`: memory for a row.
 //
 // The mean of the gradients is computed from the row itself. The product of output and its gradient is the same number,
-// but the output may be rounded to bfloat16, and the decay's gradients are sums in which such an error stays. It is
-// divided by the sum of the probabilities, so the error of the rounded logarithm, a factor of all of them, cancels.
-void row_gradients(
-    const Problem& x, float log_sum, const float* weights, float* p, float* ds, float* grads, float* e) {
+// but the output may be rounded to bfloat16, and the decay's gradients are sums in which such an error stays.
+void row_gradients(const Problem& x, const float* weights, float* p, float* ds, float* grads, float* e) {
+  const float top = row_logits(x, p, weights, e);
   vec total = vec{}, weighted = vec{};
   for (int64_t t = 0; t < x.keys; t += L) {
-    vec value = exp2_of((load(p + t) * load(weights + t) - log_sum) * LOG2_E);
+    vec value = exp2_of((load(e + t) - top) * LOG2_E);
     if (t + L > x.T) value = lanes(0, x.T - t) ? value : vec{};
     store(e + t, value);
     total += value;
     weighted += value * load(ds + t);
   }
-  const float mean = sum(weighted) / sum(total);
+  const float sum_of = sum(total), mean = sum(weighted) / sum_of, share = 1.0f / sum_of;
   for (int64_t t = 0; t < x.keys; t += L) {
-    const vec value = load(e + t), d = value * (load(ds + t) - mean);
+    const vec value = load(e + t) * share, d = value * (load(ds + t) - mean);
     store(grads + t, load(grads + t) + d * load(p + t));
     store(ds + t, d * load(weights + t));
     store(p + t, value);
@@ -414,9 +412,7 @@ void backward_group(const Problem& x, int64_t h, int64_t b0, int64_t b1, const B
       rows_by_panels(rows, grad.data(), value_panels.data() + at, x.size, x.keys, ds.data());
       for (int64_t r = 0; r < rows; ++r) {
         const int64_t row = r * x.keys;
-        row_gradients(
-            x, f.log_sums[(b * x.H + h) * x.T + j0 + r], weights.data() + row, p.data() + row, ds.data() + row,
-            grads.data() + row, e.data());
+        row_gradients(x, weights.data() + row, p.data() + row, ds.data() + row, grads.data() + row, e.data());
       }
       weighted_rows<true>(x.keys, p.data(), 1, x.keys, rows, grad.data(), x.size, dv.data() + at);
       weighted_rows<true>(x.keys, ds.data(), 1, x.keys, rows, query.data(), x.size, dk.data() + at);
@@ -457,34 +453,31 @@ void check_decay(
   check_is(prefix_gamma, {q.size(1)}, at::kFloat, "prefix_gamma");
 }
 
-std::tuple<Tensor, Tensor> forward(
+Tensor forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& positions, const Tensor& log_gamma,
-    const Tensor& alpha, const Tensor& prefix_gamma, int64_t prefix, double scale, bool keep) {
+    const Tensor& alpha, const Tensor& prefix_gamma, int64_t prefix, double scale) {
   check_inputs(q, k, v, prefix);
   check_decay(q, prefix, positions, log_gamma, alpha, prefix_gamma);
   const Problem x(q, positions, log_gamma, alpha, prefix_gamma, prefix, scale);
   Tensor out = like_projection(q);
-  Tensor log_sums = at::empty({keep ? x.B : 0, x.H, x.T}, q.options().dtype(at::kFloat));
   const View qv(q), kv(k), vv(v), outv(out);
   for_groups(x, FORWARD_ARRAYS, [&](int64_t, int64_t h, int64_t b0, int64_t b1) {
-    forward_group(x, h, b0, b1, qv, kv, vv, outv, keep ? log_sums.data_ptr<float>() : nullptr);
+    forward_group(x, h, b0, b1, qv, kv, vv, outv);
   });
-  return {out, log_sums};
+  return out;
 }
 
 // Gradients of q, k, v, log_gamma, alpha and prefix_gamma.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_sums,
-    const Tensor& positions, const Tensor& log_gamma, const Tensor& alpha, const Tensor& prefix_gamma, int64_t prefix,
-    double scale) {
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& positions,
+    const Tensor& log_gamma, const Tensor& alpha, const Tensor& prefix_gamma, int64_t prefix, double scale) {
   check_inputs(q, k, v, prefix);
   check_decay(q, prefix, positions, log_gamma, alpha, prefix_gamma);
   check_like(q, grad, "grad");
-  check_is(log_sums, {q.size(0), q.size(1), q.size(2)}, at::kFloat, "log_sums");
-  Problem x(q, positions, log_gamma, alpha, prefix_gamma, prefix, scale);
+  const Problem x(q, positions, log_gamma, alpha, prefix_gamma, prefix, scale);
   Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
   const Tensor sums = at::empty({x.H, x.groups(BACKWARD_ARRAYS), 2 + x.C}, q.options().dtype(at::kFloat));
-  const Backward f{View(q), View(k), View(v), View(grad), View(dq), View(dk), View(dv), x.values.of<float>(log_sums)};
+  const Backward f{View(q), View(k), View(v), View(grad), View(dq), View(dk), View(dv)};
   for_groups(x, BACKWARD_ARRAYS, [&](int64_t i, int64_t h, int64_t b0, int64_t b1) {
     backward_group(x, h, b0, b1, f, sums.data_ptr<float>() + i * (2 + x.C));
   });
@@ -495,10 +488,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
   m.def(
       "decayed_forward(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor log_gamma, Tensor alpha, "
-      "Tensor prefix_gamma, int prefix, float scale, bool keep) -> (Tensor, Tensor)");
+      "Tensor prefix_gamma, int prefix, float scale) -> Tensor");
   m.def(
-      "decayed_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor log_sums, Tensor positions, "
-      "Tensor log_gamma, Tensor alpha, Tensor prefix_gamma, int prefix, float scale) "
+      "decayed_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor positions, Tensor log_gamma, Tensor alpha, "
+      "Tensor prefix_gamma, int prefix, float scale) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(hf_sparseprior, CPU, m) {

@@ -41,8 +41,7 @@ def decayed_attention(
         (B, H, T, D), in memory as (B, T, H, D).
     """
     scalars = (log_gamma, alpha, prefix_gamma)
-    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *scalars))
-    return torch.ops.hf_sparseprior.decayed_forward(q, k, v, positions, *scalars, num_prefix_tokens, scale, trains)[0]
+    return torch.ops.hf_sparseprior.decayed_forward(q, k, v, positions, *scalars, num_prefix_tokens, scale)
 
 
 def register() -> None:
@@ -52,39 +51,34 @@ def register() -> None:
     torch.library.register_autograd("hf_sparseprior::decayed_forward", _backward, setup_context=setup_context)
 
 
-def fake_forward(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Shapes of an output and of its log-sum-exp, which an operator returns if its last argument says so."""
-    batch, heads, tokens, _ = q.shape
-    keep = rest[-1]
-    return like_projection(q), q.new_empty((batch if keep else 0, heads, tokens), dtype=torch.float32)
+def fake_forward(q: Tensor, *rest: Any) -> Tensor:
+    """Shape of an output."""
+    return like_projection(q)
 
 
 def _fake_backward(grad: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    log_gamma, alpha = rest[4:6]
+    log_gamma, alpha = rest[3:5]
     like = (torch.empty_like(log_gamma), torch.empty_like(alpha), torch.empty_like(alpha))
     return (*(like_projection(q) for _ in range(3)), *like)
 
 
-def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    """Keep for the backward pass what an operator (tensors, prefix, scale, keep) was given, and its log-sum-exp."""
-    *tensors, prefix, scale, keep = inputs
-    ctx.save_for_backward(*tensors, output[1])
+def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    """Keep for the backward pass what an operator (tensors, prefix, scale) was given."""
+    *tensors, prefix, scale = inputs
+    ctx.save_for_backward(*tensors)
     ctx.options = (prefix, scale)
-    ctx.kept = keep
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor | None, *others: Any) -> tuple:
+def _backward(ctx: Any, grad: Tensor | None) -> tuple:
     if grad is None:
-        return (None,) * 10
-    if not ctx.kept:
-        raise RuntimeError("the forward pass of decayed attention kept nothing to differentiate with")
-    q, k, v, positions, log_gamma, alpha, prefix_gamma, log_sums = ctx.saved_tensors
+        return (None,) * 9
+    q, k, v, positions, log_gamma, alpha, prefix_gamma = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
         inputs = (q, k, v, log_gamma, alpha, prefix_gamma)
         found = gradients(decayed, inputs, grad, positions=positions, scale=ctx.options[1])
-        return *found[:3], None, *found[3:], None, None, None
+        return *found[:3], None, *found[3:], None, None
     dq, dk, dv, *scalars = torch.ops.hf_sparseprior.decayed_backward(
-        grad, q, k, v, log_sums, positions, log_gamma, alpha, prefix_gamma, *ctx.options
+        grad, q, k, v, positions, log_gamma, alpha, prefix_gamma, *ctx.options
     )
-    return dq, dk, dv, None, *scalars, None, None, None
+    return dq, dk, dv, None, *scalars, None, None

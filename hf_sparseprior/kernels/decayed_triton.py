@@ -2,7 +2,7 @@
 
 Y = softmax(alpha_h * scale * Q K^T * M) V, M_ij = mean over curves c of gamma_c^|position_c(i) - position_c(j)| (VIOLIN
 Eqs. 12 and 13), computed as in flash attention 2: softmax runs over the blocks of keys one after the other, and the
-backward pass computes probabilities again from the log-sum-exp of each row. Blocks of M are made from the positions
+backward pass computes probabilities again from the softmax of each row. Blocks of M are made from the positions
 where they are needed. Nothing of size T x T is ever in memory.
 
 Products of blocks are computed in the dtype of q and summed in float32; products of float32 are exact (no tf32). Sums
@@ -28,9 +28,12 @@ from hf_sparseprior.kernels.triton_blocks import (
     keep_factor,
     kept_pairs,
     load_block,
+    load_softmax,
     outputs,
     place,
+    probability,
     store_block,
+    store_softmax,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -128,17 +131,17 @@ def _decay_block(
 
 @triton.jit
 def _forward_rows(
-    q, k, v, out, lse, positions, log_gamma, alpha, prefix_gamma, seed, q_strides, k_strides, v_strides, out_strides,
+    q, k, v, out, stats, positions, log_gamma, alpha, prefix_gamma, seed, q_strides, k_strides, v_strides, out_strides,
     heads, patches, scale, dropout_p, CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of a block of rows."""
+    """Output of a block of rows, and what `load_softmax` gives the backward pass."""
     tokens = patches + PREFIX
     block, slot, batch, head = place(tl.cdiv(tokens, ROWS), heads)
     rows = block * ROWS + tl.arange(0, ROWS)
     exists = rows < tokens
     q_rows = load_block(q, q_strides, batch, head, rows, exists, WIDTH, COLUMNS)
-    factor = scale * tl.load(alpha + head)
+    head_alpha = tl.load(alpha + head)
     high = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -148,7 +151,7 @@ def _forward_rows(
         k_rows = load_block(k, k_strides, batch, head, keys, valid, WIDTH, COLUMNS)
         v_rows = load_block(v, v_strides, batch, head, keys, valid, WIDTH, COLUMNS)
         decay = _decay_block(positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX)
-        logits = _product(q_rows, tl.trans(k_rows)) * (factor * decay)
+        logits = _product(q_rows, tl.trans(k_rows)) * scale * (head_alpha * decay)
         logits = tl.where(valid[None, :], logits, float("-inf"))
         higher = tl.maximum(high, tl.max(logits, 1))
         shrink = tl.exp(high - higher)
@@ -158,12 +161,12 @@ def _forward_rows(
         acc = acc * shrink[:, None] + _product(weight.to(v_rows.dtype), v_rows)
         high = higher
     store_block(out, out_strides, batch, head, rows, exists, acc / total[:, None], WIDTH, COLUMNS)
-    tl.store(lse + slot * tokens + rows, high + tl.log(total), mask=exists)
+    store_softmax(stats, slot * tokens + rows, high, total, exists)
 
 
 @triton.jit
 def _row_pairs(
-    q_rows, g_rows, lse_rows, rows, exists, keys, k, v, positions, log_gamma, prefix_gamma, head_alpha, seed,
+    q_rows, g_rows, high, share, rows, exists, keys, k, v, positions, log_gamma, prefix_gamma, head_alpha, seed,
     k_strides, v_strides, slot, batch, head, heads, patches, scale, dropout_p,
     CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -174,14 +177,14 @@ def _row_pairs(
     decay = _decay_block(positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX)
     product = _product(q_rows, tl.trans(k_rows)) * scale
     pairs = exists[:, None] & valid[None, :]
-    prob = tl.where(pairs, tl.exp(product * (head_alpha * decay) - lse_rows[:, None]), 0.0)
+    prob = probability(product * (head_alpha * decay), pairs, high[:, None], share[:, None])
     d_prob = _product(g_rows, tl.trans(v_rows)) * keep_factor(seed, slot, rows[:, None], keys[None, :], dropout_p)
     return decay, product, prob, d_prob, k_rows
 
 
 @triton.jit
 def _backward_delta(
-    grad, q, k, v, lse, delta, positions, log_gamma, alpha, prefix_gamma, seed, grad_strides, q_strides, k_strides,
+    grad, q, k, v, stats, delta, positions, log_gamma, alpha, prefix_gamma, seed, grad_strides, q_strides, k_strides,
     v_strides, heads, patches, scale, dropout_p, CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -190,7 +193,7 @@ def _backward_delta(
 
     The product of output and gradient is the same number and needs no pass over the keys. But the output was rounded,
     and so were the weights of its sum, and the gradients of the decay are sums in which these errors stay. Rounding of
-    the log-sum-exp changes all probabilities of a row alike, which does not change the mean.
+    a share changes all probabilities of a row alike, which does not change the mean.
 
     It is a kernel of its own, because `_backward_rows` would not have enough registers for it.
     """
@@ -200,13 +203,13 @@ def _backward_delta(
     exists = rows < tokens
     q_rows = load_block(q, q_strides, batch, head, rows, exists, WIDTH, COLUMNS)
     g_rows = load_block(grad, grad_strides, batch, head, rows, exists, WIDTH, COLUMNS)
-    lse_rows = tl.load(lse + slot * tokens + rows, mask=exists, other=0.0)
+    high, share = load_softmax(stats, slot * tokens + rows, exists)
     head_alpha = tl.load(alpha + head)
     weighted = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     for start in range(0, tokens, KEYS):
         _, _, prob, d_prob, _ = _row_pairs(
-            q_rows, g_rows, lse_rows, rows, exists, start + tl.arange(0, KEYS), k, v, positions, log_gamma,
+            q_rows, g_rows, high, share, rows, exists, start + tl.arange(0, KEYS), k, v, positions, log_gamma,
             prefix_gamma, head_alpha, seed, k_strides, v_strides, slot, batch, head, heads, patches, scale, dropout_p,
             CURVES, AXES, PREFIX, WIDTH, COLUMNS,
         )  # fmt: skip
@@ -217,7 +220,7 @@ def _backward_delta(
 
 @triton.jit
 def _backward_rows(
-    grad, q, k, v, lse, dq, delta, decay_parts, positions, log_gamma, alpha, prefix_gamma, seed,
+    grad, q, k, v, stats, dq, delta, decay_parts, positions, log_gamma, alpha, prefix_gamma, seed,
     grad_strides, q_strides, k_strides, v_strides, out_strides, heads, patches, scale, dropout_p,
     CURVES: tl.constexpr, CURVE_COLUMNS: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -233,7 +236,7 @@ def _backward_rows(
     exists = rows < tokens
     q_rows = load_block(q, q_strides, batch, head, rows, exists, WIDTH, COLUMNS)
     g_rows = load_block(grad, grad_strides, batch, head, rows, exists, WIDTH, COLUMNS)
-    lse_rows = tl.load(lse + slot * tokens + rows, mask=exists, other=0.0)
+    high, share = load_softmax(stats, slot * tokens + rows, exists)
     delta_rows = tl.load(delta + slot * tokens + rows, mask=exists, other=0.0)
     head_alpha = tl.load(alpha + head)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -244,7 +247,7 @@ def _backward_rows(
     for start in range(0, tokens, KEYS):
         keys = start + tl.arange(0, KEYS)
         decay, product, prob, d_prob, k_rows = _row_pairs(
-            q_rows, g_rows, lse_rows, rows, exists, keys, k, v, positions, log_gamma, prefix_gamma, head_alpha, seed,
+            q_rows, g_rows, high, share, rows, exists, keys, k, v, positions, log_gamma, prefix_gamma, head_alpha, seed,
             k_strides, v_strides, slot, batch, head, heads, patches, scale, dropout_p,
             CURVES, AXES, PREFIX, WIDTH, COLUMNS,
         )  # fmt: skip
@@ -273,7 +276,7 @@ def _backward_rows(
 
 @triton.jit
 def _backward_keys(
-    grad, q, k, v, lse, delta, dk, dv, positions, log_gamma, alpha, prefix_gamma, seed,
+    grad, q, k, v, stats, delta, dk, dv, positions, log_gamma, alpha, prefix_gamma, seed,
     grad_strides, q_strides, k_strides, v_strides, out_strides, heads, patches, scale, dropout_p,
     CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -293,13 +296,13 @@ def _backward_keys(
         valid = rows < tokens
         q_rows = load_block(q, q_strides, batch, head, rows, valid, WIDTH, COLUMNS)
         g_rows = load_block(grad, grad_strides, batch, head, rows, valid, WIDTH, COLUMNS)
-        lse_rows = tl.load(lse + slot * tokens + rows, mask=valid, other=0.0)
+        high, share = load_softmax(stats, slot * tokens + rows, valid)
         delta_rows = tl.load(delta + slot * tokens + rows, mask=valid, other=0.0)
         decay = head_alpha * _decay_block(
             positions, log_gamma, prefix_gamma, head, heads, keys, rows, patches, CURVES, AXES, PREFIX
         )
         product = _product(k_rows, tl.trans(q_rows)) * scale
-        prob = tl.where(valid[None, :], tl.exp(product * decay - lse_rows[None, :]), 0.0)
+        prob = probability(product * decay, valid[None, :], high[None, :], share[None, :])
         keep = keep_factor(seed, slot, rows[None, :], keys[:, None], dropout_p)
         dv_rows += _product((prob * keep).to(g_rows.dtype), g_rows)
         slope = prob * (_product(v_rows, tl.trans(g_rows)) * keep - delta_rows[None, :])
@@ -328,23 +331,23 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, log_gamma: Tensor, alpha: Tensor, prefix_gamma: Tensor | None,
     seed: Tensor | None, prefix: int, scale: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output (B, H, T, D) and log-sum-exp float32 (B, H, T)."""
-    out, lse = outputs(q)
+    """Output (B, H, T, D) and float32 (B, H, T, 2), see `store_softmax`."""
+    out, stats = outputs(q)
     slots, tokens = q.shape[0] * q.shape[1], q.shape[2]
     if slots == 0:
-        return out, lse
+        return out, stats
     sizes = _sizes(q, positions, prefix, "forward")
     with torch.cuda.device_of(q):
         _forward_rows[(slots * triton.cdiv(tokens, sizes["ROWS"]),)](
-            q, k, v, out, lse, positions, log_gamma.contiguous(), alpha, prefix_gamma, seed,
+            q, k, v, out, stats, positions, log_gamma.contiguous(), alpha, prefix_gamma, seed,
             q.stride(), k.stride(), v.stride(), out.stride(), q.shape[1], tokens - prefix, scale, dropout_p, **sizes,
         )  # fmt: skip
-    return out, lse
+    return out, stats
 
 
 @torch.library.custom_op("hf_sparseprior::decayed_triton_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, positions: Tensor, log_gamma: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, positions: Tensor, log_gamma: Tensor,
     alpha: Tensor, prefix_gamma: Tensor | None, seed: Tensor | None, prefix: int, scale: float, dropout_p: float,
     learns_decay: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -358,20 +361,20 @@ def _backward(
         return dq, dk, dv, d_decay
     sizes = _sizes(q, positions, prefix, "backward")
     blocks = triton.cdiv(tokens, sizes["ROWS"])
-    delta = torch.empty_like(lse)
-    parts = lse.new_empty(batch, heads, blocks, curves + 2) if learns_decay else None
+    delta = q.new_empty(q.shape[:3], dtype=torch.float32)
+    parts = stats.new_empty(batch, heads, blocks, curves + 2) if learns_decay else None
     decay = (positions, log_gamma.contiguous(), alpha, prefix_gamma, seed)
     inputs = (grad.stride(), q.stride(), k.stride(), v.stride())
     strides = (*inputs, dq.stride())
     numbers = (heads, tokens - prefix, scale, dropout_p)
     with torch.cuda.device_of(q):
-        _backward_delta[(batch * heads * blocks,)](grad, q, k, v, lse, delta, *decay, *inputs, *numbers, **sizes)
+        _backward_delta[(batch * heads * blocks,)](grad, q, k, v, stats, delta, *decay, *inputs, *numbers, **sizes)
         _backward_rows[(batch * heads * blocks,)](
-            grad, q, k, v, lse, dq, delta, parts, *decay, *strides, *numbers,
+            grad, q, k, v, stats, dq, delta, parts, *decay, *strides, *numbers,
             CURVE_COLUMNS=triton.next_power_of_2(curves), **sizes,
         )  # fmt: skip
         _backward_keys[(batch * heads * blocks,)](
-            grad, q, k, v, lse, delta, dk, dv, *decay, *strides, *numbers, **sizes
+            grad, q, k, v, stats, delta, dk, dv, *decay, *strides, *numbers, **sizes
         )
     if parts is not None:
         d_decay = parts.sum((0, 2)).t().contiguous()
@@ -400,7 +403,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple:
     if grad is None:
         return (None,) * 11
-    q, k, v, *tensors, lse = ctx.saved_tensors
+    q, k, v, *tensors, stats = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
         positions, *scalars, seed = tensors
         _, scale, dropout_p = ctx.options
@@ -409,7 +412,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple:
         return *found[:3], None, *found[3:], *(None,) * 4
     learns_decay = any(ctx.needs_input_grad[4:7])
     dq, dk, dv, d_decay = torch.ops.hf_sparseprior.decayed_triton_backward(
-        grad, q, k, v, lse, *tensors, *ctx.options, learns_decay
+        grad, q, k, v, stats, *tensors, *ctx.options, learns_decay
     )
     if not learns_decay:
         return dq, dk, dv, *(None,) * 8

@@ -626,7 +626,11 @@ void backward_rows(const Piece& piece, const Backward& f, const Scratch& own) {
   piece.prefix(f.grad, prefix_g);
   piece.prefix(f.out, prefix_out);
   std::vector<float> row_deltas(P);
-  for (int64_t p = 0; p < P; ++p) row_deltas[p] = dot(prefix_g + p * size, prefix_out + p * size, size);
+  // By `dots`, as the gradients of the probabilities from which they are subtracted: where one key has all the weight, the
+  // difference is then exactly 0, whatever large number it is multiplied with.
+  for (int64_t p = 0; p < P; ++p) {
+    row_deltas[p] = dots<V>(size, {prefix_out + p * size, 0}, {prefix_g + p * size, 0})[0];
+  }
 
   Rows values(piece, f.v, own.packed);
   for (int64_t j0 = first; j0 < end; j0 += L) {

@@ -4,7 +4,7 @@ Patch token j of head h sees the prefix tokens and the patches j + o, with o in 
 see everything. For a block of rows each offset is one contiguous, shifted load of K and of V. Softmax runs over the
 offsets one after the other, in registers. Products and sums are elementwise in float32, without tensor cores.
 
-The backward pass computes probabilities again from the log-sum-exp of each row. It only gathers: one kernel goes over
+The backward pass computes probabilities again from the softmax of each row. It only gathers: one kernel goes over
 rows (dq, and what prefix keys and decay weights get from each block of rows), one over keys (dk, dv, and what prefix
 rows get from each block of keys). If many blocks add to a sum, they do it in the order of the blocks, so that two runs
 give the same bits.
@@ -29,12 +29,16 @@ from hf_sparseprior.kernels.triton_blocks import (
     load_block,
     load_row,
     load_rows,
+    load_softmax,
     outputs,
     place,
+    probability,
     row_mask,
     row_pointers,
     store_block,
     store_row,
+    store_softmax,
+    sum_parts,
 )
 
 # Elements of a block of rows (rows x padded head width) and its limit in rows. Not tuned on a GPU. They are chosen so
@@ -139,11 +143,11 @@ def _join(high, total, acc, logits, v_rows, keep, outside):
 
 @triton.jit
 def _forward_patches(
-    q, k, v, out, lse, v_sum, signed_offsets, offset_begin, pair_weights, pair_begin, prefix_weight, self_weight, seed,
-    q_strides, k_strides, v_strides, out_strides, heads, patches, scale, dropout_p,
+    q, k, v, out, stats, v_sum, signed_offsets, offset_begin, pair_weights, pair_begin, prefix_weight, self_weight,
+    seed, q_strides, k_strides, v_strides, out_strides, heads, patches, scale, dropout_p,
     PREFIX: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of a block of patch rows. v_sum: float32 (B, H, D), sum of all v, with zero fill."""
+    """Output of a block of patch rows, and its softmax. v_sum: float32 (B, H, D), sum of all v, with zero fill."""
     block, slot, batch, head = place(tl.cdiv(patches, ROWS), heads)
     rows = block * ROWS + tl.arange(0, ROWS)
     exists = rows < patches
@@ -151,7 +155,7 @@ def _forward_patches(
     first, last = tl.load(offset_begin + head), tl.load(offset_begin + head + 1)
     k_pointers = row_pointers(k, k_strides, batch, head, tokens, COLUMNS)
     v_pointers = row_pointers(v, v_strides, batch, head, tokens, COLUMNS)
-    q_rows = load_block(q, q_strides, batch, head, tokens, exists, WIDTH, COLUMNS).to(tl.float32) * scale
+    q_rows = load_block(q, q_strides, batch, head, tokens, exists, WIDTH, COLUMNS).to(tl.float32)
 
     high = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -171,7 +175,7 @@ def _forward_patches(
     for token in range(PREFIX):
         k_row = load_row(k, k_strides, batch, head, token, WIDTH, COLUMNS)
         v_row = load_row(v, v_strides, batch, head, token, WIDTH, COLUMNS)
-        logits = tl.sum(q_rows * k_row[None, :], 1) * prefix_factor
+        logits = tl.sum(q_rows * k_row[None, :], 1) * scale * prefix_factor
         keep = keep_factor(seed, slot, tokens, token, dropout_p)
         high, total, acc = _join(high, total, acc, logits, v_row[None, :], keep, outside)
     for number in range(first, last):
@@ -180,28 +184,29 @@ def _forward_patches(
         valid = exists & (keys >= 0) & (keys < patches)
         k_rows = load_rows(k_pointers + offset * k_strides[2], valid, WIDTH, COLUMNS)
         v_rows = load_rows(v_pointers + offset * v_strides[2], valid, WIDTH, COLUMNS)
-        logits = tl.sum(q_rows * k_rows, 1) * _pair_weight(pair_weights, pair_begin, number, rows, keys, valid)
+        weight = _pair_weight(pair_weights, pair_begin, number, rows, keys, valid)
+        logits = tl.sum(q_rows * k_rows, 1) * scale * weight
         keep = keep_factor(seed, slot, tokens, keys + PREFIX, dropout_p)
         high, total, acc = _join(high, total, acc, tl.where(valid, logits, float("-inf")), v_rows, keep, outside)
     if PREFIX == 0:
         alone = exists & (seen == 0)
         k_rows = load_rows(k_pointers, alone, WIDTH, COLUMNS)
         v_rows = load_rows(v_pointers, alone, WIDTH, COLUMNS)
-        logits = tl.sum(q_rows * k_rows, 1) * _head_weight(self_weight, head)
+        logits = tl.sum(q_rows * k_rows, 1) * scale * _head_weight(self_weight, head)
         keep = keep_factor(seed, slot, tokens, tokens, dropout_p)
         high, total, acc = _join(high, total, acc, tl.where(alone, logits, float("-inf")), v_rows, keep, outside)
 
     total = tl.where(exists, total, 1.0)
     store_block(out, out_strides, batch, head, tokens, exists, acc / total[:, None], WIDTH, COLUMNS)
-    tl.store(lse + slot * (PREFIX + patches) + tokens, high + tl.log(total), mask=exists)
+    store_softmax(stats, slot * (PREFIX + patches) + tokens, high, total, exists)
 
 
 @triton.jit
 def _forward_prefix_parts(
-    q, k, v, parts, part_lse, prefix_weight, seed, q_strides, k_strides, v_strides, heads, tokens, scale, dropout_p,
+    q, k, v, parts, part_stats, prefix_weight, seed, q_strides, k_strides, v_strides, heads, tokens, scale, dropout_p,
     PREFIX: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Prefix rows over one block of keys: parts float32 (B, H, P, blocks, D), part_lse (B, H, P, blocks)."""
+    """Prefix rows over one block of keys: parts float32 (B, H, P, blocks, D), part_stats (B, H, P, blocks, 2)."""
     blocks = tl.cdiv(tokens, ROWS)
     block, slot, batch, head = place(blocks, heads)
     keys = block * ROWS + tl.arange(0, ROWS)
@@ -209,23 +214,24 @@ def _forward_prefix_parts(
     exists = keys < tokens
     k_rows = load_block(k, k_strides, batch, head, keys, exists, WIDTH, COLUMNS).to(tl.float32)
     v_rows = load_block(v, v_strides, batch, head, keys, exists, WIDTH, COLUMNS).to(tl.float32)
-    factor = scale * _head_weight(prefix_weight, head)
+    factor = _head_weight(prefix_weight, head)
     for token in range(PREFIX):
         q_row = load_row(q, q_strides, batch, head, token, WIDTH, COLUMNS)
-        logits = tl.where(exists, tl.sum(k_rows * q_row[None, :], 1) * factor, float("-inf"))
+        logits = tl.where(exists, tl.sum(k_rows * q_row[None, :], 1) * scale * factor, float("-inf"))
         high = tl.max(logits, 0)
         weight = tl.exp(logits - high)
         total = tl.sum(weight, 0)
         keep = keep_factor(seed, slot, token, keys, dropout_p)
         place_of_part = (slot * PREFIX + token) * blocks + block
-        acc = tl.sum((weight * keep)[:, None] * v_rows, 0) / total
+        acc = tl.sum((weight * keep)[:, None] * v_rows, 0)
         tl.store(parts + place_of_part * WIDTH + columns, acc, mask=columns < WIDTH)
-        tl.store(part_lse + place_of_part, high + tl.log(total))
+        tl.store(part_stats + 2 * place_of_part, high)
+        tl.store(part_stats + 2 * place_of_part + 1, total)
 
 
 @triton.jit
 def _forward_prefix(
-    parts, part_lse, out, lse, out_strides, heads, tokens, blocks,
+    parts, part_stats, out, stats, out_strides, heads, tokens, blocks,
     PREFIX: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The parts of one prefix row, combined in the order of the blocks."""
@@ -238,55 +244,56 @@ def _forward_prefix(
         part = start + tl.arange(0, ROWS)
         exists = part < blocks
         at = (slot * PREFIX + token) * blocks + part
-        own = tl.load(part_lse + at, mask=exists, other=float("-inf"))
+        own = tl.load(part_stats + 2 * at, mask=exists, other=float("-inf"))
+        totals = tl.load(part_stats + 2 * at + 1, mask=exists, other=0.0)
         values = tl.load(
             parts + at[:, None] * WIDTH + columns[None, :], mask=row_mask(exists, WIDTH, COLUMNS), other=0.0
         )
         higher = tl.maximum(high, tl.max(own, 0))
         shrink, share = tl.exp(high - higher), tl.exp(own - higher)
-        total = total * shrink + tl.sum(share, 0)
+        total = total * shrink + tl.sum(share * totals, 0)
         acc = acc * shrink + tl.sum(share[:, None] * values, 0)
         high = higher
     store_row(out, out_strides, batch, head, token, acc / total, WIDTH, COLUMNS)
-    tl.store(lse + slot * tokens + token, high + tl.log(total))
+    store_softmax(stats, slot * tokens + token, high, total, True)
 
 
 # ---- backward -------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _pair_gradients(q_rows, k_rows, v_rows, g_rows, lse, delta, weight, valid, scale, keep):
+def _pair_gradients(q_rows, k_rows, v_rows, g_rows, high, share, delta, weight, valid, scale, keep):
     """For pairs: scaled product of q and k, probability, and gradient of the logit."""
     product = tl.sum(q_rows * k_rows, 1) * scale
-    prob = tl.where(valid, tl.exp(product * weight - lse), 0.0)
+    prob = probability(product * weight, valid, high, share)
     return product, prob, prob * (tl.sum(g_rows * v_rows, 1) * keep - delta)
 
 
 @triton.jit
 def _gradients_of_rows(
-    q_rows, g_rows, lse_rows, delta_rows, k_pointers, v_pointers, valid, weight, scale, keep,
+    q_rows, g_rows, high, share, delta_rows, k_pointers, v_pointers, valid, weight, scale, keep,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """What one key of each row adds to dq, and the gradient of the pair's weight."""
     k_rows = load_rows(k_pointers, valid, WIDTH, COLUMNS)
     v_rows = load_rows(v_pointers, valid, WIDTH, COLUMNS)
     product, _, slope = _pair_gradients(
-        q_rows, k_rows, v_rows, g_rows, lse_rows, delta_rows, weight, valid, scale, keep
+        q_rows, k_rows, v_rows, g_rows, high, share, delta_rows, weight, valid, scale, keep
     )
     return (slope * weight * scale)[:, None] * k_rows, slope * product
 
 
 @triton.jit
 def _gradients_of_keys(
-    k_rows, v_rows, q_pointers, g_pointers, lse, delta, floor, per_row, valid, weight, scale, keep,
+    k_rows, v_rows, q_pointers, g_pointers, stats, delta, floor, per_row, valid, weight, scale, keep,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """What one row of each key adds to dk and to dv; `per_row` says where in lse, delta and floor the rows are."""
+    """What one row of each key adds to dk and to dv; `per_row` says where in stats, delta and floor the rows are."""
     q_rows = load_rows(q_pointers, valid, WIDTH, COLUMNS)
     g_rows = load_rows(g_pointers, valid, WIDTH, COLUMNS)
-    lse_rows = tl.load(lse + per_row, mask=valid, other=0.0)
-    delta_rows = tl.load(delta + per_row, mask=valid, other=0.0)
-    _, prob, slope = _pair_gradients(q_rows, k_rows, v_rows, g_rows, lse_rows, delta_rows, weight, valid, scale, keep)
+    high, share = load_softmax(stats, per_row, valid)
+    mean = tl.load(delta + per_row, mask=valid, other=0.0)
+    _, prob, slope = _pair_gradients(q_rows, k_rows, v_rows, g_rows, high, share, mean, weight, valid, scale, keep)
     prob = prob * keep
     if floor is not None:
         prob -= tl.load(floor + per_row, mask=valid, other=0.0)
@@ -301,16 +308,16 @@ def _store_weighted_sum(part, weights, rows, WIDTH: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit
-def _store_floor(floor, part, outside, g_rows, lse_rows, exists, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+def _store_floor(floor, part, outside, g_rows, high, share, exists, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """With zero fill, the probability of one key `outside` for each row, and the gradients that it weighs, summed."""
-    floor_rows = tl.where(exists & (outside > 0), tl.exp(-lse_rows), 0.0)
+    floor_rows = tl.where(exists & (outside > 0), tl.exp(-high) * share, 0.0)
     tl.store(floor, floor_rows, mask=exists)
     _store_weighted_sum(part, floor_rows, g_rows, WIDTH, COLUMNS)
 
 
 @triton.jit
 def _backward_rows(
-    grad, q, k, v, out, lse, dq, delta, floor, floor_parts, prefix_parts, pair_grads, prefix_weight_parts,
+    grad, q, k, v, out, stats, dq, delta, floor, floor_parts, prefix_parts, pair_grads, prefix_weight_parts,
     self_weight_parts, signed_offsets, offset_begin, pair_weights, pair_begin, prefix_weight, self_weight, seed,
     grad_strides, q_strides, k_strides, v_strides, out_strides, heads, patches, num_offsets, scale, dropout_p,
     PREFIX: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -334,7 +341,7 @@ def _backward_rows(
     g_rows = load_block(grad, grad_strides, batch, head, tokens, exists, WIDTH, COLUMNS).to(tl.float32)
     o_rows = load_block(out, out_strides, batch, head, tokens, exists, WIDTH, COLUMNS).to(tl.float32)
     per_row = slot * (PREFIX + patches) + tokens
-    lse_rows = tl.load(lse + per_row, mask=exists, other=0.0)
+    high, share = load_softmax(stats, per_row, exists)
     delta_rows = tl.sum(g_rows * o_rows, 1)
     tl.store(delta + per_row, delta_rows, mask=exists)
     if PREFIX == 0 or floor is not None:
@@ -342,7 +349,7 @@ def _backward_rows(
     if floor is not None:
         outside = patches - (tl.maximum(seen, 1) if PREFIX == 0 else seen)
         part = floor_parts + (slot * blocks + block) * WIDTH
-        _store_floor(floor + per_row, part, outside, g_rows, lse_rows, exists, WIDTH, COLUMNS)
+        _store_floor(floor + per_row, part, outside, g_rows, high, share, exists, WIDTH, COLUMNS)
 
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     prefix_factor = _head_weight(prefix_weight, head)
@@ -353,7 +360,7 @@ def _backward_rows(
         v_row = load_row(v, v_strides, batch, head, token, WIDTH, COLUMNS)
         keep = keep_factor(seed, slot, tokens, token, dropout_p)
         product, prob, slope = _pair_gradients(
-            q_rows, k_row[None, :], v_row[None, :], g_rows, lse_rows, delta_rows, prefix_factor, exists, scale, keep
+            q_rows, k_row[None, :], v_row[None, :], g_rows, high, share, delta_rows, prefix_factor, exists, scale, keep
         )
         by_prefix += slope * product
         slope = slope * prefix_factor * scale
@@ -368,7 +375,7 @@ def _backward_rows(
         weight = _pair_weight(pair_weights, pair_begin, number, rows, keys, valid)
         keep = keep_factor(seed, slot, tokens, keys + PREFIX, dropout_p)
         dq_part, weight_grads = _gradients_of_rows(
-            q_rows, g_rows, lse_rows, delta_rows, k_pointers + offset * k_strides[2],
+            q_rows, g_rows, high, share, delta_rows, k_pointers + offset * k_strides[2],
             v_pointers + offset * v_strides[2], valid, weight, scale, keep, WIDTH, COLUMNS,
         )  # fmt: skip
         acc += dq_part
@@ -379,7 +386,7 @@ def _backward_rows(
         weight = _head_weight(self_weight, head)
         keep = keep_factor(seed, slot, tokens, tokens, dropout_p)
         dq_part, weight_grads = _gradients_of_rows(
-            q_rows, g_rows, lse_rows, delta_rows, k_pointers, v_pointers, alone, weight, scale, keep, WIDTH, COLUMNS
+            q_rows, g_rows, high, share, delta_rows, k_pointers, v_pointers, alone, weight, scale, keep, WIDTH, COLUMNS
         )
         acc += dq_part
         if self_weight is not None:
@@ -391,7 +398,7 @@ def _backward_rows(
 
 @triton.jit
 def _backward_keys(
-    grad, q, k, v, out, lse, dk, dv, delta, floor, floor_sum, prefix_parts, prefix_weight_parts,
+    grad, q, k, v, out, stats, dk, dv, delta, floor, floor_sum, prefix_parts, prefix_weight_parts,
     signed_offsets, offset_begin, pair_weights, pair_begin, prefix_weight, self_weight, seed,
     grad_strides, q_strides, k_strides, v_strides, out_strides, heads, patches, scale, dropout_p,
     PREFIX: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -425,11 +432,13 @@ def _backward_keys(
         q_row = load_row(q, q_strides, batch, head, token, WIDTH, COLUMNS)
         g_row = load_row(grad, grad_strides, batch, head, token, WIDTH, COLUMNS)
         o_row = load_row(out, out_strides, batch, head, token, WIDTH, COLUMNS)
-        row_lse = tl.load(lse + slot * (PREFIX + patches) + token)
+        high, share = load_softmax(stats, slot * (PREFIX + patches) + token, True)
+        # Summed like the gradients of probabilities: where one key has all the weight, the difference is exactly 0,
+        # whatever large number it is multiplied with.
+        row_delta = tl.sum(g_row[None, :] * tl.broadcast_to(o_row[None, :], (ROWS, COLUMNS)), 1)
         keep = keep_factor(seed, slot, token, tokens, dropout_p)
         product, prob, slope = _pair_gradients(
-            q_row[None, :], k_rows, v_rows, g_row[None, :], row_lse, tl.sum(g_row * o_row, 0), prefix_factor, exists,
-            scale, keep,
+            q_row[None, :], k_rows, v_rows, g_row[None, :], high, share, row_delta, prefix_factor, exists, scale, keep
         )  # fmt: skip
         by_prefix += slope * product
         slope = slope * prefix_factor * scale
@@ -445,7 +454,7 @@ def _backward_keys(
         keep = keep_factor(seed, slot, rows + PREFIX, tokens, dropout_p)
         dk_part, dv_part = _gradients_of_keys(
             k_rows, v_rows, q_pointers - offset * q_strides[2], g_pointers - offset * grad_strides[2],
-            lse, delta, floor, per_row - offset, valid, weight, scale, keep, WIDTH, COLUMNS,
+            stats, delta, floor, per_row - offset, valid, weight, scale, keep, WIDTH, COLUMNS,
         )  # fmt: skip
         dk_rows += dk_part
         dv_rows += dv_part
@@ -454,7 +463,7 @@ def _backward_keys(
         weight = _head_weight(self_weight, head)
         keep = keep_factor(seed, slot, tokens, tokens, dropout_p)
         dk_part, dv_part = _gradients_of_keys(
-            k_rows, v_rows, q_pointers, g_pointers, lse, delta, floor, per_row, alone, weight, scale, keep,
+            k_rows, v_rows, q_pointers, g_pointers, stats, delta, floor, per_row, alone, weight, scale, keep,
             WIDTH, COLUMNS,
         )  # fmt: skip
         dk_rows += dk_part
@@ -466,20 +475,8 @@ def _backward_keys(
 
 
 @triton.jit
-def _sum_parts(parts, blocks, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum of (blocks, D) in the order of blocks, (COLUMNS,)."""
-    columns = tl.arange(0, COLUMNS)
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for start in range(0, blocks, ROWS):
-        part = start + tl.arange(0, ROWS)
-        pointers = parts + part[:, None] * WIDTH + columns[None, :]
-        total += tl.sum(tl.load(pointers, mask=row_mask(part < blocks, WIDTH, COLUMNS), other=0.0), 0)
-    return total
-
-
-@triton.jit
 def _backward_prefix(
-    grad, q, k, v, out, lse, dq, dk, dv, prefix_parts, prefix_weight_parts, prefix_weight, seed,
+    grad, q, k, v, out, stats, dq, dk, dv, prefix_parts, prefix_weight_parts, prefix_weight, seed,
     grad_strides, q_strides, k_strides, v_strides, out_strides, heads, tokens, blocks, scale, dropout_p,
     PREFIX: tl.constexpr, PREFIX_ROWS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -493,16 +490,17 @@ def _backward_prefix(
     v_rows = load_block(v, v_strides, batch, head, others, exists, WIDTH, COLUMNS).to(tl.float32)
     g_rows = load_block(grad, grad_strides, batch, head, others, exists, WIDTH, COLUMNS).to(tl.float32)
     o_rows = load_block(out, out_strides, batch, head, others, exists, WIDTH, COLUMNS).to(tl.float32)
-    lse_rows = tl.load(lse + slot * tokens + others, mask=exists, other=0.0)
+    high_rows, share_rows = load_softmax(stats, slot * tokens + others, exists)
     delta_rows = tl.sum(g_rows * o_rows, 1)
     own = (others == token)[:, None]
     # The token as a row, the others as its keys.
     q_row, g_row = tl.sum(tl.where(own, q_rows, 0.0), 0), tl.sum(tl.where(own, g_rows, 0.0), 0)
-    row_lse = tl.sum(tl.where(others == token, lse_rows, 0.0), 0)
+    high = tl.sum(tl.where(others == token, high_rows, 0.0), 0)
+    share = tl.sum(tl.where(others == token, share_rows, 0.0), 0)
     row_delta = tl.sum(tl.where(others == token, delta_rows, 0.0), 0)
     keep = keep_factor(seed, slot, token, others, dropout_p)
     product, _, slope = _pair_gradients(
-        q_row[None, :], k_rows, v_rows, g_row[None, :], row_lse, row_delta, factor, exists, scale, keep
+        q_row[None, :], k_rows, v_rows, g_row[None, :], high, share, row_delta, factor, exists, scale, keep
     )
     dq_row = tl.sum((slope * factor * scale)[:, None] * k_rows, 0)
     if prefix_weight is not None:
@@ -512,16 +510,16 @@ def _backward_prefix(
     k_row, v_row = tl.sum(tl.where(own, k_rows, 0.0), 0), tl.sum(tl.where(own, v_rows, 0.0), 0)
     keep = keep_factor(seed, slot, others, token, dropout_p)
     _, prob, slope = _pair_gradients(
-        q_rows, k_row[None, :], v_row[None, :], g_rows, lse_rows, delta_rows, factor, exists, scale, keep
+        q_rows, k_row[None, :], v_row[None, :], g_rows, high_rows, share_rows, delta_rows, factor, exists, scale, keep
     )
     dk_row = tl.sum((slope * factor * scale)[:, None] * q_rows, 0)
     dv_row = tl.sum((prob * keep)[:, None] * g_rows, 0)
 
     part_stride = tl.num_programs(0).to(tl.int64) * blocks * WIDTH
     parts = prefix_parts + (slot * PREFIX + token) * blocks * WIDTH
-    dk_row += _sum_parts(parts, blocks, WIDTH, ROWS, COLUMNS)
-    dv_row += _sum_parts(parts + part_stride, blocks, WIDTH, ROWS, COLUMNS)
-    dq_row += _sum_parts(parts + 2 * part_stride, blocks, WIDTH, ROWS, COLUMNS)
+    dk_row += sum_parts(parts, blocks, WIDTH, ROWS, COLUMNS)
+    dv_row += sum_parts(parts + part_stride, blocks, WIDTH, ROWS, COLUMNS)
+    dq_row += sum_parts(parts + 2 * part_stride, blocks, WIDTH, ROWS, COLUMNS)
     store_row(dq, out_strides, batch, head, token, dq_row, WIDTH, COLUMNS)
     store_row(dk, out_strides, batch, head, token, dk_row, WIDTH, COLUMNS)
     store_row(dv, out_strides, batch, head, token, dv_row, WIDTH, COLUMNS)
@@ -565,37 +563,37 @@ def _forward(
     pair_begin: Tensor | None, prefix_weight: Tensor | None, self_weight: Tensor | None, seed: Tensor | None,
     prefix: int, scale: float, zero_fill: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output (B, H, T, D) and log-sum-exp float32 (B, H, T)."""
+    """Output (B, H, T, D) and float32 (B, H, T, 2), see `store_softmax`."""
     batch, heads, tokens, width = q.shape
-    out, lse = outputs(q)
+    out, stats = outputs(q)
     slots = batch * heads
     if slots == 0:
-        return out, lse
+        return out, stats
     v_sum = v.sum(2, dtype=torch.float32) if zero_fill else None
     strides = (q.stride(), k.stride(), v.stride())
     block = _block(width, FORWARD_ELEMENTS)
     patches = tokens - prefix
     with torch.cuda.device_of(q):
         _forward_patches[(slots * triton.cdiv(patches, block["ROWS"]),)](
-            q, k, v, out, lse, v_sum, signed_offsets, offset_begin, pair_weights, pair_begin, prefix_weight,
+            q, k, v, out, stats, v_sum, signed_offsets, offset_begin, pair_weights, pair_begin, prefix_weight,
             self_weight, seed, *strides, out.stride(), heads, patches, scale, dropout_p, PREFIX=prefix, **block,
         )  # fmt: skip
         if prefix:
             blocks = triton.cdiv(tokens, block["ROWS"])
-            parts, part_lse = _floats(q, slots, prefix, blocks, width), _floats(q, slots, prefix, blocks)
+            parts, part_stats = _floats(q, slots, prefix, blocks, width), _floats(q, slots, prefix, blocks, 2)
             _forward_prefix_parts[(slots * blocks,)](
-                q, k, v, parts, part_lse, prefix_weight, seed, *strides, heads, tokens, scale, dropout_p,
+                q, k, v, parts, part_stats, prefix_weight, seed, *strides, heads, tokens, scale, dropout_p,
                 PREFIX=prefix, **block,
             )  # fmt: skip
             _forward_prefix[(slots * prefix,)](
-                parts, part_lse, out, lse, out.stride(), heads, tokens, blocks, PREFIX=prefix, **block
+                parts, part_stats, out, stats, out.stride(), heads, tokens, blocks, PREFIX=prefix, **block
             )
-    return out, lse
+    return out, stats
 
 
 @torch.library.custom_op("hf_sparseprior::diagonal_triton_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, signed_offsets: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, signed_offsets: Tensor,
     offset_begin: Tensor, pair_weights: Tensor | None, pair_begin: Tensor | None, prefix_weight: Tensor | None,
     self_weight: Tensor | None, seed: Tensor | None, prefix: int, scale: float, zero_fill: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -610,8 +608,8 @@ def _backward(
     d_prefix, d_self = (q.new_zeros(heads if decays else 0, dtype=torch.float32) for _ in range(2))
     if slots == 0:
         return dq, dk, dv, d_pairs.zero_(), d_prefix, d_self
-    delta = torch.empty_like(lse)
-    floor = torch.empty_like(lse) if zero_fill else None
+    delta = _floats(q, *q.shape[:3])
+    floor = torch.empty_like(delta) if zero_fill else None
     floor_parts = _floats(q, slots, blocks, width) if zero_fill else None
     prefix_parts = _floats(q, 3, slots, prefix, blocks, width)
     pair_grads = _floats(q, batch, num_offsets, patches) if decays else None
@@ -621,17 +619,17 @@ def _backward(
     tables = (signed_offsets, offset_begin, pair_weights, pair_begin, prefix_weight, self_weight, seed)
     with torch.cuda.device_of(q):
         _backward_rows[(slots * blocks,)](
-            grad, q, k, v, out, lse, dq, delta, floor, floor_parts, prefix_parts, pair_grads, by_prefix, by_self,
+            grad, q, k, v, out, stats, dq, delta, floor, floor_parts, prefix_parts, pair_grads, by_prefix, by_self,
             *tables, *strides, heads, patches, num_offsets, scale, dropout_p, PREFIX=prefix, **block,
         )  # fmt: skip
         floor_sum = floor_parts.sum(1) if floor_parts is not None else None
         _backward_keys[(slots * blocks,)](
-            grad, q, k, v, out, lse, dk, dv, delta, floor, floor_sum, prefix_parts, by_prefix,
+            grad, q, k, v, out, stats, dk, dv, delta, floor, floor_sum, prefix_parts, by_prefix,
             *tables, *strides, heads, patches, scale, dropout_p, PREFIX=prefix, **block,
         )  # fmt: skip
         if prefix:
             _backward_prefix[(slots * prefix,)](
-                grad, q, k, v, out, lse, dq, dk, dv, prefix_parts, by_prefix, prefix_weight, seed, *strides, heads,
+                grad, q, k, v, out, stats, dq, dk, dv, prefix_parts, by_prefix, prefix_weight, seed, *strides, heads,
                 tokens, blocks, scale, dropout_p, PREFIX=prefix, PREFIX_ROWS=triton.next_power_of_2(prefix), **block,
             )  # fmt: skip
         if decays and num_offsets:
@@ -674,7 +672,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple:
     if grad is None:
         return (None,) * 14
-    q, k, v, *tables, out, lse = ctx.saved_tensors
+    q, k, v, *tables, out, stats = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
         offsets, begin, pair_weights, pair_begin, prefix_weight, self_weight, seed = tables
         prefix, scale, zero_fill, dropout_p = ctx.options
@@ -685,7 +683,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple:
         )  # fmt: skip
         return *found[:3], None, None, found[3], None, *found[4:], *(None,) * 5
     dq, dk, dv, *d_weights = torch.ops.hf_sparseprior.diagonal_triton_backward(
-        grad, q, k, v, out, lse, *tables, *ctx.options
+        grad, q, k, v, out, stats, *tables, *ctx.options
     )
     d_pairs, d_prefix, d_self = d_weights if tables[2] is not None else (None, None, None)
     return dq, dk, dv, None, None, d_pairs, None, d_prefix, d_self, *(None,) * 5

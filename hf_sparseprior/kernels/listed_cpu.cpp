@@ -154,72 +154,71 @@ SPARSEPRIOR_INLINE vec factors(const Row& row, int64_t i) {
   return row.factor ? load_lanes(row.factor + i, 0, row.count - i) : splat(row.same);
 }
 
-// Products become exp(logit - largest); returns 1 / sum, and the logarithm of the sum of exp(logit).
-float softmax(const Row& row, float scale, float* scores, float* log_sum) {
+// Logits of a row from its products, -inf after the last key; gives the largest. See `row_logits` in decayed_cpu.cpp.
+float row_logits(const Row& row, float scale, const float* products, float* logits) {
   vec highest = splat(MINUS_INF);
   for (int64_t i = 0; i < row.count; i += L) {
-    const vec logit = load(scores + i) * scale * factors(row, i);
+    const vec logit = load(products + i) * scale * factors(row, i);
     const vec value = lanes(0, row.count - i) ? logit : splat(MINUS_INF);
-    store(scores + i, value);
+    store(logits + i, value);
     highest = maximum(highest, value);
   }
-  const float top = maximum(highest);
+  return maximum(highest);
+}
+
+// Products become exp(logit - largest); gives 1 / sum.
+float softmax(const Row& row, float scale, float* scores) {
+  const float top = row_logits(row, scale, scores, scores);
   vec total = vec{};
   for (int64_t i = 0; i < row.count; i += L) {
     const vec value = lanes(0, row.count - i) ? exp_of(load(scores + i) - top) : vec{};
     store(scores + i, value);
     total += value;
   }
-  const float sum_of = sum(total);
-  *log_sum = top + std::log(sum_of);
-  return 1.0f / sum_of;
+  return 1.0f / sum(total);
 }
 
 void forward_head(
-    const Lists& x, int64_t b, int64_t h, const View& q, const View& k, const View& v, const View& out,
-    float* log_sums) {
+    const Lists& x, int64_t b, int64_t h, const View& q, const View& k, const View& v, const View& out) {
   const Rows keys(k, b, h, x.T), values(v, b, h, x.T);
   const Buffer query(x.size), scores(x.places), result(x.size);
   for (int64_t t = 0; t < x.T; ++t) {
     const Row row = row_of(x, b, h, t);
-    float log_sum;
     read_rows(q, b, h, t, t + 1, 0, x.T, query.data());
     products(row, query.data(), keys, x.size, scores.data());
-    const float share = softmax(row, x.scale, scores.data(), &log_sum);
+    const float share = softmax(row, x.scale, scores.data());
     mixture(row, scores.data(), values, x.size, result.data());
     for (int64_t e = 0; e < x.size; e += L) store(result.data() + e, load(result.data() + e) * share);
     write_rows(result.data(), out, b, h, t, 1);
-    if (log_sums) log_sums[(b * x.H + h) * x.T + t] = log_sum;
   }
 }
 
 struct Gradients {
   View q, k, v, grad, dq, dk, dv;
-  const float* log_sums;
   float *factor, *prefix;  // (1 or B, H, N, K), (B, H); nullptr if they are not wanted
 };
 
-// `p`: products, which become exp(logit - logarithm of the sum); `ds`: gradients of these, which become those of the
-// products. As in decayed_cpu.cpp the mean of the gradients comes from the row itself.
-void row_gradients(const Row& row, float scale, float log_sum, float* p, float* ds, float* d_factor, float* d_same) {
+// `p`: products, which become probabilities. `ds`: their gradients, which become those of the products. `e`: memory for a
+// row. As in decayed_cpu.cpp the mean of the gradients comes from the row itself.
+void row_gradients(const Row& row, float scale, float* p, float* ds, float* e, float* d_factor, float* d_same) {
+  const float top = row_logits(row, scale, p, e);
   vec total = vec{}, weighted = vec{};
   for (int64_t i = 0; i < row.count; i += L) {
-    const vec e = exp_of(load(p + i) * scale * factors(row, i) - log_sum);
-    const vec value = lanes(0, row.count - i) ? e : vec{};
+    const vec value = lanes(0, row.count - i) ? exp_of(load(e + i) - top) : vec{};
+    store(e + i, value);
     total += value;
     weighted += value * load(ds + i);
   }
   const float sum_of = sum(total), mean = sum(weighted) / sum_of, share = 1.0f / sum_of;
   vec same = vec{};
   for (int64_t i = 0; i < row.count; i += L) {
-    const vec factor = factors(row, i), logit = load(p + i) * scale;
-    const vec e = exp_of(logit * factor - log_sum) * share;
-    const vec value = lanes(0, row.count - i) ? e : vec{}, d = value * (load(ds + i) - mean);
+    const vec factor = factors(row, i), product = load(p + i) * scale;
+    const vec value = load(e + i) * share, d = lanes(0, row.count - i) ? value * (load(ds + i) - mean) : vec{};
     if (d_factor && row.factor) {
       const int64_t count = std::min<int64_t>(L, row.count - i);
-      store_lanes(d_factor + i, load_lanes(d_factor + i, 0, count) + d * logit, count);
+      store_lanes(d_factor + i, load_lanes(d_factor + i, 0, count) + d * product, count);
     } else {
-      same += d * logit;
+      same += d * product;
     }
     store(ds + i, d * factor * scale);
     store(p + i, value);
@@ -229,7 +228,8 @@ void row_gradients(const Row& row, float scale, float log_sum, float* p, float* 
 
 void backward_head(const Lists& x, int64_t b, int64_t h, const Gradients& g) {
   const Rows keys(g.k, b, h, x.T), values(g.v, b, h, x.T);
-  const Buffer query(x.size), grad(x.size), result(x.size), p(x.places), ds(x.places), dk(x.T * x.size), dv(x.T * x.size);
+  const Buffer query(x.size), grad(x.size), result(x.size), p(x.places), ds(x.places), e(x.places),
+      dk(x.T * x.size), dv(x.T * x.size);
   std::fill_n(dk.data(), x.T * x.size, 0.0f);
   std::fill_n(dv.data(), x.T * x.size, 0.0f);
   float prefix_sum = 0.0f, unused = 0.0f;
@@ -241,8 +241,7 @@ void backward_head(const Lists& x, int64_t b, int64_t h, const Gradients& g) {
     products(row, grad.data(), values, x.size, ds.data());
     float* d_factor = nullptr;
     if (g.factor && t >= x.P) d_factor = g.factor + (((x.own_factor ? b : 0) * x.H + h) * x.N + t - x.P) * x.K;
-    row_gradients(
-        row, x.scale, g.log_sums[(b * x.H + h) * x.T + t], p.data(), ds.data(), d_factor, t < x.P ? &prefix_sum : &unused);
+    row_gradients(row, x.scale, p.data(), ds.data(), e.data(), d_factor, t < x.P ? &prefix_sum : &unused);
     mixture(row, ds.data(), keys, x.size, result.data());
     write_rows(result.data(), g.dq, b, h, t, 1);
     spread(row, ds.data(), query.data(), x.size, dk.data());
@@ -291,36 +290,34 @@ void check_lists(
   if (prefix_factor) check_is(*prefix_factor, {q.size(1)}, at::kFloat, "prefix_factor");
 }
 
-std::tuple<Tensor, Tensor> forward(
+Tensor forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, const optional<Tensor>& factor,
-    const optional<Tensor>& prefix_factor, int64_t prefix, double scale, bool keep) {
+    const optional<Tensor>& prefix_factor, int64_t prefix, double scale) {
   check_inputs(q, k, v, prefix);
   check_lists(q, prefix, keys, factor, prefix_factor);
   const Lists x(q, keys, factor, prefix_factor, prefix, scale);
   Tensor out = like_projection(q);
-  Tensor log_sums = at::empty({keep ? x.B : 0, x.H, x.T}, q.options().dtype(at::kFloat));
   const View qv(q), kv(k), vv(v), outv(out);
   for_heads(x, [&](int64_t b, int64_t h) {
-    forward_head(x, b, h, qv, kv, vv, outv, keep ? log_sums.data_ptr<float>() : nullptr);
+    forward_head(x, b, h, qv, kv, vv, outv);
   });
-  return {out, log_sums};
+  return out;
 }
 
 // Gradients of q, k, v, factor and prefix_factor; the last two are empty if there is no factor.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_sums, const Tensor& keys,
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys,
     const optional<Tensor>& factor, const optional<Tensor>& prefix_factor, int64_t prefix, double scale) {
   check_inputs(q, k, v, prefix);
   check_lists(q, prefix, keys, factor, prefix_factor);
   check_like(q, grad, "grad");
-  check_is(log_sums, {q.size(0), q.size(1), q.size(2)}, at::kFloat, "log_sums");
-  Lists x(q, keys, factor, prefix_factor, prefix, scale);
+  const Lists x(q, keys, factor, prefix_factor, prefix, scale);
   const auto floats = q.options().dtype(at::kFloat);
   Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
   const Tensor d_factor = factor ? at::zeros(factor->sizes(), floats) : at::empty({0}, floats);
   const Tensor d_prefix = at::zeros({x.B, x.H}, floats);
   const Gradients g{
-      View(q), View(k), View(v), View(grad), View(dq), View(dk), View(dv), x.values.of<float>(log_sums),
+      View(q), View(k), View(v), View(grad), View(dq), View(dk), View(dv),
       factor ? d_factor.data_ptr<float>() : nullptr, prefix_factor ? d_prefix.data_ptr<float>() : nullptr};
   for_heads(x, [&](int64_t b, int64_t h) { backward_head(x, b, h, g); });
   return {dq, dk, dv, d_factor, prefix_factor ? d_prefix.sum(0) : at::empty({0}, floats)};
@@ -329,9 +326,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
   m.def(
       "listed_forward(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor? factor, Tensor? prefix_factor, int prefix, "
-      "float scale, bool keep) -> (Tensor, Tensor)");
+      "float scale) -> Tensor");
   m.def(
-      "listed_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor log_sums, Tensor keys, Tensor? factor, "
+      "listed_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor keys, Tensor? factor, "
       "Tensor? prefix_factor, int prefix, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(hf_sparseprior, CPU, m) {

@@ -38,11 +38,7 @@ def listed_attention(
     Returns:
         (B, H, T, D), in memory as (B, T, H, D).
     """
-    inputs = (q, k, v, factor, prefix_factor)
-    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    return torch.ops.hf_sparseprior.listed_forward(
-        q, k, v, keys, factor, prefix_factor, num_prefix_tokens, scale, trains
-    )[0]
+    return torch.ops.hf_sparseprior.listed_forward(q, k, v, keys, factor, prefix_factor, num_prefix_tokens, scale)
 
 
 def register() -> None:
@@ -53,23 +49,21 @@ def register() -> None:
 
 
 def _fake_backward(grad: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    factors = rest[4:6]
+    factors = rest[3:5]
     like = (q.new_empty((0,) if x is None else x.shape, dtype=torch.float32) for x in factors)
     return (*(like_projection(q) for _ in range(3)), *like)
 
 
-def _backward(ctx: Any, grad: Tensor | None, *others: Any) -> tuple:
+def _backward(ctx: Any, grad: Tensor | None) -> tuple:
     if grad is None:
-        return (None,) * 9
-    if not ctx.kept:
-        raise RuntimeError("the forward pass of attention over lists kept nothing to differentiate with")
-    q, k, v, keys, factor, prefix_factor, log_sums = ctx.saved_tensors
+        return (None,) * 8
+    q, k, v, keys, factor, prefix_factor = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
         inputs = (q, k, v, factor, prefix_factor)
         found = gradients(listed, inputs, grad, keys=keys, scale=ctx.options[1])
-        return *found[:3], None, *found[3:], None, None, None
+        return *found[:3], None, *found[3:], None, None
     dq, dk, dv, d_factor, d_prefix = torch.ops.hf_sparseprior.listed_backward(
-        grad, q, k, v, log_sums, keys, factor, prefix_factor, *ctx.options
+        grad, q, k, v, keys, factor, prefix_factor, *ctx.options
     )
     d_factor, d_prefix = (None if x is None else d for x, d in ((factor, d_factor), (prefix_factor, d_prefix)))
-    return dq, dk, dv, None, d_factor, d_prefix, None, None, None
+    return dq, dk, dv, None, d_factor, d_prefix, None, None

@@ -16,8 +16,8 @@ from hf_sparseprior.kernels.diagonal_cpu import like_projection
 
 
 def outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    """An empty output (B, H, T, D), in memory as (B, T, H, D), and log-sum-exp float32 (B, H, T)."""
-    return like_projection(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    """An empty output (B, H, T, D), in memory as (B, T, H, D), and float32 (B, H, T, 2) for `store_softmax`."""
+    return like_projection(q), q.new_empty((*q.shape[:3], 2), dtype=torch.float32)
 
 
 def draw_seed(q: Tensor, dropout_p: float) -> Tensor | None:
@@ -93,6 +93,45 @@ def store_row(x, strides, batch, head, token, values, WIDTH: tl.constexpr, COLUM
     columns = tl.arange(0, COLUMNS)
     start = x + batch * strides[0] + head * strides[1] + token * strides[2]
     tl.store(start + columns.to(tl.int64) * strides[3], values.to(x.dtype.element_ty), mask=columns < WIDTH)
+
+
+@triton.jit
+def sum_parts(parts, blocks, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sum of (blocks, D) in the order of blocks, (COLUMNS,)."""
+    columns = tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, blocks, ROWS):
+        part = start + tl.arange(0, ROWS)
+        pointers = parts + part[:, None] * WIDTH + columns[None, :]
+        total += tl.sum(tl.load(pointers, mask=row_mask(part < blocks, WIDTH, COLUMNS), other=0.0), 0)
+    return total
+
+
+@triton.jit
+def store_softmax(stats, rows, high, total, exists):
+    """Keep the largest logit of rows, and the share of its key: 1 / the sum of exp(logit - largest).
+
+    As one number, the logarithm of the sum, they would be off by rounding, which at logits of a million is 6 % of each
+    probability.
+    """
+    tl.store(stats + 2 * rows, high, mask=exists)
+    tl.store(stats + 2 * rows + 1, 1.0 / total, mask=exists)
+
+
+@triton.jit
+def load_softmax(stats, rows, exists):
+    """Largest logit and its share of rows."""
+    return tl.load(stats + 2 * rows, mask=exists, other=0.0), tl.load(stats + 2 * rows + 1, mask=exists, other=0.0)
+
+
+@triton.jit
+def probability(logits, valid, high, share):
+    """Probabilities of pairs, from logits that are computed as in the forward pass.
+
+    The selection stands between product and difference, so that the compiler rounds the product as it did there.
+    """
+    logits = tl.where(valid, logits, float("-inf"))
+    return tl.exp(tl.minimum(logits - high, 0.0, propagate_nan=tl.PropagateNan.ALL)) * share
 
 
 @triton.jit

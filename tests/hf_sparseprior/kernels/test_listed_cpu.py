@@ -93,7 +93,7 @@ def test_operators(cpp, own):
     q, k, v, keys, factor, prefix_factor = operands(own=own)
     trained = [x.clone().requires_grad_() for x in (q, k, v)]
     factors = [factor.clone().requires_grad_(), prefix_factor.clone().requires_grad_()]
-    torch.library.opcheck(torch.ops.hf_sparseprior.listed_forward.default, (*trained, keys, *factors, 1, 0.3, True))
+    torch.library.opcheck(torch.ops.hf_sparseprior.listed_forward.default, (*trained, keys, *factors, 1, 0.3))
     out = listed_cpu.listed_attention(*trained, keys, 1, 0.3, *factors)
     assert out.shape == q.shape and out.transpose(1, 2).is_contiguous()
 
