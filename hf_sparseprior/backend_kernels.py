@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .attention_plan import plan_table
 from .attention_request import (
@@ -22,7 +21,7 @@ from .attention_request import (
 from .backend_choice import Crossover, register_backend
 from .backend_gather import gather_can_run
 from .compiled_kernels import decayed_cpu, diagonal_cpu, kernels_missing, listed_cpu, triton_device
-from .decay import DECAYS, prefix_weights
+from .decay import DECAYS, log_gamma, prefix_weights
 
 
 def _kernel_can_run(request: AttentionRequest) -> str | None:
@@ -93,7 +92,7 @@ def _decay_scalars(request: AttentionRequest) -> DecayScalars:
     ones = torch.ones(request.plan.num_heads, device=request.q.device)
     alpha_H, gamma_H = request.decay.get("alpha"), prefix_weights(request.decay, torch.float32)
     return DecayScalars(
-        F.logsigmoid(request.decay["beta"].float()),
+        log_gamma(request.decay["beta"].float()),
         ones if alpha_H is None else alpha_H.float(),
         ones if gamma_H is None else gamma_H,
     )

@@ -469,6 +469,11 @@ def check_decay_tensors(decay: Mapping[str, Any], num_heads: int) -> dict[str, A
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
+def log_gamma(beta: Tensor) -> Tensor:
+    """Logarithm of gamma = sigmoid(beta), finite also where gamma is 0 (beta = -inf): gamma^0 is then 1, not NaN."""
+    return F.logsigmoid(beta).clamp_min(-1e30)
+
+
 def decay_weights(beta_CH: Tensor, distance_C: Tensor, dtype: torch.dtype) -> Tensor:
     """Mean over curves of gamma_c^distance, gamma_c = sigmoid(beta_c).
 
@@ -482,7 +487,7 @@ def decay_weights(beta_CH: Tensor, distance_C: Tensor, dtype: torch.dtype) -> Te
         gradient from about beta = 17 on.
     """
     compute = torch.promote_types(torch.promote_types(beta_CH.dtype, dtype), torch.float32)
-    log_gamma_CH = F.logsigmoid(beta_CH.to(compute))
+    log_gamma_CH = log_gamma(beta_CH.to(compute))
     distance_C = distance_C.to(compute)
     trailing = (1,) * (distance_C.dim() - 1)
     # One curve at a time, because the (C, H, ...) array would be C times as large as the result.

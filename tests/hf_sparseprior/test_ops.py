@@ -279,6 +279,24 @@ def test_a_decay_without_effect_is_exactly_the_base_model(name, backend, support
     assert torch.equal(call(leaves, support, (name, True, True), (4, 5), 1, backend=backend), without)
 
 
+@pytest.mark.parametrize(
+    ("backend", "support"),
+    backend_cases([{"name": n} for n in ("dense", "fibottention", "random")], [DECAY_VARIANTS[1]], torch.float32),
+)
+def test_a_gamma_of_zero_keeps_the_diagonal_of_m_alone(backend, support):
+    # 0^0 is 1: a patch keeps its own logit, all others are 0. Of prefix tokens all logits are 0.
+    variant = ("violin", True, True)
+    leaves = make_leaves((3, 4), 1, variant, dtype=torch.float32)
+    with torch.no_grad():
+        leaves["beta"].fill_(-torch.inf), leaves["prefix_beta"].fill_(-torch.inf)
+    out = call(leaves, support, variant, (3, 4), 1, backend=backend)
+    logits = torch.diag_embed((leaves["q"] * leaves["k"]).sum(-1) * 0.5 * leaves["alpha"].view(-1, 1))
+    logits[:, :, 0, 0] = 0
+    logits = logits.masked_fill(~torch.tensor(brute_mask(support, 3, (3, 4), 1)), -torch.inf)
+    torch.testing.assert_close(out, torch.softmax(logits, -1) @ leaves["v"])
+    assert all(grad.isfinite().all() for grad in gradients(out, leaves).values())
+
+
 def test_layers_and_seeds_choose_who_sees_what():
     leaves = make_leaves((4, 4), 0, heads=6)
     inputs = (leaves["q"], leaves["k"], leaves["v"])
