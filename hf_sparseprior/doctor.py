@@ -57,7 +57,7 @@ assert renderer.render().max() > 0
 
 
 def report() -> Iterator[str]:
-    """One line for each thing that is checked. Compiles the CPU kernel if that is possible and not yet done."""
+    """One line for each thing that is checked. Compiles the CPU kernels if that is possible, again if it failed."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     yield f"python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}"
     yield f"CPU threads: {torch.get_num_threads()}; CUDA device: {gpu}"
@@ -66,6 +66,7 @@ def report() -> Iterator[str]:
     yield from _task_checks(*REQUIRABLE)
     triton = triton_device.device_reason("cuda", None) if torch.cuda.is_available() else "there is no CUDA device"
     yield "ok       Triton kernels" if triton is None else f"missing  Triton kernels: {triton}"
+    build.forget_failures()
     reason = diagonal_cpu.ready()
     if reason is not None:
         yield f"missing  compiled CPU kernels: {reason}. Attention runs without them, slower."

@@ -1,7 +1,6 @@
 """The C++ kernel along diagonals against `reference` in float64, and its building, choice and tracing."""
 
 import itertools
-import logging
 import random
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 
 from hf_sparseprior import ops
 from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.kernels import build
 from hf_sparseprior.supports import MASK_FILLS, SUPPORTS, has_pairs, layer_offsets, resolve_support
 
 GRIDS = [(1, 1), (1, 2), (2, 3), (4, 4), (7, 5), (14, 14)]
@@ -295,49 +293,3 @@ def test_the_backward_operator_names_wrong_inputs(cpp, name):
     for bad in (given[name][..., :1], given[name].double()):
         with pytest.raises(RuntimeError, match=name):
             torch.ops.hf_sparseprior.diagonal_backward(*{**given, name: bad}.values())
-
-
-# ---- building -------------------------------------------------------------------------------------------------------
-
-CHECK = "from hf_sparseprior.kernels import diagonal_cpu; print(diagonal_cpu.ready())"
-
-
-@pytest.mark.slow
-def test_without_a_compiler_everything_still_runs_and_says_why(tmp_path, in_a_process):
-    code = (
-        f"{CHECK}; import torch, hf_sparseprior as sp; x = torch.randn(1, 2, 401, 8);"
-        "print(sp.ops.attention(x, x, x, 'fibottention', num_prefix_tokens=1).shape)"
-    )
-    said = in_a_process(code, PATH=str(tmp_path), CXX="", XDG_CACHE_HOME=str(tmp_path))
-    assert "no C++ compiler" in said and "401" in said
-
-
-@pytest.mark.slow
-def test_a_compiler_that_fails_leaves_nothing_and_is_named(tmp_path, in_a_process):
-    fake = tmp_path / "g++"
-    fake.write_text(
-        '#!/bin/sh\ncase "$1" in --version) echo fake 1;; *) echo "x.cpp:1: error: no" >&2; exit 1;; esac\n'
-    )
-    fake.chmod(0o755)
-    said = in_a_process(CHECK, CXX=str(fake), XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert "g++ failed: x.cpp:1: error: no" in said
-    assert not list((tmp_path / "cache").rglob("*.so"))
-
-
-def test_a_clang_without_openmp_is_told_apart(tmp_path):
-    fake = tmp_path / "clang++"
-    fake.write_text("""#!/bin/sh\necho "x.h:1: fatal error: 'omp.h' file not found" >&2; exit 1\n""")
-    fake.chmod(0o755)
-    with pytest.raises(RuntimeError, match=r"clang\+\+ failed: .* apt-get install libomp-dev"):
-        build.build(str(fake), tmp_path / "x.so")
-
-
-def test_a_built_kernel_is_not_built_again(cpp, caplog):
-    compiler = build.find_compiler()
-    assert compiler is not None
-    library = build.library_path(compiler)
-    assert library.is_file()
-    stamp = library.stat().st_mtime_ns
-    with caplog.at_level(logging.WARNING):
-        build.build(compiler, library)
-    assert library.stat().st_mtime_ns == stamp and not caplog.records

@@ -1,0 +1,210 @@
+"""Building the C++ kernels, and what is loaded from the cache."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hf_sparseprior.kernels import build
+
+CHECK = "from hf_sparseprior.kernels import diagonal_cpu; print(diagonal_cpu.ready())"
+
+
+@pytest.mark.slow
+def test_without_a_compiler_everything_still_runs_and_says_why(tmp_path, in_a_process):
+    code = (
+        f"{CHECK}; import torch, hf_sparseprior as sp; x = torch.randn(1, 2, 401, 8);"
+        "print(sp.ops.attention(x, x, x, 'fibottention', num_prefix_tokens=1).shape)"
+    )
+    said = in_a_process(code, PATH=str(tmp_path), CXX="", XDG_CACHE_HOME=str(tmp_path))
+    assert "no C++ compiler" in said and "401" in said
+
+
+@pytest.mark.slow
+def test_a_compiler_that_fails_leaves_nothing_and_is_named(tmp_path, in_a_process):
+    fake = tmp_path / "g++"
+    fake.write_text(
+        '#!/bin/sh\ncase "$1" in --version) echo fake 1;; *) echo "x.cpp:1: error: no" >&2; exit 1;; esac\n'
+    )
+    fake.chmod(0o755)
+    said = in_a_process(CHECK, CXX=str(fake), XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert "g++ failed: x.cpp:1: error: no" in said
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_a_clang_without_openmp_is_told_apart(tmp_path):
+    fake = tmp_path / "clang++"
+    fake.write_text("""#!/bin/sh\necho "x.h:1: fatal error: 'omp.h' file not found" >&2; exit 1\n""")
+    fake.chmod(0o755)
+    with pytest.raises(RuntimeError, match=r"clang\+\+ failed: .* apt-get install libomp-dev"):
+        build.build([str(fake)], tmp_path / "x.so")
+
+
+def test_a_built_kernel_is_not_built_again(cpp, caplog):
+    compiler = build.find_compiler()
+    assert compiler is not None
+    library = build.library_path(compiler)
+    assert library.is_file()
+    stamp = library.stat().st_mtime_ns
+    with caplog.at_level(logging.WARNING):
+        build.build(compiler, library)
+    assert library.stat().st_mtime_ns == stamp and not caplog.records
+
+
+# ---- a compiler of a few lines of shell ------------------------------------------------------------------------------
+
+FAKE = """#!/bin/sh
+case "$*" in *--version*) printf 'fake \\351\\n'; exit 0;; esac
+echo "$*" >> {log}
+{more}
+while [ "$1" != -o ]; do shift; done
+echo compiled > "$2"
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Installs a compiler that does `more`; gives the library that it would build, and the log of its calls."""
+
+    def install(more="", trial="pass", cxx="{}"):
+        compiler, log = tmp_path / "g++", tmp_path / "log"
+        compiler.write_text(FAKE.format(log=log, more=more))
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CXX", cxx.format(compiler))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setattr(build, "TRIAL", trial)
+        return build.library_path(build.find_compiler()), log
+
+    return install
+
+
+def calls(log):
+    return len(log.read_text().splitlines())
+
+
+def test_sources_are_compiled_one_by_one_and_linked(fake):
+    library, log = fake()  # its version is no UTF-8
+    build.build(build.find_compiler(), library)
+    assert build.misfit(library) is None and calls(log) == len(build.SOURCES) + 1
+    assert not list(library.parent.glob("*.build-*"))
+
+
+def test_a_compiler_may_have_arguments(fake):
+    library, log = fake(cxx="env A=1 {}")
+    build.build(build.find_compiler(), library)
+    assert build.misfit(library) is None and calls(log) == len(build.SOURCES) + 1
+
+
+@pytest.mark.parametrize("variable", ["CXX", "SPARSEPRIOR_CXXFLAGS"])
+def test_words_that_no_shell_would_split_are_one_line(fake, monkeypatch, variable):
+    fake()
+    monkeypatch.setenv(variable, "g++ 'open")
+    assert build._load() == f'{variable}="g++ \'open" cannot be split into words: No closing quotation'
+
+
+def damage(library):
+    library.write_bytes(b"damaged")
+
+
+def plant(library):
+    library.chmod(0o777)
+
+
+def forget(library):
+    library.with_suffix(".sha256").unlink()
+
+
+@pytest.mark.parametrize("change", [damage, plant, forget])
+def test_what_is_not_as_it_was_built_is_built_again(fake, caplog, change):
+    library, log = fake()
+    build.build(build.find_compiler(), library)
+    change(library)
+    assert build.misfit(library) is not None
+    build.build(build.find_compiler(), library)
+    assert build.misfit(library) is None and library.read_text() == "compiled\n"
+    assert calls(log) == 2 * (len(build.SOURCES) + 1)
+    assert sum("it is built again" in record.message for record in caplog.records) == 1
+
+
+def test_folders_that_others_can_write_are_closed_to_them(fake):
+    library, _ = fake()
+    library.parent.mkdir(parents=True)
+    library.parent.chmod(0o777)
+    build.build(build.find_compiler(), library)
+    assert not library.parent.stat().st_mode & build.OTHERS_WRITE
+
+
+def test_a_folder_of_another_user_is_refused(fake, monkeypatch):
+    library, log = fake()
+    library.parent.mkdir(parents=True)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    if os.geteuid() == 0:  # to whom all folders of root are his own
+        os.chown(library.parent, 54321, -1)
+    with pytest.raises(RuntimeError, match=r"belongs to user \d+; set XDG_CACHE_HOME"):
+        build.build(build.find_compiler(), library)
+    assert not log.exists()
+
+
+def test_kernels_that_crash_are_built_twice_and_refused_once_and_for_all(fake, caplog):
+    library, log = fake(trial="import os; os.abort()")
+    for _ in range(2):
+        build._state.pop("reason", None)
+        with pytest.raises(RuntimeError, match=f"g.. built end with status -{signal.SIGABRT:d}"):
+            build.build(build.find_compiler(), library)
+    assert calls(log) == 2 * (len(build.SOURCES) + 1) and not library.exists()
+
+
+def test_a_build_that_failed_is_remembered_until_doctor_forgets_it(fake, monkeypatch, caplog):
+    _, log = fake(more='echo "x.cpp:1: error: no" >&2; exit 1')
+    monkeypatch.setattr(build, "_state", {})
+    assert "g++ failed: x.cpp:1: error: no" in build.load()
+    first = calls(log)
+    assert [record.levelno for record in caplog.records if "slower without" in record.message] == [logging.WARNING]
+    assert build.load() and sum("slower without" in record.message for record in caplog.records) == 1
+    monkeypatch.setattr(build, "_state", {})
+    assert "doctor` tries again" in build.load() and calls(log) == first
+    build.forget_failures()
+    monkeypatch.setattr(build, "_state", {})
+    build.load()
+    assert calls(log) > first
+
+
+def test_a_compiler_that_takes_too_long_is_ended_with_all_its_processes(fake, monkeypatch, tmp_path):
+    pids = tmp_path / "pids"
+    library, _ = fake(more=f"sleep 100 & echo $! >> {pids}; wait")
+    monkeypatch.setattr(build, "SECONDS", 0.5)
+    with pytest.raises(RuntimeError, match=r"g\+\+ took more than 0.5 s"):
+        build.build(build.find_compiler(), library)
+    started = [int(pid) for pid in pids.read_text().split()]
+    deadline = time.monotonic() + 5
+    while any(runs(pid) for pid in started) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert started and not any(runs(pid) for pid in started)
+
+
+def runs(pid):
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_what_a_killed_build_left_goes_with_the_next_one(fake):
+    library, _ = fake()
+    left = library.parent / f"{library.stem}.build-old"
+    left.mkdir(parents=True)
+    (left / "a.o").write_text("half")
+    build.build(build.find_compiler(), library)
+    assert not left.exists()
+
+
+def test_the_trial_runs_every_operator(cpp):
+    library = build.library_path(build.find_compiler())
+    subprocess.run([sys.executable, "-c", build.TRIAL, str(library)], check=True)
+    for name in ("diagonal_forward", "decayed_forward", "listed_forward", "predicted_keys"):
+        assert f"call.{name}(" in build.TRIAL
