@@ -13,16 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForImageClassification
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
-from .families import FAMILIES, Family
+from .families import FAMILIES, Family, family_of
 from .files import file_sha256
 from .loading import check_whole, newly_initialised
 from .prior import is_prior_weight
 
 POSITIONS = "embeddings.position_embeddings"
+FLOATING = ("F", "BF")  # beginnings of safetensors' names of floating-point types
+# Integers that stock models store: indices, and the marker of `adapters.stock_attention`.
+INDICES = {"position_ids", "relative_position_index", "needs_hf_sparseprior"}
 
 
 def check_saved_folder(folder: str | os.PathLike, setting: str | None = None) -> None:
@@ -62,7 +66,8 @@ def load_whole_model(
         options: arguments of `from_pretrained`.
 
     Raises:
-        OSError: if there is no such folder, or if a weight is missing or has another shape than the config says.
+        OSError: if there is no such folder, or if weights are missing, left over, of another shape than the config
+            says, not floating-point or not finite; the message names one.
     """
     if not Path(folder).is_dir():
         raise OSError(f"{folder} is not a folder of a saved model")
@@ -70,7 +75,47 @@ def load_whole_model(
         folder, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True, **options
     )
     check_whole(folder, info)
+    _check_left_over(folder, model, info["unexpected_keys"])
+    _check_dtypes(folder, model)
+    _check_finite(folder, model)
     return model
+
+
+def _check_left_over(folder: str | os.PathLike, model: Any, left_over: Collection[str]) -> None:
+    """Refuse weights that the config has no place for: a prior that it does not name, or more layers.
+
+    A bare model leaves a classifier over, and stock models what only pretraining needs.
+    """
+    ours = family_of(model.config) is not None
+    names = sorted(name for name in left_over if is_prior_weight(name) or (ours and "classifier" not in name))
+    if names:
+        raise OSError(f"{folder} has weights for which its config has no place: {_first(names)}")
+
+
+def _check_dtypes(folder: str | os.PathLike, model: Any) -> None:
+    """Refuse stored integers, booleans and complex numbers, which `from_pretrained` casts to the model's dtype."""
+    integers = {name.rpartition(".")[2] for name, value in model.named_buffers() if not value.is_floating_point()}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, "pt") as stored:
+            dtypes = {name: stored.get_slice(name).get_dtype() for name in stored.keys()}  # noqa: SIM118
+        # Some stock models' files hold indices that today's classes make themselves.
+        cast = [
+            name
+            for name, dtype in dtypes.items()
+            if not dtype.startswith(FLOATING) and name.rpartition(".")[2] not in integers | INDICES
+        ]
+        if cast:
+            raise OSError(f"{file}: weights must be floating-point, not {dtypes[cast[0]]}: {_first(cast)}")
+
+
+def _check_finite(folder: str | os.PathLike, model: Any) -> None:
+    state = {name: value for name, value in model.state_dict().items() if value.is_floating_point()}
+    if names := [name for name, value in state.items() if not value.isfinite().all()]:
+        raise OSError(f"{folder} has weights that are NaN or infinite: {_first(names)}")
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])} ({len(names)} in all)"
 
 
 def check_classes(model: Any, classes: Sequence[str]) -> None:
@@ -100,6 +145,8 @@ def load_changed_model(folder: str | os.PathLike, model_class: Any, **changes: A
     """
     check_saved_folder(folder)
     model, info = model_class.from_pretrained(folder, ignore_mismatched_sizes=True, output_loading_info=True, **changes)
+    _check_dtypes(folder, model)
+    _check_finite(folder, model)
     fresh = newly_initialised(info)
     anew = [name for name in fresh if may_start_anew(name)]
     if anew != fresh:

@@ -228,17 +228,23 @@ def _fill(
     # In the precision of the source, if all of it has the same; a decay stays in float32.
     dtypes = {value.dtype for key, value in state.items() if value.is_floating_point() and not is_prior_weight(key)}
     model.to(functools.reduce(torch.promote_types, dtypes or {torch.float32}))
-    expected = {key: value.shape for key, value in model.state_dict().items() if with_prior or not is_prior_weight(key)}
+    expected = {key: value for key, value in model.state_dict().items() if with_prior or not is_prior_weight(key)}
     missing = sorted(set(expected) - set(state))
     left_over = sorted(set(state) - set(expected))
     shapes = [
-        f"{key} {tuple(state[key].shape)} instead of {tuple(expected[key])}"
+        f"{key} {tuple(state[key].shape)} instead of {tuple(expected[key].shape)}"
         for key in sorted(set(expected) & set(state))
-        if state[key].shape != expected[key]
+        if state[key].shape != expected[key].shape
     ]
+    numbers = {key: value for key, value in state.items() if key in expected and expected[key].is_floating_point()}
+    casts = [f"{key} ({value.dtype})" for key, value in numbers.items() if not value.is_floating_point()]
+    endless = [key for key, value in numbers.items() if not value.isfinite().all()]
     problems = [
         f"{what}: {', '.join(names)}"
-        for what, names in (("missing", missing), ("left over", left_over), ("of another shape", shapes))
+        for what, names in (
+            *(("missing", missing), ("left over", left_over), ("of another shape", shapes)),
+            *(("not floating-point", casts), ("NaN or infinite", endless)),
+        )
         if names
     ]
     if problems:

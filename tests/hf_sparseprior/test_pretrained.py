@@ -1,12 +1,15 @@
 """Saved models, loaded whole or as the start of another model: what is copied, starts anew or is refused."""
 
 import hashlib
+import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
+from transformers import AutoModel, SwinConfig, SwinModel
 
+import hf_sparseprior as sp
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
 from hf_sparseprior.pretrained import (
     check_classes,
@@ -75,6 +78,64 @@ def test_a_folder_that_lacks_a_weight_is_refused(saved, tmp_path):
     with pytest.raises(OSError, match=r"^model\.pretrained=nowhere is not a folder of a saved model"):
         check_saved_folder("nowhere", "model.pretrained")
     check_saved_folder(folder)
+
+
+WEIGHT = "vit.layers.1.mlp.fc2.weight"
+BETA = "vit.layers.0.attention.decay_bias.beta"
+BAD_WEIGHTS = {
+    "NaN": (WEIGHT, lambda value: value.index_fill(0, torch.tensor(3), torch.nan), "NaN or infinite"),
+    "infinite": (BETA, lambda value: value - torch.inf, "NaN or infinite"),
+    "int64": (WEIGHT, torch.Tensor.long, "must be floating-point, not I64"),
+    "uint8": (BETA, lambda value: value.to(torch.uint8), "must be floating-point, not U8"),
+    "bool": (WEIGHT, torch.Tensor.bool, "must be floating-point, not BOOL"),
+    "complex": (WEIGHT, lambda value: value.to(torch.complex64), "must be floating-point, not C64"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_WEIGHTS)
+def test_weights_that_are_no_numbers_are_refused_by_name(bad, saved):
+    name, change, message = BAD_WEIGHTS[bad]
+    path = saved[1] / "model.safetensors"
+    weights = load_file(path)
+    save_file({**weights, name: change(weights[name])}, path, metadata={"format": "pt"})
+    with pytest.raises(OSError, match=rf"{message}: {re.escape(name)} \(1 in all\)"):
+        load_whole_model(saved[1])
+    with pytest.raises(OSError, match=re.escape(name)):  # as a start, too
+        load_changed_model(saved[1], SparsePriorViTForImageClassification, num_labels=5)
+
+
+def test_half_precision_is_a_floating_point_type(saved):
+    model, folder = saved
+    model.to(torch.bfloat16).save_pretrained(folder)
+    assert load_whole_model(folder).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("model_class", [None, AutoModel])
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"prior": None}, "decay_bias.alpha"),
+        ({"prior": "fibottention"}, "decay_bias.alpha"),
+        ({"num_hidden_layers": 1, "out_features": None, "out_indices": None, "stage_names": None}, "layers.1."),
+    ],
+)
+def test_weights_without_a_place_in_the_config_are_refused_by_name(saved, model_class, changes, name):
+    """A config without its prior would load as a dense model, one with fewer layers as a shorter one."""
+    path = saved[1] / "config.json"
+    config = {key: value for key, value in {**json.loads(path.read_text()), **changes}.items() if value is not None}
+    path.write_text(json.dumps(config))
+    with pytest.raises(OSError, match=f"no place: .*{re.escape(name)}"):
+        load_whole_model(saved[1], *([model_class] if model_class else []))
+
+
+def test_a_stock_model_may_store_indices(tmp_path):
+    swin = SwinModel(
+        SwinConfig(image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=4)
+    )
+    sp.apply_prior(swin, "violin").save_pretrained(tmp_path / "swin")
+    assert any(not value.is_floating_point() for value in load_file(tmp_path / "swin" / "model.safetensors").values())
+    found = load_whole_model(tmp_path / "swin", AutoModel)
+    assert_equal(found.state_dict(), swin.state_dict())
 
 
 def test_classes_are_compared_in_order(saved):

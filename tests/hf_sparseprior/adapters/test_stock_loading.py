@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save
 from transformers import (
     AutoModel,
     AutoModelForImageClassification,
@@ -314,6 +314,11 @@ def test_damaged_or_foreign_scalars_are_named(tmp_path):
     file.write_bytes((tmp_path / "other" / SCALARS_FILE).read_bytes())
     with pytest.raises(OSError, match=r"layers.0.decay_bias.beta has shape \(1, 4\), the model's prior \(8, 4\)"):
         ViTModel.from_pretrained(tmp_path)
+    for change in (lambda value: value / 0, lambda value: value.long()):
+        scalars = load(whole)
+        file.write_bytes(save({**scalars, "layers.1.decay_bias.beta": change(scalars["layers.1.decay_bias.beta"])}))
+        with pytest.raises(OSError, match=r"layers.1.decay_bias.beta must be finite"):
+            ViTModel.from_pretrained(tmp_path)
     file.unlink()
     with pytest.raises(OSError, match=r"sparse_prior\.safetensors"):
         ViTModel.from_pretrained(tmp_path)

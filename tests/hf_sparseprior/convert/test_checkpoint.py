@@ -694,6 +694,17 @@ def test_missing_and_left_over_weights_are_listed_and_nothing_is_written(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
 
 
+def test_weights_that_are_no_numbers_are_refused(tmp_path):
+    state = timm_state("vit")
+    state["norm.bias"][3] = torch.nan
+    state["norm.weight"] = state["norm.weight"].long()
+    save_file(state, tmp_path / "w.safetensors")
+    refused = r"not floating-point: vit.layernorm.weight \(torch.int64\); NaN or infinite: vit.layernorm.bias"
+    with pytest.raises(ValueError, match=refused):
+        convert_checkpoint(tmp_path / "w.safetensors", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_hostile_and_unknown_files_are_refused(tmp_path, capsys):
     class Hostile:
         def __reduce__(self):

@@ -565,10 +565,10 @@ def test_published_sets_ignore_exif_unless_told():
 def test_deep_images_are_refused_by_name_or_scaled(corrupt, tmp_path):
     deep = np.arange(16, dtype=np.uint16).reshape(4, 4) * 4369  # 0 to 65535
     for name in ("cat", "dog"):
-        (tmp_path / name).mkdir()
+        (tmp_path / "f" / name).mkdir(parents=True)
         for index in range(3):
-            Image.fromarray(deep).save(tmp_path / name / f"{index}.png")
-    options = {"source": "imagefolder", "path": str(tmp_path), "corrupt": corrupt}
+            Image.fromarray(deep).save(tmp_path / "f" / name / f"{index}.png")
+    options = {"source": "imagefolder", "path": str(tmp_path / "f"), "corrupt": corrupt}
     for _ in range(2):  # the second time from what the first scan remembered
         config = DataConfig(**options)
         with pytest.raises(ValueError, match=r"\d.png has more than 8 bits.*=scale.*such images") as error:
