@@ -30,7 +30,7 @@ from hf_sparseprior.adapters.stock_attention import (
 )
 from hf_sparseprior.adapters.stock_encoder import find_encoder, head_dim_of, num_heads_of
 from hf_sparseprior.adapters.stock_families import StockFamily
-from hf_sparseprior.adapters.stock_saving import bind_saving, unbind_saving
+from hf_sparseprior.adapters.stock_saving import bind_saving, refuse_files_weights, unbind_saving
 from hf_sparseprior.adapters.token_layout import LayoutCheckpoint, TokenLayout
 from hf_sparseprior.extras import EXTRAS, resolve_extras
 from hf_sparseprior.low_rank import MIXERS
@@ -64,7 +64,9 @@ def apply_prior(model: PreTrainedModel, prior: str | dict[str, Any]) -> PreTrain
         raise ValueError(f"{type(model).__name__} has {had} comes first")
     if not isinstance(target, PreTrainedModel):
         raise ValueError(f"{type(model).__name__} must be a model of transformers, the one that is saved")
-    setattr(target, APPLIED, attach(target, _with_identity(parse_prior(prior))))
+    applied = attach(target, _with_identity(parse_prior(prior)))
+    applied.handles.append(target.register_load_state_dict_pre_hook(refuse_files_weights))
+    setattr(target, APPLIED, applied)
     return model
 
 

@@ -179,9 +179,7 @@ def _fill_scalars(model: PreTrainedModel, scalars: dict[str, Tensor], path: Any)
         if given.get(name) != shape:
             raise OSError(f"{path}: {name} has shape {given.get(name)}, the model's prior {shape}")
         if not scalars[name].is_floating_point() or not scalars[name].isfinite().all():
-            raise OSError(
-                f"{path}: {name} must be finite floating-point numbers, not {scalars[name].dtype} as they are"
-            )
+            raise OSError(f"{path}: {name} ({scalars[name].dtype}) must be finite floating-point numbers")
     with torch.no_grad():
         for name, tensor in expected.items():
             tensor.copy_(scalars[name])

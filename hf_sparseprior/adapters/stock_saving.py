@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from hf_sparseprior.adapters.stock_attention import (
     APPLIED,
     IMPLEMENTATION,
+    MARKER,
     PRIOR_MODULE,
     RECORD,
     applied_prior,
@@ -93,6 +94,24 @@ def unbind_saving(model: nn.Module) -> None:
     for module in model.modules():
         if getattr(module.__dict__.get("save_pretrained"), "func", None) is save_with_prior:
             del module.__dict__["save_pretrained"]
+
+
+def refuse_files_weights(model: PreTrainedModel, state_dict: dict[str, Tensor], prefix: str, *others: Any) -> None:
+    """A hook before `load_state_dict`: refuse what a file of `save_pretrained` holds, which would not bring all back.
+
+    The prior's scalars are in another file, and many models have other names in files. The Trainer of transformers,
+    when it goes on from a checkpoint or loads the best one, would leave what it does not find as it is.
+    """
+    if not any(key.endswith(f".{MARKER}") for key in state_dict):
+        return  # not of a model with a prior
+    names = {f"{prefix}{name}.{PRIOR_MODULE}.{MARKER}" for name in applied_prior(model).attention}
+    names |= {prefix + key for key in _scalar_names(model, [name for name, _ in model.named_parameters()])}
+    if absent := sorted(names - set(state_dict)):
+        raise RuntimeError(
+            f"{type(model).__name__}.load_state_dict: these weights are those of a saved model with a prior and lack "
+            f"{absent[0]} ({len(absent)} in all); load the folder with from_pretrained, and go on from a checkpoint "
+            "with hf_sparseprior.training.SparsePriorTrainer, which does"
+        )
 
 
 def scalars_of(model: PreTrainedModel, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -68,7 +68,7 @@ def count_frames(path: str | os.PathLike) -> int:
 def read_frames(
     path: str | os.PathLike, indices: Sequence[int] | None = None, short_side: int | None = None
 ) -> np.ndarray:
-    """Frames of a video as uint8 (F, height, width, 3), RGB.
+    """Frames of a video as uint8 (F, height, width, 3), RGB, turned as the file says (telephones write that).
 
     Args:
         path: the file.
@@ -107,7 +107,7 @@ def _found(
             numbered = ((number_of.get(frame.pts, -1), frame) for frame in container.decode(stream))
         for number, frame in numbered:
             if wanted is None or number in wanted:
-                found[number] = _pixels(frame, short_side, scaler)
+                found[number] = _pixels(frame, short_side, scaler, path)
             if wanted is not None and (not wanted or number >= wanted[-1]):
                 break
     return found
@@ -168,12 +168,16 @@ def _said_end(container: Any, stream: Any, first: int) -> Fraction | None:
     return None
 
 
-def _pixels(frame: Any, short_side: int | None, scaler: Any) -> np.ndarray:
+def _pixels(frame: Any, short_side: int | None, scaler: Any, path: str | os.PathLike) -> np.ndarray:
     width, height = frame.width, frame.height
     if short_side is not None:
         scale = short_side / min(width, height)
         width, height = round(width * scale), round(height * scale)
-    return scaler.reformat(frame, width, height, "rgb24", interpolation="AREA").to_ndarray()
+    pixels = scaler.reformat(frame, width, height, "rgb24", interpolation="AREA").to_ndarray()
+    if frame.rotation % 90:
+        raise OSError(f"{path} asks to be turned by {frame.rotation} degrees, which must be a multiple of 90")
+    # PyAV counts degrees counterclockwise, and so does rot90.
+    return np.rot90(pixels, frame.rotation // 90) if frame.rotation else pixels
 
 
 def sample_indices(total: int, num_frames: int, stride: int = 1, place: float = 0.5) -> list[int]:

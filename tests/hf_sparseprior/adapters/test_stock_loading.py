@@ -317,7 +317,7 @@ def test_damaged_or_foreign_scalars_are_named(tmp_path):
     for change in (lambda value: value / 0, lambda value: value.long()):
         scalars = load(whole)
         file.write_bytes(save({**scalars, "layers.1.decay_bias.beta": change(scalars["layers.1.decay_bias.beta"])}))
-        with pytest.raises(OSError, match=r"layers.1.decay_bias.beta must be finite"):
+        with pytest.raises(OSError, match=r"layers.1.decay_bias.beta .* must be finite"):
             ViTModel.from_pretrained(tmp_path)
     file.unlink()
     with pytest.raises(OSError, match=r"sparse_prior\.safetensors"):

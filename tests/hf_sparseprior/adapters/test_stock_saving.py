@@ -3,12 +3,17 @@
 import copy
 import io
 import json
+from contextlib import nullcontext
 
 import peft
 import pytest
 import torch
 from transformers import (
+    CLIPConfig,
+    CLIPForImageClassification,
     PreTrainedModel,
+    Trainer,
+    TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
     ViTModel,
@@ -55,6 +60,31 @@ def test_resume_restores_every_tensor(tmp_path):
     expected = whole.state_dict()
     equal = [name for name, tensor in resumed.state_dict().items() if torch.equal(tensor, expected[name])]
     assert equal == list(expected) and any(PRIOR_MODULE in name for name in equal)
+
+
+STOCK_CLASSIFIERS = {  # with other names in files, and with the same
+    "vit": (ViTConfig(**TINY), ViTForImageClassification),
+    "clip": (CLIPConfig(vision_config=TINY, num_labels=2), CLIPForImageClassification),
+}
+
+
+@pytest.mark.parametrize("name", STOCK_CLASSIFIERS)
+@pytest.mark.parametrize("best", [False, True])
+def test_transformers_own_trainer_does_not_go_on_without_the_prior(name, best, tmp_path):
+    config, model_class = STOCK_CLASSIFIERS[name]
+    model = sp.apply_prior(model_class(config), "violin")
+    options = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "max_steps": 2, "save_steps": 1}
+    if best:
+        options |= {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), **options), train_dataset=Images(), eval_dataset=Images())
+    with pytest.raises(RuntimeError, match=r"lack .*sparse_prior.*SparsePriorTrainer") if best else nullcontext():
+        trainer.train()
+    with pytest.raises(RuntimeError, match=r"lack .*sparse_prior.*SparsePriorTrainer"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    state = model.state_dict()
+    model.load_state_dict(state)  # what a model itself gives is whole
+    copy.deepcopy(model).load_state_dict(state)
+    sp.remove_prior(model).load_state_dict({key: value for key, value in state.items() if PRIOR_MODULE not in key})
 
 
 def test_the_best_model_is_loaded_with_every_tensor(tmp_path):

@@ -140,6 +140,18 @@ def test_saved_loaded_disabled_and_unloaded_to_the_bit(name, tmp_path):
     assert torch.equal(output(again, name), moved)
 
 
+def test_unload_keeps_modules_that_were_trained_whole():
+    """peft's own rule: the copy of the active adapter takes the original's place. All else is as it was."""
+    before = build("vit").state_dict()
+    model = peft.get_peft_model(build("vit"), sp.ViolinAdapterConfig(modules_to_save=["layernorm"]))
+    move(model)
+    with torch.no_grad():
+        model.base_model.model.layernorm.modules_to_save["default"].weight.add_(1)
+    after = model.unload().state_dict()
+    assert set(after) == set(before)
+    assert {name for name in after if not torch.equal(after[name], before[name])} == {"layernorm.weight"}
+
+
 @methods
 def test_several_adapters(make_config, tmp_path):
     model = peft.get_peft_model(build("vit"), make_config())

@@ -70,6 +70,29 @@ def test_written_frames_come_back_without_loss(tmp_path):
     assert count_frames(tmp_path / "clip.mkv") == 5
 
 
+@pytest.mark.parametrize("degrees", [0, 90, 180, -90, 45])
+def test_turned_videos_are_upright(degrees, tmp_path):
+    """FFmpeg's own player turns a video by its display matrix; the first rows of the upright one are white."""
+    upright = np.zeros((3, 32, 64, 3), np.uint8)
+    upright[:, :8] = 255
+    stored = np.rot90(upright, -degrees // 90, axes=(1, 2))
+    with av.open(str(tmp_path / "clip.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=25)
+        stream.height, stream.width, stream.pix_fmt = *stored.shape[1:3], "yuv420p"
+        stream.set_display_rotation(degrees)
+        for pixels in stored:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")))
+        container.mux(stream.encode())
+    if degrees == 45:
+        with pytest.raises(OSError, match=r"clip\.mp4 asks to be turned by 45 degrees"):
+            read_frames(tmp_path / "clip.mp4")
+        return
+    for indices in (None, [2, 0]):
+        frames = read_frames(tmp_path / "clip.mp4", indices, short_side=32)
+        assert frames.shape[1:] == (32, 64, 3)
+        assert np.abs(frames[0].astype(int) - upright[0]).mean() < 4
+
+
 @pytest.mark.parametrize("name, codec", [("clip.mp4", "libx264"), ("clip.mkv", "libx264"), ("clip.avi", "mpeg4")])
 def test_frames_behind_a_seek_are_the_right_ones(name, codec, tmp_path):
     count = SEEK_FROM + 60
