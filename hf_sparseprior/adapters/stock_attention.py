@@ -140,7 +140,7 @@ def prior_attention(
         module: the attention module; `apply_prior` put a `StockPrior` into it.
         query, key, value: (B, H, T, D).
         attention_mask: added to the logits (relative positions, windows), or boolean, True = attended; (B, H, T, T) or
-            broadcastable.
+            broadcastable; or the BlockMask of a model that was set to flex_attention.
 
     Returns:
         (B, T, H, D), and the weights (B, H, T, T) if they are asked for.
@@ -157,7 +157,7 @@ def prior_attention(
     grid, frames, num_prefix_tokens, token_ids = prior.layout.locate(query.shape[2])
     # Rotary positions come out in float32 under autocast, values do not.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    bias = attention_mask
+    bias = _written_out(attention_mask, query, key)
     if bias is not None and bias.dtype == torch.bool:
         bias = torch.zeros(bias.shape, dtype=query.dtype, device=bias.device).masked_fill(~bias, -math.inf)
     request = AttentionRequest(
@@ -174,6 +174,18 @@ def prior_attention(
     # "eager" is transformers' word for the written-out form.
     out, weights = prior.attend(request, "reference" if prior.config._attn_implementation == "eager" else "auto")
     return out.transpose(1, 2), weights
+
+
+def _written_out(mask: Any, query: Tensor, key: Tensor) -> Tensor | None:
+    """A mask as a tensor; None if every token sees every token."""
+    if not hasattr(mask, "mask_mod"):
+        return mask
+    # transformers makes the mask for the model's own attention, and flex_attention takes masks as functions.
+    from torch.nn.attention.flex_attention import create_mask
+
+    batch, heads = mask.shape[:2]
+    written = create_mask(mask.mask_mod, batch, heads, query.shape[2], key.shape[2], device=str(query.device))
+    return None if written.all() else written
 
 
 def _no_prior(module: nn.Module) -> str:
