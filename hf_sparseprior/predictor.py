@@ -69,7 +69,8 @@ class TopK(Predictor):
     """The keys with the largest logits of each query (Gupta et al. 2021). Prefix tokens are treated like all others.
 
     All logits are computed first, so it costs as much as dense attention. `keys` of them are kept, or as many as a
-    pruning ratio leaves; the default is 3 of 197, 98.48 % (Fibottention Table 2). The first of equal logits are kept.
+    pruning ratio leaves, at least two; the default is 3 of 197, 98.48 % (Fibottention Table 2). The first of equal
+    logits are kept.
     """
 
     SETTINGS = {"keys": None, "pruning_ratio": None}
@@ -110,4 +111,5 @@ class TopK(Predictor):
         if self.keys is not None:
             return min(total, self.keys)
         assert self.pruning_ratio is not None
-        return unpruned_count("topk", self.pruning_ratio, total)
+        # A single key has the weight 1 whatever its logit is, and queries and keys would have no gradient.
+        return min(total, max(2, unpruned_count("topk", self.pruning_ratio, total)))

@@ -55,6 +55,14 @@ def test_linformer_equals_its_definition(prefix, share):
     torch.testing.assert_close(attend(attention, q, k, v, GRID, prefix)[0], out)
 
 
+@pytest.mark.parametrize("mixer", BUILT)
+def test_returned_weights_have_a_gradient(mixer):
+    leaves = [leaf.requires_grad_() for leaf in inputs(1)]
+    _, weights = attend(make(mixer), *leaves, GRID, 1, need_weights=True)
+    found = torch.autograd.grad(weights.square().sum(), leaves[:2])
+    assert all(grad.abs().max() > 1e-6 for grad in found)
+
+
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_efficient_attention_equals_its_definition(prefix):
     attention = make("efficient")

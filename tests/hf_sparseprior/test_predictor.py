@@ -17,7 +17,7 @@ from tests.hf_sparseprior.attention_calls import attend
 
 GRID, HEADS = (3, 4), 2
 SETTINGS_OF_3 = {"name": "topk", "keys": 3}
-SETTINGS = {"topk": {"keys": 3}}  # of 17 keys the default keeps one, whose weight is always 1
+SETTINGS = {"topk": {"keys": 3}}
 
 
 def inputs(prefix=1, batch=2, width=5, seed=0):
@@ -52,6 +52,13 @@ def test_topk_equals_brute_force(prefix, count):
     assert ((weights > 0).sum(-1) == count).all()
     torch.testing.assert_close(weights @ v, out)
     assert attend(attention, q, k, v, GRID, prefix)[0].equal(out)
+
+
+def test_queries_and_keys_have_a_gradient_by_default():
+    q, k, v = inputs()
+    attention = PriorAttention(HEADS, resolve_prior({"predictor": "topk"}, HEADS, GRID))
+    attend(attention, q, k, v, GRID, 1)[0].square().sum().backward()
+    assert q.grad.abs().max() > 0.01 and k.grad.abs().max() > 0.01
 
 
 def test_topk_acts_on_the_decayed_logits():
@@ -126,6 +133,7 @@ def test_topk_gradients_equal_those_of_the_kept_keys():
 def test_topk_of_fibottention_table_2():
     prior = resolve_prior("topk", 12, (14, 14))
     assert TopK(12, 64, None, 98.48).top_k(197) == 3
+    assert [TopK(12, 64, None, 98.48).top_k(total) for total in (1, 2, 65)] == [1, 2, 2]
     assert f"{prior_pruning_ratio(prior, 12, (14, 14), 1, 64):.2f}" == "98.48"
 
 
