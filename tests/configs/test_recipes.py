@@ -1,0 +1,40 @@
+"""Epochs and images a step of the papers' recipes, on as many GPUs as the papers have."""
+
+import re
+
+import pytest
+
+from tasks.classification.config import load_config
+from tests.configs import shipped
+
+FIBOTTENTION = [
+    name for number in (2, 4, 8, 10, 11, 12, 13) for name in shipped.runs(f"experiments/fib_table{number}.yaml")
+]
+FIBOTTENTION += [name for part in "abc" for name in shipped.runs(f"experiments/fib_figure5{part}.yaml")]
+FIBOTTENTION += shipped.runs("experiments/fib_tables_2_3.yaml")
+FIBOTTENTION = [name for name in FIBOTTENTION if "#small" not in name]
+DEIT = [name for table in (12, 13, 14, 15, 16, 26, 27) for name in shipped.runs(f"experiments/vio_table{table}.yaml")]
+DEIT += ["classification/imagenet.yaml#vit_small", "classification/imagenet.yaml#vit_small_violin"]
+DEIT += [f"experiments/sparsifiner_table1.yaml#full-evit_{rate}" for rate in (0.5, 0.7)]
+
+
+def epochs_and_images(name: str, gpus: int) -> tuple[int, int]:
+    trainer = load_config(shipped.path(name))["trainer"]
+    assert trainer.get("gradient_accumulation_steps", 1) == 1
+    return trainer["num_train_epochs"], trainer["per_device_train_batch_size"] * gpus
+
+
+@pytest.mark.parametrize("name", FIBOTTENTION)
+def test_fibottention_has_100_epochs_and_64_images_a_step(name):
+    """Section 4.1, C.2 and Table 9 on 4 GPUs, ImageNet included; other readings have other names."""
+    reading = re.search(r"#\w+?_(256|deit)(-|$)", name)
+    if reading and reading[1] == "deit":
+        assert epochs_and_images(name, 8) == (300, 1024)
+    else:
+        assert epochs_and_images(name, 4) == (100, 256 if reading else 64)
+
+
+@pytest.mark.parametrize("name", DEIT)
+def test_violin_and_what_sparsifiner_starts_from_have_deits_recipe(name):
+    """300 epochs and 1024 images on 8 GPUs (Touvron et al. 2021, Table 9)."""
+    assert epochs_and_images(name, 8) == (300, 1024)
