@@ -14,7 +14,7 @@ from hf_sparseprior.families import FAMILIES, family_of
 from hf_sparseprior.files import check_new, file_sha256, whole_folder, write_text
 from hf_sparseprior.image_processor import PROCESSOR
 from hf_sparseprior.model_card import CARD, model_card
-from hf_sparseprior.pretrained import load_whole_model
+from hf_sparseprior.pretrained import hub_hint, load_whole_model
 
 RESULTS = "results.json"
 
@@ -32,8 +32,10 @@ def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_nam
         OSError: for a source that is not a saved model of ours, or an existing `out`.
     """
     source, out = Path(source), Path(out)
+    if not (source / "config.json").is_file() and (source / "model" / "config.json").is_file():
+        source = source / "model"  # of a training run
     if not (source / "config.json").is_file():
-        raise OSError(f"{source} is no saved model: it has no config.json")
+        raise OSError(f"{source} is no saved model: it has no config.json{hub_hint(source)}")
     check_new(out)
     config = AutoConfig.from_pretrained(source)
     names = config.architectures or []

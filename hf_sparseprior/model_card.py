@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from .families import FAMILIES
@@ -43,14 +44,14 @@ def model_card(config: Any, results: dict[str, Any] | None = None, license_name:
         f"| prior | `{json.dumps(config.prior)}` |",
         f"| pruning ratio | {config.pruning_ratio:.2f} % of {_pruned(config)}, prefix tokens included |",
         *([f"| classes | {config.num_labels} |"] if classifies else []),
-        f"| data | {results.get('data', 'not recorded')} |",
+        f"| data | {_without_folders(results.get('data', 'not recorded'))} |",
     ]
     metrics = results.get("metrics", {})
     lines += [f"| {name} | {value} |" for name, value in metrics.items()] or ["| metrics | not recorded |"]
     if decoding := _decoding(results):
         lines.append(f"| images decoded with | {', '.join(decoding)} |")
     if "command" in results:
-        lines.append(f"| trained with | `{results['command']}` |")
+        lines.append(f"| trained with | `{_without_folders(results['command'])}` |")
     lines += [
         "",
         "```python",
@@ -62,6 +63,11 @@ def model_card(config: Any, results: dict[str, Any] | None = None, license_name:
         "",
     ]
     return "\n".join(lines)
+
+
+def _without_folders(text: Any) -> str:
+    """A text in which absolute paths keep their last part alone. A card is read on other machines, by other people."""
+    return re.sub(r"""(?<![^\s='"\[,:(])/(?:[^\s'"/,\])]+/)+(?=[^\s'"/,\])])""", "", str(text))
 
 
 def _decoding(results: dict[str, Any]) -> list[str]:

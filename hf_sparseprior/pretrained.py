@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,15 @@ def check_saved_folder(folder: str | os.PathLike, setting: str | None = None) ->
     """Raise OSError unless this is a folder of a saved model. `setting`: the setting by which the user gave it."""
     if not isinstance(folder, (str, os.PathLike)) or not (Path(folder) / CONFIG_NAME).is_file():
         named = f"{setting}={folder}" if setting else f"{folder}"
-        raise OSError(f"{named} is not a folder of a saved model")
+        raise OSError(f"{named} is not a folder of a saved model{hub_hint(folder)}")
+
+
+def hub_hint(folder: Any) -> str:
+    """How to get a model that is named as on the hub, OWNER/NAME, where a folder is needed; else nothing."""
+    named = isinstance(folder, (str, os.PathLike)) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder))
+    if not named or Path(folder).exists():
+        return ""
+    return f"; if it is a model of the hub: hf download {folder} --local-dir FOLDER, then give FOLDER"
 
 
 def saved_family(folder: str | os.PathLike) -> Family:
@@ -70,7 +79,7 @@ def load_whole_model(
             says, not floating-point or not finite; the message names one.
     """
     if not Path(folder).is_dir():
-        raise OSError(f"{folder} is not a folder of a saved model")
+        raise OSError(f"{folder} is not a folder of a saved model{hub_hint(folder)}")
     model, info = model_class.from_pretrained(
         folder, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True, **options
     )

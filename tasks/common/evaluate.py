@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import Trainer, TrainingArguments
+from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 import hf_sparseprior  # noqa: F401  registers the Auto classes
@@ -24,7 +25,7 @@ from tasks.common.hf_run import HFTask, named_metrics
 from tasks.common.metrics import compute_metrics, confusion_matrix
 from tasks.common.plots import draw_confusion
 from tasks.common.results import Results
-from tasks.common.run_folder import check_place, evaluation_folder, stored_config
+from tasks.common.run_folder import check_place, evaluation_folder, model_folder, stored_config
 
 SPLITS = ("train", "validation", "test")
 
@@ -90,7 +91,7 @@ def evaluate_main(task: HFTask, argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=f"python -m tasks.{task.name}.evaluate", description=f"Evaluate {task.trains} that was saved."
     )
-    parser.add_argument("model", type=Path, help="folder of a saved model")
+    parser.add_argument("model", type=Path, help="folder of a saved model or of a run")
     parser.add_argument("--config", help="YAML file with a data section; default: that of the run that trained it")
     parser.add_argument("--split", choices=SPLITS, default="test")
     parser.add_argument("--batch-size", type=int, default=task.eval_batch_size)
@@ -102,9 +103,10 @@ def evaluate_main(task: HFTask, argv: list[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
 
     def work() -> None:
-        config = run_config(task, arguments.model, arguments.config, arguments.overrides)
-        out, split = arguments.out or evaluation_folder(arguments.model), arguments.split
-        results = evaluate_model(task, arguments.model, config, split, out, arguments.batch_size)
+        folder = model_folder(arguments.model, CONFIG_NAME)
+        config = run_config(task, folder, arguments.config, arguments.overrides)
+        out, split = arguments.out or evaluation_folder(folder), arguments.split
+        results = evaluate_model(task, folder, config, split, out, arguments.batch_size)
         for name, value in results["metrics"].items():
             print(f"{name}: {100 * value:.2f} % of {results[task.examples]} {task.examples}")
         print(f"results: {out}/results_{split}.json, picture: {out}/confusion_{split}.png")

@@ -46,6 +46,11 @@ def default_output_dir(task: str, config: str | Path) -> str:
     return f"outputs/{task}/{config_name(config)}"
 
 
+def model_folder(given: Path, file: str) -> Path:
+    """RUN/model where a run is given, which has no `file` of a saved model itself; else what is given."""
+    return given / MODEL if not (given / file).is_file() and (given / MODEL / file).is_file() else given
+
+
 def evaluation_folder(model: Path) -> Path:
     """Where `evaluate` writes by default: RUN/evaluation for RUN/model, RUN/evaluation/NAME for another model."""
     model = model.resolve()

@@ -27,9 +27,14 @@ def test_export_makes_a_whole_folder_with_the_metrics_of_the_run(model, tmp_path
     results = {"metrics": {"test_accuracy": 0.875}, "data": "seven pictures", "command": "python -m somewhere"}
     results["model_sha256"] = hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
     (run / "results.json").write_text(json.dumps(results))
-    assert main(["export", str(run / "model"), str(tmp_path / "up")]) == 0
+    results["command"] = f"python -m somewhere --config {tmp_path}/a.yaml data.path={tmp_path}/cats b/c=1/2"
+    (run / "results.json").write_text(json.dumps(results))
+    assert main(["export", str(run), str(tmp_path / "up")]) == 0  # the run itself serves, as --help says
+    assert main(["export", str(run / "model"), str(tmp_path / "again")]) == 0
     card = (tmp_path / "up" / "README.md").read_text()
     assert "0.875" in card and "seven pictures" in card and "python -m somewhere" in card
+    assert "python -m somewhere --config a.yaml data.path=cats b/c=1/2`" in card and str(tmp_path) not in card
+    assert card == (tmp_path / "again" / "README.md").read_text()
     assert f"{model.config.pruning_ratio:.2f} %" in card
     again = AutoModelForImageClassification.from_pretrained(tmp_path / "up").eval()
     pixels = torch.randn(2, 3, 8, 8)
@@ -39,6 +44,8 @@ def test_export_makes_a_whole_folder_with_the_metrics_of_the_run(model, tmp_path
 
 
 def test_export_refuses_what_it_cannot_do_and_leaves_nothing(model, tmp_path, capsys):
+    assert main(["export", "someone/vit-tiny", str(tmp_path / "up")]) == 2
+    assert "hf download someone/vit-tiny --local-dir FOLDER" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "none"), str(tmp_path / "up")]) == 2
     assert "none" in capsys.readouterr().err
     model.save_pretrained(tmp_path / "model")

@@ -14,13 +14,14 @@ from tasks.common.mm.runner import build_runner
 from tasks.common.mm.saving import CONFIG, WEIGHTS, fill_model
 from tasks.common.mm.task import MM_SPLITS, Task
 from tasks.common.results import Results
-from tasks.common.run_folder import check_place, evaluation_folder
+from tasks.common.run_folder import check_place, evaluation_folder, model_folder
 
 
 def evaluate(
     task: Task, folder: Path, split: str = "test", overrides: Sequence[str] = (), out: Path | None = None
 ) -> dict[str, Any]:
     """Metrics of a saved model on a split, with results and picture in `out` (default: RUN/evaluation)."""
+    folder = model_folder(folder, CONFIG)
     if not (folder / CONFIG).is_file():
         raise OSError(f"{folder} is not a folder of a saved model: it holds no {CONFIG}")
     config = load_config(task.name, folder / CONFIG, overrides)

@@ -87,6 +87,8 @@ def test_evaluate_sees_images_as_the_model_was_trained(pictures, tmp_path):
     """Also where the data say nothing of EXIF, and otherwise where they do."""
     data = {"source": "imagefolder", "path": str(pictures)}
     _, folder = train({**data, "exif": "ignore"}, tmp_path / "run")
+    assert evaluation.main([str(folder.parent)]) == 0  # the run itself serves
+    assert (folder.parent / "evaluation" / "results_test.json").is_file()
     config = evaluation.run_config(folder)
     sizes = {}
     for exif in (None, "apply"):
