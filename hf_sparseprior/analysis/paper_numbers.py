@@ -301,6 +301,71 @@ def _pruned_attention(name: str, keep_rate: float, **settings: Any) -> float:
 
 def unexplained_numbers() -> list[PaperNumber]:
     """Numbers that no formula was found for, with the nearest count that follows from what the paper says."""
+    return [*_unexplained_sparsifiner_numbers(), *_violin_numbers()]
+
+
+def added_flops(preset: str, prior: str) -> float:
+    """Percentage by which a prior's matrix products raise the FLOPs of a whole dense model at 224 px."""
+    return -saving(preset_flops(preset, prior=prior), preset_flops(preset))
+
+
+def decay_share(preset: str, image_size: int, num_prefix_tokens: int | None = None) -> dict[str, float]:
+    """Operations of VIOLIN's M, "build" and "apply", in percent of a whole dense model's multiply-adds."""
+    counted = preset_flops(preset, image_size, "violin", num_prefix_tokens=num_prefix_tokens)
+    return {key: 100.0 * value / counted.total for key, value in (counted.decay or {}).items()}
+
+
+def _violin_numbers() -> list[PaperNumber]:
+    """VIOLIN's overheads (Tables 1, 26 and 27), which no count gives."""
+    scalars, parameters = 12 * 12 * 9, 86_567_656  # of DeiT-B: layers, heads, curves and alpha; with 1000 classes
+    large, small = decay_share("deit_base", 384, 0), decay_share("deit_base", 224)
+    numbers = [
+        PaperNumber(
+            "VIOLIN Table 1, parameters added to DeiT-B",
+            0.0002,
+            100.0 * scalars / parameters,
+            "%",
+            f"the {scalars} scalars of the table's own formula L h (|C| + 1), of {parameters} with the class token",
+        ),
+        PaperNumber(
+            "VIOLIN Table 1, FLOPs added to DeiT-B",
+            0.64,
+            large["apply"],
+            "%",
+            "M and alpha multiplied to the logits of each image, at 384 px over the patch tokens, where the model has "
+            f"the table's 55.4 G; making M, once for a whole batch, is {large['build']:.2f} more. At 224 px with the "
+            f"class token {small['apply']:.2f} and {small['build']:.2f}. Each elementary operation is 1",
+        ),
+    ]
+    own = decay_share("deit_small", 224)
+    numbers.append(
+        PaperNumber(
+            "VIOLIN Table 26, FLOPs that VIOLIN adds to DeiT-S",
+            0.7,
+            own["apply"],
+            "%",
+            f"as above at 224 px, class token included; making M is {own['build']:.2f} more, once for a whole batch",
+        )
+    )
+    for table, preset, printed in (
+        (26, "deit_small", {"transformer_xl": 4.3, "irpe_k": 0.9, "irpe_qk": 2.2, "irpe_qkv": 5.9}),
+        (27, "deit_tiny", {"irpe_k": 1.7}),
+    ):
+        numbers += [
+            PaperNumber(
+                f"VIOLIN Table {table}, FLOPs that {name} adds to {preset}",
+                share,
+                added_flops(preset, name),
+                "%",
+                "its matrix products over the patches and the class token, as torch counts them for one image"
+                + ("; that of W and the sinusoids is needed once for a batch" if name == "transformer_xl" else ""),
+            )
+            for name, share in printed.items()
+        ]
+    return numbers
+
+
+def _unexplained_sparsifiner_numbers() -> list[PaperNumber]:
     share = UP_SHARES["DeiT-S"]
     sparse = [
         PaperNumber(

@@ -16,7 +16,15 @@ from hf_sparseprior.analysis.flops import (
     dense_attention_flops,
     model_flops,
 )
-from hf_sparseprior.analysis.paper_numbers import FIGURE_3, convit_base_flops, paper_numbers, preset_flops, saving
+from hf_sparseprior.analysis.paper_numbers import (
+    FIGURE_3,
+    convit_base_flops,
+    decay_share,
+    paper_numbers,
+    preset_flops,
+    saving,
+    unexplained_numbers,
+)
 from hf_sparseprior.configuration_sparseprior_vit import PRESETS
 from hf_sparseprior.decay import DECAYS, resolve_decay
 from hf_sparseprior.extras import EXTRAS
@@ -260,6 +268,34 @@ def test_every_printed_number_comes_out_to_its_last_digit():
         assert "token" in number.includes
     sources = [number.source for number in paper_numbers()]
     assert len(set(sources)) == len(sources) == 25
+
+
+def test_violins_overheads_by_hand():
+    """Buckets of 50 for T tokens; W R over 27^2 offsets; M at 196^2 pairs of 12 heads and 12 layers, alpha at 197^2."""
+    counts = {number.source: number.count for number in unexplained_numbers() if "VIOLIN" in number.source}
+    small, tiny, base = (preset_flops(f"deit_{size}").total for size in ("small", "tiny", "base"))
+    on_keys = 12 * 197 * 50 * 384
+    for name, share in {"irpe_k": 1, "irpe_qk": 2, "irpe_qkv": 3}.items():
+        assert counts[f"VIOLIN Table 26, FLOPs that {name} adds to deit_small"] == pytest.approx(
+            100 * share * on_keys / small
+        )
+    relative = 12 * (729 * 384**2 + 196 * 729 * 384 + 197 * 384)
+    assert counts["VIOLIN Table 26, FLOPs that transformer_xl adds to deit_small"] == pytest.approx(
+        100 * relative / small
+    )
+    assert counts["VIOLIN Table 27, FLOPs that irpe_k adds to deit_tiny"] == pytest.approx(
+        100 * 12 * 197 * 50 * 192 / tiny
+    )
+    assert counts["VIOLIN Table 26, FLOPs that VIOLIN adds to DeiT-S"] == pytest.approx(
+        100 * 12 * 6 * (196**2 + 197**2) / small
+    )
+    assert round(counts["VIOLIN Table 1, parameters added to DeiT-B"], 4) == 0.0015
+    assert decay_share("deit_base", 224)["build"] == pytest.approx(100 * 144 * 196**2 * 8 * 3 / base)
+    with torch.device("meta"):
+        model = sp.SparsePriorViTForImageClassification(
+            sp.SparsePriorViTConfig.from_preset("deit_base", num_labels=1000)
+        )
+    assert sum(parameter.numel() for parameter in model.parameters()) == 86_567_656
 
 
 @pytest.mark.parametrize(("attention", "overall"), [(1534.1, 3.58), (851.0, 2.89), (452.9, 2.49), (240.5, 2.28)])
