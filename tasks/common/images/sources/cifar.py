@@ -6,6 +6,7 @@ The Python versions are pickles. They are read by walking their opcodes; nothing
 from __future__ import annotations
 
 import hashlib
+import os
 import pickletools
 import tarfile
 import zlib
@@ -24,6 +25,8 @@ CHECKSUMS = {
     "train": "f912919bdea371136f1aa4feed6beeca728015a5f08b1899a29c932a7e30be2b",
     "test": "8193b3fbce55bec361cd1b8fd4880cb1649832dc4d6de6da1e7a21847a4843aa",
 }
+
+ARCHIVE_LIMIT = "SPARSEPRIOR_ARCHIVE_BYTES"  # environment variable; 1 GiB is five times what CIFAR's archives hold
 
 Split = tuple[np.ndarray, np.ndarray]  # images (count, 32, 32, 3) uint8, labels (count,) uint8
 
@@ -167,6 +170,14 @@ def _opcodes(content: bytes, name: str) -> list[tuple[str, Any]]:
         raise OSError(f"{name} is not a CIFAR batch ({error})") from None
 
 
+def archive_limit() -> int:
+    """Bytes that the files of an archive may have unpacked, all of which are held in memory."""
+    given = os.environ.get(ARCHIVE_LIMIT, str(1 << 30))
+    if not given.isdecimal():
+        raise ValueError(f"{ARCHIVE_LIMIT}={given!r} must be a number of bytes")
+    return int(given)
+
+
 def read_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
     """The files in an archive or a folder that have these names without folders, as far as it has them."""
     if path.is_dir():
@@ -174,6 +185,9 @@ def read_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
     try:
         with tarfile.open(path) as archive:
             members = [member for member in archive if member.isfile() and Path(member.name).name in names]
+            size, limit = sum(member.size for member in members), archive_limit()
+            if size > limit:
+                raise OSError(f"it unpacks to {size} bytes, more than the {limit} of {ARCHIVE_LIMIT}")
             files = {Path(member.name).name: archive.extractfile(member) for member in members}
             return {name: file.read() for name, file in files.items() if file is not None}
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:

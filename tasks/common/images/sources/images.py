@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,8 @@ def decode(source: bytes | str, name: str, decoding: Decoding = PIPELINE) -> Any
     from PIL import Image, ImageOps
 
     try:
+        if isinstance(source, str) and not stat.S_ISREG(os.stat(source).st_mode):
+            raise OSError("it is no regular file")  # a named pipe would be waited for without end
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             if decoding.depth16 == "refuse" and image.mode.startswith("I"):
                 raise TooDeep(name + TOO_DEEP)

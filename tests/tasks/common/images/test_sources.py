@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import os
 import pickle
 import struct
 import subprocess
@@ -559,6 +560,27 @@ def test_published_sets_ignore_exif_unless_told():
     vtab = {"source": "vtab", "path": "x", "task": "cifar", "stage": "final"}
     assert DataConfig(**vtab).decoding.exif == "ignore"
     assert DataConfig(**vtab, exif="apply").decoding.exif == "apply"
+
+
+def test_a_named_pipe_is_no_image(tmp_path):
+    for name in ("cat", "dog"):
+        write_png(tmp_path / name / "0.png", pictures(1)[0])
+    os.mkfifo(tmp_path / "cat" / "1.png")
+    data = READERS["imagefolder"](DataConfig(source="imagefolder", path=str(tmp_path)))
+    (problem,) = find_corrupt(data.splits["train"]).values()
+    assert problem.endswith("cat/1.png is not a readable image (it is no regular file)")
+
+
+def test_an_archive_that_unpacks_to_more_than_its_limit_is_not_read(tmp_path, monkeypatch):
+    with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz") as archive:
+        member = tarfile.TarInfo("cifar-10-batches-py/data_batch_1")
+        member.size = 2000
+        archive.addfile(member, io.BytesIO(bytes(2000)))
+    monkeypatch.setenv("SPARSEPRIOR_ARCHIVE_BYTES", "1999")
+    with pytest.raises(OSError, match=r"tar.gz .*2000 bytes, more than the 1999 of SPARSEPRIOR_ARCHIVE"):
+        cifar.read_members(tmp_path / "cifar-10-python.tar.gz", ["data_batch_1"])
+    monkeypatch.setenv("SPARSEPRIOR_ARCHIVE_BYTES", "2000")
+    assert cifar.read_members(tmp_path / "cifar-10-python.tar.gz", ["data_batch_1"]) == {"data_batch_1": bytes(2000)}
 
 
 @pytest.mark.parametrize("corrupt", ["fatal", "skip"])
