@@ -39,6 +39,9 @@ COMPARISON = ("first", "seeds", "variants")  # keys of a comparison in addition 
 SWEEP = ("title", "seeds", "selection_seeds", "grid", "variants")  # the same of a VTAB sweep
 
 
+YAML_DEPTH = 100
+
+
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # C is 10 times as fast
     """Safe YAML that also reads 1e-3 as a number (YAML 1.1 wants 1.0e-3)."""
 
@@ -50,10 +53,20 @@ _Loader.add_implicit_resolver(
 )
 
 
+def _load(text: str) -> Any:
+    """Read YAML that is not nested too deeply: libyaml would recurse without looking at the stack."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > YAML_DEPTH:
+            raise yaml.YAMLError(f"nested deeper than {YAML_DEPTH} levels")
+    return yaml.load(text, Loader=_Loader)
+
+
 def parse_value(text: str) -> Any:
     """A value of a key=value override, read as YAML."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        return _load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{text!r} is not a YAML value: {str(error).splitlines()[0]}") from None
 
@@ -131,7 +144,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file of keys and values."""
     with open(path, encoding="utf-8") as file:
         try:
-            content = yaml.load(file, Loader=_Loader) or {}
+            content = _load(file.read()) or {}
         except yaml.YAMLError as error:
             raise ValueError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(content, dict):

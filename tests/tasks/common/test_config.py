@@ -3,7 +3,7 @@
 import pytest
 
 from tasks.common import config
-from tasks.common.config import config_name, read_cell, read_layers
+from tasks.common.config import config_name, parse_value, read_cell, read_layers, read_yaml
 from tasks.common.run_folder import default_output_dir
 
 SECTIONS = ("data", "model", "trainer")
@@ -216,3 +216,14 @@ def test_the_command_lists_cells_and_rows(folder, capsys):
     assert "is a single configuration" in capsys.readouterr().out
     assert config.main([str(folder / "none.yaml")]) == 2
     assert "none.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("depth", [101, 100_000])
+def test_yaml_that_is_nested_too_deeply_is_refused(depth, tmp_path):
+    nested = "[" * depth + "]" * depth
+    with pytest.raises(ValueError, match="nested deeper than 100 levels"):
+        parse_value(nested)
+    (tmp_path / "deep.yaml").write_text(f"data: {nested}\n")
+    with pytest.raises(ValueError, match=r"deep\.yaml is not YAML: nested deeper than 100 levels"):
+        read_yaml(tmp_path / "deep.yaml")
+    assert parse_value("[[1]]") == [[1]]
