@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -21,7 +22,36 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Write a file whole or not at all."""
     scratch = path.with_name(path.name + ".partial")
     scratch.write_bytes(content)
+    replace_durably(scratch, path)
+
+
+def replace_durably(scratch: Path, path: Path) -> None:
+    """Put a file in the place of another; after this a power cut cannot take it."""
+    sync(scratch)
     os.replace(scratch, path)
+    _fsync(path.parent)
+
+
+def sync(place: Path) -> None:
+    """Wait until the disk has a file, or a folder with everything in it."""
+    if place.is_dir():
+        for path in place.iterdir():
+            sync(path)
+    _fsync(place)
+
+
+def _fsync(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:  # one that may not be read, or a link to nowhere
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # of file systems that have no fsync
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:

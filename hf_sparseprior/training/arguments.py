@@ -45,6 +45,14 @@ class SparsePriorTrainingArguments(TrainingArguments):
         metadata={"help": "At a loss or weights that are not finite: 'stop' before anything is saved, or 'continue'."},
     )
 
+    effective_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Samples in a step over all processes, devices and accumulated micro-batches. It replaces "
+            "per_device_train_batch_size; None for that."
+        },
+    )
+
     def __post_init__(self) -> None:
         check_setting("nonfinite_loss", self.nonfinite_loss)
         if not _is_number(self.layer_decay) or not 0 < self.layer_decay <= 1:
@@ -58,6 +66,20 @@ class SparsePriorTrainingArguments(TrainingArguments):
             if not _is_number(value) or not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value!r} must be a number of 0 or more")
         super().__post_init__()
+        if self.effective_batch_size is not None:
+            self.per_device_train_batch_size = self._device_share(self.effective_batch_size)
+
+    def _device_share(self, size: Any) -> int:
+        """Samples of one device in one micro-batch, if a step has `size` samples."""
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"effective_batch_size={size!r} must be an integer of 1 or more, or null")
+        devices, accumulated = self.world_size * max(1, self.n_gpu), self.gradient_accumulation_steps
+        if size % (devices * accumulated):
+            raise ValueError(
+                f"effective_batch_size={size} must be a multiple of {devices * accumulated}: {devices} devices times "
+                f"gradient_accumulation_steps={accumulated}"
+            )
+        return size // (devices * accumulated)
 
 
 def _is_number(value: Any) -> bool:

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_sparseprior.adapters.stock_loading import from_pretrained
 from hf_sparseprior.families import family_of
+from hf_sparseprior.files import sync
 from hf_sparseprior.loading import check_whole
-from hf_sparseprior.training.distillation import Distillation
+from hf_sparseprior.training.distillation import Distillation, predictors
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.finite import CONTINUE, SETTING, Diverged, LossWatch, all_finite
 from hf_sparseprior.training.keep_rate import KeepRateSchedule, evit_modules
@@ -31,6 +33,7 @@ from hf_sparseprior.training.token_labels import token_label_loss, token_targets
 
 CLOCK_FILE = "clock.json"
 PROCESSES_FILE = "processes.txt"
+RUNNING_FILE = "running.json"  # losses since the last entry of the log
 
 
 class SparsePriorTrainer(Trainer):
@@ -87,8 +90,11 @@ class SparsePriorTrainer(Trainer):
         self.distillation = distillation
         self._losses: dict[str, list[Tensor]] = {}
         self._watch = LossWatch()
+        self._resumed: dict[str, Any] | None = None  # content of RUNNING_FILE until training starts
         if distillation is not None:
             self._check_distillation(distillation)
+        if has_unlearned_predictor(self.model, distillation):
+            self.args.ddp_find_unused_parameters = True
         self._schedule_keep_rate()
         self.add_callback(_StepCallback(self))
 
@@ -335,7 +341,40 @@ class SparsePriorTrainer(Trainer):
             output.metrics.update(averaged.metrics)
         return output
 
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As transformers', which would delete older checkpoints before the disk has this one."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial))
+            sync(folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            rotate_checkpoints(str(folder), limit, self.state.best_model_checkpoint, use_mtime=True)
+
+    def _save_running(self, folder: str) -> None:
+        """What the next entry of the log is the mean of, so that an interruption does not change it."""
+        loss = self._tr_loss
+        if self.args.world_size > 1:
+            loss = self.accelerator.gather(loss.reshape(1)).mean()
+        if self.args.should_save:
+            losses = {name: torch.stack(each).tolist() for name, each in self._losses.items()}
+            content = {"logged_step": self._globalstep_last_logged, "loss": loss.item(), "losses": losses}
+            (Path(folder) / RUNNING_FILE).write_text(json.dumps(content), encoding="utf-8")
+
+    def _resume_running(self) -> None:
+        if self._resumed is not None:
+            self._globalstep_last_logged = self._resumed["logged_step"]
+            self._tr_loss += self._resumed["loss"]
+            losses = self._resumed["losses"].items()
+            self._losses = {name: list(torch.tensor(each, device=self.args.device)) for name, each in losses}
+        self._resumed = None
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._save_running(output_dir)
         if self.weight_average is not None and self.args.should_save:
             self.weight_average.save(output_dir)
         if self.args.should_save:
@@ -349,6 +388,8 @@ class SparsePriorTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.clock.load(checkpoint)
+            path = Path(checkpoint) / RUNNING_FILE  # older checkpoints lack it
+            self._resumed = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         if checkpoint is not None and (average := self._start_average()) is not None:
             average.load(checkpoint)
 
@@ -449,6 +490,7 @@ class _StepCallback(TrainerCallback):
         self.trainer._logged_at, self.trainer._logged_data = time.perf_counter(), self.trainer.clock.data_seconds
         if self.trainer.weight_average is None:
             self.trainer._start_average()
+        self.trainer._resume_running()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # After resuming, the sampler is wrapped so deeply that accelerate no longer finds it.
@@ -461,6 +503,17 @@ class _StepCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.clock.stop()
+
+
+def has_unlearned_predictor(model: nn.Module, distillation: Distillation | None = None) -> bool:
+    """Whether a predictor learns from its scores alone and no loss takes them: DistributedDataParallel, which expects a
+    gradient for every parameter, has to look for those that get none.
+    """
+    learned = distillation is not None and "scores" in distillation.needs
+    return not learned and any(
+        predictor.GIVES_SCORES and any(parameter.requires_grad for parameter in predictor.parameters())
+        for predictor in predictors(model)
+    )
 
 
 def auxiliary_losses(outputs: Any) -> Mapping[str, Tensor]:

@@ -24,7 +24,7 @@ from accelerate import PartialState
 from transformers import ProgressCallback, default_data_collator
 from transformers.utils import logging as transformers_logging
 
-from hf_sparseprior.files import file_sha256, write_text
+from hf_sparseprior.files import file_sha256, sync, write_text
 from hf_sparseprior.model_card import CARD, model_card
 from hf_sparseprior.pretrained import load_whole_model
 from hf_sparseprior.training import (
@@ -40,6 +40,7 @@ from tasks.common.config import Config, load_sections
 from tasks.common.metrics import compute_metrics, confusion_matrix
 from tasks.common.models import about_model, merged, save_adapter, trainable_parameters
 from tasks.common.plots import draw_confusion, draw_history
+from tasks.common.processes import check_joined, join_on_cpu
 from tasks.common.results import Results, read_results, trainer_history
 from tasks.common.run_folder import (
     ADAPTER,
@@ -242,9 +243,11 @@ def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePrior
 def trainer_arguments(section: dict[str, Any]) -> SparsePriorTrainingArguments:
     """The arguments of a `trainer` section over TRAINER_DEFAULTS."""
     # Pinned memory only means something next to an accelerator.
-    defaults = {**TRAINER_DEFAULTS, "dataloader_pin_memory": torch.cuda.is_available()}
+    defaults = {**TRAINER_DEFAULTS, "dataloader_pin_memory": torch.cuda.is_available(), "use_cpu": join_on_cpu()}
     # A copy: transformers writes its own defaults into the dictionaries it is given.
-    return _trainer_errors(SparsePriorTrainingArguments, **{**defaults, **copy.deepcopy(section)})
+    arguments = _trainer_errors(SparsePriorTrainingArguments, **{**defaults, **copy.deepcopy(section)})
+    check_joined()
+    return arguments
 
 
 def _trainer_errors(make: Any, **options: Any) -> Any:
@@ -333,6 +336,9 @@ def save(task: HFTask, out: Path, trainer: SparsePriorTrainer, prepared: Prepare
     about = write_model(out / MODEL, weights, results.content())
     results.parameters = about.pop("parameters")
     results.details |= about | {"adapter_bytes": save_adapter(out / ADAPTER, model)}
+    for name in (MODEL, AVERAGE, ADAPTER):
+        if (out / name).exists():
+            sync(out / name)  # before the results that say that it is there
 
 
 def _write_model(

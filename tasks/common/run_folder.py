@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -16,12 +17,14 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import distributed
-from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_sparseprior.command import USER_ERRORS
 from hf_sparseprior.files import write_text
+from hf_sparseprior.training.trainer import PROCESSES_FILE
+from tasks.common.command import first_line
 from tasks.common.config import config_name
 from tasks.common.locks import NoLocks, holder, locked
+from tasks.common.processes import check_joined
 from tasks.common.results import finite_or_null, read_results
 from tasks.common.upgrade import nested_names, upgraded_config
 
@@ -259,12 +262,13 @@ def owned(
         ValueError: if another process trains in the folder, or took it since `finished_results` was asked.
         OSError: if there can be no such folder.
     """
+    check_joined()
     joined = distributed.is_available() and distributed.is_initialized()
     if joined:
         distributed.barrier()  # until every process has looked at the folder
     first = not joined or distributed.get_rank() == 0
     failed: BaseException | None = None
-    with ExitStack() as held:
+    with ExitStack() as held, full_disk_in_one_line(out):
         found: list[str | None] = [None, None]  # checkpoint, what went wrong
         if first:
             try:
@@ -283,6 +287,25 @@ def owned(
         if checkpoint and first:
             print(f"going on from {checkpoint}", file=sys.stderr)
         yield checkpoint
+
+
+@contextmanager
+def full_disk_in_one_line(out: Path) -> Iterator[None]:
+    """Name the folder where libraries raise an error of their own, or one without a name, because nothing more can be
+    written.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        writing = isinstance(error, SafetensorError) or "PytorchStreamWriter" in str(error)
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if not (full or (writing and "deserializ" not in str(error))):
+            raise
+        said = error.strerror if isinstance(error, OSError) else first_line(error)
+        free = shutil.disk_usage(out).free >> 20
+        raise OSError(
+            f"{out} cannot be written ({said}; {free} MiB are free there); make room and give the same command again"
+        ) from error
 
 
 @contextmanager
@@ -305,18 +328,26 @@ def checkpoint_damage(checkpoint: Path, files: Sequence[str]) -> str | None:
     for name in files:
         if not (checkpoint / name).exists():
             return f"{name} is missing"
-    try:
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-        for path in checkpoint.glob("*.safetensors"):
-            with safe_open(path, "pt") as file:
-                file.keys()
-    except (ValueError, SafetensorError) as error:
-        return f"it is cut off ({str(error).splitlines()[0]})"
-    for path in (*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")):
-        # training_args.bin is not needed for going on.
-        if path.name != "training_args.bin" and cut_off(path):
+    for path in sorted(checkpoint.iterdir()):
+        if _is_cut(path):
             return f"{path.name} is cut off"
     return None
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether a file of a Trainer's checkpoint is empty, cut off or not what its name says."""
+    try:
+        if path.suffix == ".json":
+            return not isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
+        if path.name == PROCESSES_FILE:
+            return int(path.read_text(encoding="utf-8")) < 1
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                file.keys()
+    except (ValueError, SafetensorError):
+        return True
+    # training_args.bin is not needed for going on.
+    return path.suffix in (".pt", ".pth", ".bin") and path.name != "training_args.bin" and cut_off(path) is not None
 
 
 def stored_config(model_folder: Path) -> dict[str, Any]:

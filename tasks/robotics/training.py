@@ -21,11 +21,12 @@ from tqdm.auto import tqdm
 from transformers import get_cosine_schedule_with_warmup
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_sparseprior.files import whole_folder, write_text
+from hf_sparseprior.files import sync, whole_folder, write_text
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.finite import STOP, Diverged, LossWatch, all_finite
 from hf_sparseprior.training.stopping import StopRequest
 from tasks.common.command import RunStopped
+from tasks.common.processes import check_joined, join_on_cpu
 from tasks.common.run_folder import MODEL
 from tasks.robotics.config import VALIDATION_SEED, TrainerConfig
 from tasks.robotics.data import Windows
@@ -54,8 +55,11 @@ class Training:
     ) -> None:
         self.config, self.train, self.validation, self.out = config, train, validation, out
         self.accelerator = Accelerator(
-            mixed_precision=config.mixed_precision, kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)]
+            cpu=join_on_cpu(),
+            mixed_precision=config.mixed_precision,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
         )
+        check_joined()
         processes, windows = self.accelerator.num_processes, min(config.batch_size, len(train))
         if windows < processes:
             raise ValueError(
@@ -134,12 +138,17 @@ class Training:
     def _update(self) -> dict[str, float]:
         """Do one step and return its losses."""
         self.model.train()
-        torch.manual_seed(_seed(self.config.seed, self.step, self.accelerator.process_index))
         observations, actions = self.train.batch(self._windows())
         device = self.accelerator.device
-        losses = self.model({key: value.to(device) for key, value in observations.items()}, actions.to(device))
+        actions = actions.to(device)
+        drawn = self._drawn(actions)
+        torch.manual_seed(_seed(self.config.seed, self.step, self.accelerator.process_index))
+        losses = self.model({key: value.to(device) for key, value in observations.items()}, actions, **drawn)
+        logged = {key: losses[key].detach() for key in LOGGED}
+        if self.accelerator.num_processes > 1:
+            logged = self.accelerator.reduce(logged, "mean")
         if self.config.nonfinite_loss == STOP:
-            self.watch.check([self.step + 1], [losses["loss"].item()], SETTING)
+            self.watch.check([self.step + 1], [logged["loss"].item()], SETTING)
         self.accelerator.backward(losses["loss"])
         if self.config.max_grad_norm is not None:
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
@@ -148,7 +157,21 @@ class Training:
         self.optimizer.zero_grad()
         self.step += 1
         self.average.update(ema_decay(self.step, self.config.ema_power, self.config.ema_decay))
-        return {key: losses[key].item() for key in LOGGED}
+        return {key: loss.item() for key, loss in logged.items()}
+
+    def _drawn(self, actions: Tensor) -> dict[str, Tensor]:
+        """Noise and diffusion steps of this process' windows, as one process would draw them for all windows.
+
+        Nothing for one process: its policy draws the same. Crops and dropped paths are drawn by each process alone.
+        """
+        index, processes = self.accelerator.process_index, self.accelerator.num_processes
+        if processes == 1:
+            return {}
+        torch.manual_seed(_seed(self.config.seed, self.step, 0))
+        count = len(self._all_windows())
+        noise = torch.randn(count, *actions.shape[1:], device=actions.device)
+        steps = torch.randint(0, self.policy.config.noise_levels, (count,), device=actions.device)
+        return {"noise": noise[index::processes], "steps": steps[index::processes]}
 
     def _check_weights(self) -> None:
         """Raise Diverged before weights that are not finite are judged or saved."""
@@ -156,12 +179,15 @@ class Training:
             raise Diverged(f"the weights are not finite after step {self.step}; {self.watch.before(SETTING)}")
 
     def _windows(self) -> Tensor:
-        """This process' windows of the next step. Every epoch has an order of its own."""
+        """This process' windows of the next step."""
+        return self._all_windows()[self.accelerator.process_index :: self.accelerator.num_processes]
+
+    def _all_windows(self) -> Tensor:
+        """The windows of the next step, of all processes. Every epoch has an order of its own."""
         size = self.config.batch_size
         epoch, index = divmod(self.step, self.epoch_steps)
         generator = torch.Generator().manual_seed(_seed(self.config.seed, epoch, 0))
-        order = torch.randperm(len(self.train), generator=generator)[index * size : (index + 1) * size]
-        return order[self.accelerator.process_index :: self.accelerator.num_processes]
+        return torch.randperm(len(self.train), generator=generator)[index * size : (index + 1) * size]
 
     def _numbers(self) -> dict[str, str]:
         shown = {"diffusion": "loss", "validation_loss": "val loss", "validation_success": "val success"}
@@ -214,6 +240,7 @@ class Training:
         shutil.rmtree(scratch, ignore_errors=True)
         with self.average.swapped_in():
             self.policy.save_pretrained(scratch, {**self.about, "step": self.step})
+        sync(scratch)
         shutil.rmtree(self.out / MODEL, ignore_errors=True)
         scratch.rename(self.out / MODEL)
 
@@ -245,6 +272,7 @@ class Training:
                 "running": self.running,
             }
             write_text(scratch / TRAINER_STATE_NAME, json.dumps(known, indent=1) + "\n")
+            sync(scratch)
         for other in self.out.glob("checkpoint-*"):
             if other != folder and other.name.rsplit("-", 1)[1].isdigit():
                 shutil.rmtree(other)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -82,10 +83,10 @@ def robotics(folder: Path) -> list[str]:
     return ["--config", "configs/robotics/smoke.yaml#pusht_image", f"data.path={data}", *small, *steps]
 
 
-# Eight steps; the loss of every one is in the history, as the mean of an epoch that was interrupted would be of a part.
+# Eight steps. Those that are logged and those that are saved differ, so an entry of the history spans an interruption.
 TRAINER = {
     "max_steps": 8, "per_device_train_batch_size": 8, "learning_rate": 3e-3, "seed": 3, "use_cpu": True,
-    "logging_strategy": "steps", "logging_steps": 1, "save_strategy": "steps", "save_steps": 2,
+    "logging_strategy": "steps", "logging_steps": 3, "save_strategy": "steps", "save_steps": 2,
     "eval_strategy": "steps", "eval_steps": 2, "ema_decay": 0.9, "disable_tqdm": True,
 }  # fmt: skip
 
@@ -315,3 +316,19 @@ def test_a_run_that_diverges_stops_and_leaves_nothing_that_counts(whole, tmp_pat
     assert re.search(r"the loss of step 2 is nan; the last finite one is [0-9.]+, of step 1; .*nonfinite_loss=c", error)
     left = {path.name for path in (tmp_path / "run").iterdir()} if (tmp_path / "run").exists() else set()
     assert left <= {"run_config.json"}
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(whole, tmp_path, capfd):
+    """No file may grow beyond 16 KiB, which a checkpoint does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    out = tmp_path / "run"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))
+    try:
+        assert whole.train(out) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert f"{out} cannot be written (" in error and "make room and give the same command again" in error
+    assert not (out / "results.json").exists()
+    if whole.row.task == "classification":
+        assert whole.train(out) == 0 and fingerprint(out) == fingerprint(whole.out)

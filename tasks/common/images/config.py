@@ -44,7 +44,6 @@ SOURCES_OF = {
     "classes": ("csv", *TABLES),
     "streaming": TABLES,
     "task": ("vtab",),
-    "stage": ("vtab",),
 }
 
 
@@ -71,9 +70,11 @@ class DataConfig:
     image_column, label_column: for tables and CSV files; null: the only column that can be meant. For cifar100
         label_column is fine (null) or coarse.
     classes: file of class names, one a line, in the order of the labels, for tables that do not say them.
-    task, stage: for vtab, one of its 19 tasks, and "selection" (train on train800, judge on val200) or "final" (train
-        on train800val200, test on test). In "selection" val200 is both validation and test, so a test accuracy is
-        optimistic where validation chose the epoch; in "final" nothing may be chosen.
+    task: for vtab, one of its 19 tasks.
+    stage: "final": train on the training and the validation images and test on the test images. The validation images
+        are trained on, so nothing may be chosen by them and the last epoch counts. "selection", and null but for vtab:
+        train without them. Of vtab, "selection" trains on train800 and val200 is both validation and test, so a test
+        accuracy is optimistic where validation chose the epoch; "final" trains on train800val200.
     published_validation: "test" or "validation": what the published val of tiny_imagenet and imagenet is. Papers report
         accuracy on it, so it is our test, looked at once, and our validation is cut from the training images.
     validation_fraction, test_fraction: share that is cut, stratified, from the training images if the source has no
@@ -177,6 +178,8 @@ class DataConfig:
                 "leave no training images"
             )
         check_integer("data.split_seed", self.split_seed, 0)
+        if self.stage is not None and self.streaming:
+            raise ValueError(f"data.stage={self.stage!r} cannot be used with a stream; set data.streaming=false")
         for split in SPLITS:
             limit = getattr(self, f"limit_{split}")
             if limit is not None:

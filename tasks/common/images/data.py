@@ -16,12 +16,15 @@ from hf_sparseprior.training.token_labels import WHOLE
 from tasks.common.images.augmentation import Augmentation
 from tasks.common.images.config import EXIF, DataConfig
 from tasks.common.images.sources import READERS, SPLITS, ImageData, Images, balanced_subset, drop_corrupt
+from tasks.common.images.vtab_tasks import FINAL
 
 CACHE_LIMIT = 1 << 30
 
 
 def load_data(config: DataConfig) -> ImageData:
     """Read a source, cut the splits it does not have, and keep as many images of each split as `limit_*` says.
+
+    With `stage` final, the images of validation are training images too.
 
     Raises:
         ValueError, OSError: the message names the folder, file or column that is missing, empty or mislabelled.
@@ -34,6 +37,8 @@ def load_data(config: DataConfig) -> ImageData:
             kept, cut = stratified_cut(train.labels, fraction / left, config.split_seed)
             data.splits["train"], data.splits[split] = train.subset(kept), train.subset(cut)
             left -= fraction
+    if config.stage == FINAL and config.source != "vtab":  # which has a list of its own for it
+        data.splits["train"] = data.splits["train"].joined(data.splits["validation"])
     for split in SPLITS:
         images, limit = data.splits[split], getattr(config, f"limit_{split}")
         if not len(images):

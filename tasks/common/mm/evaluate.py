@@ -10,7 +10,7 @@ from mmengine.config import Config
 
 from hf_sparseprior.files import file_sha256
 from tasks.common.mm.config import WORK_DIR, as_json, check_data, load_config
-from tasks.common.mm.runner import build_runner
+from tasks.common.mm.runner import build_runner, whole_model
 from tasks.common.mm.saving import CONFIG, WEIGHTS, fill_model
 from tasks.common.mm.task import MM_SPLITS, Task
 from tasks.common.results import Results
@@ -36,17 +36,17 @@ def evaluate(
         config.pop(key, None)
     config.pop("val_evaluator", None)
     runner = build_runner(config)
-    fill_model(runner.model, folder)
+    fill_model(whole_model(runner), folder)
     results = Results(
         task=task.name,
         metrics=task.metrics(split, runner.test()),
         config=as_json(config.to_dict()),
-        parameters=sum(parameter.numel() for parameter in runner.model.parameters()),
+        parameters=sum(parameter.numel() for parameter in whole_model(runner).parameters()),
         details={
             "model": str(folder),
             "model_sha256": file_sha256(folder / WEIGHTS),
             "images": len(runner.test_dataloader.dataset),
         },
     )
-    task.draw(runner.model, runner.test_dataloader.dataset, out / f"predictions_{split}.png")
+    task.draw(whole_model(runner), runner.test_dataloader.dataset, out / f"predictions_{split}.png")
     return results.write(out / f"results_{split}.json")

@@ -6,6 +6,7 @@ import copy
 import itertools
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,21 +14,28 @@ from typing import Any
 
 import torch
 from mmengine.config import Config
-from mmengine.dist import init_dist, is_distributed
+from mmengine.dist import init_dist, is_distributed, is_main_process
 from mmengine.hooks import Hook
-from mmengine.model import revert_sync_batchnorm
+from mmengine.model import MMDistributedDataParallel, is_model_wrapper, revert_sync_batchnorm
 from mmengine.runner import BaseLoop, Runner
 from mmengine.utils.dl_utils import set_multi_processing
+from torch import distributed
 
+from hf_sparseprior.files import replace_durably
 from hf_sparseprior.training.finite import SETTING, STOP, check_setting
+from hf_sparseprior.training.trainer import has_unlearned_predictor
 from tasks.common.mm.hooks import CheckFinite, OneLineProgress, StopOnSignal
 from tasks.common.mm.loading import refuse_pickles
+from tasks.common.processes import check_joined, join_on_cpu
 
 _RUNS = itertools.count()  # of this process
 
 
 class QuietRunner(Runner):
-    """mmengine's Runner. Its log goes to its file; the terminal shows errors and the progress bar."""
+    """mmengine's Runner. Its log goes to its file; the terminal shows errors and the progress bar.
+
+    A checkpoint gets its name when the disk has all of it.
+    """
 
     def build_logger(self, *args: Any, **kwargs: Any) -> Any:
         """As mmengine's."""
@@ -37,13 +45,38 @@ class QuietRunner(Runner):
                 handler.setLevel(max(handler.level, logging.ERROR))
         return logger
 
+    def wrap_model(self, model_wrapper_cfg: dict | None, model: torch.nn.Module) -> torch.nn.Module:
+        """As mmengine's, which wants a CUDA device for each process. Without one, batch norms are each process' own."""
+        if has_unlearned_predictor(model):
+            self.cfg["find_unused_parameters"] = True
+        if not (self.distributed and join_on_cpu()):
+            return super().wrap_model(model_wrapper_cfg, model)
+        if model_wrapper_cfg is not None:
+            raise ValueError(f"model_wrapper_cfg={model_wrapper_cfg!r} needs a GPU for each process; leave it out")
+        whole = revert_sync_batchnorm(model)
+        if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in whole.modules()):
+            print("batch norms are not synchronised between processes on the CPU", file=sys.stderr)
+        unused = self.cfg.get("find_unused_parameters", False)
+        return MMDistributedDataParallel(module=whole, broadcast_buffers=False, find_unused_parameters=unused)
+
+    def save_checkpoint(self, out_dir: str, filename: str, *args: Any, **kwargs: Any) -> None:
+        """As mmengine's."""
+        scratch = f"{filename}.partial"
+        super().save_checkpoint(out_dir, scratch, *args, **kwargs)
+        if is_main_process():
+            replace_durably(Path(out_dir) / scratch, Path(out_dir) / filename)
+
 
 def join_processes(config: Config) -> None:
-    """Join the processes that torchrun started, as mmengine's Runner does where that has not been done."""
+    """Join the processes that torchrun started; mmengine's Runner could do so on CUDA devices alone."""
     if launched() and not is_distributed():
         environment = config.get("env_cfg", {})
         set_multi_processing(**environment.get("mp_cfg", {}), distributed=True)
-        init_dist("pytorch", **environment.get("dist_cfg", {}))
+        if join_on_cpu():
+            distributed.init_process_group("gloo")
+        else:
+            init_dist("pytorch", **environment.get("dist_cfg", {}))
+    check_joined()
 
 
 def launched() -> bool:
@@ -72,7 +105,7 @@ def build_runner(config: Config) -> QuietRunner:
 
 def whole_model(runner: Runner) -> Any:
     """The model without the wrapper that distributes it."""
-    return runner.model.module if runner.distributed else runner.model
+    return runner.model.module if is_model_wrapper(runner.model) else runner.model
 
 
 def has_trained(runner: Runner) -> bool:

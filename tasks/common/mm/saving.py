@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from hf_sparseprior.families import FAMILIES
+from hf_sparseprior.files import sync
 from tasks.common.mm.backbone import save_backbone
 
 BACKBONE, CONFIG, WEIGHTS = "backbone", "config.py", "model.safetensors"
@@ -33,6 +34,7 @@ def save_model(folder: Path, config: Config, model: Any) -> None:
     save_backbone(model.backbone, str(folder / BACKBONE))
     weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     save_file(weights, str(folder / WEIGHTS), metadata={"format": "pt"})
+    sync(folder)
 
 
 def fill_model(model: torch.nn.Module, folder: Path) -> None:

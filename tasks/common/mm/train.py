@@ -108,7 +108,7 @@ def results_of(task: Task, config: Config, runner: Runner) -> Results:
         history=loss_history(runner),
         details={
             "baseline": task.baseline(config),
-            "prior": runner.model.backbone.config.prior_name,
+            "prior": whole_model(runner).backbone.config.prior_name,
             "data_wait": waiting / max(seconds, 1e-9),
         },
     )

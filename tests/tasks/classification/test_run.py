@@ -1,5 +1,6 @@
 import copy
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from tasks.classification import train as training
 from tasks.common import hf_run
 from tasks.common.images.model import build_model
 from tasks.common.metrics import accuracy_metric, confusion_matrix
+from tasks.common.run_folder import last_whole_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -255,24 +257,40 @@ def test_a_run_may_move_and_hide_its_bar(finished, tmp_path):
     assert training.run(config_in(folder, disable_tqdm=False))["metrics"] == finished[1]["metrics"]
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut weights", "cut optimizer", "no state"])
-def test_a_checkpoint_that_was_killed_half_way_is_skipped(finished, tmp_path, capsys, damage):
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        (None, None), ("trainer_state.json", None), ("trainer_state.json", 0), ("model.safetensors", 100),
+        ("optimizer.pt", 100), ("scheduler.pt", 0), ("rng_state.pth", 50), ("clock.json", 0), ("clock.json", 9),
+        ("processes.txt", 0), ("config.json", 0), ("config.json", 40), ("preprocessor_config.json", 1),
+        ("running.json", 0),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_that_is_not_whole_is_skipped_and_named(finished, tmp_path, capsys, name, left):
+    """Without a file, or with this many bytes of it, as a kill or a power cut leaves it."""
     folder = copy_run(finished, tmp_path)
-    (folder / "results.json").unlink()
     last = folder / "checkpoint-136"
-    if damage == "empty":
+    if name is None:
         shutil.rmtree(last)
         last.mkdir()
-    elif damage == "no state":
-        (last / "trainer_state.json").unlink()
+    elif left is None:
+        (last / name).unlink()
     else:
-        name = "model.safetensors" if damage == "cut weights" else "optimizer.pt"
-        with open(last / name, "r+b") as file:
-            file.truncate(100)
+        os.truncate(last / name, left)
+    whole = [path.name for path in (folder / "checkpoint-68").iterdir() if path.suffix in (".pt", ".pth")]
+    assert last_whole_checkpoint(folder, ["trainer_state.json", *whole]) == str(folder / "checkpoint-68")
+    error = capsys.readouterr().err
+    assert error.startswith(f"{last} is skipped: {name or 'trainer_state.json'} is ") and error.count("\n") == 1
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_cut_one(finished, tmp_path, capsys):
+    folder = copy_run(finished, tmp_path)
+    (folder / "results.json").unlink()
+    os.truncate(folder / "checkpoint-136" / "config.json", 40)
     results = training.run(config_in(folder))
     assert results["resumed_from"] == "checkpoint-68"
     assert results["metrics"] == finished[1]["metrics"]
-    assert f"{last} is skipped" in capsys.readouterr().err
+    assert "checkpoint-136 is skipped: config.json is cut off" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_one_line(tmp_path, monkeypatch, capsys):

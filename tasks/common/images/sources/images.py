@@ -58,6 +58,25 @@ class Images:
             self.boxes and partial(_at, self.boxes, indices),
         )
 
+    def joined(self, others: Images) -> Images:
+        """These images and then others of the same classes."""
+
+        def after(own: Callable[[int], Any] | None, other: Callable[[int], Any] | None) -> Any:
+            return own and other and partial(_of_two, own, other, len(self))
+
+        return Images(
+            after(self.read, others.read),
+            np.concatenate([self.labels, others.labels]),
+            after(self.name, others.name),
+            after(self.stamp, others.stamp),
+            self.checked and others.checked,
+            after(self.boxes, others.boxes),
+        )
+
+
+def _of_two(first: Callable[[int], Any], second: Callable[[int], Any], count: int, index: int) -> Any:
+    return first(int(index)) if index < count else second(int(index) - count)
+
 
 def _at(call: Callable[[int], Any], indices: np.ndarray, index: int) -> Any:
     return call(int(indices[index]))

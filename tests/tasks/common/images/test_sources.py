@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -356,6 +357,25 @@ def test_loaded_splits_share_no_image_and_lose_none(write, source):
     names = [images.name(n) for images in data.splits.values() for n in range(len(images))]
     assert len(set(names)) == len(names)
     assert drop_corrupt(data, config) == {}
+
+
+@pytest.mark.parametrize("source", [source for source in SOURCES if source != "vtab"])
+def test_the_final_stage_trains_on_all_that_is_not_test(write, source):
+    config, _ = write(source)
+    usual, final = (load_data(replace(config, stage=stage)) for stage in (None, "final"))
+    read = {split: contents(images, usual.classes) for split, images in usual.splits.items()}
+    assert contents(final.splits["train"], final.classes) == read["train"] + read["validation"]
+    for split in ("validation", "test"):
+        assert contents(final.splits[split], final.classes) == read[split]
+    train = pickle.loads(pickle.dumps(final.splits["train"]))
+    names = [train.name(n) for n in range(len(train))]
+    assert len(set(names)) == len(names) == len(train.labels)
+    assert drop_corrupt(final, config) == {}
+
+
+def test_a_stream_has_no_final_stage():
+    with pytest.raises(ValueError, match=r"data\.stage='final' cannot be used with a stream; set data\.stre"):
+        DataConfig(source="parquet", path="x", stage="final", streaming=True)
 
 
 def test_limits_are_balanced_nested_and_leave_the_cut_alone(write):

@@ -1,0 +1,41 @@
+"""Files that appear whole or not at all, and that a power cut cannot take."""
+
+import errno
+import os
+
+import pytest
+
+from hf_sparseprior import files
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_place_and_the_folder_after(tmp_path, monkeypatch):
+    done, replace = [], os.replace
+    monkeypatch.setattr(files.os, "fsync", lambda descriptor: done.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    monkeypatch.setattr(files.os, "replace", lambda *paths: (done.append("replaced"), replace(*paths)))
+    files.write_text(tmp_path / "a.json", "{}")
+    assert done == [f"{tmp_path}/a.json.partial", "replaced", str(tmp_path)]
+    assert (tmp_path / "a.json").read_text() == "{}" and list(tmp_path.iterdir()) == [tmp_path / "a.json"]
+
+
+def test_a_folder_is_synced_with_all_it_holds_and_links_to_nowhere_are_left_alone(tmp_path, monkeypatch):
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    done = []
+    monkeypatch.setattr(files.os, "fsync", lambda descriptor: done.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    files.sync(tmp_path)
+    assert done == [f"{tmp_path}/deep/er/file", f"{tmp_path}/deep/er", f"{tmp_path}/deep", str(tmp_path)]
+
+
+@pytest.mark.parametrize(("number", "raised"), [(errno.EINVAL, False), (errno.ENOSPC, True), (errno.EIO, True)])
+def test_a_file_system_without_fsync_is_used_and_an_error_of_the_disk_is_raised(tmp_path, monkeypatch, number, raised):
+    def fail(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files.os, "fsync", fail)
+    if raised:
+        with pytest.raises(OSError):
+            files.write_text(tmp_path / "a", "x")
+    else:
+        files.write_text(tmp_path / "a", "x")
+        assert (tmp_path / "a").read_text() == "x"

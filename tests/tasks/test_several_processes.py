@@ -1,0 +1,97 @@
+"""Two processes of torchrun without a GPU: one of them is killed, then they go on and end like one process.
+
+Classification has tests of its own (tests/tasks/classification/test_distributed.py).
+"""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tasks.common.results import read_results
+from tests.processes import module, wait_for
+from tests.tasks import test_contract as contract
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.accelerator.is_available(), reason="the processes would join on an accelerator"),
+]
+
+
+def video(folder: Path) -> list[str]:
+    arguments = contract.video(folder)
+    content = yaml.safe_load((folder / "config.yaml").read_text())
+    del content["trainer"]["use_cpu"]  # nobody has to say that there is no GPU
+    content["model"]["drop_path_rate"] = 0.0  # each process draws its own
+    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    return arguments
+
+
+def segmentation(folder: Path) -> list[str]:
+    plain = ["model.backbone.drop_path_rate=0", "model.decode_head.dropout_ratio=0", "train_dataloader.batch_size=4"]
+    plain += [f"model.{part}.norm_cfg.type=BN" for part in ("neck", "decode_head")]
+    return [*contract.segmentation(folder), *plain]
+
+
+def detection(folder: Path) -> list[str]:
+    return contract.detection(folder)
+
+
+def robotics(folder: Path) -> list[str]:
+    """From the state alone: crops are drawn by each process."""
+    from tests.tasks.robotics.walk import write_walk
+
+    steps = ["trainer.steps=24", "trainer.save_steps=8", "trainer.log_steps=2", "trainer.batch_size=8"]
+    small = ["policy.widths=[16, 32]", "policy.step_embedding_size=8", "policy.groups=4", "policy.sampling_steps=2"]
+    small += ["policy.observations={position: [3]}", "policy.action_size=4", "trainer.validation_episodes=0"]
+    steps += ["trainer.validate_steps=null", "trainer.warmup_steps=2", "trainer.disable_tqdm=true"]
+    data = f"data.path={write_walk(folder)}"
+    small += ["data.floors={}"]
+    return ["--config", str(contract.ROOT / "configs/robotics/smoke.yaml#lift_state"), data, *small, *steps]
+
+
+@pytest.mark.parametrize(
+    ("task", "needs", "prepare", "place", "half", "checkpoint", "like_one"),
+    [
+        ("video", "av", video, "trainer.output_dir", "trainer.per_device_train_batch_size=4", "checkpoint-4", True),
+        ("segmentation", "mmseg", segmentation, "output_dir", "train_dataloader.batch_size=2", "iter_3.pth", False),
+        ("detection", "mmdet", detection, "output_dir", "train_dataloader.batch_size=1", "iter_3.pth", False),
+        ("robotics", "diffusers", robotics, "trainer.output_dir", None, "checkpoint-8", True),
+    ],
+    ids=["video", "segmentation", "detection", "robotics"],
+)
+def test_two_processes_go_on_after_a_kill_and_end_like_one(
+    task, needs, prepare, place, half, checkpoint, like_one, tmp_path
+):
+    pytest.importorskip(needs, exc_type=ImportError)
+    arguments = [str(contract.ROOT / a) if a.startswith("configs/") else a for a in prepare(tmp_path)]
+    two = [*arguments, f"{place}={tmp_path}/two", *([half] if half else [])]
+
+    def start():
+        return module(f"tasks.{task}.train", *two, processes=2, folder=tmp_path, log=tmp_path / "log.txt")
+
+    process = start()
+    wait_for(tmp_path / "two" / checkpoint, process)  # which is whole, or another before it is
+    psutil.Process(process.pid).children()[-1].kill()
+    assert process.wait(120) != 0 and not (tmp_path / "two" / "results.json").exists()
+    assert start().wait(200) == 0, (tmp_path / "log.txt").read_text()[-3000:]
+    found = read_results(tmp_path / "two" / "results.json")
+    assert found["processes"] == 2 and re.search(r"\d+", found["resumed_from"])
+    assert (tmp_path / "two" / "model").is_dir()
+    if not like_one:
+        return
+    assert import_module(f"tasks.{task}.train").main([*arguments, f"{place}={tmp_path}/one"]) == 0
+    expected = read_results(tmp_path / "one" / "results.json")
+    own, one = ([entry["loss"] for entry in each["history"] if "loss" in entry] for each in (found, expected))
+    torch.testing.assert_close(own, one, rtol=0, atol=1e-4)
+    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one" / "model").glob("*.safetensors"))
+    assert files
+    for file in files:
+        weights = load_file(tmp_path / "one" / file)
+        for name, value in load_file(tmp_path / "two" / file).items():
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=2e-4, msg=name)
