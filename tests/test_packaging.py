@@ -28,6 +28,7 @@ def wheel(tmp_path_factory) -> list[str]:
         return archive.namelist()
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_library_alone(wheel):
     assert {name.split("/")[0] for name in wheel if ".dist-info/" not in name} == {"hf_sparseprior"}
 

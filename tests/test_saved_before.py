@@ -132,6 +132,7 @@ def test_a_stopped_classification_run_goes_on_to_the_same_weights(tmp_path, monk
         assert torch.equal(value, before[name]) or not same_machine(), name
 
 
+@pytest.mark.slow
 def test_a_classification_run_from_its_start_gives_the_same_weights(tmp_path, monkeypatch):
     from tasks.classification import train
 

@@ -321,6 +321,7 @@ save_file({"output": model(load_file("pixels.safetensors")["pixels"]).last_hidde
 )
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_brings_its_code(tmp_path, monkeypatch):
     """Unlike a folder's, files of a name on the hub are fetched one by one, as each is found to import the next."""
     commit, model = "0" * 40, make(SparsePriorViTModel)

@@ -53,6 +53,7 @@ def reports(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_import_prints_nothing(reports):
     assert [report["printed"] for report in reports] == [""] * REPEATS
 

@@ -380,6 +380,7 @@ def small_supports(draw):
     return {"name": "fibottention", "w_min": w, "w_max": w + more, "modified": flag, "mask_fill": mask_fill}
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     support=small_supports(),

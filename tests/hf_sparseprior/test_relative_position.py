@@ -352,6 +352,7 @@ def test_half_precision(name):
     torch.testing.assert_close(logits.float(), moved(f"violin+{name}")(images()).logits, rtol=0.1, atol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prior", ["violin+irpe_qkv", "swin_rpb+transformer_xl"])
 def test_compiled_whole(prior):
     torch.compiler.reset()

@@ -458,6 +458,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_saved_model_runs_without_the_package(tmp_path):
     model, pixels = make_model(), torch.randn(2, 3, 16, 16)
     with torch.no_grad():

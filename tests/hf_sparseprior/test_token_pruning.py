@@ -490,6 +490,7 @@ def test_gradient_checkpointing_changes_nothing(name):
         torch.testing.assert_close(own, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRUNINGS)
 def test_it_compiles_into_one_graph(name):
     torch._dynamo.reset()
@@ -529,6 +530,7 @@ save_file(logits, "logits.safetensors")
 )
 
 
+@pytest.mark.slow
 def test_saved_models_run_without_the_package(tmp_path):
     priors = {"evit": "fibottention+evit", "dynamicvit": "sparsifiner+dynamicvit"}
     made = {name: model(prior, dtype=torch.float32) for name, prior in priors.items()}

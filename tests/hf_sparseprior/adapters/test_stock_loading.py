@@ -220,6 +220,7 @@ def outcomes(saved):
     return {how: run_fresh(how, folders) for how in ("with", "without")}
 
 
+@pytest.mark.slow
 def test_the_import_changes_no_class(outcomes):
     # peft has no other place to check what an adapter of any method holds.
     allowed = ["peft.tuners.tuners_utils.BaseTuner._remap_adapter_state_dict_for_load"]

@@ -48,6 +48,7 @@ def stock_classifier(config):
     return sp.apply_prior(ViTForImageClassification(config), "fibottention+violin")
 
 
+@pytest.mark.slow
 def test_resume_restores_every_tensor(tmp_path):
     """ViT is saved under older names, which transformers' own Trainer reads back without a match."""
     config = ViTConfig(**TINY)

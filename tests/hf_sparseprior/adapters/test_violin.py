@@ -246,6 +246,7 @@ assert all(torch.equal(one, two) for one, two in zip(found, [*expected.values(),
 PEFT_FIRST = "import peft, hf_sparseprior; peft.get_peft_config({'peft_type': 'VIOLIN'})"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [LOADING, PEFT_FIRST], ids=["ours first", "peft first"])
 def test_a_new_process_needs_the_import_alone(script, tmp_path):
     build("vit").save_pretrained(tmp_path / "base")
@@ -398,6 +399,7 @@ def make_trainer(make_config, folder, **options):
     return Trainer(model, arguments, train_dataset=Halves(), eval_dataset=Halves())
 
 
+@pytest.mark.slow
 @methods
 def test_trainer_resumes_and_restores_every_tensor(make_config, tmp_path):
     whole = make_trainer(make_config, tmp_path / "whole")
@@ -458,6 +460,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     assert all(torch.allclose(one, two) and one.any() for one, two in zip(*gradients, strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_models_follow_switching():
     model = adapted()
     model.add_adapter("other", sp.ViolinAdapterConfig(decay="manhattan"))

@@ -147,6 +147,7 @@ def test_the_teacher_sees_the_patches_that_mixtoken_gives_the_student(tmp_path):
         trainer.compute_loss(student, {**inputs, "token_sources": sources})
 
 
+@pytest.mark.slow
 def test_accumulation_and_soft_labels_leave_the_gradient(tmp_path):
     def trained(**options):
         student = make_model(0)
@@ -176,6 +177,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prior", RESUMED)
 def test_resumed_run_equals_the_uninterrupted_one_and_the_teacher_stays(tmp_path, prior):
     extra = {"attention": RESUMED[prior].get("attention", 0.0)}

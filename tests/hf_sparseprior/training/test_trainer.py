@@ -68,6 +68,7 @@ def test_no_decay_for_scalars_biases_norms_and_embeddings(tmp_path):
     assert every == {id(p) for p in model.parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [6, 10])  # steps: the last checkpoint lies in the middle of an epoch of 6 steps
 def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path, stop):
     whole = make_trainer(make_model(), tmp_path / "whole")
@@ -83,6 +84,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path, stop):
     torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_the_best_model_comes_back_whole(tmp_path):
     seen = {}
 

@@ -81,6 +81,7 @@ def recipe(number=16, seed=0, batch_size=8, repeats=1, mixing=None, smoothing=0.
 # ---- schedule -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_schedule_of_fibottention_table_9(tmp_path):
     """Warm-up from 1e-6 to 1e-3 in 5 of 100 epochs, then a cosine to 1e-5 at the last step."""
     steps_per_epoch, rates = 2, []
@@ -146,6 +147,7 @@ def gradients_of_one_step(folder, batch, accumulation, collator, number=8, **opt
     return found, loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distillation", [False, True])
 @pytest.mark.parametrize("kind", ["hard", "smoothed", "mixed"])
 def test_a_step_is_that_of_the_mean_over_its_samples_however_they_are_split(tmp_path, kind, distillation):
@@ -215,6 +217,7 @@ def test_regression_of_one_number(tmp_path):
     torch.testing.assert_close(found, F.mse_loss(model(pixels).logits.squeeze(), labels))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"bf16": True}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}], ids=str
 )
@@ -284,6 +287,7 @@ def kill_at(step):
     return Each(check)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stop", [7, 11])  # of 4 or 8 steps an epoch, a checkpoint every 3
 def test_a_whole_recipe_resumed_in_the_middle_of_an_epoch_is_bit_equal(tmp_path, stop, accumulation):
@@ -322,6 +326,7 @@ def test_a_whole_recipe_resumed_in_the_middle_of_an_epoch_is_bit_equal(tmp_path,
                 assert torch.equal(whole.optimizer.state[p][key], resumed.optimizer.state[q][key])
 
 
+@pytest.mark.slow
 def test_resumed_with_persistent_workers_a_run_is_bit_equal(tmp_path):
     """The passes of one loader over the data draw fewer random numbers than those of several loaders."""
 
@@ -343,6 +348,7 @@ def test_resumed_with_persistent_workers_a_run_is_bit_equal(tmp_path):
     torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "event"), [(2, "on_step_end"), (3, "on_step_end"), (6, "on_step_end"), (6, "on_log")])
 def test_sigterm_at_any_step_loses_no_evaluation(tmp_path, step, event):
     """Two steps an epoch; after the last one training is over, but the run has to end."""

@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import peft
+import pytest
 from safetensors.numpy import load_file
 from transformers import ViTForImageClassification
 
@@ -29,6 +30,7 @@ def along(curve, gamma):
     return np.array([gamma ** abs(int(rank) - int(ranks[CENTRE])) for rank in ranks]).reshape(4, 4)
 
 
+@pytest.mark.slow
 def test_scalars_of_the_file_in_table_results_and_pictures(runs, capsys, figures, tmp_path):
     run = runs["fibottention+violin"]
     assert main([str(run), "--names", "both", "--out", str(tmp_path)]) == 0
@@ -52,6 +54,7 @@ def test_scalars_of_the_file_in_table_results_and_pictures(runs, capsys, figures
     np.testing.assert_allclose(panels["alpha"].images[0].get_array(), alpha)
 
 
+@pytest.mark.slow
 def test_masks_of_curves_and_of_the_learned_gammas(runs, capsys, figures, tmp_path):
     run = runs["fibottention+violin"]
     assert main([str(run), "--names", "both", "--out", str(tmp_path)]) == 0
@@ -67,6 +70,7 @@ def test_masks_of_curves_and_of_the_learned_gammas(runs, capsys, figures, tmp_pa
         np.testing.assert_allclose(axis.images[0].get_array(), along(curve, gamma), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_stock_models_and_adapters(stock, capsys, tmp_path):
     model = ViTForImageClassification.from_pretrained(stock)
     sp.apply_prior(model, {"decay": {"name": "violin", "init": "pretrain"}})

@@ -25,6 +25,7 @@ def test_wrong_sizes_are_named(capsys):
     assert "--tokens 200 must be a square number" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_runs_from_check_to_table(monkeypatch, tmp_path, capsys):
     if not torch.cuda.is_available():

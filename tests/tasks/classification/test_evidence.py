@@ -255,6 +255,7 @@ def test_every_prior_starts_from_the_same_new_classifier(saved):
     assert first.shape == (10, 8) and 0.01 < first.std() < 0.03  # initializer_range is 0.02
 
 
+@pytest.mark.slow
 def test_every_prior_starts_from_the_same_adapter_and_the_checkpoint_is_recorded(saved, tmp_path):
     adapters, results = [], []
     for number, prior in enumerate(PRIORS):

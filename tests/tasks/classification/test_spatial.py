@@ -45,6 +45,7 @@ def changed(example):
     return (example.pixels != 90).any(-1)
 
 
+@pytest.mark.slow
 def test_files_are_the_same_every_time_and_hold_what_the_command_prints(sources, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(spatial, "SIZES", SIZES)
     monkeypatch.setattr(spatial, "read_sources", lambda cifar10, fashion_mnist: sources)

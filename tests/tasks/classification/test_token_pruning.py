@@ -72,6 +72,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_from_a_dense_model_with_a_teacher(tmp_path):
     dense = tmp_path / "dense"
     run(load_config(shipped.path("classification/digits.yaml#dense"), [*TINY, f"trainer.output_dir={dense}"]))

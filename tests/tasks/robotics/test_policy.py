@@ -166,6 +166,7 @@ def test_losses_of_a_prior_count():
     assert losses["loss"].item() == pytest.approx(parts.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_one_batch_is_learned_by_heart():
     """Two images, two plans: each image needs its own."""
     options = {"observations": {"image": [24, 24, 3]}, "image_size": None, "encoder": {"num_hidden_layers": 1}}

@@ -21,10 +21,11 @@ from tasks.common import hf_run, locks
 from tasks.common.compare import RECORDED
 from tasks.common.images.vtab_tasks import TASKS
 from tests.configs import shipped
+from tests.processes import ROOT, module
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[4]
+
 TASK = ["--tasks", "eurosat"]
 
 
@@ -323,41 +324,51 @@ def test_killed_at_any_moment_the_same_command_goes_on_and_does_nothing_twice(wr
         assert record["prior"] == "violin" and record["task"] == "eurosat" and record["stage"] == "selection"
 
 
-def command(path, folder, *more):
-    return [
-        *(sys.executable, "-m", "tasks.classification.vtab.sweep", "--config", str(path), *TASK),
-        *("--out", str(folder / "out"), "--records", str(folder / "records"), *more),
+def start(path, folder, log, *more):
+    """The command in a process of its own, which prints into a file of the folder."""
+    arguments = [
+        "--config",
+        str(path),
+        *TASK,
+        "--out",
+        str(folder / "out"),
+        "--records",
+        str(folder / "records"),
+        *more,
     ]
+    return module("tasks.classification.vtab.sweep", *arguments, folder=ROOT, log=folder / log)
 
 
 @pytest.mark.slow
 def test_jobs_and_commands_at_once_do_every_run_once(write, tmp_path):
-    path = write(selection_seeds=[0, 1, 2])
-    options = {"cwd": ROOT, "env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen(command(path, tmp_path, *more), **options) for more in (["--jobs", "2"], [])]
-    outputs = [process.communicate(timeout=500) for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
-    printed = [name for _, errors in outputs for name in re.findall(r"^\[\d+/16\] (\S+): ", errors, re.MULTILINE)]
+    path = write(selection_seeds=[0, 1])
+    both = [start(path, tmp_path, "0.txt", "--jobs", "2"), start(path, tmp_path, "1.txt")]
+    codes = [process.wait(500) for process in both]
+    outputs = [(tmp_path / log).read_text() for log in ("0.txt", "1.txt")]
+    assert codes == [0, 0], outputs
+    printed = [name for text in outputs for name in re.findall(r"^\[\d+/12\] (\S+): ", text, re.MULTILINE)]
     found = [str(path.relative_to(tmp_path / "records"))[:-5] for path in (tmp_path / "records").rglob("seed*.json")]
-    assert len(found) == 2 * (2 * 3 + 2) and sorted(printed) == sorted(found)
-    assert all("eurosat" in text and "Missing:" in text for text, _ in outputs)
+    assert len(found) == 2 * (2 * 2 + 2) and sorted(printed) == sorted(found)
+    assert all("eurosat" in text and "Missing:" in text for text in outputs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_when_the_command_ends_its_jobs_end_with_a_checkpoint(write, tmp_path, number):
     path = write(trainer={**json.loads(json.dumps(TINY_TRAINER)), "num_train_epochs": 5000})
-    options = {"cwd": ROOT, "env": environment(), "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command(path, tmp_path, "--jobs", "2"), **options)
+    process = start(path, tmp_path, "log.txt", "--jobs", "2")
     deadline = time.time() + 200
     while len({path.parent for path in (tmp_path / "out").rglob("checkpoint-*")}) < 2:
         assert time.time() < deadline and process.poll() is None
         time.sleep(0.2)
     process.send_signal(number)
-    errors = process.communicate(timeout=200)[1]
-    assert process.returncode == (143 if number == signal.SIGTERM else -9)
-    assert errors.count("the same command goes on from there") == 2
-    assert not list((tmp_path / "records").rglob("*.lock"))
+    assert process.wait(200) == (143 if number == signal.SIGTERM else -9)
+    while (log := (tmp_path / "log.txt").read_text()).count("the same command goes on from there") < 2:
+        assert time.time() < deadline, log  # jobs whose command was killed end a little after it
+        time.sleep(0.1)
+    while list((tmp_path / "records").rglob("*.lock")):
+        assert time.time() < deadline
+        time.sleep(0.1)
 
 
 TINY_TRAINER = {

@@ -775,6 +775,7 @@ def test_bad_settings_are_named(options, message):
 # ---- hub ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_hub_out_of_reach_gives_one_line_within_seconds(tmp_path):
     """In a process of its own, with the real HTTP client and a port on which nobody listens."""
     code = (
@@ -901,6 +902,7 @@ def test_an_index_stays_with_its_image_in_any_order_and_process(write, source):
     assert by_index(loader) == expected
 
 
+@pytest.mark.slow
 def test_a_process_that_leaves_a_stream_half_read_ends_well(write):
     config, _ = write("parquet", streaming=True)
     code = (
