@@ -25,10 +25,29 @@ if ROOT not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
     os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, paths)])
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    text = "of a test with more cases than N only N, evenly spaced; default: all"
+    parser.addoption("--sample", type=int, metavar="N", help=text)
+
+
+def pytest_collection_modifyitems(items, config):
     """Files with slow tests come first, so that two processes which take file after file end at about the same time."""
+    if number := config.getoption("sample"):
+        take_sample(items, number, config)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def take_sample(items, number, config):
+    """At most so many cases of each test, the same ones every time."""
+    cases = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = set()
+    for found in cases.values():
+        chosen |= {found[i * len(found) // number] for i in range(number)} if len(found) > number else set(found)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -165,15 +165,17 @@ MUTATIONS = (
     ),
     Mutation(
         "every epoch has the first one's order",
-        "set_epoch(int(state.epoch or 0))",
-        "set_epoch(0)",
-        "test_training.py",
-        "own_order or resumed",
+        '[self.seed, epoch, *b"order"]',
+        '[self.seed, 0, *b"order"]',
+        "test_training.py test_sampling.py",
+        "order",
     ),
     # Run folders and results.
     Mutation("another run's folder is taken", "if differences and not overwrite:", "if False:", RUNS, NOT_VIDEO),
     Mutation("a cut checkpoint counts as whole", 'return f"{name} is missing"', "continue", RUNS, NOT_VIDEO),
-    Mutation("the oldest run's results are read", "if not differences and (out", "if (out", RUNS, NOT_VIDEO),
+    Mutation(
+        "the oldest run's results are read", "if claimed and not differences and", "if claimed and", RUNS, NOT_VIDEO
+    ),
 )
 
 

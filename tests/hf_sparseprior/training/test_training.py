@@ -273,6 +273,7 @@ def test_each_epoch_has_its_own_order(tmp_path):
     for epoch in range(3):
         sampler.set_epoch(epoch)
         assert draws[14 * epoch : 14 * epoch + 14] == list(sampler)
+    assert len({tuple(draw.index for draw in draws[start : start + 14]) for start in (0, 14, 28)}) == 3
 
 
 class Killed(Exception):
