@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -14,7 +12,8 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneConfigMixin
 
-from .checks import check_boolean, check_integer
+from .checks import check_boolean, check_integer, check_within
+from .config_keys import ExactKeys
 from .extras import EXTRAS
 from .prior import Stage, prior_name, prior_pruning_ratio, resolve_stages
 from .resolved import ResolvedPrior
@@ -67,24 +66,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# Other libraries' names of some fields; transformers would keep them as attributes without effect.
-OTHER_NAMES = {
-    "depth": "num_hidden_layers",
-    "num_layers": "num_hidden_layers",
-    "embed_dim": "hidden_size",
-    "num_heads": "num_attention_heads",
-    "img_size": "image_size",
-    "patch": "patch_size",
-    "in_chans": "num_channels",
-    "drop_path": "drop_path_rate",
-    "init_values": "layerscale_value",
-    "skip_lam": "residual_scale",
-    "support": "prior",
-    "decay": "prior",
-}
-
-
-class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
+class SparsePriorViTConfig(ExactKeys, BackboneConfigMixin, PretrainedConfig):
     r"""
     Configuration of a SparsePriorViT.
 
@@ -165,11 +147,6 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
     def __post_init__(
         self, out_features: list[str] | None = None, out_indices: list[int] | None = None, **kwargs: Any
     ) -> None:
-        known = [field.name for field in fields(type(self))]
-        for key in kwargs:
-            near = [OTHER_NAMES[key]] if key in OTHER_NAMES else difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-            if near:  # transformers keeps unknown keywords as attributes; a misspelt field should not become one
-                raise ValueError(f"{key!r} is no field of {type(self).__name__}; did you mean {near[0]!r}?")
         super().__post_init__(**kwargs)
         self.validate()
         self.log_notes()
@@ -304,8 +281,8 @@ class SparsePriorViTConfig(BackboneConfigMixin, PretrainedConfig):
         if self.use_distillation_token and self.token_classifier:
             raise ValueError("token_classifier=True and use_distillation_token=True exclude each other")
         for name in ("drop_path_rate", "hidden_dropout_prob", "attention_probs_dropout_prob"):
-            check_number(name, getattr(self, name), 0.0, 1.0)
-        check_number("layer_norm_eps", self.layer_norm_eps, 0.0, 1.0)
+            check_within(name, getattr(self, name), 0.0, 1.0, "a number in [0, 1]")
+        check_number("layer_norm_eps", self.layer_norm_eps, 0.0, math.inf)
         check_number("initializer_range", self.initializer_range, 0.0, math.inf)
         check_number("residual_scale", self.residual_scale, 0.0, math.inf)
         if not self.residual_scale:

@@ -232,7 +232,7 @@ class SparsePriorViTDropPath(nn.Module):
         shape = (branch.shape[0], *(1,) * (branch.dim() - 1))
         dtype = torch.promote_types(branch.dtype, torch.float32)
         kept = torch.empty(shape, dtype=dtype, device=branch.device).bernoulli_(keep)
-        return branch * (kept / keep).to(branch.dtype)
+        return branch * (kept / (keep or 1.0)).to(branch.dtype)
 
     def extra_repr(self) -> str:
         """What `print(model)` shows of the layer."""
@@ -323,8 +323,6 @@ class SparsePriorViTPreTrainedModel(PreTrainedModel):
     input_modalities = ("image",)
     supports_gradient_checkpointing = True
     _no_split_modules = ["SparsePriorViTEmbeddings", "SparsePriorViTLayer"]
-    # In half precision the gradients of alpha and beta lose their scale, and beta even loses its value.
-    _keep_in_fp32_modules_strict = ["decay_bias"]
     _supports_sdpa = True
     _can_compile_fullgraph = True
     # The classes that a saved folder offers to the Auto classes; `register_family` sets it.
@@ -337,6 +335,9 @@ class SparsePriorViTPreTrainedModel(PreTrainedModel):
         if config.prior != given:
             config.log_notes()
         super().__init__(config, *args, **kwargs)
+        if any(prior["decay"] is not None for prior in config.stage_priors):
+            # In half precision the gradients of alpha and beta lose their scale, and beta even loses its value.
+            self._keep_in_fp32_modules_strict = ["decay_bias"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
