@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -150,6 +151,12 @@ class SparsePriorViTConfig(ExactKeys, BackboneConfigMixin, PretrainedConfig):
         super().__post_init__(**kwargs)
         self.validate()
         self.log_notes()
+        for name, given, kind in (("out_features", out_features, str), ("out_indices", out_indices, int)):
+            values = given if isinstance(given, (list, tuple)) else [] if given is None else [None]
+            if not all(isinstance(value, kind) for value in values):
+                raise ValueError(
+                    f"{name}={given!r} must be a list of some of {', '.join(self.stage_names)}, or of numbers"
+                )
         self.set_output_features_output_indices(out_features=out_features, out_indices=out_indices)
 
     @classmethod
@@ -309,8 +316,9 @@ def as_pair(value: int | Sequence[int]) -> tuple[int, int]:
 
 
 def check_number(name: str, value: Any, low: float, high: float) -> None:
-    """Raise unless `value` is a real number of at least `low` and below `high`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
+    """Raise unless `value` is a finite number of at least `low` and below `high`."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    if not number or not low <= value < high:
         bounds = "a number" if math.isinf(low) else f"a number in [{low:g}, {high:g})"
         raise ValueError(f"{name}={value!r} must be {bounds}")
 

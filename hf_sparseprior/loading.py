@@ -45,3 +45,13 @@ def load_errors_in_one_line(source: Any) -> Iterator[None]:
         raise OSError(
             f"{source}: the safetensors checkpoint cannot be read, it is damaged or cut off ({error})"
         ) from error
+
+
+@contextmanager
+def without_code(model: Any) -> Iterator[None]:
+    """Keep transformers from copying the code of a model's class to where it saves."""
+    model.is_remote_code = lambda: False
+    try:
+        yield
+    finally:
+        del model.is_remote_code

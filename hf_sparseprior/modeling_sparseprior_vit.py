@@ -27,7 +27,7 @@ from .decay import Decay
 from .extras import PriorModule, make_extras
 from .families import Family, register_family
 from .hub import complete_folder
-from .loading import check_source, load_errors_in_one_line
+from .loading import check_source, load_errors_in_one_line, without_code
 from .prior import pruning_of
 from .token_pruning import EViT, TokenPruning, Tokens
 
@@ -401,6 +401,9 @@ class SparsePriorViTPreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As in transformers, plus the full auto map, an image processor and a model card (see `complete_folder`)."""
+        if getattr(self, "_hf_peft_config_loaded", False):  # then adapters are saved, and nothing else
+            with without_code(self):
+                return super().save_pretrained(save_directory, *args, **kwargs)
         self.config.auto_map = dict(self.auto_map)
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):

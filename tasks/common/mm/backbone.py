@@ -8,17 +8,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from transformers.modeling_outputs import BackboneOutput
 from transformers.utils import CONFIG_NAME
 
+from hf_sparseprior.checks import check_boolean, check_integer
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.families import FAMILIES, Family, family_of, for_every_family
+from hf_sparseprior.predictor import Predictor
 from hf_sparseprior.pretrained import check_saved_folder, copy_weights, load_whole_model, saved_family
 
 # Fields that change what the same weights compute.
 READ_ALIKE = ("num_attention_heads", "hidden_act", "layer_norm_eps", "residual_scale")
+# Keys of other backbones of mm, and what does the same here.
+MM_KEYS = {
+    "final_norm": "apply_layernorm",
+    "with_cls_token": "use_class_token",
+    "output_cls_token": "reshape_hidden_states",
+    "out_type": "reshape_hidden_states",
+    "interpolate_mode": "interpolation",
+    "norm_cfg": "layer_norm_eps",
+    "act_cfg": "hidden_act",
+    "mlp_ratio": "intermediate_size",
+    "embed_dims": "hidden_size",
+    "in_channels": "num_channels",
+    "drop_rate": "hidden_dropout_prob",
+    "attn_drop_rate": "attention_probs_dropout_prob",
+}
 
 
 def register_backbones(registry: Any) -> None:
@@ -63,6 +81,9 @@ class MMBackbone:
         out_indices: stages of the feature maps, 0 the embedding and n the output of layer n. (mm's own ViTs count
             layers from 0: their 3, 5, 7, 11 are 4, 6, 8, 12 here.)
         with_cp: gradient checkpointing.
+        frozen_stages: 0 freezes the embedding, n also the first n layers, as in mm's ViTs; with all layers, the last
+            norm too. What is frozen has no gradient and stays in evaluation mode. -1 freezes nothing.
+        norm_eval: keep batch norms, which a convolutional stem has, in evaluation mode.
         config: fields of the family's config. Without `prior` it is that of the `pretrained` folder.
 
     Raises:
@@ -80,9 +101,14 @@ class MMBackbone:
         init_cfg: dict[str, Any] | None = None,
         out_indices: Sequence[int] | None = None,
         with_cp: bool = False,
+        frozen_stages: int = -1,
+        norm_eval: bool = False,
         **config: Any,
     ) -> None:
         self._is_built = False  # torch.nn.Module is not initialised yet, but plain attributes can be set
+        for key in config:
+            if key in MM_KEYS:
+                raise ValueError(f"{key}={config[key]!r} is no key of this backbone; use {MM_KEYS[key]}")
         pretrained = pretrained_folder(pretrained, init_cfg)
         options = {**config, "out_indices": None if out_indices is None else list(out_indices)}
         saved: dict[str, Any] = {}
@@ -103,6 +129,10 @@ class MMBackbone:
         self.pretrained = pretrained
         if with_cp:
             model.activation_checkpointing_enable()
+        self.norm_eval = check_boolean("norm_eval", norm_eval)
+        self.frozen_stages = check_integer("frozen_stages", frozen_stages, -1)
+        for module in frozen_modules(self):
+            module.requires_grad_(False)
         self._is_built = True
 
     def init_weights(self) -> None:
@@ -112,6 +142,16 @@ class MMBackbone:
             model.init_weights()
         elif self.pretrained is not None:
             load_weights(self, self.pretrained)
+
+    def train(self, mode: bool = True) -> Any:
+        """As in torch; what is frozen stays in evaluation mode."""
+        model: Any = super()
+        model.train(mode)
+        if self._is_built and mode:
+            norms = [module for module in model.modules() if isinstance(module, BatchNorm)] if self.norm_eval else []
+            for module in [*frozen_modules(self), *norms]:
+                module.train(False)
+        return self
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:
         """Turn (B, channels, height, width) into one map for each of `out_indices`.
@@ -123,6 +163,35 @@ class MMBackbone:
         # Tokens have their channels next to each other in memory. Convolutions keep that layout, and mmcv's roi_align
         # reads a CPU tensor as if it were contiguous: it would pool numbers from the wrong places.
         return tuple(map_.contiguous() for map_ in cast(BackboneOutput, output).feature_maps or ())
+
+
+def frozen_modules(model: Any) -> list[nn.Module]:
+    """What `frozen_stages` of a backbone freezes.
+
+    Raises:
+        ValueError: for more stages than the model has layers.
+    """
+    stages, layers = model.frozen_stages, model.layers
+    if stages > len(layers):
+        raise ValueError(f"frozen_stages={stages} must be at most the {len(layers)} layers")
+    if stages < 0:
+        return []
+    last = [model.layernorm] if stages == len(layers) and hasattr(model, "layernorm") else []
+    return [model.embeddings, *layers[:stages], *last]
+
+
+def check_predictors(model: nn.Module) -> None:
+    """Raise ValueError if a predictor would not be trained, because it learns from a loss that mm's heads do not have.
+
+    One that is frozen by `frozen_stages` stays as it was trained elsewhere.
+    """
+    for name, module in model.named_modules():
+        scored = isinstance(module, Predictor) and module.GIVES_SCORES
+        if scored and any(parameter.requires_grad for parameter in module.parameters()):
+            raise ValueError(
+                f"{name}: prior {module.name!r} learns from a loss of its scores, which segmentation and detection do "
+                "not have: train it with tasks.classification, and freeze its layers (frozen_stages)"
+            )
 
 
 def check_family(folder: str, config_class: Any) -> None:

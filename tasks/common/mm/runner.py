@@ -24,6 +24,7 @@ from torch import distributed
 from hf_sparseprior.files import replace_durably
 from hf_sparseprior.training.finite import SETTING, STOP, check_setting
 from hf_sparseprior.training.trainer import has_unlearned_predictor
+from tasks.common.mm.backbone import check_predictors
 from tasks.common.mm.hooks import CheckFinite, OneLineProgress, StopOnSignal
 from tasks.common.mm.loading import refuse_pickles
 from tasks.common.processes import check_joined, join_on_cpu
@@ -148,6 +149,7 @@ class CheckClasses(Hook):
         """Training and validation data."""
         data = [runner.train_dataloader, *([runner.val_dataloader] if runner.val_loop is not None else [])]
         check_classes(runner.model, [loader.dataset for loader in data])
+        check_predictors(runner.model)
 
     def before_test(self, runner: Runner) -> None:
         """Test data."""

@@ -287,3 +287,20 @@ def test_without_peft_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=r"pip install 'hf_sparseprior\[peft\]'"):
         lora_config(ours())
+
+
+def test_a_model_with_an_adapter_saves_the_adapter_alone(tmp_path):
+    """`add_adapter` of transformers, as for stock models: no code, no card, no image processor of the base model."""
+    peft = pytest.importorskip("peft")
+    config = SparsePriorViTConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=4
+    )
+    model = SparsePriorViTForImageClassification(config)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "adapter")
+    files = {file.name for file in (tmp_path / "adapter").iterdir()} - {"README.md"}
+    assert files == {"adapter_config.json", "adapter_model.safetensors"}
+    model.delete_adapter("default")
+    base = SparsePriorViTForImageClassification(config)
+    base.save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model" / "modeling_sparseprior_vit.py").is_file()

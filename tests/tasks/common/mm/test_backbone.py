@@ -13,7 +13,14 @@ from hf_sparseprior import (
     SparsePriorViTForImageClassification,
     SparsePriorViTModel,
 )
-from tasks.common.mm.backbone import SparsePriorViT, mm_backbone, register_backbones, save_backbone
+from tasks.common.mm.backbone import (
+    MM_KEYS,
+    SparsePriorViT,
+    check_predictors,
+    mm_backbone,
+    register_backbones,
+    save_backbone,
+)
 from tests.hf_sparseprior.toys import TwoStageConfig, TwoStageForImageClassification, TwoStageModel, registered_family
 
 SMALL = {
@@ -163,6 +170,64 @@ def test_a_pickled_checkpoint_is_not_read(classifier, tmp_path):
 def test_a_prior_that_prunes_tokens_is_refused():
     with pytest.raises(ValueError, match="drops tokens"):
         SparsePriorViT(prior="evit", **SMALL)
+
+
+# ---- keys of mm's own backbones --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", [0, 2, 3])
+def test_frozen_stages_do_not_change(stages):
+    backbone = SparsePriorViT(prior="violin", frozen_stages=stages, hidden_dropout_prob=0.5, **SMALL).train()
+    learns = {name for name, parameter in backbone.named_parameters() if parameter.requires_grad}
+    layers = range(stages, 3)
+    expected = tuple(f"layers.{layer}." for layer in layers) + (("layernorm.",) if layers else ())
+    assert learns == {name for name, _ in backbone.named_parameters() if name.startswith(expected)}
+    assert [layer.training for layer in backbone.layers] == [layer >= stages for layer in range(3)]
+    assert not backbone.embeddings.training and backbone.eval().train().embeddings.training is False
+    before = {name: value.clone() for name, value in backbone.state_dict().items()}
+    if learns:
+        backbone(torch.randn(1, 3, 48, 48))[0].square().sum().backward()
+        torch.optim.SGD([p for p in backbone.parameters() if p.requires_grad], lr=1.0).step()
+    changed = {name for name, value in backbone.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed <= learns and bool(changed) == bool(learns)
+
+
+def test_norm_eval_keeps_the_statistics_of_batch_norms():
+    images = torch.randn(2, 3, 48, 48)
+    for norm_eval in (True, False):
+        backbone = SparsePriorViT(stem="convolution", norm_eval=norm_eval, **SMALL).train()
+        before = {name: value.clone() for name, value in backbone.named_buffers() if "running" in name}
+        backbone(images)
+        same = [torch.equal(value, before[name]) for name, value in backbone.named_buffers() if name in before]
+        assert before and all(same) == norm_eval
+
+
+@pytest.mark.parametrize(("key", "instead"), MM_KEYS.items())
+def test_keys_with_another_name_here_are_refused_with_it(key, instead):
+    with pytest.raises(ValueError, match=f"{key}=True is no key of this backbone; use {instead}"):
+        SparsePriorViT(**SMALL, **{key: True})
+    assert instead in SparsePriorViTConfig().to_dict()
+
+
+@pytest.mark.parametrize("options", [{}, {"preset": "deit_tiny"}])
+def test_keys_that_mean_nothing_are_refused(options, classifier):
+    for given in (options, {"pretrained": classifier[1]}):
+        with pytest.raises(ValueError, match="'qk_scale' is no field of SparsePriorViTConfig"):
+            SparsePriorViT(qk_scale=0.5, **given, **SMALL)
+    with pytest.raises(ValueError, match="frozen_stages=4 must be at most the 3 layers"):
+        SparsePriorViT(frozen_stages=4, **SMALL)
+    with pytest.raises(ValueError, match="norm_eval='yes' must be True or False"):
+        SparsePriorViT(norm_eval="yes", **SMALL)
+
+
+def test_a_predictor_that_would_not_be_trained_is_refused():
+    backbone = SparsePriorViT(prior="sparsifiner", **SMALL)
+    backbone(torch.randn(1, 3, 48, 48))[0].sum().backward()
+    assert all(p.grad is None for name, p in backbone.named_parameters() if "predictor" in name)
+    with pytest.raises(ValueError, match=r"layers\.0\.attention\.predictor: prior 'sparsifiner' learns from a loss"):
+        check_predictors(backbone)
+    check_predictors(SparsePriorViT(prior="sparsifiner", frozen_stages=3, **SMALL))
+    check_predictors(SparsePriorViT(prior="topk", **SMALL))
 
 
 # ---- other families -------------------------------------------------------------------------------------------------
