@@ -140,6 +140,20 @@ def test_fields_of_every_config_are_checked(key, value, allowed):
         setattr(SparsePriorViTConfig(**TINY), key, value)
 
 
+@pytest.mark.parametrize("value", [3, "stem", [[1]], [{}], [None]])
+@pytest.mark.parametrize("name", ["out_features", "out_indices"])
+def test_feature_maps_are_checked(name, value):
+    if (name, value) == ("out_features", "stem") or not isinstance(value, str):
+        with pytest.raises(ValueError, match=f"{name}=.* must be a list of some of stem, stage1"):
+            SparsePriorViTConfig(**TINY, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["layer_norm_eps", "layerscale_value", "image_mean", "initializer_range"])
+def test_integers_beyond_every_float_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name}=1000"):
+        SparsePriorViTConfig(**TINY, **{name: 10**400})
+
+
 def test_two_numbers_of_classes_are_refused():
     with pytest.raises(ValueError, match="num_labels=3 must be the 2 classes of id2label"):
         SparsePriorViTConfig(**TINY, num_labels=3, id2label={0: "cat", 1: "dog"})
