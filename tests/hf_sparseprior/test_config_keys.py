@@ -92,7 +92,7 @@ def test_what_transformers_gives_to_every_config_is_taken(tmp_path):
     config.save_pretrained(tmp_path)
     del config.use_cache  # saved, and dropped on reading, as other settings of generation
     assert SparsePriorViTConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
-    assert AutoConfig.from_pretrained(tmp_path, num_labels=5, id2label=None).num_labels == 5
+    assert AutoConfig.from_pretrained(tmp_path, num_labels=5).num_labels == 5
 
 
 def test_configs_of_other_versions_of_transformers_are_read():
