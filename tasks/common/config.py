@@ -80,6 +80,9 @@ def apply_overrides(config: dict[str, dict[str, Any]], overrides: Sequence[str],
             raise ValueError(f"override {override!r} must be SECTION.KEY=VALUE, for example model.prior=violin")
         check_known([section], sections, "the configuration")
         config[section][name] = parse_value(text)
+    images, size = config.get("trainer", {}).get("effective_batch_size"), "trainer.per_device_train_batch_size"
+    if images and any(override.startswith(f"{size}=") for override in overrides):
+        raise ValueError(f"{size} does nothing with trainer.effective_batch_size={images}; give another or null for it")
 
 
 def check_trainer(trainer: dict[str, Any]) -> None:

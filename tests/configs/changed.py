@@ -50,7 +50,7 @@ def _class_token_with_violin(rows: Rows) -> None:
 
 def _images_on_each_gpu(rows: Rows) -> None:
     for config in rows.values():
-        config["trainer"]["per_device_train_batch_size"] = 64
+        del config["trainer"]["effective_batch_size"]
 
 
 CHANGES = (

@@ -21,7 +21,8 @@ DEIT += [f"experiments/sparsifiner_table1.yaml#full-evit_{rate}" for rate in (0.
 def epochs_and_images(name: str, gpus: int) -> tuple[int, int]:
     trainer = load_config(shipped.path(name))["trainer"]
     assert trainer.get("gradient_accumulation_steps", 1) == 1
-    return trainer["num_train_epochs"], trainer["per_device_train_batch_size"] * gpus
+    images = trainer.get("effective_batch_size") or trainer["per_device_train_batch_size"] * gpus
+    return trainer["num_train_epochs"], images
 
 
 @pytest.mark.parametrize("name", FIBOTTENTION)

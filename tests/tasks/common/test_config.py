@@ -3,7 +3,7 @@
 import pytest
 
 from tasks.common import config
-from tasks.common.config import config_name, parse_value, read_cell, read_layers, read_yaml
+from tasks.common.config import apply_overrides, config_name, parse_value, read_cell, read_layers, read_yaml
 from tasks.common.run_folder import default_output_dir
 
 SECTIONS = ("data", "model", "trainer")
@@ -227,3 +227,12 @@ def test_yaml_that_is_nested_too_deeply_is_refused(depth, tmp_path):
     with pytest.raises(ValueError, match=r"deep\.yaml is not YAML: nested deeper than 100 levels"):
         read_yaml(tmp_path / "deep.yaml")
     assert parse_value("[[1]]") == [[1]]
+
+
+def test_a_batch_size_that_would_do_nothing_is_refused():
+    sizes = ["trainer.effective_batch_size=64", "trainer.per_device_train_batch_size=8"]
+    with pytest.raises(ValueError, match="per_device_train_batch_size does nothing with trainer"):
+        apply_overrides({"trainer": {}}, sizes, ["trainer"])
+    config = {"trainer": {"effective_batch_size": 64}}
+    apply_overrides(config, ["trainer.effective_batch_size=null", sizes[1]], ["trainer"])
+    assert config["trainer"] == {"effective_batch_size": None, "per_device_train_batch_size": 8}
