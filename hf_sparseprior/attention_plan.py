@@ -18,7 +18,7 @@ from .decay import DECAYS
 from .masks import Pairs, key_lists, mask_from_offsets, pairs_in_frames, pruning_ratio
 from .registry import registering
 from .relative_offsets import relative_table
-from .resolved import ResolvedDecay, ResolvedSupport
+from .resolved import DecayTensors, ResolvedDecay, ResolvedSupport
 from .supports import layer_offsets, layer_pairs
 
 
@@ -44,7 +44,7 @@ class AttentionPlan:
         grid: tuple[int, int],
         num_prefix_tokens: int,
         support: ResolvedSupport,
-        decay: ResolvedDecay | dict[str, Any] | None,
+        decay: ResolvedDecay | None,
         layer: int,
         frames: int = 1,
     ) -> None:
@@ -112,7 +112,7 @@ def _table_in_graph(key: str, name: str, device: str) -> Tensor:
     return torch.tensor(AttentionPlan.from_key(key).build_table(name)).to(device)
 
 
-def decay_positions(plan: AttentionPlan, decay: dict[str, Any], device: torch.device) -> Tensor:
+def decay_positions(plan: AttentionPlan, decay: DecayTensors, device: torch.device) -> Tensor:
     """Positions (C, A, N) that a decay measures distances along: those of its settings, or learned ones."""
     assert plan.decay is not None
     kind = DECAYS[plan.decay["name"]]

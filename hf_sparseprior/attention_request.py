@@ -5,7 +5,7 @@ Shape letters as in `ops`, and n visible patches, T = P + n, K places of a list 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from .attention_plan import AttentionPlan, decay_positions, plan_table
 from .decay import decay_weights, prefix_weights
+from .resolved import DecayTensors
 
 
 # A named tuple, not a dataclass: it is made and changed in a third of the time, and dynamo traces `_replace`.
@@ -48,7 +49,7 @@ class AttentionRequest(NamedTuple):
     k: Tensor
     v: Tensor
     plan: AttentionPlan
-    decay: dict[str, Any] | None = None
+    decay: DecayTensors | None = None
     scale: float | None = None
     dropout_p: float = 0.0
     bias: Tensor | None = None
@@ -89,7 +90,7 @@ class AttentionRequest(NamedTuple):
 # ---- what a request asks for that some backends cannot do -----------------------------------------------------------
 
 
-def decay_placement(decay: dict[str, Any] | None) -> str:
+def decay_placement(decay: DecayTensors | None) -> str:
     """Where the decay acts, one of `decay.PLACEMENTS`."""
     return "multiply" if decay is None else decay.get("placement", "multiply")
 

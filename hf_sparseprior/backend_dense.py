@@ -6,7 +6,6 @@ Shape letters as in `ops`.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from .attention_request import (
 from .backend_choice import register_backend
 from .decay import decay_mask, prefix_weights
 from .key_selection import largest
+from .resolved import DecayTensors
 
 # ---- reference ------------------------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ def _softmax_of_present(logits: Tensor, presence: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True).clamp_min(1e-6)
 
 
-def _decayed_logits(decay: dict[str, Any], decay_HTT: Tensor, logits: Tensor) -> Tensor:
+def _decayed_logits(decay: DecayTensors, decay_HTT: Tensor, logits: Tensor) -> Tensor:
     """The logits with alpha, and with M if it acts before the softmax (`decay.PLACEMENTS`)."""
     placement, alpha_H = decay_placement(decay), decay.get("alpha")
     alpha = None if alpha_H is None else alpha_H.to(logits.dtype).view(-1, 1, 1)
@@ -90,7 +90,7 @@ def _decayed_logits(decay: dict[str, Any], decay_HTT: Tensor, logits: Tensor) ->
     return logits + (decay_HTT - 1.0) if placement == "add" else logits
 
 
-def _decayed_weights(decay: dict[str, Any], decay_HTT: Tensor, weights: Tensor, mask: Tensor | None) -> Tensor:
+def _decayed_weights(decay: DecayTensors, decay_HTT: Tensor, weights: Tensor, mask: Tensor | None) -> Tensor:
     """The softmax's weights, with M if it acts after the softmax. Pairs outside the support stay as they are."""
     placement = decay_placement(decay)
     if placement == "multiply_after":

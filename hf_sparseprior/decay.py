@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from .checks import check_boolean, check_integer, check_keys, python_value, split_spec
 from .curves import CURVES, TRANSPOSED_SUFFIX, curve_names, curve_rank
 from .registry import registering
-from .resolved import Placement, ResolvedDecay, own_settings
+from .resolved import DecayTensors, Placement, ResolvedDecay, Settings, own_settings
 
 DECAYS: dict[str, type[Decay]] = {}
 
@@ -148,7 +148,7 @@ def init_values(init: str | dict[str, float]) -> tuple[float, float, float, floa
     raise ValueError(f"init={init!r} needs finite numbers, alpha_std of 0 or more, beta_low not above beta_high")
 
 
-def initial_beta(settings: Mapping[str, Any]) -> tuple[float, float]:
+def initial_beta(settings: Settings) -> tuple[float, float]:
     """The interval that beta is drawn from: that of `init`, or a single point if `gamma` is given."""
     if settings["gamma"] is None:
         return init_values(settings["init"])[2:]
@@ -186,7 +186,7 @@ class Decay(nn.Module):
         super().__init__()
         resolved = resolve_decay({"name": self.name, **settings})
         assert resolved is not None
-        self.settings: Any = resolved
+        self.settings: Settings = resolved
         self.key = json.dumps(resolved, sort_keys=True)
         num_curves = self.positions(resolved, (1, 1)).shape[0]
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
@@ -208,7 +208,7 @@ class Decay(nn.Module):
         """Make the other parameters of a subclass; `initial_values` has to give their values."""
 
     @classmethod
-    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int] | None) -> dict[str, Any]:
+    def check_settings(cls, settings: Settings, grid: Sequence[int] | None) -> Settings:
         """The settings with their values checked, for a patch grid (height, width) if there is one.
 
         Raises:
@@ -227,22 +227,22 @@ class Decay(nn.Module):
         }
 
     @classmethod
-    def positions(cls, settings: Mapping[str, Any], grid: tuple[int, int]) -> np.ndarray:
+    def positions(cls, settings: Settings, grid: tuple[int, int]) -> np.ndarray:
         """Integer positions (C, A, N) of the patches; the distance of two patches is the sum over the A axes."""
         raise NotImplementedError
 
     @classmethod
-    def learns_positions(cls, decay: Mapping[str, Any]) -> bool:
+    def learns_positions(cls, decay: Settings) -> bool:
         """Whether the distances follow from the decay's tensors (`learned_positions`), not from `positions`."""
         return False
 
     @classmethod
-    def learned_positions(cls, decay: Mapping[str, Any], grid: tuple[int, int]) -> Tensor:
+    def learned_positions(cls, decay: Settings, grid: tuple[int, int]) -> Tensor:
         """Positions (C, A, N) that follow from the decay's tensors."""
         raise NotImplementedError
 
     @classmethod
-    def tensor_shapes(cls, settings: Mapping[str, Any], num_heads: int) -> dict[str, tuple[int | str, ...]]:
+    def tensor_shapes(cls, settings: Settings, num_heads: int) -> dict[str, tuple[int | str, ...]]:
         """Shapes of TENSORS; a name in place of a number means any size."""
         num_curves = cls.positions(settings, (1, 1)).shape[0]
         return {"alpha": (num_heads,), "beta": (num_curves, num_heads), "prefix_beta": (num_heads,)}
@@ -264,9 +264,10 @@ class Decay(nn.Module):
         for name, value in self.initial_values().items():
             getattr(self, name).copy_(value)
 
-    def forward(self) -> dict[str, Any]:
+    def forward(self) -> DecayTensors:
         """The decay as `ops.attention` takes it: settings and tensors in one dict."""
-        return {**self.settings, "alpha": self.alpha, "beta": self.beta, "prefix_beta": self.prefix_beta}
+        tensors = {"alpha": self.alpha, "beta": self.beta, "prefix_beta": self.prefix_beta}
+        return cast("DecayTensors", {**self.settings, **tensors})
 
     def no_weight_decay(self) -> set[str]:
         """Names of its parameters, none of which gets weight decay (timm's convention)."""
@@ -300,13 +301,13 @@ class ViolinDecay(Decay):
     }
 
     @classmethod
-    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int] | None) -> dict[str, Any]:
+    def check_settings(cls, settings: Settings, grid: Sequence[int] | None) -> Settings:
         """As for every decay, and `curves`."""
         checked = super().check_settings(settings, grid)
         return {**checked, "curves": check_curves(settings["curves"])}
 
     @classmethod
-    def positions(cls, settings: Mapping[str, Any], grid: tuple[int, int]) -> np.ndarray:
+    def positions(cls, settings: Settings, grid: tuple[int, int]) -> np.ndarray:
         """Ranks along each curve, (C, 1, N)."""
         curves = check_curves(settings.get("curves", cls.SETTINGS["curves"]))
         return np.stack([curve_rank(curve, grid).reshape(1, -1) for curve in curves])
@@ -323,13 +324,13 @@ class ManhattanDecay(Decay):
     SETTINGS = {"with_transpose": False, **Decay.SETTINGS}
 
     @classmethod
-    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int] | None) -> dict[str, Any]:
+    def check_settings(cls, settings: Settings, grid: Sequence[int] | None) -> Settings:
         """As for every decay, and `with_transpose`."""
         checked = super().check_settings(settings, grid)
         return {**checked, "with_transpose": check_boolean("with_transpose", settings["with_transpose"])}
 
     @classmethod
-    def positions(cls, settings: Mapping[str, Any], grid: tuple[int, int]) -> np.ndarray:
+    def positions(cls, settings: Settings, grid: tuple[int, int]) -> np.ndarray:
         """Rows and columns, (1, 2, N); with the transpose (2, 2, N)."""
         indices = np.indices(grid).reshape(1, 2, -1)
         return np.concatenate([indices, indices[:, ::-1]]) if settings.get("with_transpose") else indices
@@ -353,7 +354,7 @@ class RandomOrderDecay(Decay):
     SETTINGS = {"seed": 0, "with_transpose": True, **Decay.SETTINGS}
 
     @classmethod
-    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int] | None) -> dict[str, Any]:
+    def check_settings(cls, settings: Settings, grid: Sequence[int] | None) -> Settings:
         """As for every decay, `seed` and `with_transpose`."""
         checked = super().check_settings(settings, grid)
         seed = check_integer("seed", settings["seed"], 0)
@@ -361,7 +362,7 @@ class RandomOrderDecay(Decay):
         return {**checked, "seed": seed, "with_transpose": with_transpose}
 
     @classmethod
-    def positions(cls, settings: Mapping[str, Any], grid: tuple[int, int]) -> np.ndarray:
+    def positions(cls, settings: Settings, grid: tuple[int, int]) -> np.ndarray:
         """Random ranks, (1, 1, N); with the transpose (2, 1, N)."""
         seed, with_transpose = (settings.get(key, cls.SETTINGS[key]) for key in ("seed", "with_transpose"))
         ranks = [random_rank(grid, seed, transposed) for transposed in (False, True)[: 1 + with_transpose]]
@@ -382,7 +383,7 @@ class LearnedOrderDecay(Decay):
     TENSORS = (*Decay.TENSORS, "order")
 
     @classmethod
-    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int] | None) -> dict[str, Any]:
+    def check_settings(cls, settings: Settings, grid: Sequence[int] | None) -> Settings:
         """As for every decay, `seed`, `start` and `grid`, which is the model's if it is None."""
         checked = super().check_settings(settings, grid)
         own_grid = settings["grid"] if settings["grid"] is not None else grid
@@ -397,24 +398,24 @@ class LearnedOrderDecay(Decay):
         self.order = nn.Parameter(torch.empty(1, *grid, dtype=self.beta.dtype))
 
     @classmethod
-    def positions(cls, settings: Mapping[str, Any], grid: tuple[int, int]) -> np.ndarray:
+    def positions(cls, settings: Settings, grid: tuple[int, int]) -> np.ndarray:
         """The ranks with which the positions start, (1, 1, N)."""
         start, seed = (settings.get(key, cls.SETTINGS[key]) for key in ("start", "seed"))
         rank = random_rank(grid, seed) if start == "random" else curve_rank(start, grid)
         return rank.reshape(1, 1, -1)
 
     @classmethod
-    def learns_positions(cls, decay: Mapping[str, Any]) -> bool:
+    def learns_positions(cls, decay: Settings) -> bool:
         """True if the tensors have an "order"; without one it is the order at the start."""
         return decay.get("order") is not None
 
     @classmethod
-    def learned_positions(cls, decay: Mapping[str, Any], grid: tuple[int, int]) -> Tensor:
+    def learned_positions(cls, decay: Settings, grid: tuple[int, int]) -> Tensor:
         """The decay's "order" on this grid."""
         return resized_order(decay["order"], grid)
 
     @classmethod
-    def tensor_shapes(cls, settings: Mapping[str, Any], num_heads: int) -> dict[str, tuple[int | str, ...]]:
+    def tensor_shapes(cls, settings: Settings, num_heads: int) -> dict[str, tuple[int | str, ...]]:
         """As for every decay, and "order"."""
         return {**super().tensor_shapes(settings, num_heads), "order": (1, "height", "width")}
 
@@ -424,7 +425,7 @@ class LearnedOrderDecay(Decay):
         order = torch.tensor(self.positions(self.settings, grid), dtype=self.beta.dtype)
         return {**super().initial_values(), "order": order.view(1, *grid)}
 
-    def forward(self) -> dict[str, Any]:
+    def forward(self) -> DecayTensors:
         """As for every decay, and the positions "order" (1, height, width)."""
         return {**super().forward(), "order": self.order}
 
@@ -443,7 +444,7 @@ def make_decay(decay: ResolvedDecay, num_heads: int) -> Decay:
     return DECAYS[decay["name"]](num_heads, **own_settings(decay))
 
 
-def check_decay_tensors(decay: Mapping[str, Any], num_heads: int) -> dict[str, Any]:
+def check_decay_tensors(decay: Settings, num_heads: int) -> DecayTensors:
     """A decay that is given with tensors, after its defaults are filled in.
 
     Raises:
@@ -463,7 +464,15 @@ def check_decay_tensors(decay: Mapping[str, Any], num_heads: int) -> dict[str, A
         if not fits or any(want not in (have, str(want)) for want, have in zip(shape, tensor.shape, strict=True)):
             got = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
             raise ValueError(f"decay {key}={got} must be a tensor of shape {str(shape).replace(chr(39), '')}")
-    return {**settings, **tensors}
+    return cast("DecayTensors", {**settings, **tensors})
+
+
+def decay_settings(decay: DecayTensors | None) -> ResolvedDecay | None:
+    """A decay without its tensors."""
+    if decay is None:
+        return None
+    settings = {key: value for key, value in decay.items() if not isinstance(value, Tensor)}
+    return cast("ResolvedDecay", settings)
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
@@ -510,12 +519,12 @@ def offset_distances(positions_CAN: Tensor, offset: int) -> Tensor:
     return (positions_CAN[..., offset:] - positions_CAN[..., :count]).abs().sum(1)
 
 
-def decay_mask(decay: dict[str, Any], positions_CAN: Tensor, dtype: torch.dtype) -> Tensor:
+def decay_mask(decay: DecayTensors, positions_CAN: Tensor, dtype: torch.dtype) -> Tensor:
     """M (H, N, N) over the patch tokens."""
     return decay_weights(decay["beta"], pair_distances(positions_CAN, torch.promote_types(dtype, torch.float32)), dtype)
 
 
-def prefix_weights(decay: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
+def prefix_weights(decay: DecayTensors, dtype: torch.dtype) -> Tensor | None:
     """Learned gamma (H,) of the rows and columns of prefix tokens; None if they are 1."""
     beta_H = decay.get("prefix_beta")
     if beta_H is None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .checks import check_keys, python_value, split_spec
 from .registry import registering
-from .resolved import ResolvedModule, own_settings
+from .resolved import ResolvedModule, Settings, own_settings
 
 Place = Literal["attention", "MLP", "model"]
 EXTRAS: dict[str, type[Extra]] = {}
@@ -34,7 +34,7 @@ class PriorModule(nn.Module):
     SETTINGS: dict[str, Any] = {}
 
     @classmethod
-    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
+    def check_settings(cls, settings: Settings, grid: Sequence[int]) -> Settings:
         """The settings with their values checked, for a patch grid (height, width).
 
         Raises:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import cast
 
 from .checks import check_boolean, check_integer, check_keys, split_spec
 from .pattern import Pattern, register_support
+from .resolved import ResolvedSequence, Settings
 from .sequences import SEQUENCES, SETTING_MINIMUM, head_sequence, sequence_settings
 
 
@@ -16,7 +17,7 @@ def dense(num_heads: int, num_tokens: int) -> list[list[int]]:
     return [list(range(num_tokens)) for _ in range(num_heads)]
 
 
-def resolve_sequence(sequence: str | dict[str, Any]) -> dict[str, Any]:
+def resolve_sequence(sequence: str | Settings | ResolvedSequence) -> ResolvedSequence:
     """The full form of a dilation sequence: {"name": ..., every setting}. `modified` is set in the support."""
     name, spec = split_spec(sequence, "sequence", SEQUENCES)
     if "modified" in spec:
@@ -30,7 +31,7 @@ def resolve_sequence(sequence: str | dict[str, Any]) -> dict[str, Any]:
             settings[key] = check_integer(f"sequence {name!r}: {key}", value, SETTING_MINIMUM.get(key, 0))
     if name == "fibonacci" and settings["a"] == settings["b"] == 0:
         raise ValueError("sequence 'fibonacci': a=0 and b=0 give no offset; at least one must be 1 or more")
-    return {"name": name, **settings}
+    return cast("ResolvedSequence", {"name": name, **settings})
 
 
 def window_sizes(num_heads: int, num_tokens: int, w_min: int | None, w_max: int | None) -> list[int]:
@@ -57,11 +58,11 @@ def window_sizes(num_heads: int, num_tokens: int, w_min: int | None, w_max: int 
     return [low + (high - low) * head // (num_heads - 1) for head in range(num_heads)]
 
 
-def _check(settings: dict[str, Any]) -> dict[str, Any]:
+def _check(settings: Settings) -> Settings:
     return {**settings, "sequence": resolve_sequence(settings["sequence"])}
 
 
-def _notes(support: Mapping[str, Any], pattern: Pattern, grid: Sequence[int]) -> list[str]:
+def _notes(support: Settings, pattern: Pattern, grid: Sequence[int]) -> list[str]:
     num_tokens = grid[0] * grid[1]
     return [
         f"{support['name']}: {key}={support[key]} is clipped to the {num_tokens} patch tokens of the "
@@ -79,7 +80,7 @@ def fibottention(
     w_min: int | None = 5,
     w_max: int | None = None,
     modified: bool = False,
-    sequence: str | dict[str, Any] = "wythoff",
+    sequence: str | Settings = "wythoff",
 ) -> list[list[int]]:
     """Head i attends at distances that are terms of row i of the Wythoff array, 0 < |j - k| <= w_i (Eq. 3).
 
@@ -90,7 +91,7 @@ def fibottention(
     spec = resolve_sequence(sequence)
     modified = check_boolean("modified", modified)
     if spec["name"] == "wythoff":
-        spec["modified"] = modified
+        spec = cast("ResolvedSequence", {**spec, "modified": modified})
     elif modified:
         raise ValueError(f"modified=True goes with sequence 'wythoff' only, not {spec['name']!r}")
     return [head_sequence(spec, head, window) for head, window in enumerate(windows, start=1)]

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from .checks import check_integer
 from .extras import Extra, register_extra
+from .resolved import Settings
 
 
 @register_extra("localvit")
@@ -44,7 +45,7 @@ class LocalityBranch(Extra):
         self.reset_parameters()
 
     @classmethod
-    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
+    def check_settings(cls, settings: Settings, grid: Sequence[int]) -> Settings:
         """As `Extra`."""
         side = check_integer("localvit: kernel_size", settings["kernel_size"], 1)
         if side % 2 == 0:

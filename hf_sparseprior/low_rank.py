@@ -21,6 +21,7 @@ from .costs import AttentionCosts
 from .extras import PriorModule
 from .masks import unpruned_count
 from .registry import registering
+from .resolved import Settings
 
 MIXERS: dict[str, type[Mixer]] = {}
 
@@ -104,7 +105,7 @@ class Linformer(Mixer):
         self.reset_parameters()
 
     @classmethod
-    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
+    def check_settings(cls, settings: Settings, grid: Sequence[int]) -> Settings:
         """As `PriorModule`; the grid that the mixtures are made for is kept in the settings."""
         sides = check_sides("linformer", settings["grid"], grid)
         number, ratio = settings["projected_tokens"], settings["pruning_ratio"]
@@ -171,7 +172,7 @@ class EfficientAttention(Mixer):
     SETTINGS = {"key_width": None, "pruning_ratio": None}
 
     @classmethod
-    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
+    def check_settings(cls, settings: Settings, grid: Sequence[int]) -> Settings:
         """As `PriorModule`."""
         width, ratio = settings["key_width"], settings["pruning_ratio"]
         check_not_both("efficient: key_width", width, ratio)

@@ -27,7 +27,7 @@ from .backend_diagonal import diagonal  # noqa: F401
 from .backend_gather import gather  # noqa: F401
 from .backend_kernels import cpp  # noqa: F401
 from .checks import check_integer
-from .decay import check_decay_tensors
+from .decay import check_decay_tensors, decay_settings
 from .supports import needs_grid, resolve_support
 
 
@@ -126,12 +126,10 @@ def attention(
     num_heads, num_tokens = q.shape[1], q.shape[2] - num_prefix_tokens
     needed_by = "a decay" if decay is not None else "this support" if needs_grid(support) else None
     grid = _check_grid(grid, num_tokens, needed_by)
-    if decay is not None:
-        decay = check_decay_tensors(decay, num_heads)
+    tensors = None if decay is None else check_decay_tensors(decay, num_heads)
     resolved = resolve_support(support, num_heads, num_tokens, grid)
-    settings = None if decay is None else {key: value for key, value in decay.items() if not isinstance(value, Tensor)}
-    plan = AttentionPlan(num_heads, grid, num_prefix_tokens, resolved, settings, layer)
-    request = AttentionRequest(q, k, v, plan, decay, scale, dropout_p, need_weights=need_weights)
+    plan = AttentionPlan(num_heads, grid, num_prefix_tokens, resolved, decay_settings(tensors), layer)
+    request = AttentionRequest(q, k, v, plan, tensors, scale, dropout_p, need_weights=need_weights)
     out, weights = run_plan(request, backend)
     return (out, weights) if weights is not None else out
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from .checks import check_integer
 from .masks import Pairs
 from .registry import registering
+from .resolved import Settings
 
 COMMON_SETTINGS: dict[str, Any] = {"shuffle_seed": 0, "mask_fill": "neg_inf"}
 
@@ -49,12 +50,12 @@ class Support:
 
     name: str
     function: Callable[..., list[list[int]] | Pattern]
-    settings: dict[str, Any]
+    settings: Settings
     sees_grid: bool
-    check: Callable[[dict[str, Any]], dict[str, Any]]
-    notes: Callable[[Mapping[str, Any], Pattern, Sequence[int]], list[str]]
+    check: Callable[[Settings], Settings]
+    notes: Callable[[Settings, Pattern, Sequence[int]], list[str]]
 
-    def pattern(self, num_heads: int, num_tokens: int, grid: Sequence[int] | None, settings: dict[str, Any]) -> Pattern:
+    def pattern(self, num_heads: int, num_tokens: int, grid: Sequence[int] | None, settings: Settings) -> Pattern:
         """The pattern for this number of heads and patch tokens. `settings` are its own; defaults may be left out."""
         size = grid_of(num_tokens, grid, f"support {self.name!r}") if self.sees_grid else num_tokens
         made = self.function(num_heads, size, **settings)
@@ -69,8 +70,8 @@ SUPPORTS: dict[str, Support] = {}
 def register_support(
     name: str,
     *,
-    check: Callable[[dict[str, Any]], dict[str, Any]] = dict,
-    notes: Callable[[Mapping[str, Any], Pattern, Sequence[int]], list[str]] = lambda support, pattern, grid: [],
+    check: Callable[[Settings], Settings] = dict,
+    notes: Callable[[Settings, Pattern, Sequence[int]], list[str]] = lambda support, pattern, grid: [],
 ) -> Callable[[Callable], Callable]:
     """Register a function under `name`, which makes it a support of every model.
 

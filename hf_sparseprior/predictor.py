@@ -16,6 +16,7 @@ from .costs import AttentionCosts
 from .extras import PriorModule
 from .masks import unpruned_count
 from .registry import registering
+from .resolved import Settings
 
 PREDICTORS: dict[str, type[Predictor]] = {}
 
@@ -82,7 +83,7 @@ class TopK(Predictor):
         self.keys, self.pruning_ratio = keys, pruning_ratio
 
     @classmethod
-    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
+    def check_settings(cls, settings: Settings, grid: Sequence[int]) -> Settings:
         """As `PriorModule`."""
         keys, ratio = settings["keys"], settings["pruning_ratio"]
         check_not_both("topk: keys", keys, ratio)

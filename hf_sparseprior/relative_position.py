@@ -20,6 +20,7 @@ from .attention_request import AttentionRequest
 from .checks import check_boolean, check_integer, python_value
 from .extras import Extra, register_extra
 from .relative_offsets import BUCKET_METHODS, count_buckets
+from .resolved import Settings
 
 
 class RelativePosition(Extra):
@@ -61,7 +62,7 @@ class SwinRelativePositionBias(RelativePosition):
         self.reset_parameters()
 
     @classmethod
-    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
+    def check_settings(cls, settings: Settings, grid: Sequence[int]) -> Settings:
         """As `Extra`, with the model's grid if none is given."""
         sides = grid if settings["grid"] is None else settings["grid"]
         if isinstance(sides, str) or not isinstance(sides, Sequence) or len(sides) != 2:
@@ -116,7 +117,7 @@ class ImageRelativePosition(RelativePosition):
         self.reset_parameters()
 
     @classmethod
-    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
+    def check_settings(cls, settings: Settings, grid: Sequence[int]) -> Settings:
         """As `Extra`."""
         method, ratio = settings["method"], python_value(settings["ratio"])
         if method not in BUCKET_METHODS:

@@ -7,7 +7,9 @@ their own settings in addition to the keys named here; `own_settings` gives them
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypedDict, cast, get_args
+from typing import Any, Literal, NotRequired, TypedDict, cast, get_args
+
+from torch import Tensor
 
 MaskFill = Literal["neg_inf", "zero"]
 MASK_FILLS: tuple[MaskFill, ...] = get_args(MaskFill)
@@ -38,6 +40,25 @@ class ResolvedDecay(TypedDict):
     gamma: float | None
 
 
+class DecayTensors(ResolvedDecay):
+    """A decay of one step: its settings, and its tensors as its module has them or as `ops.attention` is given them.
+
+    beta: (C, H). alpha: (H,), missing or None for 1. prefix_beta: (H,), missing or None where the gamma of prefix
+    tokens is 1. order: (1, height, width), learned positions.
+    """
+
+    beta: Tensor
+    alpha: NotRequired[Tensor | None]
+    prefix_beta: NotRequired[Tensor | None]
+    order: NotRequired[Tensor | None]
+
+
+class ResolvedSequence(TypedDict):
+    """A dilation sequence of Fibottention."""
+
+    name: str
+
+
 class ResolvedModule(TypedDict):
     """A predictor, a mixer or an extra."""
 
@@ -54,7 +75,9 @@ class ResolvedPrior(TypedDict):
     extras: list[ResolvedModule]
 
 
-Resolved = ResolvedSupport | ResolvedDecay | ResolvedModule
+Resolved = ResolvedSupport | ResolvedDecay | ResolvedModule | ResolvedSequence
+# Settings by name, as a user gives them before they are checked, or of whatever fills a slot.
+Settings = Mapping[str, Any]
 
 
 def own_settings(resolved: Resolved | Mapping[str, Any]) -> dict[str, Any]:

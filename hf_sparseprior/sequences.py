@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from .resolved import ResolvedSequence, own_settings
+
 SEQUENCES: dict[str, Callable[..., Iterable[int]]] = {}
 
 
@@ -70,10 +72,9 @@ def fibonacci_terms(a: int, b: int, limit: int) -> Iterator[int]:
         a, b = b, a + b
 
 
-def head_sequence(spec: dict[str, Any], head: int, window: int) -> list[int]:
+def head_sequence(spec: ResolvedSequence, head: int, window: int) -> list[int]:
     """Sorted offsets of `head` in 1..window; `spec` is a sequence's name and settings in one dict."""
-    settings = {key: value for key, value in spec.items() if key != "name"}
-    terms = SEQUENCES[spec["name"]](head, window, **settings)
+    terms = SEQUENCES[spec["name"]](head, window, **own_settings(spec))
     return sorted({term for term in terms if 1 <= term <= window})
 
 

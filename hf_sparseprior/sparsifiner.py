@@ -20,6 +20,7 @@ from .checks import check_boolean, check_integer, check_within
 from .key_selection import keys_of_scores, predicted_keys
 from .low_rank import check_sides, resize_tokens
 from .predictor import Predictor, register_predictor
+from .resolved import Settings
 
 # Steps of the plane-filling sequence of points that starts W_down and W_up: 1 / p, 1 / p^2, p^3 = p + 1 (Roberts 2018).
 PLASTIC = (0.7548776662466927, 0.5698402909980532)
@@ -73,7 +74,7 @@ class Sparsifiner(Predictor):
         self.reset_parameters()
 
     @classmethod
-    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
+    def check_settings(cls, settings: Settings, grid: Sequence[int]) -> Settings:
         """As `PriorModule`; the grid that W_down and W_up are made for is kept in the settings."""
         sides = check_sides("sparsifiner", settings["grid"], grid)
         keep_rate, budget = settings["keep_rate"], settings["budget"]

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from .checks import check_boolean, check_finite, check_integer, python_value
 from .extras import Extra, register_extra
+from .resolved import Settings
 
 
 class Tokens(NamedTuple):
@@ -88,7 +89,7 @@ class TokenPruning(Extra):
         self.keep_rate = _check_rate(self.name, keep_rate)
 
     @classmethod
-    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
+    def check_settings(cls, settings: Settings, grid: Sequence[int]) -> Settings:
         """As `Extra`."""
         layers = settings["layers"]
         if layers is not None:
@@ -176,7 +177,7 @@ class EViT(TokenPruning):
         self.fuse = settings["fuse"]
 
     @classmethod
-    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
+    def check_settings(cls, settings: Settings, grid: Sequence[int]) -> Settings:
         """As `Extra`."""
         return {**super().check_settings(settings, grid), "fuse": check_boolean("evit: fuse", settings["fuse"])}
 
@@ -287,7 +288,7 @@ class DynamicViT(TokenPruning):
         self.predictors = nn.ModuleList(PredictionModule(hidden_size) for _ in self.blocks)
 
     @classmethod
-    def check_settings(cls, settings: dict[str, Any], grid: Sequence[int]) -> dict[str, Any]:
+    def check_settings(cls, settings: Settings, grid: Sequence[int]) -> Settings:
         """As `Extra`."""
         weight = check_finite("dynamicvit: ratio_weight", python_value(settings["ratio_weight"]))
         return {**super().check_settings(settings, grid), "ratio_weight": float(weight)}

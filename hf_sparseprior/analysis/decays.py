@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hf_sparseprior.analysis.layers import attention_layers, find_attention
 from hf_sparseprior.attention_plan import AttentionPlan, decay_positions
 from hf_sparseprior.decay import Decay, decay_mask, decay_weights
+from hf_sparseprior.resolved import Settings
 
 
 @torch.no_grad()
@@ -100,7 +101,7 @@ def _learned(layer: int, decay: Decay, plan: AttentionPlan) -> LearnedDecay:
     return LearnedDecay(layer, position_names(decay.settings, len(beta)), beta, alpha, prefix_beta, positions)
 
 
-def position_names(settings: dict[str, Any], count: int) -> list[str]:
+def position_names(settings: Settings, count: int) -> list[str]:
     """Names of the positions of a resolved decay: its curves, or its own name and that name with `_t`."""
     names: Sequence[str] = settings.get("curves", [settings["name"], f"{settings['name']}_t"])
     return list(names)[:count]

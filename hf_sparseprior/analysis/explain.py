@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.decays import position_names
@@ -16,7 +17,7 @@ from hf_sparseprior.analysis.flops import attention_flops, dense_attention_flops
 from hf_sparseprior.checks import check_integer, check_keys
 from hf_sparseprior.costs import AttentionCosts
 from hf_sparseprior.curves import curve_names, curve_rank
-from hf_sparseprior.decay import DECAYS, PLACEMENTS, decay_mask, initial_beta, make_decay
+from hf_sparseprior.decay import DECAYS, PLACEMENTS, decay_weights, initial_beta, make_decay, pair_distances
 from hf_sparseprior.extras import EXTRAS
 from hf_sparseprior.low_rank import MIXERS
 from hf_sparseprior.masks import (
@@ -203,6 +204,12 @@ def explain_support(support: ResolvedSupport, arguments: argparse.Namespace) -> 
     return [pictures.draw_support(masks, titles, path, heading, prefix)]
 
 
+def initial_mask(beta: float, positions: Tensor) -> np.ndarray:
+    """M (N, N) of one head whose beta is the same for all curves; positions (C, A, N)."""
+    betas = torch.full((positions.shape[0], 1), beta, dtype=torch.float64)
+    return decay_weights(betas, pair_distances(positions, torch.float64), torch.float64)[0].numpy()
+
+
 def _shorten(offsets: list[int]) -> str:
     return " ".join(map(str, offsets)) if len(offsets) <= 8 else f"{len(offsets)} offsets"
 
@@ -222,8 +229,7 @@ def explain_decay(decay: Any, arguments: argparse.Namespace) -> list[Path]:
     print(f"{'curve':<10}  {'first ranks':<24}  {'mean step':>9}  {'smallest M':>10}  {'mean M':>7}")
     masks = {}
     for index, curve in enumerate(curves):
-        one = {"beta": torch.full((1, 1), beta, dtype=torch.float64)}
-        mask = decay_mask(one, positions[index : index + 1], torch.float64)[0].numpy()
+        mask = initial_mask(beta, positions[index : index + 1])
         masks[curve] = mask
         first, step = "-", "-"
         if curve in curve_names():
@@ -233,8 +239,7 @@ def explain_decay(decay: Any, arguments: argparse.Namespace) -> list[Path]:
             steps = np.abs(np.diff(order // grid[1])) + np.abs(np.diff(order % grid[1]))
             step = f"{steps.mean():.3f}" if len(steps) else "-"
         print(f"{curve:<10}  {first:<24}  {step:>9}  {mask.min():>10.4f}  {mask.mean():>7.4f}")
-    every = {"beta": torch.full((positions.shape[0], 1), beta, dtype=torch.float64)}
-    masks["mean"] = decay_mask(every, positions, torch.float64)[0].numpy()
+    masks["mean"] = initial_mask(beta, positions)
     print(f"{'mean':<10}  {'':<24}  {'':>9}  {masks['mean'].min():>10.4f}  {masks['mean'].mean():>7.4f}")
     scalars = sum(parameter.numel() for parameter in make_decay(decay, arguments.heads).parameters())
     print(f"\n{scalars} learned scalars a layer, {scalars * arguments.layers} in {arguments.layers} layers")

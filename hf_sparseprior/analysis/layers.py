@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from hf_sparseprior.adapters.stock_encoder import find_encoder, num_heads_of
 from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
 from hf_sparseprior.attention_plan import plan_table
 from hf_sparseprior.prior import prior_name
+from hf_sparseprior.resolved import ResolvedPrior
 
 # Names of the linear layer after the heads, in our models and in transformers'.
 PROJECTIONS = ("o_proj", "out_proj")
@@ -53,7 +54,8 @@ class AttentionLayers:
         if not priors:
             return "dense"
         decays = [decay for prior in priors if (decay := prior.active_decay()) is not None]
-        return prior_name({**priors[0].prior, "decay": decays[0].settings if decays else None})
+        resolved = {**priors[0].prior, "decay": decays[0].settings if decays else None}
+        return prior_name(cast("ResolvedPrior", resolved))
 
 
 def attention_layers(model: nn.Module) -> list[SparsePriorAttention]:

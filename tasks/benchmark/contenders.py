@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from hf_sparseprior.backend_choice import BACKENDS, choose_backend
 from hf_sparseprior.decay import DECAYS, decay_weights, prefix_weights, resolve_decay
 from hf_sparseprior.masks import self_rows
 from hf_sparseprior.ops import run_plan
+from hf_sparseprior.resolved import DecayTensors
 from hf_sparseprior.supports import resolve_support
 
 LAYOUTS = ("projection", "packed", "contiguous")
@@ -62,7 +63,7 @@ class Problem:
     k: Tensor
     v: Tensor
     grad_out: Tensor
-    decay: dict[str, Any] | None
+    decay: DecayTensors | None
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -343,7 +344,7 @@ def expected_rows(problem: Problem, rows: Tensor, doubles: dict[Tensor, Tensor],
     of_patches = (rows[:, None] >= plan.num_prefix_tokens) & (keys >= plan.num_prefix_tokens)
     if problem.decay is not None:
         decay = {key: doubles.get(x, x) if isinstance(x, Tensor) else x for key, x in problem.decay.items()}
-        logits = logits * _decay_rows(plan, decay, rows, of_patches)
+        logits = logits * _decay_rows(plan, cast("DecayTensors", decay), rows, of_patches)
     if plan.offsets is not None and not dense:
         distance = (rows[:, None] - keys).abs()
         mask = torch.stack([torch.isin(distance, torch.tensor(own, device=device)) for own in plan.offsets])
@@ -357,7 +358,7 @@ def expected_rows(problem: Problem, rows: Tensor, doubles: dict[Tensor, Tensor],
     return torch.softmax(logits, -1) @ v
 
 
-def _decay_rows(plan: AttentionPlan, decay: dict[str, Any], rows: Tensor, of_patches: Tensor) -> Tensor:
+def _decay_rows(plan: AttentionPlan, decay: DecayTensors, rows: Tensor, of_patches: Tensor) -> Tensor:
     """alpha M of some rows, (H, R, T)."""
     positions = torch.from_numpy(DECAYS[decay["name"]].positions(decay, plan.grid)).to(rows.device)
     positions = F.pad(positions, (plan.num_prefix_tokens, 0))

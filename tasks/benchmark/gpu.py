@@ -26,6 +26,7 @@ from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.ops import run_plan
 from hf_sparseprior.prior import resolve_prior
+from hf_sparseprior.resolved import DecayTensors
 from tasks.benchmark import timing
 from tasks.common.environment import command_line, environment
 from tasks.common.results import write_results
@@ -112,7 +113,7 @@ def make_inputs(batch: int, tokens: int, dtype: torch.dtype, device: torch.devic
     ]
 
 
-def make_decay(plan: AttentionPlan, device: torch.device) -> dict[str, Any] | None:
+def make_decay(plan: AttentionPlan, device: torch.device) -> DecayTensors | None:
     """The learned scalars of the plan's decay, as a layer has them."""
     if plan.decay is None:
         return None
