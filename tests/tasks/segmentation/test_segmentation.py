@@ -246,7 +246,8 @@ def test_a_damaged_model_folder_gets_one_line(finished, tmp_path, capfd):
     _cut(tmp_path / "model" / "model.safetensors")
     assert evaluate_main(SEGMENTATION, [str(tmp_path / "model")]) == 2
     assert "model.safetensors cannot be read, it is damaged" in capfd.readouterr().err
-    assert evaluate_main(SEGMENTATION, [str(tmp_path)]) == 2
+    (tmp_path / "empty").mkdir()
+    assert evaluate_main(SEGMENTATION, [str(tmp_path / "empty")]) == 2
     assert "is not a folder of a saved model" in capfd.readouterr().err
 
 
