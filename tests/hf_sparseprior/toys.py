@@ -70,7 +70,7 @@ class TwoStageConfig(SparsePriorViTConfig):
     presets = {
         "toy_tiny": {
             **{"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 12},
-            **{"image_size": (16, 16), "patch_size": 4, "use_class_token": False, "pooling": "mean", "num_labels": 3},
+            **{"image_size": (16, 16), "patch_size": 4, "use_class_token": False, "pooling": "mean"},
         }
     }
 
