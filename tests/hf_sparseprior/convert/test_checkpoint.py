@@ -141,7 +141,8 @@ def test_round_trips_through_ours_give_the_very_same_weights(kind, tmp_path):
 
 def small(**fields):
     """A config of ours."""
-    return SparsePriorViTConfig(**{**SIZES, "intermediate_size": 48, "num_labels": 5, **fields})
+    labels = {} if "id2label" in fields else {"num_labels": 5}
+    return SparsePriorViTConfig(**{**SIZES, "intermediate_size": 48, **labels, **fields})
 
 
 def ours(config, folder, cls=SparsePriorViTForImageClassification):
