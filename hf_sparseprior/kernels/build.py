@@ -240,7 +240,6 @@ def _build(compiler: Sequence[str], library: Path) -> None:
             raise RuntimeError(f"the kernels that {name} built end with status {trial.returncode}: {said[-1]}")
         output.chmod(0o755)
         checksum = output.with_suffix(".sha256")
-        checksum.touch(0o644)
         checksum.write_text(_sha256(output), encoding="utf-8")
         checksum.chmod(0o644)
         os.replace(checksum, library.with_suffix(".sha256"))

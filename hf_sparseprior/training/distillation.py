@@ -327,6 +327,11 @@ def predictors(model: nn.Module) -> list[Predictor]:
     return [module for module in model.modules() if isinstance(module, Predictor)]
 
 
+def learns_from_scores(predictor: Predictor) -> bool:
+    """Whether a predictor is trained, which takes a loss of its scores."""
+    return predictor.GIVES_SCORES and any(parameter.requires_grad for parameter in predictor.parameters())
+
+
 def train_predictors_alone(model: nn.Module) -> None:
     """Phase 1 of Sparsifiner: only predictors require gradients, and attention is dense while they train."""
     model.requires_grad_(False)

@@ -66,8 +66,11 @@ class LossWatch:
 
     def before(self, setting: str) -> str:
         """What was finite last and what can be done, for errors."""
-        known = "no loss before it was read" if self.last is None else "the last finite one is {1:.4g}, of step {0}"
-        known = known if self.last is None else known.format(*self.last)
+        if self.last is None:
+            known = "no loss before it was read"
+        else:
+            step, loss = self.last
+            known = f"the last finite one is {loss:.4g}, of step {step}"
         return f"{known}; lower the learning rate, or set {setting}={CONTINUE} to go on"
 
 

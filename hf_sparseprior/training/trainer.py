@@ -22,7 +22,7 @@ from hf_sparseprior.adapters.stock_loading import from_pretrained
 from hf_sparseprior.families import family_of
 from hf_sparseprior.files import sync
 from hf_sparseprior.loading import check_whole
-from hf_sparseprior.training.distillation import Distillation, predictors
+from hf_sparseprior.training.distillation import Distillation, learns_from_scores, predictors
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.finite import CONTINUE, SETTING, Diverged, LossWatch, all_finite
 from hf_sparseprior.training.keep_rate import KeepRateSchedule, evit_modules
@@ -510,10 +510,7 @@ def has_unlearned_predictor(model: nn.Module, distillation: Distillation | None 
     gradient for every parameter, has to look for those that get none.
     """
     learned = distillation is not None and "scores" in distillation.needs
-    return not learned and any(
-        predictor.GIVES_SCORES and any(parameter.requires_grad for parameter in predictor.parameters())
-        for predictor in predictors(model)
-    )
+    return not learned and any(map(learns_from_scores, predictors(model)))
 
 
 def auxiliary_losses(outputs: Any) -> Mapping[str, Tensor]:

@@ -62,7 +62,7 @@ def evaluation_folder(model: Path) -> Path:
 
 
 def finished_results(
-    out: Path, config: dict[str, Any], overwrite: bool, field: str = "trainer.output_dir"
+    out: Path, config: dict[str, Any], overwrite: bool, field: str = "trainer.output_dir", mine: bool = False
 ) -> dict[str, Any] | None:
     """The results of this run, if it is done already.
 
@@ -71,21 +71,12 @@ def finished_results(
         config: sections of keys and values.
         overwrite: whether another run's folder may be thrown away.
         field: the setting by which the user chose the folder, for errors.
+        mine: whether this process holds the folder's lock.
 
     Raises:
-        ValueError: if the folder belongs to another run or to something else, unless `overwrite`.
+        ValueError: if the folder is in use, or belongs to another run or to something else, unless `overwrite`.
         OSError: if the run is not done and there can be no such folder.
     """
-    finished = _finished(out, config, overwrite, field)
-    if finished is None:
-        check_place(out, field)
-    return finished
-
-
-def _finished(
-    out: Path, config: dict[str, Any], overwrite: bool, field: str, mine: bool = False
-) -> dict[str, Any] | None:
-    """`finished_results`. `mine`: whether this process has the folder's lock."""
     claimed = (out / RUN_CONFIG).exists()
     differences = folder_differences(out, config) if claimed else []
     if claimed and not differences and (out / RESULTS).exists():
@@ -97,11 +88,11 @@ def _finished(
             f"{field}={out} belongs to another run ({'; '.join(differences)}); "
             "choose another folder or give --overwrite"
         )
-    if not claimed:
-        check_place(out, field)
-        # A run that was killed while it claimed the folder left at most these.
-        if out.exists() and any(path.name not in (f"{RUN_CONFIG}.partial", LOCK) for path in out.iterdir()):
-            raise ValueError(f"{field}={out} is not empty and not of this program; choose another folder")
+    check_place(out, field)
+    # A run that was killed while it claimed the folder left at most these.
+    left = (f"{RUN_CONFIG}.partial", LOCK)
+    if not claimed and out.exists() and any(path.name not in left for path in out.iterdir()):
+        raise ValueError(f"{field}={out} is not empty and not of this program; choose another folder")
     return None
 
 
@@ -273,7 +264,7 @@ def owned(
         if first:
             try:
                 held.enter_context(_locked(out, field))
-                if _finished(out, config, overwrite, field, mine=True) is not None:
+                if finished_results(out, config, overwrite, field, mine=True) is not None:
                     raise ValueError(f"{field}={out} was finished by another process meanwhile")
                 claim(out, config)
                 found = [newest(), None]

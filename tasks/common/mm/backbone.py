@@ -19,6 +19,7 @@ from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.families import FAMILIES, Family, family_of, for_every_family
 from hf_sparseprior.predictor import Predictor
 from hf_sparseprior.pretrained import check_saved_folder, copy_weights, load_whole_model, saved_family
+from hf_sparseprior.training.distillation import learns_from_scores
 
 # Fields that change what the same weights compute.
 READ_ALIKE = ("num_attention_heads", "hidden_act", "layer_norm_eps", "residual_scale")
@@ -186,8 +187,7 @@ def check_predictors(model: nn.Module) -> None:
     One that is frozen by `frozen_stages` stays as it was trained elsewhere.
     """
     for name, module in model.named_modules():
-        scored = isinstance(module, Predictor) and module.GIVES_SCORES
-        if scored and any(parameter.requires_grad for parameter in module.parameters()):
+        if isinstance(module, Predictor) and learns_from_scores(module):
             raise ValueError(
                 f"{name}: prior {module.name!r} learns from a loss of its scores, which segmentation and detection do "
                 "not have: train it with tasks.classification, and freeze its layers (frozen_stages)"

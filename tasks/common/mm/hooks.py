@@ -134,7 +134,7 @@ class CheckFinite(Hook):
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """The loss, which mmengine reads after every step too."""
         if outputs and "loss" in outputs:
-            self.watch.check([runner.iter + 1], [float(outputs["loss"])], SETTING)
+            self.watch.check([runner.iter + 1], [float(outputs["loss"].detach())], SETTING)
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """The weights, of which a step with a finite loss may have made something else."""

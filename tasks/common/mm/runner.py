@@ -23,7 +23,6 @@ from torch import distributed
 
 from hf_sparseprior.files import replace_durably
 from hf_sparseprior.training.finite import SETTING, STOP, check_setting
-from hf_sparseprior.training.trainer import has_unlearned_predictor
 from tasks.common.mm.backbone import check_predictors
 from tasks.common.mm.hooks import CheckFinite, OneLineProgress, StopOnSignal
 from tasks.common.mm.loading import refuse_pickles
@@ -48,8 +47,6 @@ class QuietRunner(Runner):
 
     def wrap_model(self, model_wrapper_cfg: dict | None, model: torch.nn.Module) -> torch.nn.Module:
         """As mmengine's, which wants a CUDA device for each process. Without one, batch norms are each process' own."""
-        if has_unlearned_predictor(model):
-            self.cfg["find_unused_parameters"] = True
         if not (self.distributed and join_on_cpu()):
             return super().wrap_model(model_wrapper_cfg, model)
         if model_wrapper_cfg is not None:

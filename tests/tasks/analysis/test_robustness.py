@@ -159,8 +159,15 @@ def test_an_interrupted_command_goes_on(runs, tmp_path, corrupted, monkeypatch, 
 
 
 @NEEDS_CORRUPTIONS
-@pytest.mark.parametrize("changed", ["model.safetensors", "config.json", "preprocessor_config.json"])
-def test_a_changed_model_is_counted_again_and_no_other(runs, tmp_path, corrupted, monkeypatch, changed):
+@pytest.mark.parametrize(
+    ("changed", "values"),
+    [
+        ("model.safetensors", None),
+        ("config.json", {"attention_probs_dropout_prob": 0.5}),
+        ("preprocessor_config.json", {"resample": 2}),
+    ],
+)
+def test_a_changed_model_is_counted_again_and_no_other(runs, tmp_path, corrupted, monkeypatch, changed, values):
     for run in runs:
         shutil.copytree(run, tmp_path / run.parent.name)
     own = [tmp_path / "dense", tmp_path / "fib"]
@@ -171,10 +178,10 @@ def test_a_changed_model_is_counted_again_and_no_other(runs, tmp_path, corrupted
         trained, "count_right", lambda networks, *rest: counted.append(len(networks)) or count_right(networks, *rest)
     )
     file = own[1] / "model" / changed
-    if changed == "model.safetensors":
+    if values is None:
         write_run(own[1], runs[0].parents[1] / "images", "fibottention", 5)
     else:
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"resample": 2, "attention_dropout": 0.5}))
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
     assert command(own, tmp_path / "out") == 0
     assert counted == [1] * 7
 
