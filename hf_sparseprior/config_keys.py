@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from .limits import check_size
+
 # Other libraries' names of some fields.
 OTHER_NAMES = {
     "depth": "num_hidden_layers",
@@ -48,8 +50,6 @@ PASSED_BY_TRANSFORMERS = frozenset(
         *("stage_names", "out_features", "out_indices", "return_unused_kwargs"),
     }
 )
-# Above this a mistake is likelier than so many classes; transformers makes a name for each.
-MAX_LABELS = 10_000_000
 
 
 @functools.cache
@@ -111,7 +111,9 @@ class ExactKeys:
 
 def check_common_value(key: str, value: Any) -> None:
     """Raise ValueError for a bad value of a field that every config has; transformers checks few of them."""
-    if value is not None and key in COMMON_FIELDS:
+    if value is not None and key == "num_labels":
+        check_size(key, value, 0, "labels")  # transformers makes a name for each
+    elif value is not None and key in COMMON_FIELDS:
         allowed, is_good = COMMON_FIELDS[key]
         if not is_good(value):
             raise ValueError(f"{key}={shortened(value)} must be {allowed}")
@@ -145,10 +147,6 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _is_count_of_labels(value: Any) -> bool:
-    return _is_integer(value) and 0 <= value <= MAX_LABELS
-
-
 _PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 _DTYPE = ("a floating dtype of torch, such as float32 or bfloat16", _is_dtype)
 _BOOLEAN = ("True or False", lambda value: isinstance(value, bool))
@@ -164,7 +162,6 @@ COMMON_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "architectures": ("a list of names of classes", _are_words),
     "transformers_version": ("a text", lambda value: isinstance(value, str)),
     "auto_map": ("a map of names of classes", lambda value: isinstance(value, dict)),
-    "num_labels": (f"an integer from 0 to {MAX_LABELS}", _is_count_of_labels),
     "id2label": ("a map of 0, 1, 2, ... to the names of the classes", _are_labels),
     "label2id": ("a map of the names of the classes to 0, 1, 2, ...", _are_label_numbers),
     "problem_type": (f"one of {', '.join(_PROBLEMS)}", lambda value: value in _PROBLEMS),

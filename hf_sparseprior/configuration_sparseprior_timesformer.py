@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from .checks import check_integer
 from .configuration_sparseprior_vit import SparsePriorViTConfig, check_number
+from .limits import check_size
 from .prior import pruning_of
 
 
@@ -21,9 +21,22 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
     """
 
     model_type = "sparseprior_timesformer"
+    token_fields = (*SparsePriorViTConfig.token_fields, "num_frames")
+    weight_fields = (*SparsePriorViTConfig.weight_fields, "num_frames")
 
     num_frames: int = 8
     time_initializer_range: float | int = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a clip, P + N * F, at the configured image size."""
+        return self.num_prefix_tokens + self.num_frames * self.grid[0] * self.grid[1]
+
+    @property
+    def num_weights(self) -> int:
+        """As in SparsePriorViT, with temporal attention and time embeddings."""
+        width = self.hidden_size
+        return super().num_weights + 5 * self.num_hidden_layers * width**2 + self.num_frames * width
 
     def validate(self) -> None:
         """As in SparsePriorViT.
@@ -31,8 +44,8 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
         Raises:
             ValueError: also for a prior that drops tokens and for classifiers that video models do not have.
         """
+        self.num_frames = check_size("num_frames", self.num_frames, 1, "tokens")
         super().validate()
-        self.num_frames = check_integer("num_frames", self.num_frames, 1)
         check_number("time_initializer_range", self.time_initializer_range, 0.0, math.inf)
         for name in ("use_distillation_token", "token_classifier"):
             if getattr(self, name):

@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from transformers import PretrainedConfig
@@ -16,7 +16,8 @@ from transformers.backbone_utils import BackboneConfigMixin
 from .checks import check_boolean, check_integer, check_within
 from .config_keys import ExactKeys
 from .extras import EXTRAS
-from .prior import Stage, prior_name, prior_pruning_ratio, resolve_stages
+from .limits import check_limit, check_size
+from .prior import Stage, prior_name, prior_pruning_ratio, prior_weights, resolve_stages
 from .resolved import ResolvedPrior
 from .supports import support_notes
 
@@ -104,6 +105,12 @@ class SparsePriorViTConfig(ExactKeys, BackboneConfigMixin, PretrainedConfig):
 
     model_type = "sparseprior_vit"
     presets = PRESETS
+    # The fields that decide how many tokens and weights a model has.
+    token_fields: ClassVar[tuple[str, ...]] = ("image_size", "patch_size", "num_register_tokens")
+    weight_fields: ClassVar[tuple[str, ...]] = (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_channels", "image_size", "patch_size"),
+        *("stem", "stem_channels", "num_labels"),
+    )
     keys_to_ignore_at_inference = [
         *("hidden_states", "attentions", "class_logits", "distillation_logits", "token_logits"),
         *("token_ids", "kept", "auxiliary_losses"),
@@ -199,6 +206,32 @@ class SparsePriorViTConfig(ExactKeys, BackboneConfigMixin, PretrainedConfig):
         return int(self.use_class_token) + int(self.use_distillation_token) + self.num_register_tokens
 
     @property
+    def num_tokens(self) -> int:
+        """T at the configured image size."""
+        return self.num_prefix_tokens + self.grid[0] * self.grid[1]
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of the matrices and tables of a model with this config, which says whether it is too large.
+
+        Biases, norms and scalars are not counted. A family whose layers have others overrides this.
+        """
+        width, hidden, patch = self.hidden_size, self.intermediate_size, as_pair(self.patch_size)
+        if self.stem == "convolution":
+            stem = self.stem_channels * (49 * self.num_channels + 18 * self.stem_channels)
+            projection = self.stem_channels * patch[0] * patch[1] // 4 * width
+        else:
+            stem, projection = 0, self.num_channels * patch[0] * patch[1] * width
+        positions = (self.num_prefix_tokens + self.grid[0] * self.grid[1]) * width
+        layers = self.num_hidden_layers * (4 * width**2 + 2 * width * hidden)
+        priors = sum(
+            prior_weights(prior, stage, width, hidden)
+            for prior, stage in zip(self.stage_priors, self.stages, strict=True)
+        )
+        classifiers = 1 + (self.use_distillation_token and self.use_distillation_classifier) + self.token_classifier
+        return stem + projection + positions + layers + priors + classifiers * self.num_labels * self.pooled_size
+
+    @property
     def pooled_size(self) -> int:
         """Width of `pooler_output`, which the classifier takes."""
         return self.hidden_size * (2 if self.pooling == "class_token_and_mean" else 1)
@@ -230,11 +263,13 @@ class SparsePriorViTConfig(ExactKeys, BackboneConfigMixin, PretrainedConfig):
         """
         self._validate_sizes()
         self._validate_choices()
+        self._check_total("tokens", self.num_tokens, self.token_fields)
         priors = resolve_stages(self.prior, self.stages)
         self.prior = priors[0] if len(priors) == 1 else priors
         for prior in priors:
             for extra in prior["extras"]:
                 EXTRAS[extra["name"]].check_model(extra, self)
+        self._check_total("weights", self.num_weights, (*self.weight_fields, "prior_name"))
         stage_names = ["stem"] + [f"stage{n}" for n in range(1, self.num_hidden_layers + 1)]
         if self.__dict__.get("stage_names") != stage_names:  # a new config, or one whose depth was changed
             self.stage_names = stage_names
@@ -246,11 +281,19 @@ class SparsePriorViTConfig(ExactKeys, BackboneConfigMixin, PretrainedConfig):
             for note in support_notes(prior["support"], stage.num_heads, stage.grid, self.num_prefix_tokens):
                 logger.warning(note)
 
+    def _check_total(self, kind: str, total: int, fields: Sequence[str]) -> None:
+        """Raise ValueError if the model would have more tokens or weights in all than the limit."""
+        sizes = ", ".join(f"{name}={getattr(self, name)}" for name in fields)
+        check_limit(kind, total, f"{sizes} give {total} {kind}, which must be")
+
     def _validate_sizes(self) -> None:
-        sizes = ("num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-        for name in (*sizes, "stem_channels"):
-            setattr(self, name, check_integer(name, getattr(self, name), 1))
-        self.num_register_tokens = check_integer("num_register_tokens", self.num_register_tokens, 0)
+        kinds = {
+            **{"num_channels": "width", "hidden_size": "width", "intermediate_size": "width", "stem_channels": "width"},
+            **{"num_hidden_layers": "layers", "num_attention_heads": "heads"},
+        }
+        for name, kind in kinds.items():
+            setattr(self, name, check_size(name, getattr(self, name), 1, kind))
+        self.num_register_tokens = check_size("num_register_tokens", self.num_register_tokens, 0, "tokens")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}"

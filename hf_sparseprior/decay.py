@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from .checks import check_boolean, check_integer, check_keys, python_value, split_spec
 from .curves import CURVES, TRANSPOSED_SUFFIX, curve_names, curve_rank
+from .limits import check_sides
 from .registry import registering
 from .resolved import DecayTensors, Placement, ResolvedDecay, Settings, own_settings
 
@@ -118,15 +119,6 @@ def check_start(start: str) -> str:
     if not isinstance(start, str) or start not in (*curve_names(), "random"):
         raise ValueError(f"start={start!r} must be one of random, {', '.join(curve_names())}")
     return start
-
-
-def check_grid(grid: Sequence[int] | None) -> list[int] | None:
-    """None, or (height, width) as a list."""
-    if grid is None:
-        return None
-    if isinstance(grid, str) or not isinstance(grid, Sequence) or len(grid) != 2:
-        raise ValueError(f"grid={grid!r} must be (height, width) in patches, or None for the model's")
-    return [check_integer("grid", side, 1) for side in grid]
 
 
 def init_values(init: str | dict[str, float]) -> tuple[float, float, float, float]:
@@ -386,9 +378,10 @@ class LearnedOrderDecay(Decay):
     def check_settings(cls, settings: Settings, grid: Sequence[int] | None) -> Settings:
         """As for every decay, `seed`, `start` and `grid`, which is the model's if it is None."""
         checked = super().check_settings(settings, grid)
-        own_grid = settings["grid"] if settings["grid"] is not None else grid
+        own_grid = grid if settings["grid"] is None else settings["grid"]
+        sides = None if own_grid is None else check_sides("learned_order", own_grid, None)
         seed, start = check_integer("seed", settings["seed"], 0), check_start(settings["start"])
-        return {**checked, "seed": seed, "start": start, "grid": check_grid(own_grid)}
+        return {**checked, "seed": seed, "start": start, "grid": sides}
 
     def add_parameters(self) -> None:
         """The positions, (1, height, width)."""

@@ -42,6 +42,15 @@ class PriorModule(nn.Module):
         """
         return settings
 
+    @classmethod
+    def num_weights(cls, settings: Mapping[str, Any], num_heads: int, width: int, hidden: int) -> int:
+        """How many weights one such module has in its matrices, which says whether it is too large to be made.
+
+        Args:
+            settings: its own, resolved. num_heads: H. width, hidden: of the tokens, and between the MLP's layers.
+        """
+        return 0
+
     def initial_values(self) -> dict[str, Tensor]:
         """Initial values of every parameter: zeros."""
         return {name: torch.zeros(parameter.shape) for name, parameter in self.named_parameters(recurse=False)}

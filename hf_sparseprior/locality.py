@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from .checks import check_integer
 from .extras import Extra, register_extra
+from .limits import check_limit, check_size
 from .resolved import Settings
 
 
@@ -50,8 +51,14 @@ class LocalityBranch(Extra):
         side = check_integer("localvit: kernel_size", settings["kernel_size"], 1)
         if side % 2 == 0:
             raise ValueError(f"localvit: kernel_size={side} must be odd")
-        channels = check_integer("localvit: squeeze_excitation", settings["squeeze_excitation"], 0)
+        check_limit("tokens", side**2, f"localvit: kernel_size={side} covers {side**2} patches, which must be")
+        channels = check_size("localvit: squeeze_excitation", settings["squeeze_excitation"], 0, "width")
         return {"kernel_size": side, "squeeze_excitation": channels}
+
+    @classmethod
+    def num_weights(cls, settings: Mapping[str, Any], num_heads: int, width: int, hidden: int) -> int:
+        """As `PriorModule`."""
+        return hidden * (settings["kernel_size"] ** 2 + 2 * settings["squeeze_excitation"])
 
     def initial_values(self) -> dict[str, Tensor]:
         """Gate 0, a kernel with 1 in its middle, and a squeeze that is not 0, because its gradient would stay 0."""

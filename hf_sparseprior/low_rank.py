@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 from .attention_plan import AttentionPlan
 from .attention_request import AttentionRequest
-from .checks import check_boolean, check_integer, check_not_both
+from .checks import check_boolean, check_not_both
 from .costs import AttentionCosts
 from .extras import PriorModule
+from .limits import check_sides, check_size
 from .masks import unpruned_count
 from .registry import registering
 from .resolved import Settings
@@ -56,18 +57,6 @@ class Mixer(PriorModule, AttentionCosts):
 @register_mixer("softmax")
 class Softmax(Mixer):
     """Softmax attention, on which a prior's other slots act. It is never built."""
-
-
-def check_sides(name: str, sides: Any, grid: Sequence[int]) -> list[int]:
-    """The grid [height, width] that the weights of `name` are made for: its setting, or the grid of the model.
-
-    Raises:
-        ValueError: unless it is a pair of integers of 1 or more.
-    """
-    sides = grid if sides is None else sides
-    if isinstance(sides, str) or not isinstance(sides, Sequence) or len(sides) != 2:
-        raise ValueError(f"{name}: grid={sides!r} must be (height, width) in patches")
-    return [check_integer(f"{name}: grid", side, 1) for side in sides]
 
 
 def resize_tokens(weight: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
@@ -113,7 +102,7 @@ class Linformer(Mixer):
         if number is None:
             number = unpruned_count("linformer", cls.DEFAULT_RATIO if ratio is None else ratio, sides[0] * sides[1])
         return {
-            "projected_tokens": check_integer("linformer: projected_tokens", number, 1),
+            "projected_tokens": check_size("linformer: projected_tokens", number, 1, "width"),
             "share_key_value": check_boolean("linformer: share_key_value", settings["share_key_value"]),
             "grid": sides,
             "pruning_ratio": None,  # the pruning ratio has decided the number, which is the size of a weight
@@ -123,6 +112,12 @@ class Linformer(Mixer):
         """Normal values, so that a mixture of independent keys has their variance."""
         std = (self.grid[0] * self.grid[1]) ** -0.5
         return {name: torch.randn(weight.shape) * std for name, weight in self.named_parameters(recurse=False)}
+
+    @classmethod
+    def num_weights(cls, settings: Mapping[str, Any], num_heads: int, width: int, hidden: int) -> int:
+        """As `PriorModule`."""
+        mixtures = settings["projected_tokens"] * settings["grid"][0] * settings["grid"][1]
+        return mixtures if settings["share_key_value"] else 2 * mixtures
 
     @classmethod
     def cost_in_pairs(cls, settings: Mapping[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
@@ -178,10 +173,8 @@ class EfficientAttention(Mixer):
         check_not_both("efficient: key_width", width, ratio)
         if ratio is not None:
             width = unpruned_count("efficient", ratio, grid[0] * grid[1])
-        return {
-            "key_width": None if width is None else check_integer("efficient: key_width", width, 1),
-            "pruning_ratio": None,
-        }
+        width = None if width is None else check_size("efficient: key_width", width, 1, "width")
+        return {"key_width": width, "pruning_ratio": None}
 
     @staticmethod
     def key_width(settings: Mapping[str, Any], head_dim: int) -> int:
@@ -192,6 +185,11 @@ class EfficientAttention(Mixer):
     def cost_in_pairs(cls, settings: Mapping[str, Any], head_dim: int, num_tokens: int, num_prefix_tokens: int) -> int:
         """As `AttentionCosts`."""
         return (num_tokens + num_prefix_tokens) * cls.key_width(settings, head_dim)
+
+    @classmethod
+    def num_weights(cls, settings: Mapping[str, Any], num_heads: int, width: int, hidden: int) -> int:
+        """As `PriorModule`: what projections of another width have more, or less."""
+        return 2 * width * (num_heads * cls.key_width(settings, width // num_heads) - width)
 
     @classmethod
     def projection_multiply_adds(cls, settings: Mapping[str, Any], num_heads: int, width: int, total: int) -> int:

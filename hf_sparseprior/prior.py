@@ -217,6 +217,21 @@ def predictor_or_mixer(prior: ResolvedPrior) -> tuple[Mapping[str, Any], type[Pr
     return None
 
 
+def prior_weights(prior: ResolvedPrior, stage: Stage, width: int, hidden: int) -> int:
+    """Weights of a prior's modules in the layers of a stage, as `PriorModule.num_weights` counts them.
+
+    Args:
+        width, hidden: of the tokens, and between the MLP's layers.
+    """
+    found = predictor_or_mixer(prior)
+    weights = found[1].num_weights(found[0], stage.num_heads, width, hidden) * stage.num_layers if found else 0
+    for extra in prior["extras"]:
+        kind = EXTRAS[extra["name"]]
+        copies = 1 if kind.place == "model" else stage.num_layers
+        weights += copies * kind.num_weights(extra, stage.num_heads, width, hidden)
+    return weights
+
+
 def prior_name(prior: ResolvedPrior | Sequence[ResolvedPrior]) -> str:
     """Short name of a resolved prior: "fibottention+violin"; of those of several stages each once, "violin, dense"."""
     if isinstance(prior, Sequence):

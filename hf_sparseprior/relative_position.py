@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from .attention_plan import AttentionPlan, plan_table
 from .attention_request import AttentionRequest
-from .checks import check_boolean, check_integer, python_value
+from .checks import check_boolean, python_value
 from .extras import Extra, register_extra
+from .limits import check_sides
 from .relative_offsets import BUCKET_METHODS, count_buckets
 from .resolved import Settings
 
@@ -64,11 +65,13 @@ class SwinRelativePositionBias(RelativePosition):
     @classmethod
     def check_settings(cls, settings: Settings, grid: Sequence[int]) -> Settings:
         """As `Extra`, with the model's grid if none is given."""
-        sides = grid if settings["grid"] is None else settings["grid"]
-        if isinstance(sides, str) or not isinstance(sides, Sequence) or len(sides) != 2:
-            raise ValueError(f"swin_rpb: grid={sides!r} must be (height, width) in patches")
-        learn_prefix = check_boolean("swin_rpb: learn_prefix", settings["learn_prefix"])
-        return {"grid": [check_integer("swin_rpb: grid", side, 1) for side in sides], "learn_prefix": learn_prefix}
+        sides = check_sides("swin_rpb", settings["grid"], grid)
+        return {"grid": sides, "learn_prefix": check_boolean("swin_rpb: learn_prefix", settings["learn_prefix"])}
+
+    @classmethod
+    def num_weights(cls, settings: Mapping[str, Any], num_heads: int, width: int, hidden: int) -> int:
+        """As `PriorModule`."""
+        return num_heads * (2 * settings["grid"][0] - 1) * (2 * settings["grid"][1] - 1)
 
     @classmethod
     def multiply_adds(
@@ -125,6 +128,11 @@ class ImageRelativePosition(RelativePosition):
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0.5 <= ratio <= 100:
             raise ValueError(f"{cls.name}: ratio={ratio!r} must be a number between 0.5 and 100")
         return {"method": method, "ratio": float(ratio)}
+
+    @classmethod
+    def num_weights(cls, settings: Mapping[str, Any], num_heads: int, width: int, hidden: int) -> int:
+        """As `PriorModule`."""
+        return len(cls.on) * (count_buckets(settings["method"], settings["ratio"]) + 1) * (width // num_heads)
 
     @classmethod
     def multiply_adds(
@@ -191,6 +199,11 @@ class TransformerXL(RelativePosition):
         self.position_bias = nn.Parameter(torch.empty(num_heads, head_dim))
         self.projection = nn.Parameter(torch.empty(self.width, self.width))
         self.reset_parameters()
+
+    @classmethod
+    def num_weights(cls, settings: Mapping[str, Any], num_heads: int, width: int, hidden: int) -> int:
+        """As `PriorModule`."""
+        return width * (width + 2)
 
     @classmethod
     def multiply_adds(

@@ -125,6 +125,7 @@ def powers(head: int, window: int, *, base: int = 2) -> Iterator[int]:
 @register_sequence("monomials")
 def monomials(head: int, window: int, *, degree: int = 2) -> Iterator[int]:
     """1, 2^degree, 3^degree, ... (Fibottention Table 8: degree 2 and 3)."""
+    degree = min(degree, window.bit_length())  # 2 to a higher power is above the window all the more, and long
     n = 1
     while n**degree <= window:
         yield n**degree

@@ -18,7 +18,8 @@ from .attention_plan import AttentionPlan
 from .attention_request import AttentionRequest
 from .checks import check_boolean, check_integer, check_within
 from .key_selection import keys_of_scores, predicted_keys
-from .low_rank import check_sides, resize_tokens
+from .limits import check_sides, check_size
+from .low_rank import resize_tokens
 from .predictor import Predictor, register_predictor
 from .resolved import Settings
 
@@ -95,7 +96,7 @@ class Sparsifiner(Predictor):
         return {
             "keep_rate": keep_rate,
             "budget": budget,
-            "num_down": check_integer("sparsifiner: num_down", settings["num_down"], 1),
+            "num_down": check_size("sparsifiner: num_down", settings["num_down"], 1, "width"),
             "threshold": check_within("sparsifiner: threshold", settings["threshold"], 0.0, 1.0, "from 0 to 1"),
             "up_threshold": check_within(
                 "sparsifiner: up_threshold", settings["up_threshold"], 0.0, math.inf, "0 or more"
@@ -109,6 +110,11 @@ class Sparsifiner(Predictor):
         blobs = torch.tensor(_blobs(self.settings["num_down"], self.grid))
         spread = (blobs / blobs.sum(1, keepdim=True)).clamp_min(LEAST_UP)
         return {"w_down": (blobs / blobs.norm(dim=1, keepdim=True)).float(), "w_up": spread.float()}
+
+    @classmethod
+    def num_weights(cls, settings: Mapping[str, Any], num_heads: int, width: int, hidden: int) -> int:
+        """As `PriorModule`."""
+        return 2 * settings["num_down"] * settings["grid"][0] * settings["grid"][1]
 
     # ---- cost -------------------------------------------------------------------------------------------------------
 

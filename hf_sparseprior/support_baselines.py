@@ -32,7 +32,10 @@ def window(
     def offsets(w: int) -> list[int]:
         return list(range(first, min(w, num_tokens - 1) + 1))
 
-    w = setting_for("w", w, pruning_ratio, 15, [range(first, max(first + 1, num_tokens))], offsets, num_tokens)
+    def pairs(w: int) -> int:
+        return count_nonzeros(offsets(w), num_tokens)
+
+    w = setting_for("w", w, pruning_ratio, 15, [range(first, max(first + 1, num_tokens))], pairs, num_tokens)
     return [offsets(w) for _ in range(num_heads)]
 
 
@@ -42,7 +45,7 @@ def setting_for(
     pruning_ratio: float | None,
     default: int,
     choices: Sequence[range],
-    offsets: Callable[[int], list[int]],
+    pairs: Callable[[int], int],
     num_tokens: int,
 ) -> int:
     """A support's only number: as given, or the one among `choices` whose pruning ratio is nearest to the given one.
@@ -50,16 +53,13 @@ def setting_for(
     Args:
         name, value, default: name, value and default of the number; the first of `choices` is the smallest allowed.
         choices: ranges of numbers, none of them empty.
-        offsets: gives the offsets of a head for a number. Within each of `choices`, the number of pairs that they keep
-            only rises with the number, or only falls.
+        pairs: how many pairs a head keeps for a number. Within each of `choices` it only rises with the number, or only
+            falls.
     """
     check_not_both(name, value, pruning_ratio)
     if pruning_ratio is None:
         return default if value is None else check_integer(name, value, choices[0].start)
     kept = unpruned_pairs(pruning_ratio, num_tokens)
-
-    def pairs(choice: int) -> int:
-        return count_nonzeros(offsets(choice), num_tokens)
 
     def nearest(part: range) -> range:
         sign = 1 if pairs(part[0]) <= pairs(part[-1]) else -1
@@ -91,8 +91,11 @@ def sliding_window(num_heads: int, num_tokens: int, w: int | None, pruning_ratio
     def offsets(half: int) -> list[int]:
         return list(range(min(half, num_tokens - 1) + 1))
 
+    def pairs(half: int) -> int:
+        return count_nonzeros(offsets(half), num_tokens)
+
     half = None if w is None else w // 2
-    half = setting_for("w", half, pruning_ratio, 1, [range(num_tokens)], offsets, num_tokens)
+    half = setting_for("w", half, pruning_ratio, 1, [range(num_tokens)], pairs, num_tokens)
     return [offsets(half) for _ in range(num_heads)]
 
 
@@ -122,12 +125,20 @@ def strided(
     def offsets(stride: int) -> list[int]:
         return sorted({*range(min(local, num_tokens - 1) + 1), *range(0, num_tokens, stride)})
 
+    window = min(local, num_tokens - 1)
+    window_pairs = count_nonzeros(range(window + 1), num_tokens)
+
+    def pairs(stride: int) -> int:
+        # In closed form, because there is a choice for each token of the window: window and multiples beyond it.
+        first, last = window // stride + 1, (num_tokens - 1) // stride
+        return window_pairs + (last - first + 1) * (2 * num_tokens - stride * (first + last))
+
     # A larger stride keeps fewer pairs only if all its tokens lie outside the window.
     last = max(1, num_tokens - 1)
     inside = min(local, last)
     choices = [range(own, own + 1) for own in range(1, inside + 1)]
     choices += [range(inside + 1, last + 1)] if inside < last else []
-    stride = setting_for("stride", stride, pruning_ratio, 65, choices, offsets, num_tokens)
+    stride = setting_for("stride", stride, pruning_ratio, 65, choices, pairs, num_tokens)
     return [offsets(stride) for _ in range(num_heads)]
 
 

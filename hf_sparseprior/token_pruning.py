@@ -300,6 +300,17 @@ class DynamicViT(TokenPruning):
         if config.hidden_size % 4:
             raise ValueError(f"prior: 'dynamicvit' needs a multiple of 4 as hidden_size, not {config.hidden_size}")
 
+    @classmethod
+    def num_weights(cls, settings: Mapping[str, Any], num_heads: int, width: int, hidden: int) -> int:
+        """As `PriorModule`: the linear layers of the prediction modules."""
+        modules = 3 if settings["layers"] is None else len(settings["layers"])
+        return modules * cls.weights_of_prediction(width)
+
+    @staticmethod
+    def weights_of_prediction(width: int) -> int:
+        """Weights of the linear layers of one prediction module, each of which multiplies once for a patch."""
+        return width**2 + width * (width // 2) + (width // 2) * (width // 4) + (width // 4) * 2
+
     @staticmethod
     def count(keep_rate: float, stage: int, num_tokens: int) -> int:
         """How many of N patches are kept after pruning `stage` (from 1)."""
@@ -321,7 +332,7 @@ class DynamicViT(TokenPruning):
         """As `TokenPruning`: the linear layers of the prediction modules, over the patches before each pruning."""
         if settings["keep_rate"] == 1.0:
             return {}
-        a_patch = width**2 + width * (width // 2) + (width // 2) * (width // 4) + (width // 4) * 2
+        a_patch = cls.weights_of_prediction(width)
         sizes = [(num_tokens, num_tokens), *cls.layer_tokens(settings, num_layers, num_tokens)]
         return {block - 1: sizes[block - 1][0] * a_patch for block in cls.pruning_blocks(settings, num_layers)}
 

@@ -14,7 +14,7 @@ TASKS = {path.name for path in (ROOT / "tasks").iterdir() if (path / "__init__.p
 # The library from the ground up. A module imports from its own floor and from those below when it is imported; folders
 # are floors of their own.
 FLOORS = [
-    ("checks", "config_keys", "registry", "resolved", "version", "files", "loading", "families"),
+    ("checks", "limits", "config_keys", "registry", "resolved", "version", "files", "loading", "families"),
     ("sequences", "curves", "masks", "relative_offsets"),
     ("pattern", "fibottention", "support_baselines", "supports"),
     ("decay", "extras", "costs"),

@@ -19,6 +19,7 @@ from hf_sparseprior.costs import AttentionCosts
 from hf_sparseprior.curves import curve_names, curve_rank
 from hf_sparseprior.decay import DECAYS, PLACEMENTS, decay_weights, initial_beta, make_decay, pair_distances
 from hf_sparseprior.extras import EXTRAS
+from hf_sparseprior.limits import check_sides, check_size
 from hf_sparseprior.low_rank import MIXERS
 from hf_sparseprior.masks import (
     attended_pairs,
@@ -82,8 +83,10 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> list[Path]:
     """Print the numbers, write the pictures, return their paths."""
-    for name, minimum in (("heads", 1), ("prefix", 0), ("head_dim", 1), ("layers", 1)):
-        check_integer(f"--{name.replace('_', '-')}", getattr(arguments, name), minimum)
+    sizes = {"heads": (1, "heads"), "prefix": (0, "tokens"), "head_dim": (1, "width"), "layers": (1, "layers")}
+    for name, (minimum, kind) in sizes.items():
+        check_size(f"--{name.replace('_', '-')}", getattr(arguments, name), minimum, kind)
+    check_sides("--grid", arguments.grid, None)
     if arguments.layer is not None:
         check_integer("--layer", arguments.layer, 0)
     if not arguments.no_picture and arguments.grid[0] * arguments.grid[1] > LARGEST_PICTURE:

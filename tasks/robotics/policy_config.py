@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_sparseprior.checks import check_finite, check_integer
+from hf_sparseprior.checks import check_finite
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.families import Family
+from hf_sparseprior.limits import check_limit, check_size
 from tasks.common.models import section_family
 from tasks.robotics.diffusion import SAMPLERS
 
@@ -58,10 +59,10 @@ class PolicyConfig:
         """Check the fields."""
         counts = ("action_size", "observation_steps", "horizon", "action_steps", "kernel_size", "groups")
         for name in (*counts, "decoder_width", "noise_levels", "decoder_positions", "step_embedding_size"):
-            check_integer(f"policy.{name}", getattr(self, name), 1)
+            check_size(f"policy.{name}", getattr(self, name), 1, "width")
         for name in ("image_size", "crop", "reconstruction_size", "sampling_steps"):
             if getattr(self, name) is not None:
-                check_integer(f"policy.{name}", getattr(self, name), 1)
+                check_size(f"policy.{name}", getattr(self, name), 1, "width")
         if not isinstance(self.observations, Mapping):
             raise ValueError(f"policy.observations={self.observations!r} must be keys with their shapes")
         if not isinstance(self.widths, (list, tuple)) or not self.widths:
@@ -71,7 +72,7 @@ class PolicyConfig:
                 raise ValueError(f"policy.observations: {key}={shape!r} must be [size] or [height, width, 3]")
         for name, values in (("widths", self.widths), *self.observations.items()):
             for value in values:
-                check_integer(f"policy.{name}", value, 1)
+                check_size(f"policy.{name}", value, 1, "width")
         self.widths = list(self.widths)
         self.observations = {key: list(shape) for key, shape in self.observations.items()}
         if not self.observations:
@@ -92,6 +93,13 @@ class PolicyConfig:
         self._check_images()
 
     def _check_unet(self) -> None:
+        convolutions = sum(a * b for a, b in zip([self.action_size, *self.widths], self.widths, strict=False))
+        check_limit(
+            "weights",
+            self.kernel_size * convolutions,
+            f"policy.widths={self.widths} with kernel_size={self.kernel_size} give {self.kernel_size * convolutions} "
+            "weights, which must be",
+        )
         if any(width % self.groups for width in self.widths):
             raise ValueError(f"policy.widths={self.widths} must be multiples of groups={self.groups}")
         if self.kernel_size % 2 == 0:

@@ -120,7 +120,7 @@ COMMON = {
     "dtype": [("nn", "floating dtype"), ("int64", "floating dtype"), (3, "floating dtype")],
     "id2label": [([1], "0, 1, 2"), ({"cat": 0}, "0, 1, 2"), ({"0": "a", "2": "b"}, "0, 1, 2"), ({"0": []}, "0, 1, 2")],
     "label2id": [("cat", "0, 1, 2"), ({"cat": []}, "0, 1, 2")],
-    "num_labels": [(-1, "an integer from 0"), (10**12, "to 10000000"), ("3", "an integer"), (True, "an integer")],
+    "num_labels": [(-1, "an integer of 0"), (10**12, "at most 1048576"), ("3", "an integer"), (True, "an integer")],
     "problem_type": [("classification", "regression, single"), (1, "regression, single")],
     "return_dict": [("yes", "True or False")],
     "is_encoder_decoder": [(True, "False")],

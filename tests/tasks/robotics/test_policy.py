@@ -334,6 +334,9 @@ def test_an_encoder_that_is_gone_is_named(tmp_path):
         ({"encoder": {"image_size": 24}}, "image_size=24 is policy.crop's"),
         ({"encoder": {"prior": "fibonacci"}}, "fibonacci"),
         ({"reconstruction_weight": -1}, "reconstruction_weight=-1 must be"),
+        ({"horizon": 10**9}, "policy.horizon=1000000000 must be at most 131072.*SPARSEPRIOR_MAX_WIDTH"),
+        ({"widths": [131072, 131072]}, "with kernel_size=3 give .* weights, .* at most 32000000000"),
+        ({"observations": {"state": [10**9]}}, "policy.state=1000000000 must be at most 131072"),
     ],
 )
 def test_bad_configurations_are_refused(options, message):

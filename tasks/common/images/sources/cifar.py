@@ -6,7 +6,6 @@ The Python versions are pickles. They are read by walking their opcodes; nothing
 from __future__ import annotations
 
 import hashlib
-import os
 import pickletools
 import tarfile
 import zlib
@@ -17,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from hf_sparseprior.limits import limit_of
+
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 COUNTS = {"train": 50_000, "test": 10_000}
 PIXELS = 32 * 32 * 3
@@ -26,7 +27,9 @@ CHECKSUMS = {
     "test": "8193b3fbce55bec361cd1b8fd4880cb1649832dc4d6de6da1e7a21847a4843aa",
 }
 
-ARCHIVE_LIMIT = "SPARSEPRIOR_ARCHIVE_BYTES"  # environment variable; 1 GiB is five times what CIFAR's archives hold
+# Environment variable: the bytes that the files of an archive, which are all held in memory, may have unpacked. The
+# default, 1 GiB, is five times what CIFAR's archives hold.
+ARCHIVE_LIMIT = "SPARSEPRIOR_ARCHIVE_BYTES"
 
 Split = tuple[np.ndarray, np.ndarray]  # images (count, 32, 32, 3) uint8, labels (count,) uint8
 
@@ -170,14 +173,6 @@ def _opcodes(content: bytes, name: str) -> list[tuple[str, Any]]:
         raise OSError(f"{name} is not a CIFAR batch ({error})") from None
 
 
-def archive_limit() -> int:
-    """Bytes that the files of an archive may have unpacked, all of which are held in memory."""
-    given = os.environ.get(ARCHIVE_LIMIT, str(1 << 30))
-    if not given.isdecimal():
-        raise ValueError(f"{ARCHIVE_LIMIT}={given!r} must be a number of bytes")
-    return int(given)
-
-
 def read_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
     """The files in an archive or a folder that have these names without folders, as far as it has them."""
     if path.is_dir():
@@ -185,7 +180,7 @@ def read_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
     try:
         with tarfile.open(path) as archive:
             members = [member for member in archive if member.isfile() and Path(member.name).name in names]
-            size, limit = sum(member.size for member in members), archive_limit()
+            size, limit = sum(member.size for member in members), limit_of(ARCHIVE_LIMIT, 1 << 30)
             if size > limit:
                 raise OSError(f"it unpacks to {size} bytes, more than the {limit} of {ARCHIVE_LIMIT}")
             files = {Path(member.name).name: archive.extractfile(member) for member in members}
