@@ -2,12 +2,19 @@
 `custom_imports`).
 """
 
-from mmdet.registry import MODELS
+from contextlib import suppress
+from typing import Any
 
-from tasks.common.mm import hooks, pyramid, reading  # noqa: F401
-from tasks.common.mm.backbone import register_backbones
-from tasks.common.mm.loading import refuse_pickles
-from tasks.detection import data  # noqa: F401
+with suppress(ImportError):  # without the extra `dense`: `load_task` raises it again, after `--help` was answered
+    from tasks.detection import registered  # noqa: F401
 
-refuse_pickles()
-register_backbones(MODELS)
+
+def load_task() -> Any:
+    """What detection adds to a run of mmengine, a `tasks.common.mm.task.Task`.
+
+    Raises:
+        ImportError: without the extra `dense`.
+    """
+    from tasks.detection.task import DETECTION
+
+    return DETECTION

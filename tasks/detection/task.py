@@ -18,6 +18,7 @@ from hf_sparseprior.analysis.pictures import pyplot, save
 from tasks.common.mm.pictures import draw_instances
 from tasks.common.mm.reading import read_image
 from tasks.common.mm.task import Task
+from tasks.detection import registered  # noqa: F401
 from tasks.detection.baseline import fit_constant
 
 SHOWN = 6  # images of the picture

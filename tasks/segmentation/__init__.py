@@ -1,11 +1,18 @@
 """Segmentation by mmsegmentation; importing this registers what the configs name (mm's `custom_imports`)."""
 
-from mmseg.registry import MODELS
+from contextlib import suppress
+from typing import Any
 
-from tasks.common.mm import hooks, reading  # noqa: F401
-from tasks.common.mm.backbone import register_backbones
-from tasks.common.mm.loading import refuse_pickles
-from tasks.segmentation import data  # noqa: F401
+with suppress(ImportError):  # without the extra `dense`: `load_task` raises it again, after `--help` was answered
+    from tasks.segmentation import registered  # noqa: F401
 
-refuse_pickles()
-register_backbones(MODELS)
+
+def load_task() -> Any:
+    """What segmentation adds to a run of mmengine, a `tasks.common.mm.task.Task`.
+
+    Raises:
+        ImportError: without the extra `dense`.
+    """
+    from tasks.segmentation.task import SEGMENTATION
+
+    return SEGMENTATION

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 
-import tasks.segmentation  # noqa: F401  registers what configs name
 from tasks.common.mm.command import evaluate_main
-from tasks.segmentation.task import SEGMENTATION
+from tasks.segmentation import load_task
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    return evaluate_main(SEGMENTATION, argv)
+    return evaluate_main("segmentation", load_task, argv)
 
 
 if __name__ == "__main__":

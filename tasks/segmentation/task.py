@@ -13,6 +13,7 @@ from mmseg.registry import DATASETS, METRICS
 
 from hf_sparseprior.analysis.pictures import pyplot, save
 from tasks.common.mm.task import Task
+from tasks.segmentation import registered  # noqa: F401
 from tasks.segmentation.data import IGNORED
 
 SHOWN = 6  # images of the picture

@@ -1,40 +1,42 @@
-"""The command lines of segmentation and detection."""
+"""The command lines of segmentation and detection. `--help` needs no extra; the work needs `dense`."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mmengine.dist import is_main_process
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.common.command import run_command, train_parser
-from tasks.common.mm.config import load_config
-from tasks.common.mm.evaluate import evaluate
 from tasks.common.mm.task import MM_SPLITS, PICTURE, Task
-from tasks.common.mm.train import run
 from tasks.common.run_folder import MODEL, RESULTS
 
 
-def train_main(task: Task, argv: list[str] | None = None) -> int:
-    """`python -m tasks.<task>.train`; a bad value prints one line and returns 2."""
+def train_main(name: str, load_task: Callable[[], Task], argv: list[str] | None = None) -> int:
+    """`python -m tasks.NAME.train`; a bad value prints one line and returns 2. `load_task` needs the extra `dense`."""
     parser = train_parser(
-        task.name, f"Train a model for {task.name}.", "model.backbone.prior=violin", "mm config file", "key=value"
+        name, f"Train a model for {name}.", "model.backbone.prior=violin", "mm config file", "key=value"
     )
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
 
     def work() -> None:
+        task = load_task()
+        from mmengine.dist import is_main_process
+
+        from tasks.common.mm.config import load_config
+        from tasks.common.mm.train import run
+
         keep_freed_memory()
-        config = load_config(task.name, arguments.config, arguments.overrides)
+        config = load_config(name, arguments.config, arguments.overrides)
         results = run(task, config, arguments.overwrite)
         if not is_main_process():
             return
         print_metrics(results["metrics"])
-        print_metrics({f"constant predictor, {name}": value for name, value in results["baseline"].items()})
+        print_metrics({f"constant predictor, {metric}": value for metric, value in results["baseline"].items()})
         out = Path(config.work_dir)
         print(f"results: {out / RESULTS}, picture: {out / PICTURE}, model: {out / MODEL}")
 
@@ -47,12 +49,12 @@ def print_metrics(metrics: Mapping[str, Any]) -> None:
         print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
 
 
-def evaluate_main(task: Task, argv: list[str] | None = None) -> int:
-    """`python -m tasks.<task>.evaluate`; a bad value prints one line and returns 2."""
+def evaluate_main(name: str, load_task: Callable[[], Task], argv: list[str] | None = None) -> int:
+    """`python -m tasks.NAME.evaluate`, as `train_main`."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m tasks.{task.name}.evaluate", description=f"Evaluate a saved model for {task.name}."
+        prog=f"python -m tasks.{name}.evaluate", description=f"Evaluate a saved model for {name}."
     )
-    parser.add_argument("model", type=Path, help="model folder of a run; its config.py is run, so it has to be trusted")
+    parser.add_argument("model", type=Path, help="folder of a run or of its model, whose config.py is run: trust it")
     parser.add_argument("--split", choices=tuple(MM_SPLITS), default="test")
     parser.add_argument("--out", type=Path, help="folder for results and picture; default: RUN/evaluation")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. test_dataloader.dataset.data_root=DIR")
@@ -60,6 +62,9 @@ def evaluate_main(task: Task, argv: list[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
 
     def work() -> None:
+        task = load_task()
+        from tasks.common.mm.evaluate import evaluate
+
         results = evaluate(task, arguments.model, arguments.split, arguments.overrides, arguments.out)
         print_metrics(results["metrics"])
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmengine.config import Config
-
 PICTURE = "predictions.png"
 MM_SPLITS = {"test": "test", "validation": "val"}  # our names and mm's
 
@@ -18,14 +16,14 @@ class Task:
 
     name: name of the task's folder.
     draw: draws predictions of a model for a dataset's first images into a file.
-    baseline: metrics of the best constant predictor on the test dataset, by the framework's own metric, as results.json
-        has them.
+    baseline: metrics of the best constant predictor on the test dataset of an mm Config, by the framework's own metric,
+        as results.json has them.
     in_percent: whether that metric is in percent; in results.json it is a fraction.
     """
 
     name: str
     draw: Callable[[Any, Any, Any], Any]
-    baseline: Callable[[Config], dict[str, Any]]
+    baseline: Callable[[Any], dict[str, Any]]
     in_percent: bool = False
 
     def metrics(self, split: str, values: Mapping[str, Any]) -> dict[str, float]:

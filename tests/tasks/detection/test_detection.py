@@ -22,7 +22,6 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
-from tasks.common.mm.command import train_main
 from tasks.common.mm.config import load_config
 from tasks.common.mm.evaluate import evaluate
 from tasks.common.mm.loading import read_checkpoint
@@ -30,6 +29,7 @@ from tasks.common.mm.train import run
 from tasks.detection.baseline import fit_constant
 from tasks.detection.data import NumberedEpochSampler, annotation_damage, packed_pixels
 from tasks.detection.task import DETECTION, constant_metrics
+from tasks.detection.train import main as train_main
 from tests.tasks.common.mm.shapes import PARTS, data_roots, write_shapes
 from tests.tasks.detection.tiny import OVERRIDES, SMALL
 
@@ -294,7 +294,7 @@ def test_broken_files_are_named_in_one_line(data, tmp_path, capfd, damage, said)
     shutil.copytree(data, tmp_path / "data")
     damage(tmp_path / "data")
     arguments = options(tmp_path / "data", tmp_path / "run")
-    assert train_main(DETECTION, ["--config", str(CONFIGS / "smoke.py"), *arguments]) == 2
+    assert train_main(["--config", str(CONFIGS / "smoke.py"), *arguments]) == 2
     last = capfd.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
     assert re.search(said, last) and last.startswith("python -m tasks.detection.train: "), last
 
@@ -396,7 +396,7 @@ def test_packed_run_lengths_are_pycocotools(seed):
 )
 def test_parts_that_do_not_fit_get_one_line(data, tmp_path, capfd, override, said):
     arguments = options(data, tmp_path / "run", override)
-    assert train_main(DETECTION, ["--config", str(CONFIGS / "smoke.py"), *arguments]) == 2
+    assert train_main(["--config", str(CONFIGS / "smoke.py"), *arguments]) == 2
     last = capfd.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
     assert said in last and last.startswith("python -m tasks.detection.train: "), last
     assert not (tmp_path / "run").exists()

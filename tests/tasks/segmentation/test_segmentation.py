@@ -21,7 +21,6 @@ from mmseg.registry import DATASETS, MODELS, TRANSFORMS
 from mmseg.structures import SegDataSample
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
-from tasks.common.mm.command import evaluate_main, train_main
 from tasks.common.mm.config import load_config, run_identity
 from tasks.common.mm.evaluate import evaluate
 from tasks.common.mm.loading import read_checkpoint
@@ -29,7 +28,9 @@ from tasks.common.mm.runner import build_runner
 from tasks.common.mm.train import run
 from tasks.common.run_folder import claim
 from tasks.segmentation.data import ReadAnnotation
+from tasks.segmentation.evaluate import main as evaluate_main
 from tasks.segmentation.task import SEGMENTATION, constant_predictor
+from tasks.segmentation.train import main as train_main
 from tests.tasks.common.mm.shapes import data_roots, write_shapes
 from tests.tasks.segmentation.tiny import OVERRIDES, SMALL
 
@@ -204,7 +205,7 @@ def test_broken_files_are_named_in_one_line(data, tmp_path, capfd, damage, said,
         f"output_dir={tmp_path}/run",
         f"train_dataloader.num_workers={workers}",
     ]
-    assert train_main(SEGMENTATION, ["--config", str(CONFIGS / "smoke.py"), *options]) == 2
+    assert train_main(["--config", str(CONFIGS / "smoke.py"), *options]) == 2
     last = capfd.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
     assert re.search(said, last) and last.startswith("python -m tasks.segmentation.train: "), last
     assert not (tmp_path / "run").exists()
@@ -235,7 +236,7 @@ def _paint(root, shape, label):
 )
 def test_bad_values_get_one_line(data, tmp_path, capfd, override, said):
     options = [*OVERRIDES, *data_roots(data), f"output_dir={tmp_path}/run", override]
-    assert train_main(SEGMENTATION, ["--config", str(CONFIGS / "smoke.py"), *options]) == 2
+    assert train_main(["--config", str(CONFIGS / "smoke.py"), *options]) == 2
     last = capfd.readouterr().err.strip().splitlines()[-1]
     assert said in last and last.startswith("python -m tasks.segmentation.train: ")
     assert not (tmp_path / "run").exists()
@@ -244,10 +245,10 @@ def test_bad_values_get_one_line(data, tmp_path, capfd, override, said):
 def test_a_damaged_model_folder_gets_one_line(finished, tmp_path, capfd):
     shutil.copytree(finished[0] / "model", tmp_path / "model")
     _cut(tmp_path / "model" / "model.safetensors")
-    assert evaluate_main(SEGMENTATION, [str(tmp_path / "model")]) == 2
+    assert evaluate_main([str(tmp_path / "model")]) == 2
     assert "model.safetensors cannot be read, it is damaged" in capfd.readouterr().err
     (tmp_path / "empty").mkdir()
-    assert evaluate_main(SEGMENTATION, [str(tmp_path / "empty")]) == 2
+    assert evaluate_main([str(tmp_path / "empty")]) == 2
     assert "is not a folder of a saved model" in capfd.readouterr().err
 
 
