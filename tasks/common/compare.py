@@ -15,7 +15,12 @@ The rest is a run's configuration that every row shares: sections, and a `matrix
 Runs of one seed see the same examples in the same order, augmented alike, and with `model.pretrained` start from one
 new classifier and the same adapters. Seeds take turns, so that an early stop leaves a fair comparison. Every finished
 run leaves a record. The command can be killed at any moment and started again; then it goes on where it stopped, and
-does no finished run again. It prints one table and draws one picture.
+does no finished run again. It prints a table of the rows and one of their differences to the first row, seed by seed
+(tasks/common/paired.py), and draws both.
+
+`--jobs N` does N runs at a time, each in a process of one thread (tasks/common/queue.py), and says how long the rest
+will take. A run that fails does not stop the others. Such a command can be given twice at once, on one machine or on
+several that share a disk: no run is done by both.
 
 A run of `first` is what the `train` command does with its file: it lies in its own `trainer.output_dir`, has the file's
 seed, and serves every comparison that names it. It is done only if a row still to be done reads its model, itself or
@@ -30,10 +35,12 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.training.allocator import keep_freed_memory
@@ -50,7 +57,10 @@ from tasks.common.config import (
     read_cell,
     read_layers,
 )
-from tasks.common.hf_run import HFTask, run
+from tasks.common.environment import command_line
+from tasks.common.hf_run import HFTask, run, task_module
+from tasks.common.processes import started
+from tasks.common.queue import Job, Queue, RunsFailed
 from tasks.common.results import read_results, write_results
 from tasks.common.run_folder import (
     RUN_CONFIG,
@@ -70,7 +80,7 @@ RECORDED = (
 RECORDED_LATER = (
     *("method", "trainable_parameters", "adapter_bytes", "pretrained_sha256", "decay_change_at_start"),
     *("mean_decay_change", "mean_decay_change_at_start", "max_alpha_change", "alpha_change_at_start"),
-    *("attention_flops", "results_version"),
+    *("attention_flops", "results_version", "test_correct"),
 )
 # Sections whose overrides reach the runs of `first` too; the others say what the rows are.
 SHARED_WITH_FIRST = ("data", "augmentation", "trainer")
@@ -209,6 +219,7 @@ def run_comparison(
     records: Path,
     variants: Sequence[str] | None = None,
     command: str | None = None,
+    jobs: int | None = None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Do every run that has no record yet. Returns the records by variant, seeds in order.
 
@@ -218,32 +229,83 @@ def run_comparison(
         records: folder of VARIANT/seedN.json, which alone say that a run is done.
         variants: only these.
         command: for results.json.
+        jobs: how many runs at a time, each in a process of one thread; None: one after another in this process.
+
+    Raises:
+        RunsFailed: with `jobs`, if runs failed; all others are done then.
     """
     names = list(dict.fromkeys(variants or comparison.configs))
-    done: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    todo = [(seed, name) for seed in comparison.seeds for name in names]
-    configs, found = [], []
-    for seed, name in todo:
-        config = copy.deepcopy(comparison.configs[name])
-        config["trainer"].update(seed=seed, output_dir=str(out / name / f"seed{seed}"))
-        configs.append(config)
-        # All of them before anything runs.
-        found.append(read_record(records / name / f"seed{seed}.json", config))
+    rows = [Row(comparison, name, seed, out, records) for seed in comparison.seeds for name in names]
+    found = []
+    for row in rows:  # all of them before anything runs
+        found.append(row.record())
         if found[-1] is None:
-            check_folder(config)
-    pending = [config for config, record in zip(configs, found, strict=True) if record is None]
+            check_folder(row.config)
+    pending = [row.config for row, record in zip(rows, found, strict=True) if record is None]
     if pending:
         check_place(out, "--out")
         check_place(records, "--records")
-    do_first(comparison, pending, [record for record in found if record is not None], command)
-    for number, ((seed, name), config, record) in enumerate(zip(todo, configs, found, strict=True), start=1):
+    queue = None if jobs is None else make_queue(comparison.task, jobs, rows, found)
+    do_first(comparison, pending, [record for record in found if record is not None], command, queue)
+    if queue is not None:
+        queue.run([row.job(command) for row, record in zip(rows, found, strict=True) if record is None])
+        found = [row.record() for row in rows]
+    done: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for number, (row, record) in enumerate(zip(rows, found, strict=True), start=1):
         if record is None:
-            print(f"[{number}/{len(todo)}] {name}, seed {seed}", file=sys.stderr, flush=True)
-            record = record_of(run(comparison.task, config, command=command))
-            if PartialState().is_main_process:
-                write_results(records / name / f"seed{seed}.json", record)
-        done[name].append(record)
+            print(f"[{number}/{len(rows)}] {row}", file=sys.stderr, flush=True)
+            record = do_run(comparison.task, row.config, row.file, command)
+        done[row.name].append(record)
     return done
+
+
+class Row:
+    """One run of a comparison: a row of its table with one seed.
+
+    config: its whole configuration. file: its record.
+    """
+
+    def __init__(self, comparison: Comparison, name: str, seed: int, out: Path, records: Path) -> None:
+        self.task, self.name, self.seed = comparison.task, name, seed
+        self.config = copy.deepcopy(comparison.configs[name])
+        self.config["trainer"].update(seed=seed, output_dir=str(out / name / f"seed{seed}"))
+        self.file = records / name / f"seed{seed}.json"
+
+    def __str__(self) -> str:
+        return f"{self.name}, seed {self.seed}"
+
+    def record(self) -> dict[str, Any] | None:
+        """Its record, None if it is not done; an error if that is of another configuration."""
+        return read_record(self.file, self.config)
+
+    def job(self, command: str | None) -> Job:
+        """What a queue does for it."""
+        arguments = (self.task, self.config, self.file, command or command_line())
+        folder = Path(self.config["trainer"]["output_dir"])
+        return Job(str(self), self.name, folder, do_run, arguments, lambda: self.record() is not None)
+
+
+def do_run(
+    task: HFTask, config: Config, file: Path | None, command: str | None, callbacks: Sequence[TrainerCallback] = ()
+) -> dict[str, Any]:
+    """Do a run and write its record, if it has a file for one. Returns the record."""
+    record = record_of(run(task, config, command=command, callbacks=callbacks))
+    if file is not None and PartialState().is_main_process:
+        write_results(file, record)
+    return record
+
+
+def make_queue(task: HFTask, jobs: int, rows: Sequence[Row], records: Sequence[Mapping[str, Any] | None]) -> Queue:
+    """A queue that does `jobs` runs at a time. The records, None for runs still to do, say how long runs take."""
+    if jobs < 1:
+        raise ValueError(f"--jobs={jobs} must be 1 or more")
+    if (processes := started()) > 1:
+        raise ValueError(f"--jobs={jobs} starts processes itself; give it without torchrun (WORLD_SIZE={processes})")
+    seconds: dict[str, list[float]] = {}
+    for row, record in zip(rows, records, strict=True):
+        if record is not None:
+            seconds.setdefault(row.name, []).append(record["seconds"])
+    return Queue([task_module(task.name), __name__], jobs, seconds)
 
 
 def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[str, Any]]]:
@@ -288,6 +350,7 @@ def do_first(
     pending: Sequence[Config],
     records: Sequence[Mapping[str, Any]],
     command: str | None = None,
+    queue: Queue | None = None,
 ) -> None:
     """Do the runs before the rows that are needed and not finished, and check that the rows can start.
 
@@ -298,11 +361,13 @@ def do_first(
         pending: configurations of the rows still to do.
         records: records of the rows that are done.
         command: for results.json.
+        queue: does these runs; None: this process does.
     """
     task, todo = comparison.task, []
     for config in needed_first(task, comparison.first, pending):
         check_folder(config, "remove it, or name another trainer.output_dir in its file")
-        if finished_results(Path(config["trainer"]["output_dir"]), config, overwrite=False) is None:
+        # A queue waits for another process that does it.
+        if not _is_finished(config, mine=queue is not None):
             todo.append(config)
 
     def waits(config: Config) -> bool:
@@ -310,9 +375,20 @@ def do_first(
 
     check_start(task, [config for config in (*todo, *pending) if not waits(config)], records)
     for number, config in enumerate(todo, start=1):
-        print(f"first [{number}/{len(todo)}] {config['trainer']['output_dir']}", file=sys.stderr, flush=True)
-        run(task, config, command=command)
+        name = f"first [{number}/{len(todo)}] {config['trainer']['output_dir']}"
+        if queue is None:
+            print(name, file=sys.stderr, flush=True)
+            do_run(task, config, None, command)
+            continue
+        arguments = (task, config, None, command or command_line())
+        folder = Path(config["trainer"]["output_dir"])
+        queue.run([Job(name, name, folder, do_run, arguments, partial(_is_finished, config, mine=True))])
     check_start(task, [config for config in pending if waits(config)], records)
+
+
+def _is_finished(config: Config, mine: bool) -> bool:
+    folder = Path(config["trainer"]["output_dir"])
+    return finished_results(folder, config, overwrite=False, mine=mine) is not None
 
 
 def needed_first(task: HFTask, first: Sequence[Config], pending: Sequence[Config]) -> list[Config]:
@@ -392,6 +468,12 @@ def compare_main(task: HFTask, argv: list[str] | None = None) -> int:
     parser.add_argument("--records", type=Path, help="folder of one record a run, table and picture; default: --out")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these rows")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="only these seeds, or others than the file's")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="runs at a time, each a process of one thread; default: one, in this process",
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDES)
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
@@ -406,8 +488,18 @@ def compare_main(task: HFTask, argv: list[str] | None = None) -> int:
             comparison.seeds = arguments.seeds
         out = arguments.out or Path(default_output_dir(task.name, arguments.config))
         records = arguments.records or out
-        run_comparison(comparison, out, records, arguments.variants)
-        if PartialState().is_main_process:
-            write_comparison(all_records(comparison, records), records)
+        failed = None
+        try:
+            run_comparison(comparison, out, records, arguments.variants, jobs=arguments.jobs)
+        except RunsFailed as error:
+            failed = error
+        if PartialState().is_main_process and (found := all_records(comparison, records)):
+            write_comparison(found, records, next(iter(comparison.configs)))
+        if failed is not None:
+            raise failed
 
-    return run_command(parser.prog, work, "where it stopped")
+    try:
+        return run_command(parser.prog, work, "where it stopped")
+    except RunsFailed as failed:
+        print(f"{parser.prog}: {failed}", file=sys.stderr)
+        return 1

@@ -11,6 +11,8 @@ import numpy as np
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.files import write_text
+from tasks.common.paired import Difference, difference_summary, difference_table, differences
+from tasks.common.results import write_results
 from tasks.common.tables import count_of_seeds, markdown_table, plus_minus
 
 
@@ -72,10 +74,16 @@ def spread(shares: Sequence[float]) -> str:
     return plus_minus(percent.mean(), percent.std(ddof=1) if len(percent) > 1 else None)
 
 
-def draw_results(results: dict[str, list[dict[str, Any]]], path: Path) -> Path:
-    """Test accuracy of every seed and the mean of each variant."""
+def draw_results(results: dict[str, list[dict[str, Any]]], path: Path, first: str | None = None) -> Path:
+    """Test accuracy of every seed and the mean of each variant; beside it each one's difference to the variant `first`.
+
+    Differences have their 95 % interval, and stand out where they are told (`paired.RULE`).
+    """
     plt = pictures.pyplot()
-    figure, axis = plt.subplots(figsize=(6.4, 1.2 + 0.4 * len(results)), layout="constrained")
+    found = differences(results, first) if first is not None else {}
+    size = (6.4 + 4.2 * bool(found), 1.2 + 0.4 * len(results))
+    figure, axes = plt.subplots(1, 1 + bool(found), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    axis = axes[0, 0]
     for row, runs in enumerate(results.values()):
         accuracy = [100 * record["metrics"]["test_accuracy"] for record in runs]
         axis.plot(accuracy, [row] * len(accuracy), "o", color=pictures.INK, alpha=0.7)
@@ -83,16 +91,39 @@ def draw_results(results: dict[str, list[dict[str, Any]]], path: Path) -> Path:
     axis.set_yticks(range(len(results)), list(results))
     axis.set_ylim(len(results) - 0.5, -0.5)
     axis.set_xlabel("test accuracy, % (dots: seeds, bar: mean)")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(axis="x", alpha=0.25)
+    if found:
+        _draw_differences(axes[0, 1], list(results), found, f"minus {first}, points (dots: seeds; 95 % interval)")
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="x", alpha=0.25)
     return pictures.save(figure, path)
 
 
-def write_comparison(results: dict[str, list[dict[str, Any]]], folder: Path) -> None:
-    """Write table, summary and picture of the records into their folder, and print the table."""
-    lines = table(results)
+def _draw_differences(axis: Any, rows: Sequence[str], found: dict[str, Difference], label: str) -> None:
+    axis.axvline(0, color=pictures.INK, linewidth=0.8)
+    for name, difference in found.items():
+        row, colour = rows.index(name), pictures.ACCENT if difference.told else pictures.INK
+        values = [100 * value for value in difference.by_seed.values()]
+        axis.plot(values, [row] * len(values), "o", color=pictures.INK, alpha=0.4, markersize=4)
+        width = 100 * (difference.half_width or 0.0)
+        axis.errorbar([100 * difference.mean], [row], xerr=[width], fmt="|", color=colour, markersize=16, capsize=3)
+    axis.set_xlabel(label)
+
+
+def write_comparison(results: dict[str, list[dict[str, Any]]], folder: Path, first: str) -> None:
+    """Write tables, summaries and picture of the records into their folder, and print the tables.
+
+    Args:
+        results: records by row. folder: gets table.md, summary.json, differences.json and results.png.
+        first: the row that the others are compared with.
+    """
+    lines, found = table(results), differences(results, first)
+    if found:
+        lines += "\n\n" + difference_table(found, first)
     write_text(folder / "table.md", lines + "\n")
     summary = {name: [record["metrics"] for record in runs] for name, runs in results.items()}
     write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-    picture = draw_results(results, folder / "results.png")
+    if found:
+        write_results(folder / "differences.json", difference_summary(found, first))
+    picture = draw_results(results, folder / "results.png", first)
     print(f"\n{next(iter(results.values()))[0]['data']}\n\n{lines}\n\npicture: {picture}, table: {folder}/table.md")

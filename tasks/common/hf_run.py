@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import PartialState
-from transformers import ProgressCallback, default_data_collator
+from transformers import ProgressCallback, TrainerCallback, default_data_collator
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.files import file_sha256, sync, write_text
@@ -37,7 +38,7 @@ from hf_sparseprior.training import (
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.common.command import RunStopped, run_command, train_parser
 from tasks.common.config import Config, load_sections
-from tasks.common.metrics import compute_metrics, confusion_matrix
+from tasks.common.metrics import compute_metrics, confusion_matrix, pack_correct
 from tasks.common.models import about_model, merged, save_adapter, trainable_parameters
 from tasks.common.plots import draw_confusion, draw_history
 from tasks.common.processes import check_joined, join_on_cpu
@@ -145,6 +146,10 @@ class HFTask:
     check_start: Callable[[dict[str, Any]], None] = lambda model: None
     start_sha256: Callable[[dict[str, Any]], str | None] = lambda model: None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as its name, for other processes."""
+        return task_named, (self.name,)
+
     def load_config(self, path: str | Path, overrides: Sequence[str] = ()) -> Config:
         """A configuration file with overrides, checked. If it names no output folder, the run lies in
         outputs/TASK/FILE.
@@ -158,7 +163,23 @@ class HFTask:
         return config
 
 
-def run(task: HFTask, config: Config, command: str | None = None, overwrite: bool = False) -> dict[str, Any]:
+def task_module(name: str) -> str:
+    """The module of the task of this name."""
+    return f"tasks.{name}.task"
+
+
+def task_named(name: str) -> HFTask:
+    """The task of this name."""
+    return next(value for value in vars(import_module(task_module(name))).values() if isinstance(value, HFTask))
+
+
+def run(
+    task: HFTask,
+    config: Config,
+    command: str | None = None,
+    overwrite: bool = False,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> dict[str, Any]:
     """Train, choose the best epoch on validation, test once, write results, model and pictures.
 
     An interrupted run goes on from its last checkpoint; a finished one is not done again.
@@ -168,6 +189,7 @@ def run(task: HFTask, config: Config, command: str | None = None, overwrite: boo
         config: as `task.load_config` returns it; `trainer.output_dir` is where everything goes.
         command: for results.json.
         overwrite: throw away what an earlier run with another configuration left in the folder.
+        callbacks: more callbacks of the Trainer.
 
     Returns:
         The content of results.json.
@@ -186,6 +208,8 @@ def run(task: HFTask, config: Config, command: str | None = None, overwrite: boo
     prepared = task.prepare(config, arguments)
     trained = trainable_parameters(prepared.model)  # counted here, because peft freezes what it reads back
     trainer = make_trainer(prepared, arguments)
+    for callback in callbacks:
+        trainer.add_callback(callback)
     # Nothing was written or thrown away up to here, so a bad value leaves the folder as it was.
     newest = partial(last_whole_checkpoint, out, trainer.checkpoint_files())
     with owned(out, config, newest, overwrite) as checkpoint:
@@ -233,6 +257,7 @@ def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePrior
             "process_cpu_seconds": round(time.process_time(), 1),
             "classes": list(prepared.classes),
             "confusion": counts.tolist(),
+            "test_correct": pack_correct(prediction.label_ids, predicted),
             **prepared.details(),
         },
         history=trainer_history(trainer.state.log_history),

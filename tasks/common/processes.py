@@ -1,8 +1,10 @@
-"""The processes that a launcher such as torchrun started for one run: their device, and that all of them joined."""
+"""Processes: those that a launcher such as torchrun started for one run, and those that a command starts itself."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import distributed
@@ -37,3 +39,27 @@ def check_joined() -> None:
             f"WORLD_SIZE={started()} in the environment, but {processes} of these processes joined; start the run with "
             "torchrun, or without WORLD_SIZE for one process"
         )
+
+
+def visible_gpus() -> list[str]:
+    """Names of this process's GPUs, as CUDA_VISIBLE_DEVICES takes them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
+    return names[: torch.cuda.device_count()]
+
+
+@contextmanager
+def variables_set(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for a process that starts in this block. Inside that process it is too late: libraries have read
+    them.
+    """
+    earlier = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in earlier.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

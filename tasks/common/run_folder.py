@@ -44,6 +44,10 @@ COSMETIC = (
 )
 
 
+class InUse(ValueError):
+    """Another process trains in the folder, or has just done so."""
+
+
 def default_output_dir(task: str, config: str | Path) -> str:
     """Where a run or comparison lies unless it says otherwise: outputs/TASK/FILE, or outputs/TASK/FILE_CELL."""
     return f"outputs/{task}/{config_name(config)}"
@@ -74,7 +78,8 @@ def finished_results(
         mine: whether this process holds the folder's lock.
 
     Raises:
-        ValueError: if the folder is in use, or belongs to another run or to something else, unless `overwrite`.
+        InUse: if another process trains in the folder.
+        ValueError: if the folder belongs to another run or to something else, unless `overwrite`.
         OSError: if the run is not done and there can be no such folder.
     """
     claimed = (out / RUN_CONFIG).exists()
@@ -96,10 +101,8 @@ def finished_results(
     return None
 
 
-def _in_use(out: Path, field: str, user: str | None) -> ValueError:
-    return ValueError(
-        f"{field}={out} is in use by {user or 'another process'}; wait for its end or choose another folder"
-    )
+def _in_use(out: Path, field: str, user: str | None) -> InUse:
+    return InUse(f"{field}={out} is in use by {user or 'another process'}; wait for its end or choose another folder")
 
 
 def check_place(out: Path, field: str) -> None:
@@ -250,7 +253,8 @@ def owned(
         overwrite, field: as in `finished_results`.
 
     Raises:
-        ValueError: if another process trains in the folder, or took it since `finished_results` was asked.
+        InUse: if another process trains in the folder, or finished it since `finished_results` was asked.
+        ValueError: if another run took it since then.
         OSError: if there can be no such folder.
     """
     check_joined()
@@ -265,7 +269,7 @@ def owned(
             try:
                 held.enter_context(_locked(out, field))
                 if finished_results(out, config, overwrite, field, mine=True) is not None:
-                    raise ValueError(f"{field}={out} was finished by another process meanwhile")
+                    raise InUse(f"{field}={out} was finished by another process meanwhile")
                 claim(out, config)
                 found = [newest(), None]
             except USER_ERRORS as error:

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -36,6 +36,7 @@ from tasks.common.environment import command_line
 from tasks.common.images.sources.vtab import task_folder
 from tasks.common.images.vtab_tasks import TASKS
 from tasks.common.locks import locked
+from tasks.common.processes import variables_set, visible_gpus
 from tasks.common.results import write_results
 from tasks.common.run_folder import default_output_dir
 
@@ -175,7 +176,7 @@ def run_jobs(job: Job, count: int) -> None:
         OSError: if one of them failed; the others are stopped with a checkpoint.
         RunStopped: on SIGTERM, after all of them saved a checkpoint.
     """
-    gpus = _gpus()
+    gpus = visible_gpus()
     if count == 1 and len(gpus) <= 1:  # with several visible, transformers would spread a batch over them
         return work(job)
     threads = str(max(1, torch.get_num_threads() // count))
@@ -187,7 +188,7 @@ def run_jobs(job: Job, count: int) -> None:
             if gpus:
                 settings["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
             process = multiprocessing.get_context("spawn").Process(target=_process, args=(job, os.getpid()))
-            with _environment(settings):
+            with variables_set(settings):
                 process.start()
             processes.append(process)
         _wait(processes)
@@ -202,29 +203,6 @@ def run_jobs(job: Job, count: int) -> None:
 
 def _stop(signum: int, frame: Any) -> None:
     raise RunStopped("stopped; the same command goes on from the checkpoints")
-
-
-def _gpus() -> list[str]:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
-    return names[: torch.cuda.device_count()]
-
-
-@contextlib.contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a process that starts in this block. Inside that process it is too late: libraries have read
-    them.
-    """
-    earlier = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in earlier.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _wait(processes: Sequence[Any]) -> None:

@@ -2,8 +2,13 @@ import copy
 import itertools
 import json
 import os
+import pickle
+import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +23,15 @@ from tasks.classification import train as training
 from tasks.classification.compare import load_comparison
 from tasks.classification.compare import main as compare_main
 from tasks.classification.config import SECTIONS
+from tasks.classification.task import CLASSIFICATION
 from tasks.common import compare, hf_run
 from tasks.common.compare import run_comparison
 from tasks.common.comparison_table import spread, table
+from tasks.common.locks import holder
+from tasks.common.metrics import unpack_correct
+from tasks.common.queue import Queue, RunsFailed
+from tasks.common.results import write_results
+from tests.processes import IMPORTED
 
 pytestmark = pytest.mark.slow
 
@@ -66,19 +77,27 @@ def weights(folder):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A whole comparison: its file, folder of records, results, and the draws of each run's batches."""
+    """A whole comparison: its file, folder of records, results, and the draws of each run's samples and its batches."""
     folder = tmp_path_factory.mktemp("comparison")
-    path, draws = write(folder), []
+    path, draws, batches = write(folder), [], []
+    train, collate = compare.run, SoftTargetCollator.__call__
+
+    def start(*args, **options):
+        draws.append([])
+        batches.append([])
+        return train(*args, **options)
+
+    def note(collator, samples):
+        batch = collate(collator, samples)
+        draws[-1].extend(sample["draw"] for sample in samples)
+        batches[-1].append({name: value.clone() for name, value in batch.items()})
+        return batch
+
     with pytest.MonkeyPatch.context() as patch:
-        train, collate = compare.run, SoftTargetCollator.__call__
-        patch.setattr(compare, "run", lambda *args, **options: (draws.append([]), train(*args, **options))[1])
-        patch.setattr(
-            SoftTargetCollator,
-            "__call__",
-            lambda self, samples: (draws[-1].extend(s["draw"] for s in samples), collate(self, samples))[1],
-        )
+        patch.setattr(compare, "run", start)
+        patch.setattr(SoftTargetCollator, "__call__", note)
         results = run_comparison(load_comparison(path), folder / "out", folder / "records")
-    return path, folder / "records", results, draws
+    return path, folder / "records", results, (draws, batches)
 
 
 def test_seeds_take_turns_and_each_run_leaves_a_record(finished):
@@ -92,10 +111,33 @@ def test_seeds_take_turns_and_each_run_leaves_a_record(finished):
 
 
 def test_variants_of_one_seed_see_the_same_images_in_the_same_order(finished):
-    draws = finished[3]
+    draws, _ = finished[3]
     assert len(draws) == 4  # dense 0, violin 0, dense 1, violin 1
     assert draws[0] == draws[1] and draws[2] == draws[3] and draws[0] != draws[2]
     assert len(draws[0]) >= 6 * 16
+
+
+def test_variants_of_one_seed_get_the_same_batches_bit_for_bit(finished):
+    """Crops, mixup, CutMix and soft labels, though the models draw differently: violin has more parameters."""
+    _, batches = finished[3]
+    for one, other in (batches[:2], batches[2:]):
+        assert len(one) == len(other) >= 6
+        for batch, same_batch in zip(one, other, strict=True):
+            assert {"pixel_values", "labels"} <= batch.keys() == same_batch.keys()
+            assert all(torch.equal(value, same_batch[name]) for name, value in batch.items())
+    assert not torch.equal(batches[0][0]["pixel_values"], batches[2][0]["pixel_values"])
+
+
+def test_every_test_image_counts_and_the_record_says_which_were_right(finished):
+    _, records, results, _ = finished
+    for name, seed in itertools.product(VARIANTS, (0, 1)):
+        record = results[name][seed]
+        stored = json.loads((records.parent / "out" / name / f"seed{seed}" / "results.json").read_text())
+        counts = np.array(stored["confusion"])
+        assert counts.sum() == 359 == record["test_correct"]["count"]  # of the digits' 1797: 20 %
+        right = unpack_correct(record["test_correct"])
+        assert right.sum() == np.trace(counts)
+        assert right.mean() == pytest.approx(record["metrics"]["test_accuracy"])
 
 
 def forbid(patch):
@@ -369,6 +411,66 @@ def test_interrupted_between_and_in_runs_it_goes_on_to_the_same_records(finished
     assert summary == {name: [record["metrics"] for record in runs] for name, runs in results.items()}
 
 
+# ---- several at a time ----------------------------------------------------------------------------------------------
+
+
+def test_a_queue_gives_the_same_records_though_a_run_is_killed(finished, tmp_path, capsys):
+    path, _, results, _ = finished
+    out, records = tmp_path / "out" / "violin" / "seed0", tmp_path / "records"
+
+    def kill():
+        while not (out / "checkpoint-2" / "trainer_state.json").exists():
+            time.sleep(0.005)
+        os.kill(int(re.search(r"process (\d+) on", holder(out / "run.lock"))[1]), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    arguments = ["--out", str(tmp_path / "out"), "--records", str(records), "--variants", "violin", "--seeds", "0"]
+    Queue(IMPORTED, 1)  # its server is the tests'
+    assert compare_main(["--config", str(path), *arguments, "--jobs", "2"]) == 0
+    thread.join()
+    found = json.loads((records / "violin" / "seed0.json").read_text())
+    assert same({"violin": [found]}) == same({"violin": results["violin"][:1]})
+    assert json.loads((out / "results.json").read_text())["resumed_from"].startswith("checkpoint-")
+    printed = capsys.readouterr()
+    assert "violin, seed 0: killed (signal 9); it is put back" in printed.err and "| violin | " in printed.out
+
+
+def test_a_queue_names_what_failed_after_the_others_are_done(finished, tmp_path, monkeypatch, capsys):
+    """A failure in one of three: the table has the other two, and the exit status is 1."""
+    path, _, results, _ = finished
+    by_config = {(r["prior"], r["seed"]): r for runs in results.values() for r in runs}
+
+    def run(queue, jobs):
+        done = [job for job in jobs if job.name != "dense, seed 1"]
+        for job in done:
+            config, file = job.arguments[1:3]
+            write_results(file, by_config[config["model"]["prior"], config["trainer"]["seed"]])
+        raise RunsFailed("1 of 4 runs failed:\ndense, seed 1: no reason (x.log)")
+
+    monkeypatch.setattr(Queue, "run", run)
+    assert compare_main(["--config", str(path), "--out", str(tmp_path), "--jobs", "2"]) == 1
+    printed = capsys.readouterr()
+    assert "dense, seed 1: no reason" in printed.err and "(1 seed)" in printed.out
+    assert (tmp_path / "table.md").read_text().strip() in printed.out
+
+
+def test_a_queue_starts_seeds_in_turn_and_only_what_is_missing(finished, tmp_path, monkeypatch):
+    path, _, results, _ = finished
+    started = []
+    monkeypatch.setattr(Queue, "run", lambda queue, jobs: started.extend(job.name for job in jobs))
+    write_results(tmp_path / "records" / "violin" / "seed0.json", results["violin"][0])
+    comparison = load_comparison(path)
+    comparison.seeds = [1, 0]
+    monkeypatch.setattr(compare, "do_run", lambda *args: None)
+    run_comparison(comparison, tmp_path / "out", tmp_path / "records", jobs=2)
+    assert started == ["dense, seed 1", "violin, seed 1", "dense, seed 0"]
+
+
+def test_tasks_are_pickled_by_name():
+    assert pickle.loads(pickle.dumps(CLASSIFICATION)) is CLASSIFICATION
+
+
 # ---- configurations -------------------------------------------------------------------------------------------------
 
 
@@ -491,6 +593,7 @@ def test_bad_seeds_are_named(tmp_path, seeds, capsys):
         (["--seeds", "1", "1"], "must be a list of different integers"),
         (["--variants", "vilin"], "did you mean 'violin'"),
         (["trainer.seed=3"], "trainer.seed is the comparison's to choose"),
+        (["--jobs", "0"], "--jobs=0 must be 1 or more"),
         (["trainer.learning_rate=abc"], "trainer.learning_rate='abc' must be a number"),
     ],
 )

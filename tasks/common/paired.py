@@ -1,0 +1,148 @@
+"""Differences between the rows of a comparison, seed by seed, and when one is told.
+
+Runs of one seed are paired: they see the same examples in the same order, augmented alike, and are tested on the same
+images. So a row is compared with the first row within each seed, and what both rows owe to the seed cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.special import stdtrit
+
+from tasks.common.metrics import unpack_correct
+from tasks.common.tables import markdown_table, plus_minus
+
+FEWEST = 3  # seeds, for a difference to be told
+CONFIDENCE = 0.95
+RULE = (
+    f"A difference is told if 0 is outside its {100 * CONFIDENCE:.0f} % interval, which is the mean ± t(0.975, n - 1) "
+    f"standard errors over n seeds, with n of {FEWEST} or more; else the rows are not told apart. If no row differed, "
+    "one of 20 would be told by chance. Intervals are of one row each, and of this data, model and schedule."
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A row's accuracy minus the first row's, by seed, as fractions.
+
+    by_seed: of the seeds that both rows have.
+    image_errors: standard error of a seed's difference over the test images, where both runs recorded which of them
+    they got right.
+    """
+
+    by_seed: Mapping[int, float]
+    image_errors: Mapping[int, float]
+
+    @property
+    def mean(self) -> float:
+        """Mean over seeds."""
+        return float(np.mean(list(self.by_seed.values())))
+
+    @property
+    def error(self) -> float | None:
+        """Standard error of the mean, from the spread over seeds; None of a single seed."""
+        count = len(self.by_seed)
+        return float(np.std(list(self.by_seed.values()), ddof=1)) / math.sqrt(count) if count > 1 else None
+
+    @property
+    def half_width(self) -> float | None:
+        """Half of the confidence interval; None of a single seed."""
+        if self.error is None:
+            return None
+        return float(stdtrit(len(self.by_seed) - 1, (1 + CONFIDENCE) / 2)) * self.error
+
+    @property
+    def told(self) -> bool | None:
+        """Whether it is told by `RULE`; None with too few seeds."""
+        if len(self.by_seed) < FEWEST or self.half_width is None:
+            return None
+        return abs(self.mean) > self.half_width
+
+
+def differences(results: Mapping[str, Sequence[Mapping[str, Any]]], first: str) -> dict[str, Difference]:
+    """Each row's difference to the first one. Rows that share no seed with it are left out.
+
+    Args:
+        results: records by row, one a seed.
+        first: name of the row that the others are compared with.
+    """
+    runs = {name: {record["seed"]: record for record in records} for name, records in results.items()}
+    found = {}
+    for name, own in runs.items():
+        pairs = {seed: (own[seed], runs[first][seed]) for seed in own if seed in runs.get(first, {})}
+        if name == first or not pairs:
+            continue
+        errors = {seed: image_error(*pair) for seed, pair in pairs.items()}
+        found[name] = Difference(
+            {
+                seed: one["metrics"]["test_accuracy"] - other["metrics"]["test_accuracy"]
+                for seed, (one, other) in pairs.items()
+            },
+            {seed: error for seed, error in errors.items() if error is not None},
+        )
+    return found
+
+
+def image_error(one: Mapping[str, Any], other: Mapping[str, Any]) -> float | None:
+    """Standard error over test images of the difference of two runs' accuracies; None if it is not known.
+
+    It is what another draw of as many test images would change, with the same two models.
+    """
+    own, others = one.get("test_correct"), other.get("test_correct")
+    if own is None or others is None or own["count"] != others["count"] or own["count"] < 2:
+        return None
+    right, reference = unpack_correct(own).astype(float), unpack_correct(others).astype(float)
+    return float(np.std(right - reference, ddof=1)) / math.sqrt(len(right))
+
+
+def verdict(difference: Difference) -> str:
+    """What `RULE` says, in words."""
+    if difference.told is None:
+        return f"fewer than {FEWEST} seeds"
+    if not difference.told:
+        return "not told apart"
+    return "told: above" if difference.mean > 0 else "told: below"
+
+
+def difference_table(found: Mapping[str, Difference], first: str) -> str:
+    """The differences as a Markdown table, in percentage points, and the rule below it."""
+    columns = (
+        *("row", f"minus {first}, points, by seed", "mean ± standard error", "95 % interval"),
+        *("standard error of one seed, by its test images", "verdict"),
+    )
+    rows = []
+    for name, difference in found.items():
+        mean, half = 100 * difference.mean, difference.half_width
+        errors = list(difference.image_errors.values())
+        rows.append(
+            [
+                name,
+                ", ".join(f"{100 * value:+.2f}" for value in difference.by_seed.values()),
+                plus_minus(mean, None if difference.error is None else 100 * difference.error, "+"),
+                "-" if half is None else f"{mean - 100 * half:+.2f} to {mean + 100 * half:+.2f}",
+                f"{100 * float(np.mean(errors)):.2f}" if errors else "-",
+                verdict(difference),
+            ]
+        )
+    return f"{markdown_table(columns, rows)}\n\n{RULE}"
+
+
+def difference_summary(found: Mapping[str, Difference], first: str) -> dict[str, Any]:
+    """The differences for JSON, as fractions."""
+    rows = {
+        name: {
+            "by_seed": {str(seed): value for seed, value in difference.by_seed.items()},
+            "image_standard_errors": {str(seed): value for seed, value in difference.image_errors.items()},
+            "mean": difference.mean,
+            "standard_error": difference.error,
+            "half_width": difference.half_width,
+            "told": difference.told,
+        }
+        for name, difference in found.items()
+    }
+    return {"first": first, "rule": RULE, "rows": rows}

@@ -1,0 +1,122 @@
+"""Paired differences against scipy's paired t-test, McNemar's counts and numbers worked out by hand."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from tasks.common.comparison_table import draw_results, write_comparison
+from tasks.common.metrics import pack_correct, unpack_correct
+from tasks.common.paired import Difference, difference_table, differences, image_error, verdict
+
+
+def record(seed, accuracy, right=None):
+    packed = {} if right is None else {"test_correct": pack_correct(np.ones(len(right)), np.array(right))}
+    cost = {"pruning_ratio": 0.0, "parameters": 1, "seconds_per_step": 1.0, "seconds": 1.0, "data": "images"}
+    return {"seed": seed, "metrics": {"test_accuracy": accuracy}, **packed, **cost}
+
+
+def rows(**accuracies):
+    return {name: [record(seed, value) for seed, value in enumerate(values)] for name, values in accuracies.items()}
+
+
+def test_a_difference_worked_out_by_hand():
+    """3, 2 and -2 points: mean 1, deviation sqrt((4 + 1 + 9) / 2) = 2.646, / sqrt(3) = 1.528, times 4.303 = 6.573."""
+    found = differences(rows(dense=[0.43, 0.45, 0.48], other=[0.46, 0.47, 0.46]), "dense")
+    assert list(found) == ["other"]
+    one = found["other"]
+    assert [round(100 * value, 6) for value in one.by_seed.values()] == [3, 2, -2]
+    assert (100 * one.mean, 100 * one.error) == pytest.approx((1, math.sqrt(7) / math.sqrt(3)))
+    assert 100 * one.half_width == pytest.approx(4.302653 * math.sqrt(7 / 3), rel=1e-6)
+    assert one.told is False and verdict(one) == "not told apart"
+    line = difference_table(found, "dense").split("\n")[2]
+    assert line == "| other | +3.00, +2.00, -2.00 | +1.00 ± 1.53 | -5.57 to +7.57 | - | not told apart |"
+
+
+def test_a_difference_is_told_when_the_paired_t_test_says_so():
+    random, told = np.random.default_rng(0), []
+    for case in range(200):
+        seeds = 3 + case % 5
+        first, other = random.normal(0.5, 0.02, (2, seeds))
+        other += random.choice([0, 0.01, -0.03])
+        one = differences(rows(a=first, b=other), "a")["b"]
+        test = stats.ttest_rel(other, first)
+        assert one.told == (test.pvalue < 0.05)
+        low, high = test.confidence_interval(0.95)
+        assert (one.mean - one.half_width, one.mean + one.half_width) == pytest.approx((low, high))
+        if one.told:
+            assert verdict(one) == ("told: above" if test.statistic > 0 else "told: below")
+        told.append(one.told)
+    assert 20 < sum(told) < 180
+
+
+def test_two_seeds_tell_nothing():
+    found = differences(rows(a=[0.1, 0.1], b=[0.9, 0.9], c=[0.2]), "a")
+    assert [one.told for one in found.values()] == [None, None]
+    assert found["b"].half_width == 0 and found["c"].half_width is found["c"].error is None
+    assert verdict(found["b"]) == "fewer than 3 seeds"
+    assert "| c | +10.00 | +10.00 | - | - | fewer than 3 seeds |" in difference_table(found, "a")
+
+
+@pytest.mark.parametrize(("by", "told"), [(0.0, False), (0.01, True)])
+def test_the_same_difference_in_every_seed(by, told):
+    assert Difference({0: by, 1: by, 2: by}, {}).told is told
+
+
+def test_only_seeds_that_both_rows_have_are_compared():
+    results = {"a": [record(0, 0.5), record(2, 0.6)], "b": [record(1, 0.1), record(2, 0.7)], "c": [record(1, 0.1)]}
+    found = differences(results, "a")
+    assert {name: list(one.by_seed) for name, one in found.items()} == {"b": [2]}
+    assert differences(results, "missing") == {}
+
+
+def test_the_error_over_images_is_mcnemars():
+    """With b images that only one run gets right and c that only the other does: the variance of (b - c) / n."""
+    random = np.random.default_rng(1)
+    right, reference = random.random((2, 1000)) < [[0.7], [0.6]]
+    b, c, n = (right & ~reference).sum(), (~right & reference).sum(), 1000
+    expected = math.sqrt((b + c - (b - c) ** 2 / n) / (n * (n - 1)))
+    one, other = record(0, right.mean(), right), record(0, reference.mean(), reference)
+    assert image_error(one, other) == pytest.approx(expected)
+    draws = [right[index].mean() - reference[index].mean() for index in random.integers(0, n, (2000, n))]
+    assert image_error(one, other) == pytest.approx(np.std(draws), rel=0.1)
+    found = differences({"a": [other], "b": [one]}, "a")["b"]
+    assert found.image_errors == {0: pytest.approx(expected)}
+    assert f"| {100 * expected:.2f} | fewer" in difference_table({"b": found}, "a")
+
+
+def test_the_error_over_images_needs_the_same_images():
+    one, short = record(0, 1.0, [1, 0, 1]), record(0, 1.0, [1, 0])
+    assert image_error(one, short) is image_error(one, record(0, 1.0)) is image_error(record(0, 1.0), one) is None
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 1001])
+def test_what_is_right_is_packed_in_order(count):
+    labels, predicted = np.random.default_rng(count).integers(0, 3, (2, count))
+    packed = json.loads(json.dumps(pack_correct(labels, predicted)))
+    assert np.array_equal(unpack_correct(packed), labels == predicted)
+    labels = np.append(labels, -100)  # a damaged image is none of them
+    assert pack_correct(labels, np.append(predicted, -100)) == packed
+
+
+def test_a_comparison_is_written_with_its_differences_and_their_picture(tmp_path, capsys):
+    results = rows(a=[0.50, 0.51, 0.52], b=[0.60, 0.61, 0.621], c=[0.50, 0.52, 0.51])
+    write_comparison(results, tmp_path, "a")
+    text = (tmp_path / "table.md").read_text()
+    assert text.strip() in capsys.readouterr().out
+    assert "told: above" in text and "not told apart" in text and "A difference is told if" in text
+    stored = json.loads((tmp_path / "differences.json").read_text())
+    assert stored["first"] == "a" and {name: row["told"] for name, row in stored["rows"].items()} == {
+        "b": True,
+        "c": False,
+    }
+    assert stored["rows"]["b"]["mean"] == pytest.approx(0.301 / 3)
+    alone = draw_results({"a": results["a"]}, tmp_path / "alone.png", "a").stat().st_size
+    assert (tmp_path / "results.png").stat().st_size > alone
+
+
+def test_without_a_run_of_the_first_row_there_is_nothing_to_compare_with(tmp_path):
+    write_comparison(rows(b=[0.6]), tmp_path, "a")
+    assert "minus" not in (tmp_path / "table.md").read_text() and not (tmp_path / "differences.json").exists()
