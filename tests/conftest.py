@@ -6,6 +6,7 @@ them on the CPU as it does for users. tests/hf_sparseprior/kernels sets it for i
 Processes that tests start do not see it. Nothing else in the tests uses Triton on a machine without a GPU.
 """
 
+import gc
 import os
 import re
 from importlib.util import find_spec
@@ -25,6 +26,10 @@ if ROOT not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
     os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, paths)])
 
 
+# A test that waits for the disk learns nothing from it. What is written through, and when, tests see from the calls.
+os.fsync = lambda descriptor: None
+
+
 def pytest_addoption(parser):
     text = "of a test with more cases than N only N, evenly spaced; default: all"
     parser.addoption("--sample", type=int, metavar="N", help=text)
@@ -36,6 +41,16 @@ def pytest_collection_modifyitems(items, config):
         take_sample(items, number, config)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish():
+    """What was imported and collected stays, so that the collector, which the Trainer calls in every run, skips it."""
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    """So that everything is collected at the end."""
+    gc.unfreeze()
 
 
 def take_sample(items, number, config):

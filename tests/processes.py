@@ -7,6 +7,7 @@ environment, folder and log of its own. What a user types as a whole, `python -m
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -95,6 +96,7 @@ def wait_for(path: Path, process: Started, seconds: float = 200) -> None:
 def _run(
     folder: str, log: str, variables: dict[str, str], call: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
+    gc.freeze()  # what the server has imported
     os.setsid()  # a group of its own, as a shell makes one
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
     os.environ.clear()
