@@ -114,9 +114,12 @@ def _find_idx(folder: Path, prefix: str, kind: str) -> Path:
 def _read_idx(path: Path, magic: int) -> np.ndarray:
     """An idx file of unsigned bytes: magic number, one size a dimension (all big-endian int32), values."""
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            content = file.read((limit := cifar.archive_limit()) + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise OSError(f"{path} is not a whole gzip file ({error})") from None
+    if len(content) > limit:
+        raise OSError(f"{path} unpacks to more than the {limit} bytes of {cifar.ARCHIVE_LIMIT}")
     dimensions = magic & 255
     header = np.frombuffer(content[: 4 * (1 + dimensions)], dtype=">i4") if len(content) > 4 * dimensions + 3 else [0]
     if header[0] != magic:

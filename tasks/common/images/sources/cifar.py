@@ -173,16 +173,27 @@ def _opcodes(content: bytes, name: str) -> list[tuple[str, Any]]:
         raise OSError(f"{name} is not a CIFAR batch ({error})") from None
 
 
+def archive_limit() -> int:
+    """Bytes that the files of an archive may have unpacked."""
+    return limit_of(ARCHIVE_LIMIT, 1 << 30)
+
+
+def check_bytes(size: int, what: str) -> None:
+    """Raise OSError if so many unpacked bytes are more than the limit."""
+    if size > (limit := archive_limit()):
+        raise OSError(f"{what} to {size} bytes, more than the {limit} of {ARCHIVE_LIMIT}")
+
+
 def read_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
     """The files in an archive or a folder that have these names without folders, as far as it has them."""
     if path.is_dir():
-        return {entry.name: entry.read_bytes() for entry in path.rglob("*") if entry.name in names and entry.is_file()}
+        found = [entry for entry in path.rglob("*") if entry.name in names and entry.is_file()]
+        check_bytes(sum(entry.stat().st_size for entry in found), f"{path}: what is read comes")
+        return {entry.name: entry.read_bytes() for entry in found}
     try:
         with tarfile.open(path) as archive:
             members = [member for member in archive if member.isfile() and Path(member.name).name in names]
-            size, limit = sum(member.size for member in members), limit_of(ARCHIVE_LIMIT, 1 << 30)
-            if size > limit:
-                raise OSError(f"it unpacks to {size} bytes, more than the {limit} of {ARCHIVE_LIMIT}")
+            check_bytes(sum(member.size for member in members), "it unpacks")
             files = {Path(member.name).name: archive.extractfile(member) for member in members}
             return {name: file.read() for name, file in files.items() if file is not None}
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tasks.common.images.config import SPLITS, DataConfig
@@ -54,7 +54,12 @@ def class_folders(folder: Path) -> list[str]:
 
 
 def _is_class(entry: os.DirEntry) -> bool:
-    return entry.is_dir() and not entry.name.startswith(".")
+    if entry.name.startswith(".") or not entry.is_dir():
+        return False
+    # A link to / or to another folder that holds the link leads back to itself.
+    if entry.is_symlink() and Path(entry.path).parent.resolve().is_relative_to(target := Path(entry.path).resolve()):
+        raise ValueError(f"{entry.path} is a link to {target}, a folder that holds the link")
+    return True
 
 
 def list_images(folder: Path, classes: Sequence[str]) -> tuple[list[str], list[int]]:
@@ -69,9 +74,7 @@ def list_images(folder: Path, classes: Sequence[str]) -> tuple[list[str], list[i
             continue
         if entry.name not in index_of:
             raise ValueError(f"{entry.path}: class {entry.name!r} is not among the training classes {short(classes)}")
-        own = sorted(
-            os.path.join(place, name) for place, _, names in os.walk(entry.path) for name in names if _is_image(name)
-        )
+        own = sorted(_images_below(entry.path))
         if not own:
             raise ValueError(f"{entry.path} holds no image ({', '.join(IMAGE_ENDINGS)})")
         files += own
@@ -79,6 +82,24 @@ def list_images(folder: Path, classes: Sequence[str]) -> tuple[list[str], list[i
     if not files:
         raise ValueError(f"{folder} holds no class folder with images")
     return files, labels
+
+
+def _images_below(folder: str) -> Iterator[str]:
+    """The images in a folder of a class and in its folders, in any order.
+
+    Links to images are followed. A link to a folder may stand for the folder of a class or a split; deeper down, where
+    it could lead into itself, it is refused.
+
+    Raises:
+        ValueError: the message names the link.
+    """
+    for place, folders, names in os.walk(folder):
+        for path in (os.path.join(place, name) for name in folders):
+            if os.path.islink(path):
+                raise ValueError(
+                    f"{path} is a link to a folder, {os.readlink(path)}; within a class only links to images are read"
+                )
+        yield from (os.path.join(place, name) for name in names if _is_image(name))
 
 
 def _is_image(name: str) -> bool:

@@ -14,6 +14,7 @@ from tasks.common.images.sources.images import class_indices, data_folder, pick_
 from tasks.common.images.sources.tables import (
     arrow_tables,
     check_classes,
+    check_place,
     class_names,
     find_columns,
     first_line,
@@ -84,7 +85,9 @@ def stream_data(config: DataConfig) -> StreamData:
             f"{where}: column {columns[1]!r} does not say the names of its classes; give a file of them, one a line, "
             "as data.classes"
         )
-    splits = {split: _iterable(source, columns, classes, f"{where}, {split}") for split, source in sources.items()}
+    splits = {
+        split: _iterable(source, columns, classes, config, f"{where}, {split}") for split, source in sources.items()
+    }
     sizes = {split: source.size for split, source in sources.items()}
     known = ", ".join(f"{'unknown' if size is None else size} {split}" for split, size in sizes.items())
     return StreamData(splits, classes, sizes, f"{where} ({known})")
@@ -95,7 +98,7 @@ def row_name(where: str, index: int) -> str:
     return f"{where} shard {index >> ROW_BITS} row {index & ((1 << ROW_BITS) - 1)}"
 
 
-def _iterable(source: _Shards, columns: tuple[str, str], classes: Sequence[str], where: str) -> Any:
+def _iterable(source: _Shards, columns: tuple[str, str], classes: Sequence[str], config: DataConfig, where: str) -> Any:
     from datasets import Features, Image, IterableDataset, Value
 
     return IterableDataset.from_generator(
@@ -106,6 +109,7 @@ def _iterable(source: _Shards, columns: tuple[str, str], classes: Sequence[str],
             "read": source.read,
             "columns": columns,
             "classes": tuple(classes),
+            "config": config,
             "where": where,
         },
     )
@@ -116,6 +120,7 @@ def _rows(
     read: Callable[[int, Sequence[str]], Iterator[Mapping[str, Sequence[Any]]]],
     columns: tuple[str, str],
     classes: Sequence[str],
+    config: DataConfig,
     where: str,
 ) -> Iterator[dict[str, Any]]:
     image, label = columns
@@ -126,10 +131,10 @@ def _rows(
             index = (shard << ROW_BITS) + number
             if name not in index_of:
                 raise ValueError(f"{row_name(where, index)}: label {name!r} is not among the classes {short(classes)}")
-            yield {"image": _encoded(stored, where, index), "label": index_of[name], "index": index}
+            yield {"image": _encoded(stored, config, row_name(where, index)), "label": index_of[name], "index": index}
 
 
-def _encoded(stored: Any, where: str, index: int) -> dict[str, Any]:
+def _encoded(stored: Any, config: DataConfig, row: str) -> dict[str, Any]:
     """A stored image as {"bytes", "path"}; one that is stored as an address (hf://...) is fetched."""
     if isinstance(stored, Mapping) or stored is None:
         stored = stored or {}
@@ -137,7 +142,9 @@ def _encoded(stored: Any, where: str, index: int) -> dict[str, Any]:
     elif isinstance(stored, (bytes, str)):
         content, path = (stored, None) if isinstance(stored, bytes) else (None, stored)
     else:
-        raise ValueError(f"{row_name(where, index)} holds no image, but {stored!r}")
+        raise ValueError(f"{row} holds no image, but {stored!r}")
+    if content is None and path:
+        check_place(path, config, row)
     if content is None and path and "://" in path:
         import fsspec
 

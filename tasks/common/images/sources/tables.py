@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,6 +33,10 @@ from tasks.common.images.sources.images import (
 IMAGE_COLUMNS = ("image", "img", "images", "picture", "pixels")
 LABEL_COLUMNS = ("label", "labels", "class", "target")
 BOX_COLUMN = "boxes"  # as `Images.boxes`; `spatial` writes it
+# Environment variable: "allow" if rows of tables may name files and addresses outside of the data's folder.
+OUTSIDE_FILES = "SPARSEPRIOR_OUTSIDE_FILES"
+# zip://inner.png::hf://datasets/...: a file of the hub, or one within its archives.
+HUB_ADDRESS = re.compile(r"((zip|tar|gzip|bz2|lz4|xz|zstd)://((?!::).)*::)*(hf://|https://huggingface\.co/)((?!::).)*$")
 # Seconds to wait for the hub's first answer. `datasets` alone would try for more than twenty.
 HUB_TIMEOUT = 5
 
@@ -138,6 +144,7 @@ def _tables_data(tables: Mapping[str, Any], config: DataConfig, where: str, titl
         except Exception as error:  # pyarrow's own types
             raise ValueError(f"{where}: column {image!r} holds no images ({first_line(error)})") from None
         place = f"{where}, {split}"
+        check_places(rows.data.column(image), config, place)
         splits[split] = Images(
             partial(_read_row, rows, image, place, config.decoding),
             labels[split],
@@ -146,6 +153,60 @@ def _tables_data(tables: Mapping[str, Any], config: DataConfig, where: str, titl
             boxes=partial(_read_value, table, BOX_COLUMN) if BOX_COLUMN in table.column_names else None,
         )
     return ImageData(splits, classes, f"{title} ({counts(splits)})")
+
+
+def check_places(column: Any, config: DataConfig, where: str) -> None:
+    """Refuse rows of a table that name a file outside of the data's folder instead of holding an image.
+
+    Args:
+        column: images as `datasets` stores them, a pyarrow array of {"bytes", "path"}.
+
+    Raises:
+        ValueError: the message names the first such row and its file.
+    """
+    import pyarrow.compute as pc
+
+    content, paths = (pc.struct_field(column, name) for name in ("bytes", "path"))
+    named = pc.and_(pc.is_null(content), pc.is_valid(paths))
+    for number, path in zip(pc.indices_nonzero(named).to_pylist(), pc.filter(paths, named).to_pylist(), strict=True):
+        check_place(path, config, f"{where} row {number}")
+
+
+def check_place(path: str, config: DataConfig, row: str) -> None:
+    """Raise ValueError if a row names a file that is neither in the data's folder nor, for the hub's, of the hub.
+
+    Without this, a table from elsewhere could have any image of this machine read, and any address opened.
+    """
+    if os.environ.get(OUTSIDE_FILES) == "allow":
+        return
+    from_hub = config.source == "hub"
+    if "://" in path:
+        inside = from_hub and HUB_ADDRESS.match(path) is not None
+    else:
+        # A link to a single file is followed, as in folders of images; so only the folder is resolved.
+        folder = None if "\0" in path else _real(os.path.dirname(path))
+        inside = folder is not None and any(folder.is_relative_to(root) for root in _roots(config))
+    if not inside:
+        place = "the hub and its caches" if from_hub else f"data.path={config.path}"
+        raise ValueError(
+            f"{row} names {path}, which is outside of {place}; the environment variable {OUTSIDE_FILES}=allow lets it "
+            "be read"
+        )
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _real(folder: str) -> Path:
+    return Path(os.path.realpath(folder))
+
+
+def _roots(config: DataConfig) -> list[Path]:
+    """Folders that rows may name files in: the data's own, or those into which the hub's files are downloaded."""
+    if config.source != "hub":
+        return [_real(config.path or "")]
+    from datasets import config as caches
+    from huggingface_hub import constants
+
+    return [_real(str(place)) for place in (caches.HF_DATASETS_CACHE, caches.HF_CACHE_HOME, constants.HF_HUB_CACHE)]
 
 
 def _read_row(rows: Any, column: str, where: str, decoding: Decoding, index: int) -> Any:

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import datasets
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from datasets.distributed import split_dataset_by_node
@@ -37,6 +38,7 @@ from tasks.common.images.sources import (
     row_name,
     scan,
     stream_data,
+    streams,
     tables,
 )
 
@@ -589,6 +591,135 @@ def test_a_named_pipe_is_no_image(tmp_path):
     data = READERS["imagefolder"](DataConfig(source="imagefolder", path=str(tmp_path)))
     (problem,) = find_corrupt(data.splits["train"]).values()
     assert problem.endswith("cat/1.png is not a readable image (it is no regular file)")
+
+
+def test_links_to_images_and_to_folders_of_classes_are_followed(tmp_path):
+    """Also those that lead out of the data's folder: they are its owner's."""
+    expected = {}
+    for number, name in enumerate(("cat", "dog")):
+        expected[name] = pictures(1, seed=number)[0]
+        write_png(tmp_path / "elsewhere" / name / "0.png", expected[name])
+    (tmp_path / "data" / "train" / "cat").mkdir(parents=True)
+    (tmp_path / "data" / "train" / "cat" / "0.png").symlink_to(tmp_path / "elsewhere" / "cat" / "0.png")
+    (tmp_path / "data" / "train" / "dog").symlink_to(tmp_path / "elsewhere" / "dog")
+    (tmp_path / "data" / "test").symlink_to("../elsewhere")
+    data = READERS["imagefolder"](DataConfig(source="imagefolder", path=str(tmp_path / "data")))
+    for split in ("train", "test"):
+        for index, name in enumerate(data.classes):
+            np.testing.assert_array_equal(np.asarray(data.splits[split].read(index)), expected[name])
+
+
+LOOPS = [(place, target) for place in ("train/cow", "test") for target in ("/", ".", "..")]
+LOOPS += [("train/cat/more", target) for target in ("/", ".", "../dog")]
+
+
+@pytest.mark.parametrize(("place", "target"), LOOPS)
+def test_links_that_could_lead_into_themselves_are_refused_by_name(place, target, tmp_path, monkeypatch):
+    for name in ("cat", "dog"):
+        write_png(tmp_path / "data" / "train" / name / "0.png", pictures(1)[0])
+    (tmp_path / "data" / place).symlink_to(target)
+    walked, walk = [], os.walk
+    monkeypatch.setattr(os, "walk", lambda folder: walked.append(folder) or walk(folder))
+    with pytest.raises(
+        ValueError, match=rf"{place} is a link to .*(holds the link|links to images are read)$"
+    ) as error:
+        READERS["imagefolder"](DataConfig(source="imagefolder", path=str(tmp_path / "data")))
+    assert "\n" not in str(error.value)
+    assert set(walked) <= {str(tmp_path / "data" / "train" / name) for name in ("cat", "dog")}
+
+
+def table_of_paths(folder, source, paths):
+    """A data set whose splits each have a row for each path, with two classes in turn. `datasets` would embed files."""
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    values = {"image": [{"bytes": None, "path": str(path)} for path in paths], "label": [0, 1] * (len(paths) // 2)}
+    table = datasets.Dataset.from_dict(values, features=features).data.table
+    for split in SPLITS:
+        if source == "parquet":
+            pyarrow.parquet.write_table(table, folder / f"{split}.parquet")
+        else:
+            with pyarrow.ipc.new_stream(folder / f"{split}.arrow", table.schema) as file:
+                file.write_table(table)
+
+
+@pytest.fixture
+def named(tmp_path):
+    """An image in the data's folder, one elsewhere, and links to the second one and to its folder; two images."""
+    inside, outside = tmp_path / "data" / "images" / "0.png", tmp_path / "private" / "0.png"
+    expected = pictures(2)
+    write_png(inside, expected[0])
+    write_png(outside, expected[1])
+    (linked := inside.with_name("1.png")).symlink_to(outside)
+    (away := tmp_path / "data" / "away").symlink_to(outside.parent)
+    return SimpleNamespace(inside=inside, outside=outside, linked=linked, away=away, expected=expected)
+
+
+@pytest.mark.parametrize("source", ["parquet", "arrow"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_that_name_files_outside_of_the_data_are_refused(source, streaming, named, tmp_path, monkeypatch):
+    def read():
+        config = DataConfig(source=source, path=str(tmp_path / "data"), streaming=streaming)
+        if streaming:
+            return [np.asarray(decode_row(row["image"], "row")) for row in stream_data(config).splits["test"]]
+        return [np.asarray(READERS[source](config).splits["test"].read(index)) for index in range(2)]
+
+    table_of_paths(tmp_path / "data", source, [named.inside, named.linked])
+    np.testing.assert_array_equal(read(), named.expected)
+    table_of_paths(tmp_path / "data", source, [named.inside, named.outside])
+    message = rf" row \d names {named.outside}, which is outside of data.path={tmp_path}/data; .*=allow lets it be"
+    with pytest.raises(ValueError, match=message):
+        read()
+    monkeypatch.setenv("SPARSEPRIOR_OUTSIDE_FILES", "allow")
+    np.testing.assert_array_equal(read(), named.expected)
+
+
+def test_places_of_rows_are_those_that_the_system_would_open(named, tmp_path, monkeypatch):
+    """By loops over links and `..`, and before an address is opened."""
+    opened = []
+    monkeypatch.setattr("fsspec.open", lambda path, *rest: opened.append(path))
+    config = DataConfig(source="parquet", path=str(tmp_path / "data"))
+    data = tmp_path / "data"
+    for path in (named.inside, named.linked, data / "images" / ".." / "images" / "0.png", data / "missing.png"):
+        tables.check_place(str(path), config, "row")
+    monkeypatch.chdir(data)
+    tables.check_place("images/0.png", config, "row")
+    local = (data / "images/../../private/0.png", named.away / "0.png", named.away / "../data/../private/0.png")
+    for path in (*local, f"{data}-2/0.png", "/etc/hostname", "a\0b", "../private/0.png", "file:///etc/hostname",
+                 "http://127.0.0.1:9/0.png", f"zip://0.png::{named.outside}", "hf://datasets/a/b/0.png"):  # fmt: skip
+        with pytest.raises(ValueError, match=r"row names .* outside of data.path=.*SPARSEPRIOR_OUTSIDE_FILES=allow"):
+            streams._encoded({"bytes": None, "path": str(path)}, config, "row")
+    assert streams._encoded({"bytes": b"image", "path": "/elsewhere"}, config, "row")["bytes"] == b"image"
+    assert not opened
+
+
+def test_rows_of_the_hub_may_name_its_files_and_those_in_its_caches(tmp_path):
+    config = DataConfig(source="hub", path="someone/shapes")
+    cached = Path(datasets.config.HF_DATASETS_CACHE) / "downloads" / "0.png"
+    for path in (str(cached), "hf://datasets/someone/shapes/0.png", "zip://0.png::hf://datasets/someone/shapes/a.zip"):
+        tables.check_place(path, config, "row")
+    for path in (
+        str(tmp_path / "0.png"),
+        "file:///etc/hostname",
+        "hf://x::file:///etc/hostname",
+        "file:///etc/hostname::hf://x",
+        "zip://a::b::hf://x",
+        "http://10.0.0.1/a",
+    ):
+        with pytest.raises(ValueError, match=r"row names .*, which is outside of the hub and its caches"):
+            tables.check_place(path, config, "row")
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_files_of_numbers_above_the_limit_are_not_read_whole(packed, tmp_path, monkeypatch):
+    file = tmp_path / ("train-images-idx3-ubyte" + (".gz" if packed else ""))
+    content = struct.pack(">4i", arrays.IDX_IMAGES, 1, 1000, 1000) + bytes(10**6)
+    file.write_bytes(gzip.compress(content) if packed else content)
+    assert arrays._read_idx(file, arrays.IDX_IMAGES).shape == (1, 1000, 1000)
+    monkeypatch.setenv("SPARSEPRIOR_ARCHIVE_BYTES", "1000")
+    with pytest.raises(OSError, match=r"unpacks to more than the 1000 bytes of SPARSEPRIOR_ARCHIVE_BYTES"):
+        arrays._read_idx(file, arrays.IDX_IMAGES)
+    (tmp_path / "data_batch_1").write_bytes(bytes(1001))
+    with pytest.raises(OSError, match=r"what is read comes to 1001 bytes, more than the 1000 of SPARSEPRIOR"):
+        cifar.read_members(tmp_path, ["data_batch_1"])
 
 
 def test_an_archive_that_unpacks_to_more_than_its_limit_is_not_read(tmp_path, monkeypatch):
