@@ -24,6 +24,7 @@ from tasks.common.config import Config, apply_overrides
 from tasks.common.hf_run import HFTask, named_metrics
 from tasks.common.metrics import compute_metrics, confusion_matrix
 from tasks.common.plots import draw_confusion
+from tasks.common.processes import check_alone
 from tasks.common.results import Results
 from tasks.common.run_folder import check_place, evaluation_folder, model_folder, stored_config
 
@@ -48,8 +49,9 @@ def evaluate_model(
         The content of results_SPLIT.json.
 
     Raises:
-        ValueError: for a model of other classes. OSError: for missing or damaged files.
+        ValueError: for a model of other classes, or in one of several processes. OSError: for missing or damaged files.
     """
+    check_alone("evaluate")
     check_place(out, "--out")
     model = load_whole_model(folder, task.model_class)
     data = task.read_split(config, split, model, folder)

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 from tasks.common.command import run_command
+from tasks.common.processes import check_alone
 from tasks.common.results import Results
 from tasks.common.run_folder import MODEL, check_place, evaluation_folder
 from tasks.robotics.config import TEST_SEED
@@ -70,6 +71,7 @@ def evaluate(run: Path, rollouts: Rollouts, out: Path | None = None, show_progre
     Raises:
         ValueError, OSError: for bad values, files, and an environment with other settings than the demonstrations'.
     """
+    check_alone("evaluate")
     folder, out = policy_folder(run), out or default_folder(run, rollouts.untrained)
     check_place(out, "--out")
     policy = load_policy(folder, rollouts)

@@ -284,6 +284,15 @@ def test_evaluation_lies_in_the_run(whole):
         assert shared == found["metrics"] and whole.row.metric in shared
 
 
+def test_evaluation_in_one_of_several_processes_is_refused(whole, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    arguments = [str(whole.out / "model"), *whole.row.evaluate, "--out", str(tmp_path / "evaluation")]
+    assert whole.row.command("evaluate", arguments) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error.endswith("WORLD_SIZE=2 in the environment, but evaluate runs in one process; start it alone")
+    assert not (tmp_path / "evaluation").exists()
+
+
 def test_another_configuration_does_not_take_the_folder(whole, capfd):
     seed = "trainer.seed=77" if whole.row.folder.startswith("trainer") else "randomness.seed=77"
     assert whole.train(whole.out, seed) == 2

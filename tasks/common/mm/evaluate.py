@@ -13,6 +13,7 @@ from tasks.common.mm.config import WORK_DIR, as_json, check_data, load_config
 from tasks.common.mm.runner import build_runner, whole_model
 from tasks.common.mm.saving import CONFIG, WEIGHTS, fill_model
 from tasks.common.mm.task import MM_SPLITS, Task
+from tasks.common.processes import check_alone
 from tasks.common.results import Results
 from tasks.common.run_folder import check_place, evaluation_folder, model_folder
 
@@ -21,6 +22,7 @@ def evaluate(
     task: Task, folder: Path, split: str = "test", overrides: Sequence[str] = (), out: Path | None = None
 ) -> dict[str, Any]:
     """Metrics of a saved model on a split, with results and picture in `out` (default: RUN/evaluation)."""
+    check_alone("evaluate")
     folder = model_folder(folder, CONFIG)
     if not (folder / CONFIG).is_file():
         raise OSError(f"{folder} is not a folder of a saved model: it holds no {CONFIG}")

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_sparseprior as sp
 from hf_sparseprior.training.trainer import has_unlearned_predictor
 from tasks.common.hf_run import trainer_arguments
-from tasks.common.processes import check_joined, join_on_cpu, started
+from tasks.common.processes import check_alone, check_joined, join_on_cpu, started
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,16 @@ def test_a_process_that_did_not_join_the_others_is_refused(monkeypatch, tmp_path
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     with pytest.raises(ValueError, match=message):  # what every task on the Trainer does first
         trainer_arguments({"output_dir": str(tmp_path), "use_cpu": False})
+
+
+def test_what_runs_in_one_process_is_refused_in_several(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    check_alone("evaluate")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    check_alone("evaluate")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="WORLD_SIZE=4 in the environment, but evaluate runs in one process; start it"):
+        check_alone("evaluate")
 
 
 @pytest.fixture
