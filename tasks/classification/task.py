@@ -54,6 +54,7 @@ def prepare(config: Config, arguments: Any) -> Prepared:
         classes=data.classes,
         datasets=inputs.datasets,
         description=inputs.description,
+        split_names=data_config.split_names,
         save_processor=inputs.processor.save_pretrained,
         train_sampler=inputs.train_sampler,
         train_collator=inputs.train_collator,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from hf_sparseprior.command import USER_ERRORS, report_error
 
@@ -61,6 +61,24 @@ def run_command(program: str, work: Callable[[], None], goes_on: str | None = No
         print(f"\n{program}: interrupted; {after}", file=sys.stderr)
         return 130
     return 0
+
+
+def tell_data(examples: str, splits: Mapping[str, tuple[int | None, str]], classes: int | None = None) -> None:
+    """Print what a run is about to learn from and what it is judged by, in one line.
+
+    Args:
+        examples: what the data consists of, such as "images".
+        splits: {"trains", "validates" or "tests": (number of examples, name of the split)}; a number is None where the
+            data does not say it, and a part that a run does not have is left out.
+        classes: how many there are; None where there are none.
+    """
+    parts = []
+    for does, (count, name) in splits.items():
+        number = "an unknown number of" if count is None else count
+        noun = examples.removesuffix("s") if count == 1 else examples
+        known = f" of {classes} classes" if classes is not None and not parts else ""
+        parts.append(f"{does} on {number} {noun}{known} ({name})")
+    print(", ".join(parts), flush=True)
 
 
 def first_line(error: BaseException) -> str:

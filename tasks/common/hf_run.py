@@ -36,7 +36,7 @@ from hf_sparseprior.training import (
     StopOnSignal,
 )
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.common.command import RunStopped, run_command, train_parser
+from tasks.common.command import RunStopped, run_command, tell_data, train_parser
 from tasks.common.config import Config, load_sections
 from tasks.common.metrics import compute_metrics, confusion_matrix, pack_correct
 from tasks.common.models import about_model, merged, save_adapter, trainable_parameters
@@ -75,6 +75,7 @@ class Prepared:
     model: the model to train. classes: names in the order of the labels.
     datasets: train, validation and test, for `torch.utils.data.DataLoader`.
     description: describes the data, for results.json.
+    split_names: what the data itself calls a split, where that is something else.
     save_processor: writes the image processor of evaluation into a folder.
     train_sampler: order of the training examples; None for streams.
     train_collator, eval_collator: make batches; None: the Trainer's own.
@@ -88,6 +89,7 @@ class Prepared:
     datasets: Mapping[str, Any]
     description: str
     save_processor: Callable[[Path], Any]
+    split_names: Mapping[str, str] = field(default_factory=dict)
     train_sampler: DrawSampler | None = None
     train_collator: Any = None
     eval_collator: Any = default_data_collator
@@ -213,6 +215,8 @@ def run(
     # Nothing was written or thrown away up to here, so a bad value leaves the folder as it was.
     newest = partial(last_whole_checkpoint, out, trainer.checkpoint_files())
     with owned(out, config, newest, overwrite) as checkpoint:
+        if trainer.is_world_process_zero():
+            tell_splits(task, prepared, judged=arguments.eval_strategy != "no")
         train(trainer, checkpoint)
         results, predicted = judge(task, config, prepared, trainer)
         results.trainable_parameters, results.command = trained, command or results.command
@@ -224,6 +228,22 @@ def run(
             results.write(out / RESULTS)
         trainer.accelerator.wait_for_everyone()
         return read_results(out / RESULTS)
+
+
+def tell_splits(task: HFTask, prepared: Prepared, judged: bool) -> None:
+    """Print what is trained on and what is tested on, and what validates the model unless it is not `judged`."""
+    parts = {"trains": "train", **({"validates": "validation"} if judged else {}), "tests": "test"}
+    told = {
+        does: (_size(prepared.datasets[split]), prepared.split_names.get(split, split)) for does, split in parts.items()
+    }
+    tell_data(task.examples, told, len(prepared.classes))
+
+
+def _size(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:  # a stream that does not say it
+        return None
 
 
 def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePriorTrainer) -> tuple[Results, np.ndarray]:

@@ -66,7 +66,7 @@ def variables_set(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 def check_alone(command: str) -> None:
-    """Raise ValueError if a launcher started several processes for a command that needs one: each would do all of it."""
+    """Raise ValueError if a launcher started several processes for a command that needs one: each would do it all."""
     if started() > 1:
         raise ValueError(
             f"WORLD_SIZE={started()} in the environment, but {command} runs in one process; start it alone"

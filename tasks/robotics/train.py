@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.pretrained import check_saved_folder, load_changed_model, saved_family
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.common.command import run_command, train_parser
+from tasks.common.command import run_command, tell_data, train_parser
 from tasks.common.models import FAMILY_KEYS
 from tasks.common.results import Results, finite_or_null
 from tasks.common.run_folder import (
@@ -65,6 +65,8 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     with owned(out, identity, partial(last_whole_checkpoint, out, CHECKPOINT_FILES), overwrite) as checkpoint:
         if checkpoint:
             training.load(Path(checkpoint))
+        if training.accelerator.is_main_process:
+            tell_episodes(training, episodes)
         try:
             training.run()
         finally:
@@ -112,6 +114,16 @@ def make_training(config: dict[str, dict[str, Any]], demonstrations: Demonstrati
     if trainer.validation_episodes:
         training.simulator = make_matching_environment(training.about, str(data.path))
     return training, {"train": len(train), "validation": len(held_out)}
+
+
+def tell_episodes(training: Training, episodes: dict[str, int]) -> None:
+    """Print what is trained on and what validates the policy. `evaluate` tests it on seeds of its own."""
+    simulated = training.config.validation_episodes
+    played = f", and {simulated} episodes in the simulator" if simulated else ""
+    splits: dict[str, tuple[int | None, str]] = {"trains": (episodes["train"], f"train, {len(training.train)} windows")}
+    if episodes["validation"] or simulated:
+        splits["validates"] = (episodes["validation"], f"validation{played}")
+    tell_data("demonstrations", splits)
 
 
 def results_of(training: Training, config: dict[str, dict[str, Any]], command: str | None) -> Results:

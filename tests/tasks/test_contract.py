@@ -5,6 +5,7 @@ A new task is one more row.
 """
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -12,7 +13,8 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
 
@@ -38,6 +40,7 @@ class Row:
     folder: key of the override that says where a run lies.
     same_run: overrides that do not change what is trained; a run that goes on is started with them.
     metric: one that results.json has.
+    data: the line about its data.
     evaluate: further arguments of its `evaluate`, after the model.
     repeats_test: whether `evaluate` measures what the run measured at its end.
     """
@@ -48,6 +51,7 @@ class Row:
     folder: str
     same_run: tuple[str, ...]
     metric: str
+    data: str
     evaluate: tuple[str, ...] = ()
     repeats_test: bool = True
 
@@ -127,30 +131,42 @@ def write_config(folder: Path, content: dict) -> list[str]:
 
 
 ROWS = (
-    Row("classification", (), classification, "trainer.output_dir", ("trainer.report_to=none",), "test_accuracy"),
-    Row("video", ("av",), video, "trainer.output_dir", ("trainer.dataloader_num_workers=1",), "test_accuracy"),
+    Row(
+        "classification", (), classification, "trainer.output_dir", ("trainer.report_to=none",), "test_accuracy",
+        "trains on 100 images of 10 classes (train), validates on 50 images (validation), tests on 50 images (test)",
+    ),
+    Row(
+        "video", ("av",), video, "trainer.output_dir", ("trainer.dataloader_num_workers=1",), "test_accuracy",
+        "trains on 24 clips of 2 classes (train), validates on 8 clips (validation), tests on 8 clips (test)",
+    ),
     Row(
         "segmentation", ("mmengine", "mmcv", "mmseg"), segmentation, "output_dir",
         ("train_dataloader.num_workers=1",), "test_mIoU",
+        "trains on 7 images of 3 classes (training), validates on 3 images (validation), tests on 4 images (test)",
     ),
     Row(
         "detection", ("mmengine", "mmcv.ops", "mmdet"), detection, "output_dir",
         ("train_dataloader.num_workers=1",), "test_coco/bbox_mAP",
+        "trains on 7 images of 2 classes (instances_training.json), validates on 3 images (instances_validation.json), "
+        "tests on 4 images (instances_test.json)",
     ),
     Row(
         "robotics", ("diffusers", "gym_pusht", "zarr"), robotics, "trainer.output_dir",
-        ("trainer.disable_tqdm=false",), "validation_loss", ("--episodes", "1", "--max-steps", "8"), False,
+        ("trainer.disable_tqdm=false",), "validation_loss",
+        "trains on 9 demonstrations (train, 117 windows), validates on 1 demonstration (validation)",
+        ("--episodes", "1", "--max-steps", "8"), False,
     ),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A run that was never interrupted, and the command that made it."""
+    """A run that was never interrupted, the command that made it, and what this printed."""
 
     row: Row
     arguments: list[str]
     out: Path
+    printed: list[str] = field(default_factory=list)
 
     def train(self, out: Path, *overrides: str) -> int:
         """The same run in another folder."""
@@ -164,7 +180,9 @@ def whole(request, tmp_path_factory) -> Whole:
         pytest.importorskip(package, reason=f"the packages of {row.task} are not installed", exc_type=ImportError)
     folder = tmp_path_factory.mktemp(row.task)
     run = Whole(row, row.prepare(folder), folder / "whole")
-    assert run.train(run.out) == 0
+    with redirect_stdout(printed := io.StringIO()):
+        assert run.train(run.out) == 0
+    run.printed.extend(printed.getvalue().splitlines())
     return run
 
 
@@ -215,6 +233,10 @@ def test_results_have_one_form(whole):
     assert all({"step", "epoch"} & set(entry) for entry in content["history"])
     assert not any(re.match("(eval|val)_", key) for entry in content["history"] for key in entry)
     assert read_results(whole.out / "results.json") == content
+
+
+def test_the_data_is_told_once(whole):
+    assert [line for line in whole.printed if line.startswith("trains on")] == [whole.row.data]
 
 
 def test_a_finished_run_is_not_done_again(whole):
@@ -321,7 +343,9 @@ def test_a_run_that_diverges_stops_and_leaves_nothing_that_counts(whole, tmp_pat
         assert whole.train(tmp_path / "run") == 2
     finally:
         hook.remove()
-    error = capfd.readouterr().err.splitlines()[-1]
+    captured = capfd.readouterr()
+    assert whole.row.data in captured.out.splitlines()  # which is told before training
+    error = captured.err.splitlines()[-1]
     assert re.search(r"the loss of step 2 is nan; the last finite one is [0-9.]+, of step 1; .*nonfinite_loss=c", error)
     left = {path.name for path in (tmp_path / "run").iterdir()} if (tmp_path / "run").exists() else set()
     assert left <= {"run_config.json"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_sparseprior.checks import check_boolean, check_integer
-from tasks.common.images.vtab_tasks import STAGES, TASKS
+from tasks.common.images.vtab_tasks import FINAL, STAGES, TASKS
 
 SOURCES = (
     "digits",
@@ -32,6 +32,10 @@ EXIF = ("apply", "ignore")
 DEPTH16 = ("refuse", "scale")
 # Sources whose published accuracies were measured on images as they are stored.
 STORED_ORIENTATION = ("tiny_imagenet", "imagenet", "vtab")
+
+
+# Sources whose published test images have no labels: their published validation images are our test, or our validation.
+PUBLISHED_VALIDATION = ("tiny_imagenet", "imagenet")
 
 
 # Fields that mean nothing to other sources than these.
@@ -137,6 +141,18 @@ class DataConfig:
         check_boolean("data.streaming", self.streaming)
         if self.cache not in (None, True, False):
             raise ValueError(f"data.cache={self.cache!r} must be true, false or null")
+
+    @property
+    def split_names(self) -> dict[str, str]:
+        """What the data itself calls each split; of the training split all that is trained on."""
+        if self.source == "vtab":
+            return dict(STAGES[self.stage]) if self.stage else {}
+        names = {**dict(zip(SPLITS, SPLITS, strict=True)), **(self.splits or {})}
+        if self.source in PUBLISHED_VALIDATION:
+            names[self.published_validation] = "the published validation images"
+        if self.stage == FINAL:
+            names["train"] = f"{names['train']} and {names['validation']}"
+        return names
 
     @property
     def decoding(self) -> Decoding:

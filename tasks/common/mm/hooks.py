@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from tqdm import tqdm
 
 from hf_sparseprior.training.finite import SETTING, Diverged, LossWatch, all_finite
 from hf_sparseprior.training.stopping import StopRequest, WorkerStart
-from tasks.common.command import RunStopped
+from tasks.common.command import RunStopped, tell_data
 
 
 def seed_everything(*entropy: int) -> None:
@@ -147,6 +148,29 @@ class CheckFinite(Hook):
     def _check_weights(self, runner: Any) -> None:
         if not all_finite(runner.model.parameters()):
             raise Diverged(f"the weights are not finite after step {runner.iter}; {self.watch.before(SETTING)}")
+
+
+class TellData(Hook):
+    """Prints what is trained on, validated on and tested on. Builds the test data, whose mistakes so show first."""
+
+    priority = "VERY_HIGH"  # before the progress bar
+
+    def before_train(self, runner: Any) -> None:
+        """Once, by one process."""
+        loaders = {"trains": runner.train_dataloader}
+        if runner.val_loop is not None:
+            loaders["validates"] = runner.val_dataloader
+        if runner.test_loop is not None:
+            loaders["tests"] = runner.test_dataloader
+        data = {does: loader.dataset for does, loader in loaders.items()}
+        if is_main_process():
+            splits = {does: (len(dataset), split_name(dataset)) for does, dataset in data.items()}
+            tell_data("images", splits, len(data["trains"].metainfo["classes"]))
+
+
+def split_name(dataset: Any) -> str:
+    """What a data set of mm calls its split: the name of its list of images or, without one, of their folder."""
+    return Path(dataset.ann_file or next(iter(dataset.data_prefix.values()))).name
 
 
 @HOOKS.register_module()

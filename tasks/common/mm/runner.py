@@ -24,7 +24,7 @@ from torch import distributed
 from hf_sparseprior.files import replace_durably
 from hf_sparseprior.training.finite import SETTING, STOP, check_setting
 from tasks.common.mm.backbone import check_predictors
-from tasks.common.mm.hooks import CheckFinite, OneLineProgress, StopOnSignal
+from tasks.common.mm.hooks import CheckFinite, OneLineProgress, StopOnSignal, TellData
 from tasks.common.mm.loading import refuse_pickles
 from tasks.common.processes import check_joined, join_on_cpu
 
@@ -94,6 +94,7 @@ def build_runner(config: Config) -> QuietRunner:
         runner = QuietRunner.from_cfg(config)
         check_normalisation(whole_model(runner))
     runner.register_hook(CheckClasses())
+    runner.register_hook(TellData())
     if config.get(SETTING, STOP) == STOP:
         runner.register_hook(CheckFinite())
     if not runner.distributed:  # one process has nothing to synchronise, and a CPU cannot

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tasks.common.command import RunStopped, run_command
+from tasks.common.command import RunStopped, run_command, tell_data
 
 
 def raising(error):
@@ -40,4 +40,16 @@ def test_the_ends_that_are_no_errors(capsys):
         "x: stopped at step 3",
         "x: interrupted; the same command goes on where it stopped",
         "x: interrupted; nothing was written",
+    ]
+
+
+def test_what_a_run_learns_from_is_one_line(capsys):
+    tell_data(
+        "images", {"trains": (None, "train and validation"), "validates": (1, "val200"), "tests": (7, "test")}, 10
+    )
+    tell_data("demonstrations", {"trains": (2, "train")})
+    assert capsys.readouterr().out.splitlines() == [
+        "trains on an unknown number of images of 10 classes (train and validation), validates on 1 image (val200), "
+        "tests on 7 images (test)",
+        "trains on 2 demonstrations (train)",
     ]

@@ -93,7 +93,9 @@ def test_a_run_leaves_everything_and_evaluate_reproduces_it(finished, tmp_path):
         assert (out / name).stat().st_size > 0
     again = evaluate(DETECTION, out / "model", out=tmp_path / "evaluation")
     assert again["metrics"] == results["metrics"]
-    assert evaluate(DETECTION, out / "model", "validation", out=tmp_path / "evaluation")["images"] == 3
+    other = evaluate(DETECTION, out, "validation")  # of a run, the model is meant
+    assert other["images"] == 3 and other["model_sha256"] == results["model_sha256"]
+    assert (out / "evaluation/results_validation.json").is_file()
 
 
 def test_the_exported_backbone_is_a_classifier_again(finished):

@@ -72,7 +72,8 @@ def test_a_run_leaves_everything_and_evaluate_reproduces_it(finished, tmp_path):
     again = evaluate(SEGMENTATION, out / "model", out=tmp_path / "evaluation")
     assert again["metrics"] == results["metrics"] and again["model_sha256"] == results["model_sha256"]
     assert (tmp_path / "evaluation" / "predictions_test.png").exists()
-    other = evaluate(SEGMENTATION, out / "model", "validation", out=tmp_path / "evaluation")
+    other = evaluate(SEGMENTATION, out, "validation")  # of a run, the model is meant
+    assert other["model_sha256"] == results["model_sha256"] and (out / "evaluation/results_validation.json").is_file()
     assert other["images"] == 3 and set(other["metrics"]) == {"validation_mIoU", "validation_aAcc", "validation_mAcc"}
 
 

@@ -375,6 +375,34 @@ def test_the_final_stage_trains_on_all_that_is_not_test(write, source):
     assert drop_corrupt(final, config) == {}
 
 
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"source": "digits"}, ("train", "validation", "test")),
+        ({"source": "digits", "stage": "final"}, ("train and validation", "validation", "test")),
+        (
+            {"source": "imagefolder", "path": "x", "splits": {"train": "fit", "test": "held"}, "stage": "final"},
+            ("fit and validation", "validation", "held"),
+        ),
+        ({"source": "imagenet", "path": "x"}, ("train", "validation", "the published validation images")),
+        (
+            {"source": "tiny_imagenet", "path": "x", "published_validation": "validation"},
+            ("train", "the published validation images", "test"),
+        ),
+        (
+            {"source": "vtab", "path": "x", "task": "cifar", "stage": "final"},
+            ("train800val200", "val200", "test"),
+        ),
+        (
+            {"source": "vtab", "path": "x", "task": "cifar", "stage": "selection"},
+            ("train800", "val200", "val200"),
+        ),
+    ],
+)
+def test_splits_are_called_what_the_data_calls_them(settings, names):
+    assert tuple(DataConfig(**settings).split_names[split] for split in SPLITS) == names
+
+
 def test_a_stream_has_no_final_stage():
     with pytest.raises(ValueError, match=r"data\.stage='final' cannot be used with a stream; set data\.stre"):
         DataConfig(source="parquet", path="x", stage="final", streaming=True)
