@@ -72,7 +72,7 @@ def tell_data(examples: str, splits: Mapping[str, tuple[int | None, str]], class
             data does not say it, and a part that a run does not have is left out.
         classes: how many there are; None where there are none.
     """
-    parts = []
+    parts: list[str] = []
     for does, (count, name) in splits.items():
         number = "an unknown number of" if count is None else count
         noun = examples.removesuffix("s") if count == 1 else examples
