@@ -29,18 +29,12 @@ from tasks.common.images.augmentation import AugmentationConfig
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import ImageDataset, Preparation, as_trained, load_split
 from tasks.common.images.model import build_model, check_pretrained, pretrained_sha256
-from tasks.common.images.vtab_tasks import FINAL
 from tasks.common.models import about_model, decay_change
 
 
 def prepare(config: Config, arguments: Any) -> Prepared:
     """Images and model of a run. The parameters that are trained require gradients."""
     data_config, augmentation = DataConfig(**config["data"]), AugmentationConfig(**config["augmentation"])
-    if data_config.stage == FINAL and arguments.load_best_model_at_end:
-        raise ValueError(
-            "data.stage=final has its validation images among its training images and cannot choose the best epoch; "
-            "set trainer.load_best_model_at_end=false"
-        )
     data, corrupt = read_data(data_config, arguments)
     phase = DistillationConfig(**config["distillation"])
     model, about_start = start_model(config, data.classes, phase, arguments.seed)

@@ -36,6 +36,7 @@ from hf_sparseprior.command import USER_ERRORS, report_error
 
 Config = dict[str, dict[str, Any]]  # sections of keys and plain values
 COMPARISON = ("first", "seeds", "variants")  # keys of a comparison in addition to those of the run that its rows change
+FINAL = "final"  # data.stage of runs that train on the validation examples, too
 SWEEP = ("title", "seeds", "selection_seeds", "grid", "variants")  # the same of a VTAB sweep
 
 

@@ -37,7 +37,7 @@ from hf_sparseprior.training import (
 )
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.common.command import RunStopped, run_command, tell_data, train_parser
-from tasks.common.config import Config, load_sections
+from tasks.common.config import FINAL, Config, load_sections
 from tasks.common.metrics import compute_metrics, confusion_matrix, pack_correct
 from tasks.common.models import about_model, merged, save_adapter, trainable_parameters
 from tasks.common.plots import draw_confusion, draw_history
@@ -207,6 +207,11 @@ def run(
     if finished := finished_results(out, config, overwrite):
         return finished
     arguments = trainer_arguments(config["trainer"])
+    if config["data"].get("stage") == FINAL and arguments.load_best_model_at_end:
+        raise ValueError(
+            f"data.stage=final has its validation {task.examples} among its training {task.examples} and cannot choose "
+            "the best epoch; set trainer.load_best_model_at_end=false"
+        )
     prepared = task.prepare(config, arguments)
     trained = trainable_parameters(prepared.model)  # counted here, because peft freezes what it reads back
     trainer = make_trainer(prepared, arguments)

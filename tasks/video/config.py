@@ -16,7 +16,7 @@ from pathlib import Path
 from hf_sparseprior import SparsePriorTimesformerConfig
 from hf_sparseprior.checks import check_boolean, check_integer
 from hf_sparseprior.configuration_sparseprior_vit import check_number
-from tasks.common.config import Config, check_known, check_trainer, load_sections, trainer_keys
+from tasks.common.config import FINAL, Config, check_known, check_trainer, load_sections, trainer_keys
 from tasks.video.motion import MotionConfig
 
 SECTIONS = ("data", "augmentation", "model", "trainer")
@@ -35,6 +35,8 @@ class DataConfig:
     path: folder of the videos.
     lists: folder of the lists, for csv.
     motion: fields of MotionConfig, for motion.
+    stage: "final": train on the training and the validation clips and test on the test clips. The validation clips are
+        trained on, so nothing may be chosen by them and the last epoch counts. null: train without them.
     stride: frames of a video from one frame of a clip to the next.
     short_side: pixels that the shorter side of a frame is scaled to; null: as it is.
     cache: decode every video once, before the run, and keep all its frames in memory.
@@ -44,6 +46,7 @@ class DataConfig:
     path: str | None = None
     lists: str | None = None
     motion: dict[str, int] = field(default_factory=dict)
+    stage: str | None = None
     stride: int = 1
     short_side: int | None = None
     cache: bool = False
@@ -63,6 +66,8 @@ class DataConfig:
             raise ValueError(f"data.motion.val={self.motion['val']!r} is called data.motion.validation now")
         check_known(self.motion, [entry.name for entry in fields(MotionConfig)], "data.motion")
         self.motion_config()
+        if self.stage not in (FINAL, None):
+            raise ValueError(f"data.stage={self.stage!r} must be {FINAL} or null")
         check_integer("data.stride", self.stride, 1)
         if self.short_side is not None:
             check_integer("data.short_side", self.short_side, 1)

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.training import Draw
+from tasks.common.config import FINAL
 from tasks.video.config import SPLITS, AugmentationConfig, DataConfig
 from tasks.video.decoding import count_frames, read_frames, sample_indices
 from tasks.video.motion import check_clips, write_clips
@@ -42,7 +43,8 @@ class VideoData:
 
 
 def load_data(config: DataConfig) -> VideoData:
-    """Find the videos of a source; motion clips that are missing are cut.
+    """Find the videos of a source; motion clips that are missing are cut. With `stage` final, the videos of validation
+    are training videos too.
 
     Raises:
         ValueError, OSError: the message names the folder, list or line that is missing, empty or mislabelled.
@@ -60,8 +62,15 @@ def load_data(config: DataConfig) -> VideoData:
             raise ValueError(f"{folder}: class {unknown[0]!r} of {split} is not in train")
         labels = np.array([classes.index(name) for _, name in pairs])
         splits[split] = Videos([path for path, _ in pairs], labels)
+    if config.stage == FINAL:
+        splits["train"] = joined(splits["train"], splits["validation"])
     sizes = ", ".join(f"{len(videos.paths)} {split}" for split, videos in splits.items())
     return VideoData(classes, splits, f"{config.source} {folder.name} ({sizes})")
+
+
+def joined(first: Videos, second: Videos) -> Videos:
+    """The videos of one split and then those of another."""
+    return Videos(first.paths + second.paths, np.concatenate([first.labels, second.labels]))
 
 
 def _on_disk(folder: Path, split: str, suffix: str = "") -> Path:

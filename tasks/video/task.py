@@ -14,7 +14,7 @@ from hf_sparseprior import SparsePriorTimesformerConfig, SparsePriorTimesformerF
 from hf_sparseprior.files import write_text
 from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
 from hf_sparseprior.pretrained import check_saved_folder
-from tasks.common.config import Config
+from tasks.common.config import FINAL, Config
 from tasks.common.hf_run import HFTask, Prepared, Split, draw_sampler
 from tasks.video.config import MODEL_EXTRAS, SECTIONS, AugmentationConfig, DataConfig, check_config
 from tasks.video.data import load_data, make_dataset
@@ -56,6 +56,7 @@ def prepare(config: Config, arguments: Any) -> Prepared:
         classes=data.classes,
         datasets=datasets,
         description=data.description,
+        split_names={"train": "train and validation"} if data_config.stage == FINAL else {},
         save_processor=lambda folder: save_processor(folder, model.config, data_config.short_side),
         train_sampler=draw_sampler(len(datasets["train"]), arguments),
     )

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-Rows = dict[str, dict[str, Any]]  # the configuration of each row of a comparison; of a run, its cell's
+# The configuration of each row of a comparison, and of each run before them as "first N"; of a run, its cell's.
+Rows = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,22 @@ def _images_on_each_gpu(rows: Rows) -> None:
         del config["trainer"]["effective_batch_size"]
 
 
+def _best_epoch_on_validation(rows: Rows) -> None:
+    for config in rows.values():
+        del config["data"]["stage"], config["trainer"]["eval_strategy"]
+        if config.get("distillation", {}).get("phase") != "predictor":  # whose last epoch counted before
+            del config["trainer"]["load_best_model_at_end"]
+
+
 CHANGES = (
+    Change(
+        r"data/(cifar100?|(tiny_)?imagenet)\.yaml|recipes/timesformer\.yaml|experiments/fib_table5\.yaml#.*"
+        r"|experiments/fib_(table[248]|tables_2_3|table1[0-3]|figure5[abc])\.yaml#(cifar|tiny|imagenet).*"
+        r"|experiments/vio_table(1[2-6]|2[67])\.yaml|experiments/sparsifiner_table[1-4]\.yaml#full.*"
+        r"|classification/(imagenet|sparsifiner)\.yaml#.*|classification/deit_tiny_384\.yaml",
+        "The papers train on all of the training set, test on the usual test set and choose nothing on it.",
+        _best_epoch_on_validation,
+    ),
     Change(
         r"experiments/fib_(table2|table4|table8|table1[0-3]|figure5[abc])\.yaml#(cifar100?|tiny_imagenet)",
         "Fibottention trains with an effective batch of 64 on four GPUs (section 4.1), not with 64 on each.",

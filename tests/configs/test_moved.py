@@ -78,9 +78,10 @@ def as_before(found, kind, name):
     for change in changes_of(name):
         found, changed = copy.deepcopy(found), found
         if kind in COMPARISONS:
-            rows = dict(found[0])
+            firsts = {f"first {number}": config for number, config in enumerate(found[2])}
+            rows = {**dict(found[0]), **firsts}
             change.undo(rows)
-            found[0] = [[row, config] for row, config in rows.items()]
+            found[0] = [[row, config] for row, config in rows.items() if row not in firsts]
         else:
             change.undo({name.partition("#")[2]: found})
         assert found != changed, f"not in {name}: {change.reason}"

@@ -1,10 +1,11 @@
-"""Epochs and images a step of the papers' recipes, on as many GPUs as the papers have."""
+"""Epochs and images a step of the papers' recipes, on as many GPUs as the papers have, and what they train on."""
 
 import re
 
 import pytest
 
-from tasks.classification.config import load_config
+from tasks.classification.config import SECTIONS, load_config
+from tasks.common.config import read_layers
 from tests.configs import shipped
 
 FIBOTTENTION = [
@@ -39,3 +40,37 @@ def test_fibottention_has_100_epochs_and_64_images_a_step(name):
 def test_violin_and_what_sparsifiner_starts_from_have_deits_recipe(name):
     """300 epochs and 1024 images on 8 GPUs (Touvron et al. 2021, Table 9)."""
     assert epochs_and_images(name, 8) == (300, 1024)
+
+
+# Cells of the papers' tables and what they start from. Small ones compare settings; the sweeps of VTAB-1K have a final
+# stage of their own, and robots are judged in the simulator.
+TABLES = [
+    cell
+    for file in shipped.files("experiments")
+    if (name := f"experiments/{file.name}") not in (*shipped.ROBOTICS, *shipped.SWEEPS)
+    for cell in shipped.cells(name)
+]
+STARTS = [*shipped.cells("classification/imagenet.yaml"), *shipped.cells("classification/sparsifiner.yaml")]
+STARTS += ["classification/deit_tiny_384.yaml"]
+
+
+@pytest.mark.parametrize("name", [*TABLES, *STARTS])
+def test_papers_rows_train_on_all_training_images_and_their_last_epoch_counts(name):
+    cell = read_layers(shipped.path(name), SECTIONS, ("first", "seeds", "variants"))
+    changed = cell.get("variants") or {}
+    mark = "-" if "#" in name else "#"
+    own = [read_layers(shipped.path(f"{name}{mark}{row}"), SECTIONS) for row in changed if "base" in changed[row]]
+    for layers in (cell, *own):
+        stage, trainer = layers["data"].get("stage"), layers["trainer"]
+        chooses = trainer.get("load_best_model_at_end", True), trainer.get("eval_strategy", "epoch") != "no"
+        if "small" in name and not name.startswith("classification"):
+            assert stage is None
+        else:
+            assert stage == "final" and chooses == (False, False)
+    assert not any(
+        {"stage", "eval_strategy"} & {*row.get("data", {}), *row.get("trainer", {})} for row in changed.values()
+    )
+
+
+def test_there_are_rows_of_both_kinds():
+    assert len(TABLES) > 40 and 10 < sum("small" in name for name in TABLES) < len(TABLES) / 2

@@ -33,8 +33,8 @@ from tasks.common.compare import (
     refuse_owned,
     variant_configs,
 )
-from tasks.common.config import SWEEP, apply_overrides, check_known, check_name, config_name, read_layers
-from tasks.common.images.vtab_tasks import FINAL, SELECTION, TASKS
+from tasks.common.config import FINAL, SWEEP, apply_overrides, check_known, check_name, config_name, read_layers
+from tasks.common.images.vtab_tasks import SELECTION, TASKS
 
 _OWNER = "the sweep's to choose"
 OWNED = {

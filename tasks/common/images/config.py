@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_sparseprior.checks import check_boolean, check_integer
-from tasks.common.images.vtab_tasks import FINAL, STAGES, TASKS
+from tasks.common.config import FINAL
+from tasks.common.images.vtab_tasks import STAGES, TASKS
 
 SOURCES = (
     "digits",

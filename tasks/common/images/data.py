@@ -13,10 +13,10 @@ from tqdm.auto import tqdm
 
 from hf_sparseprior.training import Draw, LabelMaps
 from hf_sparseprior.training.token_labels import WHOLE
+from tasks.common.config import FINAL
 from tasks.common.images.augmentation import Augmentation
 from tasks.common.images.config import EXIF, DataConfig
 from tasks.common.images.sources import READERS, SPLITS, ImageData, Images, balanced_subset, drop_corrupt
-from tasks.common.images.vtab_tasks import FINAL
 
 CACHE_LIMIT = 1 << 30
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tasks.common.config import FINAL
+
 GROUPS = ("Natural", "Specialized", "Structured")
 
 
@@ -49,7 +51,7 @@ TASKS = {
     )
 }
 
-SELECTION, FINAL = "selection", "final"
+SELECTION = "selection"
 # Which list of images is which split. Selection looks at no test image. The final stage trains on its validation images
 # too, so nothing may be chosen by them.
 STAGES = {

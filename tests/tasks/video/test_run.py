@@ -207,6 +207,24 @@ def test_csv_lists_and_long_videos(videos, tmp_path):
         load_data(config)
 
 
+@pytest.mark.parametrize("source", ["folder", "csv"])
+def test_the_final_stage_trains_on_all_that_is_not_test(source, videos, tmp_path):
+    lists = {}
+    if source == "csv":
+        lists = {"lists": str(tmp_path)}
+        for split in SPLITS:
+            lines = [f"{file.relative_to(videos)},{file.parent.name}" for file in sorted(videos.glob(f"{split}/*/*"))]
+            (tmp_path / f"{split}.csv").write_text("\n".join(["path,label", *lines]))
+    read = load_data(DataConfig(source=source, path=str(videos), stage="final", **lists)).splits
+    files = {split: sorted(videos.glob(f"{split}/*/*")) for split in SPLITS}
+    assert read["train"].paths == files["train"] + files["validation"]
+    assert read["validation"].paths == files["validation"] and read["test"].paths == files["test"]
+    for found in read.values():
+        assert [("left", "right")[label] for label in found.labels] == [path.parent.name for path in found.paths]
+    with pytest.raises(ValueError, match=r"data\.stage='selection' must be final or null"):
+        DataConfig(source="folder", path=str(videos), stage="selection")
+
+
 def test_augmentation_acts_on_all_frames_alike_and_repeats(videos):
     from hf_sparseprior.training import Draw
 
