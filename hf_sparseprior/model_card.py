@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 from .families import FAMILIES
+from .files import write_bytes
 from .image_processor import takes_clips
 
 CARD = "README.md"
@@ -63,6 +65,30 @@ def model_card(config: Any, results: dict[str, Any] | None = None, license_name:
         "",
     ]
     return "\n".join(lines)
+
+
+def add_requirement(folder: Path, what: str, loading: str) -> None:
+    """Say in a folder's README.md that what is saved there needs this package, unless it says so already.
+
+    Args:
+        what: the subject of the sentence. loading: lines of Python.
+    """
+    card = folder / CARD
+    text = card.read_text(encoding="utf-8", errors="surrogateescape") if card.is_file() else ""
+    if "import hf_sparseprior" in text:
+        return
+    lines = [
+        *(["", ""] if text else ["---", "library_name: transformers", "---", ""]),
+        "# hf_sparseprior",
+        "",
+        f"{what} needs the Python package hf_sparseprior, which is imported before it is loaded:",
+        "",
+        "```python",
+        loading,
+        "```",
+        "",
+    ]
+    write_bytes(card, (text + "\n".join(lines)).encode(errors="surrogateescape"))
 
 
 def _without_folders(text: Any) -> str:

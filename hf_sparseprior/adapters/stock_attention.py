@@ -20,8 +20,11 @@ from hf_sparseprior.attention import PriorAttention
 from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.resolved import ResolvedPrior
 
-IMPLEMENTATION = "sparse_prior"  # the name in `AttentionInterface`, and in config.json of models saved with a prior
-OLD_IMPLEMENTATIONS = ("fibottention", "violin")  # what older folders say, whatever support or decay they have
+# The name in `AttentionInterface`, and in config.json of models saved with a prior. Where this package is missing,
+# transformers refuses the name in words that quote it, so it is the package's.
+IMPLEMENTATION = "hf_sparseprior"
+# What older folders say, whatever support or decay they have.
+OLD_IMPLEMENTATIONS = ("sparse_prior", "fibottention", "violin")
 PRIOR_MODULE = "sparse_prior"  # what an attention module calls the module that holds its prior
 MARKER = "needs_hf_sparseprior"  # a buffer that is reported when a model with a prior is loaded without it
 RECORD = "sparse_prior"  # the field of config.json that says which prior a saved model has

@@ -7,7 +7,7 @@ happens:
 
     folder                             loaded                        result
     any saved with a prior             after the import              the prior is back, whatever `attn_implementation`
-    the same                           without the package           transformers refuses the unknown attention
+    the same                           without the package           transformers refuses the attention hf_sparseprior
     the same, attn_implementation=...  without the package           a warning, and a report of unexpected weights
     the same, config=... of one's own  by from_pretrained            a report of unexpected weights
                                        by from_pretrained below      ValueError
@@ -43,12 +43,13 @@ from hf_sparseprior.adapters.stock_attention import (
     RECORD,
     stock_priors,
 )
-from hf_sparseprior.adapters.stock_saving import LOADER, SCALARS_FILE, scalars_of
+from hf_sparseprior.adapters.stock_saving import LOADER, OLD_LOADER, SCALARS_FILE, scalars_of
 
 LOCATION_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
 @register_quantization_config(LOADER)
+@register_quantization_config(OLD_LOADER)
 @dataclass
 class PriorLoaderConfig(QuantizationConfigMixin):
     """The `quantization_config` of a folder with a prior; the prior itself is in the config's `sparse_prior`."""
@@ -58,6 +59,7 @@ class PriorLoaderConfig(QuantizationConfigMixin):
 
 
 @register_quantizer(LOADER)
+@register_quantizer(OLD_LOADER)
 class PriorLoader(HfQuantizer):
     """Puts the prior back after the weights of a stock model are loaded."""
 
@@ -222,7 +224,7 @@ def _saved_record(source: str | os.PathLike, **location: Any) -> dict[str, Any] 
 
 def _is_ours(quantization_config: Any) -> bool:
     if isinstance(quantization_config, dict):
-        return quantization_config.get("quant_method") == LOADER
+        return quantization_config.get("quant_method") in (LOADER, OLD_LOADER)
     return isinstance(quantization_config, PriorLoaderConfig)
 
 

@@ -4,9 +4,10 @@ config.json                the stock model's, with the prior (`sparse_prior`), o
                            the loader that puts the prior back (`quantization_config`, see `stock_loading`)
 model.safetensors          the stock weights, and a marker in each layer that a load without the prior reports
 sparse_prior.safetensors   the prior's learned scalars
+README.md                  that the folder needs this package
 
-transformers' `save_pretrained` of a model without a prior, over such a folder, leaves the last file behind. Only a
-config.json with `sparse_prior` makes anybody read it.
+transformers' `save_pretrained` of a model without a prior, over such a folder, leaves the last two files behind. Only a
+config.json with `sparse_prior` makes anybody read the scalars.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ from hf_sparseprior.adapters.stock_attention import (
     stock_priors,
 )
 from hf_sparseprior.files import write_bytes
+from hf_sparseprior.model_card import add_requirement
 
 SCALARS_FILE = "sparse_prior.safetensors"
 SAVED_MODULES = ("decay_bias", "predictor", "mixer", "relative_position")  # all else belongs to adapters
-LOADER = "sparse_prior"  # `quant_method` of the quantizer in `stock_loading`
+# `quant_method` of the quantizer in `stock_loading`, and what older folders call it.
+LOADER, OLD_LOADER = "hf_sparseprior", "sparse_prior"
 
 
 def save_with_prior(
@@ -74,8 +77,18 @@ def save_with_prior(
         os.makedirs(save_directory, exist_ok=True)
         scalars = {name: tensor.contiguous() for name, tensor in scalars_of(model, state_dict).items()}
         write_bytes(Path(save_directory) / SCALARS_FILE, save(scalars, {"format": "pt"}))
+        name, module = type(model).__name__, type(model).__module__
+        source = "transformers" if module.startswith("transformers.") else module
+        add_requirement(Path(save_directory), f"This {name}", _LOADING.format(name, source))
     with _recorded(model):
         return save_stock()
+
+
+_LOADING = """\
+import hf_sparseprior
+from {1} import {0}
+
+model = {0}.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL")"""
 
 
 def bind_saving(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ import json
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +34,7 @@ from hf_sparseprior.adapters.stock_attention import Applied
 from hf_sparseprior.adapters.stock_encoder import find_encoder
 from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
 from hf_sparseprior.decay import DECAYS, Decay, make_decay, resolve_decay
+from hf_sparseprior.model_card import add_requirement
 from hf_sparseprior.prior import is_prior_weight, parse_prior
 from hf_sparseprior.resolved import ResolvedDecay
 
@@ -41,11 +43,17 @@ PEFT_ROOT = "base_model.model."  # what a PeftModel puts before the names of its
 
 
 class AdapterType(str, enum.Enum):  # noqa: UP042, peft's own types are of this kind
-    """Values of `peft_type` that peft does not have."""
+    """Values of `peft_type` that peft does not have. Where this package is missing, peft's KeyError quotes them."""
 
-    VIOLIN = "VIOLIN"
-    LORA_VIOLIN = "LORA_VIOLIN"
+    VIOLIN = "HF_SPARSEPRIOR_VIOLIN"
+    LORA_VIOLIN = "HF_SPARSEPRIOR_LORA_VIOLIN"
 
+
+_LOADING = """\
+import hf_sparseprior
+import peft
+
+model = peft.PeftModel.from_pretrained(base_model, "PATH_OR_NAME_OF_THIS_ADAPTER")"""
 
 # ---- configs --------------------------------------------------------------------------------------------------------
 
@@ -80,6 +88,11 @@ class _DecayFields:
         self.peft_type = self.adapter_type
         self.decay = _resolve_adapter_decay(self.decay)
         _check_layers(self.decay_layers)
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """As in peft, and README.md says which package the adapter needs."""
+        super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
+        add_requirement(Path(save_directory), "This adapter", _LOADING)
 
 
 @dataclass
@@ -454,4 +467,7 @@ PEFT_TYPE_TO_TUNER_MAPPING[AdapterType.VIOLIN] = ViolinModel
 PEFT_TYPE_TO_PREFIX_MAPPING[AdapterType.VIOLIN] = ViolinModel.prefix
 # No prefix: `load_adapter` of transformers then looks for the names of every method, and here there are two.
 PEFT_TYPE_TO_CONFIG_MAPPING[AdapterType.LORA_VIOLIN] = LoraViolinConfig
+# What folders of earlier versions call them. Their configs say the new names once they are made.
+PEFT_TYPE_TO_CONFIG_MAPPING["VIOLIN"] = ViolinAdapterConfig
+PEFT_TYPE_TO_CONFIG_MAPPING["LORA_VIOLIN"] = LoraViolinConfig
 PEFT_TYPE_TO_TUNER_MAPPING[AdapterType.LORA_VIOLIN] = LoraViolinModel

@@ -129,13 +129,25 @@ def test_a_config_of_ones_own_does_not_drop_the_prior(tmp_path):
 def test_our_attention_on_a_model_without_a_prior_is_refused(tmp_path):
     plain = STOCK["vit"].build()
     plain.save_pretrained(tmp_path)
-    for name in ("sparse_prior", "fibottention", "violin"):
+    for name in ("hf_sparseprior", "sparse_prior", "fibottention", "violin"):
         model = ViTModel.from_pretrained(tmp_path, attn_implementation=name)
         with pytest.raises(RuntimeError, match="apply_prior"):
             output(model, "vit")
-    plain.set_attn_implementation("sparse_prior")
+    plain.set_attn_implementation("hf_sparseprior")
     with pytest.raises(RuntimeError, match="apply_prior"):
         output(plain, "vit")
+
+
+def test_earlier_names_of_the_attention_and_the_loader_are_read(tmp_path):
+    model = sp.apply_prior(STOCK["vit"].build(), "violin")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    names = {"attn_implementation": "sparse_prior", "quantization_config": {"quant_method": "sparse_prior"}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **names}))
+    loaded = ViTModel.from_pretrained(tmp_path)
+    assert torch.equal(output(loaded, "vit"), output(model, "vit"))
+    loaded.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == config
 
 
 def test_a_loaded_model_is_an_ordinary_one(tmp_path):
@@ -242,11 +254,11 @@ def test_after_the_import_a_folder_brings_its_prior(folder, model_class, outcome
 @cases
 def test_without_the_package_a_folder_does_not_load_unnoticed(folder, model_class, outcomes):
     results, logged = outcomes["without"]
-    assert "sparse_prior" in results[f"new {folder} {model_class} as saved"]["refused"]
+    assert 'attn_implementation="hf_sparseprior"' in results[f"new {folder} {model_class} as saved"]["refused"]
     for way in ("eager", "sdpa", "own config"):
         found = results[f"new {folder} {model_class} {way}"]
         assert found["difference"] > WITHOUT and any(MARKER in key for key in found["unexpected"]), way
-    assert "Unknown quantization type, got sparse_prior" in logged and MARKER in logged
+    assert "Unknown quantization type, got hf_sparseprior" in logged and MARKER in logged
 
 
 @cases

@@ -195,9 +195,27 @@ def test_saving_leaves_the_config_as_it_was_and_the_folder_says_what_is_in_it(tm
     written = {**model.config.__dict__, "dtype": before["dtype"], "architectures": before["architectures"]}
     assert written == before
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["attn_implementation"] == "sparse_prior"
-    assert config["quantization_config"] == {"quant_method": "sparse_prior"}
+    # transformers quotes both where the package is missing.
+    assert config["attn_implementation"] == "hf_sparseprior"
+    assert config["quantization_config"] == {"quant_method": "hf_sparseprior"}
     assert config["sparse_prior"]["prior"]["support"]["name"] == "bigbird"
+
+
+def test_the_readme_says_once_that_the_folder_needs_the_package(tmp_path):
+    model = sp.apply_prior(STOCK["vit"].build(), "violin")
+    model.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n---\n")
+    assert "needs the Python package hf_sparseprior" in card
+    script = card.partition("```python\n")[2].partition("```")[0].replace("PATH_OR_NAME_OF_THIS_MODEL", str(tmp_path))
+    exec(script, loaded := {})
+    assert torch.equal(output(loaded["model"], "vit"), output(model, "vit"))
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == card
+    own = b"# My model, \xff in no encoding"
+    (tmp_path / "README.md").write_bytes(own)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_bytes().startswith(own + b"\n\n# hf_sparseprior\n")
 
 
 def test_a_quantized_model_keeps_its_own_quantization_config(tmp_path):

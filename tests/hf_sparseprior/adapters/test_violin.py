@@ -264,6 +264,29 @@ def test_a_new_process_needs_the_import_alone(script, tmp_path):
 
 
 @pytest.mark.parametrize("make_config", [CONFIGS["violin"], CONFIGS["lora"]], ids=["violin", "lora"])
+def test_where_the_package_is_missing_the_error_and_the_folder_name_it(make_config, tmp_path, monkeypatch):
+    model = peft.get_peft_model(build("vit"), make_config())
+    move(model)
+    model.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert card.count("needs the Python package hf_sparseprior") == 1 and card.count("library_name: peft") == 1
+    script = (
+        card.rpartition("```python\n")[2].partition("```")[0].replace("PATH_OR_NAME_OF_THIS_ADAPTER", str(tmp_path))
+    )
+    exec(script, loaded := {"base_model": build("vit")})
+    assert torch.equal(output(loaded["model"]), output(model))
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text().count("hf_sparseprior, which") == 1
+    # Without the package, none of these entries is there.
+    for kind in ("VIOLIN", "LORA_VIOLIN", *violin.AdapterType):
+        monkeypatch.delitem(violin.PEFT_TYPE_TO_CONFIG_MAPPING, kind)
+    for load in (lambda: peft.PeftModel.from_pretrained(build("vit"), tmp_path), lambda: build("vit").load_adapter(
+        str(tmp_path))):  # fmt: skip
+        with pytest.raises(KeyError, match="HF_SPARSEPRIOR_"):
+            load()
+
+
+@pytest.mark.parametrize("make_config", [CONFIGS["violin"], CONFIGS["lora"]], ids=["violin", "lora"])
 def test_adapters_of_transformers_itself(make_config, tmp_path):
     model = peft.get_peft_model(build("vit"), make_config())
     move(model)
@@ -492,7 +515,11 @@ def test_a_saved_config_has_every_setting(tmp_path):
         "learn_prefix": False,
     }
     assert saved["base_prior"]["support"]["name"] == "dense" and saved["base_prior"]["extras"] == []
-    assert saved["peft_type"] == "VIOLIN" and saved["decay_heads"] == [4, 4, 4] and config.decay_heads is None
+    assert (
+        saved["peft_type"] == "HF_SPARSEPRIOR_VIOLIN"
+        and saved["decay_heads"] == [4, 4, 4]
+        and config.decay_heads is None
+    )
 
 
 def test_lora_configs_take_a_decay():
