@@ -94,7 +94,9 @@ class _Running:
         now = time.monotonic()
         if self.first is not None and self.first[1] < self.share < 1:
             return (1 - self.share) * (now - self.first[0]) / (self.share - self.first[1])
-        return None if expected is None else max(0.0, expected - (now - self.started))
+        if expected is None:
+            return 0.0 if self.share == 1 else None  # after its last step only the test is left
+        return max(0.0, expected - (now - self.started))
 
 
 class Queue:

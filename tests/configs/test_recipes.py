@@ -13,7 +13,7 @@ FIBOTTENTION = [
 ]
 FIBOTTENTION += [name for part in "abc" for name in shipped.runs(f"experiments/fib_figure5{part}.yaml")]
 FIBOTTENTION += shipped.runs("experiments/fib_tables_2_3.yaml")
-FIBOTTENTION = [name for name in FIBOTTENTION if "#small" not in name]
+FIBOTTENTION = [name for name in FIBOTTENTION if "#small" not in name and "#paired" not in name]
 DEIT = [name for table in (12, 13, 14, 15, 16, 26, 27) for name in shipped.runs(f"experiments/vio_table{table}.yaml")]
 DEIT += ["classification/imagenet.yaml#vit_small", "classification/imagenet.yaml#vit_small_violin"]
 DEIT += [f"experiments/sparsifiner_table1.yaml#full-evit_{rate}" for rate in (0.5, 0.7)]

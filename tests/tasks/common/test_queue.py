@@ -212,6 +212,7 @@ def test_a_running_run_is_judged_by_its_own_speed():
     # With no finished run this is how long others take too: 25 s and the 80.
     assert left(1, {}, [one], ["b0"]) == pytest.approx(80 + 105, abs=0.1)
     assert running("a1", 90, (80, 0.1), 1.0).seconds_left(100) == pytest.approx(10, abs=0.1)  # the test is left
+    assert running("a1", 90, (80, 0.1), 1.0).seconds_left(None) == 0
     assert running("a1", 5).seconds_left(None) is None
 
 
