@@ -1,6 +1,9 @@
 """The README stays true: names, files and commands that it mentions exist."""
 
+import json
 import re
+import statistics
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,3 +47,103 @@ def test_make_targets_exist():
 
 def test_the_preset_of_the_example_exists():
     assert re.search(r'from_preset\(\s*"(\w+)"', README).group(1) in PRESETS
+
+
+# ---- measured numbers -----------------------------------------------------------------------------------------------
+
+READMES = (ROOT / "README.md", *ROOT.glob("tasks/*/README.md"), *ROOT.glob("tasks/*/*/README.md"))
+RESULTS = tuple(ROOT.glob("tasks/*/RESULTS.md"))
+SPREAD = re.compile(r"(-?\d+(?:\.\d+)?) ± (\d+(?:\.\d+)?)")
+MEASURED = re.compile(r"\b(seconds|ms|s a run|times faster|GiB|MB|images a second)\b")  # in the first line of a table
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+def sections(page: Path) -> Iterator[str]:
+    """The parts of a page from one heading to the next."""
+    return iter(re.split(r"^#+ ", page.read_text(), flags=re.MULTILINE))
+
+
+def linked_records(page: Path, section: str) -> list[Path]:
+    """The records that a section links to: RESULTS.md files and tables of runs."""
+    links = (page.parent / link for link in re.findall(r"\]\(([^)#]+)\)", section))
+    return [link.resolve() for link in links if link.name in ("RESULTS.md", "table.md") and link.is_file()]
+
+
+def tables(section: str) -> Iterator[list[str]]:
+    """The Markdown tables of a section, line by line, without the line below the first."""
+    for block in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
+        first, _, *rows = block.splitlines()
+        yield [first, *rows]
+
+
+def strays(page: Path, section: str) -> list[str]:
+    """Measured numbers of a section that no record has: spreads anywhere, and whole rows of tables of measurements.
+
+    A row is in a record if all of its numbers are in one line there.
+    """
+    lines = [line for record in linked_records(page, section) for line in record.read_text().splitlines()]
+    known = [match for line in lines for match in SPREAD.findall(line)]
+    found = []
+    for spread in SPREAD.findall(section):
+        digits = [len(number.partition(".")[2]) for number in spread]
+        rounded = {tuple(f"{float(n):.{d}f}" for n, d in zip(pair, digits, strict=True)) for pair in known}
+        if spread not in rounded:
+            found.append(" ± ".join(spread))
+    for first, *rows in tables(section):
+        if MEASURED.search(first) or any("±" in row for row in rows):
+            numbers = ([NUMBER.findall(row), row] for row in rows)
+            found += [row for wanted, row in numbers if not any({*wanted} <= {*NUMBER.findall(line)} for line in lines)]
+    return found
+
+
+@pytest.mark.parametrize("page", READMES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_measured_numbers_are_those_of_a_record_that_is_linked_next_to_them(page):
+    assert [stray for section in sections(page) for stray in strays(page, section)] == []
+
+
+def test_a_number_that_is_changed_on_one_side_is_found():
+    help_, speed = (
+        next(section for section in sections(ROOT / "README.md") if section.startswith(heading))
+        for heading in ("Do the priors help?", "How fast")
+    )
+    for section, changed in ((help_, help_.replace("± 0", "± 1", 1)), (speed, speed.replace("| 125 |", "| 126 |"))):
+        assert strays(ROOT / "README.md", section) == [] and section != changed
+        assert strays(ROOT / "README.md", changed) != []
+
+
+FOLDERS = sorted(path.parent for path in ROOT.glob("tasks/*/results/*/table.md"))
+
+
+def accuracies(folder: Path) -> dict[str, tuple[float, float]]:
+    """Mean and spread of every row of a folder of records, from what its runs say."""
+    runs: dict[str, list[float]] = {}
+    for file in sorted(folder.glob("*/seed*.json")):
+        runs.setdefault(file.parent.name, []).append(100 * json.loads(file.read_text())["metrics"]["test_accuracy"])
+    return {row: (statistics.mean(values), statistics.stdev(values)) for row, values in runs.items()}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_tables_of_records_are_those_of_their_runs(folder):
+    rows = [line.split(" | ")[:2] for line in (folder / "table.md").read_text().splitlines() if SPREAD.search(line)]
+    shown = {name.removeprefix("| "): SPREAD.search(cell).groups() for name, cell in rows}
+    assert {name: tuple(map(float, pair)) for name, pair in shown.items()} == {
+        name: pytest.approx(pair, abs=0.0051) for name, pair in accuracies(folder).items()
+    }
+
+
+@pytest.mark.parametrize("page", RESULTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_accuracies_of_results_pages_are_those_of_runs(page):
+    """Columns of test accuracies; each is a row of some folder of records."""
+    known = {f"{mean:.2f} ± {std:.2f}" for folder in FOLDERS for mean, std in accuracies(folder).values()}
+    for section in sections(page):
+        for first, *rows in tables(section):
+            for column, name in enumerate(first.split("|")):
+                if name.strip().startswith("test accuracy"):
+                    cells = [row.split("|")[column].strip() for row in rows]
+                    assert [cell for cell in cells if cell not in known] == []
+
+
+def test_there_are_records_and_pages_that_show_them():
+    assert len(FOLDERS) >= 6 and len(RESULTS) == 2 and len(READMES) >= 8
+    shown = [section for page in READMES for section in sections(page) if linked_records(page, section)]
+    assert sum(bool(SPREAD.search(section)) for section in shown) >= 1
