@@ -18,7 +18,7 @@ from tasks.common import run_folder
 from tasks.common.mm import train
 
 def built(config):
-    print(os.environ["RANK"], config.get("load_from"), flush=True)
+    print(f'{os.environ["RANK"]} {config.get("load_from")}\\n', end="", flush=True)  # in one write
     if os.environ["RANK"] == "0":
         os.wait()
     os._exit(0)
