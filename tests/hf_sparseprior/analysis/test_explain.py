@@ -61,6 +61,8 @@ def test_settings_reach_the_support(capsys):
         (["fibottention", "--layer", "-1"], "--layer=-1 must be an integer of 0 or more"),
         (["fibottention", "--head-dim", "0"], "--head-dim=0 must be an integer of 1 or more"),
         (["fibottention", "--heads", "0"], "--heads=0 must be an integer of 1 or more"),
+        (["fibottention", "--heads", "1000000"], "--heads=1000000 must be at most 256; the environment variable"),
+        (["fibottention", "--grid", "99999x99999"], "--grid: grid=[99999, 99999] has 9999800001 patches"),
     ],
 )
 def test_bad_arguments_give_one_line(arguments, message, capsys):
