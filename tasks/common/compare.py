@@ -61,8 +61,9 @@ from tasks.common.environment import command_line
 from tasks.common.hf_run import HFTask, run, task_module
 from tasks.common.processes import started
 from tasks.common.queue import Job, Queue, RunsFailed
-from tasks.common.results import read_results, write_results
+from tasks.common.results import check_results, read_results, write_results
 from tasks.common.run_folder import (
+    RESULTS,
     RUN_CONFIG,
     check_place,
     config_differences,
@@ -76,6 +77,7 @@ RECORDED = (
     *("metrics", "prior", "prior_settings", "pruning_ratio", "max_decay_change", "parameters", "seed", "steps"),
     *("seconds", "seconds_per_step", "data_wait", "data", "versions", "hardware", "config"),
 )
+SHOWN = ("metrics", "config", "parameters", "pruning_ratio", "seconds", "seconds_per_step")
 # The same for what runs before the `tuning` section did not have.
 RECORDED_LATER = (
     *("method", "trainable_parameters", "adapter_bytes", "pretrained_sha256", "decay_change_at_start"),
@@ -289,7 +291,8 @@ def do_run(
     task: HFTask, config: Config, file: Path | None, command: str | None, callbacks: Sequence[TrainerCallback] = ()
 ) -> dict[str, Any]:
     """Do a run and write its record, if it has a file for one. Returns the record."""
-    record = record_of(run(task, config, command=command, callbacks=callbacks))
+    results = run(task, config, command=command, callbacks=callbacks)
+    record = record_of(results, Path(config["trainer"]["output_dir"]) / RESULTS)
     if file is not None and PartialState().is_main_process:
         write_results(file, record)
     return record
@@ -434,9 +437,20 @@ def check_folder(config: Config, way_out: str = "remove it or choose another --o
         raise ValueError(f"{out} is of another configuration ({different}); {way_out}")
 
 
-def record_of(results: dict[str, Any]) -> dict[str, Any]:
-    """What a record keeps of a run's results."""
+def record_of(results: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What a record keeps of a run's results; ValueError if they lack it. `path`: of the results, for errors."""
+    check_record(path, results)
     return {key: results[key] for key in (*RECORDED, *RECORDED_LATER) if key in RECORDED or key in results}
+
+
+def check_record(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise ValueError unless this is all that a table shows."""
+    if missing := [key for key in RECORDED if key not in content]:
+        raise ValueError(f"{path} is not a whole record, it lacks {', '.join(missing)}; remove it")
+    check_results(path, content, SHOWN)
+    accuracy = content["metrics"].get("test_accuracy")
+    if accuracy is None:
+        raise ValueError(f"{path} is not a whole record, it lacks metrics.test_accuracy; remove it")
 
 
 def read_record(path: Path, config: Config) -> dict[str, Any] | None:
@@ -445,11 +459,9 @@ def read_record(path: Path, config: Config) -> dict[str, Any] | None:
         return None
     try:
         record = read_results(path)
-        missing = [key for key in RECORDED if key not in record]
     except (ValueError, TypeError):
-        missing = ["its end"]
-    if missing:
-        raise ValueError(f"{path} is not a whole record, it lacks {', '.join(missing)}; remove it")
+        raise ValueError(f"{path} is not a whole record, it lacks its end; remove it") from None
+    check_record(path, record)
     if differences := config_differences(record["config"], config):
         raise ValueError(
             f"{path} is of another configuration ({'; '.join(differences)}); remove it or choose another --records"

@@ -204,7 +204,7 @@ def run(
     if not (folder := config["trainer"].get("output_dir")):
         raise ValueError("trainer.output_dir is missing; give a folder for this run")
     out = Path(folder)
-    if finished := finished_results(out, config, overwrite):
+    if finished := finished_results(out, config, overwrite, needed=("metrics", "parameters", "data_wait")):
         return finished
     arguments = trainer_arguments(config["trainer"])
     if config["data"].get("stage") == FINAL and arguments.load_best_model_at_end:
@@ -444,7 +444,7 @@ def print_results(results: dict[str, Any], out: str) -> None:
     if (trained := results.get("trainable_parameters", results["parameters"])) != results["parameters"]:
         print(f"{trained} parameters trained of {results['parameters']}")
     print(f"waiting for data: {100 * results['data_wait']:.1f} % of the training time")
-    if results["max_decay_change"] is not None:
+    if results.get("max_decay_change") is not None:
         print(f"max |M - 1| of the learned decay: {results['max_decay_change']:.4f}")
     pictures = " ".join(f"{out}/{name}" for name in results.get("pictures", ("curves.png", "confusion.png")))
     print(f"results: {out}/{RESULTS}, pictures: {pictures}, model: {out}/{MODEL}")

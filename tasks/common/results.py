@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,48 @@ def read_results(path: str | os.PathLike) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged (it holds {content!r:.40}); remove it")
     return content
+
+
+def check_results(path: str | os.PathLike, content: Mapping[str, Any], needed: Iterable[str]) -> None:
+    """Raise ValueError unless results have these parts, and every part that `FORMS` knows has its form.
+
+    Args:
+        path: of the file, for errors.
+        content: as `read_results` returns it.
+        needed: keys that must be there and not be null.
+    """
+    for key in needed:
+        if content.get(key) is None:
+            raise ValueError(f"{path} is damaged (it has no {key!r}); remove it")
+    for key, (allowed, is_good) in FORMS.items():
+        value = content.get(key)
+        if value is not None and not is_good(value):
+            raise ValueError(f"{path} is damaged ({key}={value!r:.60} must be {allowed}); remove it")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _are_metrics(value: Any) -> bool:
+    return isinstance(value, dict) and all(part is None or _is_number(part) for part in value.values())
+
+
+_METRICS = ("a map of names to numbers or null", _are_metrics)
+_MAP = ("a map", lambda value: isinstance(value, dict))
+_COUNT = ("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
+_NUMBER = ("a number", _is_number)
+# What is allowed, in words, and whether a value is that.
+FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "metrics": _METRICS,
+    "config": _MAP,
+    "baseline": _MAP,
+    "history": ("a list of maps", lambda value: isinstance(value, list) and all(isinstance(e, dict) for e in value)),
+    **dict.fromkeys(("parameters", "trainable_parameters", "seed", "steps", "processes", "adapter_bytes"), _COUNT),
+    **dict.fromkeys(("seconds", "seconds_per_step", "data_wait", "pruning_ratio", "max_decay_change"), _NUMBER),
+    "attention_flops": _NUMBER,
+    "pictures": ("a list of names", lambda value: isinstance(value, list) and all(isinstance(e, str) for e in value)),
+}
 
 
 def trainer_history(log: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

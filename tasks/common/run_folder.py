@@ -25,7 +25,7 @@ from tasks.common.command import first_line
 from tasks.common.config import config_name
 from tasks.common.locks import NoLocks, holder, locked
 from tasks.common.processes import check_joined
-from tasks.common.results import finite_or_null, read_results
+from tasks.common.results import check_results, finite_or_null, read_results
 from tasks.common.upgrade import nested_names, upgraded_config
 
 RUN_CONFIG = "run_config.json"
@@ -66,7 +66,12 @@ def evaluation_folder(model: Path) -> Path:
 
 
 def finished_results(
-    out: Path, config: dict[str, Any], overwrite: bool, field: str = "trainer.output_dir", mine: bool = False
+    out: Path,
+    config: dict[str, Any],
+    overwrite: bool,
+    field: str = "trainer.output_dir",
+    mine: bool = False,
+    needed: Sequence[str] = ("metrics",),
 ) -> dict[str, Any] | None:
     """The results of this run, if it is done already.
 
@@ -76,16 +81,20 @@ def finished_results(
         overwrite: whether another run's folder may be thrown away.
         field: the setting by which the user chose the folder, for errors.
         mine: whether this process holds the folder's lock.
+        needed: parts of the results that the caller shows.
 
     Raises:
         InUse: if another process trains in the folder.
-        ValueError: if the folder belongs to another run or to something else, unless `overwrite`.
+        ValueError: if the results are damaged, or lack one of these parts; if the folder belongs to another run or to
+            something else, unless `overwrite`.
         OSError: if the run is not done and there can be no such folder.
     """
     claimed = (out / RUN_CONFIG).exists()
     differences = folder_differences(out, config) if claimed else []
     if claimed and not differences and (out / RESULTS).exists():
-        return read_results(out / RESULTS)
+        results = read_results(out / RESULTS)
+        check_results(out / RESULTS, results, needed)
+        return results
     if not mine and (user := holder(out / LOCK)):
         raise _in_use(out, field, user)
     if differences and not overwrite:

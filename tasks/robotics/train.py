@@ -58,7 +58,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
     """
     out = Path(check_config(config)[2].output_dir)
     identity = run_identity(config, out, overwrite)
-    if finished := finished_results(out, identity, overwrite):
+    if finished := finished_results(out, identity, overwrite, needed=("metrics", "steps", "seconds")):
         return finished
     demonstrations = open_demonstrations(config["data"]["path"])
     training, episodes = make_training(config, demonstrations)

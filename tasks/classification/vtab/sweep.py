@@ -38,7 +38,7 @@ from tasks.common.images.vtab_tasks import TASKS
 from tasks.common.locks import locked
 from tasks.common.processes import variables_set, visible_gpus
 from tasks.common.results import write_results
-from tasks.common.run_folder import default_output_dir
+from tasks.common.run_folder import RESULTS, default_output_dir
 
 WAIT_SECONDS = 2.0  # before looking again for a run that another process may have given up
 
@@ -144,7 +144,7 @@ def _do(run: Run, sweep: Sweep, records: Records, job: Job) -> None:
         results = train(config, command=job.command)
     test_images = sum(map(sum, results["confusion"]))
     record = {"task": run.task, "stage": run.stage, "point": sweep.points[run.point], "images_judged": test_images}
-    write_results(records.path(run), {**record, **record_of(results)})
+    write_results(records.path(run), {**record, **record_of(results, folder / RESULTS)})
     if not job.keep:
         shutil.rmtree(folder, ignore_errors=True)
     accuracy, seconds = records.accuracy(run), results["seconds"]

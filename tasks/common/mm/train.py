@@ -50,7 +50,7 @@ def run(task: Task, config: Config, overwrite: bool = False, command: str | None
         RunStopped: on SIGTERM, after a checkpoint was saved.
     """
     out, identity = Path(config.work_dir), run_identity(config)
-    if finished := finished_results(out, identity, overwrite, OUTPUT_DIR):
+    if finished := finished_results(out, identity, overwrite, OUTPUT_DIR, needed=("metrics", "baseline")):
         return finished
     check_data(config)
     new = not out.exists()

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import time
 import zipfile
@@ -68,8 +69,8 @@ def test_an_earlier_form_of_a_stored_configuration_is_the_same_run(tmp_path):
     claim(tmp_path / "run", flat)
     assert config_differences(flat, nested) == []
     assert stored_config(tmp_path / "run" / "model") == nested
-    (tmp_path / "run" / "results.json").write_text("{}")
-    assert finished_results(tmp_path / "run", nested, overwrite=False) == {}
+    (tmp_path / "run" / "results.json").write_text('{"metrics": {}}')
+    assert finished_results(tmp_path / "run", nested, overwrite=False) == {"metrics": {}}
     claim(tmp_path / "clips", {"data": {"motion": {"val": 6}}})
     assert finished_results(tmp_path / "clips", {"data": {"motion": {"validation": 6}}}, overwrite=False) is None
     with pytest.raises(ValueError, match=r"data\.motion\.validation: 6 there, 7 here"):
@@ -108,8 +109,9 @@ def test_a_folder_that_may_not_be_written_into_is_named_before_anything_runs(tmp
     claim(tmp_path, config)
     with pytest.raises(OSError, match="may not be written into"):
         finished_results(tmp_path, config, overwrite=False)
-    (tmp_path / "results.json").write_text('{"results_version": 2}')
-    assert finished_results(tmp_path, config, overwrite=False) == {"results_version": 2}
+    results = {"results_version": 2, "metrics": {}}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    assert finished_results(tmp_path, config, overwrite=False) == results
 
 
 def test_a_link_to_nowhere_is_no_folder(tmp_path):
@@ -164,7 +166,7 @@ def test_a_folder_that_was_taken_since_it_was_looked_at_is_not_taken_again(tmp_p
         pass
     with pytest.raises(ValueError, match=r"belongs to another run .*seed: 1 there, 2 here"):
         owned(tmp_path / "run", OTHER, lambda: None).__enter__()
-    (tmp_path / "run" / "results.json").write_text(json.dumps({"results_version": 2, "config": MINE}))
+    (tmp_path / "run" / "results.json").write_text(json.dumps({"results_version": 2, "config": MINE, "metrics": {}}))
     with pytest.raises(ValueError, match="was finished by another process meanwhile"):
         owned(tmp_path / "run", MINE, lambda: None).__enter__()
     with owned(tmp_path / "run", OTHER, lambda: None, overwrite=True):
@@ -183,11 +185,37 @@ def test_results_of_another_configuration_do_not_count_as_finished(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run_config.json"]
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"metrics": None}, "it has no 'metrics'"),
+        ({"metrics": [1]}, "metrics=[1] must be a map of names to numbers or null"),
+        ({"metrics": {"test_accuracy": "high"}}, "metrics={'test_accuracy': 'high'} must be a map"),
+        ({"seconds": None}, "it has no 'seconds'"),
+        ({"seconds": "long"}, "seconds='long' must be a number"),
+        ({"parameters": 0.5}, "parameters=0.5 must be an integer"),
+        ({"history": {"loss": 1}}, "history={'loss': 1} must be a list of maps"),
+    ],
+)
+def test_results_without_a_part_are_named_with_it(change, message, tmp_path):
+    """Commands that show a finished run looked up what is not there."""
+    claim(tmp_path, {"trainer": {"seed": 1}})
+    whole = {"results_version": 2, "metrics": {"test_accuracy": 0.5, "test_IoU": None}, "seconds": 3.5, "parameters": 7}
+
+    def finished(content):
+        (tmp_path / "results.json").write_text(json.dumps(content))
+        return finished_results(tmp_path, {"trainer": {"seed": 1}}, overwrite=False, needed=("metrics", "seconds"))
+
+    assert finished(whole) == whole
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/results\.json is damaged \({re.escape(message)}.*; remove it$"):
+        finished({**whole, **change})
+
+
 @pytest.mark.parametrize("load_from", [None, "run/iter_4.pth"], ids=["today", "earlier"])
 def test_results_of_mmengine_are_compared_by_their_nested_names(load_from, tmp_path):
     identity = {"config": {"optimizer": {"custom_keys": {"norm": {"decay": 0}}}, "load_from": None}}
     claim(tmp_path, identity)
-    results = {"results_version": 2, "resumed_from": "iter_4.pth"}
+    results = {"results_version": 2, "resumed_from": "iter_4.pth", "metrics": {}}
     results["config"] = {"optimizer": {"custom_keys": {"norm.decay": 0}}, "load_from": load_from}
     (tmp_path / "results.json").write_text(json.dumps(results))
     assert finished_results(tmp_path, identity, overwrite=False) == results
