@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from transformers import PretrainedConfig
+from transformers.utils import CONFIG_NAME
 
+from .files import read_json_object
 from .limits import check_size
 
 # Other libraries' names of some fields.
@@ -71,8 +75,8 @@ def check_key(config_class: type[PretrainedConfig], key: str) -> None:
     known = [field.name for field in fields(config_class)]
     own = [name for name in known if name not in common]
     near = [OTHER_NAMES[key]] if OTHER_NAMES.get(key) in own else difflib.get_close_matches(str(key), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    raise ValueError(f"{key!r} is no field of {config_class.__name__}{hint} Fields: {', '.join(own)}")
+    hint = f"; did you mean {near[0]!r}?" if near else f". Fields: {', '.join(own)}"
+    raise ValueError(f"{key!r} is no field of {config_class.__name__}{hint}")
 
 
 class ExactKeys:
@@ -93,8 +97,46 @@ class ExactKeys:
         super().__setattr__(key, value)
 
     @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; errors about config.json name it.
+
+        Raises:
+            OSError: if it is missing or no JSON object. ValueError: for a bad field.
+        """
+        kwargs["_source"] = pretrained_model_name_or_path  # for `from_dict`
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
+
+    @classmethod
+    def _dict_from_json_file(cls, json_file: str | os.PathLike) -> Any:
+        return cls._decode_special_floats(read_json_object(json_file))  # type: ignore[attr-defined]
+
+    @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers; keywords that are no fields are refused, unless `return_unused_kwargs` asks for them."""
+        """As in transformers; keywords that are no fields are refused, unless `return_unused_kwargs` asks for them.
+
+        Raises:
+            ValueError: for a bad field. It names config.json if that has the field, and if AutoConfig or
+                `from_pretrained` of this class say where it is.
+        """
+        source = kwargs.pop("_source", kwargs.get("name_or_path"))
+        try:
+            return cls._from_dict(config_dict, **kwargs)
+        except ValueError as error:
+            if source is None or cls._is_good(config_dict):
+                raise
+            raise ValueError(f"{config_file(source)}: {error}") from None
+
+    @classmethod
+    def _is_good(cls, config_dict: dict[str, Any]) -> bool:
+        """Whether a config can be made of these fields alone, so that keywords must be at fault."""
+        try:
+            cls._from_dict(config_dict)
+        except ValueError:
+            return False
+        return True
+
+    @classmethod
+    def _from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         if not isinstance(config_dict, dict):
             raise ValueError(f"a config must be an object of fields, not {shortened(config_dict)}")
         if not kwargs.get("return_unused_kwargs"):
@@ -104,6 +146,12 @@ class ExactKeys:
         if isinstance(labels := config_dict.get("id2label"), dict) and num_labels not in (None, len(labels)):
             config_dict.update(id2label=None, label2id=None)  # names of other classes
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
+
+
+def config_file(source: str | os.PathLike) -> str:
+    """config.json of what `from_pretrained` was given, a folder, a file or a name on the hub, as errors call it."""
+    path = Path(source)
+    return str(path) if path.is_file() else str(path / CONFIG_NAME)
 
 
 # ---- fields of every config ------------------------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers.utils import CONFIG_NAME
 
 
@@ -36,15 +36,40 @@ def check_source(source: Any, options: dict[str, Any]) -> None:
         raise OSError(f"{folder} holds no {CONFIG_NAME}")
 
 
-@contextmanager
-def load_errors_in_one_line(source: Any) -> Iterator[None]:
-    """Turn a damaged safetensors file into one error that names the folder."""
+def load_pretrained(load: Callable[..., Any], source: Any, *args: Any, **options: Any) -> Any:
+    """Call a `from_pretrained`; damaged files and weights of other shapes than config.json says become one line.
+
+    Args:
+        load: the `from_pretrained` of a class.
+        source: folder or name on the hub.
+        args, options: its further arguments.
+
+    Raises:
+        OSError: the message names the file, or the folder and a weight. Others as `load`.
+    """
     try:
-        yield
+        return load(source, *args, **options)
     except SafetensorError as error:
         raise OSError(
-            f"{source}: the safetensors checkpoint cannot be read, it is damaged or cut off ({error})"
+            f"{_damaged_file(source)}: the safetensors checkpoint cannot be read, it is damaged or cut off ({error})"
         ) from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        # transformers lists the weights in its log alone.
+        _, info = load(source, *args, **{**options, "ignore_mismatched_sizes": True, "output_loading_info": True})
+        check_whole(source, {**info, "missing_keys": []})
+        raise
+
+
+def _damaged_file(source: Any) -> Any:
+    """The first file of a folder that is no safetensors file; the source itself if it is no such folder."""
+    for file in sorted(Path(source).glob("*.safetensors")):
+        try:
+            safe_open(file, "pt")
+        except SafetensorError:
+            return file
+    return source
 
 
 @contextmanager

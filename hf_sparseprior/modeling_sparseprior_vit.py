@@ -27,7 +27,7 @@ from .decay import Decay
 from .extras import PriorModule, make_extras
 from .families import Family, register_family
 from .hub import complete_folder
-from .loading import check_source, load_errors_in_one_line, without_code
+from .loading import check_source, load_pretrained, without_code
 from .prior import pruning_of
 from .token_pruning import EViT, TokenPruning, Tokens
 
@@ -386,8 +386,7 @@ class SparsePriorViTPreTrainedModel(PreTrainedModel):
             raise ValueError("use_safetensors=False is refused: pickled checkpoints can run code, use safetensors")
         kwargs["use_safetensors"] = True
         check_source(pretrained_model_name_or_path, kwargs)
-        with load_errors_in_one_line(pretrained_model_name_or_path):
-            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        return load_pretrained(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
 
     @classmethod
     def _load_pretrained_model(

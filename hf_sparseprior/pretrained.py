@@ -6,7 +6,6 @@ and names what does not fit.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -20,9 +19,10 @@ from transformers import AutoModelForImageClassification
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from .families import FAMILIES, Family, family_of
-from .files import file_sha256
-from .loading import check_whole, newly_initialised
+from .files import file_sha256, read_json_object
+from .loading import check_source, check_whole, load_pretrained, newly_initialised
 from .prior import is_prior_weight
+from .saved_config import PRIOR_LOADERS, PRIOR_RECORD, check_saved_config
 
 POSITIONS = "embeddings.position_embeddings"
 FLOATING = ("F", "BF")  # beginnings of safetensors' names of floating-point types
@@ -52,12 +52,8 @@ def saved_family(folder: str | os.PathLike) -> Family:
         OSError: if the folder has no config, or one that cannot be read.
         ValueError: if the model is of none of our families.
     """
-    file = Path(folder) / CONFIG_NAME
-    try:
-        name = json.loads(file.read_text(encoding="utf-8")).get("model_type")
-    except (ValueError, AttributeError):
-        raise OSError(f"{file} is not a JSON object") from None
-    if name not in FAMILIES:
+    name = read_json_object(Path(folder) / CONFIG_NAME).get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(
             f"{folder} holds a {name!r} model; make it ours first: python -m hf_sparseprior convert {folder} OUT"
         )
@@ -77,12 +73,20 @@ def load_whole_model(
     Raises:
         OSError: if there is no such folder, or if weights are missing, left over, of another shape than the config
             says, not floating-point or not finite; the message names one.
+        ValueError: for a bad field of config.json; the message has the file, the field and what is allowed.
     """
     if not Path(folder).is_dir():
         raise OSError(f"{folder} is not a folder of a saved model{hub_hint(folder)}")
-    model, info = model_class.from_pretrained(
-        folder, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True, **options
-    )
+    check_source(folder, options)
+    config = check_saved_config(folder)
+    if PRIOR_RECORD in config and (config.get("quantization_config") or {}).get("quant_method") not in PRIOR_LOADERS:
+        raise ValueError(
+            f"{Path(folder) / CONFIG_NAME}: {PRIOR_RECORD} needs quantization_config={{'quant_method': "
+            f"{PRIOR_LOADERS[0]!r}}}, without which the prior is left out; hf_sparseprior.from_pretrained reads it, and "
+            "save_pretrained of that model writes both"
+        )
+    options = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True, **options}
+    model, info = load_pretrained(model_class.from_pretrained, folder, **options)
     check_whole(folder, info)
     _check_left_over(folder, model, info["unexpected_keys"])
     _check_dtypes(folder, model)

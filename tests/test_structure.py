@@ -14,7 +14,10 @@ TASKS = {path.name for path in (ROOT / "tasks").iterdir() if (path / "__init__.p
 # The library from the ground up. A module imports from its own floor and from those below when it is imported; folders
 # are floors of their own.
 FLOORS = [
-    ("checks", "limits", "config_keys", "registry", "resolved", "version", "files", "loading", "families"),
+    (
+        *("checks", "limits", "config_keys", "json_types", "registry", "resolved", "version"),
+        *("files", "loading", "families"),
+    ),
     ("sequences", "curves", "masks", "relative_offsets"),
     ("pattern", "fibottention", "support_baselines", "supports"),
     ("decay", "extras", "costs"),
@@ -27,7 +30,7 @@ FLOORS = [
     ("attention",),
     ("image_processor", "model_card", "hub"),
     ("configuration_sparseprior_vit", "configuration_sparseprior_timesformer"),
-    ("pretrained",),
+    ("saved_config", "saved_processor", "pretrained"),
     ("modeling_sparseprior_vit", "modeling_sparseprior_timesformer"),
     ("adapters",),
     ("convert",),

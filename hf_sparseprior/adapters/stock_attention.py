@@ -19,6 +19,7 @@ from hf_sparseprior.adapters.token_layout import TokenLayout
 from hf_sparseprior.attention import PriorAttention
 from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.resolved import ResolvedPrior
+from hf_sparseprior.saved_config import PRIOR_RECORD
 
 # The name in `AttentionInterface`, and in config.json of models saved with a prior. Where this package is missing,
 # transformers refuses the name in words that quote it, so it is the package's.
@@ -27,7 +28,7 @@ IMPLEMENTATION = "hf_sparseprior"
 OLD_IMPLEMENTATIONS = ("sparse_prior", "fibottention", "violin")
 PRIOR_MODULE = "sparse_prior"  # what an attention module calls the module that holds its prior
 MARKER = "needs_hf_sparseprior"  # a buffer that is reported when a model with a prior is loaded without it
-RECORD = "sparse_prior"  # the field of config.json that says which prior a saved model has
+RECORD = PRIOR_RECORD  # the field of config.json that says which prior a saved model has
 
 
 class StockPrior(PriorAttention):

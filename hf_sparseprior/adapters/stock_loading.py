@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.utils import cached_file
+from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_sparseprior.adapters.stock import apply_prior, remove_prior
@@ -44,6 +44,9 @@ from hf_sparseprior.adapters.stock_attention import (
     stock_priors,
 )
 from hf_sparseprior.adapters.stock_saving import LOADER, OLD_LOADER, SCALARS_FILE, scalars_of
+from hf_sparseprior.config_keys import config_file
+from hf_sparseprior.loading import load_pretrained
+from hf_sparseprior.saved_config import check_record, check_saved_config, check_stock_fields
 
 LOCATION_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
@@ -56,6 +59,16 @@ class PriorLoaderConfig(QuantizationConfigMixin):
 
     quant_method: Any = LOADER
     dequantize = True  # transformers then removes the quantizer from the loaded model, which is an ordinary one
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """As in transformers. The loader has no settings.
+
+        Raises:
+            ValueError: for one.
+        """
+        check_record({"quantization_config": config_dict})
+        return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
 
 
 @register_quantizer(LOADER)
@@ -71,6 +84,14 @@ class PriorLoader(HfQuantizer):
     def is_trainable(self) -> bool:
         """And trained."""
         return True
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Called before the model is built: refuse sizes with which none can be."""
+        try:
+            check_stock_fields(config.to_dict(), type(config))
+        except ValueError as error:
+            raise ValueError(f"{config_file(config.name_or_path)}: {error}") from None
+        return config
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
@@ -101,13 +122,15 @@ def from_pretrained(model_class: Any, source: str | os.PathLike, **options: Any)
 
     Raises:
         OSError: if the prior's scalars are missing, damaged or of another shape.
-        ValueError: for a `config` that does not mention the prior.
+        ValueError: for a bad field of config.json, and for a `config` that does not mention the prior.
     """
     location = {name: options[name] for name in LOCATION_ARGUMENTS if name in options}
+    if (Path(source) / CONFIG_NAME).is_file() and "config" not in options and not location.get("subfolder"):
+        check_saved_config(source)
     record, config = _saved_record(source, **location), options.get("config")
     if record is not None and isinstance(config, PreTrainedConfig) and not _mentions_prior(config):
         raise ValueError(f"config={type(config).__name__} says nothing of the prior of {source}; leave it out")
-    loaded = model_class.from_pretrained(source, **options)
+    loaded = load_pretrained(model_class.from_pretrained, source, **options)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     if record is not None and not stock_priors(model):
         load_prior(model, source, **location)
@@ -155,7 +178,7 @@ def _restore(model: PreTrainedModel, record: dict[str, Any], scalars_path: Any) 
     for config in naming_us:
         config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
     try:
-        apply_prior(model, record["prior"])
+        _apply_record(model, record)
         _fill_scalars(model, scalars, scalars_path)
     except (OSError, ValueError):
         if hasattr(model, APPLIED):
@@ -172,12 +195,23 @@ def _restore(model: PreTrainedModel, record: dict[str, Any], scalars_path: Any) 
 _IMPLEMENTATIONS = (IMPLEMENTATION, *OLD_IMPLEMENTATIONS)
 
 
+def _apply_record(model: PreTrainedModel, record: dict[str, Any]) -> None:
+    """Apply a recorded prior; a ValueError names the file that has it."""
+    try:
+        check_record({RECORD: record})
+        apply_prior(model, record["prior"])
+    except ValueError as error:
+        raise ValueError(f"{config_file(model.name_or_path)}: {RECORD}: {error}") from None
+
+
 def _fill_scalars(model: PreTrainedModel, scalars: dict[str, Tensor], path: Any) -> None:
     """Copy scalars into a model's prior; OSError unless they are exactly those that it has."""
     expected = scalars_of(model)
     given = {name: tuple(tensor.shape) for name, tensor in scalars.items()}
     for name in sorted({*expected, *given}):
         shape = tuple(expected[name].shape) if name in expected else None
+        if name not in given:
+            raise OSError(f"{path} lacks {name}, which the model's prior has")
         if given.get(name) != shape:
             raise OSError(f"{path}: {name} has shape {given.get(name)}, the model's prior {shape}")
         if not scalars[name].is_floating_point() or not scalars[name].isfinite().all():
@@ -211,7 +245,10 @@ def _record_of(model: PreTrainedModel) -> dict[str, Any]:
     for config in _configs(model):
         if hasattr(config, RECORD):
             return getattr(config, RECORD)
-    raise ValueError(f"config.json of {model.name_or_path} names the loader {LOADER!r} and lacks {RECORD!r}, the prior")
+    raise ValueError(
+        f"{config_file(model.name_or_path)} names the loader {LOADER!r} in quantization_config and lacks {RECORD!r}, "
+        "the prior"
+    )
 
 
 def _saved_record(source: str | os.PathLike, **location: Any) -> dict[str, Any] | None:

@@ -34,11 +34,12 @@ from hf_sparseprior.adapters.stock_attention import (
 )
 from hf_sparseprior.files import write_bytes
 from hf_sparseprior.model_card import add_requirement
+from hf_sparseprior.saved_config import PRIOR_LOADERS
 
 SCALARS_FILE = "sparse_prior.safetensors"
 SAVED_MODULES = ("decay_bias", "predictor", "mixer", "relative_position")  # all else belongs to adapters
 # `quant_method` of the quantizer in `stock_loading`, and what older folders call it.
-LOADER, OLD_LOADER = "hf_sparseprior", "sparse_prior"
+LOADER, OLD_LOADER = PRIOR_LOADERS
 
 
 def save_with_prior(

@@ -28,12 +28,15 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPIN
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
 from torch import Tensor, nn
+from transformers.utils import ADAPTER_CONFIG_NAME
 
+from hf_sparseprior.adapters.saved_adapter import check_fields
 from hf_sparseprior.adapters.stock import attach, detach
 from hf_sparseprior.adapters.stock_attention import Applied
 from hf_sparseprior.adapters.stock_encoder import find_encoder
 from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
 from hf_sparseprior.decay import DECAYS, Decay, make_decay, resolve_decay
+from hf_sparseprior.files import read_json_object
 from hf_sparseprior.model_card import add_requirement
 from hf_sparseprior.prior import is_prior_weight, parse_prior
 from hf_sparseprior.resolved import ResolvedDecay
@@ -89,6 +92,20 @@ class _DecayFields:
         self.decay = _resolve_adapter_decay(self.decay)
         _check_layers(self.decay_layers)
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any) -> Any:
+        """As in peft, which drops keys that it does not know.
+
+        Raises:
+            ValueError: for a bad or unknown field of adapter_config.json; the message has the file and the field.
+        """
+        file = Path(pretrained_model_name_or_path, subfolder or "", ADAPTER_CONFIG_NAME)
+        try:
+            check_fields(read_json_object(file) if file.is_file() else {"peft_type": cls.adapter_type.value})
+            return super().from_pretrained(pretrained_model_name_or_path, subfolder, **kwargs)  # type: ignore[misc]
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
+
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """As in peft, and README.md says which package the adapter needs."""
         super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
@@ -139,7 +156,7 @@ class LoraViolinConfig(_DecayFields, LoraConfig):
 
 def _resolve_adapter_decay(decay: Any) -> dict[str, Any]:
     given = {"name": decay} if isinstance(decay, str) else decay
-    if not isinstance(given, dict) or given.get("name") not in DECAYS:
+    if not isinstance(given, dict) or not isinstance(given.get("name"), str) or given["name"] not in DECAYS:
         raise ValueError(f"decay={decay!r} must be one of {', '.join(DECAYS)}, or a dict of its name and settings")
     return resolve_decay({"init": "identity", **given})  # type: ignore[return-value]
 
@@ -250,12 +267,14 @@ class _DecayTuner:
         heads = [module.num_heads for module in targets.values()]
         if peft_config.decay_heads not in (None, heads):
             made_for = _describe(peft_config.decay_heads)
-            raise ValueError(f"the adapter is for {made_for}; {type(model).__name__} has {_describe(heads)}")
+            raise ValueError(
+                f"decay_heads: the adapter is for {made_for}; {type(model).__name__} has {_describe(heads)}"
+            )
         prior = _base_prior(model)
         if peft_config.base_prior not in (None, prior):
             made_for, has = (json.dumps(one, sort_keys=True) for one in (peft_config.base_prior, prior))
             raise ValueError(
-                f"the adapter is for a model with the prior {made_for}; {type(model).__name__} has {has}: "
+                f"base_prior: the adapter is for a model with the prior {made_for}; {type(model).__name__} has {has}: "
                 "apply the same prior first, or set base_prior to None in the adapter's config"
             )
         self._targets = {name for index, name in enumerate(targets) if index in layers}
@@ -442,7 +461,7 @@ def _check_one_adapter(arguments: dict[str, Any]) -> None:
 
 def _describe(heads: list[int]) -> str:
     """[12, 12] -> "2 layers of 12 heads"."""
-    return " and ".join(f"{count} layers of {number} heads" for number, count in Counter(heads).items())
+    return " and ".join(f"{count} layers of {number} heads" for number, count in Counter(heads).items()) or "no layer"
 
 
 _remap = BaseTuner._remap_adapter_state_dict_for_load.__func__

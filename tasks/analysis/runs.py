@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,13 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
+from transformers import AutoModel, AutoModelForImageClassification
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, IMAGE_PROCESSOR_NAME
 
-from hf_sparseprior.adapters.lora import import_peft
+from hf_sparseprior.adapters.saved_adapter import load_adapter
 from hf_sparseprior.analysis.layers import AttentionLayers, find_attention
 from hf_sparseprior.families import FAMILIES
+from hf_sparseprior.files import read_json_object
 from hf_sparseprior.pretrained import load_whole_model
+from hf_sparseprior.saved_config import check_saved_config
+from hf_sparseprior.saved_processor import load_image_processor
 from tasks.common.environment import command_line, environment
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import ImageDataset, Preparation, as_trained, load_data
@@ -101,7 +103,7 @@ def open_models(arguments: argparse.Namespace) -> Iterator[SavedModel]:
 def load_model(folder: Path) -> Any:
     """A saved model, ours or a stock transformers one, or an adapter of peft on the model that it was made for."""
     if (folder / CONFIG_NAME).is_file():
-        config = _read_json(folder / CONFIG_NAME)
+        config = check_saved_config(folder)
         classifies = any("ImageClassification" in name for name in config.get("architectures") or [])
         ours = config.get("model_type") in FAMILIES
         # transformers' own attention returns weights only with its eager implementation.
@@ -116,7 +118,7 @@ def load_classifier(folder: Path) -> Any:
 
 
 def _with_adapter(folder: Path, load: Callable[[Path], Any]) -> Any:
-    return import_peft().PeftModel.from_pretrained(load(base_folder(folder)), folder)
+    return load_adapter(load(base_folder(folder)), folder)
 
 
 def base_folder(adapter: Path) -> Path:
@@ -125,7 +127,7 @@ def base_folder(adapter: Path) -> Path:
     Raises:
         OSError: if it is not here.
     """
-    base = _read_json(adapter / ADAPTER_CONFIG_NAME).get("base_model_name_or_path") or ""
+    base = read_json_object(adapter / ADAPTER_CONFIG_NAME).get("base_model_name_or_path") or ""
     if not (Path(base) / CONFIG_NAME).is_file():
         raise OSError(f"{adapter} is an adapter of the model {base!r}, which is no folder of a saved model here")
     return Path(base)
@@ -137,17 +139,7 @@ def load_processor(folder: Path) -> Any:
         folder = base_folder(folder)
     if not (folder / IMAGE_PROCESSOR_NAME).is_file():
         raise OSError(f"{folder} has no image processor, {IMAGE_PROCESSOR_NAME} is missing")
-    return AutoImageProcessor.from_pretrained(folder)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise OSError(f"{path} is not a JSON object")
-    return content
+    return load_image_processor(folder)
 
 
 def preparation(saved: SavedModel, **options: Any) -> Preparation:

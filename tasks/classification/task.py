@@ -7,10 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoImageProcessor, AutoModelForImageClassification, set_seed
+from transformers import AutoModelForImageClassification, set_seed
 
 from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.pretrained import weights_sha256
+from hf_sparseprior.saved_processor import load_image_processor
 from tasks.classification.config import SECTIONS, check_config
 from tasks.classification.data import Inputs, make_inputs, read_data
 from tasks.classification.distillation import (
@@ -96,7 +97,7 @@ def _details(config: Config, about_start: dict[str, Any], inputs: Inputs, maps: 
 
 def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
     """A split, prepared by the image processor that was saved with the model."""
-    processor = AutoImageProcessor.from_pretrained(folder)
+    processor = load_image_processor(folder)
     data_config = as_trained(DataConfig(**config["data"]), processor)
     data = load_split(data_config, split)
     preparation = Preparation(processor, model.config.num_channels)

@@ -15,7 +15,7 @@ from hf_sparseprior.training import Draw, LabelMaps
 from hf_sparseprior.training.token_labels import WHOLE
 from tasks.common.config import FINAL
 from tasks.common.images.augmentation import Augmentation
-from tasks.common.images.config import EXIF, DataConfig
+from tasks.common.images.config import DataConfig
 from tasks.common.images.sources import READERS, SPLITS, ImageData, Images, balanced_subset, drop_corrupt
 
 CACHE_LIMIT = 1 << 30
@@ -66,8 +66,6 @@ def as_trained(config: DataConfig, processor: Any) -> DataConfig:
         processor: image processor that was saved with the model; those of earlier runs and of others do not say it.
     """
     exif = getattr(processor, "exif", None)
-    if exif not in (*EXIF, None):
-        raise ValueError(f"preprocessor_config.json: exif={exif!r} must be one of {', '.join(EXIF)}")
     scaled = getattr(processor, "depth16", None) == "scale"
     return replace(config, exif=config.exif or exif, depth16="scale" if scaled else config.depth16)
 
