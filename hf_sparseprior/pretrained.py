@@ -82,8 +82,8 @@ def load_whole_model(
     if PRIOR_RECORD in config and (config.get("quantization_config") or {}).get("quant_method") not in PRIOR_LOADERS:
         raise ValueError(
             f"{Path(folder) / CONFIG_NAME}: {PRIOR_RECORD} needs quantization_config={{'quant_method': "
-            f"{PRIOR_LOADERS[0]!r}}}, without which the prior is left out; hf_sparseprior.from_pretrained reads it, and "
-            "save_pretrained of that model writes both"
+            f"{PRIOR_LOADERS[0]!r}}}, without which the prior is left out; hf_sparseprior.from_pretrained reads it, "
+            "and save_pretrained of that model writes both"
         )
     options = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True, **options}
     model, info = load_pretrained(model_class.from_pretrained, folder, **options)

@@ -156,7 +156,7 @@ def _check_encoder(content: Mapping[str, Any], config_class: Any) -> None:
     known = {*hints, *config_class.attribute_map}
     for key, value in content.items():
         if key not in known:
-            _check_name(key, known - set(content))
+            _check_name(key, {*known, *PASSED_BY_TRANSFORMERS, PRIOR_RECORD} - set(content))
         elif key in hints and not fits(value, hints[key], integers_are_floats=False):  # as transformers
             raise ValueError(f"{key}={shortened(value)} must be {hint_name(hints[key])}")
         _check_range(key, value)
@@ -165,7 +165,7 @@ def _check_encoder(content: Mapping[str, Any], config_class: Any) -> None:
 
 
 def _check_name(key: str, absent: set[str]) -> None:
-    if key.startswith("_") or key in PASSED_BY_TRANSFORMERS:
+    if key.startswith("_") or key in (PRIOR_RECORD, *PASSED_BY_TRANSFORMERS):
         return
     if near := difflib.get_close_matches(key, absent, n=1, cutoff=0.85):
         raise ValueError(f"{key!r} is no field of it; did you mean {near[0]!r}?")

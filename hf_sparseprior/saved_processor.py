@@ -170,10 +170,11 @@ def _check_steps(processor: Any) -> None:
             if getattr(processor, need, None) is None:
                 raise ValueError(f"{need}=None must be given with {step}=True")
     for step, key in (("do_center_crop", "crop_size"), ("do_pad", "pad_size")):
-        size = getattr(processor, key, None)
-        if getattr(processor, step, False) and not (size.height and size.width):
-            raise ValueError(f"{key}={dict(size)} must have height and width with {step}=True")
-    size, pad = getattr(processor, "size", None), getattr(processor, "pad_size", None)
+        sides: Any = getattr(processor, key, None)
+        if getattr(processor, step, False) and not (sides.height and sides.width):
+            raise ValueError(f"{key}={dict(sides)} must have height and width with {step}=True")
+    size: Any = getattr(processor, "size", None)
+    pad: Any = getattr(processor, "pad_size", None)
     if getattr(processor, "do_pad", False) and getattr(processor, "do_resize", False):
         fits_in = size.height and size.width and size.height <= pad.height and size.width <= pad.width
         if not fits_in:

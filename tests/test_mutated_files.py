@@ -231,7 +231,10 @@ NOTES = {
     "inference_mode",
 }
 # Where null asks for what is there without the key.
-NULL_IS_THE_DEFAULT = {"support", "mixer", "extras", "dtype", "pooler_output_size", "attn_implementation"}
+NULL_IS_THE_DEFAULT = {
+    *("support", "mixer", "extras", "dtype", "pooler_output_size", "attn_implementation"),
+    *("decay_heads", "base_prior"),
+}
 
 
 # ---- outcomes -------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from hf_sparseprior.checks import check_finite, check_integer, check_within
 from hf_sparseprior.config_keys import shortened
 from hf_sparseprior.files import read_json_object
 from hf_sparseprior.json_types import fits, hint_name
+from hf_sparseprior.limits import check_limit
 
 # Fields of LoRA for language models alone.
 TEXT = ("trainable_token_indices", "alora_invocation_tokens", "layer_replication", "megatron_config")
@@ -46,6 +47,7 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike) -> Any:
     weights = _read_weights(weights_file)
     try:
         check_fields(written)
+        _check_ranks(written, weights)
         _check_modules(model, written)
         config = peft.PeftConfig.from_pretrained(str(folder))
         config.inference_mode = True
@@ -108,6 +110,21 @@ def _check_lora(written: Mapping[str, Any]) -> None:
         for name, value in pattern.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
                 raise ValueError(f"{key}.{name}={shortened(value)} must be a number above 0")
+
+
+def _check_ranks(written: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Refuse ranks that the file's weights do not have, before layers of these ranks are made."""
+    ranks = sorted(
+        {value.shape[0] for name, value in weights.items() if ".lora_A." in name or "lora_embedding_A" in name}
+    )
+    given = {f"rank_pattern.{name}": rank for name, rank in (written.get("rank_pattern") or {}).items()}
+    if not given and ranks and "r" in written:
+        given = {"r": written["r"]}
+    for key, rank in given.items():
+        if rank not in ranks:
+            raise ValueError(f"{key}={rank!r} must be a rank of {ADAPTER_SAFE_WEIGHTS_NAME}, one of {ranks}")
+    if "r" in written:
+        check_limit("width", written["r"], f"r={written['r']} must be")
 
 
 def _check_modules(model: nn.Module, written: Mapping[str, Any]) -> None:
