@@ -72,7 +72,7 @@ def test_sizes_above_their_limit_are_refused_by_name(name, field, tmp_path, quic
     with pytest.raises(ValueError, match=message):
         cls(**{**TINY, field: value})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name, **TINY, field: value}))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/config\.json: {message[1:]}"):
         AutoConfig.from_pretrained(tmp_path)
 
 
