@@ -280,7 +280,7 @@ def test_every_prior_starts_from_the_same_adapter_and_the_checkpoint_is_recorded
     for trained in results[1:]:  # with a learning rate of 0
         for end in ("max_decay_change", "mean_decay_change", "max_alpha_change"):
             start = end.removeprefix("max_") + "_at_start"
-            assert trained[end] == pytest.approx(trained[start]) and {start, end} <= set(record_of(trained))
+            assert trained[end] == pytest.approx(trained[start]) and {start, end} <= set(record_of(trained, tmp_path))
     distances = np.array([[0, 1, 1, 2], [1, 0, 2, 1], [1, 2, 0, 1], [2, 1, 1, 0]])
     weights = load_file(tmp_path / "2" / "model" / "model.safetensors")
     betas = np.concatenate([weights[name].double().flatten() for name in weights if name.endswith("beta")])

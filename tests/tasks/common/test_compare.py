@@ -255,8 +255,27 @@ def test_what_does_not_fit_a_saved_model_is_named_before_anything_runs(tmp_path,
     assert not (tmp_path / "out").exists()
 
 
+NUMBERS = {"parameters": 7, "pruning_ratio": 0.0, "seconds": 1.0, "seconds_per_step": 0.1}
+WHOLE = {**dict.fromkeys(compare.RECORDED), "metrics": {"test_accuracy": 0.5}, "config": {}, **NUMBERS}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"metrics": {}}, "is not a whole record, it lacks metrics.test_accuracy"),
+        ({"metrics": {"test_accuracy": "high"}}, "metrics={'test_accuracy': 'high'} must be a map of names to numbers"),
+        ({"seconds": None}, "it has no 'seconds'"),
+        ({"parameters": "many"}, "parameters='many' must be an integer"),
+    ],
+)
+def test_a_damaged_part_of_a_record_is_named(change, message, tmp_path):
+    compare.check_record(tmp_path / "seed0.json", WHOLE)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/seed0\.json .*{message}.*; remove it$"):
+        compare.check_record(tmp_path / "seed0.json", {**WHOLE, **change})
+
+
 def leave_record(records, name, config, checksum):
-    kept = {**dict.fromkeys(compare.RECORDED), "config": copy.deepcopy(config), "pretrained_sha256": checksum}
+    kept = {**WHOLE, "config": copy.deepcopy(config), "pretrained_sha256": checksum}
     kept["config"]["trainer"]["seed"] = 0
     (records / name).mkdir(parents=True)
     (records / name / "seed0.json").write_text(json.dumps(kept))
@@ -276,9 +295,7 @@ def test_another_checkpoint_than_that_of_the_records_is_refused_before_anything_
     checksum = file_sha256(tmp_path / "model" / "model.safetensors")
     leave_record(tmp_path / "records", "dense", comparison.configs["dense"], checksum)
     started = []
-    monkeypatch.setattr(
-        compare, "run", lambda task, config, **_: started.append(config) or dict.fromkeys(compare.RECORDED)
-    )
+    monkeypatch.setattr(compare, "run", lambda task, config, **_: started.append(config) or WHOLE)
     run_comparison(comparison, tmp_path / "out", tmp_path / "elsewhere", ["dense"])
     run_comparison(comparison, tmp_path / "out", tmp_path / "records", ["dense"])
     assert len(started) == 2 + 1
