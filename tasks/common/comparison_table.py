@@ -75,7 +75,7 @@ def spread(shares: Sequence[float]) -> str:
 
 
 def draw_results(results: dict[str, list[dict[str, Any]]], path: Path, first: str | None = None) -> Path:
-    """Test accuracy of every seed and the mean of each variant; beside it each one's difference to the variant `first`.
+    """Test accuracy of every seed and the mean of each variant; next to it the differences to the variant `first`.
 
     Differences have their 95 % interval, and stand out where they are told (`paired.RULE`).
     """
