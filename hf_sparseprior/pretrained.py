@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForImageClassification
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
+from .config_keys import ExactKeys
 from .families import FAMILIES, Family, family_of
 from .files import file_sha256, read_json_object
 from .loading import check_source, check_whole, load_pretrained, newly_initialised
@@ -78,7 +79,8 @@ def load_whole_model(
     if not Path(folder).is_dir():
         raise OSError(f"{folder} is not a folder of a saved model{hub_hint(folder)}")
     check_source(folder, options)
-    config = check_saved_config(folder)
+    own_class = getattr(model_class, "config_class", None)
+    config = check_saved_config(folder, own_class if issubclass(own_class or type, ExactKeys) else None)
     if PRIOR_RECORD in config and (config.get("quantization_config") or {}).get("quant_method") not in PRIOR_LOADERS:
         raise ValueError(
             f"{Path(folder) / CONFIG_NAME}: {PRIOR_RECORD} needs quantization_config={{'quant_method': "

@@ -48,8 +48,12 @@ ACTIVATIONS = ("hidden_act", "pooler_act")
 TOWERS = ("vision_config", "text_config")
 
 
-def check_saved_config(folder: str | os.PathLike) -> dict[str, Any]:
+def check_saved_config(folder: str | os.PathLike, own_class: Any = None) -> dict[str, Any]:
     """The content of a saved model's config.json, if a model can be built from it. Our own configs check themselves.
+
+    Args:
+        folder: folder of the saved model.
+        own_class: config class of ours that may not be registered, in the code that a saved model carries.
 
     Raises:
         OSError: if there is none, or if it is no JSON object.
@@ -58,15 +62,17 @@ def check_saved_config(folder: str | os.PathLike) -> dict[str, Any]:
     file = Path(folder) / CONFIG_NAME
     content = read_json_object(file)
     try:
-        check_content(content)
+        check_content(content, own_class)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     return content
 
 
-def check_content(content: Mapping[str, Any]) -> None:
+def check_content(content: Mapping[str, Any], own_class: Any = None) -> None:
     """Raise ValueError for a field of a config.json with which no model can be built."""
     model_type = content.get("model_type")
+    if own_class is not None and model_type == own_class.model_type and model_type not in CONFIG_MAPPING:
+        return
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

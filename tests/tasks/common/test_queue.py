@@ -114,10 +114,15 @@ def test_told_to_stop_it_ends_its_runs_and_the_same_queue_goes_on(tmp_path, numb
             time.sleep(0.01)
         os.kill(os.getpid(), number)
 
+    # A shell that starts the tests in the background has SIGINT ignored.
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=stop)
     thread.start()
-    with pytest.raises(error):
-        Queue(IMPORTED, 2).run(jobs)
+    try:
+        with pytest.raises(error):
+            Queue(IMPORTED, 2).run(jobs)
+    finally:
+        signal.signal(signal.SIGINT, earlier)
     thread.join()
     process = int(next(tmp_path.glob("b0/began-*")).name.partition("-")[2])
     with pytest.raises(ProcessLookupError):
