@@ -3,19 +3,24 @@
 A process of its own takes ten seconds to import what training needs; a test of several processes starts four to eight.
 Here a clean server (multiprocessing's) imports it once, and every process is forked from that, with arguments,
 environment, folder and log of its own. What a user types as a whole, `python -m ...`, is tested where that matters.
+`run_script` does the same for scripts of which some must not find this package: their server has not imported it.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +96,55 @@ def wait_for(path: Path, process: Started, seconds: float = 200) -> None:
     while not path.exists():
         assert process.poll() is None and time.monotonic() < end, f"{path} did not come"
         time.sleep(0.02)
+
+
+HUB = {"HF_HUB_OFFLINE": "1", "HF_HOME": "home", "HF_MODULES_CACHE": "modules"}
+
+
+def run_script(
+    script: str,
+    *arguments: str,
+    folder: Path,
+    package: bool = False,
+    environment: dict[str, str] | None = None,
+    seconds: int = 300,
+) -> subprocess.CompletedProcess[str]:
+    """What `python -c SCRIPT ARGUMENTS` does, in a process that has imported torch and transformers already.
+
+    It fails when the script does.
+
+    Args:
+        folder: the process's working folder, in which `home` and `modules` are those of Hugging Face.
+        package: whether the script can import this package. If it can, it still has to.
+        environment: what is added to this process's.
+        seconds: after so many the script is ended.
+    """
+    variables = {**os.environ, **HUB, **(environment or {})}
+    with tempfile.TemporaryDirectory() as logs:
+        output = [Path(logs, name) for name in ("stdout", "stderr")]
+        for path in output:
+            path.touch()
+        request = {
+            "script": script, "arguments": arguments, "folder": str(folder), "package": package,
+            "path": [str(ROOT)] * package, "environment": variables, "output": [*map(str, output)], "seconds": seconds,
+        }  # fmt: skip
+        server = _script_server()
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        status = int(server.stdout.readline())
+        done = subprocess.CompletedProcess(script, status, *(path.read_text() for path in output))
+    assert status == 0, done.stderr
+    return done
+
+
+@cache
+def _script_server() -> subprocess.Popen[str]:
+    """It ends when its input does. It imports transformers, which then looks for HUB, with the scripts' environment."""
+    environment = {**os.environ, **HUB, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "4242"}
+    for name in ("PYTHONPATH", "TRITON_INTERPRET"):
+        environment.pop(name, None)
+    command = [sys.executable, "-P", str(ROOT / "tests" / "script_server.py")]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def _run(

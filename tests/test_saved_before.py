@@ -1,7 +1,6 @@
 """What was saved by the commit that tests/fixtures/before_16 names loads with today's code and computes the same."""
 
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, AutoModelForVideoClassification
 
 import hf_sparseprior
-from tests.hf_sparseprior.without_package import WITHOUT_PACKAGE
+from tests.processes import run_script
 
 BEFORE = Path(__file__).parent / "fixtures" / "before_16"
 MODELS = sorted(path.name for path in (BEFORE / "models").iterdir())
@@ -100,12 +99,9 @@ def test_a_model_runs_on_the_code_that_it_carries(package, tmp_path):
     with zipfile.ZipFile(folder / "code.zip") as archive:
         archive.extractall(folder)
     with_package = package == "with the package"
-    script = LOAD_ITS_OWN_CODE if with_package else WITHOUT_PACKAGE + LOAD_ITS_OWN_CODE
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
-    environment |= {"SPARSEPRIOR_BACKEND": "auto"} if with_package else {}
-    command = [sys.executable, "-c", script, str(folder), "1e-5" if with_package else "1e-6"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    environment = {"SPARSEPRIOR_BACKEND": "auto"} if with_package else {}
+    arguments = [str(folder), "1e-5" if with_package else "1e-6"]
+    run_script(LOAD_ITS_OWN_CODE, *arguments, folder=tmp_path, package=with_package, environment=environment)
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 import ast
 import json
-import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,7 +25,7 @@ from hf_sparseprior.low_rank import MIXERS
 from hf_sparseprior.model_card import model_card
 from hf_sparseprior.predictor import PREDICTORS
 from hf_sparseprior.supports import SUPPORTS
-from tests.hf_sparseprior.without_package import WITHOUT_PACKAGE
+from tests.processes import run_script
 
 CLASSES = {
     "AutoConfig": SparsePriorViTConfig,
@@ -222,10 +220,9 @@ def test_labels_are_kept(tmp_path):
 # ---- without the package --------------------------------------------------------------------------------------------
 
 # Runs where `import hf_sparseprior` fails; {folders} hold one model each. Prints where the classes came from.
-REMOTE = (
-    WITHOUT_PACKAGE
-    + """
+REMOTE = """
 import json
+import sys
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -265,16 +262,6 @@ with open("report.json", "w") as file:
         file,
     )
 """
-)
-
-
-def run_elsewhere(code, folder):
-    """Run code in a process of its own, which finds only what is in this folder."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
-    environment |= {"HF_MODULES_CACHE": str(folder / "modules"), "PYTHONNOUSERSITE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -286,14 +273,12 @@ def remote(tmp_path_factory):
         model.save_pretrained(folder / name)
     save_file({"pixels": images()}, folder / "pixels.safetensors")
     Image.new("RGB", (50, 40), (200, 10, 90)).save(folder / "image.png")
-    run_elsewhere(REMOTE, folder)
+    run_script(REMOTE, folder=folder)
     report = json.loads((folder / "report.json").read_text())
     return folder, models, report, load_file(folder / "outputs.safetensors")
 
 
-KINDS = (
-    WITHOUT_PACKAGE
-    + """
+KINDS = """
 from pathlib import Path
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageClassification
@@ -305,12 +290,9 @@ for folder in sorted(path for path in Path("kinds").iterdir()):
     logits[folder.name] = model(pixels).logits.detach()
 save_file(logits, "logits.safetensors")
 """
-)
 
 
-HUB = (
-    WITHOUT_PACKAGE
-    + """
+HUB = """
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
@@ -318,7 +300,6 @@ model = AutoModel.from_pretrained("somebody/a-model", trust_remote_code=True)
 assert type(model).__module__.startswith("transformers_modules.")
 save_file({"output": model(load_file("pixels.safetensors")["pixels"]).last_hidden_state}, "output.safetensors")
 """
-)
 
 
 @pytest.mark.slow
@@ -330,7 +311,7 @@ def test_a_model_of_the_hub_brings_its_code(tmp_path, monkeypatch):
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
     save_file({"pixels": images()}, tmp_path / "pixels.safetensors")
-    run_elsewhere(HUB, tmp_path)
+    run_script(HUB, folder=tmp_path)
     monkeypatch.setattr(compiled_kernels, "INSTALLED_VERSION", None)  # without the package there is no compiled kernel
     assert torch.equal(load_file(tmp_path / "output.safetensors")["output"], model(images()).last_hidden_state)
 
@@ -344,7 +325,7 @@ def test_every_kind_of_attention_comes_back_by_remote_code(tmp_path, monkeypatch
                 parameter.add_(torch.rand_like(parameter) - 0.5)
         model.save_pretrained(tmp_path / "kinds" / name)
     save_file({"pixels": images()}, tmp_path / "pixels.safetensors")
-    run_elsewhere(KINDS, tmp_path)
+    run_script(KINDS, folder=tmp_path)
     found = load_file(tmp_path / "logits.safetensors")
     monkeypatch.setattr(compiled_kernels, "INSTALLED_VERSION", None)
     for name, model in models.items():

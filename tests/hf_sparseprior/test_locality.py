@@ -1,9 +1,5 @@
 """LocalViT's convolution in the MLP."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,7 +9,7 @@ from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassific
 from hf_sparseprior.convert import convert_checkpoint
 from hf_sparseprior.extras import EXTRAS
 from hf_sparseprior.locality import LocalityBranch
-from tests.hf_sparseprior.without_package import WITHOUT_PACKAGE
+from tests.processes import run_script
 
 GRID = (3, 4)
 SETTINGS = [{}, {"kernel_size": 5}, {"squeeze_excitation": 2}]
@@ -148,9 +144,7 @@ def test_a_converted_model_takes_extras_and_keeps_them(tmp_path):
         convert_checkpoint(tmp_path / "trained", tmp_path / "vit", to="vit")
 
 
-REMOTE = (
-    WITHOUT_PACKAGE
-    + """
+REMOTE = """
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageClassification
 
@@ -158,7 +152,6 @@ model = AutoModelForImageClassification.from_pretrained("model", trust_remote_co
 logits = model(load_file("pixels.safetensors")["pixels"]).logits
 save_file({"logits": logits.detach().contiguous()}, "logits.safetensors")
 """
-)
 
 
 @pytest.mark.slow
@@ -167,11 +160,6 @@ def test_every_extra_of_the_layers_runs_without_the_package(tmp_path):
     model = moved({"decay": decay, "extras": [name for name in EXTRAS if EXTRAS[name].place != "model"]})
     model.save_pretrained(tmp_path / "model")
     save_file({"pixels": images()}, tmp_path / "pixels.safetensors")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "PYTHONNOUSERSITE": "1"}
-    environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    command = [sys.executable, "-c", REMOTE]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_script(REMOTE, folder=tmp_path)
     with torch.no_grad():
         assert torch.equal(load_file(tmp_path / "logits.safetensors")["logits"], model(images()).logits)

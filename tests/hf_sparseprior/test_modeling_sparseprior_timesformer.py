@@ -31,8 +31,7 @@ from hf_sparseprior.__main__ import main
 from hf_sparseprior.convert import convert_checkpoint
 from hf_sparseprior.export import export_folder
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
-from tests.hf_sparseprior.test_hub import run_elsewhere
-from tests.hf_sparseprior.without_package import WITHOUT_PACKAGE
+from tests.processes import run_script
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 PRIORS = ["dense", "fibottention", "fibottention+violin", "topk", "linformer", "sparsifiner", "localvit", "swin_rpb"]
@@ -396,9 +395,7 @@ def test_folder_is_complete(cls, tmp_path):
     assert "modeling_sparseprior_timesformer.py" in lines[0]
 
 
-REMOTE = (
-    WITHOUT_PACKAGE
-    + """
+REMOTE = """
 from pathlib import Path
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForVideoClassification
@@ -417,7 +414,6 @@ still = type(model).from_image_model("image")
 assert type(still).__name__ == "SparsePriorTimesformerForVideoClassification"
 save_file(outputs, "outputs.safetensors")
 """
-)
 
 
 @pytest.mark.slow
@@ -427,7 +423,7 @@ def test_models_come_back_by_remote_code(tmp_path, monkeypatch):
         model.save_pretrained(tmp_path / "models" / name)
     image_model().save_pretrained(tmp_path / "image")
     save_file({"pixels": clips()}, tmp_path / "pixels.safetensors")
-    run_elsewhere(REMOTE, tmp_path)
+    run_script(REMOTE, folder=tmp_path)
     found = load_file(tmp_path / "outputs.safetensors")
     monkeypatch.setattr(compiled_kernels, "INSTALLED_VERSION", None)  # without the package there is no compiled kernel
     for name, model in models.items():

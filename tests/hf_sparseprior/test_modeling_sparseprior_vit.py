@@ -3,10 +3,7 @@
 import copy
 import hashlib
 import math
-import os
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -41,6 +38,7 @@ from hf_sparseprior.curves import curve_rank
 from hf_sparseprior.decay import DECAYS, INIT_PRESETS
 from hf_sparseprior.sequences import SEQUENCES
 from hf_sparseprior.supports import SUPPORTS, build_mask, has_pairs
+from tests.processes import run_script
 
 # transformers 5.23 renames gradient_checkpointing_enable, which peft and older releases call.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
@@ -754,7 +752,8 @@ def test_layers_differ_unless_shuffling_is_off():
 
 
 @pytest.mark.slow
-def test_masks_are_the_same_in_another_process():
+def test_masks_are_the_same_in_another_process(tmp_path):
+    """Which hashes text otherwise."""
     script = """
 import hashlib, random, sys, torch
 random.seed(99); torch.manual_seed(99)
@@ -762,12 +761,11 @@ from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTModel
 config = SparsePriorViTConfig(prior="fibottention", image_size=32, patch_size=4, hidden_size=24,
                               num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
 output = SparsePriorViTModel(config)(torch.randn(1, 3, 32, 32), output_attentions=True)
-print(hashlib.sha256((torch.cat(output.attentions) != 0).numpy().tobytes()).hexdigest())
+print(hashlib.sha256((torch.cat(output.attentions) != 0).numpy().tobytes()).hexdigest(), hash("fibottention"))
 """
-    environment = {**os.environ, "PYTHONHASHSEED": "4242"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
-    own = hashlib.sha256(observed_masks(make("fibottention")).numpy().tobytes()).hexdigest()
-    assert done.stdout.strip() == own
+    found, hashed = run_script(script, folder=tmp_path, package=True).stdout.split()
+    assert int(hashed) != hash("fibottention")
+    assert found == hashlib.sha256(observed_masks(make("fibottention")).numpy().tobytes()).hexdigest()
 
 
 @pytest.mark.parametrize("prior", FOUR)

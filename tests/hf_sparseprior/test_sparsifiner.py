@@ -1,7 +1,5 @@
 import math
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from hf_sparseprior.key_selection import largest_indices
 from hf_sparseprior.prior import prior_pruning_ratio, resolve_prior
 from hf_sparseprior.sparsifiner import Sparsifiner
 from tests.hf_sparseprior.attention_calls import attend, make_request
-from tests.hf_sparseprior.without_package import WITHOUT_PACKAGE
+from tests.processes import run_script
 
 GRID, HEADS, WIDTH = (3, 4), 2, 5
 
@@ -467,9 +465,7 @@ def test_saved_model_runs_without_the_package(tmp_path):
             layer.attention.predictor.prune()
     model.save_pretrained(tmp_path / "model")
     torch.save(pixels, tmp_path / "pixels.pt")
-    (tmp_path / "load.py").write_text(WITHOUT_PACKAGE + LOAD)
-    done = subprocess.run([sys.executable, "load.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_script(LOAD, folder=tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(pixels).logits, rtol=1e-5, atol=1e-5)
 

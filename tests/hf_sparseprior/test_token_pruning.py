@@ -2,9 +2,6 @@
 
 import copy
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -37,7 +34,7 @@ from hf_sparseprior.training import (
 )
 from hf_sparseprior.training.keep_rate import scheduled_keep_rate
 from tests.hf_sparseprior.attention_calls import attend
-from tests.hf_sparseprior.without_package import WITHOUT_PACKAGE
+from tests.processes import run_script
 
 GRID = (5, 6)
 SIZES = {"hidden_size": 24, "num_hidden_layers": 5, "num_attention_heads": 4, "intermediate_size": 32}
@@ -515,9 +512,8 @@ def test_half_precision_and_other_image_sizes(name):
 
 # ---- saving ---------------------------------------------------------------------------------------------------------
 
-REMOTE = (
-    WITHOUT_PACKAGE
-    + """
+REMOTE = """
+import sys
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageClassification
 
@@ -527,7 +523,6 @@ for name in sys.argv[1:]:
     logits[name] = model(pixels).logits.detach().contiguous()
 save_file(logits, "logits.safetensors")
 """
-)
 
 
 @pytest.mark.slow
@@ -537,12 +532,7 @@ def test_saved_models_run_without_the_package(tmp_path):
     for name, own in made.items():
         own.save_pretrained(tmp_path / name)
     save_file({"pixels": images(dtype=torch.float32)}, tmp_path / "pixels.safetensors")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "PYTHONNOUSERSITE": "1"}
-    environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules"), "SPARSEPRIOR_BACKEND": ""}
-    command = [sys.executable, "-c", REMOTE, *made]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_script(REMOTE, *made, folder=tmp_path)
     logits = load_file(tmp_path / "logits.safetensors")
     for name, own in made.items():
         again = SparsePriorViTForImageClassification.from_pretrained(tmp_path / name)

@@ -1,8 +1,8 @@
 """Loads saved models in a fresh process, with this package imported or without. `test_stock_loading` runs it.
 
-    python fresh_process.py with|without FOLDER...
+    run_script(..., "with" or "without", *folders)
 
-Every FOLDER has `expected.safetensors`: images, and the outputs of the model with its prior. The script prints JSON
+Every folder has `expected.safetensors`: images, and the outputs of the model with its prior. The script prints JSON
 with the outcome for every folder and way of loading and, with the package, the attributes of classes that its import
 changed.
 """
@@ -98,8 +98,8 @@ def main() -> None:
                     folder, getattr(transformers, name), options
                 )
     bert = transformers.BertModel(transformers.BertConfig(**BERT))
-    bert.save_pretrained(Path(sys.argv[2]).parent / "bert")
-    transformers.BertModel.from_pretrained(pretrained_model_name_or_path=Path(sys.argv[2]).parent / "bert")
+    bert.save_pretrained("bert")
+    transformers.BertModel.from_pretrained(pretrained_model_name_or_path="bert")
     print(json.dumps(results))
 
 

@@ -1,10 +1,7 @@
 """Loading stock models with a prior."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import peft
@@ -31,6 +28,7 @@ from hf_sparseprior.adapters.stock_saving import SCALARS_FILE
 from hf_sparseprior.low_rank import MIXERS
 from tests.hf_sparseprior.adapters.fresh_process import CLASSES
 from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY, move_decays, output, tiny_clip
+from tests.processes import run_script
 
 families = pytest.mark.parametrize("name", STOCK)
 
@@ -205,11 +203,8 @@ WITHOUT = 2e-5  # the least difference of these small models' outputs without th
 
 
 def run_fresh(how, folders):
-    script = Path(__file__).with_name("fresh_process.py")
-    command = [sys.executable, str(script), how, *map(str, folders)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    script = Path(__file__).with_name("fresh_process.py").read_text()
+    done = run_script(script, how, *map(str, folders), folder=folders[0].parent, package=how == "with")
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 

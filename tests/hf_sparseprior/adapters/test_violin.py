@@ -3,8 +3,6 @@
 import copy
 import json
 import os
-import subprocess
-import sys
 
 import peft
 import pytest
@@ -31,6 +29,7 @@ from hf_sparseprior.attention import PriorAttention
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.training import SparsePriorTrainer
 from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY
+from tests.processes import run_script
 
 families = pytest.mark.parametrize("name", [*STOCK, "ours"])
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
@@ -257,10 +256,7 @@ def test_a_new_process_needs_the_import_alone(script, tmp_path):
         model.save_pretrained(tmp_path / name)
         expected[name] = output(model)
     torch.save((STOCK["vit"].example(), expected), tmp_path / "expected.pt")
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_script(script, folder=tmp_path, package=True)
 
 
 @pytest.mark.parametrize("make_config", [CONFIGS["violin"], CONFIGS["lora"]], ids=["violin", "lora"])

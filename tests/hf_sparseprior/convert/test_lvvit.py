@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from hf_sparseprior.analysis.paper_numbers import paper_numbers
 from hf_sparseprior.convert import convert_checkpoint, read_checkpoint
 from hf_sparseprior.convert.lvvit import matches
 from hf_sparseprior.training import WeightAverage
-from tests.hf_sparseprior.without_package import WITHOUT_PACKAGE
+from tests.processes import run_script
 
 TINY = {
     "image_size": 16, "patch_size": 4, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -285,10 +282,9 @@ def test_bad_fields_are_named(settings, message):
 
 # ---- saved folders --------------------------------------------------------------------------------------------------
 
-REMOTE = (
-    WITHOUT_PACKAGE
-    + """
+REMOTE = """
 import json
+import sys
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageClassification
 
@@ -301,7 +297,6 @@ save_file({name: output.logits.detach().contiguous() for name, output in outputs
 with open("report.json", "w") as file:
     json.dump([name for name in sys.modules if name.partition(".")[0] == "hf_sparseprior"], file)
 """
-)
 
 
 @pytest.mark.slow
@@ -310,11 +305,7 @@ def test_saved_models_load_where_the_package_is_not(tmp_path):
     model(images(8))  # running statistics that are not the initial ones
     model.eval().save_pretrained(tmp_path / "model")
     save_file({"pixels": images()}, tmp_path / "pixels.safetensors")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "PYTHONNOUSERSITE": "1"}
-    environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = subprocess.run([sys.executable, "-c", REMOTE], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_script(REMOTE, folder=tmp_path)
     assert json.loads((tmp_path / "report.json").read_text()) == []
     outputs = load_file(tmp_path / "outputs.safetensors")
     with torch.no_grad():
