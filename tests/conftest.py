@@ -29,6 +29,10 @@ if ROOT not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
 # A test that waits for the disk learns nothing from it. What is written through, and when, tests see from the calls.
 os.fsync = lambda descriptor: None
 
+# An iterator of several processes that the garbage collector ends waits for each of them in vain, as its queues went
+# first: five seconds, in whatever test comes next. They are idle then and get their SIGTERM at once.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.1
+
 
 def pytest_addoption(parser):
     text = "of a test with more cases than N only N, evenly spaced; default: all"

@@ -3,6 +3,7 @@
 A process of its own takes ten seconds to import what training needs; a test of several processes starts four to eight.
 Here a clean server (multiprocessing's) imports it once, and every process is forked from that, with arguments,
 environment, folder and log of its own. What a user types as a whole, `python -m ...`, is tested where that matters.
+With `here`, it is forked from the test's own process, which has imported the frameworks of its task.
 `run_script` does the same for scripts of which some must not find this package: their server has not imported it.
 """
 
@@ -39,6 +40,7 @@ class Started:
         folder: the process's working folder.
         log: file that gets what it prints.
         environment: what is added to this process's.
+        here: fork from this process if it computes in one thread; a pool of threads does not survive that.
     """
 
     def __init__(
@@ -48,9 +50,13 @@ class Started:
         folder: Path,
         log: Path,
         environment: dict[str, str] | None = None,
+        here: bool = False,
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED)
+        import torch  # not by a script's server
+
+        context = multiprocessing.get_context("fork" if here and torch.get_num_threads() == 1 else "forkserver")
+        if context.get_start_method() == "forkserver":
+            context.set_forkserver_preload(IMPORTED)
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environment or {})}
         self._process = context.Process(target=_run, args=(str(folder), str(log), variables, call, arguments))
         self._process.start()

@@ -4,6 +4,7 @@ results in one form, evaluation in one place.
 A new task is one more row.
 """
 
+import gc
 import hashlib
 import io
 import json
@@ -178,6 +179,8 @@ def whole(request, tmp_path_factory) -> Whole:
     row = request.param
     for package in row.needs:
         pytest.importorskip(package, reason=f"the packages of {row.task} are not installed", exc_type=ImportError)
+    import_module(f"tasks.{row.task}.train")
+    gc.freeze()  # mm's data sets and the Trainer call the collector in every run
     folder = tmp_path_factory.mktemp(row.task)
     run = Whole(row, row.prepare(folder), folder / "whole")
     with redirect_stdout(printed := io.StringIO()):
@@ -262,9 +265,8 @@ def test_after_sigkill_the_same_command_ends_with_the_same_bits(whole, tmp_path,
     """Killed after the fifth step, with a newer checkpoint half written."""
     out = tmp_path / "run"
     arguments = [*whole.arguments, f"{whole.row.folder}={out}"]
-    killed = Started(
-        die_in_the_fifth_step, f"tasks.{whole.row.task}.train", arguments, folder=ROOT, log=tmp_path / "log"
-    )
+    train = f"tasks.{whole.row.task}.train"
+    killed = Started(die_in_the_fifth_step, train, arguments, folder=ROOT, log=tmp_path / "log", here=True)
     assert killed.wait(600) == -signal.SIGKILL, (tmp_path / "log").read_text()
     assert not (out / "results.json").exists()
     write_half_a_checkpoint(out)

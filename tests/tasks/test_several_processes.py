@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from tasks.common.results import read_results
@@ -69,11 +70,13 @@ def test_two_processes_go_on_after_a_kill_and_end_like_one(
     task, needs, prepare, place, half, checkpoint, like_one, tmp_path
 ):
     pytest.importorskip(needs, exc_type=ImportError)
+    import_module(f"tasks.{task}.train")  # once for all processes
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test was alone
     arguments = [str(contract.ROOT / a) if a.startswith("configs/") else a for a in prepare(tmp_path)]
     two = [*arguments, f"{place}={tmp_path}/two", *([half] if half else [])]
 
     def start():
-        return module(f"tasks.{task}.train", *two, processes=2, folder=tmp_path, log=tmp_path / "log.txt")
+        return module(f"tasks.{task}.train", *two, processes=2, folder=tmp_path, log=tmp_path / "log.txt", here=True)
 
     process = start()
     wait_for(tmp_path / "two" / checkpoint, process)  # which is whole, or another before it is
