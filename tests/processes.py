@@ -158,6 +158,7 @@ def _run(
 ) -> None:
     gc.freeze()  # what the server has imported
     os.setsid()  # a group of its own, as a shell makes one
+    multiprocessing.set_start_method(None, force=True)  # its own processes start as those of any other process
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
     os.environ.clear()
     os.environ.update(variables)

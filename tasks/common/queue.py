@@ -283,6 +283,8 @@ def _work(
     for number in (1, 2):
         os.dup2(file, number)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    # Or every worker of a data loader would start from a server too, and import torch again in every epoch.
+    multiprocessing.set_start_method(None, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the queue sends SIGTERM
     threading.Thread(target=_end_with_queue, args=(link,), daemon=True).start()
     os.environ.update(VARIABLES if gpu is None else {**VARIABLES, "CUDA_VISIBLE_DEVICES": gpu})

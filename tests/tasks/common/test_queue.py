@@ -1,6 +1,7 @@
 """Runs on several cores: order, threads, kills, failures, two queues at once, and how long the rest takes."""
 
 import itertools
+import multiprocessing
 import os
 import signal
 import threading
@@ -74,6 +75,16 @@ def test_every_core_has_one_run_of_one_thread_in_order(tmp_path, capsys):
     assert all(rest == [1, 1, 1] for _, _, *rest in found.values())  # threads, OMP_NUM_THREADS, callbacks
     said = capsys.readouterr().err
     assert "[4/4] " in said and said.count(": started as process ") == 4 and "to do, about 0:0" in said
+
+
+def see_start_method(folder, callbacks=()):
+    (folder / "record").write_text(multiprocessing.get_start_method())
+
+
+def test_workers_of_a_data_loader_start_as_in_any_process(tmp_path):
+    """Not each from a server, where it imports everything anew."""
+    Queue(IMPORTED, 1).run([job(tmp_path / "a0", see_start_method)])
+    assert (tmp_path / "a0" / "record").read_text() == multiprocessing.get_start_method()
 
 
 def see_gpu(folder, callbacks=()):
