@@ -84,9 +84,9 @@ def recipe(number=16, seed=0, batch_size=8, repeats=1, mixing=None, smoothing=0.
 @pytest.mark.slow
 def test_the_schedule_of_fibottention_table_9(tmp_path):
     """Warm-up from 1e-6 to 1e-3 in 5 of 100 epochs, then a cosine to 1e-5 at the last step."""
-    steps_per_epoch, rates = 2, []
+    rates = []
     trainer = make_trainer(
-        tmp_path, data=Images(2), per_device_train_batch_size=1, num_train_epochs=100,
+        tmp_path, make_model(num_hidden_layers=1), Images(1), per_device_train_batch_size=1, num_train_epochs=100,
         learning_rate=1e-3, warmup_steps=0.05,
         lr_scheduler_type="cosine_warmup_with_min_lr", lr_scheduler_kwargs={"warmup_lr_rate": 1e-3, "min_lr": 1e-5},
     )  # fmt: skip
@@ -94,7 +94,7 @@ def test_the_schedule_of_fibottention_table_9(tmp_path):
         Each(lambda state, optimizer, **_: rates.append(optimizer.param_groups[0]["lr"]), "on_pre_optimizer_step")
     )
     trainer.train()
-    warm, total = 5 * steps_per_epoch, 100 * steps_per_epoch
+    warm, total = 5, 100  # one step an epoch
     expected = [1e-6 + (1e-3 - 1e-6) * step / (warm - 1) for step in range(warm)]
     for step in range(1, total - warm + 1):
         expected.append(1e-5 + (1e-3 - 1e-5) * (1 + math.cos(math.pi * step / (total - warm))) / 2)
@@ -168,8 +168,9 @@ def test_a_step_is_that_of_the_mean_over_its_samples_however_they_are_split(tmp_
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(expected[name], parameter.grad, atol=1e-6, rtol=1e-3, msg=name)
 
-    splits = [(4, 2), (2, 4)] if kind == "mixed" else [(4, 2), (2, 4), (1, 8), (3, 3)]  # 3 + 3 + 2
-    for size, accumulation in splits:
+    # 3 + 3 + 2; mixing pairs samples of one micro-batch.
+    splits = {"hard": [(4, 2), (3, 3)], "smoothed": [(1, 8), (3, 3)], "mixed": [(4, 2), (2, 4)]}
+    for size, accumulation in splits[kind]:
         found, split_loss = gradients_of_one_step(tmp_path, size, accumulation, collator, **options)
         assert split_loss == pytest.approx(loss, rel=1e-5)
         for name, value in expected.items():
@@ -224,7 +225,8 @@ def test_regression_of_one_number(tmp_path):
 def test_soft_targets_train_in_bfloat16_and_compiled(tmp_path, options):
     losses = []
     for settings in ({}, options):
-        trainer = make_trainer(tmp_path, per_device_train_batch_size=4, **recipe(batch_size=4), **settings)
+        model = make_model(num_hidden_layers=1)
+        trainer = make_trainer(tmp_path, model, per_device_train_batch_size=4, **recipe(batch_size=4), **settings)
         losses.append(trainer.train().training_loss)
     assert losses[1] == pytest.approx(losses[0], rel=3e-2 if "bf16" in options else 1e-5)
     assert all(p.isfinite().all() for p in trainer.model.parameters())
@@ -244,7 +246,8 @@ def test_two_processes_take_the_step_of_one(tmp_path):
     collator = SoftTargetCollator(CLASSES, Mixing(0.8, 1.0), 0.1, batch_size=8)
     expected, _ = gradients_of_one_step(tmp_path, 8, 1, collator)
     log = tmp_path / "log.txt"
-    assert launched(2, write_gradients, tmp_path, folder=tmp_path, log=log).wait(300) == 0, log.read_text()[-3000:]
+    process = launched(2, write_gradients, tmp_path, folder=tmp_path, log=log, here=True)
+    assert process.wait(300) == 0, log.read_text()[-3000:]
     for name, value in torch.load(tmp_path / "gradients.pt").items():
         torch.testing.assert_close(value, expected[name], atol=2e-7, rtol=1e-4, msg=name)
 
@@ -288,36 +291,43 @@ def kill_at(step):
     return Each(check)
 
 
+def recipe_trainer(folder, accumulation):
+    """16 steps, 8 or 4 of them an epoch."""
+    settings = {"drop_path_rate": 0.2, "hidden_dropout_prob": 0.1, "pooling": "mean"}
+    return make_trainer(
+        folder, make_model(**settings), Images(30, augment=True), num_train_epochs=2 * accumulation,
+        per_device_train_batch_size=4, gradient_accumulation_steps=accumulation, save_strategy="steps",
+        save_steps=3, layer_decay=0.7, ema_decay=0.9, weight_decay=0.05, eval_strategy="no",
+        lr_scheduler_type="cosine_warmup_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-4}, warmup_steps=4,
+        **recipe(30, batch_size=4 * accumulation, repeats=3),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def whole_recipe(request, tmp_path_factory):
+    """Accumulation and the trainer of a run that was never interrupted."""
+    trainer = recipe_trainer(tmp_path_factory.mktemp("whole"), request.param)
+    trainer.train()
+    return request.param, trainer
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stop", [7, 11])  # of 4 or 8 steps an epoch, a checkpoint every 3
-def test_a_whole_recipe_resumed_in_the_middle_of_an_epoch_is_bit_equal(tmp_path, stop, accumulation):
+@pytest.mark.parametrize("stop", [7, 11])  # a checkpoint every 3
+def test_a_whole_recipe_resumed_in_the_middle_of_an_epoch_is_bit_equal(tmp_path, whole_recipe, stop):
     """Weights, moving average, optimizer and schedule; mixing, repeats, dropout and layer decay."""
-
-    def trainer_in(folder):
-        settings = {"drop_path_rate": 0.2, "hidden_dropout_prob": 0.1, "pooling": "mean"}
-        return make_trainer(
-            tmp_path / folder, make_model(**settings), Images(30, augment=True), num_train_epochs=4,
-            per_device_train_batch_size=4, gradient_accumulation_steps=accumulation, save_strategy="steps",
-            save_steps=3, layer_decay=0.7, ema_decay=0.9, weight_decay=0.05, eval_strategy="no",
-            lr_scheduler_type="cosine_warmup_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-4}, warmup_steps=4,
-            **recipe(30, batch_size=4 * accumulation, repeats=3),
-        )  # fmt: skip
-
-    whole = trainer_in("whole")
-    whole.train()
-    broken = trainer_in("broken")
+    accumulation, whole = whole_recipe
+    broken = recipe_trainer(tmp_path, accumulation)
     broken.add_callback(kill_at(stop))
     with pytest.raises(Killed):
         broken.train()
     torch.manual_seed(99)  # whatever the new process starts with must not matter
-    resumed = trainer_in("broken")
+    resumed = recipe_trainer(tmp_path, accumulation)
     torch.nn.init.normal_(resumed.model.classifier.weight)
     seen = record_indices(resumed)
     resumed.train(resume_from_checkpoint=True)
     first = stop // 3 * 3 % (8 // accumulation) * accumulation * 4
     assert seen[0][0].position in (0, first)  # accelerate may collate what it skips
-    assert resumed.state.global_step == whole.state.global_step == 4 * (8 // accumulation)
+    assert resumed.state.global_step == whole.state.global_step == 16
     torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
     torch.testing.assert_close(resumed.weight_average.averages, whole.weight_average.averages, rtol=0, atol=0)
     for one, other in zip(whole.optimizer.param_groups, resumed.optimizer.param_groups, strict=True):
@@ -349,35 +359,43 @@ def test_resumed_with_persistent_workers_a_run_is_bit_equal(tmp_path):
     torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
 
 
+def three_epochs(folder):
+    """Two steps an epoch."""
+    return make_trainer(
+        folder, eval_dataset=Images(), num_train_epochs=3, save_strategy="epoch", eval_strategy="epoch", **recipe()
+    )
+
+
+def evaluations(trainer):
+    return [(entry["epoch"], entry["eval_loss"]) for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def whole_evaluations(tmp_path_factory):
+    """Those of a run that was never stopped."""
+    whole = three_epochs(tmp_path_factory.mktemp("whole"))
+    whole.train()
+    assert len(evaluations(whole)) == 3
+    return evaluations(whole)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("step", "event"), [(2, "on_step_end"), (3, "on_step_end"), (6, "on_step_end"), (6, "on_log")])
-def test_sigterm_at_any_step_loses_no_evaluation(tmp_path, step, event):
-    """Two steps an epoch; after the last one training is over, but the run has to end."""
-
-    def trainer_in(folder):
-        return make_trainer(
-            tmp_path / folder, eval_dataset=Images(), num_train_epochs=3, save_strategy="epoch", eval_strategy="epoch",
-            **recipe(),
-        )  # fmt: skip
+def test_sigterm_at_any_step_loses_no_evaluation(tmp_path, whole_evaluations, step, event):
+    """After the last step training is over, but the run has to end."""
 
     def send(state, **_):
         if state.global_step == step:
             signal.raise_signal(signal.SIGTERM)
 
-    whole = trainer_in("whole")
-    whole.train()
-    trainer, stop = trainer_in("stopped"), StopOnSignal()
+    trainer, stop = three_epochs(tmp_path), StopOnSignal()
     trainer.add_callback(Each(send, event))
     trainer.add_callback(stop)
     trainer.train()
     assert stop.stopped and trainer.state.global_step == step
-    resumed = trainer_in("stopped")
+    resumed = three_epochs(tmp_path)
     resumed.train(resume_from_checkpoint=True)
-    expected, found = (
-        [(entry["epoch"], entry["eval_loss"]) for entry in done.state.log_history if "eval_loss" in entry]
-        for done in (whole, resumed)
-    )
-    assert found == expected
+    assert evaluations(resumed) == whole_evaluations
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

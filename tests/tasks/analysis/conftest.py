@@ -1,6 +1,7 @@
 """Saved models that were never trained, in folders as runs leave them."""
 
 import json
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -71,19 +72,27 @@ def picture(tmp_path):
     return tmp_path / "own.png"
 
 
-@pytest.fixture
-def figures(monkeypatch):
-    """The figures that were written, still open, by the name of their file."""
+@contextmanager
+def kept_figures():
+    """The figures that are written meanwhile, still open, by the name of their file."""
     drawn = {}
 
     def keep(figure, path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        figure.set_layout_engine("none")  # takes longer than to draw
         figure.savefig(path, dpi=30)
         drawn[path.name] = figure
         return path
 
-    monkeypatch.setattr(pictures, "save", keep)
-    monkeypatch.setattr(image_maps, "save", keep)
-    yield drawn
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pictures, "save", keep)
+        patch.setattr(image_maps, "save", keep)
+        yield drawn
     for figure in drawn.values():
         pictures.pyplot().close(figure)
+
+
+@pytest.fixture
+def figures():
+    with kept_figures() as drawn:
+        yield drawn

@@ -1,4 +1,6 @@
+import io
 import json
+from contextlib import redirect_stdout
 
 import numpy as np
 import peft
@@ -9,6 +11,7 @@ from transformers import ViTForImageClassification
 import hf_sparseprior as sp
 from hf_sparseprior.curves import curve_rank
 from tasks.analysis.decay import main
+from tests.tasks.analysis.conftest import kept_figures
 
 CURVES = ["snake", "snake_t", "zigzag", "zigzag_t", "peano", "peano_t", "hilbert", "hilbert_t"]
 CENTRE = 4 * 2 + 2  # of the 4x4 grid
@@ -30,22 +33,28 @@ def along(curve, gamma):
     return np.array([gamma ** abs(int(rank) - int(ranks[CENTRE])) for rank in ranks]).reshape(4, 4)
 
 
+@pytest.fixture(scope="module")
+def drawn(runs, tmp_path_factory):
+    """Weights, folder of results, printed text and figures of the command on one model."""
+    run, out = runs["fibottention+violin"], tmp_path_factory.mktemp("out")
+    with kept_figures() as figures, redirect_stdout(io.StringIO()) as printed:
+        assert main([str(run), "--names", "both", "--out", str(out)]) == 0
+        yield run / "model" / "model.safetensors", out, printed.getvalue(), figures
+
+
 @pytest.mark.slow
-def test_scalars_of_the_file_in_table_results_and_pictures(runs, capsys, figures, tmp_path):
-    run = runs["fibottention+violin"]
-    assert main([str(run), "--names", "both", "--out", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    file = run / "model" / "model.safetensors"
+def test_scalars_of_the_file_in_table_results_and_pictures(drawn):
+    file, out, text, figures = drawn
     gamma, alpha = sigmoid(stored_scalars(file, "beta")), stored_scalars(file, "alpha")
-    (found,) = json.loads((tmp_path / "decay.json").read_text())["models"]
+    (found,) = json.loads((out / "decay.json").read_text())["models"]
     assert found["curves"] == CURVES and found["grid"] == [4, 4] and found["prior"] == "fibottention+violin"
     for number, layer in enumerate(found["layers"]):
         assert layer["layer"] == number + 1
         np.testing.assert_allclose(layer["gamma"], gamma[number], rtol=1e-12)
         np.testing.assert_allclose(layer["alpha"], alpha[number])
         masks = np.mean([[along(c, g) for g in own] for c, own in zip(CURVES, gamma[number], strict=True)], axis=0)
-        drawn = figures["both_heads.png"].axes[3 * number : 3 * number + 3]
-        for axis, mask in zip(drawn, masks, strict=True):
+        axes = figures["both_heads.png"].axes[3 * number : 3 * number + 3]
+        for axis, mask in zip(axes, masks, strict=True):
             np.testing.assert_allclose(axis.images[0].get_array(), mask, rtol=1e-9)
         assert f"| both | fibottention+violin | {number + 1} | {gamma[number].min():.5f} |" in text
     panels = {axis.get_title(): axis for axis in figures["both_gamma.png"].axes if axis.get_title()}
@@ -55,10 +64,9 @@ def test_scalars_of_the_file_in_table_results_and_pictures(runs, capsys, figures
 
 
 @pytest.mark.slow
-def test_masks_of_curves_and_of_the_learned_gammas(runs, capsys, figures, tmp_path):
-    run = runs["fibottention+violin"]
-    assert main([str(run), "--names", "both", "--out", str(tmp_path)]) == 0
-    betas = stored_scalars(run / "model" / "model.safetensors", "beta")  # (layers, curves, heads)
+def test_masks_of_curves_and_of_the_learned_gammas(drawn):
+    file, _, _, figures = drawn
+    betas = stored_scalars(file, "beta")  # (layers, curves, heads)
     axes = np.array(figures["both_gammas.png"].axes[:40]).reshape(5, 8)
     for line, beta in zip(axes, np.quantile(betas, [0, 0.25, 0.5, 0.75, 1]), strict=True):
         assert line[0].get_ylabel().endswith(f"{sigmoid(beta):.5f}")
@@ -71,7 +79,7 @@ def test_masks_of_curves_and_of_the_learned_gammas(runs, capsys, figures, tmp_pa
 
 
 @pytest.mark.slow
-def test_stock_models_and_adapters(stock, capsys, tmp_path):
+def test_stock_models_and_adapters(stock, capsys, figures, tmp_path):
     model = ViTForImageClassification.from_pretrained(stock)
     sp.apply_prior(model, {"decay": {"name": "violin", "init": "pretrain"}})
     model.save_pretrained(tmp_path / "applied")
@@ -86,6 +94,7 @@ def test_stock_models_and_adapters(stock, capsys, tmp_path):
     np.testing.assert_allclose([layer["gamma"] for layer in applied["layers"]], gamma, rtol=1e-12)
     gamma = sigmoid(stored_scalars(tmp_path / "adapter" / "adapter_model.safetensors", "beta"))
     np.testing.assert_allclose([layer["gamma"] for layer in adapter["layers"]], gamma, rtol=1e-12)
+    assert len(figures) == 8 and all((tmp_path / "out" / name).is_file() for name in figures)
     assert [layer["layer"] for layer in adapter["layers"]] == [2] and adapter["curves"] == ["manhattan"]
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from hf_sparseprior import SparsePriorViTForImageClassification
-from tasks.analysis import corruptions, robustness, trained
+from tasks.analysis import corruptions, robustness, robustness_pictures, trained
 from tasks.analysis.robustness import Robustness, corruption_errors, mean_corruption_error
 from tests.tasks.analysis.saved_runs import NEEDS_CORRUPTIONS, accuracy_by_evaluate, write_images, write_run
 
@@ -41,6 +41,17 @@ def corrupted(monkeypatch):
 
     monkeypatch.setattr(robustness, "corrupt", counted)
     return calls
+
+
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """Figures are made and not drawn; `test_the_pictures_show_every_model` looks at them."""
+
+    def close(figure, path):
+        robustness_pictures.pyplot().close(figure)
+        return path
+
+    monkeypatch.setattr(robustness_pictures, "save", close)
 
 
 def command(runs, out, *arguments):
@@ -122,6 +133,7 @@ def test_accuracies_are_those_of_a_plain_loop_and_of_evaluate(runs, tmp_path, ca
 
 
 @NEEDS_CORRUPTIONS
+@pytest.mark.usefixtures("without_pictures")
 def test_images_are_corrupted_once_for_all_models_and_never_again(runs, tmp_path, corrupted):
     assert command(runs, tmp_path) == 0
     cells = [(name, severity) for name in ("gaussian_noise", "fog", "contrast") for severity in (1, 5)]
@@ -136,6 +148,7 @@ def test_images_are_corrupted_once_for_all_models_and_never_again(runs, tmp_path
 
 
 @NEEDS_CORRUPTIONS
+@pytest.mark.usefixtures("without_pictures")
 def test_an_interrupted_command_goes_on(runs, tmp_path, corrupted, monkeypatch, capsys):
     stop, own = 12 * 3 + 5, robustness.corrupt
 
@@ -159,6 +172,7 @@ def test_an_interrupted_command_goes_on(runs, tmp_path, corrupted, monkeypatch, 
 
 
 @NEEDS_CORRUPTIONS
+@pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize(
     ("changed", "values"),
     [
@@ -187,6 +201,7 @@ def test_a_changed_model_is_counted_again_and_no_other(runs, tmp_path, corrupted
 
 
 @NEEDS_CORRUPTIONS
+@pytest.mark.usefixtures("without_pictures")
 def test_other_images_are_counted_apart(runs, tmp_path, corrupted):
     assert command(runs, tmp_path, "--limit", "6") == 0
     results = json.loads((tmp_path / "robustness.json").read_text())
@@ -198,6 +213,7 @@ def test_other_images_are_counted_apart(runs, tmp_path, corrupted):
 
 
 @NEEDS_CORRUPTIONS
+@pytest.mark.usefixtures("without_pictures")
 def test_worker_processes_find_the_same(runs, tmp_path):
     change = partial(robustness.corrupted, name="fog", severity=2, benchmark="cifar-c")
     assert pickle.loads(pickle.dumps(change)).keywords == change.keywords
@@ -244,6 +260,7 @@ def test_bad_arguments_give_one_line(runs, arguments, message, tmp_path, capsys)
 
 
 @NEEDS_CORRUPTIONS
+@pytest.mark.usefixtures("without_pictures")
 def test_models_that_cannot_be_compared_give_one_line(runs, tmp_path, capsys):
     small = write_run(tmp_path / "small", write_images(tmp_path / "small_images", each=2, side=16), "dense", 0)
     other = write_run(tmp_path / "other", write_images(tmp_path / "other_images", seed=1), "dense", 0)
@@ -262,6 +279,7 @@ def test_models_that_cannot_be_compared_give_one_line(runs, tmp_path, capsys):
 
 
 @NEEDS_CORRUPTIONS
+@pytest.mark.usefixtures("without_pictures")
 def test_a_damaged_cell_is_named(runs, tmp_path, capsys):
     assert command(runs[:1], tmp_path) == 0
     (cell,) = tmp_path.glob("cells/*/fog_5.json")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_sparseprior.backend_choice import BACKENDS
-from tasks.benchmark import gpu
+from tasks.benchmark import gpu, timing
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -30,7 +30,18 @@ def test_wrong_sizes_are_named(capsys):
 def test_runs_from_check_to_table(monkeypatch, tmp_path, capsys):
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(gpu, "HEADS", 2)
+        # One head, and of several calls in a row one: the interpreter needs seconds for each.
+        monkeypatch.setattr(gpu, "HEADS", 1)
+        monkeypatch.setattr(
+            gpu, "seconds_per_call", lambda call, calls, device: timing.seconds_per_call(call, 1, device)
+        )
+    checked, check = [], gpu.check
+
+    def check_float32(tokens, dtype, device):  # tests of the kernels compare bfloat16 with `reference`
+        checked.append((tokens, dtype))
+        return check(tokens, dtype, device) if dtype == torch.float32 else {"noted": 0.0}
+
+    monkeypatch.setattr(gpu, "check", check_float32)
     monkeypatch.setattr(gpu, "WIDTH", 8)
     monkeypatch.setattr(gpu, "SIZES", {"ViT-S": (16, 1, 2), "ViT-B": (16, 1, 2)})
     monkeypatch.setattr(gpu, "TURN_SECONDS", 0.0)
@@ -40,6 +51,7 @@ def test_runs_from_check_to_table(monkeypatch, tmp_path, capsys):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert gpu.main([*options, *contenders, "--out", str(out)], device) == 0
     results = json.loads(out.read_text())
+    assert checked == [(9, torch.float32), (9, torch.bfloat16)] and len(results["checked"]["float32"]) == 4
     found = {(row["part"], row["pass"], row["contender"]) for row in results["rows"]}
     passes = ("forward", "forward+backward")
     assert found == {

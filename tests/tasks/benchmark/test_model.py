@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from hf_sparseprior.backend_choice import BACKENDS
+from hf_sparseprior.configuration_sparseprior_vit import PRESETS
 from tasks.benchmark import model
 from tasks.benchmark.model import COPY, DENSE, PASSES, Contender, ModelRun
 
@@ -69,7 +70,8 @@ def test_training_steps_train():
     assert not run.model.training
 
 
-def test_results_picture_and_tables(tmp_path, capsys):
+def test_results_picture_and_tables(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(PRESETS, "vit_tiny", {**PRESETS["vit_tiny"], "num_hidden_layers": 2})
     out = tmp_path / "model.json"
     priors = ["dense", "fibottention@diagonal", "{support: {name: window, w: 1}}"]
     assert model.main([*TINY, "--priors", *priors, "--targets", "--out", str(out)]) == 0

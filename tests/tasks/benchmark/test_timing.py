@@ -1,14 +1,15 @@
 import os
-import subprocess
-import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from hf_sparseprior import ops
 from tasks.benchmark import timing
+from tests.processes import Started
 
 CPU = torch.device("cpu")
 MEGA = 1_000_000
@@ -109,39 +110,35 @@ def test_memory_tells_what_stays_from_what_a_call_takes():
     assert memory.needed == 16 * MEGA
 
 
-RESIDENT = """
-import sys, torch
-from hf_sparseprior import ops
-from tasks.benchmark.timing import traced_bytes
-torch.manual_seed(0)
 def attend(tokens):
     q, k, v = (torch.ones(1, 8, tokens, 32, requires_grad=True) for _ in range(3))
-    ops.attention(q, k, v, "fibottention", backend=sys.argv[1]).sum().backward()
-def resident(key):
-    return next(int(x.split()[1]) * 1024 for x in open("/proc/self/status") if x.startswith(key))
-attend(64)
-if sys.argv[2] == "traced":
-    print(traced_bytes(lambda: attend(1024), torch.device("cpu"))[0])
-else:
-    open("/proc/self/clear_refs", "w").write("5")
+    ops.attention(q, k, v, "fibottention", backend="reference").sum().backward()
+
+
+def grow(out):
+    """Write how many bytes more this process has at most while it attends."""
+
+    def resident(key):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+    attend(64)
+    Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS:")
     attend(1024)
-    print(resident("VmHWM:") - before)
-"""
+    out.write_text(str(resident("VmHWM:") - before))
 
 
 @pytest.mark.slow
-def test_traced_memory_is_what_the_process_grows_by():
-    """Against the kernel's own count of resident pages, in fresh processes; gradients and operators' scratch too."""
+def test_traced_memory_is_what_the_process_grows_by(tmp_path):
+    """Against the kernel's own count of resident pages in another process; gradients and operators' scratch too."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("needs /proc/self/clear_refs")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-    def measured(how):
-        command = [sys.executable, "-c", RESIDENT, "reference", how]
-        return int(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
-
-    traced, resident = measured("traced"), measured("resident")
+    out, log = tmp_path / "bytes", tmp_path / "log"
+    assert Started(grow, out, folder=tmp_path, log=log, here=True).wait(300) == 0, log.read_text()
+    resident = int(out.read_text())
+    attend(64)
+    traced, _ = timing.traced_bytes(lambda: attend(1024), CPU)
     assert traced > 80 * MEGA  # two (8, 1024, 1024) in float32 and a mask
     assert abs(traced - resident) < 0.15 * traced, (traced, resident)
 
