@@ -28,9 +28,9 @@ import torch
 logger = logging.getLogger("hf_sparseprior.kernels")
 
 FOLDER = Path(__file__).parent
-SOURCES = tuple(
-    FOLDER / name for name in ("diagonal_cpu.cpp", "decayed_cpu.cpp", "listed_cpu.cpp", "predicted_cpu.cpp")
-)
+# The ones that take longest come first.
+SOURCES = tuple(FOLDER / f"{name}_cpu.cpp" for name in ("diagonal", "operators", "decayed", "listed", "predicted"))
+HEADERS = (FOLDER / "operators.h", FOLDER / "vectors.h")
 COMPILERS = ("g++", "clang++", "c++")
 # The machine's own instructions, because the library never leaves it. No fast-math: -inf and the rounding of exp are
 # needed.
@@ -117,7 +117,7 @@ def library_path(compiler: Sequence[str]) -> Path:
     """The compiled kernels of these sources, compiler, processor and torch."""
     said = subprocess.run([*compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
     version = said.decode("utf-8", "replace")
-    sources = [path.read_text(encoding="utf-8") for path in (*SOURCES, FOLDER / "vectors.h")]
+    sources = [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
     parts = [*sources, version, torch.__version__, " ".join(command(compiler)), _processor()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     return cache_folder() / f"attention_cpu-{digest}.so"

@@ -12,19 +12,15 @@
 // Work is cut into pieces of (head, group of images) of a fixed size, and their sums are added in the order of the
 // pieces, so the result does not depend on the number of threads.
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <torch/library.h>
 
 #include <vector>
 
+#include "operators.h"
 #include "vectors.h"
 
 namespace sparseprior {
 namespace {
-
-using at::Tensor;
-using std::optional;
 
 constexpr int64_t ROWS = 32;  // query rows of a block
 // Bytes of the packed arrays (keys x size) of a group of images. The limit was measured and is larger than a core's
@@ -453,7 +449,9 @@ void check_decay(
   check_is(prefix_gamma, {q.size(1)}, at::kFloat, "prefix_gamma");
 }
 
-Tensor forward(
+}  // namespace
+
+Tensor decayed_forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& positions, const Tensor& log_gamma,
     const Tensor& alpha, const Tensor& prefix_gamma, int64_t prefix, double scale) {
   check_inputs(q, k, v, prefix);
@@ -468,7 +466,7 @@ Tensor forward(
 }
 
 // Gradients of q, k, v, log_gamma, alpha and prefix_gamma.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decayed_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& positions,
     const Tensor& log_gamma, const Tensor& alpha, const Tensor& prefix_gamma, int64_t prefix, double scale) {
   check_inputs(q, k, v, prefix);
@@ -476,7 +474,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   check_like(q, grad, "grad");
   const Problem x(q, positions, log_gamma, alpha, prefix_gamma, prefix, scale);
   Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
-  const Tensor sums = at::empty({x.H, x.groups(BACKWARD_ARRAYS), 2 + x.C}, q.options().dtype(at::kFloat));
+  const Tensor sums = q.new_empty({x.H, x.groups(BACKWARD_ARRAYS), 2 + x.C}, q.options().dtype(at::kFloat));
   const Backward f{View(q), View(k), View(v), View(grad), View(dq), View(dk), View(dv)};
   for_groups(x, BACKWARD_ARRAYS, [&](int64_t i, int64_t h, int64_t b0, int64_t b1) {
     backward_group(x, h, b0, b1, f, sums.data_ptr<float>() + i * (2 + x.C));
@@ -485,19 +483,4 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {dq, dk, dv, total.slice(1, 2).t().contiguous(), total.select(1, 0).contiguous(), total.select(1, 1).contiguous()};
 }
 
-TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
-  m.def(
-      "decayed_forward(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor log_gamma, Tensor alpha, "
-      "Tensor prefix_gamma, int prefix, float scale) -> Tensor");
-  m.def(
-      "decayed_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor positions, Tensor log_gamma, Tensor alpha, "
-      "Tensor prefix_gamma, int prefix, float scale) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-}
-TORCH_LIBRARY_IMPL(hf_sparseprior, CPU, m) {
-  m.impl("decayed_forward", forward);
-  m.impl("decayed_backward", backward);
-}
-
-}  // namespace
 }  // namespace sparseprior

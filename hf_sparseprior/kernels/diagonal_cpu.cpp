@@ -16,19 +16,15 @@
 //
 // Sums over pieces are taken in the order of the pieces, so the result does not depend on the number of threads.
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <torch/library.h>
 
 #include <vector>
 
+#include "operators.h"
 #include "vectors.h"
 
 namespace sparseprior {
 namespace {
-
-using at::Tensor;
-using std::optional;
 
 // Rows of a piece, in whole blocks. Packing repeats the rows that two pieces see; reading in place repeats nothing.
 constexpr int64_t PACKED_CHUNK = 256, CHUNK = 128;
@@ -843,10 +839,14 @@ const float* factors(Problem& x, const optional<Tensor>& drop) {
 
 // Sums of all values of a head, as packed rows.
 Tensor sum_of_values(const Tensor& v, int64_t size) {
-  return at::constant_pad_nd(v.sum(2, false, at::kFloat), {0, size - v.size(3)}).contiguous();
+  const Tensor sums = v.new_zeros({v.size(0), v.size(1), size}, v.options().dtype(at::kFloat));
+  sums.narrow(2, 0, v.size(3)).copy_(v.sum(2, false, at::kFloat));
+  return sums;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> diagonal_forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& offsets, const Tensor& counts, int64_t prefix,
     double scale, bool zero_fill, const optional<Tensor>& pair_weights, const optional<Tensor>& pair_begin,
     const optional<Tensor>& prefix_weight, const optional<Tensor>& self_weight, const optional<Tensor>& drop, bool keep) {
@@ -854,12 +854,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
   Problem x(q, offsets, counts, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight, self_weight);
   const auto floats = q.options().dtype(at::kFloat);
   Tensor out = like_projection(q);
-  Tensor probs = at::empty({keep ? x.pairs() : 0}, floats);
-  Tensor logits = at::empty({keep && pair_weights ? x.pairs() : 0}, floats);
-  Tensor floors = at::empty({keep && zero_fill ? x.B * x.H * x.padded : 0}, floats);
-  Tensor rows = at::empty({keep ? x.B : 0, x.H, prefix, prefix + x.N}, floats);
-  const Tensor partial = at::empty({x.B * x.H * x.chunks * prefix * (2 + x.size)}, floats);
-  const Tensor v_sum = zero_fill ? sum_of_values(v, x.size) : at::empty({0}, floats);
+  Tensor probs = q.new_empty({keep ? x.pairs() : 0}, floats);
+  Tensor logits = q.new_empty({keep && pair_weights ? x.pairs() : 0}, floats);
+  Tensor floors = q.new_empty({keep && zero_fill ? x.B * x.H * x.padded : 0}, floats);
+  Tensor rows = q.new_empty({keep ? x.B : 0, x.H, prefix, prefix + x.N}, floats);
+  const Tensor partial = q.new_empty({x.B * x.H * x.chunks * prefix * (2 + x.size)}, floats);
+  const Tensor v_sum = zero_fill ? sum_of_values(v, x.size) : q.new_empty({0}, floats);
   const Forward f{View(q), View(k), View(v), View(out), factors(x, drop), data(v_sum),
                   data(probs), data(logits), data(floors), data(rows), data(partial)};
   for_pieces(x, {&f.q}, {&f.k, &f.v}, [&](const Piece& piece, const Scratch& own) {
@@ -870,7 +870,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
 }
 
 // Gradients of q, k, v and, with a decay, of pair_weights, prefix_weight and self_weight (otherwise empty).
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> diagonal_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& offsets,
     const Tensor& counts, int64_t prefix, double scale, bool zero_fill, const optional<Tensor>& pair_weights,
     const optional<Tensor>& pair_begin, const optional<Tensor>& prefix_weight, const optional<Tensor>& self_weight,
@@ -885,13 +885,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   check_is(rows, {x.B, x.H, prefix, prefix + x.N}, at::kFloat, "rows");
   const auto floats = q.options().dtype(at::kFloat);
   Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
-  const Tensor pair_grads = at::empty({x.pairs()}, floats);
-  const Tensor weight_grads = at::empty({pair_weights ? x.pairs() : 0}, floats);
-  const Tensor row_grads = at::empty({x.B, x.H, prefix, prefix + x.N}, floats);
-  const Tensor sums = at::empty({x.B * x.H * x.chunks * sums_size(x)}, floats);
-  const Tensor v_sum = zero_fill ? sum_of_values(v, x.size) : at::empty({0}, floats);
-  Tensor d_pairs = at::zeros({pair_weights ? pair_weights->numel() : 0}, floats);
-  Tensor d_prefix = at::zeros({pair_weights ? x.H : 0}, floats), d_self = at::zeros_like(d_prefix);
+  const Tensor pair_grads = q.new_empty({x.pairs()}, floats);
+  const Tensor weight_grads = q.new_empty({pair_weights ? x.pairs() : 0}, floats);
+  const Tensor row_grads = q.new_empty({x.B, x.H, prefix, prefix + x.N}, floats);
+  const Tensor sums = q.new_empty({x.B * x.H * x.chunks * sums_size(x)}, floats);
+  const Tensor v_sum = zero_fill ? sum_of_values(v, x.size) : q.new_empty({0}, floats);
+  Tensor d_pairs = q.new_zeros({pair_weights ? pair_weights->numel() : 0}, floats);
+  Tensor d_prefix = q.new_zeros({pair_weights ? x.H : 0}, floats), d_self = d_prefix.new_zeros(d_prefix.sizes());
   const Backward f{View(q), View(k), View(v), View(out), View(grad), View(dq), View(dk), View(dv), factors(x, drop),
                    data(v_sum), x.values.of<float>(probs), x.values.of<float>(logits), x.values.of<float>(floors),
                    x.values.of<float>(rows), data(pair_grads), data(weight_grads), data(row_grads), data(sums),
@@ -914,21 +914,4 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {dq, dk, dv, d_pairs, d_prefix, d_self};
 }
 
-TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
-  m.def(
-      "diagonal_forward(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor counts, int prefix, float scale, "
-      "bool zero_fill, Tensor? pair_weights, Tensor? pair_begin, Tensor? prefix_weight, Tensor? self_weight, "
-      "Tensor? drop, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "diagonal_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor offsets, Tensor counts, "
-      "int prefix, float scale, bool zero_fill, Tensor? pair_weights, Tensor? pair_begin, Tensor? prefix_weight, "
-      "Tensor? self_weight, Tensor? drop, Tensor probs, Tensor logits, Tensor floors, Tensor rows) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-}
-TORCH_LIBRARY_IMPL(hf_sparseprior, CPU, m) {
-  m.impl("diagonal_forward", forward);
-  m.impl("diagonal_backward", backward);
-}
-
-}  // namespace
 }  // namespace sparseprior

@@ -9,19 +9,15 @@
 // A piece of work is a head of all images if they share a factor, otherwise of one image. Nothing is added across
 // pieces, so the result does not depend on the number of threads.
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <torch/library.h>
 
 #include <vector>
 
+#include "operators.h"
 #include "vectors.h"
 
 namespace sparseprior {
 namespace {
-
-using at::Tensor;
-using std::optional;
 
 struct Lists {
   int64_t B, H, P, N, T, D, K;
@@ -290,7 +286,9 @@ void check_lists(
   if (prefix_factor) check_is(*prefix_factor, {q.size(1)}, at::kFloat, "prefix_factor");
 }
 
-Tensor forward(
+}  // namespace
+
+Tensor listed_forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, const optional<Tensor>& factor,
     const optional<Tensor>& prefix_factor, int64_t prefix, double scale) {
   check_inputs(q, k, v, prefix);
@@ -305,7 +303,7 @@ Tensor forward(
 }
 
 // Gradients of q, k, v, factor and prefix_factor; the last two are empty if there is no factor.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> listed_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys,
     const optional<Tensor>& factor, const optional<Tensor>& prefix_factor, int64_t prefix, double scale) {
   check_inputs(q, k, v, prefix);
@@ -314,27 +312,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const Lists x(q, keys, factor, prefix_factor, prefix, scale);
   const auto floats = q.options().dtype(at::kFloat);
   Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
-  const Tensor d_factor = factor ? at::zeros(factor->sizes(), floats) : at::empty({0}, floats);
-  const Tensor d_prefix = at::zeros({x.B, x.H}, floats);
+  const Tensor d_factor = factor ? q.new_zeros(factor->sizes(), floats) : q.new_empty({0}, floats);
+  const Tensor d_prefix = q.new_zeros({x.B, x.H}, floats);
   const Gradients g{
       View(q), View(k), View(v), View(grad), View(dq), View(dk), View(dv),
       factor ? d_factor.data_ptr<float>() : nullptr, prefix_factor ? d_prefix.data_ptr<float>() : nullptr};
   for_heads(x, [&](int64_t b, int64_t h) { backward_head(x, b, h, g); });
-  return {dq, dk, dv, d_factor, prefix_factor ? d_prefix.sum(0) : at::empty({0}, floats)};
+  return {dq, dk, dv, d_factor, prefix_factor ? d_prefix.sum(0) : q.new_empty({0}, floats)};
 }
 
-TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
-  m.def(
-      "listed_forward(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor? factor, Tensor? prefix_factor, int prefix, "
-      "float scale) -> Tensor");
-  m.def(
-      "listed_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor keys, Tensor? factor, "
-      "Tensor? prefix_factor, int prefix, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-}
-TORCH_LIBRARY_IMPL(hf_sparseprior, CPU, m) {
-  m.impl("listed_forward", forward);
-  m.impl("listed_backward", backward);
-}
-
-}  // namespace
 }  // namespace sparseprior

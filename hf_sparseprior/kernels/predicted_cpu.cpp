@@ -7,21 +7,18 @@
 //
 // Shapes: B batch, H heads, N patches, R rows of the basis, P prefix tokens.
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <vector>
 
+#include "operators.h"
 #include "vectors.h"
 
 namespace sparseprior {
 namespace {
-
-using at::Tensor;
 
 constexpr int32_t NONE = std::numeric_limits<int32_t>::min();  // below every score
 
@@ -153,6 +150,8 @@ struct Row {
   }
 };
 
+}  // namespace
+
 Tensor predicted_keys(
     const Tensor& coefficients, const Tensor& basis, int64_t prefix, int64_t budget, double threshold) {
   TORCH_CHECK(
@@ -167,9 +166,9 @@ Tensor predicted_keys(
       "prefix=", prefix, " must be 0 or more, budget=", budget, " 1 to the ", N, " patches");
   const Tensor c = coefficients.contiguous();
   const int64_t size = Row(N).size, rows = c.numel() / std::max<int64_t>(R, 1);
-  Tensor padded = at::zeros({R, size}, basis.options());
+  Tensor padded = basis.new_zeros({R, size});
   padded.narrow(1, 0, N).copy_(basis);
-  Tensor keys = at::empty({c.size(0), c.size(1), N, places}, c.options().dtype(at::kInt));
+  Tensor keys = c.new_empty({c.size(0), c.size(1), N, places}, c.options().dtype(at::kInt));
   const float* coefficient = c.data_ptr<float>();
   const float* weights = padded.data_ptr<float>();
   int32_t* out = keys.data_ptr<int32_t>();
@@ -188,10 +187,4 @@ Tensor predicted_keys(
   return keys;
 }
 
-TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
-  m.def("predicted_keys(Tensor coefficients, Tensor basis, int prefix, int budget, float threshold) -> Tensor");
-}
-TORCH_LIBRARY_IMPL(hf_sparseprior, CPU, m) { m.impl("predicted_keys", predicted_keys); }
-
-}  // namespace
 }  // namespace sparseprior

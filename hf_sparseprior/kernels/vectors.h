@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <sys/mman.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -404,10 +404,10 @@ inline void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Ten
   TORCH_CHECK(prefix >= 0 && prefix < q.size(2), prefix, " prefix tokens must be fewer than the tokens, ", q.size(2));
 }
 
-// An empty tensor. The first touch of each page of new memory costs more than all work on it here, so large tensors ask
-// for large pages.
-inline at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  at::Tensor x = at::empty(sizes, options);
+// An empty tensor of q's dtype. The first touch of each page of new memory costs more than all work on it here, so large
+// tensors ask for large pages.
+inline at::Tensor empty_like(const at::Tensor& q, at::IntArrayRef sizes) {
+  at::Tensor x = q.new_empty(sizes);
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t PAGE = 2 << 20;
   const uintptr_t begin = ((uintptr_t)x.data_ptr() + PAGE - 1) / PAGE * PAGE, end = ((uintptr_t)x.data_ptr() + x.nbytes()) / PAGE * PAGE;
@@ -418,7 +418,7 @@ inline at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options)
 
 // A tensor (B, H, T, D), in memory as (B, T, H, D), as projections need it.
 inline at::Tensor like_projection(const at::Tensor& q) {
-  return empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options()).transpose(1, 2);
+  return empty_like(q, {q.size(0), q.size(2), q.size(1), q.size(3)}).transpose(1, 2);
 }
 
 }  // namespace sparseprior
