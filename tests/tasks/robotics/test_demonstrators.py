@@ -16,7 +16,7 @@ pytest.importorskip("h5py", reason="needs make robotics")
 FRAMES = [np.full((32, 48, 3), (20 * index, 100, 200 - 20 * index), dtype=np.uint8) for index in range(6)]
 
 
-@pytest.mark.parametrize(("task", "seeds"), [("lift", [0, 1, 2]), pytest.param("can", [0], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("task", "seeds"), [("lift", [0, 1]), ("can", [0])])
 def test_arm_demonstrations_solve_the_task(environment, task, seeds):
     arm = environment(task)
     demonstrator = make_demonstrator(arm)
@@ -52,15 +52,18 @@ def test_the_same_seed_gives_the_same_demonstration(environment):
 def lift_file(environment, tmp_path_factory):
     environment("lift")
     out = tmp_path_factory.mktemp("lift") / "lift.hdf5"
-    demonstrate("lift", out, 3, seed=20)
+    with pytest.MonkeyPatch.context() as patch:  # OpenGL in software takes most of it
+        patch.setattr(command, "FILM_SIZE", 64)
+        patch.setattr(command, "PICTURE_SIZE", 32)
+        demonstrate("lift", out, 2, seed=20)
     return out
 
 
 def test_what_is_written(lift_file):
     demonstrations = open_demonstrations(lift_file)
-    assert list(demonstrations.seeds.values()) == [20, 21, 22]
+    assert list(demonstrations.seeds.values()) == [20, 21]
     results = json.loads((lift_file.parent / "lift.hdf5.json").read_text())
-    assert results["episodes"] == 3 and results["success"] == 3 / results["attempts"]
+    assert results["episodes"] == 2 and results["success"] == 2 / results["attempts"]
     assert results["settings"] == demonstrations.settings
     drawn = {"lift.hdf5.mp4", "lift.hdf5.png"} if gl_library() else set()
     assert {path.name for path in lift_file.parent.iterdir()} == {"lift.hdf5", "lift.hdf5.json"} | drawn
@@ -78,8 +81,8 @@ def test_without_gl_pictures_alone_are_left_out(environment, tmp_path, monkeypat
 @pytest.mark.slow
 def test_replaying_gives_the_same_states_and_solves_the_task(lift_file):
     found = replay(lift_file)
-    assert found["episodes"] == 3 and found["executed"] == 1 and found["state_error"] == 0
-    assert found["recorded"] >= 2 / 3
+    assert found["episodes"] == 2 and found["executed"] == 1 and found["state_error"] == 0
+    assert found["recorded"] >= 1 / 2
 
 
 def test_an_interrupted_recording_goes_on(lift_file, tmp_path, monkeypatch):
@@ -94,11 +97,11 @@ def test_an_interrupted_recording_goes_on(lift_file, tmp_path, monkeypatch):
 
     monkeypatch.setattr(command, "record", stops)
     monkeypatch.setattr(command, "draw", lambda *_: None)
-    arguments = ["lift", str(out), "--episodes", "3", "--seed", "20"]
+    arguments = ["lift", str(out), "--episodes", "2", "--seed", "20"]
     assert main(arguments) == 130 and not out.exists()
     # Another run must not take these episodes for its own.
     assert main([*arguments[:-1], "21"]) == 2 and not out.exists()
-    assert main(arguments) == 0 and seeds == [20, 21, 21, 22]
+    assert main(arguments) == 0 and seeds == [20, 21, 21]
     ours, theirs = open_demonstrations(out), open_demonstrations(lift_file)
     for name in theirs.episodes:
         for key in ("actions", "executed_actions", *theirs.shapes):

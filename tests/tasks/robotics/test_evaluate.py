@@ -13,7 +13,7 @@ for package in ("diffusers", "gym_pusht", "zarr"):
     pytest.importorskip(package, reason="the robotics extra is not installed")
 
 from tasks.robotics import evaluate, train, training  # noqa: E402
-from tasks.robotics.environments import gl_library, make_environment  # noqa: E402
+from tasks.robotics.environments import make_environment  # noqa: E402
 from tasks.robotics.normalizer import Normalizer  # noqa: E402
 from tasks.robotics.policy import CrosswayPolicy  # noqa: E402
 from tasks.robotics.policy_config import PolicyConfig  # noqa: E402
@@ -238,32 +238,29 @@ def test_training_chooses_on_validation_seeds(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_lift_through_two_cameras(tmp_path):
+def test_lift_through_two_cameras(environment):
     """Images of the simulator reach the encoders, and the prior's mask reaches the arm."""
-    pytest.importorskip("robosuite", reason="robosuite is not installed")
-    if gl_library() is None:
-        pytest.skip("no GL library renders without a screen: apt-get install libosmesa6")
     cameras = ("agentview", "robot0_eye_in_hand")
     images = {"agentview_image": [84, 84, 3], "robot0_eye_in_hand_image": [84, 84, 3]}
     encoder = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     positions = []
-    with make_environment("lift", cameras) as environment:
-        for prior in ("dense", {"support": {"name": "fibottention", "w_min": 81, "w_max": 81, "modified": True}}):
-            config = PolicyConfig(
-                observations={**images, "robot0_eef_pos": [3]},
-                crop=76,
-                widths=[16, 32],
-                groups=4,
-                step_embedding_size=8,
-                reconstruction_weight=0,
-                sampler="ddim",
-                sampling_steps=2,
-                encoder={**encoder, "initializer_range": 0.3, "prior": prior},
-            )
-            bounds = {"robot0_eef_pos": ([-1.0] * 3, [1.0] * 3), "actions": ([-1.0] * 10, [1.0] * 10)}
-            torch.manual_seed(0)
-            policy = CrosswayPolicy(config, Normalizer(bounds, dict.fromkeys(bounds, 0.1))).eval()
-            episode = rollout(policy, environment, 3, max_steps=8, picture_size=64)
-            assert episode.steps == 8 and np.ptp(episode.frames[0]) > 50
-            positions.append(environment.pose()[0])
+    simulator = environment("lift", cameras)
+    for prior in ("dense", {"support": {"name": "fibottention", "w_min": 81, "w_max": 81, "modified": True}}):
+        config = PolicyConfig(
+            observations={**images, "robot0_eef_pos": [3]},
+            crop=76,
+            widths=[16, 32],
+            groups=4,
+            step_embedding_size=8,
+            reconstruction_weight=0,
+            sampler="ddim",
+            sampling_steps=2,
+            encoder={**encoder, "initializer_range": 0.3, "prior": prior},
+        )
+        bounds = {"robot0_eef_pos": ([-1.0] * 3, [1.0] * 3), "actions": ([-1.0] * 10, [1.0] * 10)}
+        torch.manual_seed(0)
+        policy = CrosswayPolicy(config, Normalizer(bounds, dict.fromkeys(bounds, 0.1))).eval()
+        episode = rollout(policy, simulator, 3, max_steps=8, picture_size=64)
+        assert episode.steps == 8 and np.ptp(episode.frames[0]) > 50
+        positions.append(simulator.pose()[0])
     assert not np.allclose(*positions, atol=1e-5)

@@ -176,7 +176,7 @@ def test_one_batch_is_learned_by_heart():
     optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-3)
     torch.manual_seed(0)
     for _ in range(100):
-        loss = policy({"image": seen["image"].repeat(16, 1, 1, 1, 1)}, actions.repeat(16, 1, 1))["loss"]
+        loss = policy({"image": seen["image"].repeat(8, 1, 1, 1, 1)}, actions.repeat(8, 1, 1))["loss"]
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,7 +1,3 @@
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from scipy.spatial.transform import Rotation
@@ -10,6 +6,7 @@ from tasks.robotics import environments
 from tasks.robotics.actions import matrix_from_axis_angle, pose_action
 from tasks.robotics.environments import ENVIRONMENTS, make_environment
 from tasks.robotics.formats.hdf5_layout import BASE_POSITIONS
+from tests.processes import Started
 
 pytestmark = pytest.mark.slow
 
@@ -193,24 +190,24 @@ def test_images_stand_upright(environment, camera):
     assert not np.all(hits, axis=0).any()
 
 
-def in_new_process(code, **variables):
-    """(exit status, output) of Python code with these variables and without MUJOCO_GL otherwise."""
-    inherited = {key: value for key, value in os.environ.items() if key not in ("MUJOCO_GL", "PYOPENGL_PLATFORM")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=inherited | variables, capture_output=True, text=True, check=False
-    )
-    return done.returncode, done.stdout + done.stderr
+def in_new_process(folder, code, **variables):
+    """(exit status, output) of Python code with these variables and without MUJOCO_GL otherwise. No simulator was
+    imported there."""
+    forget = "import os\nfor key in ('MUJOCO_GL', 'PYOPENGL_PLATFORM'): os.environ.pop(key, None)\n"
+    set_them = "".join(f"os.environ[{key!r}] = {value!r}\n" for key, value in variables.items())
+    process = Started(exec, forget + set_them + code, {}, folder=folder, log=folder / "log")
+    return process.wait(200), (folder / "log").read_text()
 
 
-def test_mujoco_imported_too_early_is_refused():
+def test_mujoco_imported_too_early_is_refused(tmp_path):
     pytest.importorskip("mujoco", reason="needs make robotics")
     code = "import mujoco\nfrom tasks.robotics.environments import make_environment\nmake_environment('lift')"
-    status, output = in_new_process(code)
+    status, output = in_new_process(tmp_path, code)
     assert status and "mujoco was imported before MUJOCO_GL was set" in output
 
 
 @pytest.mark.slow
-def test_without_gl_everything_but_images_works():
+def test_without_gl_everything_but_images_works(tmp_path):
     pytest.importorskip("robosuite", reason="needs make robotics")
     # As on a machine without the libraries: ctypes finds neither, neither for us nor for PyOpenGL.
     code = (
@@ -224,20 +221,20 @@ def test_without_gl_everything_but_images_works():
         "try: make_environment('lift', ('agentview',))\n"
         "except OSError as error: print(error)"
     )
-    status, output = in_new_process(code)
+    status, output = in_new_process(tmp_path, code)
     lines = output.splitlines()
     assert not status and lines[0].startswith("4 None no GL library: apt-get install libosmesa6"), output
     assert lines[1].startswith("no GL library renders here") and "apt-get install libosmesa6" in lines[1]
 
 
-def test_a_gl_library_that_is_not_there_is_one_line():
+def test_a_gl_library_that_is_not_there_is_one_line(tmp_path):
     pytest.importorskip("robosuite", reason="needs make robotics")
     code = (
         "from tasks.robotics.environments import make_environment\n"
         "try: make_environment('lift')\n"
         "except OSError as error: print(error)"
     )
-    status, output = in_new_process(code, MUJOCO_GL="no-such-library")
+    status, output = in_new_process(tmp_path, code, MUJOCO_GL="no-such-library")
     assert not status and "lift cannot be imported with MUJOCO_GL=no-such-library" in output
 
 
