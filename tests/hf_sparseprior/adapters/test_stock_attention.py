@@ -114,7 +114,8 @@ def test_nothing_falls_back_to_dense(name):
     flex = ["flex_attention"] if model._supports_flex_attn else []  # its masks are functions
     for implementation in ("sdpa", "eager", "violin", *flex):
         model.set_attn_implementation(implementation)
-        assert (output(model, name) - expected).abs().max() < 1e-5
+        with torch.compiler.set_stance("force_eager"):  # transformers compiles what makes flex attention's mask
+            assert (output(model, name) - expected).abs().max() < 1e-5
     assert (output(copy.deepcopy(model), name) - expected).abs().max() < 1e-5
     buffer = io.BytesIO()
     torch.save(model, buffer)
