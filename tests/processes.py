@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -94,6 +95,11 @@ def module(name: str, *arguments: str, processes: int = 1, **place: Any) -> Star
 def launched(processes: int, call: Callable[..., Any], *arguments: Any, **place: Any) -> Started:
     """`call(*arguments)` in so many processes of torchrun's own launcher, which it forks."""
     return Started(_launch, processes, call, arguments, **place)
+
+
+def script(text: str, *arguments: str, **place: Any) -> Started:
+    """`python -c TEXT ARGUMENTS`; what it prints and its errors are in the log."""
+    return Started(_script, text, arguments, **place)
 
 
 def wait_for(path: Path, process: Started, seconds: float = 200) -> None:
@@ -172,7 +178,13 @@ def _run(
 
 def _module(name: str, arguments: tuple[str, ...]) -> None:
     sys.argv = [name, *arguments]
+    warnings.filterwarnings("ignore", "'.*' found in sys.modules after import", RuntimeWarning)  # by the server
     runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _script(text: str, arguments: tuple[str, ...]) -> None:
+    sys.argv = ["-c", *arguments]
+    exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
 
 
 def _launch(processes: int, call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

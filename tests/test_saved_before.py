@@ -3,8 +3,6 @@
 import json
 import platform
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, AutoModelForVideoClassification
 
 import hf_sparseprior
-from tests.processes import run_script
+from tests.processes import ROOT, module, run_script
 
 BEFORE = Path(__file__).parent / "fixtures" / "before_16"
 MODELS = sorted(path.name for path in (BEFORE / "models").iterdir())
@@ -177,9 +175,9 @@ def test_a_saved_segmentation_model_is_evaluated_as_before(tmp_path):
     shutil.rmtree(run / "evaluation")
     data = BEFORE / "segmentation" / "data"
     roots = [f"{part}_dataloader.dataset.data_root={data}" for part in ("train", "val", "test")]
-    command = [sys.executable, "-m", "tasks.segmentation.evaluate", str(run / "model"), *roots]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    log = tmp_path / "log.txt"
+    process = module("tasks.segmentation.evaluate", str(run / "model"), *roots, folder=ROOT, log=log)
+    assert process.wait(300) == 0, log.read_text()[-2000:]
     found = json.loads(next(run.rglob("results_test.json")).read_text())
     assert found["model_sha256"] == before["model_sha256"] and found["metrics"].keys() == before["metrics"].keys()
     # Percentages then, fractions now; mmseg rounds to 1e-4.

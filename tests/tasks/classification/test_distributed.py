@@ -1,13 +1,11 @@
 """Several processes, killed and stopped ones: each run here is a process of its own.
 
-Two of them are commands as a user types them, by torchrun and by accelerate; the others are forked, which is quicker.
+Processes that torchrun and accelerate start are commands; the others are forked, which is quicker.
 """
 
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import psutil
 import pytest
@@ -15,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from tests.processes import ROOT, module, wait_for
+from tests.processes import module, wait_for
 
 pytestmark = pytest.mark.slow
 
 CONFIG = """
-data: {source: digits}
+data: {source: digits, limit_validation: 100, limit_test: 100}
 augmentation: {crop: random, padding: 1, mixup: 0.8, cutmix: 1.0, label_smoothing: 0.1}
 model: {prior: fibottention+violin, image_size: 8, patch_size: 2, hidden_size: 32, num_hidden_layers: 2,
         num_attention_heads: 4, intermediate_size: 64, attention_probs_dropout_prob: 0.0}
@@ -35,8 +33,8 @@ FSDP2 = [
     "trainer.fsdp_config={version: 2, transformer_layer_cls_to_wrap: [SparsePriorViTLayer]}",
 ]
 COMMANDS = {
-    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"],
-    "accelerate": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1",
+    "torchrun": ["torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"],
+    "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1",
                    "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0", "-m"],
 }  # fmt: skip
 TRAIN = ["tasks.classification.train", "--config", "run.yaml", "trainer.output_dir=run"]
@@ -59,10 +57,9 @@ def complete(tmp_path, processes, *overrides):
 
 def complete_command(tmp_path, launcher, *overrides):
     (tmp_path / "run.yaml").write_text(CONFIG)
-    command = [sys.executable, *COMMANDS[launcher], *TRAIN, *overrides]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = module(*COMMANDS[launcher], *TRAIN, *overrides, folder=tmp_path, log=tmp_path / "log.txt")
+    code, log = finish(process, tmp_path)
+    assert code == 0, log[-3000:]
     return read(tmp_path)
 
 

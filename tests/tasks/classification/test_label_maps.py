@@ -2,12 +2,8 @@
 
 import copy
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,12 +22,12 @@ from tasks.classification.data import make_datasets
 from tasks.common.images import randaugment
 from tasks.common.images.augmentation import Augmentation, AugmentationConfig
 from tasks.common.images.config import DataConfig
+from tests.processes import ROOT, module
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[3]
 CONFIG = {
-    "data": {"source": "digits", "limit_train": 100},
+    "data": {"source": "digits", "limit_train": 100, "limit_validation": 60, "limit_test": 60},
     "model": {
         "image_size": 8, "patch_size": 2, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
         "intermediate_size": 48, "initializer_range": 0.1,
@@ -128,7 +124,7 @@ def teacher(tmp_path_factory):
 @pytest.fixture(scope="module")
 def data_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "digits.yaml"
-    path.write_text("data: {source: digits, limit_train: 100}\n")
+    path.write_text("data: {source: digits, limit_train: 100, limit_validation: 60, limit_test: 60}\n")
     return path
 
 
@@ -164,19 +160,14 @@ def test_the_command_goes_on_after_a_kill(maps, teacher, data_file, tmp_path):
     out = tmp_path / "killed"
     command = [str(teacher), "--config", str(data_file), "--out", str(out), "--images-per-file", "16"]
     # One image at a time, so that it does not end before it is killed.
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tasks.classification.label_maps", *command, "--batch-size", "1"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    one_by_one = ["tasks.classification.label_maps", *command, "--batch-size", "1"]
+    process = module(*one_by_one, folder=ROOT, log=tmp_path / "log.txt")
     first = out / "maps-00000-of-00007.safetensors"
     deadline = time.monotonic() + 120
     while not first.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.wait(60)
     done = {path.name: path.stat().st_mtime_ns for path in out.glob("maps-*.safetensors")}
     assert 1 <= len(done) < 7
     assert label_maps.main([*command, "--batch-size", "8"]) == 0

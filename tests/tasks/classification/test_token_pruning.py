@@ -68,7 +68,7 @@ def test_the_comparison_builds_its_models():
 TINY = [
     *("model.num_hidden_layers=2", "model.hidden_size=16", "model.num_attention_heads=2", "model.intermediate_size=16"),
     *("trainer.num_train_epochs=1", "trainer.eval_steps=10", "trainer.save_steps=10", "trainer.logging_steps=5"),
-    *("data.limit_train=640", "trainer.disable_tqdm=true"),
+    *("data.limit_train=640", "data.limit_validation=60", "data.limit_test=60", "trainer.disable_tqdm=true"),
 ]
 
 

@@ -37,7 +37,13 @@ def write(folder, name, **content):
 def chain(folder, first=("dense.yaml", "predictor.yaml"), variants=None):
     """A dense model, phase 1 on it, and rows after phase 1, as Sparsifiner's tables are; the comparison's file."""
     out = lambda name: str(folder / "outputs" / name)  # noqa: E731
-    write(folder, "tiny.yaml", data={"source": "digits"}, model=MODEL, trainer=TRAINER)
+    write(
+        folder,
+        "tiny.yaml",
+        data={"source": "digits", "limit_train": 80, "limit_validation": 60, "limit_test": 60},
+        model=MODEL,
+        trainer=TRAINER,
+    )
     write(folder, "dense.yaml", base="tiny.yaml", trainer={"output_dir": out("dense")})
     write(
         folder, "predictor.yaml", base="tiny.yaml",
