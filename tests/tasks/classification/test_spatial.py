@@ -47,8 +47,7 @@ def changed(example):
 
 @pytest.mark.slow
 def test_files_are_the_same_every_time_and_hold_what_the_command_prints(sources, monkeypatch, tmp_path, capsys):
-    sizes = {"train": 12, "validation": 12, "test": 24}
-    monkeypatch.setattr(spatial, "SIZES", sizes)
+    monkeypatch.setattr(spatial, "SIZES", SIZES)
     monkeypatch.setattr(spatial, "read_sources", lambda cifar10, fashion_mnist: sources)
     printed = []
     for folder, seed in (("first", 0), ("again", 0), ("other", 1)):
@@ -64,7 +63,7 @@ def test_files_are_the_same_every_time_and_hold_what_the_command_prints(sources,
         data = load_data(DataConfig(source="parquet", path=str(tmp_path / "first" / task)))
         images = data.splits[split]
         pixels = np.stack([np.asarray(images.read(index)) for index in range(len(images))])
-        assert len(images) == int(count) == sizes[split] and data.classes == list(TASKS[task].classes)
+        assert len(images) == int(count) == SIZES[split] and data.classes == list(TASKS[task].classes)
         assert cifar.checksum(pixels, images.labels) == digest
     assert (tmp_path / "first" / "spatial_tasks.png").stat().st_size > 10_000
 
