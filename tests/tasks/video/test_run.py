@@ -65,7 +65,9 @@ def losses(results):
 @pytest.mark.slow
 def test_a_run_learns_and_evaluate_gives_its_metric(config_file, tmp_path, capsys):
     out = tmp_path / "run"
-    command = ["--config", str(config_file), "trainer.num_train_epochs=40"]
+    rarely = [f"trainer.{what}_strategy=steps" for what in ("eval", "save")]
+    rarely += [f"trainer.{what}_steps=60" for what in ("eval", "save")]
+    command = ["--config", str(config_file), "trainer.num_train_epochs=40", *rarely]
     assert train.main(command) == 0
     results = json.loads((out / "results.json").read_text())
     assert results["metrics"]["test_accuracy"] == 1.0
@@ -99,7 +101,9 @@ def test_a_class_that_test_lacks_is_no_matter(videos, config_file, tmp_path):
 
 @pytest.mark.slow
 def test_one_frame_is_chance_and_the_prior_changes_the_output(config_file, tmp_path):
-    single = load_config(config_file, ["model.num_frames=1", f"trainer.output_dir={tmp_path}/single"])
+    single = load_config(
+        config_file, ["model.num_frames=1", f"trainer.output_dir={tmp_path}/single", "trainer.num_train_epochs=3"]
+    )
     results = train.run(single)
     assert results["metrics"]["test_accuracy"] == 0.5  # left and right of a place have one middle frame
     folder = tmp_path / "single" / "model"
