@@ -200,6 +200,23 @@ class Kernels:
         return max(sizes)
 
 
+def replace_the_language_once(monkeypatch):
+    """Half the interpreter's time goes into replacing triton.language again in each function that a kernel calls."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_LangPatchScope"):  # another version, which is slower
+        return
+    replace = interpreter._patch_lang
+
+    def unless_replaced(function):
+        seen = [value for value in function.__globals__.values() if value is language or value is language.core]
+        fresh = any(language.core.is_builtin(module.load) for module in seen)
+        return replace(function) if fresh else interpreter._LangPatchScope()
+
+    monkeypatch.setattr(interpreter, "_patch_lang", unless_replaced)
+
+
 @pytest.fixture
 def kernels(monkeypatch):
     if find_spec("triton") is None:
@@ -208,6 +225,7 @@ def kernels(monkeypatch):
     if torch.cuda.is_available():
         return Kernels("cuda", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # tests/conftest.py says why here and not for all tests
+    replace_the_language_once(monkeypatch)
     return Kernels("cpu", "triton")
 
 
