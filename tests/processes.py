@@ -163,6 +163,8 @@ def _run(
     folder: str, log: str, variables: dict[str, str], call: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     gc.freeze()  # what the server has imported
+    if accelerate := sys.modules.get("accelerate.state"):
+        accelerate.AcceleratorState._reset_state(reset_partial_state=True)  # a test before the fork was alone
     os.setsid()  # a group of its own, as a shell makes one
     multiprocessing.set_start_method(None, force=True)  # its own processes start as those of any other process
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it

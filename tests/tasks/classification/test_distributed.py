@@ -1,6 +1,7 @@
 """Several processes, killed and stopped ones: each run here is a process of its own.
 
-Processes that torchrun and accelerate start are commands; the others are forked, which is quicker.
+Processes that accelerate's command starts, through torchrun's, import for themselves; the others are forked from this
+one, and two of them by torchrun's launcher, which is quicker.
 """
 
 import json
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
+from tasks.classification import train  # noqa: F401  once for all processes
 from tests.processes import module, wait_for
 
 pytestmark = pytest.mark.slow
@@ -32,17 +34,16 @@ FSDP2 = [
     "trainer.fsdp=full_shard",
     "trainer.fsdp_config={version: 2, transformer_layer_cls_to_wrap: [SparsePriorViTLayer]}",
 ]
-COMMANDS = {
-    "torchrun": ["torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"],
-    "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1",
-                   "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0", "-m"],
-}  # fmt: skip
+ACCELERATE = [
+    *("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"),
+    *("--dynamo_backend=no", "--main_process_port=0", "-m"),
+]
 TRAIN = ["tasks.classification.train", "--config", "run.yaml", "trainer.output_dir=run"]
 
 
 def start(tmp_path, processes, *overrides):
     (tmp_path / "run.yaml").write_text(CONFIG)
-    return module(*TRAIN, *overrides, processes=processes, folder=tmp_path, log=tmp_path / "log.txt")
+    return module(*TRAIN, *overrides, processes=processes, folder=tmp_path, log=tmp_path / "log.txt", here=True)
 
 
 def finish(process, tmp_path):
@@ -55,9 +56,9 @@ def complete(tmp_path, processes, *overrides):
     return read(tmp_path)
 
 
-def complete_command(tmp_path, launcher, *overrides):
+def complete_command(tmp_path, *overrides):
     (tmp_path / "run.yaml").write_text(CONFIG)
-    process = module(*COMMANDS[launcher], *TRAIN, *overrides, folder=tmp_path, log=tmp_path / "log.txt")
+    process = module(*ACCELERATE, *TRAIN, *overrides, folder=tmp_path, log=tmp_path / "log.txt", here=True)
     code, log = finish(process, tmp_path)
     assert code == 0, log[-3000:]
     return read(tmp_path)
@@ -85,17 +86,17 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "overrides"),
+    ("command", "overrides"),
     [
-        (None, ["trainer.per_device_train_batch_size=32", "trainer.ema_decay=0.9"]),
-        ("torchrun", ["trainer.per_device_train_batch_size=16", "trainer.gradient_accumulation_steps=2"]),
-        (None, ["trainer.per_device_train_batch_size=32", *FSDP2]),
-        ("accelerate", ["trainer.per_device_train_batch_size=32", "trainer.dataloader_num_workers=1"]),
+        (False, ["trainer.per_device_train_batch_size=32", "trainer.ema_decay=0.9"]),
+        (False, ["trainer.per_device_train_batch_size=16", "trainer.gradient_accumulation_steps=2"]),
+        (False, ["trainer.per_device_train_batch_size=32", *FSDP2]),
+        (True, ["trainer.per_device_train_batch_size=32", "trainer.dataloader_num_workers=1"]),
     ],
     ids=["ddp", "ddp accumulating", "fsdp2", "accelerate with workers"],
 )
-def test_two_processes_train_like_one(alone, tmp_path, launcher, overrides):
-    run = complete_command(tmp_path, launcher, *overrides) if launcher else complete(tmp_path, 2, *overrides)
+def test_two_processes_train_like_one(alone, tmp_path, command, overrides):
+    run = complete_command(tmp_path, *overrides) if command else complete(tmp_path, 2, *overrides)
     expected, expected_weights, _ = alone
     assert run["processes"] == 2 and run["steps"] == STEPS
     torch.testing.assert_close(losses(run), losses(expected), rtol=0, atol=1e-4)

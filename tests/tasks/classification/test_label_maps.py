@@ -161,7 +161,7 @@ def test_the_command_goes_on_after_a_kill(maps, teacher, data_file, tmp_path):
     command = [str(teacher), "--config", str(data_file), "--out", str(out), "--images-per-file", "16"]
     # One image at a time, so that it does not end before it is killed.
     one_by_one = ["tasks.classification.label_maps", *command, "--batch-size", "1"]
-    process = module(*one_by_one, folder=ROOT, log=tmp_path / "log.txt")
+    process = module(*one_by_one, folder=ROOT, log=tmp_path / "log.txt", here=True)
     first = out / "maps-00000-of-00007.safetensors"
     deadline = time.monotonic() + 120
     while not first.exists() and process.poll() is None and time.monotonic() < deadline:

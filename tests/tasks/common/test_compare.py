@@ -375,7 +375,7 @@ for number, point in enumerate(POINTS):
 def test_killed_at_any_moment_the_same_command_goes_on(finished, tmp_path):
     path, records, results, _ = finished
     log = tmp_path / "log.txt"
-    process = script(KILLS, str(path), str(tmp_path), folder=ROOT, log=log)
+    process = script(KILLS, str(path), str(tmp_path), folder=ROOT, log=log, here=True)
     assert process.wait(300) == 0, log.read_text()[-3000:]
     again = run_comparison(load_comparison(path), tmp_path / "out", tmp_path / "records")
     assert same(again) == same(results)

@@ -292,7 +292,7 @@ sweep.work(job)
 def test_killed_at_any_moment_the_same_command_goes_on_and_does_nothing_twice(write, tmp_path):
     path = write()
     log = tmp_path / "log.txt"
-    process = script(KILLS, str(path), str(tmp_path), folder=ROOT, log=log)
+    process = script(KILLS, str(path), str(tmp_path), folder=ROOT, log=log, here=True)
     assert process.wait(300) == 0, log.read_text()[-3000:]
     names = [
         "violin/eurosat/selection/learning_rate=0.01/seed0",
@@ -330,7 +330,7 @@ def start(path, folder, log, *more, call=None):
         str(folder / "records"),
         *more,
     ]
-    place = {"folder": ROOT, "log": folder / log}
+    place = {"folder": ROOT, "log": folder / log, "here": True}
     if call is not None:
         return Started(call, arguments, **place)
     return module("tasks.classification.vtab.sweep", *arguments, **place)
@@ -343,10 +343,23 @@ def forking(arguments):
     sys.exit(main(arguments))
 
 
+def spawning_once(arguments):
+    """The command, with one job that starts as a user's does, importing everything, and others that are forked."""
+    get_context, spawned = multiprocessing.get_context, []
+
+    def first_as_asked(method=None):
+        if method == "spawn":
+            spawned.append(method)
+        return get_context("fork" if len(spawned) > 1 else method)
+
+    multiprocessing.get_context = first_as_asked
+    sys.exit(main(arguments))
+
+
 @pytest.mark.slow
 def test_jobs_and_commands_at_once_do_every_run_once(write, tmp_path):
     path = write(selection_seeds=[0, 1], variants={"violin": {"model": {"prior": "violin"}}})
-    both = [start(path, tmp_path, "0.txt", "--jobs", "2"), start(path, tmp_path, "1.txt")]
+    both = [start(path, tmp_path, "0.txt", "--jobs", "2", call=spawning_once), start(path, tmp_path, "1.txt")]
     codes = [process.wait(500) for process in both]
     outputs = [(tmp_path / log).read_text() for log in ("0.txt", "1.txt")]
     assert codes == [0, 0], outputs
