@@ -10,28 +10,31 @@ import time
 import pytest
 
 from hf_sparseprior.kernels import build
+from tests.processes import run_script
 
 CHECK = "from hf_sparseprior.kernels import diagonal_cpu; print(diagonal_cpu.ready())"
 
 
 @pytest.mark.slow
-def test_without_a_compiler_everything_still_runs_and_says_why(tmp_path, in_a_process):
+def test_without_a_compiler_everything_still_runs_and_says_why(tmp_path):
     code = (
         f"{CHECK}; import torch, hf_sparseprior as sp; x = torch.randn(1, 2, 401, 8);"
         "print(sp.ops.attention(x, x, x, 'fibottention', num_prefix_tokens=1).shape)"
     )
-    said = in_a_process(code, PATH=str(tmp_path), CXX="", XDG_CACHE_HOME=str(tmp_path))
+    environment = {"PATH": str(tmp_path), "CXX": "", "XDG_CACHE_HOME": str(tmp_path)}
+    said = run_script(code, folder=tmp_path, package=True, environment=environment).stdout
     assert "no C++ compiler" in said and "401" in said
 
 
 @pytest.mark.slow
-def test_a_compiler_that_fails_leaves_nothing_and_is_named(tmp_path, in_a_process):
+def test_a_compiler_that_fails_leaves_nothing_and_is_named(tmp_path):
     fake = tmp_path / "g++"
     fake.write_text(
         '#!/bin/sh\ncase "$1" in --version) echo fake 1;; *) echo "x.cpp:1: error: no" >&2; exit 1;; esac\n'
     )
     fake.chmod(0o755)
-    said = in_a_process(CHECK, CXX=str(fake), XDG_CACHE_HOME=str(tmp_path / "cache"))
+    environment = {"CXX": str(fake), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    said = run_script(CHECK, folder=tmp_path, package=True, environment=environment).stdout
     assert "g++ failed: x.cpp:1: error: no" in said
     assert not list((tmp_path / "cache").rglob("*.so"))
 

@@ -44,9 +44,9 @@ def test_several_pieces_of_rows(cpp, prefix, mask_fill, decay):
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_offsets_further_apart_than_a_piece(cpp, prefix, mask_fill, decay):
     """The rows that a piece needs lie in ranges that do not touch."""
-    grid = (30, 50)
-    support = {"name": "fibottention", "w_min": 1500, "w_max": 1500, "mask_fill": mask_fill}
-    offsets = layer_offsets(resolve_support(support, 2, 1500), num_heads=2, num_tokens=1500, layer=1)
+    grid = (18, 50)
+    support = {"name": "fibottention", "w_min": 900, "w_max": 900, "mask_fill": mask_fill}
+    offsets = layer_offsets(resolve_support(support, 2, 900), num_heads=2, num_tokens=900, layer=1)
     assert max(b - a for own in offsets for a, b in itertools.pairwise(own)) > 256
     for width in (4, 16):  # packed, in place
         cpp.check(cpp.make(grid, prefix, width=width, decay=decay), support, decay, grid, prefix)
