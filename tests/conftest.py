@@ -9,10 +9,14 @@ Processes that tests start do not see it. Nothing else in the tests uses Triton 
 import gc
 import os
 import re
+import shutil
+import tempfile
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from transformers import dynamic_module_utils
 
 if not torch.cuda.is_available() and find_spec("triton") is not None:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -33,10 +37,37 @@ os.fsync = lambda descriptor: None
 # first: five seconds, in whatever test comes next. They are idle then and get their SIGTERM at once.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.1
 
+# Every save of a model looks twice for the files that its code imports; while tests run, they stay the same.
+dynamic_module_utils.get_relative_import_files = cache(dynamic_module_utils.get_relative_import_files)
+
+MEMORY = Path("/dev/shm")
+CONTAINERS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
+GIBIBYTE = 2**30
+
 
 def pytest_addoption(parser):
     text = "of a test with more cases than N only N, evenly spaced; default: all"
     parser.addoption("--sample", type=int, metavar="N", help=text)
+
+
+def pytest_configure(config):
+    """Tests write their folders, 2 GiB in all, to memory if there is enough; with --basetemp they are kept."""
+    if not config.option.basetemp and "PYTEST_DEBUG_TEMPROOT" not in os.environ and memory() > 12 * GIBIBYTE:
+        folder = tempfile.mkdtemp(prefix="tests_", dir=MEMORY)
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = folder  # workers of pytest-xdist inherit it
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def memory():
+    """Bytes that may be used; 0 where it is not known or no file system is in it."""
+    try:
+        space = shutil.disk_usage(MEMORY).free
+        free = re.search(r"^MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+        limits = [path.read_text().strip() for path in CONTAINERS if path.is_file()]
+    except OSError:
+        return 0
+    amounts = [int(free[1]) * 1024 if free else 0, *(int(limit) for limit in limits if limit.isdigit())]
+    return min(amounts) if space > 4 * GIBIBYTE and os.access(MEMORY, os.W_OK) else 0
 
 
 def pytest_collection_modifyitems(items, config):
