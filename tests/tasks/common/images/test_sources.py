@@ -935,25 +935,34 @@ def test_bad_settings_are_named(options, message):
 
 
 @pytest.mark.slow
-def test_a_hub_out_of_reach_gives_one_line_within_seconds(tmp_path):
-    """In a process of its own, with the real HTTP client and a port on which nobody listens."""
+def test_a_hub_out_of_reach_gives_one_line_within_seconds_and_a_half_read_stream_ends_well(write, tmp_path):
+    """In one process of its own, with the real HTTP client and a port on which nobody listens.
+
+    Two iterators of a stream are open when it ends.
+    """
+    config, _ = write("parquet", streaming=True)
     code = (
-        "from tasks.classification.train import main\n"
-        "import sys; sys.exit(main(['--config', sys.argv[1], 'data.source=hub', 'data.path=uoft-cs/cifar10']))"
+        "import sys\nfrom tasks.classification.train import main\n"
+        "status = main(['--config', sys.argv[1], 'data.source=hub', 'data.path=uoft-cs/cifar10'])\n"
+        "from tasks.classification.config import DataConfig\n"
+        "from tasks.common.images.sources import stream_data\n"
+        "data = stream_data(DataConfig(source='parquet', path=sys.argv[2], streaming=True))\n"
+        "rows = [iter(data.splits['train']) for _ in range(2)]\nprint([next(one)['index'] for one in rows])\n"
+        "sys.exit(status)\n"
     )
     (tmp_path / "run.yaml").write_text("trainer: {output_dir: %s}\n" % (tmp_path / "out"))
     root = Path(__file__).parents[3]
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PYTHONPATH": str(root)}
     start = time.perf_counter()
     process = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run.yaml")],
+        [sys.executable, "-c", code, str(tmp_path / "run.yaml"), config.path],
         capture_output=True,
         text=True,
         env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **environment},
         check=False,
     )
     seconds = time.perf_counter() - start
-    assert process.returncode == 2
+    assert (process.returncode, process.stdout) == (2, "[0, 0]\n")
     assert process.stderr.count("\n") == 1 and "the hub cannot be reached" in process.stderr
     assert "uoft-cs/cifar10" in process.stderr and "data.source=parquet" in process.stderr
     assert seconds < 60  # most of it is importing torch; datasets alone would ask again for more than 20 s
@@ -1059,20 +1068,6 @@ def test_an_index_stays_with_its_image_in_any_order_and_process(write, source):
     assert not set(nodes[0]) & set(nodes[1]) and nodes[0] | nodes[1] == expected
     loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=2)
     assert by_index(loader) == expected
-
-
-@pytest.mark.slow
-def test_a_process_that_leaves_a_stream_half_read_ends_well(write):
-    config, _ = write("parquet", streaming=True)
-    code = (
-        "import sys\nfrom tasks.classification.config import DataConfig\n"
-        "from tasks.common.images.sources import stream_data\n"
-        "data = stream_data(DataConfig(source='parquet', path=sys.argv[1], streaming=True))\n"
-        "rows = [iter(data.splits['train']) for _ in range(2)]\nprint([next(one)['index'] for one in rows])\n"
-    )
-    command = [sys.executable, "-c", code, config.path]
-    process = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3], check=False)
-    assert (process.returncode, process.stdout, process.stderr) == (0, "[0, 0]\n", "")
 
 
 def test_row_names():
