@@ -3,6 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# Bytecode is written when a module is first imported, not for all 25,000 files at once: most are never imported.
+PIP := $(RUN) -m pip install --quiet --no-compile --constraint constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 # A file's tests stay in one process, which trains what they share once; tests/conftest.py puts the longest files first.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -16,7 +19,9 @@ demo: install
 check: lint
 	$(PYTEST) -m "not slow" --sample=4
 
-test: lint video dense robotics
+# Lint runs while pip, which uses one core, installs what the tasks need.
+test: install
+	@$(MAKE) lint & lint=$$!; $(MAKE) video && $(MAKE) dense && $(MAKE) robotics; tasks=$$?; wait $$lint && exit $$tasks
 	$(PYTEST)
 
 lint: install
@@ -42,9 +47,10 @@ install: $(VENV)/installed
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is %d.%d; give another with PYTHON=" % sys.version_info[:2])'
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --constraint constraints.txt torch
-	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[analysis,classification,dev]'
-	$(RUN) -m pip install --quiet --constraint constraints.txt --no-deps imagecorruptions timm
+	$(PIP) --upgrade pip
+	$(PIP) torch
+	$(PIP) --editable '.[analysis,classification,dev]'
+	$(PIP) --no-deps imagecorruptions timm
 	$(RUN) -m hf_sparseprior doctor
 	touch $@
 
@@ -60,7 +66,7 @@ dense: $(VENV)/dense
 robotics: $(VENV)/robotics
 
 $(VENV)/video: $(VENV)/installed
-	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[video]'
+	$(PIP) --editable '.[video]'
 	$(RUN) -m hf_sparseprior doctor --require video
 	touch $@
 
@@ -68,8 +74,8 @@ $(VENV)/video: $(VENV)/installed
 # information that Python asks for); pip keeps the wheel.
 $(VENV)/dense: $(VENV)/installed
 	$(call debian,dataset-fashion-mnist)
-	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[dense]'
-	PATH="$(abspath $(VENV))/bin:$$PATH" MAX_JOBS=$$(nproc) CFLAGS="-O2 -g0" $(RUN) -m pip install --quiet --constraint constraints.txt \
+	$(PIP) --editable '.[dense]'
+	PATH="$(abspath $(VENV))/bin:$$PATH" MAX_JOBS=$$(nproc) CFLAGS="-O2 -g0" $(PIP) \
 		--no-deps --no-build-isolation onedl-mmcv onedl-mmengine onedl-mmsegmentation onedl-mmdetection imaug
 	$(RUN) -m hf_sparseprior doctor --require dense
 	touch $@
@@ -77,8 +83,8 @@ $(VENV)/dense: $(VENV)/installed
 # Without what robosuite and gym-pusht ask for: old versions of numpy and a second OpenCV.
 $(VENV)/robotics: $(VENV)/installed
 	$(call debian,libosmesa6)
-	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[robotics]'
-	$(RUN) -m pip install --quiet --constraint constraints.txt --no-deps robosuite gym-pusht
+	$(PIP) --editable '.[robotics]'
+	$(PIP) --no-deps robosuite gym-pusht
 	-$(RUN) -m hf_sparseprior doctor --require robotics
 	touch $@
 
