@@ -117,11 +117,15 @@ FOLDERS = sorted(path.parent for path in ROOT.glob("tasks/*/results/*/table.md")
 
 
 def accuracies(folder: Path) -> dict[str, tuple[float, float]]:
-    """Mean and spread of every row of a folder of records, from what its runs say."""
+    """Mean and spread of every row of a folder of records, from what its runs say.
+
+    A row of a sweep that goes on has fewer runs than the others, and no place in the table yet.
+    """
     runs: dict[str, list[float]] = {}
     for file in sorted(folder.glob("*/seed*.json")):
         runs.setdefault(file.parent.name, []).append(100 * json.loads(file.read_text())["metrics"]["test_accuracy"])
-    return {row: (statistics.mean(values), statistics.stdev(values)) for row, values in runs.items()}
+    whole = max(map(len, runs.values()), default=0)
+    return {row: (statistics.mean(v), statistics.stdev(v)) for row, v in runs.items() if len(v) == whole}
 
 
 def by_seed(row: Path) -> str:
