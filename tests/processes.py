@@ -88,8 +88,8 @@ class Started:
 def module(name: str, *arguments: str, processes: int = 1, **place: Any) -> Started:
     """`python -m NAME ARGUMENTS`, or torchrun's `-m NAME ARGUMENTS` with so many processes."""
     if processes == 1:
-        return Started(_module, name, arguments, **place)
-    return launched(processes, _module, name, arguments, **place)
+        return Started(run_module, name, arguments, **place)
+    return launched(processes, run_module, name, arguments, **place)
 
 
 def launched(processes: int, call: Callable[..., Any], *arguments: Any, **place: Any) -> Started:
@@ -178,7 +178,8 @@ def _run(
     call(*arguments)
 
 
-def _module(name: str, arguments: tuple[str, ...]) -> None:
+def run_module(name: str, arguments: tuple[str, ...]) -> None:
+    """`python -m NAME ARGUMENTS`, in this process."""
     sys.argv = [name, *arguments]
     warnings.filterwarnings("ignore", "'.*' found in sys.modules after import", RuntimeWarning)  # by the server
     runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -146,8 +146,6 @@ class Augmentation:
         std: Sequence[float],
         num_channels: int = 3,
     ) -> None:
-        from kornia.augmentation import ColorJitter, RandomErasing
-
         self.config = config
         self.size = (size[0], size[1])
         self.num_channels = num_channels
@@ -159,9 +157,15 @@ class Augmentation:
         jitter = config.color_jitter if self.policy is None or config.force_color_jitter else 0.0
         if config.color_jitter and not jitter:
             logger.info("color_jitter=%s has no effect with randaugment; see force_color_jitter", config.color_jitter)
-        self.jitter = ColorJitter(jitter, jitter, jitter, p=1.0) if jitter else None
-        # Area 2 % to a third, ratio 0.3 to 3.3: Zhong et al. 2020, with timm's upper bounds.
-        self.erasing = RandomErasing((0.02, 1 / 3), (0.3, 1 / 0.3), p=1.0) if config.erasing else None
+        self.jitter: Any = None
+        self.erasing: Any = None
+        if jitter or config.erasing:
+            from kornia import augmentation  # a second, for these two alone
+
+            if jitter:
+                self.jitter = augmentation.ColorJitter(jitter, jitter, jitter, p=1.0)
+            if config.erasing:  # area 2 % to a third, ratio 0.3 to 3.3: Zhong et al. 2020, with timm's upper bounds
+                self.erasing = augmentation.RandomErasing((0.02, 1 / 3), (0.3, 1 / 0.3), p=1.0)
 
     def __call__(self, image: Image.Image, random: np.random.Generator) -> Tensor:
         """Augment one image with the numbers that `random` gives."""
@@ -208,7 +212,6 @@ class Augmentation:
         return image.crop(box).resize((width, height), self.resample), box_view(*shares)
 
     def _erase(self, pixels: Tensor) -> Tensor:
-        assert self.erasing is not None
         drawn = self.erasing.forward_parameters(torch.Size((1, *pixels.shape)))
         left, top = int(drawn["xs"]), int(drawn["ys"])
         bottom, right = top + int(drawn["heights"]), left + int(drawn["widths"])

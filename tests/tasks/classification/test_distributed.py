@@ -1,35 +1,38 @@
 """Several processes, killed and stopped ones: each run here is a process of its own.
 
-Processes that accelerate's command starts, through torchrun's, import for themselves; the others are forked from this
-one, and two of them by torchrun's launcher, which is quicker.
+Of the processes that accelerate's command starts, through torchrun's, the first imports for itself; the others are
+forked from this one, and two of them by torchrun's launcher, which is quicker.
 """
 
 import json
 import os
 import signal
+import time
+from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from tasks.classification import train  # noqa: F401  once for all processes
-from tests.processes import module, wait_for
+from tasks.classification import train
+from tests.processes import Started, launched, module, run_module
 
 pytestmark = pytest.mark.slow
 
 CONFIG = """
-data: {source: digits, limit_validation: 100, limit_test: 100}
+data: {source: digits, limit_train: 437, limit_validation: 50, limit_test: 50}
 augmentation: {crop: random, padding: 1, mixup: 0.8, cutmix: 1.0, label_smoothing: 0.1}
 model: {prior: fibottention+violin, image_size: 8, patch_size: 2, hidden_size: 32, num_hidden_layers: 2,
         num_attention_heads: 4, intermediate_size: 64, attention_probs_dropout_prob: 0.0}
-trainer: {num_train_epochs: 2, per_device_train_batch_size: 64, per_device_eval_batch_size: 256, learning_rate: 2e-3,
+trainer: {num_train_epochs: 2, per_device_train_batch_size: 64, per_device_eval_batch_size: 32, learning_rate: 2e-3,
           weight_decay: 0.05, warmup_steps: 5, max_grad_norm: 1.0, logging_strategy: steps, logging_steps: 1,
-          eval_strategy: steps, eval_steps: 8, save_strategy: steps, save_steps: 8, save_total_limit: null,
+          eval_strategy: steps, eval_steps: 4, save_strategy: steps, save_steps: 4, save_total_limit: null,
           dataloader_drop_last: true, disable_tqdm: true, use_cpu: true}
 """
-STEPS = 32  # 1077 // 64 = 16 in each of 2 epochs
+STEPS = 12  # 437 // 64 = 6 in each of 2 epochs
 FSDP2 = [
     "trainer.fsdp=full_shard",
     "trainer.fsdp_config={version: 2, transformer_layer_cls_to_wrap: [SparsePriorViTLayer]}",
@@ -46,6 +49,54 @@ def start(tmp_path, processes, *overrides):
     return module(*TRAIN, *overrides, processes=processes, folder=tmp_path, log=tmp_path / "log.txt", here=True)
 
 
+def start_and_stop(stop, tmp_path, processes, *overrides):
+    """Each process calls `stop` after its fifth step, the next after a checkpoint and amid an epoch."""
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    place = {"folder": tmp_path, "log": tmp_path / "log.txt", "here": True}
+    if processes == 1:
+        return Started(train_and_stop, stop, overrides, **place)
+    return launched(processes, train_and_stop, stop, overrides, **place)
+
+
+def train_and_stop(stop, overrides):
+    steps = []
+
+    def count(*given):
+        steps.append(1)
+        if len(steps) == 5:
+            stop()
+
+    register_optimizer_step_post_hook(count)
+    raise SystemExit(train.main([*TRAIN[1:], *overrides]))
+
+
+def stop_group():
+    os.killpg(os.getpgid(0), signal.SIGTERM)  # data loader workers as well
+
+
+def stop_launcher():
+    """Which hands it on: each process waits until it has it."""
+    number, handler = signal.SIGTERM, signal.getsignal(signal.SIGTERM)
+    received = []
+
+    def note(*given):
+        received.append(1)
+        handler(*given)
+
+    signal.signal(number, note)
+    if os.environ["RANK"] == "0":
+        os.kill(os.getppid(), number)
+    deadline = time.monotonic() + 100
+    while not received and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert received
+
+
+def kill_one():
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def finish(process, tmp_path):
     return process.wait(300), (tmp_path / "log.txt").read_text()
 
@@ -58,10 +109,26 @@ def complete(tmp_path, processes, *overrides):
 
 def complete_command(tmp_path, *overrides):
     (tmp_path / "run.yaml").write_text(CONFIG)
-    process = module(*ACCELERATE, *TRAIN, *overrides, folder=tmp_path, log=tmp_path / "log.txt", here=True)
+    arguments = [*ACCELERATE, *TRAIN, *overrides]
+    process = Started(launch_and_fork_one, arguments, folder=tmp_path, log=tmp_path / "log.txt", here=True)
     code, log = finish(process, tmp_path)
     assert code == 0, log[-3000:]
     return read(tmp_path)
+
+
+def launch_and_fork_one(arguments):
+    """`python -m ARGUMENTS`, a launcher, whose second `python -u -m NAME ARGUMENTS` is forked."""
+    popen = SubprocessHandler._popen
+
+    def popen_or_fork(self, command, environment):
+        if self.local_rank_id == 0:
+            return popen(self, command, environment)
+        assert command[1:3] == ("-u", "-m")
+        place = {"folder": Path.cwd(), "log": Path("log.txt"), "environment": environment}
+        return module(*command[3:], **place, here=True)
+
+    SubprocessHandler._popen = popen_or_fork
+    run_module(arguments[0], tuple(arguments[1:]))
 
 
 def read(tmp_path):
@@ -78,9 +145,13 @@ def weights(tmp_path):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """One process, never disturbed."""
+    """One process, never disturbed: this one, so that what it imports late is there in those that are forked."""
     folder = tmp_path_factory.mktemp("alone")
-    results = complete(folder, 1, "trainer.ema_decay=0.9")
+    (folder / "run.yaml").write_text(CONFIG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert train.main([*TRAIN[1:], "trainer.ema_decay=0.9"]) == 0
+    results = read(folder)
     assert len(losses(results)) == STEPS
     return results, weights(folder), load_file(folder / "run" / f"checkpoint-{STEPS}" / "ema.safetensors")
 
@@ -135,16 +206,12 @@ def test_two_processes_distill_like_one(tmp_path, phase):
 @pytest.mark.parametrize(("processes", "workers"), [(1, 0), (1, 1), (2, 1)])
 def test_sigterm_saves_and_the_run_goes_on_to_the_same_weights(alone, tmp_path, processes, workers):
     size = ["trainer.ema_decay=0.9", f"trainer.per_device_train_batch_size={64 // processes}"]
-    process = start(tmp_path, processes, f"trainer.dataloader_num_workers={workers}", *size)
-    wait_for(tmp_path / "run" / "checkpoint-8" / "trainer_state.json", process)
-    if processes == 1:
-        os.killpg(process.pid, signal.SIGTERM)  # data loader workers as well
-    else:
-        process.send_signal(signal.SIGTERM)  # torchrun hands it on
+    stop = stop_group if processes == 1 else stop_launcher
+    process = start_and_stop(stop, tmp_path, processes, f"trainer.dataloader_num_workers={workers}", *size)
     code, log = finish(process, tmp_path)
     assert code == 143 if processes == 1 else code != 0
     saved = max(int(path.name.split("-")[1]) for path in (tmp_path / "run").glob("checkpoint-*"))
-    assert f"stopped after step {saved}" in log and 8 <= saved < STEPS
+    assert f"stopped after step {saved}" in log and 5 <= saved < STEPS
     assert not (tmp_path / "run" / "results.json").exists()
     results = complete(tmp_path, processes, *size)
     assert results["resumed_from"] == f"checkpoint-{saved}"
@@ -159,15 +226,10 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_weights(alone, tmp_path, 
 @pytest.mark.parametrize("overrides", [[], FSDP2], ids=["ddp", "fsdp2"])
 def test_a_killed_worker_ends_the_run_which_goes_on_from_the_last_checkpoint(alone, tmp_path, overrides):
     overrides = ["trainer.per_device_train_batch_size=32", *overrides]
-    process = start(tmp_path, 2, *overrides)
-    for name in ("trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"):  # a whole checkpoint, of both processes
-        wait_for(tmp_path / "run" / "checkpoint-8" / name, process)
-    worker = psutil.Process(process.pid).children()[-1]
-    worker.kill()
-    code, log = finish(process, tmp_path)
+    code, log = finish(start_and_stop(kill_one, tmp_path, 2, *overrides), tmp_path)
     assert code != 0 and "ChildFailedError" in log
     assert not (tmp_path / "run" / "results.json").exists()
     results = complete(tmp_path, 2, *overrides)
-    assert results["resumed_from"].startswith("checkpoint-") and results["steps"] == STEPS
+    assert results["resumed_from"] == "checkpoint-4" and results["steps"] == STEPS
     for name, value in weights(tmp_path).items():
         torch.testing.assert_close(value, alone[1][name], rtol=0, atol=2e-4)
