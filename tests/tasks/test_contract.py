@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tasks.common.locks import locked
@@ -28,6 +29,14 @@ from tasks.common.results import Results, read_results
 from tests.processes import ROOT, Started
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def empty_pictures():
+    """Pictures are drawn and left empty, as to lay one out takes longer than a run. Tests of each task write them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, path, **settings: Path(path).touch())
+        yield
 
 
 @dataclass(frozen=True)
