@@ -50,6 +50,8 @@ sys.modules["__main__"] = main = ModuleType("__main__")
 try:
     exec(compile(request["script"], "<string>", "exec"), vars(main))
     status = 0
+except SystemExit as end:
+    status = end.code if isinstance(end.code, int) else int(end.code is not None)
 except BaseException:
     traceback.print_exc()
     status = 1

@@ -2,11 +2,14 @@ import copy
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import evaluate
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
 
 from hf_sparseprior.analysis import pictures
@@ -17,7 +20,7 @@ from tasks.common import hf_run, plots
 from tasks.common.images.model import build_model
 from tasks.common.metrics import accuracy_metric, confusion_matrix
 from tasks.common.run_folder import last_whole_checkpoint
-from tests.processes import module
+from tests.processes import module, run_script
 
 pytestmark = pytest.mark.slow
 
@@ -184,8 +187,16 @@ def test_confusion_matrix_counts_true_by_predicted():
 @pytest.mark.slow
 def test_the_demo_end_to_end(tmp_path, monkeypatch, capsys):
     load = demo.load_config
-    few = ["trainer.num_train_epochs=1", "data.limit_train=128", "data.limit_validation=64", "data.limit_test=64"]
+    few = ["data.limit_train=32", "data.limit_validation=32", "data.limit_test=32"]
+    few += ["trainer.num_train_epochs=1", "trainer.per_device_train_batch_size=16"]
     monkeypatch.setattr(demo, "load_config", lambda path: load(path, few))
+
+    def reload(command, **options):
+        """In a process that has imported transformers already, and has no package to import."""
+        assert command[:2] == [sys.executable, "-c"] and options["capture_output"] and options["text"]
+        return run_script(*command[2:], folder=tmp_path)
+
+    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(run=reload))
     assert demo.main(["--out", str(tmp_path), "--seeds", "1"]) == 0
     text = capsys.readouterr().out
     for prior in demo.PRIORS:
@@ -193,7 +204,8 @@ def test_the_demo_end_to_end(tmp_path, monkeypatch, capsys):
     for picture in ("support", "curves", "decay", "attention", "results"):
         assert (tmp_path / f"{picture}.png").stat().st_size > 5000
     assert "from transformers_modules, logits bit-equal: True" in text
-    # A second call trains nothing.
+    # A second call trains nothing. Its pictures are drawn and left empty.
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **settings: None)
     monkeypatch.setattr(task, "read_data", lambda *a: pytest.fail("trained again"))
     assert demo.main(["--out", str(tmp_path), "--seeds", "1"]) == 0
 
