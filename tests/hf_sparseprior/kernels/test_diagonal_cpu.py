@@ -13,6 +13,7 @@ from hf_sparseprior.supports import MASK_FILLS, SUPPORTS, has_pairs, layer_offse
 GRIDS = [(1, 1), (1, 2), (2, 3), (4, 4), (7, 5), (14, 14)]
 PATTERNS = [name for name in SUPPORTS if name != "dense" and not has_pairs(name)]
 DTYPES = [torch.float32, torch.bfloat16]
+PREFIXES = (0, 1, 3)
 FEW = {"heads": 4, "width": 24, "batch": 2}
 
 
@@ -21,7 +22,11 @@ FEW = {"heads": 4, "width": 24, "batch": 2}
 @pytest.mark.parametrize("mask_fill", MASK_FILLS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_agrees_with_the_reference(cpp, pattern, mask_fill, decay, dtype):
-    for grid, prefix in itertools.product(GRIDS, (0, 1, 3)):
+    cases = list(itertools.product(GRIDS[:4], PREFIXES))
+    # One prefix for each larger grid, others in each case: with every pattern and mask each grid meets every prefix.
+    first = [None, *DECAYS].index(decay) + 2 * DTYPES.index(dtype)
+    cases += [(grid, PREFIXES[(first + number) % 3]) for number, grid in enumerate(GRIDS[4:])]
+    for grid, prefix in cases:
         leaves = cpp.make(grid, prefix, **FEW, decay=decay, dtype=dtype)
         cpp.check(leaves, {"name": pattern, "mask_fill": mask_fill}, decay, grid, prefix)
 
@@ -57,8 +62,8 @@ def test_offsets_further_apart_than_a_piece(cpp, prefix, mask_fill, decay):
 @pytest.mark.parametrize("width", [24, 64])
 def test_tensors_that_no_cache_keeps(cpp, width, dtype):
     """Above 2 MiB tokens are read ahead, and results stored past the caches where rows are whole vectors of float32."""
-    grid = (25, 24)
-    leaves = cpp.make(grid, 1, heads=3, batch=10, width=width, dtype=dtype)
+    grid = (20, 15)  # two pieces of rows, or more
+    leaves = cpp.make(grid, 1, heads=3, batch={24: 20, 64: 10}[width], width=width, dtype=dtype)
     assert leaves["q"][..., 0].numel() * -(-width // 16) * 64 > 2 << 20
     for mask_fill in MASK_FILLS:
         cpp.check(leaves, {"name": "fibottention", "mask_fill": mask_fill}, None, grid, 1)
