@@ -2,11 +2,19 @@
 
 What it looks for is memory errors, which a sanitizer reports (test_sanitizer.py).
 """
+# ruff: noqa: E402
 
 import random
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import torch
+
+# The modules it needs, without all that the package itself imports.
+sys.modules["hf_sparseprior"] = package = ModuleType("hf_sparseprior")
+package.__path__ = [str(Path(__file__).parents[3] / "hf_sparseprior")]
+
 from conftest import Kernels
 
 from hf_sparseprior.decay import DECAYS
@@ -38,7 +46,7 @@ LAYOUTS = ["projection", "contiguous", "row elements apart", "one element", "one
 def one_call(values, seed):
     grid, prefix = (values.randint(1, 9), values.randint(1, 9)), values.randint(0, 5)
     sizes = {"heads": values.randint(1, 4), "batch": values.randint(0, 3), "width": values.randint(1, 130)}
-    if values.random() < 0.1:  # several pieces of rows, and memory that no cache keeps
+    if values.random() < 0.07:  # several pieces of rows, and memory that no cache keeps
         grid, sizes = (values.randint(16, 26), 25), {"heads": 4, "batch": 4, "width": values.choice([24, 64, 70])}
     dtype = values.choice([torch.float32, torch.bfloat16])
     decay = values.choice([None, *DECAYS])
@@ -52,6 +60,8 @@ def one_call(values, seed):
     support["mask_fill"] = values.choice(MASK_FILLS)
     if decay is not None and values.random() < 0.5:
         support = {"name": "dense"}
+        if sizes["batch"] == 4:  # two groups of images, which take no more than this
+            grid, sizes = (values.randint(14, 16), 25), {"heads": 2, "batch": 4, "width": 70}
     drops = support.get("mask_fill") == "neg_inf" and values.random() < 0.5
     leaves = cpp.make(grid, prefix, decay=decay, prefix_beta=values.random() < 0.5, dtype=dtype, seed=seed, **sizes)
     for name in "qkv":

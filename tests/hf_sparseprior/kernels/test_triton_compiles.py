@@ -13,9 +13,16 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
+import sys
+from types import ModuleType
+
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
+
+# The modules it needs, without all that the package itself imports.
+sys.modules["hf_sparseprior"] = package = ModuleType("hf_sparseprior")
+package.__path__ = ["hf_sparseprior"]
 
 from hf_sparseprior.kernels import decayed_triton, diagonal_triton
 
