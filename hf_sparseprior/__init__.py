@@ -1,7 +1,7 @@
 """Vision transformers with sparse attention and spatial priors for transformers.
 
-Importing registers SparsePriorViT and SparsePriorTimesformer with transformers' Auto classes. mmcv and its relatives,
-timm and torchvision are never imported from here.
+Importing registers SparsePriorViT, SparsePriorSwin, SparsePriorConvit, SparsePriorIformer and SparsePriorTimesformer
+with transformers' Auto classes. mmcv and its relatives, timm and torchvision are never imported from here.
 """
 
 import importlib as _importlib
@@ -13,6 +13,9 @@ from hf_sparseprior import curves, ops, sequences, supports
 from hf_sparseprior.adapters.peft_hook import register_with_peft as _register_with_peft
 from hf_sparseprior.adapters.stock import apply_prior, remove_prior
 from hf_sparseprior.adapters.stock_loading import from_pretrained, load_prior
+from hf_sparseprior.configuration_sparseprior_convit import SparsePriorConvitConfig
+from hf_sparseprior.configuration_sparseprior_iformer import SparsePriorIformerConfig
+from hf_sparseprior.configuration_sparseprior_swin import SparsePriorSwinConfig
 from hf_sparseprior.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
 from hf_sparseprior.modeling_sparseprior_timesformer import (
@@ -24,10 +27,44 @@ from hf_sparseprior.modeling_sparseprior_vit import (
     SparsePriorViTForImageClassification,
     SparsePriorViTModel,
 )
+
+# isort: split
+# Families are listed in the order of these imports, the usual one first.
+from hf_sparseprior.modeling_sparseprior_swin import (
+    SparsePriorSwinBackbone,
+    SparsePriorSwinForImageClassification,
+    SparsePriorSwinModel,
+)
+
+# isort: split
+from hf_sparseprior.modeling_sparseprior_convit import (
+    SparsePriorConvitBackbone,
+    SparsePriorConvitForImageClassification,
+    SparsePriorConvitModel,
+)
+
+# isort: split
+from hf_sparseprior.modeling_sparseprior_iformer import (
+    SparsePriorIformerBackbone,
+    SparsePriorIformerForImageClassification,
+    SparsePriorIformerModel,
+)
 from hf_sparseprior.version import __version__
 
 __all__ = [
     "LoraViolinConfig",
+    "SparsePriorConvitBackbone",
+    "SparsePriorConvitConfig",
+    "SparsePriorConvitForImageClassification",
+    "SparsePriorConvitModel",
+    "SparsePriorIformerBackbone",
+    "SparsePriorIformerConfig",
+    "SparsePriorIformerForImageClassification",
+    "SparsePriorIformerModel",
+    "SparsePriorSwinBackbone",
+    "SparsePriorSwinConfig",
+    "SparsePriorSwinForImageClassification",
+    "SparsePriorSwinModel",
     "SparsePriorTimesformerConfig",
     "SparsePriorTimesformerForVideoClassification",
     "SparsePriorTimesformerModel",

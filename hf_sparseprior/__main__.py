@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     export_parser.add_argument("out", type=Path, help="new folder")
     export_parser.add_argument("--license", default="apache-2.0", help="for the model card (default apache-2.0)")
     convert_parser = commands.add_parser(
-        "convert", help="checkpoints of transformers, timm, DeiT, DINO and DINOv2 as ours, and ours as theirs"
+        "convert", help="checkpoints of transformers, timm, DeiT, DINO, DINOv2, Swin ... as ours, and ours as theirs"
     )
     convert_parser.add_argument("source", type=Path, help="folder, .safetensors, .pth or .bin file")
     convert_parser.add_argument(
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     convert_parser.add_argument(
         "--to",
         choices=list(target_formats()),
-        help="format: ours (default), a model of transformers, timm, or the .pth file of DeiT, DeiT-III, DINO, DINOv2",
+        help="format: ours (default), a model of transformers, timm, or the original .pth file of DeiT, DINO, Swin ...",
     )
     convert_parser.add_argument(
         "--prior",
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         "the prior that --to a foreign format cannot carry",
     )
     convert_parser.add_argument("--image-size", type=int, help="interpolate the positions to this image size")
-    convert_parser.add_argument("--heads", type=int, help="attention heads of a timm file of an unpublished width")
+    convert_parser.add_argument("--heads", type=int, help="attention heads of a timm ViT of an unpublished width")
     convert_parser.add_argument("--drop-classifier", action="store_true", help="write the base model alone")
     doctor_parser = commands.add_parser("doctor", help="what runs on this machine, what does not, and how to get it")
     doctor_parser.add_argument(

@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import operator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from .attention_plan import AttentionPlan
-from .attention_request import AttentionRequest
+from .attention_request import AttentionRequest, add_bias
 from .backend_choice import forced_backend
 from .decay import Decay, make_decay
 from .extras import make_extras, make_module
+from .layer_sizes import HEAD_WIDTH, HEADS, WIDTH, LayerSizes, UnitAxes, whole_layer
 from .low_rank import MIXERS, Mixer
 from .ops import run_plan
 from .predictor import PREDICTORS, Predictor
 from .relative_position import RelativePosition
 from .resolved import ResolvedPrior
-from .supports import support_notes
+from .supports import resolve_support, support_notes
+from .token_order import RASTER
 
 logger = logging.getLogger("hf_sparseprior.attention")
 NO_DECAY = "null"  # as JSON
@@ -35,18 +38,34 @@ class PriorAttention(nn.Module):
         num_heads: H.
         prior: resolved prior (`resolve_prior`).
         layer_idx: layer number from 0; decides which head has which support.
-        head_dim: D, which relative positions need to know.
+        head_dim: D, width of the queries and keys, which relative positions need to know.
+        heads: numbers of the H heads that the layer has, from 0, if some were pruned.
     """
 
     # How many grids a layer keeps plans for; a model that sees many resolutions must not collect masks without limit.
     MAX_PLANS = 8
+    # False for an attention of its own kind, to which neither a prior nor an adapter adds anything.
+    takes_prior: ClassVar[bool] = True
+    OWN_UNITS: ClassVar[tuple[str, ...]] = (HEADS, HEAD_WIDTH)
 
-    def __init__(self, num_heads: int, prior: ResolvedPrior, layer_idx: int = 0, head_dim: int = 0) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        prior: ResolvedPrior,
+        layer_idx: int = 0,
+        head_dim: int = 0,
+        heads: Sequence[int] | None = None,
+    ) -> None:
         super().__init__()
-        self._set_prior(num_heads, prior, layer_idx, head_dim)
+        self._set_prior(num_heads, prior, layer_idx, head_dim, heads)
 
-    def _set_prior(self, num_heads: int, prior: ResolvedPrior, layer_idx: int, head_dim: int) -> None:
-        self.num_heads = num_heads
+    def _set_prior(
+        self, num_heads: int, prior: ResolvedPrior, layer_idx: int, head_dim: int, heads: Sequence[int] | None = None
+    ) -> None:
+        # A support is made for all heads; decay and relative positions have only those that are left.
+        self.num_supports = num_heads
+        self.heads = None if heads is None or len(heads) == num_heads else tuple(heads)
+        self.num_heads = num_heads = num_heads if self.heads is None else len(self.heads)
         self.layer_idx = layer_idx
         self.prior = prior
         # "bias" in the name keeps alpha and beta out of weight decay in transformers' own Trainer, which decides by
@@ -63,40 +82,58 @@ class PriorAttention(nn.Module):
         self.relative_position = make_extras(prior["extras"], "attention", num_heads, head_dim)
         # Decays that can be switched (`hf_sparseprior.adapters.violin.DecayLayer`), if `decay_bias` is None.
         self.decay_adapter: Any = None
-        self.support_key = json.dumps([num_heads, prior["support"], layer_idx], sort_keys=True)
-        self._plans: dict[tuple[str, int, int, int, int], AttentionPlan] = {}
+        self.support_key = json.dumps([self.num_supports, prior["support"], layer_idx, self.heads], sort_keys=True)
+        self._plans: dict[tuple[str, int, int, int, int, bool, str], AttentionPlan] = {}
 
     def active_decay(self) -> Decay | None:
         """The decay of the next forward: the prior's own, or that of the active adapter."""
         return self.decay_bias if self.decay_adapter is None else self.decay_adapter.active_decay()
 
-    def plan(self, grid: tuple[int, int], num_prefix_tokens: int = 0, frames: int = 1) -> AttentionPlan:
+    def plan(
+        self,
+        grid: tuple[int, int],
+        num_prefix_tokens: int = 0,
+        frames: int = 1,
+        dense: bool = False,
+        layout: str = RASTER,
+    ) -> AttentionPlan:
         """The layer's plan for a grid and the active decay, made at first use; a constant in compiled graphs.
 
-        Arguments as in `AttentionPlan`.
+        Args:
+            grid, num_prefix_tokens, frames, layout: as in `AttentionPlan`.
+            dense: without the support, for a caller that leaves its pairs out by a bias.
         """
         decay = self.active_decay()
         decay_key = NO_DECAY if decay is None else decay.key
         # A grid decides the tables, so a symbolic size becomes a number here: one compiled graph per grid.
         sizes = (operator.index(grid[0]), operator.index(grid[1]), operator.index(num_prefix_tokens))
-        return self._constant_plan(self.support_key, decay_key, *sizes, operator.index(frames))
+        return self._constant_plan(self.support_key, decay_key, *sizes, operator.index(frames), dense, layout)
 
     # Offsets come from Python integers and a private random generator, which a compiler does not trace.
     # dynamo guards on `support_key`: layers share this code, and nothing else tells their compiled graphs apart.
     @torch._dynamo.assume_constant_result
     def _constant_plan(
-        self, support_key: str, decay_key: str, height: int, width: int, num_prefix_tokens: int, frames: int
+        self,
+        support_key: str,
+        decay_key: str,
+        height: int,
+        width: int,
+        num_prefix_tokens: int,
+        frames: int,
+        dense: bool,
+        layout: str,
     ) -> AttentionPlan:
-        key, grid = (decay_key, height, width, num_prefix_tokens, frames), (height, width)
+        key, grid = (decay_key, height, width, num_prefix_tokens, frames, dense, layout), (height, width)
         if key not in self._plans:
             if len(self._plans) >= self.MAX_PLANS:
                 self._plans.pop(next(iter(self._plans)))
-            support = self.prior["support"]
-            if self.layer_idx == 0:
-                for note in support_notes(support, self.num_heads, grid, num_prefix_tokens):
+            support = resolve_support(None, self.num_supports, height * width, grid) if dense else self.prior["support"]
+            if self.layer_idx == 0 and not dense:
+                for note in support_notes(support, self.num_supports, grid, num_prefix_tokens):
                     logger.info(note)
+            decay = json.loads(decay_key)
             self._plans[key] = AttentionPlan(
-                self.num_heads, grid, num_prefix_tokens, support, json.loads(decay_key), self.layer_idx, frames
+                self.num_supports, grid, num_prefix_tokens, support, decay, self.layer_idx, frames, self.heads, layout
             )
         return self._plans[key]
 
@@ -122,7 +159,7 @@ class PriorAttention(nn.Module):
         bias = request.bias
         for position in relative:
             logits = position(request)
-            bias = logits if bias is None else bias + logits
+            bias = logits if bias is None else add_bias(logits, bias)
         on_values = [position for position in relative if position.uses_weights]
         decay = self.active_decay()
         filled = request._replace(
@@ -160,7 +197,16 @@ class SparsePriorAttention(PriorAttention):
         layer_idx: layer number from 0; decides which head has which support.
         qkv_bias, proj_bias: biases of the projections.
         attention_dropout: dropout probability of the attention weights in training.
+        sizes: of the layer, if heads or widths were pruned; else they follow from width and heads.
+        value_dim: width of a head's values, if it is not that of its queries and keys.
     """
+
+    UNIT_AXES: UnitAxes = {
+        **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight"), ((HEADS, HEAD_WIDTH), (WIDTH,))),
+        **dict.fromkeys(("q_proj.bias", "k_proj.bias", "v_proj.bias"), ((HEADS, HEAD_WIDTH),)),
+        "o_proj.weight": ((WIDTH,), (HEADS, HEAD_WIDTH)),
+        "o_proj.bias": ((WIDTH,),),
+    }
 
     def __init__(
         self,
@@ -171,18 +217,25 @@ class SparsePriorAttention(PriorAttention):
         qkv_bias: bool = True,
         proj_bias: bool = True,
         attention_dropout: float = 0.0,
+        sizes: LayerSizes | None = None,
+        value_dim: int | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        self.head_dim = self.key_dim = hidden_size // num_heads
-        if prior["mixer"] != "softmax":
+        sizes = whole_layer(hidden_size, num_heads, 0) if sizes is None else sizes
+        self.key_dim = sizes.head_width
+        self.head_dim = self.key_dim if value_dim is None else value_dim
+        # None is the backends' own, the root of the width of a head.
+        self.logit_scale = None if sizes.scale_width == sizes.head_width else sizes.scale_width**-0.5
+        if prior["mixer"] != "softmax":  # which chooses it
             self.key_dim = MIXERS[prior["mixer"]["name"]].key_width(prior["mixer"], self.head_dim)
         self.attention_dropout = attention_dropout
-        self.q_proj = nn.Linear(hidden_size, num_heads * self.key_dim, bias=qkv_bias)
-        self.k_proj = nn.Linear(hidden_size, num_heads * self.key_dim, bias=qkv_bias)
-        self.v_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
-        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=proj_bias)
+        self.q_proj = nn.Linear(hidden_size, len(sizes.heads) * self.key_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(hidden_size, len(sizes.heads) * self.key_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(hidden_size, len(sizes.heads) * self.head_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(len(sizes.heads) * self.head_dim, hidden_size, bias=proj_bias)
         # Last, so that random weights are drawn in the order in which published seeds drew them.
-        self._set_prior(num_heads, prior, layer_idx, self.head_dim)
+        width = self.key_dim if prior["mixer"] == "softmax" else self.head_dim
+        self._set_prior(num_heads, prior, layer_idx, width, sizes.heads)
 
     def forward(
         self,
@@ -194,16 +247,18 @@ class SparsePriorAttention(PriorAttention):
         token_ids: Tensor | None = None,
         keep_mask: Tensor | None = None,
         weight_rows: int | None = None,
+        layout: str = RASTER,
     ) -> tuple[Tensor, Tensor | None]:
         """Self-attention.
 
         Args:
-            hidden_states: (B, T, hidden_size), prefix tokens first, then the patches in raster order.
+            hidden_states: (B, T, hidden_size), prefix tokens first, then the patches.
             grid: (height, width) of the patches.
             num_prefix_tokens: number of tokens before the patches.
             output_attentions: also return the attention weights.
             backend: forces a backend of `hf_sparseprior.ops`.
             token_ids, keep_mask, weight_rows: as in `AttentionRequest`.
+            layout: the order in which the patches come, as in `AttentionPlan`.
 
         Returns:
             (B, T, hidden_size), and the weights or None: (B, H, T, T), or (B, H, weight_rows, T) with `weight_rows`.
@@ -217,7 +272,8 @@ class SparsePriorAttention(PriorAttention):
             q,
             k,
             v,
-            self.plan(grid, num_prefix_tokens),
+            self.plan(grid, num_prefix_tokens, layout=layout),
+            scale=self.logit_scale,
             dropout_p=self.attention_dropout if self.training else 0.0,
             token_ids=token_ids,
             keep_mask=keep_mask,

@@ -7,7 +7,7 @@ counted with both signs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,9 @@ from .masks import Pairs, key_lists, mask_from_offsets, pairs_in_frames, pruning
 from .registry import registering
 from .relative_offsets import relative_table
 from .resolved import DecayTensors, ResolvedDecay, ResolvedSupport
-from .supports import layer_offsets, layer_pairs
+from .supports import layer_ranks, support_of_heads
+from .token_order import RASTER, lists_in_raster, mask_in_raster, order_ranks, with_prefix
+from .windows import window_places, window_regions, windowed_mask
 
 
 class AttentionPlan:
@@ -28,7 +30,7 @@ class AttentionPlan:
     It is built once per (layer, grid) and kept by the layer. The tables that it makes for a device are kept in it.
 
     Args:
-        num_heads: H.
+        num_heads: H, or for how many heads the support is made if there are not all of them.
         grid: (height, width) of the patch tokens; with several frames, of one of them.
         num_prefix_tokens: P, tokens before the patches.
         support: resolved support.
@@ -36,6 +38,8 @@ class AttentionPlan:
         layer: layer number from 0.
         frames: frames of a clip, whose patches come one frame after another. Support and decay see where in their
             frames two patches lie, not when (VIOLIN appendix D.2, curves per frame).
+        heads: numbers of the H heads that there are, from 0; None: all.
+        layout: the order in which the patches come, all tables too: raster, or that of the support (`token_order`).
     """
 
     def __init__(
@@ -47,8 +51,12 @@ class AttentionPlan:
         decay: ResolvedDecay | None,
         layer: int,
         frames: int = 1,
+        heads: Sequence[int] | None = None,
+        layout: str = RASTER,
     ) -> None:
-        self.num_heads = num_heads
+        if layout != RASTER and (frames > 1 or support.get("order", layout) != layout):
+            raise ValueError(f"layout={layout!r} must be the order of the support, and the patches those of one frame")
+        self.num_heads = num_heads if heads is None else len(heads)
         self.frames = frames
         self.frame_grid = grid
         self.grid = (frames * grid[0], grid[1])  # the frames one below the other
@@ -62,18 +70,26 @@ class AttentionPlan:
         # None stands for the dense support: no mask, no offsets.
         self.offsets: list[list[int]] | None = None
         self.pairs: Pairs = None  # pairs off the diagonals
+        # Rank of each patch in the order in which offsets and pairs number them, (H or 1, N); None: that in which the
+        # patches come.
+        self.ranks: np.ndarray | None = None
+        self.layout = layout
+        self.layout_ranks = None if layout == RASTER else order_ranks(layout, grid)  # (1, N)
         self.density = 1.0
         if support["name"] != "dense":
             of_frame = grid[0] * grid[1]
             sizes: Any = {"num_heads": num_heads, "num_tokens": of_frame, "layer": layer, "grid": grid}
-            self.offsets, self.pairs = layer_offsets(support, **sizes), layer_pairs(support, **sizes)
-            if frames > 1:  # offsets in raster order would cross from one frame into the next
-                self.pairs = pairs_in_frames(self.offsets, of_frame, frames, self.pairs)
-                self.offsets = [[] for _ in self.offsets]
+            self.offsets, self.pairs = support_of_heads(support, heads=heads, **sizes)
+            self.ranks = layer_ranks(support, heads=heads, **sizes) if layout == RASTER else None
+            if frames > 1:  # offsets would cross from one frame into the next
+                self.pairs = pairs_in_frames(self.offsets, of_frame, frames, self.pairs, self.ranks)
+                self.offsets, self.ranks = [[] for _ in self.offsets], None
             self.density = 1.0 - pruning_ratio(self.offsets, self.num_tokens, num_prefix_tokens, self.pairs) / 100.0
         self.tables: dict[tuple[str, torch.device], Tensor] = {}
         # The arguments as text: `from_key` makes the same plan again.
-        self.key = json.dumps([num_heads, grid, num_prefix_tokens, support, decay, layer, frames], sort_keys=True)
+        self.key = json.dumps(
+            [num_heads, grid, num_prefix_tokens, support, decay, layer, frames, heads, layout], sort_keys=True
+        )
 
     @classmethod
     def from_key(cls, key: str) -> AttentionPlan:
@@ -81,11 +97,31 @@ class AttentionPlan:
         num_heads, grid, *rest = json.loads(key)
         return cls(num_heads, tuple(grid), *rest)
 
+    @property
+    def visits(self) -> np.ndarray | None:
+        """The patch of the grid at each place of the layout, int64 (N,); None for raster order."""
+        return None if self.layout_ranks is None else np.argsort(self.layout_ranks[0])
+
     def build_table(self, name: str) -> np.ndarray:
-        """A table as an array: one of `TABLES`, or "relative_..." as of `relative_table`."""
+        """A table as an array: one of `TABLES`, "relative_..." as of `relative_table`, or one of the windows of an
+        image of HEIGHT x WIDTH patches that is rolled by ROWS and COLUMNS.
+
+        "windows HEIGHT WIDTH ROWS COLUMNS": the pairs that are seen, as of `windowed_mask`. Pairs that the support
+        leaves out with mask_fill "zero" are among them. "in_windows ...": as of `window_places`, in the layout;
+        "in_image ...": its inverse.
+        """
         if name.startswith("relative_"):
-            return relative_table(name, self.grid, self.num_prefix_tokens)
-        return TABLES[name](self)
+            return relative_table(name, self.grid, self.num_prefix_tokens, self.visits)
+        kind, *sizes = name.split()
+        if not sizes:
+            return TABLES[name](self)
+        height, width, *shift = map(int, sizes)
+        if kind == "windows":
+            drops = self.offsets is not None and self.mask_fill == "neg_inf"
+            regions = window_regions((height, width), self.grid, shift, self.visits)
+            return windowed_mask(regions, _mask(self) if drops else None)
+        places = window_places((height, width), self.grid, shift, self.visits)[None]
+        return places if kind == "in_windows" else np.argsort(places, axis=1)
 
 
 def plan_table(plan: AttentionPlan, name: str, device: torch.device) -> Tensor:
@@ -117,7 +153,8 @@ def decay_positions(plan: AttentionPlan, decay: DecayTensors, device: torch.devi
     assert plan.decay is not None
     kind = DECAYS[plan.decay["name"]]
     if kind.learns_positions(decay):
-        return kind.learned_positions(decay, plan.frame_grid).repeat(1, 1, plan.frames)
+        positions = kind.learned_positions(decay, plan.frame_grid).repeat(1, 1, plan.frames)
+        return positions if plan.visits is None else positions[..., plan_table(plan, "patches_in_order", device)[0]]
     return plan_table(plan, "positions", device)
 
 
@@ -130,7 +167,8 @@ TABLES: dict[str, Callable[[AttentionPlan], np.ndarray]] = {}
 def _positions(plan: AttentionPlan) -> np.ndarray:
     """Positions of the decay, int64 (C, A, N)."""
     assert plan.decay is not None
-    return np.tile(DECAYS[plan.decay["name"]].positions(plan.decay, plan.frame_grid), plan.frames)
+    positions = np.tile(DECAYS[plan.decay["name"]].positions(plan.decay, plan.frame_grid), plan.frames)
+    return positions if plan.visits is None else positions[..., plan.visits]
 
 
 @registering("table", TABLES, "positions_int32")
@@ -146,19 +184,47 @@ def _positions_float32(plan: AttentionPlan) -> np.ndarray:
 @registering("table", TABLES, "mask")
 def _mask(plan: AttentionPlan) -> np.ndarray:
     """Bool (H, T, T), True = attended."""
-    return mask_from_offsets(_offsets(plan), plan.num_tokens, plan.num_prefix_tokens, plan.pairs)
+    mask = mask_from_offsets(_offsets(plan), plan.num_tokens, plan.num_prefix_tokens, plan.pairs)
+    return mask if plan.ranks is None else mask_in_raster(mask, plan.ranks, plan.num_prefix_tokens)
 
 
 @registering("table", TABLES, "keys")
 def _keys(plan: AttentionPlan) -> np.ndarray:
     """The tokens that each patch sees, int32 (H, N, K), see `key_lists`."""
-    return key_lists(_offsets(plan), plan.num_tokens, plan.num_prefix_tokens, plan.pairs)
+    lists = key_lists(_offsets(plan), plan.num_tokens, plan.num_prefix_tokens, plan.pairs)
+    return lists if plan.ranks is None else lists_in_raster(lists, plan.ranks, plan.num_prefix_tokens)
 
 
 @registering("table", TABLES, "attended")
 def _attended(plan: AttentionPlan) -> np.ndarray:
     """At which distances a head attends, bool (H, N), for a support without pairs off its diagonals."""
     return np.array([np.isin(np.arange(plan.num_tokens), offsets) for offsets in _offsets(plan)])
+
+
+@registering("table", TABLES, "ranks")
+def _ranks(plan: AttentionPlan) -> np.ndarray:
+    """Rank of each patch of the grid in the order of its head, or in the layout, int64 (H or 1, N)."""
+    ranks = plan.ranks if plan.layout_ranks is None else plan.layout_ranks
+    assert ranks is not None
+    return ranks
+
+
+@registering("table", TABLES, "patches_in_order")
+def _patches_in_order(plan: AttentionPlan) -> np.ndarray:
+    """The patches of each head in their order, int64 (H or 1, N); the inverse of "ranks"."""
+    return np.argsort(_ranks(plan), axis=1)
+
+
+@registering("table", TABLES, "tokens_in_order")
+def _tokens_in_order(plan: AttentionPlan) -> np.ndarray:
+    """As "patches_in_order", with the prefix tokens in front, int64 (H or 1, T)."""
+    return with_prefix(_patches_in_order(plan), plan.num_prefix_tokens)
+
+
+@registering("table", TABLES, "token_ranks")
+def _token_ranks(plan: AttentionPlan) -> np.ndarray:
+    """As "ranks", with the prefix tokens in front, int64 (H or 1, T)."""
+    return with_prefix(_ranks(plan), plan.num_prefix_tokens)
 
 
 # The rest is for the compiled kernels along diagonals. A signed offset is o or -o; offset 0 has one sign.
@@ -186,9 +252,13 @@ def _offset_begin(plan: AttentionPlan) -> np.ndarray:
 def _pair_distances(plan: AttentionPlan) -> np.ndarray:
     """Distances of the N - o pairs (j, j + o) of each offset, head after head, float32 (C, pairs)."""
     positions = _positions(plan)
+    of_heads = [positions] * plan.num_heads
+    if plan.ranks is not None:
+        in_order = np.broadcast_to(_patches_in_order(plan), (plan.num_heads, plan.num_tokens))
+        of_heads = [positions[..., patches] for patches in in_order]
     blocks = [
-        np.abs(positions[..., offset:] - positions[..., : plan.num_tokens - offset]).sum(1)
-        for offsets in _offsets(plan)
+        np.abs(own[..., offset:] - own[..., : plan.num_tokens - offset]).sum(1)
+        for own, offsets in zip(of_heads, _offsets(plan), strict=True)
         for offset in offsets
     ]
     empty = np.zeros((positions.shape[0], 0))

@@ -1,11 +1,12 @@
 """One call of attention as a value, and what several backends make from it: masks, positions, decay.
 
-Shape letters as in `ops`, and n visible patches, T = P + n, K places of a list of keys.
+Shape letters as in `ops`, and n visible patches, T = P + n, K places of a list of keys. E is the width of the values,
+which may be another than D, that of queries and keys.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +25,15 @@ class AttentionRequest(NamedTuple):
     Fields from `bias` on restrict or extend what the plan says, if they are not None.
 
     Args:
-        q, k, v: (B, H, T, D).
-        plan: support, decay and grid of the layer.
+        q, k: (B, H, T, D). v: (B, H, T, E).
+        plan: support, decay and grid of the layer, and the order in which the patches come.
         decay: settings and tensors of the decay in this step.
         scale: factor of the logits, default D ** -0.5.
         dropout_p: dropout probability of the attention weights.
         bias: added to the logits after decay and support, broadcastable to (B, H, T, T): relative positions, padding.
+            Or (n, H, T, T) where B is a multiple of n: the biases of an image's n windows, image after image.
         token_ids: int64 (B, n), which patches of the grid the tokens after the prefix are, if they are not all of them
-            in raster order. They differ between images (masked autoencoders, token pruning). Support and decay use the
+            in its layout. They differ between images (masked autoencoders, token pruning). Support and decay use the
             places of the patches in the grid. -1 is a token without a place, and is treated like a prefix token.
         keep_mask: (B, T), 1 for keys that stay and 0 for keys that are dropped, with a gradient for both. A query
             always sees itself (attention masking of DynamicViT, Rao et al. 2021).
@@ -138,6 +140,21 @@ def is_transformed() -> str | None:
     return None
 
 
+# ---- biases ---------------------------------------------------------------------------------------------------------
+
+
+def is_windowed(bias: Tensor, batch: int) -> bool:
+    """Whether a bias has an image's windows, n of them, and not the whole batch."""
+    return bias.dim() == 4 and 1 < bias.shape[0] < batch
+
+
+def add_bias(logits: Tensor, bias: Tensor) -> Tensor:
+    """Logits (B, H, T, T) with a bias as in `AttentionRequest`."""
+    if not is_windowed(bias, logits.shape[0]):
+        return logits + bias
+    return (logits.unflatten(0, (-1, bias.shape[0])) + bias).flatten(0, 1)
+
+
 # ---- masks ----------------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +181,13 @@ def _subset_mask(plan: AttentionPlan, token_ids: Tensor) -> Tensor:
     prefix, patches = plan.num_prefix_tokens, token_ids.clamp_min(0)
     if plan.pairs is None:
         attended = plan_table(plan, "attended", token_ids.device)
-        mask = attended[:, (patches.unsqueeze(-1) - patches.unsqueeze(-2)).abs()].transpose(0, 1)
+        places = patches if plan.ranks is None else plan_table(plan, "ranks", token_ids.device)[:, patches]
+        distances = (places.unsqueeze(-1) - places.unsqueeze(-2)).abs()
+        if plan.ranks is None:
+            mask = attended[:, distances].transpose(0, 1)
+        else:
+            heads = torch.arange(plan.num_heads, device=token_ids.device).view(-1, 1, 1, 1)
+            mask = attended[heads, distances].transpose(0, 1)
     else:
         places = patches + prefix
         whole = plan_table(plan, "mask", token_ids.device)
@@ -180,6 +203,69 @@ def off_grid_pairs(token_ids: Tensor) -> Tensor:
     """Mask (B, n, n) of the pairs with a token that has no place in the grid."""
     off_grid = token_ids < 0
     return off_grid.unsqueeze(-1) | off_grid.unsqueeze(-2)
+
+
+# ---- the support's order ---------------------------------------------------------------------------------------------
+
+
+def reordered(tokens: Tensor, order: Tensor) -> Tensor:
+    """Tokens (B, H, T, D) taken in an order: int64 (1 or H, T), the token that comes to each place.
+
+    In memory the result is (B, T, H, D), as projections are.
+    """
+    rows = tokens.transpose(1, 2)
+    if order.shape[0] == 1:
+        return rows.flatten(2).index_select(1, order[0]).unflatten(2, rows.shape[2:]).transpose(1, 2)
+    return rows.gather(1, order.T[:, :, None].expand(*rows.shape)).transpose(1, 2)
+
+
+class Reordered(torch.autograd.Function):
+    """`reordered`, whose gradient is taken in the inverse order. That of indexing is summed up entry by entry."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        """See the class."""
+        ctx.save_for_backward(order, inverse)
+        return reordered(tokens, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient in the inverse order."""
+        order, inverse = ctx.saved_tensors
+        return Reordered.apply(grad, inverse, order), None, None
+
+
+def reorder(plan: AttentionPlan, tokens: Tensor, to: str, back: str) -> Tensor:
+    """Tokens (B, H, T, D) in the order of a table of the plan, (1 or H, T); `back` is the table of its inverse."""
+    order = plan_table(plan, to, tokens.device)
+    if is_transformed():
+        return reordered(tokens, order)
+    return Reordered.apply(tokens, order, plan_table(plan, back, tokens.device))
+
+
+def in_order(plan: AttentionPlan, tokens: Tensor) -> Tensor:
+    """Tokens (B, H, T, D) in the order in which the support counts its offsets; as they are if they come in it."""
+    return tokens if plan.ranks is None else reorder(plan, tokens, "tokens_in_order", "token_ranks")
+
+
+def in_raster(plan: AttentionPlan, tokens: Tensor) -> Tensor:
+    """Tokens (B, H, T, D) from the support's order in raster order; as they are if they came in the support's."""
+    return tokens if plan.ranks is None else reorder(plan, tokens, "token_ranks", "tokens_in_order")
+
+
+def to_layout(plan: AttentionPlan, tokens: Tensor) -> Tensor:
+    """Tokens (B, H or 1, T, D) from raster order in the layout of the plan."""
+    return tokens if plan.layout_ranks is None else reorder(plan, tokens, "tokens_in_order", "token_ranks")
+
+
+def from_layout(plan: AttentionPlan, tokens: Tensor) -> Tensor:
+    """Tokens (B, H or 1, T, D) from the layout of the plan in raster order."""
+    return tokens if plan.layout_ranks is None else reorder(plan, tokens, "token_ranks", "tokens_in_order")
+
+
+def weights_from_layout(plan: AttentionPlan, weights: Tensor) -> Tensor:
+    """Attention weights (B, H, T, T) from the layout of the plan in raster order."""
+    return from_layout(plan, from_layout(plan, weights).mT).mT
 
 
 # ---- positions and decay --------------------------------------------------------------------------------------------

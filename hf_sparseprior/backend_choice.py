@@ -57,7 +57,7 @@ def register_backend(
     Args:
         name: its name everywhere.
         can_run: returns None if it can run a request, otherwise why not, as half a sentence.
-        run: returns the output (B, H, T, D) in the dtype of q, and the weights (B, H, T, T) if
+        run: returns the output (B, H, T, E) in the dtype of q, and the weights (B, H, T, T) if
             `request.needs_all_weights`, otherwise None. It agrees with `reference`, forward and backward. The first
             line of its docstring describes it.
         priority: of the backends that can run and are not slower than dense attention, the one with the highest

@@ -13,8 +13,10 @@ from torch.nn import functional as F
 
 from .attention_request import (
     AttentionRequest,
+    add_bias,
     decay_placement,
     is_transformed,
+    is_windowed,
     off_grid_pairs,
     pair_mask,
     token_positions,
@@ -44,7 +46,7 @@ def reference(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
     if support_mask is not None and not request.drops_after_softmax:
         logits = logits.masked_fill(~support_mask, -math.inf if request.plan.mask_fill == "neg_inf" else 0.0)
     if request.bias is not None:
-        logits = logits + request.bias
+        logits = add_bias(logits, request.bias)
     presence = None if request.keep_mask is None else _pair_presence(request.keep_mask)
     mask = support_mask
     if request.top_k is not None and request.top_k < logits.shape[-1]:
@@ -167,10 +169,16 @@ def sdpa(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
     if request.bias is not None:
         bias = request.bias.to(request.q.dtype)
         mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
+    q, k, v = request.q, request.k, request.v
+    windows = mask.shape[0] if mask is not None and is_windowed(mask, q.shape[0]) else 1
+    if windows > 1:  # an image's windows become heads, so that their biases are not repeated for every image
+        assert mask is not None
+        mask = mask.expand(-1, q.shape[1], -1, -1).flatten(0, 1).unsqueeze(0)
+        q, k, v = (tensor.unflatten(0, (-1, windows)).flatten(1, 2) for tensor in (q, k, v))
     out = F.scaled_dot_product_attention(
-        request.q, request.k, request.v, attn_mask=mask, dropout_p=request.dropout_p, scale=request.logit_scale
+        q, k, v, attn_mask=mask, dropout_p=request.dropout_p, scale=request.logit_scale
     )
-    return out, None
+    return out if windows == 1 else out.unflatten(1, (windows, -1)).flatten(0, 1), None
 
 
 register_backend("reference", can_run=reference_can_run, run=reference, priority=0, dense=True)

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .attention_plan import plan_table
 from .attention_request import (
     AttentionRequest,
     drops_unformed_pairs,
+    in_order,
+    in_raster,
     leaves_diagonals,
     needs_all_logits,
     token_positions,
@@ -33,22 +36,24 @@ def diagonal(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
 
     For each head and signed offset o, rows j and keys j + o are two contiguous slices. The logits of a head are
     collected as columns [prefix | offsets], and one softmax runs over them. Prefix rows see everything: they are P rows
-    of dense attention.
+    of dense attention. The tokens are in the support's order.
     """
     plan, dtype = request.plan, request.compute_dtype
     assert plan.offsets is not None
     prefix = plan.num_prefix_tokens
-    q, k, v = request.q.to(dtype) * request.logit_scale, request.k.to(dtype), request.v.to(dtype)
+    q, k, v = (in_order(plan, tokens) for tokens in (request.q, request.k, request.v))
+    q, k, v = q.to(dtype) * request.logit_scale, k.to(dtype), v.to(dtype)
     alpha_H = request.decay.get("alpha") if request.decay is not None else None
     if alpha_H is not None:
         q = q * alpha_H.to(dtype).view(-1, 1, 1)
     gamma_H = prefix_weights(request.decay, dtype) if request.decay is not None else None
-    positions = None if request.decay is None else token_positions(request)
+    positions = None if request.decay is None else ordered_positions(request)
     heads, dense_weights = [], []
     # With unbinding first, the gradient of a slice is as large as one head and not as all heads.
     for head, (q_BTD, k_BTD, v_BTD) in enumerate(zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True)):
         gamma = None if gamma_H is None else gamma_H[head]
-        out, weights = _diagonal_head(request, positions, head, q_BTD, k_BTD, v_BTD, gamma)
+        own = None if positions is None else positions[head % len(positions)]
+        out, weights = _diagonal_head(request, own, head, q_BTD, k_BTD, v_BTD, gamma)
         heads.append(out)
         if weights is not None:
             dense_weights.append(weights)
@@ -60,11 +65,23 @@ def diagonal(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
         out = torch.cat([prefix_probs @ v, torch.stack(heads, 1)], 2)
     else:
         out = torch.stack(heads, 1)
+    out = in_raster(plan, out)
     if not request.needs_all_weights:
         return out.to(request.q.dtype), None
     stacked = torch.stack(dense_weights, 1)
     full = torch.cat([prefix_probs, stacked], 2) if prefix else stacked
+    if plan.ranks is not None:
+        full = in_raster(plan, in_raster(plan, full).mT).mT
     return out.to(request.q.dtype), full.to(request.q.dtype)
+
+
+def ordered_positions(request: AttentionRequest) -> list[Tensor]:
+    """Positions (C, A, N) of the patches in the support's order: one, or one for each head."""
+    positions = token_positions(request)
+    if request.plan.ranks is None:
+        return [positions]
+    orders = plan_table(request.plan, "patches_in_order", positions.device)
+    return [positions[..., patches] for patches in orders]
 
 
 def _diagonal_head(
@@ -76,7 +93,7 @@ def _diagonal_head(
     v: Tensor,
     gamma: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The patch rows of one head: (scaled q, k, v (B, T, D)) -> out (B, N, D), weights (B, N, T) if they are wanted."""
+    """The patch rows of one head: (scaled q, k, v (B, T, ...)) -> out (B, N, E), weights (B, N, T) if wanted."""
     plan = request.plan
     assert plan.offsets is not None
     offsets, prefix, tokens = plan.offsets[head], plan.num_prefix_tokens, plan.num_tokens
@@ -121,7 +138,7 @@ def _diagonal_head(
     else:
         probs = F.dropout(torch.softmax(scores, -1), request.dropout_p)
         floor = None
-        out = torch.zeros_like(q)
+        out = torch.zeros_like(v)
     if prefix:
         out = out + probs[..., :prefix] @ v_prefix
     for (first, last, signed), p_BN in zip(columns, probs[..., prefix:].unbind(-1), strict=True):

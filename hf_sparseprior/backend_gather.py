@@ -54,8 +54,8 @@ GATHERED_BLOCK = 1 << 22  # numbers in the gathered keys of a block
 class GatheredAttention(torch.autograd.Function):
     """softmax(q k^T * factor) v over lists of keys, one block of rows at a time, so that few keys are copied at once.
 
-    q: (B, H, N, D), scaled. k, v: (B, H, T, D). key_ids: integers (1 or B, H, N, K), -1 for no key, at least one key in
-    each row. factor: (1 or B, H, N, K) or None. Returns (B, H, N, D).
+    q: (B, H, N, D), scaled. k: (B, H, T, D). v: (B, H, T, E). key_ids: integers (1 or B, H, N, K), -1 for no key, at
+    least one key in each row. factor: (1 or B, H, N, K) or None. Returns (B, H, N, E).
     """
 
     @staticmethod
@@ -87,7 +87,7 @@ class GatheredAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_ids: Tensor, factor: Tensor | None) -> Tensor:
         """See the class."""
         ctx.save_for_backward(q, k, v, key_ids, factor)
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
         blocks = GatheredAttention.blocks(q, key_ids)
         for first in blocks:
             rows = slice(first, first + blocks.step)
@@ -99,7 +99,6 @@ class GatheredAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Recomputes each block's probabilities."""
         q, k, v, key_ids, factor = ctx.saved_tensors
-        width = q.shape[-1]
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros(k.shape).to(k), torch.zeros(v.shape).to(v)
         grad_factor = None if factor is None else torch.empty_like(factor)
         blocks = GatheredAttention.blocks(q, key_ids)
@@ -108,7 +107,8 @@ class GatheredAttention(torch.autograd.Function):
             queries, gathered, places, scores, probs = GatheredAttention.block(q, k, key_ids, factor, rows)
             own_grad, flat = grad[:, :, rows].unsqueeze(-1), places.flatten()
             values = GatheredAttention.gathered(v, places)
-            grad_v.view(-1, width).index_add_(0, flat, (probs.unsqueeze(-1) * own_grad.mT).reshape(-1, width))
+            shares = probs.unsqueeze(-1) * own_grad.mT
+            grad_v.view(-1, v.shape[-1]).index_add_(0, flat, shares.reshape(-1, v.shape[-1]))
             grad_probs = (values @ own_grad).squeeze(-1)
             grad_logits = probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True))
             grad_scores = grad_logits
@@ -118,7 +118,7 @@ class GatheredAttention(torch.autograd.Function):
                 grad_factor[:, :, rows] = own if factor.shape[0] == own.shape[0] else own.sum(0, keepdim=True)
             grad_q[:, :, rows] = (grad_scores.unsqueeze(-2) @ gathered).squeeze(-2)
             pairs = grad_scores.unsqueeze(-1) * queries.unsqueeze(-2)
-            grad_k.view(-1, width).index_add_(0, flat, pairs.reshape(-1, width))
+            grad_k.view(-1, k.shape[-1]).index_add_(0, flat, pairs.reshape(-1, k.shape[-1]))
         return grad_q, grad_k, grad_v, None, grad_factor
 
 

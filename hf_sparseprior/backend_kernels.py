@@ -7,11 +7,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .attention_plan import plan_table
 from .attention_request import (
     AttentionRequest,
     drops_unformed_pairs,
+    in_order,
+    in_raster,
     is_transformed,
     key_lists,
     leaves_diagonals,
@@ -53,30 +56,51 @@ def triton_can_run(request: AttentionRequest) -> str | None:
 
 def cpp(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
     """The C++ kernels: along diagonals, over lists of keys, or over all pairs with a decay."""
+    return _at_one_width(request, _cpp), None
+
+
+def _cpp(request: AttentionRequest) -> Tensor:
     if request.has_lists:
-        return _listed_kernel(request), None
+        return _listed_kernel(request)
     if request.plan.offsets is not None:
-        return _diagonal_kernel(request, diagonal_cpu.diagonal_attention, "offset_counts"), None
+        return _diagonal_kernel(request, diagonal_cpu.diagonal_attention, "offset_counts")
     scalars = _decay_scalars(request)
     positions = plan_table(request.plan, "positions_float32", request.q.device)
-    out = decayed_cpu.decayed_attention(
+    return decayed_cpu.decayed_attention(
         request.q, request.k, request.v, positions, *scalars, request.plan.num_prefix_tokens, request.logit_scale
     )
-    return out, None
 
 
 def triton(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
     """The Triton kernels: along diagonals, or over all pairs with a decay."""
+    return _at_one_width(request, _triton), None
+
+
+def _triton(request: AttentionRequest) -> Tensor:
     diagonal_attention, decayed_attention = triton_device.kernels()
     if request.plan.offsets is not None:
-        return _diagonal_kernel(request, diagonal_attention, "offset_begin"), None
+        return _diagonal_kernel(request, diagonal_attention, "offset_begin")
     scalars = _decay_scalars(request)
     positions = plan_table(request.plan, "positions_int32", request.q.device)
     prefix, scale = request.plan.num_prefix_tokens, request.logit_scale
-    out = decayed_attention(
+    return decayed_attention(
         request.q, request.k, request.v, positions, *scalars, prefix, scale, dropout_p=request.dropout_p
     )
-    return out, None
+
+
+def _at_one_width(request: AttentionRequest, run: Callable[[AttentionRequest], Tensor]) -> Tensor:
+    """What a kernel computes, (B, H, T, E), which takes queries, keys and values of one width.
+
+    Zeros fill up what is narrower; they change neither a logit nor another channel. With values twice as wide that is a
+    third more work, and still four times as fast as plain PyTorch along the diagonals of 196 patches.
+    """
+    more = request.v.shape[-1] - request.q.shape[-1]
+    if not more:
+        return run(request)
+    if more < 0:
+        return run(request._replace(v=F.pad(request.v, (0, -more))))[..., :more]
+    q, k = (F.pad(tensor, (0, more)) for tensor in (request.q, request.k))
+    return run(request._replace(q=q, k=k, scale=request.logit_scale))
 
 
 class DecayScalars(NamedTuple):
@@ -124,10 +148,8 @@ def _diagonal_kernel(request: AttentionRequest, kernel: Callable[..., Tensor], h
             "prefix_weight": scalars.alpha * scalars.prefix_gamma,
             "self_weight": scalars.alpha,
         }
-    return kernel(
-        request.q,
-        request.k,
-        request.v,
+    out = kernel(
+        *(in_order(plan, tokens) for tokens in (request.q, request.k, request.v)),
         plan_table(plan, "signed_offsets", device),
         plan_table(plan, heads_table, device),
         plan.num_prefix_tokens,
@@ -136,6 +158,7 @@ def _diagonal_kernel(request: AttentionRequest, kernel: Callable[..., Tensor], h
         dropout_p=request.dropout_p,
         **weights,
     )
+    return in_raster(plan, out)
 
 
 # Medians, measured interleaved on two cores in float32: Fibottention and windows of growing width, 4 to 1024 patches, 6

@@ -32,6 +32,7 @@ OTHER_NAMES = {
     "init_values": "layerscale_value",
     "skip_lam": "residual_scale",
     "frames": "num_frames",
+    "local_up_to_layer": "num_local_layers",
     "support": "prior",
     "decay": "prior",
 }

@@ -21,6 +21,7 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
     """
 
     model_type = "sparseprior_timesformer"
+    can_be_compressed = False
     token_fields = (*SparsePriorViTConfig.token_fields, "num_frames")
     weight_fields = (*SparsePriorViTConfig.weight_fields, "num_frames")
 

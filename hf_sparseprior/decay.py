@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from .checks import check_boolean, check_integer, check_keys, python_value, split_spec
 from .curves import CURVES, TRANSPOSED_SUFFIX, curve_names, curve_rank
+from .layer_sizes import HEADS, UnitAxes
 from .limits import check_sides
 from .registry import registering
 from .resolved import DecayTensors, Placement, ResolvedDecay, Settings, own_settings
@@ -163,6 +164,7 @@ class Decay(nn.Module):
     """
 
     name: str
+    UNIT_AXES: UnitAxes = {"alpha": ((HEADS,),), "beta": ((), (HEADS,)), "prefix_beta": ((HEADS,),)}
     # The tensors that `ops.attention` takes in addition to the settings.
     TENSORS: tuple[str, ...] = ("alpha", "beta", "prefix_beta")
     SETTINGS: dict[str, Any] = {
@@ -373,6 +375,7 @@ class LearnedOrderDecay(Decay):
     # start: a curve, or "random" with `seed`. grid: (height, width) of the numbers, None for that of the model.
     SETTINGS = {"start": "z", "seed": 0, "grid": None, **Decay.SETTINGS}
     TENSORS = (*Decay.TENSORS, "order")
+    UNIT_AXES = {**Decay.UNIT_AXES, "order": ()}
 
     @classmethod
     def check_settings(cls, settings: Settings, grid: Sequence[int] | None) -> Settings:

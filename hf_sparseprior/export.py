@@ -42,8 +42,8 @@ def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_nam
     family = family_of(config)
     cls = family.class_named(str(names[0])) if family and names else None
     if cls is None:
-        titles = " and ".join(f"{family.title} classes" for family in FAMILIES.values())
-        raise OSError(f"{source} holds {names or 'no architecture'}; export takes the {titles}")
+        titles = ", ".join(family.title for family in FAMILIES.values())
+        raise OSError(f"{source} holds {names or 'no architecture'}; export takes the classes of {titles}")
     model = load_whole_model(source, cls)
     results = _results_of(source)
     with whole_folder(out) as scratch:

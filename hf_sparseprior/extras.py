@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_keys, python_value, split_spec
+from .layer_sizes import UnitAxes
 from .registry import registering
 from .resolved import ResolvedModule, Settings, own_settings
 
@@ -28,10 +29,13 @@ class PriorModule(nn.Module):
     """Base of the modules of a prior that have settings: extras, predictors, mixers.
 
     SETTINGS: the settings with their defaults.
+    UNIT_AXES: the units along the axes of its parameters (`layer_sizes`); a model with a parameter that is not here
+        cannot be compressed.
     """
 
     name: str
     SETTINGS: dict[str, Any] = {}
+    UNIT_AXES: UnitAxes = {}
 
     @classmethod
     def check_settings(cls, settings: Settings, grid: Sequence[int]) -> Settings:
@@ -66,9 +70,12 @@ class Extra(PriorModule):
     """Base of all extras. With its initial values (zeros by default) an extra changes nothing, except for pruning.
 
     place: what holds it: every "attention" layer, every "MLP", or the "model" (once).
+    takes_layouts: whether patches may come in another order than raster order, because it knows them by tables of the
+        plan alone.
     """
 
     place: Place = "attention"
+    takes_layouts = False
 
     @classmethod
     def multiply_adds(
@@ -81,6 +88,13 @@ class Extra(PriorModule):
             grid: (height, width) of the patches. prefix: P.
         """
         return None
+
+    @classmethod
+    def shared_multiply_adds(
+        cls, settings: Mapping[str, Any], num_heads: int, width: int, hidden: int, grid: Sequence[int]
+    ) -> int:
+        """Those of `multiply_adds` that do not depend on the tokens, and are needed once for all windows and images."""
+        return 0
 
     @classmethod
     def check_model(cls, settings: Mapping[str, Any], config: Any) -> None:

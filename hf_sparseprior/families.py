@@ -44,6 +44,7 @@ class Family:
     flops: the function (config, image_size, prior, convention, num_prefix_tokens) that counts a model's FLOPs, or where
         it is, "module:name", because a saved model does not carry it; None: they are not counted.
     projections: what LoRA adapts.
+    backbone_parts: modules that its backbone alone has. They start anew where another model of it is loaded.
     """
 
     config_class: type[transformers.PretrainedConfig]
@@ -53,6 +54,7 @@ class Family:
     takes: Takes = "images"
     flops: str | Callable[..., Any] | None = None
     projections: ProjectionNames = VIT_NAMES
+    backbone_parts: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -168,6 +170,11 @@ def unregister_family(name: str) -> None:
 def family_of(config: Any) -> Family | None:
     """The family of a model's config; None: it is none of ours."""
     return FAMILIES.get(getattr(config, "model_type", None) or "")
+
+
+def is_backbone_weight(name: str) -> bool:
+    """Whether a weight of this name is of a part that only backbones have."""
+    return any(name.partition(".")[0] in family.backbone_parts for family in FAMILIES.values())
 
 
 def presets(takes: Takes = "images") -> dict[str, Family]:

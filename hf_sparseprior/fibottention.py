@@ -11,7 +11,7 @@ from .resolved import ResolvedSequence, Settings
 from .sequences import SEQUENCES, SETTING_MINIMUM, head_sequence, sequence_settings
 
 
-@register_support("dense")
+@register_support("dense", ordered=False)
 def dense(num_heads: int, num_tokens: int) -> list[list[int]]:
     """Every pair of tokens."""
     return [list(range(num_tokens)) for _ in range(num_heads)]

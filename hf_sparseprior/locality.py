@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from .checks import check_integer
 from .extras import Extra, register_extra
+from .layer_sizes import MLP_WIDTH
 from .limits import check_limit, check_size
 from .resolved import Settings
 
@@ -31,6 +32,11 @@ class LocalityBranch(Extra):
 
     # squeeze_excitation: its hidden channels, 0 for none. LocalViT has intermediate_size // (hidden_size // 4).
     SETTINGS = {"kernel_size": 3, "squeeze_excitation": 0}
+    UNIT_AXES = {
+        **dict.fromkeys(("kernel", "excite", "excite_bias"), ((MLP_WIDTH,),)),
+        "squeeze": ((), (MLP_WIDTH,)),
+        "gate": (),
+    }
     place = "MLP"
 
     def __init__(self, intermediate_size: int, **settings: Any) -> None:

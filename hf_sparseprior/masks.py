@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .checks import check_percentage
+from .token_order import mask_in_raster
 
 Pairs = Sequence[np.ndarray] | None
 
@@ -33,16 +34,24 @@ def lonely_rows(offsets: Sequence[int], pairs: np.ndarray, num_tokens: int, num_
     return np.setdiff1d(np.array(self_rows(offsets, num_tokens, num_prefix_tokens), dtype=np.int64), pairs[:, 0])
 
 
-def pairs_in_frames(offsets: Sequence[Sequence[int]], num_tokens: int, frames: int, pairs: Pairs = None) -> Pairs:
+def pairs_in_frames(
+    offsets: Sequence[Sequence[int]],
+    num_tokens: int,
+    frames: int,
+    pairs: Pairs = None,
+    ranks: np.ndarray | None = None,
+) -> Pairs:
     """The pairs of every head over the frames of a clip, frame after frame: (query, key), int64 (n, 2) each.
 
     Two patches are a pair if their places in their frames are; when the frames are does not count.
 
     Args:
-        offsets, pairs: those of one frame. num_tokens: patches of one frame.
+        offsets, pairs: those of one frame. num_tokens: patches of one frame. ranks: (R, N) of its patches, if they are
+            in the order of these ranks; the pairs that are returned are in raster order.
     """
     # With one prefix token there, no row gets itself for want of a key: `lonely_rows` decides that for the whole clip.
-    of_frame = mask_from_offsets(offsets, num_tokens, 1, pairs)[:, 1:, 1:]
+    whole = mask_from_offsets(offsets, num_tokens, 1, pairs)
+    of_frame = (whole if ranks is None else mask_in_raster(whole, ranks, 1))[:, 1:, 1:]
     return [np.argwhere(np.tile(own, (frames, frames))) for own in of_frame]
 
 

@@ -154,16 +154,4 @@ def _pruned(config: Any) -> str:
 
 
 def _architecture(config: Any) -> str:
-    prefix = ", ".join(name for name, used in _prefix_tokens(config) if used) or "none"
-    layers, heads, width = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
-    stem = ", convolutional stem" if config.stem == "convolution" else ""
-    kind = FAMILIES[config.model_type].architecture
-    return f"{kind}, {layers} layers, {heads} heads, width {width}{stem}, {config.pooling} pooling, prefix: {prefix}"
-
-
-def _prefix_tokens(config: Any) -> list[tuple[str, Any]]:
-    return [
-        ("class token", config.use_class_token),
-        ("distillation token", config.use_distillation_token),
-        (f"{config.num_register_tokens} register tokens", config.num_register_tokens),
-    ]
+    return f"{FAMILIES[config.model_type].architecture}, {config.summary}"

@@ -5,7 +5,7 @@ over space, in every frame alone and with the prior, as Fibottention does (Secti
 keep their names, so its weights are those of a video model, except for the parts for time.
 
 Shape letters: B batch, F frames, C hidden size, N patches of a frame, P prefix tokens, T = P + N, H heads. The tokens
-of a clip are (B, P + N * F, C): prefix tokens, then the patches in raster order, each one's frames in a row.
+of a clip are (B, P + N * F, C): prefix tokens, then the patches, each one's frames in a row.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
+from .attention_plan import AttentionPlan
+from .attention_request import reorder
 from .configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
 from .configuration_sparseprior_vit import SparsePriorViTConfig
 from .families import VIT_NAMES, Family, ProjectionNames, register_family
@@ -31,6 +33,7 @@ from .modeling_sparseprior_vit import (
     SparsePriorViTPreTrainedModel,
 )
 from .pretrained import check_saved_folder, copy_weights, load_whole_model, may_start_anew
+from .token_order import RASTER
 
 
 class SparsePriorTimesformerEmbeddings(SparsePriorViTEmbeddings):
@@ -108,6 +111,7 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
         num_prefix_tokens: int,
         output_attentions: bool = False,
         *no_pruning: None,
+        layout: str = RASTER,
     ) -> tuple[Tensor, Tensor | None, None]:
         """A block.
 
@@ -117,6 +121,7 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
             num_prefix_tokens: P.
             output_attentions: also return the attention weights.
             no_pruning: the arguments of the image model's layers about dropped tokens.
+            layout: the order in which the patches come, as in `AttentionPlan`.
 
         Returns:
             The tokens, the weights (B * F, H, T, T) of spatial attention if they are wanted, and None.
@@ -131,7 +136,7 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
         backend = "reference" if self.config._attn_implementation == "eager" else "auto"
         frames = to_frames(torch.cat([prefix, patches], 1), num_prefix_tokens, num_frames)
         out, weights = self.attention(
-            self.layernorm_before(frames), grid, num_prefix_tokens, output_attentions, backend
+            self.layernorm_before(frames), grid, num_prefix_tokens, output_attentions, backend, layout=layout
         )
         branch = self.drop_path(self.layerscale_attention(self.dropout(out)))
         branch = from_frames(branch, num_prefix_tokens, num_frames)
@@ -259,6 +264,13 @@ class SparsePriorTimesformerModel(SparsePriorTimesformerPreTrainedModel, SparseP
 
     embeddings_class = SparsePriorTimesformerEmbeddings
     layer_class = SparsePriorTimesformerLayer
+
+    def move_patches(self, tokens: Tensor, plan: AttentionPlan, back: bool = False) -> Tensor:
+        """As in the image model, each patch of (B, P + N * F, C) with all of its frames."""
+        prefix, patches = tokens[:, : plan.num_prefix_tokens], tokens[:, plan.num_prefix_tokens :]
+        series = patches.unflatten(1, (plan.num_tokens, -1)).transpose(1, 2)  # (B, F, N, C)
+        tables = ("ranks", "patches_in_order") if back else ("patches_in_order", "ranks")
+        return torch.cat([prefix, reorder(plan, series, *tables).transpose(1, 2).flatten(1, 2)], 1)
 
     def forward(
         self,

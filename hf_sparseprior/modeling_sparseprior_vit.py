@@ -7,28 +7,28 @@ Shape letters: B batch, C hidden size, N patch tokens, P prefix tokens, T = P + 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ModelOutput
 
 from .attention import SparsePriorAttention
+from .attention_plan import AttentionPlan
+from .attention_request import from_layout, to_layout, weights_from_layout
+from .base_config import BaseConfig
+from .base_model import BasePreTrainedModel, output_options
+from .blocks import MLP, BatchNorm, DropPath, LayerScale, patch_grid, resized_positions
 from .configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
-from .decay import Decay
-from .extras import PriorModule, make_extras
+from .extras import make_extras
 from .families import Family, register_family
-from .hub import complete_folder
-from .loading import check_source, load_pretrained, without_code
+from .layer_sizes import WIDTH, UnitAxes
 from .prior import pruning_of
+from .token_order import RASTER
 from .token_pruning import EViT, TokenPruning, Tokens
 
 
@@ -76,6 +76,8 @@ class SparsePriorViTStem(nn.Module):
     If they are frozen, the statistics of their batch norms stay too.
     """
 
+    UNIT_AXES: UnitAxes = {"convolutions.*": (), "norms.*": ()}
+
     def __init__(self, config: SparsePriorViTConfig) -> None:
         super().__init__()
         width = config.stem_channels
@@ -86,7 +88,7 @@ class SparsePriorViTStem(nn.Module):
                 nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False),
             ]
         )
-        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in self.convolutions)
+        self.norms = nn.ModuleList(BatchNorm(width) for _ in self.convolutions)
 
     def train(self, mode: bool = True) -> SparsePriorViTStem:
         """As in torch, but the norms of a frozen stem stay in evaluation mode."""
@@ -104,6 +106,13 @@ class SparsePriorViTStem(nn.Module):
 
 class SparsePriorViTEmbeddings(nn.Module):
     """Stem, patch projection, prefix tokens and position embedding."""
+
+    UNIT_AXES: UnitAxes = {
+        **dict.fromkeys(("projection.weight", "projection.bias"), ((WIDTH,),)),
+        **dict.fromkeys(
+            ("class_token", "distillation_token", "register_tokens", "position_embeddings"), ((), (), (WIDTH,))
+        ),
+    }
 
     def __init__(self, config: SparsePriorViTConfig) -> None:
         super().__init__()
@@ -135,13 +144,7 @@ class SparsePriorViTEmbeddings(nn.Module):
         """Position embedding (1, N, C) of the patches, interpolated if the grid is not the configured one."""
         assert self.position_embeddings is not None
         positions = self.position_embeddings[:, self.num_prefix_positions :]
-        if grid == self.grid:
-            return positions
-        map_ = positions.reshape(1, *self.grid, -1).permute(0, 3, 1, 2)
-        # Not in half precision, which would change the embedding visibly.
-        precise = map_.to(torch.promote_types(map_.dtype, torch.float32))
-        resized = F.interpolate(precise, size=grid, mode=self.config.interpolation, align_corners=False)
-        return resized.to(positions.dtype).flatten(2).transpose(1, 2)
+        return resized_positions(positions, self.grid, grid, self.config.interpolation)
 
     def resized_positions(self, grid: tuple[int, int]) -> Tensor:
         """The whole position embedding (1, prefix positions + N, C) for another grid."""
@@ -155,17 +158,7 @@ class SparsePriorViTEmbeddings(nn.Module):
         `token_sources` int64 (B, N): the image of the batch from which each patch is taken before it gets its position
         (MixToken; Jiang et al. 2021).
         """
-        channels, patch = self.config.num_channels, self.patch_size
-        if pixel_values.dim() != 4 or pixel_values.shape[1] != channels:
-            raise ValueError(
-                f"pixel_values of shape {tuple(pixel_values.shape)} must be (batch, {channels}, height, width)"
-            )
-        height, width = pixel_values.shape[2:]
-        if height % patch[0] or width % patch[1] or not height or not width:
-            raise ValueError(
-                f"image of {height}x{width} pixels must be a multiple of the {patch[0]}x{patch[1]} patch in both sides"
-            )
-        grid = (height // patch[0], width // patch[1])
+        grid = patch_grid(pixel_values, self.config.num_channels, self.patch_size)
         pixel_values = pixel_values.to(self.projection.weight.dtype)
         patches = self.projection(self.stem(pixel_values)).flatten(2).transpose(1, 2)
         if token_sources is not None:
@@ -186,66 +179,13 @@ class SparsePriorViTEmbeddings(nn.Module):
         return self.dropout(tokens), grid
 
 
-class SparsePriorViTMLP(nn.Module):
-    """Two linear layers with an activation and the prior's extras for the MLP between them."""
-
-    def __init__(self, config: SparsePriorViTConfig) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.activation = ACT2FN[config.hidden_act]
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.locality = make_extras(config.prior["extras"], "MLP", config.intermediate_size)
-
-    def forward(self, hidden_states: Tensor, grid: tuple[int, int], num_prefix_tokens: int) -> Tensor:
-        """Turn (B, T, C) into (B, T, C)."""
-        hidden_states = self.activation(self.fc1(hidden_states))
-        for branch in self.locality.values():
-            hidden_states = branch(hidden_states, grid, num_prefix_tokens)
-        return self.fc2(hidden_states)
-
-
-class SparsePriorViTLayerScale(nn.Module):
-    """A learned factor per channel (DeiT-III)."""
-
-    def __init__(self, width: int, value: float) -> None:
-        super().__init__()
-        self.value = value
-        self.scale = nn.Parameter(torch.empty(width))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Turn (..., C) into (..., C)."""
-        return hidden_states * self.scale
-
-
-class SparsePriorViTDropPath(nn.Module):
-    """Drops a residual branch for whole samples in training and scales the others up (stochastic depth)."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, branch: Tensor) -> Tensor:
-        """Turn (B, ...) into (B, ...)."""
-        if not self.training or self.rate == 0.0:
-            return branch
-        keep = 1.0 - self.rate
-        shape = (branch.shape[0], *(1,) * (branch.dim() - 1))
-        dtype = torch.promote_types(branch.dtype, torch.float32)
-        kept = torch.empty(shape, dtype=dtype, device=branch.device).bernoulli_(keep)
-        return branch * (kept / (keep or 1.0)).to(branch.dtype)
-
-    def extra_repr(self) -> str:
-        """What `print(model)` shows of the layer."""
-        return f"rate={self.rate:.3f}"
-
-
 class SparsePriorViTLayer(GradientCheckpointingLayer):
     """A pre-norm transformer block: attention with the prior, then the MLP."""
 
     def __init__(self, config: SparsePriorViTConfig, layer_idx: int) -> None:
         super().__init__()
         self.config = config
-        width = config.hidden_size
+        width, sizes = config.hidden_size, config.layers[layer_idx]
         self.layernorm_before = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.attention = SparsePriorAttention(
             width,
@@ -255,17 +195,16 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
             qkv_bias=config.qkv_bias,
             proj_bias=config.proj_bias,
             attention_dropout=config.attention_probs_dropout_prob,
+            sizes=sizes,
         )
         self.layernorm_after = nn.LayerNorm(width, eps=config.layer_norm_eps)
-        self.mlp = SparsePriorViTMLP(config)
+        self.mlp = MLP(width, sizes.mlp_width, config.hidden_act, config.mlp_bias, config.prior["extras"])
         scale = config.layerscale_value
-        self.layerscale_attention = SparsePriorViTLayerScale(width, scale) if scale is not None else nn.Identity()
-        self.layerscale_mlp = SparsePriorViTLayerScale(width, scale) if scale is not None else nn.Identity()
+        self.layerscale_attention = LayerScale(width, scale) if scale is not None else nn.Identity()
+        self.layerscale_mlp = LayerScale(width, scale) if scale is not None else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.residual_scale = config.residual_scale
-        self.drop_path = SparsePriorViTDropPath(
-            config.drop_path_rate * layer_idx / max(1, config.num_hidden_layers - 1)
-        )
+        self.drop_path = DropPath(config.drop_path_rate * layer_idx / max(1, config.num_hidden_layers - 1))
 
     def forward(
         self,
@@ -276,6 +215,7 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
         token_ids: Tensor | None = None,
         kept: Tensor | None = None,
         pruning: EViT | None = None,
+        layout: str = RASTER,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """A block.
 
@@ -286,6 +226,7 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
             output_attentions: also return the attention weights.
             token_ids, kept: as `token_ids` and `keep_mask` of `AttentionRequest`.
             pruning: the module that drops tokens between attention and MLP.
+            layout: the order in which the patches come, as in `AttentionPlan`.
 
         Returns:
             The tokens, the attention weights (B, H, T, T) if they are wanted, and the token_ids of the tokens that are
@@ -302,6 +243,7 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
             token_ids,
             kept,
             1 if pruning is not None and not output_attentions else None,
+            layout,
         )
         branch = self.drop_path(self.layerscale_attention(self.dropout(out)))
         hidden_states = torch.add(hidden_states, branch, alpha=self.residual_scale)
@@ -313,100 +255,28 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
         return hidden_states, weights if output_attentions else None, token_ids
 
 
-class SparsePriorViTPreTrainedModel(PreTrainedModel):
+class SparsePriorViTPreTrainedModel(BasePreTrainedModel):
     """Initialisation, loading and saving of every SparsePriorViT class."""
 
     config_class = SparsePriorViTConfig
     config: SparsePriorViTConfig
     base_model_prefix = "vit"
-    main_input_name = "pixel_values"
-    input_modalities = ("image",)
-    supports_gradient_checkpointing = True
     _no_split_modules = ["SparsePriorViTEmbeddings", "SparsePriorViTLayer"]
-    _supports_sdpa = True
-    _can_compile_fullgraph = True
-    # The classes that a saved folder offers to the Auto classes; `register_family` sets it.
-    auto_map: ClassVar[dict[str, str]] = {}
-
-    def __init__(self, config: SparsePriorViTConfig, *args: Any, **kwargs: Any) -> None:
-        # from_pretrained(..., prior=...) sets fields after the config's own check.
-        given = config.prior
-        config.validate()
-        if config.prior != given:
-            config.log_notes()
-        super().__init__(config, *args, **kwargs)
-        if any(prior["decay"] is not None for prior in config.stage_priors):
-            # In half precision the gradients of alpha and beta lose their scale, and beta even loses its value.
-            self._keep_in_fp32_modules_strict = ["decay_bias"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        std = self.config.initializer_range
-        if isinstance(module, (nn.Linear, nn.Conv2d)):
-            init.trunc_normal_(module.weight, mean=0.0, std=std)
-            if module.bias is not None:
-                init.zeros_(module.bias)
-        elif isinstance(module, nn.LayerNorm):
-            init.ones_(module.weight)
-            init.zeros_(module.bias)
-        elif isinstance(module, nn.BatchNorm2d):
-            super()._init_weights(module)
-        elif isinstance(module, SparsePriorViTLayerScale):
-            init.constant_(module.scale, module.value)
-        elif isinstance(module, SparsePriorViTEmbeddings):
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    init.trunc_normal_(parameter, mean=0.0, std=std)
-        elif isinstance(module, (Decay, PriorModule)):
-            for name, value in module.initial_values().items():
-                init.copy_(getattr(module, name), value)
+        if not isinstance(module, SparsePriorViTEmbeddings):
+            return super()._init_weights(module)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                init.trunc_normal_(parameter, mean=0.0, std=self.config.initializer_range)
 
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters without weight decay, in addition to all with one dimension (timm's convention)."""
-        embeddings = ("class_token", "distillation_token", "register_tokens", "position_embeddings")
-        # Swin leaves its table of relative positions out, and u and v of Transformer-XL are biases.
-        biases = ("bias_table", "prefix_bias", "content_bias", "position_bias")
-        return {
-            name
-            for name, _ in self.named_parameters()
-            if "decay_bias" in name.split(".") or name.split(".")[-1] in (*embeddings, *biases)
-        }
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, with safetensors only: a pickled checkpoint is refused, never opened.
-
-        `prior=` and other config fields may be given and are checked like those of a config.
-
-        Raises:
-            OSError: for a missing, truncated or pickled checkpoint; the message names the file.
-            ValueError: for a bad config field.
-        """
-        if kwargs.get("use_safetensors") is False:
-            raise ValueError("use_safetensors=False is refused: pickled checkpoints can run code, use safetensors")
-        kwargs["use_safetensors"] = True
-        check_source(pretrained_model_name_or_path, kwargs)
-        return load_pretrained(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
-
-    @classmethod
-    def _load_pretrained_model(
-        cls, model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        # use_safetensors chooses the index, but an index may lead to pickled shards.
-        for file in checkpoint_files or ():
-            if not str(file).endswith(".safetensors"):
-                raise OSError(f"{file} is not a safetensors file; pickled checkpoints are not read, they can run code")
-        return super()._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
-
-    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, plus the full auto map, an image processor and a model card (see `complete_folder`)."""
-        if getattr(self, "_hf_peft_config_loaded", False):  # then adapters are saved, and nothing else
-            with without_code(self):
-                return super().save_pretrained(save_directory, *args, **kwargs)
-        self.config.auto_map = dict(self.auto_map)
-        super().save_pretrained(save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True):
-            complete_folder(save_directory, self.config)
+    def resized_weights(self, config: BaseConfig) -> dict[str, Tensor]:
+        """The position embedding, interpolated to the grid."""
+        embeddings = self.base_model.embeddings
+        if embeddings.position_embeddings is None:
+            return {}
+        return {"embeddings.position_embeddings": embeddings.resized_positions(config.grid)}
 
 
 class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
@@ -448,8 +318,13 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         tokens are left.
         """
         hidden_states, grid = self.embeddings(pixel_values, token_sources)
-        prefix, tokens = self.config.num_prefix_tokens, Tokens()
+        prefix, layout, tokens = self.config.num_prefix_tokens, self.config.layout, Tokens()
         states, attentions = [hidden_states], []
+        plan: AttentionPlan | None = None
+        if layout != RASTER:
+            first: SparsePriorViTLayer = self.layers[0]  # type: ignore[assignment]
+            plan = first.attention.plan(grid, prefix, layout=layout)
+            hidden_states = self.move_patches(hidden_states, plan)
         for index, layer in enumerate(self.layers):
             pruning = None
             if (module := self.active_pruning()) is not None:
@@ -457,13 +332,15 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
                 pruning = module if module.within(index) else None
             kept = None if tokens.kept is None else F.pad(tokens.kept, (prefix, 0), value=1.0)
             hidden_states, weights, token_ids = layer(
-                hidden_states, grid, prefix, output_attentions, tokens.token_ids, kept, pruning
+                hidden_states, grid, prefix, output_attentions, tokens.token_ids, kept, pruning, layout=layout
             )
             tokens = tokens._replace(token_ids=token_ids)
             if output_hidden_states:
-                states.append(hidden_states)
+                states.append(hidden_states if plan is None else self.move_patches(hidden_states, plan, back=True))
             if weights is not None:
-                attentions.append(weights)
+                attentions.append(weights if plan is None else weights_from_layout(plan, weights))
+        if plan is not None:
+            hidden_states = states[-1] if output_hidden_states else self.move_patches(hidden_states, plan, back=True)
         return (
             hidden_states,
             grid,
@@ -471,6 +348,10 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
             tuple(attentions) if output_attentions else None,
             tokens,
         )
+
+    def move_patches(self, tokens: Tensor, plan: AttentionPlan, back: bool = False) -> Tensor:
+        """Tokens (B, T, C) with their patches moved from raster order into the layout of the plan, or back."""
+        return (from_layout if back else to_layout)(plan, tokens.unsqueeze(1)).squeeze(1)
 
     def active_pruning(self) -> TokenPruning | None:
         """The prior's token pruning; None if there is none."""
@@ -536,6 +417,8 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
 
     model_class: the transformer, which other families replace by their own.
     """
+
+    UNIT_AXES: UnitAxes = {"*classifier.weight": ((), (WIDTH,)), "*classifier.bias": ()}
 
     model_class: type[SparsePriorViTModel] = SparsePriorViTModel
 
@@ -668,20 +551,6 @@ class SparsePriorViTBackbone(BackboneMixin, SparsePriorViTModel):
             feature_maps=tuple(maps), hidden_states=states if output_hidden_states else None, attentions=attentions
         )
         return output if return_dict else output.to_tuple()
-
-
-def output_options(
-    config: SparsePriorViTConfig,
-    output_attentions: bool | None,
-    output_hidden_states: bool | None,
-    return_dict: bool | None,
-) -> tuple[bool, bool, bool]:
-    """Arguments of a call; those that are not given are the config's."""
-    return (
-        bool(config.output_attentions if output_attentions is None else output_attentions),
-        bool(config.output_hidden_states if output_hidden_states is None else output_hidden_states),
-        bool(config.return_dict if return_dict is None else return_dict),
-    )
 
 
 register_family(

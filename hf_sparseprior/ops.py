@@ -3,8 +3,8 @@
 `reference` is the specification: dense tensors, a few lines, any dtype. Every other backend agrees with it, forward and
 backward. Each backend registers itself where it is written (`backend_choice.register_backend`).
 
-Shape letters: B batch, H heads, D head width, N patch tokens, P prefix tokens, T = P + N, C curves, A axes,
-K offsets of a head counted with both signs.
+Shape letters: B batch, H heads, D head width, E width of a head's values (D in most models), N patch tokens, P prefix
+tokens, T = P + N, C curves, A axes, K offsets of a head counted with both signs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run_plan(request: AttentionRequest, backend: str = "auto") -> tuple[Tensor, 
         backend: "auto", or one of `BACKENDS` by name.
 
     Returns:
-        out (B, H, T, D), and the attention weights if `need_weights`, otherwise None. The weights are (B, H, T, T), or
+        out (B, H, T, E), and the attention weights if `need_weights`, otherwise None. The weights are (B, H, T, T), or
         (B, H, weight_rows, T) with `weight_rows`.
 
     Raises:
@@ -97,7 +97,7 @@ def attention(
     calls with the same settings use `SparsePriorAttention`, which keeps them, or an `AttentionPlan` with `run_plan`.
 
     Args:
-        q, k, v: (B, H, T, D), any floating dtype, same device. T = num_prefix_tokens + N.
+        q, k, v: (B, H, T, D), any floating dtype, same device. T = num_prefix_tokens + N. v may be of another width, E.
         support: a registered name, a dict as in `prior`, or None for dense.
         decay: {"name": "violin", "curves": [...], "alpha": (H,) or None, "beta": (C, H)} with tensors, or None; for
             "learned_order" also "order" (1, height, width); without it, it is the order at the start.
@@ -110,7 +110,7 @@ def attention(
         need_weights: also return the weights (B, H, T, T).
 
     Returns:
-        (B, H, T, D) in the dtype of q; with `need_weights` a pair with the weights.
+        (B, H, T, E) in the dtype of q; with `need_weights` a pair with the weights.
 
     Raises:
         ValueError: for shapes, dtypes or settings that do not fit, or a forced backend that cannot run.
@@ -138,8 +138,9 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} of shape {tuple(tensor.shape)} must be (batch, heads, tokens, head width)")
-        if tensor.shape != q.shape:
-            raise ValueError(f"{name} of shape {tuple(tensor.shape)} must have the shape of q, {tuple(q.shape)}")
+        width, but = (tensor.shape[-1], ", but for its width") if name == "v" else (q.shape[-1], "")
+        if tensor.shape != (*q.shape[:3], width):
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)} must have the shape of q, {tuple(q.shape)}{but}")
         if tensor.dtype != q.dtype or not tensor.is_floating_point():
             raise ValueError(f"{name} of dtype {tensor.dtype} must be floating and the dtype of q, {q.dtype}")
         if tensor.device != q.device:

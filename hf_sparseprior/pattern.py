@@ -18,6 +18,7 @@ from .checks import check_integer
 from .masks import Pairs
 from .registry import registering
 from .resolved import Settings
+from .token_order import RASTER
 
 COMMON_SETTINGS: dict[str, Any] = {"shuffle_seed": 0, "mask_fill": "neg_inf"}
 
@@ -26,8 +27,8 @@ COMMON_SETTINGS: dict[str, Any] = {"shuffle_seed": 0, "mask_fill": "neg_inf"}
 class Pattern:
     """Which keys each head sees, before heads are shuffled.
 
-    offsets: for each head the distances |j - k| in raster order at which patches attend to one another, sorted, in
-        0..N-1; 0 is the diagonal.
+    offsets: for each head the distances |j - k| at which patches attend to one another, sorted, in 0..N-1; 0 is the
+        diagonal. Patches are numbered in the support's order.
     pairs: function of the layer number that gives the further pairs of each head: (query, key) of patches, int64 (n,
         2), in order, each once, and none on one of the head's offsets. Shuffling does not move them. None: there are
         none.
@@ -45,13 +46,15 @@ class Pattern:
 class Support:
     """A registered support: see `register_support`.
 
-    settings: its own settings with their defaults. sees_grid: whether its function takes the grid.
+    settings: its own settings with their defaults. sees_grid: whether its function takes the grid. ordered: whether it
+    has the setting `order`.
     """
 
     name: str
     function: Callable[..., list[list[int]] | Pattern]
     settings: Settings
     sees_grid: bool
+    ordered: bool
     check: Callable[[Settings], Settings]
     notes: Callable[[Settings, Pattern, Sequence[int]], list[str]]
 
@@ -70,6 +73,7 @@ SUPPORTS: dict[str, Support] = {}
 def register_support(
     name: str,
     *,
+    ordered: bool | None = None,
     check: Callable[[Settings], Settings] = dict,
     notes: Callable[[Settings, Pattern, Sequence[int]], list[str]] = lambda support, pattern, grid: [],
 ) -> Callable[[Callable], Callable]:
@@ -82,6 +86,8 @@ def register_support(
 
     Args:
         name: its name in `prior`.
+        ordered: whether it also has the setting `order`, the order of the patches in which offsets count. Default:
+            unless it takes the grid. A support in which all orders are alike sets it to False.
         check: takes the support's own settings and returns them in their full form.
         notes: takes the resolved support, its pattern and the grid, and returns what a user should know about them.
     """
@@ -90,8 +96,11 @@ def register_support(
         _, size, *rest = inspect.signature(function).parameters.values()
         if size.name not in ("num_tokens", "grid") or any(p.kind is not p.KEYWORD_ONLY for p in rest):
             raise TypeError(f"support {name!r} must take (num_heads, num_tokens) or (num_heads, grid), then keywords")
-        settings = {p.name: p.default for p in rest}
-        registering("support", SUPPORTS, name)(Support(name, function, settings, size.name == "grid", check, notes))
+        settings, sees_grid = {p.name: p.default for p in rest}, size.name == "grid"
+        if sees_grid and ordered:
+            raise TypeError(f"support {name!r} takes the grid, so ordered=True has no meaning")
+        has_order = not sees_grid if ordered is None else ordered
+        registering("support", SUPPORTS, name)(Support(name, function, settings, sees_grid, has_order, check, notes))
         return function
 
     return register
@@ -101,7 +110,13 @@ def support_settings(name: str) -> dict[str, Any]:
     """Settings of a support with their defaults, including the common ones."""
     if name not in SUPPORTS:
         raise ValueError(f"support={name!r} must be one of {', '.join(SUPPORTS)}")
-    return {**SUPPORTS[name].settings, **COMMON_SETTINGS}
+    order = {"order": RASTER} if SUPPORTS[name].ordered else {}
+    return {**SUPPORTS[name].settings, **COMMON_SETTINGS, **order}
+
+
+def own_of(settings: Settings) -> dict[str, Any]:
+    """The settings that a support does not share with others."""
+    return {key: value for key, value in settings.items() if key not in (*COMMON_SETTINGS, "order")}
 
 
 def grid_of(num_tokens: int, grid: Sequence[int] | None, what: str) -> tuple[int, int]:

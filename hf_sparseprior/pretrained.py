@@ -19,13 +19,12 @@ from transformers import AutoModelForImageClassification
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from .config_keys import ExactKeys
-from .families import FAMILIES, Family, family_of
+from .families import FAMILIES, Family, family_of, is_backbone_weight
 from .files import file_sha256, read_json_object
 from .loading import check_source, check_whole, load_pretrained, newly_initialised
 from .prior import is_prior_weight
 from .saved_config import PRIOR_LOADERS, PRIOR_RECORD, check_saved_config
 
-POSITIONS = "embeddings.position_embeddings"
 FLOATING = ("F", "BF")  # beginnings of safetensors' names of floating-point types
 # Integers that stock models store: indices, and the marker of `adapters.stock_attention`.
 INDICES = {"position_ids", "relative_position_index", "needs_hf_sparseprior"}
@@ -99,10 +98,10 @@ def load_whole_model(
 def _check_left_over(folder: str | os.PathLike, model: Any, left_over: Collection[str]) -> None:
     """Refuse weights that the config has no place for: a prior that it does not name, or more layers.
 
-    A bare model leaves a classifier over, and stock models what only pretraining needs.
+    A bare model leaves a classifier or a backbone's parts over, and stock models what only pretraining needs.
     """
     ours = family_of(model.config) is not None
-    names = sorted(name for name in left_over if is_prior_weight(name) or (ours and "classifier" not in name))
+    names = sorted(name for name in left_over if is_prior_weight(name) or (ours and not may_start_anew(name)))
     if names:
         raise OSError(f"{folder} has weights for which its config has no place: {_first(names)}")
 
@@ -171,8 +170,8 @@ def load_changed_model(folder: str | os.PathLike, model_class: Any, **changes: A
 
 
 def may_start_anew(name: str) -> bool:
-    """Whether a weight of this name belongs to a prior or a classifier."""
-    return "classifier" in name or is_prior_weight(name)
+    """Whether a weight of this name belongs to a prior, a classifier or a backbone's maps."""
+    return "classifier" in name or is_prior_weight(name) or is_backbone_weight(name)
 
 
 def _same_name(name: str) -> str:
@@ -193,8 +192,8 @@ def copy_weights(
     """Copy the weights of a model into another of its family that may have another prior, classifier, dtype or grid.
 
     Names are compared without the prefix of the base model, so a bare model and one with a classifier fit each other.
-    The position embedding is interpolated to the target's grid. If the source has no weight of the same name and shape,
-    the target keeps its own, provided that it may start anew.
+    What depends on the grid is interpolated to the target's (`resized_weights`). If the source has no weight of the
+    same name and shape, the target keeps its own, provided that it may start anew.
 
     Args:
         source: model to copy from.
@@ -209,8 +208,7 @@ def copy_weights(
         ValueError: the message names the weights that do not fit.
     """
     given = _state(source, absent)
-    if POSITIONS in given:
-        given[POSITIONS] = source.base_model.embeddings.resized_positions(target.config.grid)
+    given |= {name: value for name, value in source.resized_weights(target.config).items() if name in given}
     wanted = _state(target)
     copies: dict[str, Tensor] = {}
     problems: dict[str, list[str]] = {"missing": [], "of another shape": [], "left over": []}

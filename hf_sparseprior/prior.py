@@ -23,7 +23,8 @@ from .predictor import PREDICTORS, Predictor
 from .relative_position import RelativePosition  # noqa: F401  registers its kinds
 from .resolved import ResolvedModule, ResolvedPrior
 from .sparsifiner import Sparsifiner  # noqa: F401  registers itself
-from .supports import SUPPORTS, resolve_support, support_pattern
+from .supports import SUPPORTS, resolve_support, support_of_heads
+from .token_order import RASTER
 from .token_pruning import TokenPruning
 
 # Names of a prior's modules in attention layers, MLPs and the model: decay, predictor, mixer and extras.
@@ -42,12 +43,17 @@ PriorSpec = str | Mapping[str, Any] | ResolvedPrior
 class Stage(NamedTuple):
     """Consecutive attention layers that share heads and grid.
 
-    num_heads: H. grid: (height, width) of the patches. num_layers: how many there are.
+    num_heads: H. grid: (height, width) of the patches that see each other. num_layers: how many there are.
+    num_windows: into how many such grids an image is divided. has_prefix: whether the model's prefix tokens are there.
+    takes_prior: False for layers with an attention of their own, which no prior changes.
     """
 
     num_heads: int
     grid: tuple[int, int]
     num_layers: int = 1
+    num_windows: int = 1
+    has_prefix: bool = True
+    takes_prior: bool = True
 
 
 def parse_prior(prior: PriorSpec | None) -> dict[str, Any]:
@@ -232,6 +238,18 @@ def prior_weights(prior: ResolvedPrior, stage: Stage, width: int, hidden: int) -
     return weights
 
 
+def common_order(prior: ResolvedPrior) -> str:
+    """The order that patches may have throughout the layers with this prior, which is moving them only once.
+
+    It is that of the support if all heads have the same and no module of the prior needs raster order. Otherwise it is
+    raster order, and attention itself moves queries, keys and values.
+    """
+    order = prior["support"].get("order", RASTER)
+    if not isinstance(order, str) or not all(EXTRAS[extra["name"]].takes_layouts for extra in prior["extras"]):
+        return RASTER
+    return order
+
+
 def prior_name(prior: ResolvedPrior | Sequence[ResolvedPrior]) -> str:
     """Short name of a resolved prior: "fibottention+violin"; of those of several stages each once, "violin, dense"."""
     if isinstance(prior, Sequence):
@@ -249,10 +267,17 @@ def is_prior_weight(key: str) -> bool:
 
 
 def prior_pruning_ratio(
-    prior: ResolvedPrior, num_heads: int, grid: Sequence[int], num_prefix_tokens: int, head_dim: int
+    prior: ResolvedPrior,
+    num_heads: int,
+    grid: Sequence[int],
+    num_prefix_tokens: int,
+    head_dim: int,
+    layer: int = 0,
+    heads: Sequence[int] | None = None,
 ) -> float:
     """Percentage of all pairs, prefix included, that are left out by the support or the predictor of a layer.
 
+    `layer` and `heads` are as in `support_of_heads`; all heads of a layer have the same pairs in every layer.
     Pairs that token pruning drops are not included, because they differ between layers (`analysis.flops` counts them).
     Mixers have no pairs. For them it is the percentage of the multiply-adds of Q K^T and (softmax) V that they save.
     """
@@ -261,5 +286,7 @@ def prior_pruning_ratio(
         settings, kind = found
         kept = kind.cost_in_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
         return 100.0 * (1.0 - kept / (num_tokens + num_prefix_tokens) ** 2)
-    pattern = support_pattern(prior["support"], num_heads=num_heads, num_tokens=num_tokens, grid=grid)
-    return pruning_ratio(pattern.offsets, num_tokens, num_prefix_tokens, pattern.layer_pairs(0))
+    offsets, pairs = support_of_heads(
+        prior["support"], num_heads=num_heads, num_tokens=num_tokens, layer=layer, grid=grid, heads=heads
+    )
+    return pruning_ratio(offsets, num_tokens, num_prefix_tokens, pairs)

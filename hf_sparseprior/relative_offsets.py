@@ -13,9 +13,12 @@ import numpy as np
 BUCKET_METHODS = ("product", "euclidean")
 
 
-def relative_offsets(grid: tuple[int, int]) -> np.ndarray:
-    """Number of the offset of every pair, int64 (N, N), in raster order of the offsets from (1 - H, 1 - W) on."""
-    rows, columns = (index.ravel() for index in np.indices(grid))
+def relative_offsets(grid: tuple[int, int], visits: np.ndarray | None = None) -> np.ndarray:
+    """Number of the offset of every pair, int64 (N, N), in raster order of the offsets from (1 - H, 1 - W) on.
+
+    `visits` (N,): the patches in the order in which they come, if it is not raster order.
+    """
+    rows, columns = (index.ravel() if visits is None else index.ravel()[visits] for index in np.indices(grid))
     row_offsets = rows[:, None] - rows[None] + grid[0] - 1
     return row_offsets * (2 * grid[1] - 1) + columns[:, None] - columns[None] + grid[1] - 1
 
@@ -37,7 +40,9 @@ def count_buckets(method: str, ratio: float) -> int:
     return (2 * most + 1) ** 2 if method == "product" else most + 1
 
 
-def relative_buckets(method: str, ratio: float, grid: tuple[int, int], num_prefix_tokens: int) -> np.ndarray:
+def relative_buckets(
+    method: str, ratio: float, grid: tuple[int, int], num_prefix_tokens: int, visits: np.ndarray | None = None
+) -> np.ndarray:
     """Bucket of every pair of tokens, int64 (T, T).
 
     Args:
@@ -46,6 +51,7 @@ def relative_buckets(method: str, ratio: float, grid: tuple[int, int], num_prefi
         ratio: a larger ratio gives more buckets.
         grid: (H, W).
         num_prefix_tokens: P; pairs with these tokens are in the last bucket.
+        visits: as in `relative_offsets`.
     """
     rows, columns = np.meshgrid(*(np.arange(1 - side, side) for side in grid), indexing="ij")
     if method == "product":
@@ -55,7 +61,7 @@ def relative_buckets(method: str, ratio: float, grid: tuple[int, int], num_prefi
         of_offset = piecewise_index(np.round(np.hypot(rows, columns)), ratio)
     total = num_prefix_tokens + grid[0] * grid[1]
     buckets = np.full((total, total), count_buckets(method, ratio), dtype=np.int64)
-    buckets[num_prefix_tokens:, num_prefix_tokens:] = of_offset.ravel()[relative_offsets(grid)]
+    buckets[num_prefix_tokens:, num_prefix_tokens:] = of_offset.ravel()[relative_offsets(grid, visits)]
     return buckets
 
 
@@ -73,12 +79,28 @@ def relative_sinusoids(width: int, grid: tuple[int, int]) -> np.ndarray:
     return np.concatenate(parts, axis=1).astype(np.float32)
 
 
-def relative_table(name: str, grid: tuple[int, int], num_prefix_tokens: int) -> np.ndarray:
-    """A table by its name: "relative_offsets", "relative_buckets METHOD RATIO", "relative_sinusoids WIDTH"."""
+def relative_steps(grid: tuple[int, int]) -> np.ndarray:
+    """Columns and rows from the query to the key of every pair, and their squared distance, float32 (N, N, 3).
+
+    They are what ConViT's positional attention sees (d'Ascoli et al. 2021, section 3).
+    """
+    rows, columns = (index.ravel() for index in np.indices(grid))
+    right, down = columns[None] - columns[:, None], rows[None] - rows[:, None]
+    return np.stack([right, down, right**2 + down**2], -1).astype(np.float32)
+
+
+def relative_table(
+    name: str, grid: tuple[int, int], num_prefix_tokens: int, visits: np.ndarray | None = None
+) -> np.ndarray:
+    """A table by its name: "relative_offsets", "relative_buckets METHOD RATIO", "relative_sinusoids WIDTH",
+    "relative_steps", or "relative_steps rows" and "relative_steps columns" of one column and of one row of the grid.
+    """
     kind, *arguments = name.split()
     if kind == "relative_offsets":
-        return relative_offsets(grid)
+        return relative_offsets(grid, visits)
+    if kind == "relative_steps":
+        return relative_steps({"rows": (grid[0], 1), "columns": (1, grid[1])}[arguments[0]] if arguments else grid)
     if kind == "relative_buckets":
-        return relative_buckets(arguments[0], float(arguments[1]), grid, num_prefix_tokens)
+        return relative_buckets(arguments[0], float(arguments[1]), grid, num_prefix_tokens, visits)
     assert kind == "relative_sinusoids"
     return relative_sinusoids(int(arguments[0]), grid)

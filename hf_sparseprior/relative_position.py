@@ -19,6 +19,7 @@ from .attention_plan import AttentionPlan, plan_table
 from .attention_request import AttentionRequest
 from .checks import check_boolean, python_value
 from .extras import Extra, register_extra
+from .layer_sizes import HEAD_WIDTH, HEADS
 from .limits import check_sides
 from .relative_offsets import BUCKET_METHODS, count_buckets
 from .resolved import Settings
@@ -53,6 +54,8 @@ class SwinRelativePositionBias(RelativePosition):
     # grid: (height, width) that the table is made for, None for that of the model. learn_prefix: also learn a bias from
     # patches to prefix tokens, one from prefix tokens to patches and one among prefix tokens (BEiT).
     SETTINGS = {"grid": None, "learn_prefix": False}
+    takes_layouts = True
+    UNIT_AXES = {"bias_table": ((HEADS,),), "prefix_bias": ((HEADS,),)}
 
     def __init__(self, num_heads: int, head_dim: int, **settings: Any) -> None:
         super().__init__()
@@ -108,6 +111,9 @@ class ImageRelativePosition(RelativePosition):
     """
 
     SETTINGS = {"method": "product", "ratio": 1.9}
+    takes_layouts = True
+    # Not of the values' table: what it adds to the output does not go through the values.
+    UNIT_AXES = {"key_table": ((), (HEAD_WIDTH,)), "query_table": ((), (HEAD_WIDTH,))}
     on: str
 
     def __init__(self, num_heads: int, head_dim: int, **settings: Any) -> None:
@@ -190,6 +196,8 @@ class TransformerXL(RelativePosition):
     7,096,320 parameters on DeiT-B, 1,778,688 on DeiT-S. v has a gradient once W is no longer zero.
     """
 
+    takes_layouts = True
+
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.width = num_heads * head_dim
@@ -211,7 +219,15 @@ class TransformerXL(RelativePosition):
     ) -> int:
         """W R (once for a batch, here with every image), the patches' queries times it, and u times the keys."""
         tokens, offsets = grid[0] * grid[1], (2 * grid[0] - 1) * (2 * grid[1] - 1)
-        return offsets * width**2 + tokens * offsets * width + (prefix + tokens) * width
+        shared = cls.shared_multiply_adds(settings, num_heads, width, hidden, grid)
+        return shared + tokens * offsets * width + (prefix + tokens) * width
+
+    @classmethod
+    def shared_multiply_adds(
+        cls, settings: Mapping[str, Any], num_heads: int, width: int, hidden: int, grid: Sequence[int]
+    ) -> int:
+        """As `Extra`: W R."""
+        return (2 * grid[0] - 1) * (2 * grid[1] - 1) * width**2
 
     def forward(self, request: AttentionRequest) -> Tensor:
         """(B, H, T, T)."""

@@ -21,11 +21,13 @@ class ResolvedSupport(TypedDict):
 
     shuffle_seed: decides which head has which support in which layer; None: head i has support i.
     mask_fill: the logits of pairs that are left out.
+    order: the order of the patches in which offsets count, see `token_order`; left out for raster order.
     """
 
     name: str
     shuffle_seed: int | None
     mask_fill: MaskFill
+    order: NotRequired[str | list[str]]
 
 
 class ResolvedDecay(TypedDict):

@@ -61,6 +61,7 @@ class Sparsifiner(Predictor):
         "renormalise": True,
         "grid": None,
     }
+    UNIT_AXES = {"w_down": (), "w_up": ()}
     DEFAULT_KEEP_RATE = 0.25
     GIVES_SCORES = True
 

@@ -161,7 +161,7 @@ def separate_window_and_stride(
     return [kinds[head % 2] for head in range(num_heads)]
 
 
-@register_support("random")
+@register_support("random", ordered=False)
 def random_support(
     num_heads: int, num_tokens: int, *, pruning_ratio: float = 98.52, seed: int = 0, per_head: bool = False
 ) -> Pattern:

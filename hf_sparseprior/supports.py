@@ -27,9 +27,19 @@ from .masks import (
     pruning_ratio,
     self_rows,
 )
-from .pattern import COMMON_SETTINGS, SUPPORTS, Pattern, Support, register_support, support_settings
+from .pattern import (
+    COMMON_SETTINGS,
+    SUPPORTS,
+    Pattern,
+    Support,
+    grid_of,
+    own_of,
+    register_support,
+    support_settings,
+)
 from .resolved import MASK_FILLS, ResolvedSupport
 from .support_baselines import longformer  # noqa: F401  as does this one
+from .token_order import RASTER, check_order, mask_in_raster, order_ranks
 
 __all__ = [
     "COMMON_SETTINGS",
@@ -47,6 +57,7 @@ __all__ = [
     "layer_offsets",
     "layer_order",
     "layer_pairs",
+    "layer_ranks",
     "mask_from_offsets",
     "needs_grid",
     "pruning_ratio",
@@ -54,6 +65,7 @@ __all__ = [
     "resolve_support",
     "self_rows",
     "support_notes",
+    "support_of_heads",
     "support_pattern",
     "support_settings",
 ]
@@ -70,22 +82,27 @@ def resolve_support(
         support: a registered name or {"name": ..., settings}; None: dense.
         num_heads: 1 or more.
         num_tokens: patch tokens N.
-        grid: (height, width) of the patch tokens, for supports in two dimensions; may be left out if N is a square.
+        grid: (height, width) of the patch tokens, for supports in two dimensions and orders along a curve; may be left
+            out if N is a square.
 
     Raises:
         ValueError: the message has the field, the value and what is allowed.
     """
     name, spec = split_spec("dense" if support is None else support, "support", SUPPORTS)
     settings = support_settings(name)
-    check_keys(spec, list(settings), f"support {name!r}")
+    _check_settings(name, spec)
     settings.update((key, python_value(value)) for key, value in spec.items())
     common = {key: settings[key] for key in COMMON_SETTINGS}
     if common["shuffle_seed"] is not None:
         common["shuffle_seed"] = check_integer("shuffle_seed", common["shuffle_seed"], 0, ", or None")
     if common["mask_fill"] not in MASK_FILLS:
         raise ValueError(f"mask_fill={common['mask_fill']!r} must be one of {', '.join(MASK_FILLS)}")
-    own = SUPPORTS[name].check({key: value for key, value in settings.items() if key not in COMMON_SETTINGS})
+    own = SUPPORTS[name].check(own_of(settings))
     resolved = cast("ResolvedSupport", {"name": name, **own, **common})
+    order = check_order(settings.get("order", RASTER), num_heads)
+    if order != RASTER:  # left out otherwise, so that configs stay what they were before there was an order
+        resolved["order"] = order
+        grid_of(num_tokens, grid, f"order={order!r}")
     support_pattern(resolved, num_heads=num_heads, num_tokens=num_tokens, grid=grid)
     return resolved
 
@@ -98,9 +115,15 @@ def support_pattern(
     num_tokens = check_integer("num_tokens", num_tokens, 1)
     name, spec = split_spec(support, "support", SUPPORTS)
     spec.update(settings)
-    check_keys(spec, list(support_settings(name)), f"support {name!r}")
-    own = {key: value for key, value in spec.items() if key not in COMMON_SETTINGS}
-    return SUPPORTS[name].pattern(num_heads, num_tokens, grid, own)
+    _check_settings(name, spec)
+    return SUPPORTS[name].pattern(num_heads, num_tokens, grid, own_of(spec))
+
+
+def _check_settings(name: str, spec: Mapping[str, Any]) -> None:
+    settings = support_settings(name)
+    if "order" in spec and "order" not in settings:
+        raise ValueError(f"support {name!r} has no order, its pairs are no offsets; leave order={spec['order']!r} out")
+    check_keys(spec, list(settings), f"support {name!r}")
 
 
 def head_offsets(
@@ -144,9 +167,58 @@ def layer_offsets(
 def layer_pairs(
     support: SupportSpec, *, num_heads: int, num_tokens: int, layer: int, grid: Sequence[int] | None = None
 ) -> list[np.ndarray] | None:
-    """Pairs (query, key) of patches off the diagonals, int64 (n, 2) for each head of a layer; None: there are none."""
+    """Pairs (query, key) of patches off the diagonals, int64 (n, 2) for each head of a layer; None: there are none.
+
+    As in `layer_offsets`, patches are numbered in the support's order.
+    """
     pattern = support_pattern(support, num_heads=num_heads, num_tokens=num_tokens, grid=grid)
     return None if pattern.pairs is None else pattern.pairs(layer)
+
+
+def support_of_heads(
+    support: SupportSpec,
+    *,
+    num_heads: int,
+    num_tokens: int,
+    layer: int,
+    grid: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+) -> tuple[list[list[int]], Pairs]:
+    """Offsets and further pairs of some heads of a layer, shuffled as the support's `shuffle_seed` says.
+
+    Args:
+        support, num_tokens, layer, grid: as in `build_mask`.
+        num_heads: for which the support is made.
+        heads: numbers of those that the layer has, from 0; None: all.
+    """
+    sizes: dict[str, Any] = {"num_heads": num_heads, "num_tokens": num_tokens, "layer": layer, "grid": grid}
+    offsets, pairs = layer_offsets(support, **sizes), layer_pairs(support, **sizes)
+    if heads is None:
+        return offsets, pairs
+    return [offsets[head] for head in heads], None if pairs is None else [pairs[head] for head in heads]
+
+
+def layer_ranks(
+    support: SupportSpec,
+    *,
+    num_heads: int,
+    num_tokens: int,
+    layer: int,
+    grid: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+) -> np.ndarray | None:
+    """Rank of every patch in the order of each head, int64 (H, N), or (1, N) if all heads have one order; None: raster.
+
+    A list of orders is shuffled with the offsets: support i has the i-th. Arguments as in `support_of_heads`.
+    """
+    _, spec = split_spec(support, "support", SUPPORTS)
+    order = check_order(spec.get("order", RASTER), num_heads)
+    if order == RASTER:
+        return None
+    if not isinstance(order, str):
+        numbers = layer_order(num_heads, layer, spec.get("shuffle_seed", COMMON_SETTINGS["shuffle_seed"]))
+        order = [order[numbers[head]] for head in (range(num_heads) if heads is None else heads)]
+    return order_ranks(order, grid_of(num_tokens, grid, f"order={order!r}"))
 
 
 def has_pairs(name: str) -> bool:
@@ -155,9 +227,9 @@ def has_pairs(name: str) -> bool:
 
 
 def needs_grid(support: SupportSpec | None) -> bool:
-    """Whether a support is a pattern in two dimensions."""
-    name, _ = split_spec("dense" if support is None else support, "support", SUPPORTS)
-    return SUPPORTS[name].sees_grid
+    """Whether a support is a pattern in two dimensions, or counts its offsets along a curve."""
+    name, spec = split_spec("dense" if support is None else support, "support", SUPPORTS)
+    return SUPPORTS[name].sees_grid or spec.get("order", RASTER) != RASTER
 
 
 def build_mask(
@@ -178,7 +250,8 @@ def build_mask(
         num_tokens: patch tokens N; T = num_prefix_tokens + N.
         num_prefix_tokens: number of first rows and columns, which are all True.
         layer: layer number from 0; with `shuffle_seed` it decides which head has which support.
-        grid: (height, width) of the patch tokens, for supports in two dimensions; may be left out if N is a square.
+        grid: (height, width) of the patch tokens, for supports in two dimensions and orders along a curve; may be left
+            out if N is a square.
         settings: the support's settings, also `shuffle_seed` (default 0; None: no shuffling).
     """
     name, spec = split_spec(support, "support", SUPPORTS)
@@ -187,7 +260,8 @@ def build_mask(
     layer = check_integer("layer", layer, 0)
     sizes: dict[str, Any] = {"num_heads": num_heads, "num_tokens": num_tokens, "layer": layer, "grid": grid}
     offsets, pairs = layer_offsets(resolved, **sizes), layer_pairs(resolved, **sizes)
-    return mask_from_offsets(offsets, num_tokens, num_prefix_tokens, pairs)
+    mask, ranks = mask_from_offsets(offsets, num_tokens, num_prefix_tokens, pairs), layer_ranks(resolved, **sizes)
+    return mask if ranks is None else mask_in_raster(mask, ranks, num_prefix_tokens)
 
 
 def support_notes(support: ResolvedSupport, num_heads: int, grid: Sequence[int], num_prefix_tokens: int) -> list[str]:

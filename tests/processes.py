@@ -22,6 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,9 @@ class Started:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it and the processes that it started."""
-        os.killpg(self.pid, signal.SIGKILL)
+        """End it and the processes that it started, if there are any left."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.join()
 
 
@@ -102,12 +104,13 @@ def script(text: str, *arguments: str, **place: Any) -> Started:
     return Started(_script, text, arguments, **place)
 
 
-def wait_for(path: Path, process: Started, seconds: float = 200) -> None:
-    """Until a file is there; fails when the process ends before."""
+def wait_until(happened: Callable[[], Any], process: Started | None = None, seconds: float = 300) -> None:
+    """Until a condition holds; fails when the process ends before, or after so many seconds."""
     end = time.monotonic() + seconds
-    while not path.exists():
-        assert process.poll() is None and time.monotonic() < end, f"{path} did not come"
-        time.sleep(0.02)
+    while not happened():
+        over = time.monotonic() > end or (process is not None and process.poll() is not None)
+        assert not over or happened(), "what was waited for did not happen"  # it may have, just before the end
+        time.sleep(0.01)
 
 
 HUB = {"HF_HUB_OFFLINE": "1", "HF_HOME": "home", "HF_MODULES_CACHE": "modules"}

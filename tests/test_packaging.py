@@ -23,6 +23,7 @@ def wheel(tmp_path_factory) -> list[str]:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "source")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    command += ["--no-index", "--disable-pip-version-check"]  # nothing is asked of the network
     subprocess.run([*command, "--wheel-dir", str(folder), str(folder / "source")], check=True, capture_output=True)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
         return archive.namelist()

@@ -17,6 +17,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from hf_sparseprior.adapters.token_layout import TokenLayout
 from hf_sparseprior.attention import PriorAttention
+from hf_sparseprior.attention_plan import AttentionPlan, plan_table
 from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.resolved import ResolvedPrior
 from hf_sparseprior.saved_config import PRIOR_RECORD
@@ -27,6 +28,7 @@ IMPLEMENTATION = "hf_sparseprior"
 # What older folders say, whatever support or decay they have.
 OLD_IMPLEMENTATIONS = ("sparse_prior", "fibottention", "violin")
 PRIOR_MODULE = "sparse_prior"  # what an attention module calls the module that holds its prior
+_OTHER_END = -100.0  # what transformers' Swin adds to the logits of such pairs
 MARKER = "needs_hf_sparseprior"  # a buffer that is reported when a model with a prior is loaded without it
 RECORD = PRIOR_RECORD  # the field of config.json that says which prior a saved model has
 
@@ -164,11 +166,15 @@ def prior_attention(
     bias = _written_out(attention_mask, query, key)
     if bias is not None and bias.dtype == torch.bool:
         bias = torch.zeros(bias.shape, dtype=query.dtype, device=bias.device).masked_fill(~bias, -math.inf)
+    plan = prior.plan(grid, num_prefix_tokens, frames)
+    drops = plan.offsets is not None and plan.mask_fill == "neg_inf"
+    if prior.layout.family.windows and drops and bias is not None and bias.shape[0] > 1:  # the windows are shifted
+        bias, plan = _within_regions(bias, plan), prior.plan(grid, num_prefix_tokens, frames, dense=True)
     request = AttentionRequest(
         query,
         key,
         value,
-        prior.plan(grid, num_prefix_tokens, frames),
+        plan,
         scale=scaling,
         dropout_p=dropout,
         bias=bias,
@@ -178,6 +184,17 @@ def prior_attention(
     # "eager" is transformers' word for the written-out form.
     out, weights = prior.attend(request, "reference" if prior.config._attn_implementation == "eager" else "auto")
     return out.transpose(1, 2), weights
+
+
+def _within_regions(bias: Tensor, plan: AttentionPlan) -> Tensor:
+    """The bias (B, H, T, T) of shifted windows with the support in it, so that no query is left without a key.
+
+    transformers adds -100 to pairs of patches from different ends of the image. A patch whose keys are all of that kind
+    would attend to them; here it attends to itself, as in SparsePriorSwin.
+    """
+    seen = plan_table(plan, "mask", bias.device) & (bias > 0.5 * _OTHER_END)
+    itself = torch.eye(seen.shape[-1], dtype=torch.bool, device=bias.device)
+    return bias.masked_fill(~(seen | (~seen.any(-1, keepdim=True) & itself)), -math.inf)
 
 
 def _written_out(mask: Any, query: Tensor, key: Tensor) -> Tensor | None:

@@ -65,7 +65,7 @@ DECAY_HELP = (
     "prior, e.g. {'name': 'violin', 'curves': ['hilbert', 'hilbert_t'], 'init': 'moving'}. Unless it says otherwise, "
     "`init` is 'identity', which leaves the model's output as it is to 1e-5. Saved with every setting."
 )
-LAYERS_HELP = "Numbers of the attention layers that get the decay, from 0. None: all."
+LAYERS_HELP = "Numbers of the attention layers that get the decay, from 0, of those that take one. None: all."
 HEADS_HELP = (
     "Written when the adapter is made: the heads of each attention layer of its model. Another model is refused."
 )
@@ -411,7 +411,8 @@ def _patch_grid(model: Any) -> tuple[int, int]:
 
 
 def _attention_layers(model: nn.Module) -> dict[str, PriorAttention]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, PriorAttention)}
+    found = {name: module for name, module in model.named_modules() if isinstance(module, PriorAttention)}
+    return {name: module for name, module in found.items() if module.takes_prior}
 
 
 def _base_prior(model: nn.Module) -> dict[str, Any]:

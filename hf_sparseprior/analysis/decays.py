@@ -32,7 +32,8 @@ class LearnedDecay:
     """The decay of one layer; tensors in float64 on the CPU.
 
     layer: number from 0. curves: names of what distances are measured along. beta: (C, H). alpha: (H,), None if it is
-    not learned. prefix_beta: (H,), that of prefix tokens, None if their gamma is 1. positions: (C, A, N).
+    not learned. prefix_beta: (H,), that of prefix tokens, None if their gamma is 1. positions: (C, A, N). grid:
+    (height, width) of the N patches.
     """
 
     layer: int
@@ -41,6 +42,7 @@ class LearnedDecay:
     alpha: Tensor | None
     prefix_beta: Tensor | None
     positions: Tensor
+    grid: tuple[int, int]
 
     @property
     def gamma(self) -> Tensor:
@@ -83,8 +85,7 @@ def learned_decays(model: nn.Module) -> list[LearnedDecay]:
     for layer in attention.layers:
         decay = None if layer.prior is None else layer.prior.active_decay()
         if layer.prior is not None and decay is not None:
-            plan = layer.prior.plan(attention.grid, attention.num_prefix_tokens)
-            found.append(_learned(layer.number, decay, plan))
+            found.append(_learned(layer.number, decay, layer.prior.plan(layer.grid, attention.num_prefix_tokens)))
     if not found:
         raise ValueError(f"{type(model).__name__} has no decay, its prior is {attention.prior_name!r}")
     return found
@@ -98,7 +99,8 @@ def _learned(layer: int, decay: Decay, plan: AttentionPlan) -> LearnedDecay:
     )
     assert beta is not None
     positions = decay_positions(plan, values, decay.beta.device).detach().cpu()
-    return LearnedDecay(layer, position_names(decay.settings, len(beta)), beta, alpha, prefix_beta, positions)
+    names = position_names(decay.settings, len(beta))
+    return LearnedDecay(layer, names, beta, alpha, prefix_beta, positions, plan.grid)
 
 
 def position_names(settings: Settings, count: int) -> list[str]:

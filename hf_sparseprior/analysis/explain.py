@@ -33,7 +33,15 @@ from hf_sparseprior.predictor import PREDICTORS
 from hf_sparseprior.prior import parse_prior, predictor_or_mixer, resolve_prior
 from hf_sparseprior.resolved import Resolved, ResolvedSupport, own_settings
 from hf_sparseprior.sequences import SEQUENCES
-from hf_sparseprior.supports import SUPPORTS, layer_order, support_notes, support_pattern, support_settings
+from hf_sparseprior.supports import (
+    SUPPORTS,
+    layer_order,
+    layer_ranks,
+    support_notes,
+    support_pattern,
+    support_settings,
+)
+from hf_sparseprior.token_order import RASTER, mask_in_raster
 
 # Patches of a 64x64 grid; beyond that the N x N pictures take minutes and gigabytes.
 LARGEST_PICTURE = 4096
@@ -165,6 +173,8 @@ def explain_support(support: ResolvedSupport, arguments: argparse.Namespace) -> 
     tokens = grid[0] * grid[1]
     pattern = support_pattern(support, num_heads=heads, num_tokens=tokens, grid=grid)
     offsets, pairs = pattern.offsets, pattern.layer_pairs(arguments.layer or 0)
+    in_order: Any = {**support, "shuffle_seed": None}
+    ranks = layer_ranks(in_order, num_heads=heads, num_tokens=tokens, layer=0, grid=grid)
     _print_heading(support, arguments)
     print(f"{'support':>7}  {'nonzeros':>8}  {'empty rows':>10}  offsets")
     for number, own in enumerate(offsets, start=1):
@@ -188,6 +198,8 @@ def explain_support(support: ResolvedSupport, arguments: argparse.Namespace) -> 
         f"dense {dense / 1e9:.4f} G: {100 * flops / dense:.2f} %\n"
         f"               ({arguments.layers} layers, head width {arguments.head_dim}, Q K^T and softmax V)"
     )
+    if ranks is not None:
+        _print_order(support, offsets, ranks, arguments)
     if support["shuffle_seed"] is not None:
         for layer in (0, 1):
             order = [str(number + 1) for number in layer_order(heads, layer, support["shuffle_seed"])]
@@ -203,8 +215,50 @@ def explain_support(support: ResolvedSupport, arguments: argparse.Namespace) -> 
     titles = [f"{number + 1}: {_shorten(offsets[number])}" for number in drawn]
     pruned = pruning_ratio(offsets, tokens, prefix, pairs)
     heading = f"{support['name']}, {grid[0]}x{grid[1]}, {where}: {pruned:.1f} % pruned"
-    path = arguments.out / f"support_{support['name']}_{grid[0]}x{grid[1]}.png"
-    return [pictures.draw_support(masks, titles, path, heading, prefix)]
+    size = f"{support['name']}_{grid[0]}x{grid[1]}"
+    written = []
+    if ranks is not None:
+        own_ranks = ranks if len(ranks) == 1 else ranks[drawn]
+        masks = mask_in_raster(masks, own_ranks, prefix)
+        names = _orders(support, heads)
+        used = list(dict.fromkeys(name for name in names if name != RASTER))
+        if len(used) == 1 and RASTER not in names:
+            heading = f"{heading}, along {used[0]}"
+        else:
+            titles = [f"{title} {names[number]}" for title, number in zip(titles, drawn, strict=True)]
+        written.append(pictures.draw_curves(used, grid, arguments.out / f"order_{size}.png"))
+    return [pictures.draw_support(masks, titles, arguments.out / f"support_{size}.png", heading, prefix), *written]
+
+
+def _orders(support: ResolvedSupport, num_heads: int) -> list[str]:
+    """The order of each support, before heads are shuffled."""
+    order = support.get("order", RASTER)
+    return [order] * num_heads if isinstance(order, str) else order
+
+
+def _print_order(
+    support: ResolvedSupport, offsets: list[list[int]], ranks: np.ndarray, arguments: argparse.Namespace
+) -> None:
+    """How far apart on the grid the patches are that the offsets pair, in the support's order and in raster order."""
+    patches = np.argsort(np.broadcast_to(ranks, (arguments.heads, ranks.shape[1])), axis=1)
+    along = _mean_distance(offsets, patches, arguments.grid[1])
+    in_raster = _mean_distance(offsets, np.sort(patches, axis=1), arguments.grid[1])
+    names = dict.fromkeys(_orders(support, arguments.heads))
+    print(
+        f"order          {', '.join(names)}: pairs of an offset are {along:.2f} patches apart on the grid (rows and "
+        f"columns, mean),\n               {in_raster:.2f} in raster order"
+    )
+
+
+def _mean_distance(offsets: list[list[int]], patches: np.ndarray, width: int) -> float:
+    """Mean distance in rows and columns of the pairs of all heads; patches (H, N) in the order of each head."""
+    steps = [
+        np.abs(own[o:] // width - own[: len(own) - o] // width) + np.abs(own[o:] % width - own[: len(own) - o] % width)
+        for own, head in zip(patches, offsets, strict=True)
+        for o in head
+        if o
+    ]
+    return float(np.concatenate([*steps, np.zeros(0)]).mean()) if steps else 0.0
 
 
 def initial_mask(beta: float, positions: Tensor) -> np.ndarray:

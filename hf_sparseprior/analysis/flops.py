@@ -9,6 +9,9 @@ logits, which are computed once more.
 
 What the papers' numbers count is in `analysis.paper_numbers`.
 
+`analysis.flops_swin` counts models with windows, `analysis.flops_convit` those with gated positional attention,
+`analysis.flops_iformer` those with convolutional stages.
+
 Symbols: N patch tokens, P prefix tokens, T = P + N, L layers, h heads, d width, d_h width of a head.
 """
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_sparseprior.checks import check_integer
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
@@ -25,10 +28,11 @@ from hf_sparseprior.costs import AttentionCosts
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.extras import EXTRAS
 from hf_sparseprior.families import family_of
+from hf_sparseprior.layer_sizes import LayerSizes
 from hf_sparseprior.masks import Pairs, attended_pairs
 from hf_sparseprior.prior import PriorSpec, predictor_or_mixer, prior_name, pruning_of, resolve_prior
 from hf_sparseprior.resolved import ResolvedDecay, ResolvedPrior
-from hf_sparseprior.supports import Pattern, support_pattern
+from hf_sparseprior.supports import Pattern, support_of_heads, support_pattern
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,21 @@ def convention_of(name: str) -> Convention:
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-def attention_parts(pairs: int, head_dim: int, convention: str = "multiply_adds") -> dict[str, int]:
-    """FLOPs of Q K^T, softmax and (softmax) V over attended pairs, without the projections."""
+def attention_parts(
+    pairs: int, head_dim: int, convention: str = "multiply_adds", value_dim: int | None = None
+) -> dict[str, int]:
+    """FLOPs of Q K^T, softmax and (softmax) V over attended pairs, without the projections.
+
+    Args:
+        pairs: those of all heads.
+        head_dim: d_h.
+        convention: one of CONVENTIONS.
+        value_dim: width of a head's values; None: d_h.
+    """
     rule = convention_of(convention)
-    product = rule.multiply_add * pairs * head_dim
-    return {"qk": product, "softmax": rule.softmax * pairs, "av": product}
+    products = rule.multiply_add * pairs
+    value_dim = head_dim if value_dim is None else value_dim
+    return {"qk": products * head_dim, "softmax": rule.softmax * pairs, "av": products * value_dim}
 
 
 def attention_flops(
@@ -106,9 +120,11 @@ class ModelFlops:
     attended_pairs: those of all heads, for each layer. patch_embedding (stem and projection), classifier (of class and
     patch tokens): FLOPs.
     layers: for each layer the FLOPs of "projections" (Q, K, V, output), "qk", "softmax", "av", "mlp" (with extras in
-    it) and, if they exist, "chooser", "pruning" and "positions" (relative, and of gated positional attention).
+    it) and, if they exist, "chooser", "pruning", "positions" (relative, and of gated positional attention) and
+    "merging" (of patches, after the layer).
     decay: operations of VIOLIN's mask M in all layers: "build" once a step for the whole batch, "apply" for each image.
     None of them is a multiply-add of a matrix product, so `total` does not include them.
+    convolutions: FLOPs of what comes between embedding and classifier besides the layers, in networks that have both.
     """
 
     image_size: tuple[int, int]
@@ -121,6 +137,7 @@ class ModelFlops:
     layers: list[dict[str, int]]
     classifier: int
     decay: dict[str, int] | None = None
+    convolutions: int = 0
 
     def part(self, *names: str) -> int:
         """FLOPs of these parts in all layers."""
@@ -139,7 +156,8 @@ class ModelFlops:
     @property
     def total(self) -> int:
         """Everything but `decay`."""
-        return self.patch_embedding + sum(sum(layer.values()) for layer in self.layers) + self.classifier
+        layers = sum(sum(layer.values()) for layer in self.layers)
+        return self.patch_embedding + self.convolutions + layers + self.classifier
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, the sums included."""
@@ -163,7 +181,7 @@ def model_flops(
         num_prefix_tokens: None: the config's; 0 counts the patch tokens only.
 
     Raises:
-        ValueError: for a family whose FLOPs are not counted, an image that is no multiple of the patch, an unknown
+        ValueError: for a family whose FLOPs are not counted, an image that the model would not take, an unknown
             convention, a bad prior, or a prior whose FLOPs differ between images: a support or a decay together with
             token pruning.
     """
@@ -180,51 +198,96 @@ def vit_flops(
     num_prefix_tokens: int | None,
 ) -> ModelFlops:
     """`model_flops` of a SparsePriorViT."""
-    size, grid = _image_grid(config, config.image_size if image_size is None else image_size)
+    size, grid = image_grid(config, config.image_size if image_size is None else image_size)
     prefix = config.num_prefix_tokens if num_prefix_tokens is None else num_prefix_tokens
     prefix = check_integer("num_prefix_tokens", prefix, 0)
-    heads, width, num_layers = config.num_attention_heads, config.hidden_size, config.num_hidden_layers
-    num_tokens = grid[0] * grid[1]
-    resolved = resolve_prior(config.prior if prior is None else prior, heads, grid)
-    pattern = support_pattern(resolved["support"], num_heads=heads, num_tokens=num_tokens, grid=grid)
-    sizes = layer_tokens(resolved, num_layers, num_tokens)
-    if (found := predictor_or_mixer(resolved)) is not None:
-        found = found[1].settings_for(found[0], num_tokens + prefix), found[1]
-    pairs = [
-        _layer_pairs(resolved, found, pattern, attended, prefix, width // heads, layer)
-        for layer, (attended, _) in enumerate(sizes)
-    ]
-    layers = [
-        block_flops(attended + prefix, left + prefix, width, config.intermediate_size, own, heads, convention)
-        for own, (attended, left) in zip(pairs, sizes, strict=True)
-    ]
-    if found is not None:
-        settings, kind = found
-        rule = convention_of(convention).multiply_add
-        for layer, (attended, _) in zip(layers, sizes, strict=True):
-            layer["chooser"] = rule * kind.other_multiply_adds(settings, heads, width // heads, attended, prefix)
-            layer["projections"] += rule * kind.projection_multiply_adds(settings, heads, width, attended + prefix)
-    _add_pruning(layers, resolved, num_tokens, prefix, width, convention)
-    _add_extras(layers, resolved, config, grid, prefix, convention)
+    width, num_tokens = config.hidden_size, grid[0] * grid[1]
+    resolved = resolve_prior(config.prior if prior is None else prior, config.num_attention_heads, grid)
+    sizes = layer_tokens(resolved, config.num_hidden_layers, num_tokens)
+    counted = count_layers(resolved, config.layers, sizes, grid, prefix, convention)
+    _add_pruning(counted.layers, resolved, num_tokens, prefix, width, convention)
     multiply_add = convention_of(convention).multiply_add
     inputs = config.pooled_size
     if config.use_distillation_token and config.use_distillation_classifier:
         inputs += width
     if config.token_classifier:
         inputs += sizes[-1][1] * width
-    decay = resolved["decay"]
     return ModelFlops(
         image_size=size,
         grid=grid,
         tokens=_tokens_in_words(prefix, num_tokens, sizes),
         num_prefix_tokens=prefix,
         convention=convention,
-        attended_pairs=pairs,
+        attended_pairs=counted.pairs,
         patch_embedding=multiply_add * _embedding_products(config, num_tokens),
-        layers=layers,
+        layers=counted.layers,
         classifier=multiply_add * inputs * config.num_labels,
-        decay=None if decay is None else _decay_sums(decay, pattern, grid, prefix, num_layers),
+        decay=counted.decay,
     )
+
+
+class CountedLayers(NamedTuple):
+    """Attended pairs and FLOPs by part of some layers, and their `decay_operations`, None without a decay."""
+
+    pairs: list[int]
+    layers: list[dict[str, int]]
+    decay: dict[str, int] | None
+
+
+def count_layers(
+    prior: ResolvedPrior,
+    layers: Sequence[LayerSizes],
+    sizes: Sequence[tuple[int, int]],
+    grid: tuple[int, int],
+    prefix: int,
+    convention: str,
+    first: int = 0,
+) -> CountedLayers:
+    """Layers that see all patches, with extras, without what token pruning adds.
+
+    Args:
+        prior: theirs, resolved.
+        layers: their sizes.
+        sizes: tokens without the prefix in the attention and in the MLP of each layer.
+        grid: (height, width) of the patches. prefix: P.
+        convention: one of CONVENTIONS.
+        first: number of the first of these layers in the model.
+    """
+    rule, patterns = convention_of(convention).multiply_add, layer_patterns(prior, layers, grid, first)
+    if (found := predictor_or_mixer(prior)) is not None:
+        found = found[1].settings_for(found[0], grid[0] * grid[1] + prefix), found[1]
+    pairs, counted = [], []
+    for number, (own, pattern, (attended, left)) in enumerate(zip(layers, patterns, sizes, strict=True), start=first):
+        heads = len(own.heads)
+        pairs.append(attended_in_layer(prior, found, pattern, attended, prefix, own.head_width, number))
+        flops = block_flops(
+            attended + prefix, left + prefix, own.width, own.mlp_width, pairs[-1], heads, convention, own.head_width
+        )
+        if found is not None:
+            settings, kind = found
+            flops["chooser"] = rule * kind.other_multiply_adds(settings, heads, own.head_width, attended, prefix)
+            flops["projections"] += rule * kind.projection_multiply_adds(settings, heads, own.width, attended + prefix)
+        add_extras([flops], prior, (heads, own.attention_width, own.mlp_width), grid, prefix, convention)
+        counted.append(flops)
+    decay = prior["decay"]
+    return CountedLayers(pairs, counted, None if decay is None else _decay_sums(decay, patterns, grid, prefix, first))
+
+
+def layer_patterns(
+    prior: ResolvedPrior, layers: Sequence[LayerSizes], grid: tuple[int, int], first: int = 0
+) -> list[Pattern]:
+    """The pattern of each of some layers, with the heads that the layer has. `first`: number of the first of them."""
+    patterns: list[Pattern] = []
+    for number, layer in enumerate(layers, start=first):
+        sizes: dict[str, Any] = {"num_heads": layer.num_supports, "num_tokens": grid[0] * grid[1], "grid": grid}
+        if len(layer.heads) < layer.num_supports:
+            offsets, own = support_of_heads(prior["support"], layer=number, heads=layer.heads, **sizes)
+            patterns.append(Pattern(offsets, None if own is None else {number: list(own)}.__getitem__))
+        elif patterns and len(layers[number - first - 1].heads) == layer.num_supports:
+            patterns.append(patterns[-1])  # shuffling changes no count
+        else:
+            patterns.append(support_pattern(prior["support"], **sizes))
+    return patterns
 
 
 def layer_tokens(prior: ResolvedPrior, num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
@@ -257,15 +320,27 @@ def _add_pruning(
         layers[layer]["pruning"] = rule * products
 
 
-def _add_extras(
+def add_extras(
     layers: list[dict[str, int]],
     prior: ResolvedPrior,
-    config: SparsePriorViTConfig,
+    sizes: tuple[int, int, int],
     grid: tuple[int, int],
     prefix: int,
     convention: str,
+    windows: int = 1,
+    image_grid: tuple[int, int] | None = None,
 ) -> None:
     """Add what extras compute in each layer; token pruning is counted apart.
+
+    Args:
+        layers: FLOPs of layers by part; here are added "positions" and "mlp".
+        prior: theirs, resolved.
+        sizes: heads, width of all heads together, and between the MLP's layers.
+        grid: (height, width) of the patches that see each other.
+        prefix: P.
+        convention: one of CONVENTIONS.
+        windows: how many such grids there are in an image.
+        image_grid: (height, width) of the patches in the MLP, if the image is divided into windows.
 
     Raises:
         ValueError: for an extra that does not say what it computes.
@@ -275,11 +350,13 @@ def _add_extras(
         kind = EXTRAS[extra["name"]]
         if kind.place == "model":
             continue
-        products = kind.multiply_adds(
-            extra, config.num_attention_heads, config.hidden_size, config.intermediate_size, grid, prefix
-        )
+        own_grid = image_grid if image_grid is not None and kind.place == "MLP" else grid
+        products = kind.multiply_adds(extra, *sizes, own_grid, prefix)
         if products is None:
             raise ValueError(f"prior {prior_name(prior)!r}: the FLOPs of {extra['name']!r} are not counted")
+        if kind.place == "attention":
+            once = kind.shared_multiply_adds(extra, *sizes, own_grid)
+            products = once + windows * (products - once)
         for layer in layers:
             layer[parts[kind.place]] = layer.get(parts[kind.place], 0) + rule * products
 
@@ -302,7 +379,7 @@ def _embedding_products(config: SparsePriorViTConfig, num_tokens: int) -> int:
     return convolutions + pixels * channels * config.hidden_size
 
 
-def _layer_pairs(
+def attended_in_layer(
     prior: ResolvedPrior,
     found: tuple[Mapping[str, Any], type[AttentionCosts]] | None,
     pattern: Pattern,
@@ -313,7 +390,13 @@ def _layer_pairs(
 ) -> int:
     """Pairs of all heads of a layer. For a predictor or mixer: the number of pairs that costs as much.
 
-    `found` is what `predictor_or_mixer` found.
+    Args:
+        prior: the layer's, resolved.
+        found: what `predictor_or_mixer` found in it.
+        pattern: of its support.
+        num_tokens, num_prefix_tokens: N and P.
+        head_dim: d_h.
+        layer: number from 0.
     """
     heads = len(pattern.offsets)
     if prior["support"]["name"] == "dense" and found is None:
@@ -325,11 +408,11 @@ def _layer_pairs(
 
 
 def _decay_sums(
-    decay: ResolvedDecay, pattern: Pattern, grid: tuple[int, int], prefix: int, num_layers: int
+    decay: ResolvedDecay, patterns: Sequence[Pattern], grid: tuple[int, int], prefix: int, first: int
 ) -> dict[str, int]:
-    """`decay_operations` of all layers of a model."""
+    """`decay_operations` of layers with these patterns. `first`: number of the first of them."""
     sums = {"build": 0, "apply": 0}
-    for layer in range(num_layers):
+    for layer, pattern in enumerate(patterns, start=first):
         pairs = pattern.layer_pairs(layer)
         for key, value in decay_operations(decay, pattern.offsets, grid, prefix, pairs=pairs).items():
             sums[key] += value
@@ -364,23 +447,43 @@ def decay_operations(
 
 
 def block_flops(
-    total: int, mlp_total: int, width: int, hidden: int, pairs: int, heads: int, convention: str
+    total: int,
+    mlp_total: int,
+    width: int,
+    hidden: int,
+    pairs: int,
+    heads: int,
+    convention: str,
+    head_dim: int | None = None,
 ) -> dict[str, int]:
-    """FLOPs of a transformer block with `total` tokens in attention and `mlp_total` in the MLP."""
+    """FLOPs of a transformer block with `total` tokens in attention and `mlp_total` in the MLP.
+
+    `head_dim`: None for width // heads.
+    """
     multiply_add = convention_of(convention).multiply_add
+    head_dim = width // heads if head_dim is None else head_dim
     return {
-        "projections": multiply_add * 4 * total * width**2,
-        **attention_parts(pairs, width // heads, convention),
+        "projections": multiply_add * 4 * total * width * heads * head_dim,
+        **attention_parts(pairs, head_dim, convention),
         "mlp": multiply_add * 2 * mlp_total * width * hidden,
     }
 
 
-def _image_grid(config: SparsePriorViTConfig, image_size: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(height, width) of an image in pixels and in patches."""
+def image_sides(image_size: Any) -> tuple[int, int]:
+    """(height, width) of one number or a pair; ValueError for anything else."""
     sides = image_size if isinstance(image_size, Sequence) else (image_size, image_size)
     if len(sides) != 2:
         raise ValueError(f"image_size={image_size!r} must be one number or (height, width)")
-    height, width = (check_integer("image_size", side, 1) for side in sides)
+    return check_integer("image_size", sides[0], 1), check_integer("image_size", sides[1], 1)
+
+
+def image_grid(config: Any, image_size: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(height, width) of an image in pixels and in patches.
+
+    Raises:
+        ValueError: unless the sides are multiples of the patch.
+    """
+    height, width = image_sides(image_size)
     patch = as_pair(config.patch_size)
     if height % patch[0] or width % patch[1]:
         raise ValueError(f"image_size={height}x{width} must be a multiple of the {patch[0]}x{patch[1]} patch")

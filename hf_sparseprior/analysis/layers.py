@@ -5,6 +5,7 @@ Shape letters: B batch, H heads, D head width, N patch tokens, P prefix tokens, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from hf_sparseprior.adapters.stock_attention import PRIOR_MODULE
 from hf_sparseprior.adapters.stock_encoder import find_encoder, num_heads_of
 from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
 from hf_sparseprior.attention_plan import plan_table
+from hf_sparseprior.attention_request import from_layout
 from hf_sparseprior.prior import prior_name
 from hf_sparseprior.resolved import ResolvedPrior
+from hf_sparseprior.token_order import RASTER
 
 # Names of the linear layer after the heads, in our models and in transformers'.
 PROJECTIONS = ("o_proj", "out_proj")
@@ -29,33 +32,59 @@ PROJECTIONS = ("o_proj", "out_proj")
 class AttentionLayer:
     """One attention layer.
 
-    number: from 0. prior: what a prior adds to it, None in a stock model without one. projection: the linear layer that
-    takes the outputs of all heads, concatenated.
+    number: from 0. prior: what a prior adds to it, None in a layer that takes none and in a stock model without one.
+    projection: the linear layer that takes the outputs of all heads, concatenated. grid: (height, width) of the patches
+    that see each other.
     """
 
     number: int
     num_heads: int
     prior: PriorAttention | None
     projection: nn.Module
+    grid: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class AttentionLayers:
-    """Every attention layer of a model in order, and where its tokens lie: P prefix tokens, then a grid of patches."""
+    """Every attention layer of a model in order, and where its tokens lie: P prefix tokens, then a grid of patches.
+
+    model: name of the model's class. windows: whether its layers see parts of the image only. layout: the order in
+    which the patches come to its layers.
+    """
 
     layers: list[AttentionLayer]
-    grid: tuple[int, int]
     num_prefix_tokens: int
+    model: str
+    windows: bool = False
+    layout: str = RASTER
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(height, width) of the patches of an image, which every layer sees.
+
+        Raises:
+            ValueError: for a model with windows or with grids of several sizes.
+        """
+        grids = {layer.grid for layer in self.layers}
+        if self.windows or len(grids) != 1:
+            parts = "windows" if self.windows else "grids of their own"
+            raise ValueError(f"{self.model} cannot be analysed in this way: its layers have {parts}")
+        return grids.pop()
 
     @property
     def prior_name(self) -> str:
-        """Short name of support, decay (an active adapter's too) and extras: "fibottention+violin"."""
-        priors = [layer.prior for layer in self.layers if layer.prior is not None]
-        if not priors:
-            return "dense"
-        decays = [decay for prior in priors if (decay := prior.active_decay()) is not None]
-        resolved = {**priors[0].prior, "decay": decays[0].settings if decays else None}
-        return prior_name(cast("ResolvedPrior", resolved))
+        """Short name of support, decay (an active adapter's too) and extras: "fibottention+violin"; of several priors
+        each once. A decay that some layers have counts for all with the same support and extras.
+        """
+        resolved: dict[str, dict[str, Any]] = {}
+        for layer in self.layers:
+            if layer.prior is None:
+                continue
+            others = {**layer.prior.prior, "decay": None}
+            found = resolved.setdefault(json.dumps(others, sort_keys=True), others)
+            if found["decay"] is None and (decay := layer.prior.active_decay()) is not None:
+                found["decay"] = decay.settings
+        return prior_name(cast("list[ResolvedPrior]", list(resolved.values()))) or "dense"
 
 
 def attention_layers(model: nn.Module) -> list[SparsePriorAttention]:
@@ -67,25 +96,31 @@ def find_attention(model: nn.Module) -> AttentionLayers:
     """The attention layers of a model, which may be inside a peft model.
 
     Raises:
-        ValueError: for a model whose tokens are not its patches in raster order (windows, random parts of the patches),
-            whose stages have different grids, or whose attention layers are not known.
+        ValueError: for a stock model whose tokens are not its patches in raster order (windows, random parts of the
+            patches), or whose attention layers are not known.
     """
     base: Any = getattr(model, "get_base_model", lambda: model)()
     if own := attention_layers(base):
-        if len(base.config.stages) > 1:
-            raise ValueError(f"{type(base).__name__} cannot be analysed: its stages have grids of their own")
-        layers = [AttentionLayer(number, module.num_heads, module, module.o_proj) for number, module in enumerate(own)]
-        return AttentionLayers(layers, base.config.grid, base.config.num_prefix_tokens)
+        stages = base.config.stages
+        grids = [stage.grid for stage in stages for _ in range(stage.num_layers)]
+        layers = [
+            AttentionLayer(number, module.num_heads, module if module.takes_prior else None, module.o_proj, grid)
+            for number, (module, grid) in enumerate(zip(own, grids, strict=True))
+        ]
+        windows = any(stage.num_windows > 1 for stage in stages)
+        return AttentionLayers(layers, base.config.num_prefix_tokens, type(base).__name__, windows, base.config.layout)
     encoder = find_encoder(base)
     if encoder.family.windows or encoder.family.shuffled or encoder.family.masked:
         raise ValueError(
             f"{type(base).__name__} cannot be analysed: its attention layers do not see all patches of the grid"
         )
     layers = [
-        AttentionLayer(number, num_heads_of(module), getattr(module, PRIOR_MODULE, None), _projection(module))
+        AttentionLayer(
+            number, num_heads_of(module), getattr(module, PRIOR_MODULE, None), _projection(module), encoder.grid
+        )
         for number, module in enumerate(encoder.attention.values())
     ]
-    return AttentionLayers(layers, encoder.grid, encoder.num_prefix_tokens)
+    return AttentionLayers(layers, encoder.num_prefix_tokens, type(base).__name__)
 
 
 def _projection(attention: nn.Module) -> nn.Module:
@@ -102,11 +137,16 @@ def watch_heads(layers: AttentionLayers, see: Callable[[int, Tensor], None]) -> 
     Args:
         layers: the model's layers.
         see: called with the layer's number and Y (B, H, T, D), the output softmax(...) V of each head before the output
-            projection. No attention map is needed for it, so sparse backends run as always.
+            projection. No attention map is needed for it, so sparse backends run as always. Of a model with windows T
+            are the tokens of the whole image, padding included.
     """
 
     def hook(layer: AttentionLayer, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        see(layer.number, args[0].unflatten(-1, (layer.num_heads, -1)).transpose(1, 2))
+        tokens = args[0].flatten(1, -2)  # windows come as an image (B, height, width, width of all heads)
+        heads = tokens.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2)
+        if layers.layout != RASTER and layer.prior is not None:
+            heads = from_layout(layer.prior.plan(layer.grid, layers.num_prefix_tokens, layout=layers.layout), heads)
+        see(layer.number, heads)
 
     with ExitStack() as stack:
         for layer in layers.layers:
@@ -119,8 +159,8 @@ def attention_weights(model: nn.Module, pixel_values: Tensor) -> tuple[Tensor, .
     """The weights (B, H, T, T) of every layer.
 
     Raises:
-        ValueError: if the model returns none, as stock models do whose attention forms no weights, or if it drops
-            tokens between its layers.
+        ValueError: if the model returns none, as stock models do whose attention forms no weights, or if tokens are
+            dropped or join between its layers.
     """
     weights = model(pixel_values=pixel_values, output_attentions=True).attentions
     if not weights or any(each is None for each in weights):
@@ -128,6 +168,11 @@ def attention_weights(model: nn.Module, pixel_values: Tensor) -> tuple[Tensor, .
             f"{type(model).__name__} returns no attention weights; load it with attn_implementation='eager'"
         )
     tokens = [each.shape[-1] for each in weights]
+    if tokens[-1] > tokens[0]:
+        raise ValueError(
+            f"{type(model).__name__} cannot be analysed in this way: its class token joins between layers, which have "
+            f"{', '.join(map(str, dict.fromkeys(tokens)))} tokens"
+        )
     if len(set(tokens)) > 1:
         raise ValueError(
             f"{type(model).__name__} drops tokens, its layers have {', '.join(map(str, tokens))}: the attention of "

@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_sparseprior.analysis.flops import ModelFlops, block_flops, convention_of, model_flops
-from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
+from hf_sparseprior.analysis.flops import ModelFlops, model_flops
+from hf_sparseprior.configuration_sparseprior_convit import SparsePriorConvitConfig
+from hf_sparseprior.configuration_sparseprior_iformer import SparsePriorIformerConfig
+from hf_sparseprior.configuration_sparseprior_swin import SUPPORT_STAGES, SparsePriorSwinConfig
+from hf_sparseprior.families import preset_family
+from hf_sparseprior.prior import prior_pruning_ratio, resolve_prior
 from hf_sparseprior.sparsifiner import Sparsifiner
+from hf_sparseprior.supports import head_offsets
 from hf_sparseprior.token_pruning import EViT
 
 # Fibottention Figure 3: the models whose cost it draws over the resolution.
@@ -25,41 +30,8 @@ def preset_flops(
     num_prefix_tokens: int | None = None,
 ) -> ModelFlops:
     """`model_flops` of one of the papers' architectures with ImageNet's 1000 classes."""
-    config = SparsePriorViTConfig.from_preset(preset, num_labels=IMAGENET_CLASSES)
+    config = preset_family(preset).make_config(preset, num_labels=IMAGENET_CLASSES)
     return model_flops(config, image_size, prior, convention, num_prefix_tokens)
-
-
-def convit_base_flops(
-    image_size: int | Sequence[int] = 224,
-    prior: str | dict[str, Any] = "dense",
-    convention: str = "multiply_adds",
-) -> ModelFlops:
-    """FLOPs of ConViT-B (d'Ascoli et al. 2021; Fibottention section 6.3) for one image.
-
-    It is a ViT-B with 16 heads of width 48. Its first 10 layers are gated positional attention over the patch tokens: a
-    second attention map from three numbers a pair, with a linear layer 3 -> h ("positions") and its own softmax. The
-    class token joins before the last 2 layers, which are ordinary. The prior's support changes only these two.
-    """
-    config = SparsePriorViTConfig.from_preset("vit_base", num_attention_heads=16, num_labels=IMAGENET_CLASSES)
-    heads, width, hidden = config.num_attention_heads, config.hidden_size, config.intermediate_size
-    plain = model_flops(config, image_size, prior, convention)
-    if plain.decay is not None:
-        raise ValueError("convit_base is counted with a support, not with a decay")
-    rule, tokens = convention_of(convention), plain.num_tokens
-    gated = block_flops(tokens, tokens, width, hidden, heads * tokens**2, heads, convention)
-    gated["positions"] = rule.multiply_add * 3 * heads * tokens**2
-    gated["softmax"] *= 2
-    return ModelFlops(
-        image_size=plain.image_size,
-        grid=plain.grid,
-        tokens="the patches only in layers 1 to 10, the class token too in 11 and 12",
-        num_prefix_tokens=plain.num_prefix_tokens,
-        convention=convention,
-        attended_pairs=[heads * tokens**2] * 10 + plain.attended_pairs[10:],
-        patch_embedding=plain.patch_embedding,
-        layers=[gated] * 10 + plain.layers[10:],
-        classifier=plain.classifier,
-    )
 
 
 def saving(sparse: ModelFlops, dense: ModelFlops) -> float:
@@ -301,7 +273,113 @@ def _pruned_attention(name: str, keep_rate: float, **settings: Any) -> float:
 
 def unexplained_numbers() -> list[PaperNumber]:
     """Numbers that no formula was found for, with the nearest count that follows from what the paper says."""
-    return [*_unexplained_sparsifiner_numbers(), *_violin_numbers()]
+    return [
+        *(_swin_number(), _iformer_number(), _convit_number(), _upop_number()),
+        *_unexplained_sparsifiner_numbers(),
+        *_violin_numbers(),
+    ]
+
+
+def swin_pruning(w_max: int, window: int = 7, each_layer: bool = False, w_min: int = 5) -> float:
+    """Percentage of the pairs of Swin-B's first two stages that Fibottention leaves out (its appendix C.1).
+
+    A patch without a pair counts none here, while our models let it attend to itself.
+
+    Args:
+        w_max, w_min: of the support.
+        window: patches in a window's side.
+        each_layer: one window of each layer counts, instead of all windows of an image.
+    """
+    kept = total = 0
+    config = SparsePriorSwinConfig.from_preset("swin_base", window_size=window)
+    for stage in config.stages[:SUPPORT_STAGES]:
+        tokens, heads = window**2, stage.num_heads
+        offsets = head_offsets("fibottention", num_heads=heads, num_tokens=tokens, w_min=w_min, w_max=w_max)
+        weight = stage.num_layers * (1 if each_layer else stage.num_windows)
+        kept += weight * sum(2 * (tokens - offset) for own in offsets for offset in own)
+        total += weight * heads * tokens**2
+    return 100.0 * (1 - kept / total)
+
+
+def _swin_number() -> PaperNumber:
+    return PaperNumber(
+        "Fibottention Table 3, pruning ratio of Swin-B",
+        95.4,
+        swin_pruning(16),
+        "%",
+        "pairs of the 49 patch tokens of each window, in all layers and windows of the first two stages at 224 px, at "
+        f"w 5..16, where 16 is N // 3; {swin_pruning(16, each_layer=True):.2f} if each layer counts as much. At the "
+        f"paper's 5..65, of which a window holds 5..49, {swin_pruning(49):.2f}, and only then does every head of both "
+        "stages have a pair. Of all four stages these two have 38.7 % of the pairs, so the last two are NOT included. "
+        f"5..7, where 7 is the window's side, gives {swin_pruning(7):.2f}, but then most heads have no pair at all",
+    )
+
+
+def patch_pruning(num_heads: int, num_prefix_tokens: int = 0, w_max: int = 65, modified: bool = False) -> float:
+    """Percentage of the pairs that Fibottention at w 5..w_max leaves out of 14x14 patches."""
+    support = {"name": "fibottention", "w_min": 5, "w_max": w_max, "modified": modified}
+    prior = resolve_prior({"support": support}, num_heads, (14, 14))
+    return prior_pruning_ratio(prior, num_heads, (14, 14), num_prefix_tokens, 64)
+
+
+def _upop_number() -> PaperNumber:
+    return PaperNumber(
+        "Fibottention Table 3, pruning ratio of UPop",
+        97.1,
+        patch_pruning(6),
+        "%",
+        "pairs of the 196 patches at w 5..65 in DeiT-S, which UPop's published code compresses: it narrows the 6 heads "
+        f"and takes none away. The paper names no model; 8 heads give {patch_pruning(8):.2f}, 12 heads with the class "
+        f"token {patch_pruning(12, 1):.2f}",
+    )
+
+
+def _convit_number() -> PaperNumber:
+    stages = SparsePriorConvitConfig.from_preset("convit_base").stages
+    pairs = [stage.num_layers * (math.prod(stage.grid) + stage.has_prefix) ** 2 for stage in stages]
+    heads = stages[-1].num_heads
+    return PaperNumber(
+        "Fibottention Table 3, pruning ratio of ConViT-B",
+        96.6,
+        patch_pruning(heads, modified=True),
+        "%",
+        "pairs of the 196 patches in the two plain layers, with the modified form at the paper's w 5..65; "
+        f"{patch_pruning(heads, 1, modified=True):.2f} with the class token. The default form leaves out "
+        f"{patch_pruning(heads):.2f}, {patch_pruning(heads, 1):.2f} with the class token. The modified form at 5..64 "
+        f"leaves out {patch_pruning(heads, 0, 64, True):.2f}, but the paper has no 64. Of all layers the plain ones "
+        f"have {100 * pairs[-1] / sum(pairs):.1f} % of the pairs, so the gated ones are NOT included",
+    )
+
+
+def iformer_pruning(preset: str, w_max: int | None) -> float:
+    """Percentage of the pairs of an iFormer's attention that row 1 of the Wythoff array leaves out (appendix C.1).
+
+    Args:
+        preset: of `SparsePriorIformerConfig`, at 224 px.
+        w_max: the window, which is cut to the places of a stage; None: a third of them.
+    """
+    kept = total = 0
+    for stage in SparsePriorIformerConfig.from_preset(preset).stages:
+        tokens = math.prod(stage.grid)
+        window = tokens // 3 if w_max is None else min(w_max, tokens)
+        (own,) = head_offsets("fibottention", num_heads=1, num_tokens=tokens, w_min=min(5, window), w_max=window)
+        kept += stage.num_layers * sum(2 * (tokens - offset) for offset in own)
+        total += stage.num_layers * tokens**2
+    return 100.0 * (1 - kept / total)
+
+
+def _iformer_number() -> PaperNumber:
+    return PaperNumber(
+        "Fibottention Table 3, pruning ratio of iFormer",
+        94.4,
+        iformer_pruning("iformer_small", None),
+        "%",
+        "pairs of the one head in all attention layers of iFormer-S at 224 px, 3 over 196 places and 2 over 49, at "
+        f"windows of N // 3, 65 and 16; {iformer_pruning('iformer_medium', None):.2f} for iFormer-M. At the paper's "
+        f"65, of which 49 places hold 49, {iformer_pruning('iformer_small', 65):.2f}. Only windows of 8 to 12, that is "
+        f"offsets 1, 2, 3, 5 and 8, give what is printed, {iformer_pruning('iformer_small', 8):.2f}, with iFormer-S "
+        "and -T alone. The paper names neither size nor window",
+    )
 
 
 def added_flops(preset: str, prior: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,7 +75,8 @@ def draw_support(
         heading: text above all panels.
         num_prefix_tokens: these are drawn in another colour.
     """
-    figure, axes = _panels(len(masks), 3.1, 3.3, 0.5)
+    columns = min(4, len(masks))
+    figure, axes = _panels(len(masks), wide_enough(3.1 * columns, heading, 12) / columns, 3.3, 0.5)
     from matplotlib.colors import ListedColormap
 
     for axis, mask, title in zip(axes.flat, masks, titles, strict=False):
@@ -94,7 +96,8 @@ def draw_support(
 
 def draw_curves(curves: Sequence[str], grid: tuple[int, int], path: str | os.PathLike) -> Path:
     """One panel a curve: its path over the patches, from dark (first) to light (last)."""
-    figure, axes = _panels(len(curves), 2.8, 3.0, 0.4)
+    heading, columns = f"curves on a {grid[0]}x{grid[1]} grid, dot = start", min(4, len(curves))
+    figure, axes = _panels(len(curves), wide_enough(2.8 * columns, heading, 12) / columns, 3.0, 0.4)
     from matplotlib.collections import LineCollection
 
     for axis, curve in zip(axes.flat, curves, strict=False):
@@ -109,7 +112,7 @@ def draw_curves(curves: Sequence[str], grid: tuple[int, int], path: str | os.Pat
         axis.set_ylim(grid[0] - 0.3, -0.7)
         axis.set_aspect("equal")
         axis.set_title(curve, fontsize=10)
-    figure.suptitle(f"curves on a {grid[0]}x{grid[1]} grid, dot = start", fontsize=12)
+    figure.suptitle(heading, fontsize=12)
     figure.tight_layout()
     return save(figure, path)
 
@@ -181,7 +184,8 @@ def draw_flops(curves: Mapping[str, Mapping[str, Sequence[ModelFlops]]], path: s
     """Whole model and attention alone over the image size, log-log (Fibottention Figure 3).
 
     Args:
-        curves: by model, then by prior: counts of square images. "dense" is drawn with dashes.
+        curves: by model, then by prior: counts of square images. "dense" is drawn with dashes, the first other prior
+            with a whole line.
         path: of the PNG.
         heading: above both panels.
     """
@@ -191,6 +195,7 @@ def draw_flops(curves: Mapping[str, Mapping[str, Sequence[ModelFlops]]], path: s
     )
     for axis, part, title in zip(axes, ("total", "attention"), ("whole model", "attention alone"), strict=True):
         for number, (model, priors) in enumerate(curves.items()):
+            styles = itertools.cycle(["-", ":", "-."])
             for prior, counts in priors.items():
                 sizes = [flops.image_size[0] for flops in counts]
                 axis.plot(
@@ -201,7 +206,7 @@ def draw_flops(curves: Mapping[str, Mapping[str, Sequence[ModelFlops]]], path: s
                     markersize=4,
                     # Models of one width have nearly the same dense cost, so the later, thinner line lies on the first.
                     linewidth=max(1.2, 3.2 - number),
-                    linestyle="--" if prior == "dense" else "-",
+                    linestyle="--" if prior == "dense" else next(styles),
                     label=f"{model}, {prior}",
                 )
         axis.set_xscale("log")

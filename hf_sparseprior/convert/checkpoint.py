@@ -19,26 +19,43 @@ from torch import Tensor
 from hf_sparseprior.adapters.lora import CLASSIFIERS
 from hf_sparseprior.adapters.stock_attention import RECORD
 from hf_sparseprior.adapters.stock_saving import SCALARS_FILE
-from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
-from hf_sparseprior.convert import lvvit, sparseprior_vit, timesformer, timm_vit, transformers_vit
+from hf_sparseprior.base_config import IMAGENET, as_pair
+from hf_sparseprior.convert import (
+    iformer,
+    lvvit,
+    own_models,
+    timesformer,
+    timm_convit,
+    timm_swin,
+    timm_vit,
+    transformers_swin,
+    transformers_vit,
+)
+from hf_sparseprior.convert.common import base_prefix
 from hf_sparseprior.families import FAMILIES
 from hf_sparseprior.files import check_new, whole_file, whole_folder
 from hf_sparseprior.image_processor import PROCESSOR
 from hf_sparseprior.pretrained import copy_weights
 from hf_sparseprior.prior import is_prior_weight
 
-# timesformer before transformers_vit, which would take a bare TimeSformer for a ViT.
-FORMATS: tuple[ModuleType, ...] = (sparseprior_vit, timesformer, transformers_vit, lvvit, timm_vit)
+# timesformer and transformers_swin before transformers_vit, which would take their bare models for ViTs.
+FORMATS: tuple[ModuleType, ...] = (
+    *(timesformer, transformers_swin, transformers_vit, lvvit),
+    *(timm_vit, timm_swin, timm_convit),
+    iformer,
+)
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".bin")
-# The family that a foreign format is written from, if it is not SparsePriorViT.
-FAMILY_OF_TARGET = dict.fromkeys(timesformer.TARGETS, timesformer.FAMILY)
 # What a target is written as, if not as a folder.
 WRITTEN_AS = {"timm": ("folder", ".safetensors file"), "original": (".pth file",)}
 
 
-def target_formats() -> dict[str, ModuleType]:
-    """The format of each target by name: our families and the foreign ones."""
-    return {name: module for module in FORMATS for name in module.TARGETS}
+def target_formats() -> dict[str, dict[str, ModuleType]]:
+    """The targets by name, our families and foreign ones: of each the formats by the family that is written with it."""
+    targets = {family: {family: own_models} for family in FAMILIES}
+    for module in FORMATS:
+        for name in module.TARGETS:
+            targets.setdefault(name, {})[module.FAMILY] = module
+    return targets
 
 
 def read_checkpoint(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
@@ -129,10 +146,10 @@ def convert_checkpoint(
         prior: the new model's, by default the source's: that of one of our models or of a stock model with
             `apply_prior`, otherwise "dense". A decay that the source does not have starts as its `init` says; extras
             start where they change nothing.
-        image_size: if it is not the source's, the position embedding is interpolated.
-        num_attention_heads: for timm files of other widths than the published ones.
+        image_size: if it is not the source's, positions are interpolated: embeddings, or tables of smaller windows.
+        num_attention_heads: for timm files of ViTs of other widths than the published ones.
         drop_classifier: write the base model alone; its pooling stays.
-        to: one of `target_formats`, by default our own for the source's kind, images or clips. Foreign formats have no
+        to: one of `target_formats`, by default our own family for the source's kind of model. Foreign formats have no
             prior: prior="dense" drops the source's.
 
     Returns:
@@ -145,22 +162,25 @@ def convert_checkpoint(
     """
     out = Path(out)
     check_new(out)
-    if to is not None and to not in target_formats():
-        raise ValueError(f"to={to!r} must be one of {', '.join(target_formats())}")
+    targets = target_formats()
+    if to is not None and to not in targets:
+        raise ValueError(f"to={to!r} must be one of {', '.join(targets)}")
     written_as = WRITTEN_AS.get(to or "", ("folder",))
     is_file = out.suffix in WEIGHT_FILES
     if (f"{out.suffix} file" if is_file else "folder") not in written_as:
         raise ValueError(f"{out}: {to or 'our own format'} is written as a {' or a '.join(written_as)}")
     weights, fields, notes = _read_as_ours(source, num_attention_heads)
-    family = fields.get("model_type", SparsePriorViTConfig.model_type)
+    family = fields["model_type"]
     to = family if to is None else to
-    if (to if to in FAMILIES else FAMILY_OF_TARGET.get(to, SparsePriorViTConfig.model_type)) != family:
+    if family not in targets[to]:
         raise ValueError(f"{source} is a {family}, which {to} cannot express")
-    target = target_formats()[to]
+    target = targets[to][family]
     config_class: Any = FAMILIES[family].config_class
     own = config_class.from_dict(fields)
     config = own if prior is None else config_class.from_dict({**fields, "prior": prior})
-    if target is not sparseprior_vit and config.prior_name != "dense":
+    if target is not own_models and config.compressed is not None:
+        raise ValueError(f"{source} is compressed, which {to} cannot express: its layers differ in heads and widths")
+    if target is not own_models and config.prior_name != "dense":
         raise ValueError(f"prior {config.prior_name!r} has no place in {to}; --prior dense drops it")
     if own.prior_name != "dense" and own.prior != config.prior:
         notes.append(
@@ -180,7 +200,7 @@ def convert_checkpoint(
     target.check(model, to, out)
     with whole_file(out) if is_file else whole_folder(out) as scratch:
         processor = Path(source) / PROCESSOR
-        if target is not timm_vit and processor.is_file() and not resized:
+        if not is_file and to not in WRITTEN_AS and processor.is_file() and not resized:
             shutil.copyfile(processor, scratch / PROCESSOR)
         what, *remarks = target.write(model, to, scratch)
     return [f"{out}: {what}, from {Path(source).name}", *notes, *remarks]
@@ -189,31 +209,36 @@ def convert_checkpoint(
 def _read_as_ours(
     source: str | os.PathLike, num_attention_heads: int | None
 ) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
-    """Weights under our names ("vit.layers.0..."), fields of the config, notes for the user."""
+    """Weights under our classifier's names ("vit.layers.0..."), fields of the config, notes for the user."""
     state, settings = read_checkpoint(source)
-    module = next((module for module in FORMATS if module.matches(state)), None)
+    module = next((module for module in (own_models, *FORMATS) if module.matches(state)), None)
+    if own_models.is_ours(settings):
+        module = own_models
     if module is None:
         raise ValueError(f"{source}: names like {', '.join(sorted(state)[:3])} are of no known source")
     if num_attention_heads is not None:
         if module is not timm_vit:
-            raise ValueError(f"--heads {num_attention_heads} is for timm files; this source's config.json has a number")
+            raise ValueError(f"--heads {num_attention_heads} is for a ViT under timm's names; this source has a number")
         settings = {**(settings or {}), "num_attention_heads": num_attention_heads}
     own_fields = module.fields(state, settings)
     if RECORD in (settings or {}) and "prior" not in own_fields:
         raise ValueError(f"{source}: config.json has {RECORD!r}, a prior that convert cannot carry over")
     fields = {"prior": "dense", **own_fields}
+    if module is not own_models:
+        fields["model_type"] = module.FAMILY
     weights, unused = module.rename(state)
     notes = [f"note: left out, no output depends on it: {', '.join(unused)}"] if unused else []
-    for name, imagenet in (("image_mean", (0.485, 0.456, 0.406)), ("image_std", (0.229, 0.224, 0.225))):
+    assumed = {name: (list(values), f"ImageNet's {values}") for name, values in IMAGENET.items()}
+    if hasattr(module, "assumed"):
+        assumed |= module.assumed(state)
+    for name, (value, words) in assumed.items():
         if name not in fields:
-            fields[name] = list(imagenet)
-            notes.append(f"note: {name} is not in the source; ImageNet's {imagenet} is assumed")
+            fields[name] = value
+            notes.append(f"note: {name} is not in the source; {words} is assumed")
     return weights, fields, notes
 
 
-def _fill(
-    state: dict[str, Tensor], config: SparsePriorViTConfig, with_prior: bool, drop_classifier: bool, source: Any
-) -> Any:
+def _fill(state: dict[str, Tensor], config: Any, with_prior: bool, drop_classifier: bool, source: Any) -> Any:
     """A model with exactly these weights, or an error that lists what is missing and what is left over.
 
     A prior's weights are among them if `with_prior`; otherwise they have their initial values.
@@ -222,7 +247,8 @@ def _fill(
     family = FAMILIES[config.model_type]
     if drop_classifier or not heads:
         model: Any = family.base(config)
-        state = {key.removeprefix("vit."): value for key, value in state.items() if key not in heads}
+        prefix = base_prefix(family.name)
+        state = {key.removeprefix(prefix): value for key, value in state.items() if key not in heads}
     else:
         model = family.classifier(config)
     # In the precision of the source, if all of it has the same; a decay stays in float32.

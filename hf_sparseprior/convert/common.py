@@ -1,12 +1,20 @@
-"""What every foreign format needs: refusals, weights without a prior."""
+"""What every foreign format needs: refusals, weights without a prior, folders that transformers loads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from safetensors.torch import save_file
+from torch import Tensor
 
+from hf_sparseprior.adapters.stock_attention import MARKER, RECORD
+from hf_sparseprior.families import FAMILIES
+from hf_sparseprior.files import write_text
+from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
+from hf_sparseprior.loading import check_whole
 from hf_sparseprior.prior import is_prior_weight
 
 # What SparsePriorViT has and the models of other libraries lack.
@@ -22,6 +30,27 @@ def field_problems(config: Any, allowed: dict[str, tuple[Any, ...]]) -> list[str
     ]
 
 
+def recorded_prior(state: Mapping[str, Tensor], settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The prior with which `stock_saving` saved a stock model; None without one.
+
+    Raises:
+        ValueError: if config.json does not name the prior that the weights have.
+    """
+    if RECORD not in settings:
+        if any(is_marker(key) for key in state):
+            raise ValueError(f"config.json lacks {RECORD!r}, and the weights are of a model with a prior")
+        return None
+    record = settings[RECORD]
+    if not isinstance(record, dict) or not isinstance(record.get("prior"), dict):
+        raise ValueError(f"config.json: {RECORD}={record!r} must be like {{'prior': {{...}}}}")
+    return record["prior"]
+
+
+def is_marker(key: str) -> bool:
+    """Whether this is the tensor that makes a load without the prior noticed; it means nothing else."""
+    return key.endswith(f".{MARKER}")
+
+
 def refuse(target: str, problems: Iterable[str]) -> None:
     """Raise ValueError with every problem in one line."""
     if problems := list(problems):
@@ -33,8 +62,36 @@ def one_if_square(pair: Sequence[int]) -> int | list[int]:
     return pair[0] if pair[0] == pair[1] else list(pair)
 
 
-def plain_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of a SparsePriorViT under the classifier's names ("vit.layers.0..."), the prior's left out."""
+def base_prefix(family: str) -> str:
+    """What the names of a family's weights begin with in its classifier, "vit." or "swin."."""
+    return f"{FAMILIES[family].base.base_model_prefix}."
+
+
+def plain_weights(model: Any) -> dict[str, Tensor]:
+    """The weights of one of our models under its classifier's names ("vit.layers.0..."), the prior's left out."""
     weights = {key: value for key, value in model.state_dict().items() if not is_prior_weight(key)}
-    prefix = "" if any(key.startswith("vit.") for key in weights) else "vit."
+    prefix = base_prefix(model.config.model_type)
+    prefix = "" if any(key.startswith(prefix) for key in weights) else prefix
     return {prefix + key: value.contiguous() for key, value in weights.items()}
+
+
+def save_for_transformers(cls: Any, config: Any, weights: dict[str, Tensor], folder: Path, ours: Any) -> None:
+    """Write config.json, model.safetensors and, if there is none yet, preprocessor_config.json.
+
+    Args:
+        cls: the class of transformers that is to load the folder.
+        config, weights: of that class.
+        folder: an existing folder.
+        ours: config of our model, which has the image size and the normalisation.
+
+    Raises:
+        OSError: if the class does not find exactly its weights in the folder.
+    """
+    config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    if not (folder / PROCESSOR).exists():
+        write_text(folder / PROCESSOR, json.dumps(image_processor_settings(ours), indent=2) + "\n")
+    _, info = cls.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True)
+    check_whole(folder, info)
+    if info["unexpected_keys"]:
+        raise OSError(f"{cls.__name__} has no place for {', '.join(sorted(info['unexpected_keys']))}")

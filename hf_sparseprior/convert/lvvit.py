@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_sparseprior.convert import timm_vit
 
 TARGETS = ()  # nothing is written in this format
+FAMILY = timm_vit.FAMILY
 NORM_EPS = 1e-5
 # Width to (heads, skip_lam): tiny, small, medium, large.
 PUBLISHED = {240: (4, 1.0), 384: (6, 2.0), 512: (8, 2.0), 768: (12, 3.0)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,15 +9,18 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_sparseprior.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
-from hf_sparseprior.convert.common import ONLY_OURS, field_problems, one_if_square, plain_weights, refuse
-from hf_sparseprior.files import write_text
-from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
-from hf_sparseprior.loading import check_whole
+from hf_sparseprior.convert.common import (
+    ONLY_OURS,
+    field_problems,
+    one_if_square,
+    plain_weights,
+    refuse,
+    save_for_transformers,
+)
 
 TARGETS = ("timesformer",)
 FAMILY = SparsePriorTimesformerConfig.model_type
@@ -76,7 +78,7 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
         raise ValueError(f"attention_type={config['attention_type']!r} must be 'divided_space_time'")
     optional = ("id2label", "label2id", "problem_type", "image_mean", "image_std")
     taken = {name: settings[name] for name in optional if settings.get(name)}
-    return {**{name: config[name] for name in (*SHARED, "drop_path_rate")}, **taken, "model_type": FAMILY}
+    return {**{name: config[name] for name in (*SHARED, "drop_path_rate")}, **taken}
 
 
 def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
@@ -127,14 +129,9 @@ def write(model: Any, target: str, folder: Path) -> list[str]:
     for name in ("layer_norm_eps", "initializer_range"):  # their configs are typed
         taken[name] = float(taken[name])
     taken |= {name: getattr(ours, name) for name in ("id2label", "label2id", "problem_type")}
-    cls.config_class(**taken, dtype=model.dtype, architectures=[cls.__name__]).save_pretrained(folder)
-    save_file(_their_weights(model, "timesformer." if classifies else ""), folder / "model.safetensors")
-    if not (folder / PROCESSOR).exists():
-        write_text(folder / PROCESSOR, json.dumps(image_processor_settings(ours), indent=2) + "\n")
-    _, info = cls.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True)
-    check_whole(folder, info)
-    if info["unexpected_keys"]:
-        raise OSError(f"{cls.__name__} has no place for {', '.join(sorted(info['unexpected_keys']))}")
+    config = cls.config_class(**taken, dtype=model.dtype, architectures=[cls.__name__])
+    weights = _their_weights(model, "timesformer." if classifies else "")
+    save_for_transformers(cls, config, weights, folder, ours)
     notes = []
     if ours.drop_path_rate:  # an integer in their config
         notes.append(f"note: drop_path_rate={ours.drop_path_rate:g} is left out, {target} has none")

@@ -17,11 +17,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_sparseprior.configuration_sparseprior_vit import as_pair
+from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.convert.common import ONLY_OURS, field_problems, one_if_square, plain_weights, refuse
 from hf_sparseprior.files import write_text
 
 TARGETS = ("timm", "original")
+FAMILY = SparsePriorViTConfig.model_type
 # Width to heads of the published models: tiny, small, base, large, huge.
 HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1280: 16}
 NORM_EPS = 1e-6  # layer_norm_eps of every model here; files do not say it
@@ -71,7 +72,6 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
     """
     settings = settings or {}
     arguments = settings.get("model_args") or {}
-    data = settings.get("pretrained_cfg") or settings
     _refuse_other_architectures(state, settings, arguments)
     width, channels, *patch = state["patch_embed.proj.weight"].shape
     heads = settings.get("num_attention_heads") or arguments.get("num_heads") or HEADS.get(width)
@@ -81,7 +81,7 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
     scale = next((state[key] for key in ("blocks.0.ls1.gamma", "blocks.0.gamma_1") if key in state), None)
     registers = next((state[key] for key in ("reg_token", "register_tokens") if key in state), None)
     averages = "cls_token" not in state or (settings.get("global_pool") or arguments.get("global_pool")) == "avg"
-    taken = {
+    taken: dict[str, Any] = {
         "hidden_size": width,
         "num_channels": channels,
         "patch_size": one_if_square(patch),
@@ -102,11 +102,16 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
         "layer_norm_eps": NORM_EPS,
         "num_labels": state["head.weight"].shape[0] if "head.weight" in state else 2,
     }
-    for ours, theirs in (("image_mean", "mean"), ("image_std", "std")):
-        if theirs in data:
-            taken[ours] = list(data[theirs])
+    return {**taken, **data_fields(settings, taken["num_labels"])}
+
+
+def data_fields(settings: dict[str, Any], num_labels: int) -> dict[str, Any]:
+    """Normalisation and names of the classes, as far as config.json in timm's layout has them."""
+    data = settings.get("pretrained_cfg") or settings
+    pairs = (("image_mean", "mean"), ("image_std", "std"))
+    taken: dict[str, Any] = {ours: list(data[theirs]) for ours, theirs in pairs if theirs in data}
     names = settings.get("label_names") or data.get("label_names")
-    if isinstance(names, list) and len(names) == taken["num_labels"]:
+    if isinstance(names, list) and len(names) == num_labels:
         taken["id2label"] = dict(enumerate(names))
         taken["label2id"] = {name: index for index, name in enumerate(names)}
     return taken
@@ -149,36 +154,41 @@ def _grid(state: dict[str, Tensor], patch: list[int], image_size: Any) -> tuple[
 
 def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """The weights under our names, with the joint query, key and value projection split, and the names left out."""
-    renamed = {}
+    renamed: dict[str, Tensor] = {}
     for key, value in state.items():
         if key in UNUSED:
             continue
-        name = _our_name(key)
-        if ".attn.qkv." in name:
-            for part, third in zip(QKV, value.chunk(3), strict=True):
-                renamed[name.replace(".attn.qkv.", f".attention.{part}.")] = third.contiguous()
-        else:
-            renamed[name] = value
+        renamed |= split_qkv(_our_name(key), value)
     return renamed, [key for key in UNUSED if key in state]
+
+
+def split_qkv(name: str, value: Tensor) -> dict[str, Tensor]:
+    """A weight of a joint query, key and value projection as three by their names; any other as it is."""
+    if ".attn.qkv." not in name:
+        return {name: value}
+    thirds = zip(QKV, value.chunk(3), strict=True)
+    return {name.replace(".attn.qkv.", f".attention.{part}."): third.contiguous() for part, third in thirds}
 
 
 def _our_name(name: str) -> str:
     if block := re.fullmatch(r"blocks\.(\d+)\.(.+)", name):
-        return f"vit.layers.{block[1]}.{_replace_stem(_replace_stem(block[2], BLOCK_ALIASES), BLOCK_STEMS)}"
-    return _replace_stem(_replace_stem(name, ALIASES), STEMS)
+        return f"vit.layers.{block[1]}.{replace_stem(replace_stem(block[2], BLOCK_ALIASES), BLOCK_STEMS)}"
+    return replace_stem(replace_stem(name, ALIASES), STEMS)
 
 
 def _their_name(name: str) -> str:
     if block := re.fullmatch(r"vit\.layers\.(\d+)\.(.+)", name):
-        return f"blocks.{block[1]}.{_replace_stem(block[2], _swapped(BLOCK_STEMS))}"
-    return _replace_stem(name, _swapped(STEMS))
+        return f"blocks.{block[1]}.{replace_stem(block[2], swapped(BLOCK_STEMS))}"
+    return replace_stem(name, swapped(STEMS))
 
 
-def _swapped(stems: dict[str, str]) -> dict[str, str]:
+def swapped(stems: dict[str, str]) -> dict[str, str]:
+    """Our names as the keys."""
     return {ours: theirs for theirs, ours in stems.items()}
 
 
-def _replace_stem(name: str, stems: dict[str, str]) -> str:
+def replace_stem(name: str, stems: dict[str, str]) -> str:
+    """The name with its beginning replaced, if that is one of the stems."""
     for stem, other in stems.items():
         if name == stem or name.startswith(stem + "."):
             return other + name.removeprefix(stem)
@@ -267,15 +277,19 @@ def original_content(config: Any, weights: dict[str, Tensor]) -> tuple[str, dict
 
 def timm_weights(model: Any) -> dict[str, Tensor]:
     """The weights under timm's names, with query, key and value projection joined."""
-    weights = plain_weights(model)
-    renamed = {}
+    return {_their_name(key): value for key, value in join_qkv(plain_weights(model)).items()}
+
+
+def join_qkv(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights under our names, but with query, key and value projection as one layer "attn.qkv"."""
+    joined = {}
     for key, value in weights.items():
         if ".attention.q_proj." in key:
             parts = [weights[key.replace(".q_proj.", f".{part}.")] for part in QKV]
-            renamed[_their_name(key).replace("attention.q_proj", "attn.qkv")] = torch.cat(parts)
+            joined[key.replace(".attention.q_proj.", ".attn.qkv.")] = torch.cat(parts)
         elif not any(f".attention.{part}." in key for part in QKV):
-            renamed[_their_name(key)] = value
-    return renamed
+            joined[key] = value
+    return joined
 
 
 def timm_config(config: Any, weights: dict[str, Tensor]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ and both are read.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,18 +14,23 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_sparseprior.adapters.stock_attention import MARKER, RECORD
-from hf_sparseprior.configuration_sparseprior_vit import as_pair
-from hf_sparseprior.convert.common import ONLY_OURS, field_problems, one_if_square, plain_weights, refuse
-from hf_sparseprior.files import write_text
-from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
-from hf_sparseprior.loading import check_whole
+from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
+from hf_sparseprior.convert.common import (
+    ONLY_OURS,
+    field_problems,
+    is_marker,
+    one_if_square,
+    plain_weights,
+    recorded_prior,
+    refuse,
+    save_for_transformers,
+)
 from hf_sparseprior.prior import is_prior_weight
 
 TARGETS = ("vit", "deit", "dinov2", "dinov2_with_registers")
+FAMILY = SparsePriorViTConfig.model_type
 # Base model, classifier, and classifier with a second head on the distillation token.
 CLASSES = {
     "vit": ("ViTModel", "ViTForImageClassification"),
@@ -108,7 +112,7 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
     if config.get("use_swiglu_ffn"):
         raise ValueError("use_swiglu_ffn=True: a gated MLP has no counterpart in SparsePriorViT")
     taken = {name: config[name] for name in SHARED if name in config}
-    if (prior := _recorded_prior(state, settings)) is not None:
+    if (prior := recorded_prior(state, settings)) is not None:
         taken["prior"] = prior
     classifies = any(key.startswith(("classifier.", "cls_classifier.")) for key in state)
     if kind.startswith("dinov2"):
@@ -125,23 +129,6 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
     return taken
 
 
-def _recorded_prior(state: dict[str, Tensor], settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The prior with which `stock_saving` saved the source; None without one."""
-    if RECORD not in settings:
-        if any(_is_marker(key) for key in state):
-            raise ValueError(f"config.json lacks {RECORD!r}, and the weights are of a model with a prior")
-        return None
-    record = settings[RECORD]
-    if not isinstance(record, dict) or not isinstance(record.get("prior"), dict):
-        raise ValueError(f"config.json: {RECORD}={record!r} must be like {{'prior': {{...}}}}")
-    return record["prior"]
-
-
-def _is_marker(key: str) -> bool:
-    """Whether this is the tensor that makes a load without the prior noticed; it means nothing else."""
-    return key.endswith(f".{MARKER}")
-
-
 def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """The weights under our names, and the names of those left out. Unknown names stay as they are.
 
@@ -150,7 +137,7 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     renamed, unused = {}, []
     for key, value in state.items():
         name = PREFIX.sub("", key)
-        if _is_marker(name):
+        if is_marker(name):
             continue
         if name in UNUSED:
             unused.append(key)
@@ -216,14 +203,7 @@ def write(model: Any, target: str, folder: Path) -> list[str]:
         weights["pooler.dense.weight"] = torch.eye(width, dtype=dtype)
         weights["pooler.dense.bias"] = torch.zeros(width, dtype=dtype)
         notes.append("note: the pooler is the identity, pooler_output the class token")
-    config.save_pretrained(folder)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    if not (folder / PROCESSOR).exists():
-        write_text(folder / PROCESSOR, json.dumps(image_processor_settings(model.config), indent=2) + "\n")
-    _, info = cls.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True)
-    check_whole(folder, info)
-    if info["unexpected_keys"]:
-        raise OSError(f"{cls.__name__} has no place for {', '.join(sorted(info['unexpected_keys']))}")
+    save_for_transformers(cls, config, weights, folder, model.config)
     return [f"{type(model).__name__} as {cls.__name__}", *notes]
 
 

@@ -11,7 +11,7 @@ from hf_sparseprior.training.distillation import (
     token_loss,
 )
 from hf_sparseprior.training.ema import WeightAverage
-from hf_sparseprior.training.layer_decay import layer_of_parameter, parameter_groups
+from hf_sparseprior.training.layer_decay import layer_depths, parameter_groups
 from hf_sparseprior.training.mixing import Mixing, SoftTargetCollator
 from hf_sparseprior.training.progress import OneLineProgress
 from hf_sparseprior.training.sampling import Draw, DrawSampler
@@ -37,7 +37,7 @@ __all__ = [
     "WeightAverage",
     "attention_loss",
     "class_loss",
-    "layer_of_parameter",
+    "layer_depths",
     "parameter_groups",
     "register_loss",
     "soft_target_loss",

@@ -25,6 +25,7 @@ from hf_sparseprior.predictor import Predictor
 from hf_sparseprior.pretrained import saved_family
 from hf_sparseprior.prior import pruning_of
 from hf_sparseprior.token_pruning import counted_patches, gather_tokens
+from hf_sparseprior.training.mixing import check_mixtoken
 
 # ---- the losses of the papers, of tensors ---------------------------------------------------------------------------
 
@@ -111,11 +112,12 @@ class Loss:
 
 
 LOSSES: dict[str, Loss] = {}
-# What a loss can need, and the config fields in which student and teacher must then be equal.
+# What a loss can need, and the config fields in which student and teacher must then be equal. A family that has stages
+# says its heads there.
 NEEDS = {
     "logits": ("num_labels",),
-    "hidden_states": ("hidden_size", "num_prefix_tokens", "grid"),
-    "attentions": ("num_hidden_layers", "num_attention_heads", "num_prefix_tokens", "grid"),
+    "hidden_states": ("hidden_size", "num_prefix_tokens", "output_grid"),
+    "attentions": ("num_hidden_layers", "num_attention_heads", "num_prefix_tokens", "grid", "stages", "compressed"),
     "scores": (),
 }
 # The teacher is given the student's pixels.
@@ -155,7 +157,10 @@ def _class(step: Step) -> Tensor:
 
 @register_loss("attention", "attentions", "scores")
 def _attention(step: Step) -> Tensor:
-    return attention_loss(step.scores, step.teacher.attentions, step.model.config.num_prefix_tokens)
+    config = step.model.config
+    layers = [stage for stage in config.stages for _ in range(stage.num_layers)]
+    given = [own for own, stage in zip(step.teacher.attentions, layers, strict=True) if stage.takes_prior]
+    return attention_loss(step.scores, given, config.num_prefix_tokens)
 
 
 # ---- teacher and student --------------------------------------------------------------------------------------------
@@ -183,7 +188,8 @@ class Teacher:
         own = self.model.config
         fields = dict.fromkeys(field for need in NEEDS if need in needs for field in NEEDS[need])
         for field in (*PIXELS, *fields):
-            teachers, students = getattr(own, field), getattr(config, field)
+            teachers: Any = getattr(own, field, None)
+            students: Any = getattr(config, field, None)
             if field == "image_size":
                 teachers, students = as_pair(teachers), as_pair(students)
             if teachers != students:
@@ -199,15 +205,19 @@ class Teacher:
 
         `token_sources` as in the model: with MixToken the teacher sees the patches that the student sees.
         """
-        patches = math.prod(self.model.config.grid)
-        if token_sources is not None and token_sources.shape[1] != patches:
-            raise ValueError(
-                f"{self.name} has {patches} patches, the model {token_sources.shape[1]}; with mixtoken they must be as "
-                "many"
-            )
+        mixed = {}
+        if token_sources is not None:
+            patches = math.prod(self.model.config.grid)
+            if token_sources.shape[1] != patches:
+                raise ValueError(
+                    f"{self.name} has {patches} patches, the model {token_sources.shape[1]}; with mixtoken they must "
+                    "be as many"
+                )
+            check_mixtoken(self.model, self.name)
+            mixed["token_sources"] = token_sources
         return self.model(
             pixel_values,
-            token_sources=token_sources,
+            **mixed,
             output_hidden_states="hidden_states" in needs,
             output_attentions="attentions" in needs,
             return_dict=True,
@@ -247,8 +257,8 @@ class Distillation:
                 f"the attention loss is for priors whose predictor has connectivity scores (sparsifiner), not for "
                 f"{model.config.prior_name!r}"
             )
-        prior: Any = getattr(model.config, "prior", {"extras": []})
-        found = pruning_of(prior)
+        priors = getattr(model.config, "stage_priors", [])
+        found = next((found for prior in priors if (found := pruning_of(prior)) is not None), None)
         if found is None:
             return
         if "attentions" in self.needs:

@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
 
 from hf_sparseprior.prior import is_prior_weight
 
-LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks)\.(\d+)\.")
+# "layers.3", or within a stage "stages.1.layers.3"; stock Swin has "layers.1.blocks.3".
+_WITHIN = r"(?:layers|blocks|convolutions|final_convolutions)\.\d+"
+LAYER = re.compile(rf"(?:^|\.)(?:(?:stages|layers)\.\d+\.{_WITHIN}|(?:layers?|blocks)\.\d+)(?=\.)")
+STAGE = re.compile(rf"(?:^|\.)(?:stages|layers)\.\d+(?=\.{_WITHIN}\.)")
 EMBEDDINGS = re.compile(r"(?:^|\.)(?:embeddings|patch_embed|cls_token|pos_embed|dist_token|reg_token)(?:\.|$)")
 
 
-def layer_of_parameter(name: str, num_layers: int) -> int:
-    """0 for embeddings, l for the l-th of `num_layers` transformer layers, num_layers + 1 for norm and classifier."""
-    if match := LAYER.search(name):
-        return int(match[1]) + 1
-    return 0 if EMBEDDINGS.search(name) else num_layers + 1
+def layer_depths(names: Iterable[str]) -> tuple[dict[str, int], int]:
+    """The layer of each parameter, and how many layers there are.
+
+    Args:
+        names: all parameters of a model, in the order of their registration, which is that of the layers.
+
+    Returns:
+        By name 0 for embeddings, l for the l-th of L layers, counted through all stages, and L + 1 for norm and
+        classifier; and L. What merges patches between two stages goes with the layer before it.
+    """
+    names = list(names)
+    stages = tuple({f"{name[: found.end()]}." for name in names if (found := STAGE.search(name))})
+    layers: dict[str, int] = {}
+    depths: dict[str, int | None] = {}
+    for name in names:
+        found = LAYER.search(name)
+        if found and f"{name[: found.end()]}." not in stages:
+            depths[name] = layers.setdefault(name[: found.end()], len(layers) + 1)
+        elif name.startswith(stages):
+            depths[name] = len(layers)
+        else:
+            depths[name] = 0 if EMBEDDINGS.search(name) else None
+    return {name: len(layers) + 1 if depth is None else depth for name, depth in depths.items()}, len(layers)
 
 
 def parameter_groups(
@@ -44,12 +65,10 @@ def parameter_groups(
     """
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     # Frozen layers count too, because the rate of a layer must not depend on what else is trained.
-    num_layers = max(
-        (int(match[1]) + 1 for name, _ in model.named_parameters() if (match := LAYER.search(name))), default=0
-    )
+    depths, num_layers = layer_depths(name for name, _ in model.named_parameters())
     groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
     for name, parameter in parameters:
-        layer = layer_of_parameter(name, num_layers)
+        layer = depths[name]
         key = (layer, name in decayed, backbone != 1.0 and is_prior_weight(name))
         group = groups.setdefault(
             key,

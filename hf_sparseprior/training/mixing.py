@@ -9,6 +9,7 @@ recipe of DeiT (Touvron et al. 2021).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,13 @@ import torch
 from torch import Tensor
 
 from hf_sparseprior.training.sampling import Draw
+
+
+def check_mixtoken(model: Any, name: str = "the model") -> None:
+    """Raise ValueError unless a model of our families, which may be inside a peft model, can mix its patches."""
+    base = getattr(model, "get_base_model", lambda: model)()
+    if "token_sources" not in inspect.signature(base.forward).parameters:
+        raise ValueError(f"mixtoken mixes patches, which {name}, a {type(base).__name__}, cannot do")
 
 
 @dataclass(frozen=True)

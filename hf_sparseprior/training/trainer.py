@@ -54,6 +54,8 @@ class SparsePriorTrainer(Trainer):
         train_collator: makes batches of training samples; None: `data_collator` does, as in evaluation.
         token_label_weight: weight of the patch tokens' loss, if a batch has token targets (`training.token_labels`).
         distillation: the losses of training, which replace the loss against the labels; evaluation uses only that.
+        also_saved: more that a checkpoint holds: by the name of a file, an object that writes it into a folder with
+            `save` and reads it with `load`, which every process calls.
 
     In the log, `data_wait` is the share of the time since the last entry in which training waited for data. With a
     distillation, `loss_NAME` is the mean of each loss since then, without its weight. Auxiliary losses of a prior
@@ -76,6 +78,7 @@ class SparsePriorTrainer(Trainer):
         train_collator: Any = None,
         token_label_weight: float = 0.5,
         distillation: Distillation | None = None,
+        also_saved: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -88,6 +91,9 @@ class SparsePriorTrainer(Trainer):
         if getattr(self.args, "ema_decay", None) is not None and self.is_fsdp_enabled:
             raise ValueError(f"ema_decay={self.args.ema_decay} cannot be used with FSDP; leave it out")
         self.distillation = distillation
+        self.also_saved = also_saved or {}
+        if self.also_saved and self.is_fsdp_enabled:
+            raise ValueError(f"{', '.join(self.also_saved)} cannot be saved with FSDP, use DDP")
         self._losses: dict[str, list[Tensor]] = {}
         self._watch = LossWatch()
         self._resumed: dict[str, Any] | None = None  # content of RUNNING_FILE until training starts
@@ -377,6 +383,8 @@ class SparsePriorTrainer(Trainer):
         self._save_running(output_dir)
         if self.weight_average is not None and self.args.should_save:
             self.weight_average.save(output_dir)
+        for part in self.also_saved.values():
+            part.save(output_dir)
         if self.args.should_save:
             self.clock.save(output_dir)
             (Path(output_dir) / PROCESSES_FILE).write_text(str(self.args.world_size), encoding="utf-8")
@@ -387,6 +395,8 @@ class SparsePriorTrainer(Trainer):
             self._check_processes(Path(checkpoint) / PROCESSES_FILE)
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
+            for part in self.also_saved.values():
+                part.load(checkpoint)
             self.clock.load(checkpoint)
             path = Path(checkpoint) / RUNNING_FILE  # older checkpoints lack it
             self._resumed = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -436,6 +446,7 @@ class SparsePriorTrainer(Trainer):
             files += [ADAPTER_SAFE_WEIGHTS_NAME if is_peft_model(self.model) else SAFE_WEIGHTS_NAME, OPTIMIZER_NAME]
         processes = self.args.world_size
         files += [f"rng_state_{rank}.pth" for rank in range(processes)] if processes > 1 else ["rng_state.pth"]
+        files += self.also_saved
         return files + ([EMA_FILE] if getattr(self.args, "ema_decay", None) is not None else [])
 
     def _start_average(self) -> WeightAverage | None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from hf_sparseprior.attention_plan import AttentionPlan
 from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.backend_choice import BACKENDS
+from hf_sparseprior.curves import curve_rank
 from hf_sparseprior.decay import DECAYS, resolve_decay
 from hf_sparseprior.ops import attention
 from hf_sparseprior.supports import (
@@ -39,11 +40,12 @@ MORE = {
         {"w_min": 1, "modified": True},
         {"w_min": 1, "w_max": 1},
         {"w_min": 2, "w_max": 4, "shuffle_seed": None},
+        {"w_min": 1, "order": "hilbert"},
     ],
-    "window": [{"w": 2, "diagonal": False}, {"w": 0}],
+    "window": [{"w": 2, "diagonal": False, "order": "peano_t"}, {"w": 0}],
     "strided": [{"stride": 3, "local": 1}],
     "random": [{"pruning_ratio": 70.0, "per_head": True, "seed": 3}, {"pruning_ratio": 100}],
-    "bigbird": [{"random_keys": 2, "per_head": True}, {"pruning_ratio": 60}],
+    "bigbird": [{"random_keys": 2, "per_head": True}, {"pruning_ratio": 60, "order": "snake_t"}],
 }
 
 
@@ -173,12 +175,15 @@ def brute_mask(support, heads, grid, prefix, layer=2):
     resolved = resolve_support(support, heads, num_tokens, grid)
     pairs = layer_pairs(resolved, num_heads=heads, num_tokens=num_tokens, layer=layer, grid=grid)
     total = prefix + num_tokens
+    order = support.get("order", "raster")
     masks = []
     for head, number in enumerate(layer_order(heads, layer, resolved["shuffle_seed"])):
         own = set(offsets[number])
-        mask = [[j < prefix or k < prefix or abs(j - k) in own for k in range(total)] for j in range(total)]
+        name = order if isinstance(order, str) else order[number]
+        rank = [None] * prefix + curve_rank(name.replace("raster", "z"), grid).ravel().tolist()
+        mask = [[j < prefix or k < prefix or abs(rank[j] - rank[k]) in own for k in range(total)] for j in range(total)]
         for j, k in [] if pairs is None else pairs[head]:
-            mask[prefix + j][prefix + k] = True
+            mask[rank.index(j)][rank.index(k)] = True
         for j in range(total):
             mask[j][j] = mask[j][j] or not any(mask[j])
         masks.append(mask)

@@ -79,10 +79,9 @@ def fresh_compiler():
 def test_compiled_training_on_two_grids_in_one_model(prior):
     model = make(prior, pooling="mean", interpolation="bilinear").train()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for size in SIZES:
+    # With both priors on both grids; then the first grid again takes the code that is there.
+    for size in (*SIZES, SIZES[0]) if prior == PRIORS[-1] else SIZES[1:]:
         assert_same_step(compiled, model, images(size))
-    # The first grid again takes the code that is there.
-    assert_same_step(compiled, model, images())
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -190,9 +189,8 @@ def test_compiled_outputs():
 def test_compiled_backbone():
     model = make("fibottention+violin", cls=SparsePriorViTBackbone)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for size in SIZES:
-        found, expected = compiled(images(size)).feature_maps[0], model(images(size)).feature_maps[0]
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    found, expected = compiled(images(SIZES[1])).feature_maps[0], model(images(SIZES[1])).feature_maps[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -212,10 +210,11 @@ def test_scalars_are_inputs_of_the_graph_not_constants():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
 def test_inductor(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    # The compiler takes its time: one grid, one layer, two curves in place of eight.
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # no trial compilations
+    # The compiler takes its time: one grid, one layer, two curves in place of eight, no interpolation.
     prior = {"support": "fibottention", "decay": {"name": "violin", "curves": ["snake", "hilbert_t"]}}
     model = make(prior).train()
-    assert_same_step(torch.compile(model, fullgraph=True), model, images((16, 24)))
+    assert_same_step(torch.compile(model, fullgraph=True), model, images())
 
 
 # ---- torch.export ---------------------------------------------------------------------------------------------------
@@ -232,8 +231,7 @@ class Logits(nn.Module):
         return self.model(pixel_values).logits
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize(("prior", "strict"), [*((prior, False) for prior in PRIORS), (PRIORS[-1], True)])
 def test_export_save_and_load_reproduce_the_logits(prior, strict, tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSEPRIOR_BACKEND", "reference")
     model = make(prior)
@@ -271,7 +269,7 @@ def test_export_before_any_eager_call(strict, monkeypatch):
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_with_any_batch_size(strict, monkeypatch):
     monkeypatch.setenv("SPARSEPRIOR_BACKEND", "reference")
-    model = make("fibottention+violin", num_hidden_layers=2)
+    model = make("fibottention+violin")
     shapes = {"pixel_values": {0: torch.export.Dim("batch", min=1, max=64)}}
     program = torch.export.export(Logits(model), (images(),), dynamic_shapes=shapes, strict=strict)
     torch.testing.assert_close(program.module()(images(batch=5)), model(images(batch=5)).logits)

@@ -16,9 +16,9 @@ from hf_sparseprior import (
     SparsePriorViTModel,
 )
 from hf_sparseprior.families import FAMILIES
+from tests.hf_sparseprior.small import SMALL
 
-SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-TINY = {**SIZES, "image_size": 8, "patch_size": 4}
+TINY = SMALL["sparseprior_vit"]
 FOREIGN = {
     "attention_type": "space_only",  # transformers' Timesformer
     "num_registers": 4,
@@ -45,11 +45,11 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("key", FOREIGN)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_key_without_meaning_is_refused_however_it_is_given(name, key, tmp_path):
-    cls, value = CONFIGS[name], FOREIGN[key]
-    message = rf"^{key!r} is no field of {cls.__name__}(; did you mean '\w+'\?$|\. Fields: prior, image_size)"
+    cls, value, tiny = CONFIGS[name], FOREIGN[key], SMALL[name]
+    message = rf"^{key!r} is no field of {cls.__name__}(; did you mean '\w+'\?$|\. Fields: prior, compressed)"
     with pytest.raises(ValueError, match=message):
-        cls(**TINY, **{key: value})
-    config = cls(**TINY)
+        cls(**tiny, **{key: value})
+    config = cls(**tiny)
     with pytest.raises(ValueError, match=message):
         setattr(config, key, value)
     with pytest.raises(ValueError, match=message):

@@ -85,7 +85,7 @@ def test_other_models_are_not_exported(model, tmp_path, capsys, change):
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, **change}))
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "up")]) == 2
-    assert "export takes the SparsePriorViT classes" in capsys.readouterr().err
+    assert "export takes the classes of SparsePriorViT, " in capsys.readouterr().err
 
 
 def test_cards_say_what_the_model_is_and_follow_it_until_somebody_edits_them(model, tmp_path):

@@ -25,6 +25,7 @@ from hf_sparseprior.low_rank import MIXERS
 from hf_sparseprior.model_card import model_card
 from hf_sparseprior.predictor import PREDICTORS
 from hf_sparseprior.supports import SUPPORTS
+from tests.hf_sparseprior.small import small
 from tests.processes import run_script
 
 CLASSES = {
@@ -105,8 +106,7 @@ def siblings(entry_files):
 def test_a_folder_carries_what_its_two_files_import(family, tmp_path):
     """transformers follows the chains of relative imports (since 5.20, the oldest that we take), so no list is kept."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-    config = FAMILIES[family].make_config(image_size=32, patch_size=8, **sizes)
+    config = small(family)
     FAMILIES[family].base(config).save_pretrained(tmp_path / "model")
     expected = siblings([f"configuration_{family}", f"modeling_{family}"])
     assert {path.stem for path in (tmp_path / "model").glob("*.py")} == expected

@@ -17,18 +17,17 @@ UNWANTED = ["torchvision", "timm", "mmcv", "mmengine", "mmseg", "mmdet", "matplo
 SCRIPT = """
 import json, logging, random, sys, time, warnings
 warnings.simplefilter("always")
-start = time.perf_counter()
+start = time.process_time()
 from transformers import PreTrainedModel
-between, used = time.perf_counter(), time.process_time()
+between = time.process_time()
 before = set(sys.modules)
 state, level, handlers = random.getstate(), logging.root.level, list(logging.root.handlers)
 import hf_sparseprior
-end, used = time.perf_counter(), time.process_time() - used
+end = time.process_time()
 import torch
 report = {
     "transformers": between - start,
     "package": end - between,
-    "computing": used,
     "modules": sorted(set(sys.modules) - before),
     "random": random.getstate() == state,
     "logging": (logging.root.level, logging.root.handlers) == (level, handlers),
@@ -64,10 +63,12 @@ def test_import_takes_nothing_that_is_not_needed(report):
 
 
 def test_import_is_quick(report, tmp_path):
-    # The best of up to three: another process on the machine only ever makes an import slower.
+    """What it computes, against what importing torch and transformers computes on the same machine.
+
+    The best of up to three: another process on the machine only ever makes an import slower.
+    """
     attempts = chain([report], (run_import(tmp_path / "report.json") for _ in range(2)))
-    # What the import computes counts to 0.5 s; on two busy cores it then takes up to twice that.
-    assert any(attempt["computing"] < 0.5 and attempt["package"] < 1 for attempt in attempts)
+    assert any(attempt["package"] < 0.15 * attempt["transformers"] for attempt in attempts)
 
 
 def test_import_leaves_global_state_alone(report):

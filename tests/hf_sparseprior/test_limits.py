@@ -17,22 +17,11 @@ from hf_sparseprior.prior import prior_names
 from hf_sparseprior.sequences import monomials
 from hf_sparseprior.support_baselines import count_nonzeros, strided
 from hf_sparseprior.supports import SUPPORTS, resolve_support
+from tests.hf_sparseprior.small import SIZES, SMALL, small
 
-SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-TINY = {**SIZES, "image_size": 8, "patch_size": 4}
-CONFIGS = {name: family.config_class for name, family in FAMILIES.items()}
-# The field, a value, and the limit that refuses it.
-FIELDS = {
-    "num_hidden_layers": (10**7, "layers"),
-    "num_attention_heads": (2**30, "heads"),
-    "hidden_size": (2**40, "width"),
-    "intermediate_size": (10**9, "width"),
-    "stem_channels": (10**9, "width"),
-    "num_channels": (10**9, "width"),
-    "num_register_tokens": (10**6, "tokens"),
-    "image_size": (160_000, "tokens"),
-    "num_labels": (10**7, "labels"),
-}
+TINY = SMALL["sparseprior_vit"]
+# Family and field, too large.
+TOO_LARGE = [(name, field) for name, fields in SIZES.items() for field in fields]
 # A prior's settings that decide how large a module or a table is.
 SETTINGS = [
     ({"predictor": {"name": "sparsifiner", "num_down": 10**9}}, "sparsifiner: num_down=1000000000", "width"),
@@ -63,15 +52,17 @@ def refused(kind):
     return rf"at most {LIMITS[kind]}; the environment variable {setting} raises this limit$"
 
 
-@pytest.mark.parametrize("field", FIELDS)
-@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_has_a_small_config_and_sizes():
+    assert FAMILIES.keys() == SMALL.keys() == SIZES.keys()
+
+
+@pytest.mark.parametrize(("name", "field"), TOO_LARGE)
 def test_sizes_above_their_limit_are_refused_by_name(name, field, tmp_path, quick):
-    value, kind = FIELDS[field]
-    cls = CONFIGS[name]
-    message = rf"^{field}={value}\b.* must be {refused(kind)}"
+    value, shown, kind = SIZES[name][field]
+    message = rf"^{field}={shown}\b.* must be {refused(kind)}"
     with pytest.raises(ValueError, match=message):
-        cls(**{**TINY, field: value})
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, **TINY, field: value}))
+        small(name, **{field: value})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, **SMALL[name], field: value}))
     with pytest.raises(ValueError, match=rf"^{tmp_path}/config\.json: {message[1:]}"):
         AutoConfig.from_pretrained(tmp_path)
 

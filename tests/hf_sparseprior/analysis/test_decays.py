@@ -75,6 +75,18 @@ def test_masks_are_the_mean_over_curves_of_powers_of_gamma():
     assert decay.mask_mean_and_min() == pytest.approx((np.mean(every), np.min(every)), rel=1e-12)
 
 
+def test_each_stage_of_a_model_with_windows_has_its_own_grid():
+    sizes = {"embed_dim": 8, "depths": [1, 2], "num_heads": [2, 4], "window_size": 3, "image_size": (12, 20)}
+    prior = {"decay": {"name": "violin", "curves": CURVES}}
+    model = scattered(sp.SparsePriorSwinModel(sp.SparsePriorSwinConfig(prior=prior, **sizes)))
+    decays = learned_decays(model)
+    assert [decay.grid for decay in decays] == [(3, 3), (2, 2), (2, 2)]
+    stored = [value.numpy() for name, value in model.state_dict().items() if name.endswith("decay_bias.beta")]
+    for decay, beta in zip(decays, stored, strict=True):
+        np.testing.assert_allclose(decay.gamma, 1 / (1 + np.exp(-beta.astype(np.float64))), rtol=1e-12)
+        np.testing.assert_allclose(masks_of(decay)[1], mask_by_formula(decay.beta.numpy(), 1, decay.grid), rtol=1e-9)
+
+
 def test_scalars_that_are_not_learned():
     decay = learned_decays(ours(learn_alpha=False, learn_beta=False, gamma=0.75))[0]
     assert decay.alpha is None and decay.prefix_beta is None

@@ -138,6 +138,47 @@ def test_models_whose_layers_do_not_see_the_whole_grid_are_refused(family):
         find_attention(STOCK[family].build())
 
 
+SWIN = {
+    "image_size": (28, 36), "embed_dim": 8, "depths": [2, 1, 2], "num_heads": [2, 4, 2], "window_size": 3,
+}  # fmt: skip
+
+
+def test_the_heads_of_a_model_with_windows_are_weights_times_values_window_by_window():
+    torch.manual_seed(0)
+    prior = "fibottention+violin"
+    model = sp.SparsePriorSwinModel(sp.SparsePriorSwinConfig(prior=prior, initializer_range=0.3, **SWIN)).eval()
+    images = torch.randn(2, 3, 28, 36)
+    found = []
+    for name, module in model.named_modules():
+        if name.endswith("v_proj"):
+            module.register_forward_hook(lambda _, __, out: found.append(out))
+    seen, attention = heads_and_layers(model, {"pixel_values": images})
+    assert attention.prior_name == "fibottention+violin, violin" and sorted(seen) == list(range(5))
+    assert [layer.grid for layer in attention.layers] == [(3, 3)] * 3 + [(2, 2)] * 2
+    weights = attention_weights_of(model, images)
+    for layer in (0, 2, 3):  # windows that are not shifted
+        side, heads, values = attention.layers[layer].grid[0], attention.layers[layer].num_heads, found[layer]
+        height, width = values.shape[1:3]
+        place = 0
+        outputs = seen[layer].unflatten(2, (height, width))
+        for image, row, column in itertools.product(range(2), range(0, height, side), range(0, width, side)):
+            window = slice(row, row + side), slice(column, column + side)
+            own = values[image][window].flatten(0, 1).unflatten(-1, (heads, -1)).transpose(0, 1)
+            expected = weights[layer][place] @ own
+            torch.testing.assert_close(outputs[image][:, *window].flatten(1, 2), expected, rtol=1e-4, atol=1e-5)
+            place += 1
+        assert place == len(weights[layer])
+    with pytest.raises(
+        ValueError, match="SparsePriorSwinModel cannot be analysed in this way: its layers have windows"
+    ):
+        print(attention.grid)
+
+
+def attention_weights_of(model, images):
+    with torch.no_grad():
+        return model(images, output_attentions=True).attentions
+
+
 def test_an_attention_that_forms_no_weights_is_named():
     model = STOCK["vit"].build()
     model.set_attn_implementation("sdpa")

@@ -1,11 +1,14 @@
+import json
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from hf_sparseprior.__main__ import main
+from hf_sparseprior.analysis import pictures
 from hf_sparseprior.curves import CURVES
 from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.supports import SUPPORTS
+from hf_sparseprior.supports import SUPPORTS, build_mask
 
 
 def test_fibottention_prints_the_golden_numbers(capsys, tmp_path):
@@ -42,6 +45,38 @@ def test_violin_prints_every_curve(capsys, tmp_path):
         assert curve == "z" or f"\n{curve} " in text
     assert "0 1 14 15" in text
     assert "108 learned scalars a layer, 1296 in 12 layers" in text
+
+
+WINDOW = ["explain", "window", "--set", "w=1", "--heads", "2", "--grid", "4x4"]
+
+
+def test_an_order_is_explained(capsys):
+    """The path of Hilbert's curve goes from neighbour to neighbour; of 15 steps in raster order 3 begin a row."""
+    assert main([*WINDOW, "--set", "order=hilbert", "--no-picture"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "order hilbert: pairs of an offset are 1.00 patches apart on the grid (rows and columns, mean)" in text
+    assert f"{(12 * 1 + 3 * 4) / 15:.2f} in raster order" in text
+    main([*WINDOW, "--set", 'order=["hilbert","raster"]', "--no-picture"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"order hilbert, raster: pairs of an offset are {(1 + (12 * 1 + 3 * 4) / 15) / 2:.2f} patches apart" in text
+    main([*WINDOW, "--no-picture"])
+    assert "order  " not in capsys.readouterr().out
+
+
+def test_pictures_of_an_order(capsys, tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(pictures, "draw_support", lambda masks, titles, path, heading, prefix: drawn.update(
+        masks=masks, titles=titles, heading=heading) or path)  # fmt: skip
+    monkeypatch.setattr(pictures, "draw_curves", lambda curves, grid, path: drawn.update(curves=curves) or path)
+    for order, names in (("hilbert", ["hilbert"]), ('["raster","snake"]', ["snake"])):
+        main([*WINDOW, "--prefix", "1", "--layer", "1", "--set", f"order={order}", "--out", str(tmp_path)])
+        assert "order_window_4x4.png" in capsys.readouterr().out and drawn["curves"] == names
+        support = {"name": "window", "w": 1, "order": json.loads(order) if "[" in order else order}
+        expected = build_mask(support, num_heads=2, num_tokens=16, num_prefix_tokens=1, layer=1)
+        assert np.array_equal(drawn["masks"], expected)
+        assert ("along hilbert" in drawn["heading"]) == (order == "hilbert")
+        last = [title.rpartition(" ")[2] for title in drawn["titles"]]
+        assert order == "hilbert" or sorted(last) == ["raster", "snake"]
 
 
 def test_settings_reach_the_support(capsys):

@@ -3,13 +3,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.flops import (
     CONVENTIONS,
-    ModelFlops,
     attention_flops,
     attention_parts,
     decay_operations,
@@ -18,7 +16,6 @@ from hf_sparseprior.analysis.flops import (
 )
 from hf_sparseprior.analysis.paper_numbers import (
     FIGURE_3,
-    convit_base_flops,
     decay_share,
     paper_numbers,
     preset_flops,
@@ -340,55 +337,3 @@ def test_figure_3s_saving_of_48_percent_is_reached_by_vit_b_between_1040_and_105
         for size in (1024, 1040, 1056, 1072)
     }
     assert [round(value) for value in savings.values()] == [47, 47, 48, 49]
-
-
-class GatedPositionalAttention(nn.Module):
-    """ConViT's GPSA, the matrix products only."""
-
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.qk, self.v, self.proj = nn.Linear(width, 2 * width), nn.Linear(width, width), nn.Linear(width, width)
-        self.positions = nn.Linear(3, heads)
-
-    def forward(self, x):
-        tokens, width = x.shape
-        q, k = self.qk(x).view(tokens, 2, self.heads, -1).permute(1, 2, 0, 3)
-        v = self.v(x).view(tokens, self.heads, -1).transpose(0, 1)
-        content = torch.softmax(q @ k.transpose(1, 2), -1)
-        position = torch.softmax(self.positions(x.new_empty(tokens, tokens, 3)).permute(2, 0, 1), -1)
-        return self.proj(((content + position) @ v).transpose(0, 1).reshape(tokens, width))
-
-
-@pytest.mark.parametrize("size", [224, 512])
-def test_figure_3_of_convit_b(size):
-    tokens = (size // 16) ** 2
-    with torch.device("meta"):
-        gated, x = GatedPositionalAttention(768, 16), torch.empty(tokens, 768)
-        mlp = nn.Sequential(nn.Linear(768, 3072), nn.Linear(3072, 768))
-    with FlopCounterMode(display=False) as counter:
-        mlp(gated(x))
-    counted = convit_base_flops(size, convention="torch")
-    assert sum(counted.layers[0].values()) == counter.get_total_flops()
-    # The last two layers are those of a ViT-B; the width of a head cancels in dense attention.
-    assert counted.layers[10:] == preset_flops("vit_base", size, convention="torch").layers[10:]
-    assert counted.layers[:10] == [counted.layers[0]] * 10
-
-
-def test_the_support_changes_convits_two_plain_layers_only():
-    dense, sparse = convit_base_flops(), convit_base_flops(prior="fibottention")
-    assert dense.layers[:10] == sparse.layers[:10] and dense.classifier == sparse.classifier == 768 * 1000
-    mask = build_mask("fibottention", num_heads=16, num_tokens=196, num_prefix_tokens=1)
-    assert [layer["qk"] for layer in sparse.layers[10:]] == [mask.sum() * 48] * 2
-    # At most the two layers' part: 2 of 12, less for the linear layers.
-    assert (
-        0 < saving(sparse, dense) < saving(convit_base_flops(1536, "fibottention"), convit_base_flops(1536)) < 100 / 6
-    )
-    with pytest.raises(ValueError, match="not with a decay"):
-        convit_base_flops(prior="violin")
-
-
-def test_gated_attention_has_two_softmaxes():
-    with_softmax, without = (convit_base_flops(convention=name) for name in ("torch_and_softmax", "torch"))
-    assert isinstance(with_softmax, ModelFlops)
-    assert with_softmax.total - without.total == 5 * 16 * (10 * 2 * 196**2 + 2 * 197**2)

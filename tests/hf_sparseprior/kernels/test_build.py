@@ -1,16 +1,17 @@
 """Building the C++ kernels, and what is loaded from the cache."""
 
+import itertools
 import logging
 import os
 import signal
 import subprocess
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 
 from hf_sparseprior.kernels import build
-from tests.processes import run_script
+from tests.processes import run_script, wait_until
 
 CHECK = "from hf_sparseprior.kernels import diagonal_cpu; print(diagonal_cpu.ready())"
 
@@ -178,15 +179,24 @@ def test_a_build_that_failed_is_remembered_until_doctor_forgets_it(fake, monkeyp
 
 def test_a_compiler_that_takes_too_long_is_ended_with_all_its_processes(fake, monkeypatch, tmp_path):
     pids = tmp_path / "pids"
-    library, _ = fake(more=f"sleep 100 & echo $! >> {pids}; wait")
+    pids.touch()
+    library, _ = fake(more=f"sleep 1000 & echo $! >> {pids}; wait")
+
+    times = itertools.count()
+
+    def clock():
+        """A second more at each look; at the second one all compilers have a process of their own."""
+        if seconds := next(times):
+            wait_until(lambda: len(pids.read_text().splitlines()) == len(build.SOURCES))
+        return seconds
+
     monkeypatch.setattr(build, "SECONDS", 0.5)
+    monkeypatch.setattr(build, "time", SimpleNamespace(perf_counter=clock))
     with pytest.raises(RuntimeError, match=r"g\+\+ took more than 0.5 s"):
         build.build(build.find_compiler(), library)
     started = [int(pid) for pid in pids.read_text().split()]
-    deadline = time.monotonic() + 5
-    while any(runs(pid) for pid in started) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert started and not any(runs(pid) for pid in started)
+    assert len(started) == len(build.SOURCES)
+    wait_until(lambda: not any(runs(pid) for pid in started), seconds=60)
 
 
 def runs(pid):

@@ -53,6 +53,12 @@ def test_half_precision(kernels, dtype, decay):
         kernels.check(leaves, {"name": "fibottention", "mask_fill": mask_fill}, decay, grid, 1)
 
 
+@pytest.mark.parametrize("order", ["hilbert", ["snake", "raster"]], ids=str)
+def test_an_order_of_the_patches(kernels, order):
+    leaves = kernels.make((3, 4), 1, heads=2, decay="violin")
+    kernels.check(leaves, {**FEW, "order": order}, "violin", (3, 4), 1)
+
+
 def test_random_sweep(kernels):
     values = random.Random(3)
     for _ in range(150 if kernels.native else 14):

@@ -23,6 +23,7 @@ from hf_sparseprior.training.distillation import (
     prune_predictors,
     train_predictors_alone,
 )
+from hf_sparseprior.training.mixing import check_mixtoken
 
 SIZES = {
     "image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -343,6 +344,58 @@ def test_a_teacher_of_another_shape_is_refused(options, losses, message):
     distillation = Distillation(dict.fromkeys(losses, 1.0), Teacher(make_model(**options)))
     with pytest.raises(ValueError, match=message):
         distillation.check(make_model())
+
+
+SWIN = {
+    "image_size": 16, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 4], "window_size": 2, "initializer_range": 0.3,
+    "image_mean": 0.5, "image_std": 0.5,
+}  # fmt: skip
+
+
+def make_swin(seed=0, **options):
+    torch.manual_seed(seed)
+    return sp.SparsePriorSwinForImageClassification(sp.SparsePriorSwinConfig(**{**SWIN, **options})).eval()
+
+
+def test_a_model_with_stages_learns_logits_and_last_tokens():
+    student, teacher = make_swin(prior="violin"), make_swin(1)
+    distillation = Distillation({"token": 1.0, "class": 1.0}, Teacher(teacher))
+    distillation.check(student)
+    images = torch.randn(3, 3, 16, 16)
+    out = student(images, **distillation.student_options())
+    losses = distillation.losses(student, out, torch.zeros(()), [], images)
+    told = teacher(images, output_hidden_states=True)
+    assert told.hidden_states[-1].shape == (3, 4, 16)
+    expected = (out.hidden_states[-1] - told.hidden_states[-1]).square().mean()
+    torch.testing.assert_close(losses["token"], expected)
+    torch.testing.assert_close(losses["class"], class_loss(out.logits, told.logits))
+    assert expected > 0
+
+
+def test_teachers_of_another_family_or_with_other_stages():
+    vit = {"image_size": 16, "patch_size": 8, "use_class_token": False, "pooling": "mean"}
+    Distillation({"token": 1.0}, Teacher(make_model(**vit))).check(make_swin())  # both have 2x2 patches of width 16
+    attention = Distillation({"attention": 1.0}, Teacher(make_swin()))
+    for student, message in (
+        (make_swin(), "the attention loss is for priors whose predictor has connectivity scores"),
+        (make_swin(num_heads=[2, 8]), r"stages=\[.*num_heads=4.* the model \[.*num_heads=8"),
+        (make_swin(depths=[2, 2]), "num_hidden_layers=3, the model 4"),
+        (make_model(**vit, num_hidden_layers=3), "num_attention_heads=None, the model 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention.check(student)
+    other = make_swin(patch_size=8)
+    with pytest.raises(ValueError, match=r"output_grid=\(2, 2\), the model \(1, 1\)"):
+        Distillation({"token": 1.0}, Teacher(make_swin())).check(other)
+
+
+def test_patches_are_mixed_only_where_a_model_can_mix_them():
+    check_mixtoken(make_model())
+    with pytest.raises(ValueError, match="the model, a SparsePriorSwinForImageClassification, cannot do"):
+        check_mixtoken(make_swin())
+    sources = torch.zeros(2, 16, dtype=torch.long)
+    with pytest.raises(ValueError, match="which the teacher, a SparsePriorSwinForImageClassification, cannot do"):
+        Teacher(make_swin())(torch.randn(2, 3, 16, 16), frozenset({"logits"}), sources)
 
 
 def test_a_pickled_teacher_is_refused_unread(tmp_path):

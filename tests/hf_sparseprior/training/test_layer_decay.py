@@ -4,7 +4,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import ViTConfig, ViTForImageClassification
 
 import hf_sparseprior as sp
-from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments, layer_of_parameter
+from hf_sparseprior.families import FAMILIES
+from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments, layer_depths
+from tests.hf_sparseprior.small import small
+from tests.hf_sparseprior.test_every_family import IMAGES, images
 
 RATE, DECAY, LAYER_DECAY = 1e-3, 0.05, 0.5
 
@@ -122,16 +125,42 @@ def test_transformers_own_vit_gets_the_same_layers(tmp_path):
         assert rate == pytest.approx(RATES[layer]), name
 
 
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [
-        ("blocks.11.attn.qkv.weight", 12), ("cls_token", 0), ("pos_embed", 0), ("patch_embed.proj.weight", 0),
-        ("encoder.layer.0.output.dense.bias", 1), ("norm.weight", 13), ("head.weight", 13), ("fc_norm.bias", 13),
-        ("classifier.layers_of_head.weight", 13),
-    ],
-)  # fmt: skip
-def test_names_of_other_libraries(name, layer):
-    assert layer_of_parameter(name, 12) == layer
+TIMM = {
+    "cls_token": 0, "pos_embed": 0, "patch_embed.proj.weight": 0, "blocks.0.attn.qkv.weight": 1,
+    "blocks.11.attn.qkv.weight": 2, "blocks.11.mlp.layers.0.weight": 2, "norm.weight": 3, "fc_norm.bias": 3,
+    "head.weight": 3, "classifier.layers_of_head.weight": 3,
+}  # fmt: skip
+STOCK = {
+    "encoder.layer.0.output.dense.bias": 1, "encoder.layer.1.output.dense.bias": 2, "embeddings.norm.weight": 0,
+    "classifier.weight": 3,
+}  # fmt: skip
+SWIN = {
+    "swin.embeddings.norm.weight": 0, "swin.encoder.layers.0.blocks.0.a": 1, "swin.encoder.layers.0.blocks.1.a": 2,
+    "swin.encoder.layers.0.downsample.norm.weight": 2, "swin.encoder.layers.1.blocks.0.a": 3,
+    "swin.layernorm.weight": 4, "classifier.bias": 4,
+}  # fmt: skip
+TIMM_SWIN = {"layers.0.blocks.0.a": 1, "layers.1.downsample.a": 1, "layers.1.blocks.0.a": 2, "head.fc.weight": 3}
+
+
+@pytest.mark.parametrize("names", [TIMM, STOCK, SWIN, TIMM_SWIN], ids=["timm", "stock", "Swin", "Swin of timm"])
+def test_names_of_other_libraries(names):
+    assert layer_depths(names) == (names, max(names.values()) - 1)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_layers_of_every_family_are_in_the_order_in_which_they_are_called(name):
+    """Each layer learns faster than what is called before it, embeddings slowest, norm and classifier fastest."""
+    model = FAMILIES[name].base(small(name))
+    depths, layers = layer_depths(key for key, _ in model.named_parameters())
+    called = []
+    for path, module in model.named_modules():
+        own = {depths[f"{path}.{key}" if path else key] for key, _ in module.named_parameters(recurse=False)}
+        if own:
+            module.register_forward_pre_hook(lambda *_, own=own: called.append(own))
+    with torch.no_grad():
+        model(images(name))
+    order = [depth for depths_of_one in called for depth in depths_of_one]
+    assert order == sorted(order) and set(order) == set(depths.values()) >= set(range(layers + 1))
 
 
 def test_the_rates_keep_their_proportions_through_the_schedule(tmp_path):

@@ -218,18 +218,27 @@ def test_regression_of_one_number(tmp_path):
     torch.testing.assert_close(found, F.mse_loss(model(pixels).logits.squeeze(), labels))
 
 
+def loss_of_soft_targets(folder, **options):
+    """That of an epoch, after which the weights are finite."""
+    model = make_model(num_hidden_layers=1)
+    trainer = make_trainer(folder, model, per_device_train_batch_size=4, **recipe(batch_size=4), **options)
+    loss = trainer.train().training_loss
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+    return loss
+
+
+@pytest.fixture(scope="module")
+def plain_loss(tmp_path_factory):
+    return loss_of_soft_targets(tmp_path_factory.mktemp("plain"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"bf16": True}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}], ids=str
 )
-def test_soft_targets_train_in_bfloat16_and_compiled(tmp_path, options):
-    losses = []
-    for settings in ({}, options):
-        model = make_model(num_hidden_layers=1)
-        trainer = make_trainer(tmp_path, model, per_device_train_batch_size=4, **recipe(batch_size=4), **settings)
-        losses.append(trainer.train().training_loss)
-    assert losses[1] == pytest.approx(losses[0], rel=3e-2 if "bf16" in options else 1e-5)
-    assert all(p.isfinite().all() for p in trainer.model.parameters())
+def test_soft_targets_train_in_bfloat16_and_compiled(tmp_path, plain_loss, options):
+    loss = loss_of_soft_targets(tmp_path, **options)
+    assert loss == pytest.approx(plain_loss, rel=3e-2 if "bf16" in options else 1e-5)
 
 
 def write_gradients(folder):
@@ -303,19 +312,19 @@ def recipe_trainer(folder, accumulation):
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(params=[(1, 7), (2, 11)])  # in the first epoch, in the third; a checkpoint every 3
 def whole_recipe(request, tmp_path_factory):
-    """Accumulation and the trainer of a run that was never interrupted."""
-    trainer = recipe_trainer(tmp_path_factory.mktemp("whole"), request.param)
+    """Accumulation, the step where a run is killed, and the trainer of one that was never interrupted."""
+    accumulation, stop = request.param
+    trainer = recipe_trainer(tmp_path_factory.mktemp("whole"), accumulation)
     trainer.train()
-    return request.param, trainer
+    return accumulation, stop, trainer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [7, 11])  # a checkpoint every 3
-def test_a_whole_recipe_resumed_in_the_middle_of_an_epoch_is_bit_equal(tmp_path, whole_recipe, stop):
+def test_a_whole_recipe_resumed_in_the_middle_of_an_epoch_is_bit_equal(tmp_path, whole_recipe):
     """Weights, moving average, optimizer and schedule; mixing, repeats, dropout and layer decay."""
-    accumulation, whole = whole_recipe
+    accumulation, stop, whole = whole_recipe
     broken = recipe_trainer(tmp_path, accumulation)
     broken.add_callback(kill_at(stop))
     with pytest.raises(Killed):

@@ -1,0 +1,126 @@
+"""FLOPs of a SparsePriorIformer, by the rules of `analysis.flops`.
+
+The convolutional blocks, the convolutions between stages and the position encodings of attention layers are
+"convolutions" of the model, not parts of a layer. Batch norms are not counted, nor are gate and sigmoid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_sparseprior.analysis.flops import (
+    ModelFlops,
+    add_extras,
+    attended_in_layer,
+    attention_parts,
+    convention_of,
+    decay_operations,
+    image_sides,
+)
+from hf_sparseprior.configuration_sparseprior_iformer import SparsePriorIformerConfig, map_sizes
+from hf_sparseprior.layer_sizes import STEM_WIDTH, VALUE_WIDTH
+from hf_sparseprior.prior import PriorSpec, Stage, predictor_or_mixer, resolve_stages
+from hf_sparseprior.resolved import ResolvedPrior
+from hf_sparseprior.supports import support_pattern
+
+
+def iformer_flops(
+    config: SparsePriorIformerConfig,
+    image_size: int | Sequence[int] | None,
+    prior: PriorSpec | None,
+    convention: str,
+    num_prefix_tokens: int | None,
+) -> ModelFlops:
+    """`model_flops` of a SparsePriorIformer.
+
+    Raises:
+        ValueError: also for prefix tokens, which an iFormer has none of, and for what the config refuses.
+    """
+    if num_prefix_tokens:
+        raise ValueError(f"num_prefix_tokens={num_prefix_tokens!r} must be 0: a SparsePriorIformer has places only")
+    size = image_sides(config.image_size if image_size is None else image_size)
+    grids = map_sizes(size, len(config.hidden_sizes))
+    priors = config.stage_priors
+    if prior is not None:
+        priors = resolve_stages(config.priors_of_stages(prior), config.stages)
+        for own in priors:
+            config.check_prior(own)
+    counter = _Counter(config, convention)
+    for number, (own, stage) in enumerate(zip(priors, config.stages, strict=True)):
+        counter.add_stage(own, stage, grids[config.attention_stages[number]], number)
+    rule = convention_of(convention).multiply_add
+    places = [grids[stage][0] * grids[stage][1] for stage in config.attention_stages]
+    classifiers = 1 + config.use_distillation_classifier
+    return ModelFlops(
+        image_size=size,
+        grid=grids[0],
+        tokens=f"the places only, {', '.join(map(str, places))} in the stages with attention",
+        num_prefix_tokens=0,
+        convention=convention,
+        attended_pairs=counter.pairs,
+        patch_embedding=rule * _stem_products(config, size),
+        layers=counter.layers,
+        classifier=rule * classifiers * config.hidden_size * config.num_labels,
+        decay=counter.decay or None,
+        convolutions=rule * _convolution_products(config, grids),
+    )
+
+
+def _stem_products(config: SparsePriorIformerConfig, size: tuple[int, int]) -> int:
+    """Multiply-adds of the stem."""
+    area, (reduced, expanded) = config.stem_kernel_size**2, config.inner_widths[STEM_WIDTH]
+    half, quarter = ((-(-size[0] // step)) * (-(-size[1] // step)) for step in (2, 4))
+    first = half * area * config.num_channels * reduced
+    return first + quarter * expanded * (area * reduced + config.hidden_sizes[0])
+
+
+def _convolution_products(config: SparsePriorIformerConfig, grids: Sequence[tuple[int, int]]) -> int:
+    """Multiply-adds of convolutional blocks, of the convolutions between stages, and of position encodings."""
+    total = 0
+    for stage, (width, grid) in enumerate(zip(config.hidden_sizes, grids, strict=True)):
+        products = sum(width * (config.kernel_size**2 + 2 * hidden) for hidden in config.conv_widths(stage))
+        products += config.attention_depths[stage] * config.position_kernel_size**2 * width
+        if stage:
+            products += 3**2 * config.hidden_sizes[stage - 1] * width
+        total += grid[0] * grid[1] * products
+    return total
+
+
+class _Counter:
+    """What was counted so far: attended pairs and FLOPs of each layer, and the decays' operations."""
+
+    def __init__(self, config: SparsePriorIformerConfig, convention: str) -> None:
+        self.config, self.convention = config, convention
+        self.pairs: list[int] = []
+        self.layers: list[dict[str, int]] = []
+        self.decay: dict[str, int] = {}
+
+    def add_stage(self, prior: ResolvedPrior, stage: Stage, grid: tuple[int, int], number: int) -> None:
+        """Count the attention layers of a stage of an image whose map has this grid.
+
+        Args:
+            prior: the stage's, resolved.
+            stage: its heads and layers.
+            grid: (height, width) of the map.
+            number: of the stage among those that have attention.
+        """
+        places, rule = grid[0] * grid[1], convention_of(self.convention).multiply_add
+        pattern = support_pattern(prior["support"], num_heads=1, num_tokens=places, grid=grid)
+        if (found := predictor_or_mixer(prior)) is not None:
+            found = found[1].settings_for(found[0], places), found[1]
+        sizes, values = self.config.layers, self.config.inner_widths[VALUE_WIDTH]
+        for layer in range(len(self.pairs), len(self.pairs) + stage.num_layers):
+            width, keys, hidden = sizes[layer].width, sizes[layer].head_width, sizes[layer].mlp_width
+            pairs = attended_in_layer(prior, found, pattern, places, 0, keys, layer)
+            self.pairs.append(pairs)
+            parts = attention_parts(pairs, keys, self.convention, values[layer])
+            parts["projections"] = rule * places * width * (2 * keys + 3 * values[layer])
+            parts["mlp"] = rule * 2 * places * width * hidden
+            if found is not None:
+                parts["chooser"] = rule * found[1].other_multiply_adds(found[0], 1, keys, places, 0)
+            add_extras([parts], prior, (1, keys, hidden), grid, 0, self.convention)
+            self.layers.append(parts)
+            if prior["decay"] is not None:
+                own = decay_operations(prior["decay"], pattern.offsets, grid, 0, pairs=pattern.layer_pairs(layer))
+                for key, value in own.items():
+                    self.decay[key] = self.decay.get(key, 0) + value

@@ -1,0 +1,218 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import hf_sparseprior as sp
+from hf_sparseprior.analysis.flops import CONVENTIONS, model_flops
+from hf_sparseprior.analysis.paper_numbers import (
+    FIGURE_3,
+    patch_pruning,
+    preset_flops,
+    saving,
+    unexplained_numbers,
+)
+from hf_sparseprior.configuration_sparseprior_convit import PRESETS
+from hf_sparseprior.extras import EXTRAS
+from hf_sparseprior.low_rank import MIXERS
+from hf_sparseprior.supports import SUPPORTS, build_mask
+
+SMALL = {
+    "image_size": (28, 36), "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 5, "num_local_layers": 2,
+    "num_attention_heads": 4, "intermediate_size": 12, "num_labels": 5,
+}  # fmt: skip
+
+
+def torchs_count(config, height, width, batch=1):
+    """What torch counts in a forward with dense attention written out as matrix products."""
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        model = sp.SparsePriorConvitForImageClassification(config).eval()
+        images = torch.empty(batch, config.num_channels, height, width)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(images)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_dense_presets_equal_torchs_count(preset):
+    # One in full depth; gated layers are alike, and so are plain ones.
+    depths = {} if preset == "convit_tiny" else {"num_hidden_layers": 3, "num_local_layers": 2}
+    config = sp.SparsePriorConvitConfig.from_preset(preset, num_labels=10, **depths)
+    assert model_flops(config, convention="torch").total == torchs_count(config, 224, 224)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_labels": 0, "qkv_bias": True, "num_channels": 1, "image_mean": 0.5, "image_std": 0.5},
+        {"patch_size": (4, 2), "num_local_layers": 4, "pooling": "mean"},
+        {"num_local_layers": 0, "num_attention_heads": 1},
+    ],
+    ids=str,
+)
+def test_other_models_and_sizes_equal_torchs_count(options):
+    config = sp.SparsePriorConvitConfig(**{**SMALL, **options})
+    for size in ((28, 36), (8, 60)):
+        assert model_flops(config, size, convention="torch").total == torchs_count(config, *size)
+
+
+def test_logits_of_positions_are_needed_once_for_all_images():
+    config = sp.SparsePriorConvitConfig(**SMALL)
+    counted = model_flops(config, convention="torch")
+    assert torchs_count(config, 28, 36, batch=3) == 3 * counted.total - 2 * counted.part("positions")
+
+
+@pytest.mark.parametrize("extra", [name for name, kind in EXTRAS.items() if kind.place != "model"])
+def test_extras_equal_torchs_count(extra):
+    config = sp.SparsePriorConvitConfig(prior={"extras": [extra]}, **SMALL)
+    counted, plain = (model_flops(config, convention="torch", prior=prior) for prior in (None, "dense"))
+    assert counted.total == torchs_count(config, 28, 36)
+    assert counted.layers[:2] == plain.layers[:2]
+    assert (counted.total > plain.total) == (extra != "swin_rpb")
+
+
+@pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "softmax"])
+def test_mixers_equal_torchs_count(mixer):
+    config = sp.SparsePriorConvitConfig(prior=mixer, **SMALL)
+    assert model_flops(config, convention="torch").total == torchs_count(config, 28, 36)
+
+
+NARROW = [*(name for name in SUPPORTS if name not in ("dense", "window")), {"name": "window", "w": 1}]
+
+
+@pytest.mark.parametrize("support", NARROW, ids=str)
+def test_sparse_models_are_torchs_dense_count_less_the_pairs_outside_the_masks(support):
+    config = sp.SparsePriorConvitConfig(**SMALL)
+    counted, outside = model_flops(config, prior={"support": support}, convention="torch"), 0
+    for layer in range(2, 5):
+        mask = build_mask(support, num_heads=4, num_tokens=63, num_prefix_tokens=1, layer=layer, grid=(7, 9))
+        assert counted.attended_pairs[layer] == mask.sum()
+        outside += (~mask).sum() * 2 * 2 * 2  # Q K^T and (softmax) V, of width 2
+    assert counted.attended_pairs[:2] == [4 * 63**2] * 2
+    assert outside and counted.total == torchs_count(config, 28, 36) - outside
+
+
+@pytest.mark.parametrize("prior", ["dense", "fibottention", "random+violin"])
+def test_pairs_are_the_weights_of_the_model(prior):
+    config = sp.SparsePriorConvitConfig(prior=prior, **SMALL)
+    model = sp.SparsePriorConvitModel(config).eval()
+    with torch.no_grad():
+        weights = model(torch.randn(1, 3, 16, 40), output_attentions=True).attentions
+    assert model_flops(config, (16, 40)).attended_pairs == [(each != 0).sum() for each in weights]
+
+
+@pytest.mark.parametrize("learn_alpha", [True, False])
+def test_decay_operations_equal_a_count_of_the_plain_layers(learn_alpha):
+    prior = {"support": "random", "decay": {"name": "violin", "learn_alpha": learn_alpha}}
+    config = sp.SparsePriorConvitConfig(prior=prior, **SMALL)
+    build = apply = 0
+    for layer in range(2, 5):
+        mask = build_mask("random", num_heads=4, num_tokens=63, num_prefix_tokens=1, layer=layer, grid=(7, 9))
+        patches = mask[:, 1:, 1:].sum()
+        build += 3 * 8 * patches
+        apply += patches + learn_alpha * mask.sum()
+    assert model_flops(config).decay == {"build": build, "apply": apply}
+    assert model_flops(config, prior="fibottention").decay is None
+
+
+def test_parts_add_up_and_each_convention_scales_them():
+    config = sp.SparsePriorConvitConfig(prior="fibottention", **SMALL)
+    plain, torchs, softmax = (model_flops(config, convention=name) for name in CONVENTIONS)
+    assert plain.total == plain.patch_embedding + plain.classifier + plain.attention + plain.part("projections", "mlp")
+    assert plain.part("projections") == 4 * 8**2 * (2 * 63 + 3 * 64)
+    assert plain.part("mlp") == 2 * 8 * 12 * (2 * 63 + 3 * 64)
+    assert plain.part("positions") == 2 * 3 * 4 * 63**2
+    assert torchs.total == 2 * plain.total
+    # Gated layers have two softmaxes over every pair.
+    assert softmax.total - torchs.total == 5 * (sum(plain.attended_pairs) + 2 * 4 * 63**2)
+    assert plain.tokens == "the patches, the class token too from layer 3 on" and plain.num_prefix_tokens == 1
+    patches = model_flops(config, num_prefix_tokens=0)
+    assert patches.tokens == "the patches only" and patches.total < plain.total
+
+
+def test_what_the_model_refuses_is_not_counted():
+    config = sp.SparsePriorConvitConfig(**SMALL)
+    with pytest.raises(ValueError, match="the gated layers of a ConViT need all patches"):
+        model_flops(config, prior="evit")
+    with pytest.raises(ValueError, match="image_size=30x30 must be a multiple of the 4x4 patch"):
+        model_flops(config, 30)
+
+
+# ---- the papers' numbers --------------------------------------------------------------------------------------------
+
+
+class GatedPositionalAttention(nn.Module):
+    """ConViT's GPSA, the matrix products only."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qk, self.v, self.proj = nn.Linear(width, 2 * width), nn.Linear(width, width), nn.Linear(width, width)
+        self.positions = nn.Linear(3, heads)
+
+    def forward(self, x):
+        tokens, width = x.shape
+        q, k = self.qk(x).view(tokens, 2, self.heads, -1).permute(1, 2, 0, 3)
+        v = self.v(x).view(tokens, self.heads, -1).transpose(0, 1)
+        content = torch.softmax(q @ k.transpose(1, 2), -1)
+        position = torch.softmax(self.positions(x.new_empty(tokens, tokens, 3)).permute(2, 0, 1), -1)
+        return self.proj(((content + position) @ v).transpose(0, 1).reshape(tokens, width))
+
+
+@pytest.mark.parametrize("size", [224, 512])
+def test_figure_3_of_convit_b(size):
+    assert "convit_base" in FIGURE_3
+    tokens = (size // 16) ** 2
+    with torch.device("meta"):
+        gated, x = GatedPositionalAttention(768, 16), torch.empty(tokens, 768)
+        mlp = nn.Sequential(nn.Linear(768, 3072), nn.Linear(3072, 768))
+    with FlopCounterMode(display=False) as counter:
+        mlp(gated(x))
+    counted = preset_flops("convit_base", size, convention="torch")
+    assert sum(counted.layers[0].values()) == counter.get_total_flops()
+    # The last two layers are those of a ViT-B; the width of a head cancels in dense attention.
+    assert counted.layers[10:] == preset_flops("vit_base", size, convention="torch").layers[10:]
+    assert counted.layers[:10] == [counted.layers[0]] * 10
+
+
+def test_the_support_changes_convits_two_plain_layers_only():
+    dense, sparse = preset_flops("convit_base"), preset_flops("convit_base", prior="fibottention")
+    assert dense.layers[:10] == sparse.layers[:10] and dense.classifier == sparse.classifier == 768 * 1000
+    mask = build_mask("fibottention", num_heads=16, num_tokens=196, num_prefix_tokens=1)
+    assert [layer["qk"] for layer in sparse.layers[10:]] == [mask.sum() * 48] * 2
+    # At most the two layers' part: 2 of 12, less for the linear layers.
+    large = saving(preset_flops("convit_base", 1536, "fibottention"), preset_flops("convit_base", 1536))
+    assert 0 < saving(sparse, dense) < large < 100 / 6
+
+
+def pairs_by_hand(modified, w_max):
+    """Nonzeros of Fibottention's masks of 16 heads over 196 patches (Eq. 3), from the Wythoff array."""
+    golden, kept = (1 + 5**0.5) / 2, 0
+    distance = np.abs(np.arange(196)[:, None] - np.arange(196)[None])
+    for head in range(1, 17):
+        below = int(head * golden)
+        a, b = (head - 1, below) if modified else (int(below * golden), int(below * golden) + below)
+        offsets = set()
+        while a <= 196:
+            offsets.add(a)
+            a, b = b, a + b
+        window = 5 + (w_max - 5) * (head - 1) // 15
+        kept += np.isin(distance, [o for o in offsets if 1 <= o <= window]).sum()
+    return kept
+
+
+@pytest.mark.parametrize(("modified", "w_max"), [(False, 65), (True, 65), (True, 64)])
+def test_fibottentions_pruning_of_convit_b_counted_pair_by_pair(modified, w_max):
+    kept = pairs_by_hand(modified, w_max)
+    assert patch_pruning(16, 0, w_max, modified) == pytest.approx(100 * (1 - kept / (16 * 196**2)))
+    with_prefix = kept + 16 * (2 * 196 + 1)
+    assert patch_pruning(16, 1, w_max, modified) == pytest.approx(100 * (1 - with_prefix / (16 * 197**2)))
+
+
+def test_fibottentions_pruning_of_convit_b_is_among_what_was_not_explained():
+    (number,) = (number for number in unexplained_numbers() if "ConViT-B" in number.source)
+    assert (number.printed, round(number.count, 2)) == (96.6, 96.4)
+    assert all(text in number.includes for text in ("95.43 with", "98.21, 97.21", "96.59", "16.8 % of the pairs"))

@@ -1,0 +1,282 @@
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import hf_sparseprior as sp
+from hf_sparseprior.analysis.flops import CONVENTIONS, model_flops
+from hf_sparseprior.analysis.paper_numbers import swin_pruning, unexplained_numbers
+from hf_sparseprior.configuration_sparseprior_swin import PRESETS, SUPPORT_STAGES
+from hf_sparseprior.extras import EXTRAS
+from hf_sparseprior.families import preset_family
+from hf_sparseprior.supports import SUPPORTS, build_mask
+
+# Windows of 3x3 in grids of 7x9 and 4x5, which are padded, and of 2x2 in a grid of 2x3.
+SMALL = {
+    "image_size": (28, 36), "embed_dim": 8, "depths": [2, 1, 2], "num_heads": [2, 4, 2], "window_size": 3,
+    "num_labels": 5,
+}  # fmt: skip
+GRIDS = [(7, 9), (4, 5), (2, 3)]
+
+
+def torchs_count(config, height, width, batch=1):
+    """What torch counts in a forward with dense attention written out as matrix products."""
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        model = sp.SparsePriorSwinForImageClassification(config).eval()
+        images = torch.empty(batch, config.num_channels, height, width)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(images)
+    return counter.get_total_flops()
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("preset", "published"), [("swin_tiny", 4.5), ("swin_small", 8.7), ("swin_base", 15.4)])
+def test_the_papers_numbers(preset, published):
+    """Liu et al. 2021, Table 1a."""
+    config = sp.SparsePriorSwinConfig.from_preset(preset, num_labels=1000)
+    assert round(model_flops(config).total / 1e9, 1) == published
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_dense_presets_equal_torchs_count(preset):
+    # One in full depth; the layers of a stage are alike.
+    depths = {} if preset == "swin_tiny" else {"depths": (1, 1, 2, 1)}
+    config = sp.SparsePriorSwinConfig.from_preset(preset, num_labels=10, **depths)
+    assert model_flops(config, convention="torch").total == torchs_count(config, 224, 224)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_labels": 0, "qkv_bias": False, "num_channels": 1, "image_mean": 0.5, "image_std": 0.5, "mlp_ratio": 2.5},
+        {"patch_size": (4, 2), "depths": [3], "num_heads": [1]},
+        {"window_size": 50},
+    ],
+    ids=str,
+)
+def test_other_models_and_sizes_equal_torchs_count(options):
+    config = sp.SparsePriorSwinConfig(**{**SMALL, **options})
+    for height, width in ((28, 36), (5, 61)) if options else ((24, 48), (3, 3)):
+        assert model_flops(config, (height, width), convention="torch").total == torchs_count(config, height, width)
+
+
+@pytest.mark.parametrize(
+    "extra", [name for name, kind in EXTRAS.items() if kind.place != "model" and name != "swin_rpb"]
+)
+def test_extras_equal_torchs_count(extra):
+    for own in [{}, {"squeeze_excitation": 5}] if extra == "localvit" else [{}]:
+        config = sp.SparsePriorSwinConfig(prior={"extras": [{"name": extra, **own}]}, **SMALL)
+        counted = model_flops(config, convention="torch")
+        assert counted.total == torchs_count(config, 28, 36)
+        plain = model_flops(config, convention="torch", prior="dense")
+        assert counted.total > plain.total and (counted.attention > plain.attention) == (extra != "localvit")
+
+
+def test_what_depends_on_no_token_is_needed_once_for_all_images():
+    config = sp.SparsePriorSwinConfig(prior={"extras": ["transformer_xl"]}, **SMALL)
+    offsets = [5**2, 5**2, 3**2]
+    shared = sum(
+        2 * depth * own * width**2 for depth, own, width in zip([2, 1, 2], offsets, config.widths, strict=True)
+    )
+    assert torchs_count(config, 28, 36, batch=2) == 2 * model_flops(config, convention="torch").total - shared
+
+
+def test_a_predictors_logits_are_those_of_dense_attention():
+    config = sp.SparsePriorSwinConfig(prior={"predictor": {"name": "topk", "keys": 2}}, **SMALL)
+    counted, dense = model_flops(config), model_flops(config, prior="dense")
+    assert counted.part("qk", "chooser") == dense.part("qk")
+    assert counted.attended_pairs == [2 * 2 * 81] * 2 + [2 * 4 * 36] + [2 * 2 * 8] * 2
+    assert counted.part("projections", "mlp", "merging") == dense.part("projections", "mlp", "merging")
+
+
+def test_parts_add_up_and_each_convention_scales_them():
+    config = sp.SparsePriorSwinConfig(prior="fibottention+violin", **SMALL)
+    plain, torchs, softmax = (model_flops(config, convention=name) for name in CONVENTIONS)
+    assert plain.total == plain.patch_embedding + plain.classifier + plain.attention + plain.part(
+        "projections", "mlp", "merging"
+    )
+    assert plain.part("projections") == 4 * (2 * 9 * 9 * 8**2 + 6 * 6 * 16**2 + 2 * 2 * 4 * 32**2)
+    assert plain.part("mlp") == 8 * (2 * 63 * 8**2 + 20 * 16**2 + 2 * 6 * 32**2)
+    assert plain.part("merging") == 8 * (20 * 8**2 + 6 * 16**2)
+    assert plain.patch_embedding == 63 * 3 * 16 * 8 and plain.classifier == 32 * 5
+    assert torchs.total == 2 * plain.total and softmax.total - torchs.total == 5 * sum(plain.attended_pairs)
+    assert plain.decay == torchs.decay == softmax.decay
+    assert plain.grid == (7, 9) and plain.num_prefix_tokens == 0
+    assert plain.tokens == "the patches only, 63, 20, 6 in the stages; projections and pairs of padded windows"
+    assert model_flops(config, 96).tokens == "the patches only, 576, 144, 36 in the stages"
+    assert plain.to_dict()["total"] == plain.total
+
+
+# The supports whose defaults leave out a pair of a 3x3 window, and a smaller window.
+NARROW = [*(name for name in SUPPORTS if name not in ("dense", "window")), {"name": "window", "w": 1}]
+
+
+@pytest.mark.parametrize("support", NARROW, ids=str)
+@pytest.mark.parametrize("size", [(28, 36), (20, 52)])
+def test_sparse_models_are_torchs_dense_count_less_the_pairs_outside_the_masks(support, size):
+    config = sp.SparsePriorSwinConfig(**SMALL)
+    counted = model_flops(config, size, prior=[{"support": support}] * 3, convention="torch")
+    outside, layer = 0, 0
+    grid = [-(-side // 4) for side in size]
+    for depth, heads, window, width in zip(
+        SMALL["depths"], SMALL["num_heads"], config.windows, config.widths, strict=True
+    ):
+        for _ in range(depth):
+            mask = build_mask(
+                support, num_heads=heads, num_tokens=window**2, num_prefix_tokens=0, layer=layer, grid=(window, window)
+            )
+            windows = -(-grid[0] // window) * -(-grid[1] // window)
+            assert counted.attended_pairs[layer] == windows * mask.sum()
+            outside += windows * (~mask).sum() * 2 * 2 * width // heads
+            layer += 1
+        grid = [-(-side // 2) for side in grid]
+    assert outside and counted.total == torchs_count(config, *size) - outside
+
+
+@pytest.mark.parametrize("prior", ["dense", "fibottention", "random+violin"])
+def test_pairs_are_the_weights_of_the_model_in_windows_that_are_not_shifted(prior):
+    config = sp.SparsePriorSwinConfig(prior=prior, **SMALL)
+    torch.manual_seed(0)
+    model = sp.SparsePriorSwinModel(config).eval()
+    for size in ((28, 36), (16, 40)):
+        with torch.no_grad():
+            weights = model(torch.randn(1, 3, *size), output_attentions=True).attentions
+        counted = model_flops(config, size).attended_pairs
+        assert len(counted) == len(weights) == 5
+        for layer in (0, 2, 3):
+            assert (weights[layer] != 0).sum() == counted[layer]
+        for layer in (1, 4):
+            assert (weights[layer] != 0).sum() <= counted[layer] == counted[layer - 1]
+
+
+def test_decay_operations_equal_a_count_of_the_windows():
+    for learn_alpha, name in itertools.product((True, False), ("violin", "manhattan")):
+        prior = {"support": "fibottention", "decay": {"name": name, "learn_alpha": learn_alpha}}
+        config = sp.SparsePriorSwinConfig(prior=prior, **SMALL)
+        counted = model_flops(config)
+        curves = 8 if name == "violin" else 1
+        build = apply = layer = 0
+        for stage, (grid, heads, window) in enumerate(zip(GRIDS, SMALL["num_heads"], config.windows, strict=True)):
+            support = "fibottention" if stage < SUPPORT_STAGES else "dense"
+            windows = math.ceil(grid[0] / window) * math.ceil(grid[1] / window)
+            for _ in range(SMALL["depths"][stage]):
+                mask = build_mask(support, num_heads=heads, num_tokens=window**2, num_prefix_tokens=0, layer=layer)
+                # M is not computed for a patch that attends to itself because it has no partner.
+                weighed = mask.sum() - (mask.diagonal(axis1=1, axis2=2).sum() if support != "dense" else 0)
+                build += 3 * curves * weighed
+                apply += windows * (weighed + learn_alpha * mask.sum())
+                layer += 1
+        assert counted.decay == {"build": build, "apply": apply}
+    assert model_flops(config, prior="fibottention").decay is None
+
+
+def test_a_prior_that_is_given_goes_where_the_configs_would():
+    config = sp.SparsePriorSwinConfig(**SMALL)
+    own = sp.SparsePriorSwinConfig(prior="fibottention+violin", **SMALL)
+    given = model_flops(config, prior="fibottention+violin")
+    assert given.to_dict() == model_flops(own).to_dict() == model_flops(config, prior=own.prior).to_dict()
+    assert config.prior_name == "dense" and given.attention < model_flops(config).attention
+    assert given.layers[3:] == model_flops(config).layers[3:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"image_size": 0}, "image_size=0 must be an integer of 1 or more"),
+        ({"image_size": (28, 28, 3)}, r"image_size=\(28, 28, 3\) must be one number or \(height, width\)"),
+        ({"num_prefix_tokens": 1}, "num_prefix_tokens=1 must be 0: a SparsePriorSwin has patches only"),
+        ({"prior": "fibotention"}, "did you mean 'fibottention'"),
+        ({"prior": "linformer"}, "'linformer' is for a whole image"),
+        ({"prior": ["dense"]}, "a list of 1 must have one for each of 3 stages"),
+        ({"convention": "macs"}, "convention='macs' must be one of multiply_adds"),
+    ],
+)
+def test_bad_values_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        model_flops(sp.SparsePriorSwinConfig(**SMALL), **arguments)
+
+
+# ---- pruning ratio --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prior", ["dense", "violin", "fibottention", ["window", "dense", "fibottention"]], ids=str)
+def test_the_pruning_ratio_equals_a_count_of_every_pair_of_every_window(prior):
+    config = sp.SparsePriorSwinConfig(prior=prior, **SMALL)
+    kept = total = 0
+    for stage, (grid, depth, heads) in enumerate(zip(GRIDS, SMALL["depths"], SMALL["num_heads"], strict=True)):
+        side = min(3, *grid)
+        mask = build_mask(
+            config.stage_priors[stage]["support"], num_heads=heads, num_tokens=side**2, num_prefix_tokens=0
+        )
+        for _, _, _, pair in itertools.product(
+            range(depth), range(0, grid[0], side), range(0, grid[1], side), mask.ravel().tolist()
+        ):
+            kept, total = kept + pair, total + 1
+    assert config.pruning_ratio == pytest.approx(100 * (1 - kept / total), abs=1e-9)
+    assert (config.pruning_ratio > 0) == (prior not in ("dense", "violin"))
+
+
+def test_a_predictors_pruning_ratio_is_that_of_its_keys():
+    config = sp.SparsePriorSwinConfig(prior={"predictor": {"name": "topk", "keys": 2}}, **SMALL)
+    tokens = [9, 9, 4]
+    pairs = [depth * windows * heads for depth, windows, heads in zip([2, 1, 2], [9, 4, 2], [2, 4, 2], strict=True)]
+    kept = sum(count * 2 * own for count, own in zip(pairs, tokens, strict=True))
+    total = sum(count * own**2 for count, own in zip(pairs, tokens, strict=True))
+    assert config.pruning_ratio == pytest.approx(100 * (1 - kept / total))
+
+
+# ---- the papers' numbers --------------------------------------------------------------------------------------------
+
+# Fibottention Eq. 3 for 4 and 8 heads: rows of the Wythoff array, and windows of the heads by the largest.
+WYTHOFF = [[1, 2, 3, 5, 8, 13, 21, 34], [4, 7, 11, 18, 29, 47], [6, 10, 16, 26, 42], [9, 15, 24, 39], [12, 20, 32],
+           [14, 23, 37], [17, 28, 45], [19, 31]]  # fmt: skip
+WINDOWS = {
+    49: ([5, 19, 34, 49], [5, 11, 17, 23, 30, 36, 42, 49]),
+    16: ([5, 8, 12, 16], [5, 6, 8, 9, 11, 12, 14, 16]),
+    7: ([5, 5, 6, 7], [5, 5, 5, 5, 6, 6, 6, 7]),
+}
+
+
+@pytest.mark.parametrize("w_max", WINDOWS)
+def test_fibottentions_pruning_of_swin_b_counted_pair_by_pair(w_max):
+    distance = np.abs(np.arange(49)[:, None] - np.arange(49)[None])
+    kept, heads_without = [], 0
+    for windows in WINDOWS[w_max]:
+        masks = [np.isin(distance, [o for o in own if o <= w]) for own, w in zip(WYTHOFF, windows, strict=False)]
+        kept.append(sum(mask.sum() for mask in masks))
+        heads_without += sum(not mask.any() for mask in masks)
+    first, second = kept[0] / (4 * 49**2), kept[1] / (8 * 49**2)
+    # 64 windows of 4 heads, 16 windows of 8 heads, two layers each.
+    assert swin_pruning(w_max) == pytest.approx(100 * (1 - (2 * first + second) / 3))
+    assert swin_pruning(w_max, each_layer=True) == pytest.approx(100 * (1 - (first + 2 * second) / 3))
+    assert heads_without == {49: 0, 16: 4, 7: 7}[w_max]
+
+
+def test_fibottentions_pruning_of_swin_b_is_among_what_was_not_explained():
+    (number,) = (number for number in unexplained_numbers() if "Swin-B" in number.source)
+    assert (number.printed, round(number.count, 2), round(swin_pruning(7), 2)) == (95.4, 92.97, 95.41)
+    stages = sp.SparsePriorSwinConfig.from_preset("swin_base").stages
+    pairs = [stage.num_layers * stage.num_windows * stage.num_heads for stage in stages]
+    assert round(100 * sum(pairs[:2]) / sum(pairs), 1) == 38.7 and "38.7 %" in number.includes
+
+
+@pytest.mark.parametrize(
+    ("preset", "scalars"),
+    [("swin_tiny", 1242), ("deit_tiny", 324), ("deit_base", 1296), ("deit3_large", 3456), ("deit3_huge", 4608)],
+)
+def test_violins_scalars(preset, scalars):
+    """For each layer and head one beta for each of 8 curves, and alpha (VIOLIN Table 1)."""
+    family = preset_family(preset)
+    with torch.device("meta"):
+        model = family.base(family.make_config(preset, prior="violin"))
+    counted = {name: value.numel() for name, value in model.named_parameters() if "decay_bias" in name.split(".")}
+    assert sum(counted.values()) == scalars
+    stages = model.config.stages
+    assert scalars == sum(stage.num_layers * stage.num_heads * (8 + 1) for stage in stages)

@@ -1,0 +1,248 @@
+"""ConViT of timm and from its original files as SparsePriorConvit, and back. The oracle is timm's own class."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel
+
+from hf_sparseprior import SparsePriorConvitConfig, SparsePriorConvitForImageClassification, SparsePriorConvitModel
+from hf_sparseprior.__main__ import main
+from hf_sparseprior.convert import convert_checkpoint
+from hf_sparseprior.pretrained import load_changed_model, load_whole_model
+from tests.timm_oracle import import_timm
+
+SIZES = {"embed_dim": 4, "num_heads": 4, "depth": 3, "local_up_to_layer": 2, "img_size": 32, "patch_size": 8}
+OURS = {
+    "hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 3, "num_local_layers": 2, "image_size": 32,
+    "patch_size": 8, "intermediate_size": 24, "num_labels": 5,
+}  # fmt: skip
+TIMM = {
+    "usual": {},
+    "biases, odd widths": {"qkv_bias": True, "mlp_ratio": 2.7, "num_heads": 9},
+    "mean pooling, one channel": {"global_pool": "avg", "in_chans": 1},
+    "no positions, larger": {"use_pos_embed": False, "img_size": 40, "local_up_to_layer": 1, "locality_strength": 2.0},
+}
+
+
+def moved(model):
+    """The model with no part at 0 or 1, where a lost weight would not show."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def timm_convit(**options):
+    """timm's own class."""
+    import_timm()
+    from timm.models.convit import ConVit
+
+    return moved(ConVit(**{**SIZES, "num_classes": 5, **options}))
+
+
+def timm_folder(model, folder, **options):
+    """A folder in timm's layout, as its hub has them."""
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    size = options.get("img_size", SIZES["img_size"])
+    config = {
+        "architecture": "convit_tiny",
+        "num_classes": 5,
+        "pretrained_cfg": {
+            "input_size": [3, size, size],
+            "mean": [0.1] * model.in_chans,
+            "std": [0.2] * model.in_chans,
+        },
+        "label_names": list("abcde"),
+        "model_args": {key: value for key, value in options.items() if key in ("global_pool", "locality_strength")},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def ours(folder, cls=SparsePriorConvitForImageClassification, **options):
+    """A saved model of ours."""
+    model = moved(cls(SparsePriorConvitConfig(**{**OURS, **options})))
+    model.save_pretrained(folder)
+    return model
+
+
+def pixels_for(config, size=None):
+    return torch.randn(2, config.num_channels, *[size or config.image_size] * 2)
+
+
+def outputs(model, pixels):
+    with torch.no_grad():
+        output = model(pixels)
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+def assert_same(first, second):
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[key]) for key, value in first.items())
+
+
+@pytest.mark.parametrize("kind", TIMM)
+def test_models_of_timm_go_both_ways(kind, tmp_path):
+    source = timm_convit(**TIMM[kind])
+    folder = timm_folder(source, tmp_path / "source", **TIMM[kind])
+    convert_checkpoint(folder, tmp_path / "ours")
+    model = load_whole_model(tmp_path / "ours")
+    assert model.config.image_mean == [0.1] * source.in_chans and model.config.id2label[4] == "e"
+    assert model.config.locality_strength == source.locality_strength
+    pixels = pixels_for(model.config)
+    with torch.no_grad():
+        expected = source(pixels)
+    torch.testing.assert_close(outputs(model, pixels), expected, rtol=1e-5, atol=1e-5)
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "timm"]) == 0
+    assert_same(source.state_dict(), load_file(tmp_path / "back" / "model.safetensors"))
+    again = import_timm().create_model(f"local-dir:{tmp_path / 'back'}", pretrained=True).eval()
+    assert again.locality_strength == source.locality_strength
+    with torch.no_grad():
+        assert torch.equal(again(pixels), expected)
+    convert_checkpoint(tmp_path / "back", tmp_path / "again")
+    before, after = model.config.to_dict(), load_whole_model(tmp_path / "again").config.to_dict()
+    assert {key for key in before if before[key] != after[key]} <= {"_name_or_path"}
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("positions", [True, False])
+def test_files_go_both_ways(suffix, positions, tmp_path):
+    """An original .pth file holds the weights by name, nothing around them."""
+    source = timm_convit(use_pos_embed=positions, qkv_bias=True)
+    first, back = tmp_path / f"source{suffix}", tmp_path / f"back{suffix}"
+    save = save_file if suffix == ".safetensors" else torch.save
+    save(source.state_dict(), first)
+    lines = convert_checkpoint(first, tmp_path / "ours")
+    note = "note: image_size is not in the source; 224, that of the published models, is assumed"
+    assert (note in lines) == (not positions)
+    model = load_whole_model(tmp_path / "ours")
+    pixels = pixels_for(model.config, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(outputs(model, pixels), source(pixels), rtol=1e-5, atol=1e-5)
+    target = "timm" if suffix == ".safetensors" else "original"
+    assert main(["convert", str(tmp_path / "ours"), str(back), "--to", target]) == 0
+    written = load_file(back) if suffix == ".safetensors" else torch.load(back, weights_only=True)
+    assert_same(source.state_dict(), written)
+
+
+def test_a_base_model_as_timms(tmp_path):
+    model = ours(tmp_path / "ours", SparsePriorConvitModel)
+    convert_checkpoint(tmp_path / "ours", tmp_path / "timm", to="timm")
+    stock = import_timm().create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
+    pixels = pixels_for(model.config)
+    with torch.no_grad():
+        tokens = stock.forward_features(pixels)
+    torch.testing.assert_close(outputs(model, pixels), tokens, rtol=1e-5, atol=1e-5)
+    convert_checkpoint(tmp_path / "timm", tmp_path / "back")
+    assert_same(model.state_dict(), load_whole_model(tmp_path / "back", AutoModel).state_dict())
+
+
+@pytest.mark.parametrize("target", ["timm", "original"])
+def test_a_prior_is_dropped_only_when_asked(target, tmp_path, capsys):
+    model = ours(tmp_path / "ours", prior="fibottention+violin")
+    out = tmp_path / ("out.pth" if target == "original" else "out")
+    command = ["convert", str(tmp_path / "ours"), str(out), "--to", target]
+    capsys.readouterr()
+    assert main(command) == 2
+    assert f"has no place in {target}; --prior dense drops it" in capsys.readouterr().err
+    assert not out.exists()
+    assert main([*command, "--prior", "dense"]) == 0
+    convert_checkpoint(out, tmp_path / "back")
+    back = load_whole_model(tmp_path / "back")
+    kept = {key: value for key, value in model.state_dict().items() if "decay_bias" not in key}
+    assert len(kept) < len(model.state_dict())
+    assert_same(back.state_dict(), kept)
+
+
+def test_a_prior_is_added_to_the_plain_layers(tmp_path):
+    torch.save(timm_convit().state_dict(), tmp_path / "source.pth")
+    convert_checkpoint(tmp_path / "source.pth", tmp_path / "out", prior="fibottention+violin")
+    model = load_whole_model(tmp_path / "out")
+    assert model.config.prior_name == "fibottention+violin"
+    assert {name.split(".")[2] for name, _ in model.named_parameters() if "decay_bias" in name} == {"2"}
+
+
+def test_another_image_size_interpolates_the_positions(tmp_path):
+    model = ours(tmp_path / "ours")
+    convert_checkpoint(tmp_path / "ours", tmp_path / "out", image_size=64)
+    larger = load_whole_model(tmp_path / "out")
+    name = "convit.embeddings.position_embeddings"
+    map_ = model.convit.embeddings.position_embeddings.detach().transpose(1, 2).unflatten(2, (4, 4))
+    resized = torch.nn.functional.interpolate(map_, size=(8, 8), mode="bicubic", align_corners=False)
+    assert_same(larger.state_dict(), {**model.state_dict(), name: resized.flatten(2).transpose(1, 2)})
+    pixels = pixels_for(larger.config)
+    torch.testing.assert_close(outputs(larger, pixels), outputs(model, pixels), rtol=1e-5, atol=1e-5)
+    changed, anew = load_changed_model(tmp_path / "ours", SparsePriorConvitForImageClassification, image_size=64)
+    assert anew == []
+    assert_same(changed.state_dict(), larger.state_dict())
+
+
+REFUSED_FILES = {
+    "gates": (
+        {"blocks.1.attn.gating_param": None, "blocks.2.attn.gating_param": torch.zeros(4)},
+        {},
+        "blocks 0, 2 have",
+    ),
+    "missing": (
+        {"norm.bias": None, "more.weight": torch.zeros(1)},
+        {},
+        "missing: convit.layernorm.bias; left over: more",
+    ),
+    "no grid": ({"pos_embed": torch.zeros(1, 15, 16)}, {}, "pos_embed: 15 positions are no square grid"),
+    "image": ({}, {"img_size": 40}, "pos_embed: 16 positions are no grid of 40 pixels"),
+    "pool": ({}, {"global_pool": "max"}, "global_pool='max' must be 'token' or 'avg'"),
+    "norm": ({}, {"norm_layer": "rmsnorm"}, r"norm_layer='rmsnorm' must be timm's default \(None\)"),
+    "hybrid": ({}, {"hybrid_backbone": "resnet"}, "hybrid_backbone='resnet' must be timm's default"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_FILES)
+def test_other_architectures_of_timm_are_refused(case, tmp_path):
+    changes, arguments, message = REFUSED_FILES[case]
+    state = {**timm_convit().state_dict(), **changes}
+    state = {name: value for name, value in state.items() if value is not None}
+    folder = timm_folder(SimpleNamespace(state_dict=lambda: state, in_chans=3), tmp_path / "source")
+    config = json.loads((folder / "config.json").read_text())
+    del config["pretrained_cfg"]["input_size"]
+    (folder / "config.json").write_text(json.dumps({**config, "model_args": arguments}))
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(folder, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+REFUSED_TARGETS = {
+    "activation": ("timm", {"hidden_act": "relu"}, "hidden_act='relu' must be 'gelu'"),
+    "norms": ("timm", {"layer_norm_eps": 1e-3}, "layer_norm_eps=0.001 must be 1e-06"),
+    "grid": ("timm", {"image_size": [32, 64]}, r"image_size=\[32, 64\] has 4x8 patches, which must be a square"),
+    "no gates": ("timm", {"num_local_layers": 0}, "num_local_layers=0 must be at least 1"),
+    "interpolation": ("original", {"interpolation": "bilinear"}, "interpolation='bilinear' must be 'bicubic'"),
+    "pooling": ("original", {"pooling": "mean"}, "pooling='mean' must be 'class_token' in a file"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_TARGETS)
+def test_what_a_target_cannot_express_is_refused(case, tmp_path, capsys):
+    target, options, message = REFUSED_TARGETS[case]
+    ours(tmp_path / "ours", **options)
+    out = str(tmp_path / ("out.pth" if target == "original" else "out"))
+    with pytest.raises(ValueError, match=f"^{target} cannot express this model: .*{message}"):
+        convert_checkpoint(tmp_path / "ours", out, to=target)
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "ours"), out, "--to", target]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_targets_and_options_of_another_family_are_refused(tmp_path):
+    ours(tmp_path / "ours")
+    for target in ("vit", "swin", "sparseprior_vit"):
+        with pytest.raises(ValueError, match=f"is a sparseprior_convit, which {target} cannot express"):
+            convert_checkpoint(tmp_path / "ours", tmp_path / "out", to=target)
+    torch.save(timm_convit().state_dict(), tmp_path / "source.pth")
+    with pytest.raises(ValueError, match="--heads 3 is for a ViT under timm's names; this source has a number"):
+        convert_checkpoint(tmp_path / "source.pth", tmp_path / "out", num_attention_heads=3)

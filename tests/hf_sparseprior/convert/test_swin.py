@@ -1,0 +1,541 @@
+"""Swin of transformers, of timm and from its own files as SparsePriorSwin, and back.
+
+The oracles are transformers' and timm's own classes.
+"""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import (
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    SwinBackbone,
+    SwinConfig,
+    SwinForImageClassification,
+    SwinForMaskedImageModeling,
+    SwinModel,
+    Swinv2Config,
+    Swinv2Model,
+)
+
+import hf_sparseprior as sp
+from hf_sparseprior import SparsePriorSwinConfig, SparsePriorSwinForImageClassification, SparsePriorSwinModel
+from hf_sparseprior.__main__ import main
+from hf_sparseprior.convert import convert_checkpoint
+from hf_sparseprior.pretrained import load_changed_model, load_whole_model, saved_family
+from tests.timm_oracle import import_timm
+
+# Grids of 8x8 and 4x4 patches; the windows of the second layer are shifted.
+SIZES = {"embed_dim": 8, "depths": [2, 1], "num_heads": [2, 4], "window_size": 4, "image_size": 32, "patch_size": 4}
+SOURCES = {
+    "classifier": (SwinForImageClassification, {"num_labels": 5}),
+    "base": (SwinModel, {"qkv_bias": False, "mlp_ratio": 2.7}),
+    "rectangle": (SwinForImageClassification, {"num_labels": 3, "image_size": [32, 72], "patch_size": [4, 6]}),
+    "not a multiple of the window": (SwinForImageClassification, {"image_size": 40, "window_size": 3, "num_labels": 2}),
+    "three stages": (
+        SwinForImageClassification,
+        {"depths": [1, 1, 2], "num_heads": [2, 2, 2], "window_size": 2, "num_labels": 2},
+    ),
+    "trained": (
+        SwinForImageClassification,
+        {"id2label": {0: "cat", 1: "dog"}, "label2id": {"cat": 0, "dog": 1}, "hidden_act": "relu"},
+    ),
+}
+
+
+def moved(model):
+    """The model with no part at 0 or 1, where a lost weight would not show."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def make_source(kind):
+    cls, options = SOURCES[kind]
+    return moved(cls(SwinConfig(**{**SIZES, **options})))
+
+
+def ours(folder, cls=SparsePriorSwinForImageClassification, **fields):
+    """A saved model of ours."""
+    labels = {} if "id2label" in fields else {"num_labels": 5}
+    model = moved(cls(SparsePriorSwinConfig(**{**SIZES, **labels, **fields})))
+    model.save_pretrained(folder)
+    return model
+
+
+def pixels_for(config):
+    sides = (config.image_size,) * 2 if isinstance(config.image_size, int) else config.image_size
+    return torch.randn(2, config.num_channels, *sides)
+
+
+def outputs(model, pixels):
+    with torch.no_grad():
+        output = model(pixels)
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+def assert_same(first, second):
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[key]) for key, value in first.items())
+
+
+def weights_in(folder):
+    return load_file(folder / "model.safetensors")
+
+
+# ---- transformers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", ["version 4", "version 5"])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_models_of_transformers_compute_the_same(kind, names, tmp_path):
+    source = make_source(kind)
+    source.save_pretrained(tmp_path / "source")  # writes the names of version 4
+    path = tmp_path / "source" / "model.safetensors"
+    assert any("attention.self.query" in name for name in load_file(path))
+    if names == "version 5":
+        save_file({name: value.contiguous() for name, value in source.state_dict().items()}, path)
+        assert any("attention.q_proj" in name for name in load_file(path))
+    convert_checkpoint(tmp_path / "source", tmp_path / "out")
+    loader = AutoModelForImageClassification if hasattr(source, "classifier") else AutoModel
+    model = loader.from_pretrained(tmp_path / "out").eval()
+    pixels = pixels_for(source.config)
+    torch.testing.assert_close(outputs(model, pixels), outputs(source, pixels), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_round_trips_through_ours_give_the_very_same_weights(kind, tmp_path):
+    source = make_source(kind)
+    source.save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "ours")
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "swin"]) == 0
+    assert_same(weights_in(tmp_path / "source"), weights_in(tmp_path / "back"))
+    model, info = type(source).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info.values()), info
+    pixels = pixels_for(source.config)
+    assert torch.equal(outputs(model.eval(), pixels), outputs(source, pixels))
+    differing = {key for key, value in source.config.to_dict().items() if getattr(model.config, key) != value}
+    assert differing <= {"_name_or_path", "dtype", "architectures", "transformers_version"}
+    height, width = pixels.shape[2:]
+    assert AutoImageProcessor.from_pretrained(tmp_path / "back").size == {"height": height, "width": width}
+
+
+@pytest.mark.parametrize("cls", [SparsePriorSwinForImageClassification, SparsePriorSwinModel])
+def test_ours_as_a_model_of_transformers_and_back(cls, tmp_path):
+    model = ours(tmp_path / "ours", cls, drop_path_rate=0.2, window_size=4)
+    convert_checkpoint(tmp_path / "ours", tmp_path / "theirs", to="swin")
+    name = json.loads((tmp_path / "theirs" / "config.json").read_text())["architectures"][0]
+    stock = {"SwinModel": SwinModel, "SwinForImageClassification": SwinForImageClassification}[name]
+    assert (stock is SwinModel) == (cls is SparsePriorSwinModel)
+    stock = stock.from_pretrained(tmp_path / "theirs").eval()
+    pixels = pixels_for(model.config)
+    torch.testing.assert_close(outputs(stock, pixels), outputs(model, pixels), rtol=1e-5, atol=1e-5)
+    convert_checkpoint(tmp_path / "theirs", tmp_path / "back")
+    back = load_whole_model(tmp_path / "back", cls)
+    assert_same(model.state_dict(), back.state_dict())
+    before, after = model.config.to_dict(), back.config.to_dict()
+    assert {key for key in before if before[key] != after[key]} <= {"_name_or_path"}
+
+
+def test_what_follows_from_the_window_or_only_pretraining_needs_is_left_out(tmp_path):
+    source = moved(SwinForMaskedImageModeling(SwinConfig(**SIZES, encoder_stride=8)))
+    source.save_pretrained(tmp_path / "source")
+    path = tmp_path / "source" / "model.safetensors"
+    index = "swin.encoder.layers.0.blocks.0.attention.self.relative_position_index"  # as version 4 saved it
+    save_file({**load_file(path), index: torch.arange(256).view(16, 16)}, path)
+    lines = convert_checkpoint(tmp_path / "source", tmp_path / "out")
+    left_out = "decoder.0.bias, decoder.0.weight, swin.embeddings.mask_token"
+    assert f"note: left out, no output depends on it: {left_out}" in lines
+    assert not any("relative_position_index" in line for line in lines)
+    model = SparsePriorSwinModel.from_pretrained(tmp_path / "out").eval()
+    pixels = pixels_for(source.config)
+    torch.testing.assert_close(outputs(model, pixels), outputs(source.swin, pixels), rtol=1e-5, atol=1e-5)
+
+
+REFUSED_SOURCES = {
+    "positions": (SwinModel, SwinConfig, {"use_absolute_embeddings": True}, "use_absolute_embeddings=True must be"),
+    "norms": (SwinModel, SwinConfig, {"layer_norm_eps": 1e-3}, "layer_norm_eps=0.001 must be 1e-05, which Swin"),
+    "windows": (SwinModel, SwinConfig, {"image_size": 16}, r"window_size=4 must not .* stages of 4x4, 2x2 patches"),
+    "no classes": (SwinForImageClassification, SwinConfig, {"num_labels": 0}, "num_labels=0 must be at least 1"),
+    "version 2": (Swinv2Model, Swinv2Config, {}, "model_type='swinv2' must be 'swin'"),
+    "backbone": (SwinBackbone, SwinConfig, {}, "left over: hidden_states_norms.stage2.bias"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_SOURCES)
+def test_what_has_no_counterpart_is_refused_by_name(case, tmp_path, capsys):
+    cls, config, options, message = REFUSED_SOURCES[case]
+    cls(config(**{**SIZES, **options})).save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(tmp_path / "source", tmp_path / "out")
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_missing_and_left_over_weights_are_named(tmp_path):
+    make_source("classifier").save_pretrained(tmp_path / "source")
+    path = tmp_path / "source" / "model.safetensors"
+    weights = load_file(path)
+    table = "swin.encoder.layers.1.blocks.0.attention.self.relative_position_bias_table"
+    del weights["swin.layernorm.bias"]
+    weights["swin.extra.weight"] = torch.ones(3)
+    weights[table] = torch.ones(9, 4)
+    save_file(weights, path)
+    with pytest.raises(ValueError, match=r"missing: swin\.layernorm\.bias; left over: swin\.extra\.weight") as raised:
+        convert_checkpoint(tmp_path / "source", tmp_path / "out")
+    place = "swin.stages.1.layers.0.attention.relative_position_bias.bias_table"
+    assert f"of another shape: {place} (4, 3, 3) instead of (4, 7, 7)" in str(raised.value)
+    weights[table] = torch.ones(20, 4)  # of no square window
+    save_file(weights, path)
+    with pytest.raises(ValueError, match=re.escape(f"{place} (20, 4) instead of (4, 7, 7)")):
+        convert_checkpoint(tmp_path / "source", tmp_path / "out")
+    (tmp_path / "source" / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"needs its config\.json"):
+        convert_checkpoint(tmp_path / "source", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_folder_of_transformers_is_pointed_to_convert(tmp_path):
+    make_source("classifier").save_pretrained(tmp_path / "swin")
+    with pytest.raises(ValueError, match="holds a 'swin' model; make it ours first: python -m hf_sparseprior convert"):
+        saved_family(tmp_path / "swin")
+
+
+# ---- priors, image sizes, precision ---------------------------------------------------------------------------------
+
+
+def test_a_prior_goes_to_the_stages_and_starts_where_the_source_is(tmp_path):
+    source = make_source("classifier")
+    source.save_pretrained(tmp_path / "source")
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--prior", "violin"]) == 0
+    model = SparsePriorSwinForImageClassification.from_pretrained(tmp_path / "out").eval()
+    assert model.config.prior_name == "violin" and len(model.config.stage_priors) == 2
+    convert_checkpoint(tmp_path / "source", tmp_path / "dense")
+    dense = SparsePriorSwinForImageClassification.from_pretrained(tmp_path / "dense").state_dict()
+    shared = {key: value for key, value in model.state_dict().items() if "decay_bias" not in key}
+    assert len(shared) < len(model.state_dict())
+    assert_same(shared, dense)
+
+
+@pytest.mark.parametrize("target", ["swin", "timm", "original"])
+def test_a_prior_is_dropped_only_when_asked(target, tmp_path, capsys):
+    model = ours(tmp_path / "ours", prior="fibottention+violin")
+    out = tmp_path / ("out.pth" if target == "original" else "out")
+    command = ["convert", str(tmp_path / "ours"), str(out), "--to", target]
+    capsys.readouterr()
+    assert main(command) == 2
+    assert f"has no place in {target}; --prior dense drops it" in capsys.readouterr().err
+    assert not out.exists()
+    assert main([*command, "--prior", "dense"]) == 0
+    assert "is replaced by 'dense'" in capsys.readouterr().out
+    convert_checkpoint(out, tmp_path / "back")
+    back = SparsePriorSwinForImageClassification.from_pretrained(tmp_path / "back")
+    kept = {key: value for key, value in model.state_dict().items() if "decay_bias" not in key}
+    assert_same(back.state_dict(), kept)
+
+
+def test_ours_to_ours_keeps_its_prior(tmp_path):
+    model = ours(tmp_path / "ours", prior="fibottention+violin")
+    convert_checkpoint(tmp_path / "ours", tmp_path / "same", to="sparseprior_swin")
+    assert_same(model.state_dict(), load_whole_model(tmp_path / "same").state_dict())
+    lines = convert_checkpoint(tmp_path / "ours", tmp_path / "base", drop_classifier=True)
+    assert "SparsePriorSwinModel" in lines[0]
+    assert_same(model.swin.state_dict(), load_whole_model(tmp_path / "base", AutoModel).state_dict())
+
+
+TABLE = "attention.relative_position_bias.bias_table"
+
+
+def test_an_image_size_that_keeps_the_windows_keeps_the_weights(tmp_path):
+    source = make_source("classifier")
+    source.save_pretrained(tmp_path / "source")
+    command = ["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--image-size", "64"]
+    assert main(command) == 0
+    model = load_whole_model(tmp_path / "out")
+    assert model.config.image_size == 64
+    pixels = torch.randn(1, 3, 64, 64)
+    larger = SwinForImageClassification.from_pretrained(tmp_path / "source", image_size=64).eval()
+    torch.testing.assert_close(outputs(model, pixels), outputs(larger, pixels), rtol=1e-5, atol=1e-5)
+
+
+def test_an_image_size_that_shrinks_a_window_interpolates_its_table(tmp_path):
+    model = ours(tmp_path / "ours")
+    convert_checkpoint(tmp_path / "ours", tmp_path / "out", image_size=16)
+    small = load_whole_model(tmp_path / "out")
+    assert small.config.windows == [4, 2]
+    name = f"swin.stages.1.layers.0.{TABLE}"
+    expected = {**model.state_dict()}
+    expected[name] = F.interpolate(expected[name][None], size=(3, 3), mode="bicubic", align_corners=False)[0]
+    assert_same(small.state_dict(), expected)
+    # and where a model is made from a saved one
+    changed, anew = load_changed_model(tmp_path / "ours", SparsePriorSwinForImageClassification, image_size=16)
+    assert anew == []
+    assert_same(changed.state_dict(), expected)
+    with pytest.raises(ValueError, match=r"^swin cannot express .*window_size=4 .* stages of 4x4, 2x2 patches"):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "theirs", image_size=16, to="swin")
+
+
+def test_precision_and_processor_of_the_source_are_kept(tmp_path):
+    source = make_source("classifier").to(torch.bfloat16)
+    source.save_pretrained(tmp_path / "source")
+    settings = {"image_processor_type": "ViTImageProcessor", "size": {"height": 40, "width": 40}, "resample": 2}
+    settings |= {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    (tmp_path / "source" / "preprocessor_config.json").write_text(json.dumps(settings))
+    convert_checkpoint(tmp_path / "source", tmp_path / "ours")
+    convert_checkpoint(tmp_path / "ours", tmp_path / "back", to="swin")
+    assert_same(weights_in(tmp_path / "source"), weights_in(tmp_path / "back"))
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "back")
+    assert processor.size == {"height": 40, "width": 40} and tuple(processor.image_mean) == (0.1, 0.2, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prior"),
+    [
+        ("classifier", "fibottention+violin"),
+        ("rectangle", {"decay": "manhattan"}),
+        ("base", {"support": {"name": "longformer", "w": 6}, "extras": ["irpe_k"]}),
+        ("three stages", {"support": {"name": "longformer", "w": 2}, "decay": "violin"}),
+    ],
+)
+def test_the_prior_of_a_stock_model_is_carried_over(kind, prior, tmp_path):
+    """Of three stages, the last has no support, there and here."""
+    source = sp.apply_prior(make_source(kind), prior)
+    with torch.no_grad():
+        for module in sp.adapters.stock_attention.stock_priors(source):
+            for parameter in module.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    pixels = pixels_for(source.config)
+    expected = outputs(source, pixels)
+    source.save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "out")
+    loader = AutoModelForImageClassification if hasattr(source, "classifier") else AutoModel
+    model = loader.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(outputs(model, pixels), expected, rtol=1e-4, atol=1e-5)
+    plain = outputs(sp.remove_prior(source), pixels)
+    assert (plain - expected).abs().max() > 1e-3  # the prior counts
+
+
+def test_a_prior_that_the_config_does_not_name_is_not_lost_silently(tmp_path):
+    sp.apply_prior(make_source("classifier"), "violin").save_pretrained(tmp_path / "source")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    del config["sparse_prior"]
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"config\.json lacks 'sparse_prior'"):
+        convert_checkpoint(tmp_path / "source", tmp_path / "out")
+
+
+# ---- timm and the original ------------------------------------------------------------------------------------------
+
+TIMM = {
+    "two stages": {},
+    "three stages, the last smaller than a window": {"depths": [2, 2, 2], "num_heads": [2, 2, 4]},
+    "larger": {"img_size": 64, "depths": [2, 2], "qkv_bias": False, "mlp_ratio": 2.7},
+    "rectangle": {"img_size": [32, 64], "window_size": 2, "in_chans": 1},
+}
+
+
+def timm_swin(**options):
+    """timm's own class."""
+    import_timm()
+    from timm.models.swin_transformer import SwinTransformer
+
+    sizes = {**SIZES, "num_classes": 5, "img_size": SIZES["image_size"], **options}
+    del sizes["image_size"]
+    return moved(SwinTransformer(**sizes))
+
+
+def timm_folder(model, folder, **options):
+    """A folder in timm's layout, as its hub has them."""
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    size = options.get("img_size", SIZES["image_size"])
+    size = [size, size] if isinstance(size, int) else size
+    config = {
+        "architecture": "swin_tiny_patch4_window7_224",
+        "num_classes": 5,
+        "global_pool": "avg",
+        "pretrained_cfg": {"input_size": [3, *size], "mean": [0.1] * model.in_chans, "std": [0.2] * model.in_chans},
+        "label_names": list("abcde"),
+        "model_args": options.pop("model_args", {}),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("kind", TIMM)
+def test_models_of_timm_go_both_ways(kind, tmp_path):
+    source = timm_swin(**TIMM[kind])
+    folder = timm_folder(source, tmp_path / "source", **TIMM[kind])
+    convert_checkpoint(folder, tmp_path / "ours")
+    model = load_whole_model(tmp_path / "ours")
+    assert model.config.image_mean == [0.1] * source.in_chans and model.config.id2label[4] == "e"
+    pixels = pixels_for(model.config)
+    with torch.no_grad():
+        expected = source(pixels)
+    torch.testing.assert_close(outputs(model, pixels), expected, rtol=1e-5, atol=1e-5)
+    for out in (tmp_path / "back", tmp_path / "back.safetensors"):
+        assert main(["convert", str(tmp_path / "ours"), str(out), "--to", "timm"]) == 0
+    assert_same(source.state_dict(), weights_in(tmp_path / "back"))
+    assert_same(source.state_dict(), load_file(tmp_path / "back.safetensors"))
+    again = import_timm().create_model(f"local-dir:{tmp_path / 'back'}", pretrained=True).eval()
+    with torch.no_grad():
+        assert torch.equal(again(pixels), expected)
+    convert_checkpoint(tmp_path / "back", tmp_path / "again")
+    before, after = model.config.to_dict(), load_whole_model(tmp_path / "again").config.to_dict()
+    assert {key for key in before if before[key] != after[key]} <= {"_name_or_path"}
+
+
+def test_a_base_model_as_timms(tmp_path):
+    model = ours(tmp_path / "ours", SparsePriorSwinModel)
+    convert_checkpoint(tmp_path / "ours", tmp_path / "timm", to="timm")
+    stock = import_timm().create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
+    pixels = pixels_for(model.config)
+    with torch.no_grad():
+        tokens = stock.forward_features(pixels).flatten(1, 2)
+    torch.testing.assert_close(outputs(model, pixels), tokens, rtol=1e-5, atol=1e-5)
+    convert_checkpoint(tmp_path / "timm", tmp_path / "back")
+    assert_same(model.state_dict(), load_whole_model(tmp_path / "back", AutoModel).state_dict())
+
+
+def original_state(source):
+    """The weights of timm's class as the original repository has them, with its indices and masks."""
+    state = {}
+    for key, value in source.state_dict().items():
+        if merging := re.fullmatch(r"layers\.(\d+)\.downsample\.(.+)", key):
+            key = f"layers.{int(merging[1]) - 1}.downsample.{merging[2]}"
+        state[key.replace("head.fc.", "head.")] = value
+    for stage, layers in enumerate(source.layers):
+        for index, block in enumerate(layers.blocks):
+            name = f"layers.{stage}.blocks.{index}"
+            state[f"{name}.attn.relative_position_index"] = block.attn.relative_position_index
+            if block.attn_mask is not None:
+                state[f"{name}.attn_mask"] = block.attn_mask
+    return state
+
+
+@pytest.mark.parametrize("kind", ["two stages", "three stages, the last smaller than a window"])
+def test_original_files_go_both_ways(kind, tmp_path):
+    source = timm_swin(**TIMM[kind])
+    state = original_state(source)
+    assert any("attn_mask" in key for key in state) and "layers.0.downsample.reduction.weight" in state
+    torch.save({"model": state}, tmp_path / "source.pth")
+    lines = convert_checkpoint(tmp_path / "source.pth", tmp_path / "ours")
+    assert "note: image_size is not in the source; 32, at which the last stage is one window, is assumed" in lines
+    assert not any("left out" in line for line in lines)
+    model = load_whole_model(tmp_path / "ours")
+    pixels = pixels_for(model.config)
+    with torch.no_grad():
+        torch.testing.assert_close(outputs(model, pixels), source(pixels), rtol=1e-5, atol=1e-5)
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back.pth"), "--to", "original"]) == 0
+    written = torch.load(tmp_path / "back.pth", weights_only=True)["model"]
+    assert_same(state, written)
+    # timm reads the original's files, too.
+    from timm.models.swin_transformer import checkpoint_filter_fn
+
+    source.load_state_dict(checkpoint_filter_fn(written, source))
+
+
+@pytest.mark.parametrize(("window", "image"), [(7, 224), (12, 384), (6, 192)])
+def test_the_published_image_sizes_follow_from_the_window(window, image, tmp_path):
+    sizes = {"depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "window_size": window, "image_size": image}
+    model = ours(tmp_path / "ours", **{**SIZES, **sizes, "embed_dim": 2})
+    convert_checkpoint(tmp_path / "ours", tmp_path / "file.safetensors", to="timm")
+    convert_checkpoint(tmp_path / "file.safetensors", tmp_path / "back")
+    back = load_whole_model(tmp_path / "back")
+    assert (back.config.image_size, back.config.window_size) == (image, window)
+    assert_same(model.state_dict(), back.state_dict())
+
+
+def zeros(*shape):
+    return torch.zeros(shape)
+
+
+BLOCK = "layers.1.blocks.0"
+REFUSED_FILES = {
+    "Swin V2": ({f"{BLOCK}.attn.logit_scale": zeros(4, 1, 1)}, {}, f"{BLOCK}.attn.logit_scale: Swin V2 has no"),
+    "positions": ({"absolute_pos_embed": zeros(1, 64, 8)}, {}, "absolute_pos_embed: SparsePriorSwin has relative"),
+    "no table": ({f"{BLOCK}.attn.relative_position_bias_table": None}, {}, "layers.1.blocks: no block has a matrix"),
+    "odd table": (
+        {f"{BLOCK}.attn.relative_position_bias_table": zeros(20, 4)},
+        {},
+        "layers.1: relative_position_bias_table has 20 offsets, which no square window has",
+    ),
+    "larger window": (
+        {f"{BLOCK}.attn.relative_position_bias_table": zeros(121, 4)},
+        {},
+        r"the stages have windows of \[4, 6\]",
+    ),
+    "missing": ({"norm.bias": None, "more.weight": zeros(1)}, {}, "missing: swin.layernorm.bias; left over: more.weig"),
+    "pool": ({}, {"global_pool": "max"}, "global_pool='max' must be 'avg'"),
+    "head width": ({}, {"head_dim": 32}, r"head_dim=32 must be timm's default \(None\)"),
+    "partition": ({}, {"always_partition": True}, r"always_partition=True must be timm's default"),
+    "image": ({}, {"img_size": 16}, r"image_size=16 gives windows of \[4, 2\], not \[4, 4\]"),
+    "padding": ({}, {"img_size": 40}, "image_size=40: stage 1 has 10x10 patches, which must be a multiple of its wind"),
+    "one side": ({}, {"img_size": [32, 64]}, "stage 2 has 4x8 patches, which must be square or above a window"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_FILES)
+def test_other_architectures_of_timm_are_refused(case, tmp_path):
+    changes, arguments, message = REFUSED_FILES[case]
+    state = {**timm_swin().state_dict(), **changes}
+    state = {name: value for name, value in state.items() if value is not None}
+    source = SimpleNamespace(state_dict=lambda: state, in_chans=3)
+    folder = timm_folder(source, tmp_path / "source", model_args=arguments)
+    if "img_size" not in arguments:
+        config = json.loads((folder / "config.json").read_text())
+        del config["pretrained_cfg"]["input_size"]
+        (folder / "config.json").write_text(json.dumps(config))
+    if "global_pool" in arguments:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **arguments}))
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(folder, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+REFUSED_TARGETS = {
+    "activation": ("timm", {"hidden_act": "relu"}, "hidden_act='relu' must be 'gelu'"),
+    "norms": ("swin", {"layer_norm_eps": 1e-3}, "layer_norm_eps=0.001 must be 1e-05"),
+    "padding": ("timm", {"image_size": 40}, "image_size=40: stage 1 has 10x10 patches, which must be a multiple"),
+    "one side": ("timm", {"image_size": [32, 64]}, "stage 2 has 4x8 patches, which must be square or above a window"),
+    "odd": (
+        "original",
+        {"image_size": 36, "window_size": 3, "depths": [1, 1], "num_heads": [2, 2]},
+        "image_size=36: stage 1 has 9x9 patches, which must be even to be merged",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_TARGETS)
+def test_what_a_target_cannot_express_is_refused(case, tmp_path, capsys):
+    target, fields, message = REFUSED_TARGETS[case]
+    ours(tmp_path / "ours", **fields)
+    out = str(tmp_path / ("out.pth" if target == "original" else "out"))
+    with pytest.raises(ValueError, match=f"^{target} cannot express this model: .*{message}"):
+        convert_checkpoint(tmp_path / "ours", out, to=target)
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "ours"), out, "--to", target]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_targets_and_options_of_another_family_are_refused(tmp_path):
+    ours(tmp_path / "ours")
+    for target in ("vit", "timesformer", "sparseprior_vit"):
+        with pytest.raises(ValueError, match=f"is a sparseprior_swin, which {target} cannot express"):
+            convert_checkpoint(tmp_path / "ours", tmp_path / "out", to=target)
+    convert_checkpoint(tmp_path / "ours", tmp_path / "w.safetensors", to="timm")
+    with pytest.raises(ValueError, match="--heads 3 is for a ViT under timm's names; this source has a number"):
+        convert_checkpoint(tmp_path / "w.safetensors", tmp_path / "out", num_attention_heads=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "w.safetensors"]

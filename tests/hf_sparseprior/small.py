@@ -1,0 +1,69 @@
+"""The smallest useful config of every family, for the tests that run over all of them."""
+
+from hf_sparseprior.families import FAMILIES
+
+VIT = {
+    "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "image_size": 8,
+    "patch_size": 4,
+}  # fmt: skip
+SWIN = {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2, "image_size": 16, "patch_size": 4}
+CONVIT = {**VIT, "num_hidden_layers": 2, "num_local_layers": 1}
+IFORMER = {
+    "image_size": 16, "hidden_sizes": [4, 8], "conv_depths": [1, 0], "attention_depths": [1, 1],
+    "final_conv_depths": [0, 1], "key_reduction": [1, 2],
+}  # fmt: skip
+SMALL = {
+    "sparseprior_vit": VIT,
+    "sparseprior_timesformer": VIT,
+    "sparseprior_swin": SWIN,
+    "sparseprior_convit": CONVIT,
+    "sparseprior_iformer": IFORMER,
+}
+# Of each family a field, a value that is too large, the number in the message, and the limit that refuses it.
+COMMON_SIZES = {
+    "num_channels": (10**9, 10**9, "width"),
+    "image_size": (160_000, 160_000, "tokens"),
+    "num_labels": (10**7, 10**7, "labels"),
+}
+VIT_SIZES = {
+    "num_hidden_layers": (10**7, 10**7, "layers"),
+    "num_attention_heads": (2**30, 2**30, "heads"),
+    "hidden_size": (2**40, 2**40, "width"),
+    "intermediate_size": (10**9, 10**9, "width"),
+    "stem_channels": (10**9, 10**9, "width"),
+    "num_register_tokens": (10**6, 10**6, "tokens"),
+    **COMMON_SIZES,
+}
+SIZES = {
+    "sparseprior_vit": VIT_SIZES,
+    "sparseprior_timesformer": VIT_SIZES,
+    "sparseprior_convit": {
+        name: VIT_SIZES[name] for name in VIT_SIZES if name not in ("stem_channels", "num_register_tokens")
+    },
+    "sparseprior_swin": {
+        "depths": ([1, 10**7], 10**7, "layers"),
+        "num_heads": ([2**30, 2], 2**30, "heads"),
+        "embed_dim": (2**40, 2**40, "width"),
+        "window_size": (10**9, 10**9, "tokens"),
+        "mlp_ratio": (1e9, 1e9, "width"),
+        **COMMON_SIZES,
+    },
+    "sparseprior_iformer": {
+        "hidden_sizes": ([4, 2**40], 2**40, "width"),
+        "conv_depths": ([1, 10**7], 10**7, "layers"),
+        "attention_depths": ([1, 10**7], 10**7, "layers"),
+        "final_conv_depths": ([1, 10**7], 10**7, "layers"),
+        "key_reduction": ([1, 10**9], 10**9, "width"),
+        "conv_ratio": (10**9, 10**9, "width"),
+        "mlp_ratio": (10**9, 10**9, "width"),
+        "stem_kernel_size": (10**9 + 1, 10**9 + 1, "width"),
+        "kernel_size": (10**9 + 1, 10**9 + 1, "width"),
+        "position_kernel_size": (10**9 + 1, 10**9 + 1, "width"),
+        **COMMON_SIZES,
+    },
+}
+
+
+def small(family, **options):
+    """A small config of a family."""
+    return FAMILIES[family].make_config(**{**SMALL[family], **options})
