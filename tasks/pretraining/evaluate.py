@@ -1,0 +1,149 @@
+"""Judge the features of a saved model: python -m tasks.pretraining.evaluate MODEL [--linear] [data.key=value ...]
+
+k-NN with the training images of the run's data as neighbours and, with --linear, a linear classifier trained on them.
+The model may be of any of our families and any task: a run of pretraining, a classifier, or what `convert` made. It
+writes results_SPLIT.json into RUN/evaluation for RUN/model, RUN/evaluation/NAME for another model of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel
+from transformers.utils import CONFIG_NAME
+from transformers.utils import logging as transformers_logging
+
+import hf_sparseprior  # noqa: F401  registers the Auto classes
+from hf_sparseprior.pretrained import load_whole_model, weights_sha256
+from hf_sparseprior.saved_processor import load_image_processor
+from tasks.common.command import run_command
+from tasks.common.config import Config, apply_overrides, check_known, read_layers
+from tasks.common.images.config import DataConfig
+from tasks.common.images.data import ImageDataset, Preparation, as_trained, load_data
+from tasks.common.images.sections import field_names
+from tasks.common.images.sources import drop_corrupt
+from tasks.common.processes import check_alone
+from tasks.common.results import Results
+from tasks.common.run_folder import check_place, evaluation_folder, model_folder, stored_config
+from tasks.pretraining.config import SECTIONS, EvaluationConfig
+from tasks.pretraining.evaluation import (
+    LINEAR_FILE,
+    Knn,
+    LinearState,
+    last_layers,
+    linear_images,
+    linear_predict,
+    pooled,
+    standard_error,
+    train_linear,
+)
+
+READ = ("data", "evaluation")
+
+
+def run_config(model: Path, file: str | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The sections `data` and `evaluation` of a YAML file, or of the run that saved the model, with overrides."""
+    config = read_layers(Path(file), SECTIONS) if file else stored_config(model)
+    config = {section: dict(config.get(section, {})) for section in READ}
+    apply_overrides(config, overrides, READ)
+    for section, kind in zip(READ, (DataConfig, EvaluationConfig), strict=True):
+        check_known(config[section], field_names(kind), f"section {section!r}")
+        kind(**config[section])
+    return config
+
+
+def evaluate_model(
+    folder: Path, config: Config, split: str, out: Path, batch_size: int, linear: bool, device: str, workers: int = 0
+) -> dict[str, Any]:
+    """k-NN and, if asked, linear accuracy of a saved model's features on a split; writes them into `out`.
+
+    Returns:
+        The content of results_SPLIT.json.
+
+    Raises:
+        ValueError: for bad values, or in one of several processes. OSError: for missing or damaged files.
+    """
+    check_alone("evaluate")
+    check_place(out, "--out")
+    backbone = load_whole_model(folder, AutoModel).eval().to(device)
+    processor, evaluation = load_image_processor(folder), EvaluationConfig(**config["evaluation"])
+    data_config = as_trained(DataConfig(**config["data"]), processor)
+    data = load_data(data_config)
+    data.splits = {name: data.splits[name] for name in ("train", split)}
+    drop_corrupt(data, data_config, workers, show_progress=True)
+    plain = Preparation(processor, backbone.config.num_channels)
+    images = {name: ImageDataset(own, plain, data_config.cache) for name, own in data.splits.items()}
+    knn = Knn(images["train"], evaluation, len(data.classes), batch_size, device, progress=True)
+    predicted = {f"{split}_knn_accuracy": knn.predict(pooled(backbone), images[split])}
+    if linear:
+        encode = last_layers(backbone, evaluation)
+        train = linear_images(data.splits["train"], backbone.config, evaluation, 0)
+        kept = LinearState(out / f"{split}_{LINEAR_FILE}", backbone, evaluation, (data_config, len(train)))
+        classifier = train_linear(
+            encode, train, len(data.classes), evaluation, device, 0, workers, progress=True, kept=kept
+        )
+        predicted[f"{split}_linear_accuracy"] = linear_predict(encode, classifier, images[split], batch_size)
+    labels = images[split].images.labels
+    right = {name: (found == labels).astype(float) for name, found in predicted.items()}
+    results = Results(
+        task="pretraining",
+        metrics={name: float(values.mean()) for name, values in right.items()},
+        config=config,
+        parameters=backbone.num_parameters(),
+        details={
+            "model": str(folder),
+            "model_sha256": weights_sha256(folder),
+            "prior": backbone.config.prior_name,
+            "split": split,
+            "images": len(labels),
+            "neighbours_from": len(images["train"]),
+            "data": data.description,
+            "standard_errors": {name: standard_error(values) for name, values in right.items()},
+        },
+    )
+    return results.write(out / f"results_{split}.json")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.pretraining.evaluate",
+        description="Judge the features of a saved model by k-NN and a linear classifier.",
+    )
+    parser.add_argument("model", type=Path, help="folder of a saved model or of a run")
+    parser.add_argument("--config", help="YAML file with a data section; default: that of the run that trained it")
+    parser.add_argument("--split", choices=("validation", "test"), default="test")
+    parser.add_argument("--linear", action="store_true", help="also train a linear classifier on the frozen features")
+    parser.add_argument("--batch-size", type=int, default=64, help="images at a time, default %(default)s")
+    parser.add_argument("--workers", type=int, default=0, help="processes that prepare images, default %(default)s")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
+    parser.add_argument("--out", type=Path, help="folder for the results; default: RUN/evaluation")
+    parser.add_argument("overrides", nargs="*", metavar="data.key=value", help="also evaluation.key=value")
+    arguments = parser.parse_intermixed_args(argv)
+    for name, least in (("batch_size", 1), ("workers", 0)):
+        if (value := getattr(arguments, name)) < least:
+            parser.error(f"--{name.replace('_', '-')} {value} must be {least} or more")
+    transformers_logging.disable_progress_bar()
+
+    def work() -> None:
+        folder = model_folder(arguments.model, CONFIG_NAME)
+        config = run_config(folder, arguments.config, arguments.overrides)
+        out, split = arguments.out or evaluation_folder(folder), arguments.split
+        results = evaluate_model(
+            *(folder, config, split, out, arguments.batch_size, arguments.linear, arguments.device, arguments.workers)
+        )
+        for name, value in results["metrics"].items():
+            error = 100 * results["standard_errors"][name]
+            print(f"{name}: {100 * value:.2f} % of {results['images']} images, standard error {error:.2f}")
+        print(f"results: {out}/results_{split}.json")
+
+    return run_command(parser.prog, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""What DINO adds to a run of the Trainer: crops, student and teacher, k-NN and the linear classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModel, set_seed
+
+from hf_sparseprior.image_processor import image_processor_settings
+from hf_sparseprior.pretrained import check_saved_folder, load_changed_model
+from hf_sparseprior.saved_processor import load_image_processor
+from tasks.common.config import Config
+from tasks.common.hf_run import HFTask, Prepared, Split, Tested, draw_sampler
+from tasks.common.images.config import DataConfig
+from tasks.common.images.data import ImageDataset, Preparation, as_trained, load_data, load_split
+from tasks.common.images.model import MODEL_EXTRAS, check_pretrained, pretrained_sha256
+from tasks.common.images.processor import make_processor
+from tasks.common.images.sources import ImageData, drop_corrupt
+from tasks.common.models import section_family
+from tasks.pretraining.config import SECTIONS, DinoConfig, EvaluationConfig, check_config
+from tasks.pretraining.crops import CropConfig, CropDataset, MultiCrop
+from tasks.pretraining.dino import Dino
+from tasks.pretraining.evaluation import (
+    LINEAR_FILE,
+    Knn,
+    LinearState,
+    last_layers,
+    linear_images,
+    linear_predict,
+    pixels_as_features,
+    pooled,
+    standard_error,
+    train_linear,
+)
+from tasks.pretraining.plots import draw_history
+from tasks.pretraining.trainer import DinoTrainer
+
+
+def build_backbone(model: dict[str, Any]) -> Any:
+    """The bare model of a configuration's `model` section, from scratch or from a saved folder."""
+    options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
+    preset, pretrained = model.get("preset"), model.get("pretrained")
+    if preset and pretrained:
+        raise ValueError(f"model.preset={preset!r} and model.pretrained={pretrained!r} exclude each other")
+    family = section_family(model)
+    if not pretrained:
+        return family.base(family.make_config(preset, **options))
+    check_saved_folder(pretrained, "model.pretrained")
+    return load_changed_model(pretrained, family.base, **options)[0]
+
+
+def prepare(config: Config, arguments: Any) -> Prepared:
+    """Crops, student and teacher of a run, and how its teacher is judged."""
+    data_config, dino_config = DataConfig(**config["data"]), DinoConfig(**config["dino"])
+    crop_config, evaluation = CropConfig(**config["crops"]), EvaluationConfig(**config["evaluation"])
+    with arguments.main_process_first(desc="reading the data"):
+        data = load_data(data_config)
+        corrupt = drop_corrupt(data, data_config, arguments.dataloader_num_workers, not arguments.disable_tqdm)
+    set_seed(arguments.seed)
+    dino = Dino(build_backbone(config["model"]), dino_config)
+    own = dino.student.backbone.config
+    check_crops(dino, crop_config)
+    size = image_processor_settings(own)["size"]
+    crops = MultiCrop(crop_config, (size["height"], size["width"]), own.image_mean, own.image_std, own.num_channels)
+    processor = make_processor(own, evaluation.eval_crop_ratio, data_config.decoding, "evaluation")
+    plain = Preparation(processor, own.num_channels)
+    datasets: dict[str, ImageDataset] = {"train": CropDataset(data.splits["train"], crops, arguments.seed)}
+    datasets |= {split: ImageDataset(data.splits[split], plain, data_config.cache) for split in ("validation", "test")}
+    bank = ImageDataset(data.splits["train"], plain, data_config.cache)
+    progress = not arguments.disable_tqdm
+    knn = Knn(bank, evaluation, len(data.classes), arguments.eval_batch_size, arguments.device, progress)
+    judge = Judge(config, evaluation, data, knn, datasets["test"], progress)
+    return Prepared(
+        model=dino,
+        classes=data.classes,
+        datasets=datasets,
+        description=_description(data, datasets),
+        split_names=data_config.split_names,
+        save_processor=processor.save_pretrained,
+        train_sampler=draw_sampler(len(datasets["train"]), arguments),
+        trainer_class=DinoTrainer,
+        trainer_options={
+            "dino": dino_config,
+            "knn_accuracy": lambda backbone: knn.accuracy(pooled(backbone), datasets["validation"]),
+        },
+        kept=lambda trained: trained.teacher.backbone,
+        test=judge,
+        details=lambda: {**judge.details, **asdict(data_config.decoding), "corrupt_images": corrupt},
+    )
+
+
+def _description(data: ImageData, datasets: Mapping[str, ImageDataset]) -> str:
+    sizes = ", ".join(f"{len(dataset)} {split}" for split, dataset in datasets.items())
+    return data.description if f"({sizes})" in data.description else f"{data.description} ({sizes})"
+
+
+@torch.no_grad()
+def check_crops(dino: Dino, config: CropConfig) -> None:
+    """Raise ValueError if the model cannot take crops of this size."""
+    if not config.local_crops:
+        return
+    backbone, side = dino.teacher.backbone, config.local_size
+    try:
+        backbone(pixel_values=torch.zeros(1, backbone.config.num_channels, side, side))
+    except ValueError as error:
+        raise ValueError(f"crops.local_size={side}: {error}") from None
+
+
+@dataclass
+class Judge:
+    """Judges the teacher on the test images at the end of a run. `details` are what it found besides the metrics."""
+
+    config: Config
+    evaluation: EvaluationConfig
+    data: ImageData
+    knn: Knn
+    test: ImageDataset
+    progress: bool
+
+    def __post_init__(self) -> None:
+        self.details: dict[str, Any] = {"pretrained_sha256": pretrained_sha256(self.config["model"])}
+
+    def __call__(self, trainer: DinoTrainer) -> Tested:
+        """k-NN with the teacher's features, with those of the model before its first step, and with the pixels."""
+        arguments, labels = trainer.args, self.test.images.labels
+        backbone = trainer.model.teacher.backbone
+        set_seed(arguments.seed)
+        start = build_backbone(self.config["model"]).eval().to(arguments.device)
+        ways = {
+            "test_knn_accuracy": pooled(backbone),
+            "test_knn_accuracy_at_start": pooled(start),
+            "test_knn_accuracy_of_pixels": pixels_as_features,
+        }
+        predicted = {name: self.knn.predict(encode, self.test) for name, encode in ways.items()}
+        if self.evaluation.linear:
+            predicted["test_linear_accuracy"] = self._linear(backbone, arguments)
+        right = {name: (found == labels).astype(float) for name, found in predicted.items()}
+        trained = right["test_knn_accuracy"]
+        above = {name: trained - right[name] for name in list(ways)[1:]}
+        self.details |= {
+            "standard_errors": {name: standard_error(values) for name, values in right.items()},
+            "k_nn_above": {
+                name.removeprefix("test_knn_accuracy_"): {
+                    "difference": float(values.mean()),
+                    "standard_error": standard_error(values),
+                }
+                for name, values in above.items()
+            },
+        }
+        metrics = {name: float(values.mean()) for name, values in right.items()}
+        return Tested(metrics, labels, predicted["test_knn_accuracy"])
+
+    def _linear(self, backbone: Any, arguments: Any) -> np.ndarray:
+        train = linear_images(self.data.splits["train"], backbone.config, self.evaluation, arguments.seed)
+        encode = last_layers(backbone, self.evaluation)
+        place = Path(arguments.output_dir) / LINEAR_FILE
+        kept = LinearState(place, backbone, self.evaluation, (arguments.seed, len(train)))
+        classifier = train_linear(
+            encode,
+            train,
+            len(self.data.classes),
+            self.evaluation,
+            arguments.device,
+            arguments.seed,
+            arguments.dataloader_num_workers,
+            self.progress,
+            kept,
+        )
+        return linear_predict(encode, classifier, self.test, self.knn.batch_size)
+
+
+def read_split(config: Config, split: str, model: Any, folder: Any) -> Split:
+    """A split, prepared by the image processor that was saved with the model."""
+    processor = load_image_processor(folder)
+    data_config = as_trained(DataConfig(**config["data"]), processor)
+    data = load_split(data_config, split)
+    preparation = Preparation(processor, model.config.num_channels)
+    return Split(ImageDataset(data.splits[split], preparation, data_config.cache), data.classes, data.description)
+
+
+PRETRAINING = HFTask(
+    name="pretraining",
+    trains="student and teacher with DINO, on images without their labels",
+    examples="images",
+    sections=SECTIONS,
+    check_config=check_config,
+    model_class=AutoModel,
+    prepare=prepare,
+    read_split=read_split,
+    trainer_defaults={
+        "load_best_model_at_end": False,
+        "metric_for_best_model": None,
+        "eval_strategy": "no",
+        "max_grad_norm": 0.0,
+    },
+    metric="test_knn_accuracy",
+    draw_history=draw_history,
+    models_read=lambda config: [folder for folder in [config["model"].get("pretrained")] if folder],
+    check_start=check_pretrained,
+    start_sha256=pretrained_sha256,
+)
