@@ -17,10 +17,10 @@ demo: install
 # For the change at hand: lint, types and the tests that are quick, of those with many cases a sample. Tests of tasks
 # whose extra is missing are skipped.
 check: lint
-	$(PYTEST) -m "not slow" --sample=4
+	$(PYTEST) -m "not slow" --sample=3
 
-# Lint runs while pip, which uses one core, installs what the tasks need.
-test: install
+# The kernels are compiled and the code is checked while pip, which uses one core, installs what the tasks need.
+test: $(VENV)/packages
 	@$(MAKE) lint & lint=$$!; $(MAKE) video && $(MAKE) dense && $(MAKE) robotics; tasks=$$?; wait $$lint && exit $$tasks
 	$(PYTEST)
 
@@ -43,15 +43,19 @@ smoke: install
 
 install: $(VENV)/installed
 
+# The check compiles the kernels.
+$(VENV)/installed: $(VENV)/packages
+	$(RUN) -m hf_sparseprior doctor
+	touch $@
+
 # torch first: asked for by another package it could come in another build. Everything in the versions tested.
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/packages: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is %d.%d; give another with PYTHON=" % sys.version_info[:2])'
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) torch
 	$(PIP) --editable '.[analysis,classification,dev]'
 	$(PIP) --no-deps imagecorruptions timm
-	$(RUN) -m hf_sparseprior doctor
 	touch $@
 
 # What the tasks need besides that. A Debian package that cannot be installed is named, and its tests are skipped.
@@ -65,14 +69,14 @@ video: $(VENV)/video
 dense: $(VENV)/dense
 robotics: $(VENV)/robotics
 
-$(VENV)/video: $(VENV)/installed
+$(VENV)/video: $(VENV)/packages
 	$(PIP) --editable '.[video]'
 	$(RUN) -m hf_sparseprior doctor --require video
 	touch $@
 
 # mmcv comes as source and is compiled against the torch that is there, 10 minutes on two cores (25 with the debugging
 # information that Python asks for); pip keeps the wheel.
-$(VENV)/dense: $(VENV)/installed
+$(VENV)/dense: $(VENV)/packages
 	$(call debian,dataset-fashion-mnist)
 	$(PIP) --editable '.[dense]'
 	PATH="$(abspath $(VENV))/bin:$$PATH" MAX_JOBS=$$(nproc) CFLAGS="-O2 -g0" $(PIP) \
@@ -81,7 +85,7 @@ $(VENV)/dense: $(VENV)/installed
 	touch $@
 
 # Without what robosuite and gym-pusht ask for: old versions of numpy and a second OpenCV.
-$(VENV)/robotics: $(VENV)/installed
+$(VENV)/robotics: $(VENV)/packages
 	$(call debian,libosmesa6)
 	$(PIP) --editable '.[robotics]'
 	$(PIP) --no-deps robosuite gym-pusht

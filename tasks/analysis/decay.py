@@ -33,6 +33,7 @@ def measure(saved: SavedModel, decays: list[LearnedDecay]) -> dict[str, Any]:
         layers.append(
             {
                 "layer": decay.layer + 1,
+                "grid": list(decay.grid),
                 "gamma": decay.gamma.tolist(),
                 "beta": decay.beta.tolist(),
                 "alpha": None if decay.alpha is None else decay.alpha.tolist(),
@@ -41,7 +42,7 @@ def measure(saved: SavedModel, decays: list[LearnedDecay]) -> dict[str, Any]:
                 "mask_min": low,
             }
         )
-    return {**saved.about(), "grid": list(saved.attention.grid), "curves": decays[0].curves, "layers": layers}
+    return {**saved.about(), "curves": decays[0].curves, "layers": layers}
 
 
 def table(models: list[dict[str, Any]]) -> str:
@@ -59,9 +60,22 @@ def table(models: list[dict[str, Any]]) -> str:
 
 
 def draw(saved: SavedModel, decays: list[LearnedDecay], out: Path) -> list[Path]:
-    """The four pictures of a model."""
-    name, grid = saved.name, saved.attention.grid
-    stem = name.replace("/", "_")
+    """The four pictures of a model; of a model with stages, those of each."""
+    alike: dict[Any, list[LearnedDecay]] = {}
+    for decay in decays:
+        alike.setdefault((decay.grid, decay.beta.shape), []).append(decay)
+    stem, drawn = saved.name.replace("/", "_"), []
+    if len(alike) == 1:
+        return draw_alike(saved.name, decays, out, stem)
+    for own in alike.values():
+        first, last = own[0].layer + 1, own[-1].layer + 1
+        drawn += draw_alike(f"{saved.name}, layers {first} to {last}", own, out, f"{stem}_{first}-{last}")
+    return drawn
+
+
+def draw_alike(name: str, decays: list[LearnedDecay], out: Path, stem: str) -> list[Path]:
+    """The four pictures of layers with the same heads, grid and curves, in files that begin with `stem`."""
+    grid = decays[0].grid
     gammas = np.stack([decay.gamma.numpy() for decay in decays])
     alphas = None if decays[0].alpha is None else np.stack([decay.alpha.numpy() for decay in decays])  # type: ignore
     numbers = [decay.layer + 1 for decay in decays]

@@ -22,15 +22,14 @@ from hf_sparseprior.analysis.flops import CONVENTIONS, ModelFlops, model_flops
 from hf_sparseprior.analysis.paper_numbers import (
     FIGURE_3,
     IMAGENET_CLASSES,
-    convit_base_flops,
     paper_numbers,
     saving,
     unexplained_numbers,
 )
-from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
+from hf_sparseprior.base_config import as_pair
 from hf_sparseprior.families import preset_family, presets
 from hf_sparseprior.pretrained import saved_family
-from hf_sparseprior.prior import prior_name, resolve_stages
+from hf_sparseprior.prior import prior_name
 from tasks.common.command import run_command
 from tasks.common.config import parse_value, split_cell
 from tasks.common.environment import command_line, environment
@@ -44,7 +43,6 @@ from tasks.common.run_folder import MODEL
 # Each is rounded down to a multiple of the model's patch.
 IMAGE_SIZES = (224, 384, 512, 768, 1024, 1280, 1536)
 PRESET_PRIOR = "fibottention"
-CONVIT = "convit_base"
 
 Counter = Callable[..., ModelFlops]
 
@@ -65,7 +63,7 @@ def read_config(model: str) -> Any:
     for folder in (path, path / MODEL):
         if (folder / "config.json").is_file():
             return _saved_config(folder)
-    names = [*presets(), CONVIT]
+    names = list(presets())
     near = difflib.get_close_matches(model, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(f"{model!r} is no preset, YAML or folder of a saved model; {hint}Presets: {', '.join(names)}")
@@ -85,15 +83,9 @@ def _saved_config(folder: Path, **options: Any) -> Any:
 
 def counter_of(model: str, prior: Any) -> tuple[Counter, Any, Any]:
     """The function (image_size, prior, convention) that counts a model, the model's config, and its prior, checked."""
-    if model == CONVIT:
-        config: Any = SparsePriorViTConfig.from_preset("vit_base", num_attention_heads=16, prior=PRESET_PRIOR)
-        counter: Counter = convit_base_flops
-    else:
-        config = read_config(model)
-        counter = partial(model_flops, config)
-    own = config.prior if prior is None else prior
-    resolved = resolve_stages(own, config.stages)
-    return counter, config, resolved if len(resolved) > 1 else resolved[0]
+    config = read_config(model)
+    resolved = config.resolve_priors(config.prior if prior is None else prior)
+    return partial(model_flops, config), config, resolved if len(resolved) > 1 else resolved[0]
 
 
 def count(model: str, prior: Any, sizes: Sequence[int] | None, convention: str) -> dict[str, Any]:
@@ -128,6 +120,8 @@ def table(counted: dict[str, Any]) -> str:
             f"{_giga(own.total):>10}   {_giga(full.attention):>15} {_giga(full.total):>11} {saving(own, full):>6.2f}%"
         )
     lines += [f"layers at {first.image_size[0]} pixels, GFLOPs each", *_layer_lines(first)]
+    if first.convolutions:
+        lines.append(f"  convolutions besides the layers: {_giga(first.convolutions)}")
     if first.decay is not None:
         lines.append("decay, 10^9 operations besides the total: M for a step, its use for each image")
         lines += [
@@ -175,11 +169,13 @@ def main(argv: list[str] | None = None) -> int:
         "models",
         nargs="*",
         metavar="MODEL",
-        help=f"{', '.join([*presets(), CONVIT])}; a YAML of a classification run; a folder of a saved model or a run",
+        help=f"{', '.join(presets())}; a YAML of a classification run; a folder of a saved model or a run",
     )
     parser.add_argument(
         "--prior",
-        help=f"name, names joined by +, or the full form as YAML (default the model's own, {PRESET_PRIOR} for presets)",
+        nargs="+",
+        help="names, names joined by +, or full forms as YAML, each of which is counted "
+        f"(default the model's own, {PRESET_PRIOR} for presets)",
     )
     parser.add_argument(
         "--image-sizes",
@@ -201,16 +197,20 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     """Count, print the tables, write flops.json and flops.png."""
-    prior = None if arguments.prior is None else parse_value(arguments.prior)
+    priors = [None] if arguments.prior is None else [parse_value(prior) for prior in arguments.prior]
     models = list(dict.fromkeys(arguments.models or FIGURE_3))
-    counts = [count(model, prior, arguments.image_sizes, arguments.convention) for model in models]
+    counts = [count(model, prior, arguments.image_sizes, arguments.convention) for model in models for prior in priors]
     rule = CONVENTIONS[arguments.convention].text
     print(f"{rule}; biases, norms and activations never\n")
     for counted in counts:
         print(f"{table(counted)}\n")
     if not arguments.models:
         print("\n".join(paper_lines()) + "\n")
-    curves = {c["model"]: {"dense": c["dense"], prior_name(c["prior"]): c["sparse"]} for c in counts}
+    curves: dict[str, dict[str, list[ModelFlops]]] = {}
+    for counted in counts:
+        lines = curves.setdefault(counted["model"], {"dense": counted["dense"]})
+        name = prior_name(counted["prior"])
+        lines[f"{name}, {len(lines)}" if name in lines and name != "dense" else name] = counted["sparse"]
     picture = pictures.draw_flops(curves, arguments.out / "flops.png", f"FLOPs over the image size: {rule}")
     results = {
         "task": "flops",

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from hf_sparseprior.attention_plan import AttentionPlan
+from hf_sparseprior.attention_plan import AttentionPlan, plan_table
 from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.backend_choice import BACKENDS, choose_backend
 from hf_sparseprior.decay import DECAYS, decay_weights, prefix_weights, resolve_decay
@@ -187,6 +187,8 @@ def _flex_can_run(problem: Problem, trains: bool) -> str | None:
         return reason
     if problem.plan.pairs is not None:
         return "the block mask is made from offsets, and the support has other pairs"
+    if problem.plan.ranks is not None:
+        return "the block mask is written for offsets in raster order"
     if trains and problem.q.device.type == "cpu":
         return "FlexAttention has no backward on CPU"
     if problem.plan.num_prefix_tokens > FLEX_BLOCK:
@@ -346,10 +348,17 @@ def expected_rows(problem: Problem, rows: Tensor, doubles: dict[Tensor, Tensor],
         decay = {key: doubles.get(x, x) if isinstance(x, Tensor) else x for key, x in problem.decay.items()}
         logits = logits * _decay_rows(plan, cast("DecayTensors", decay), rows, of_patches)
     if plan.offsets is not None and not dense:
-        distance = (rows[:, None] - keys).abs()
-        mask = torch.stack([torch.isin(distance, torch.tensor(own, device=device)) for own in plan.offsets])
+        # Numbers of the tokens in the order of each head, (H, T).
+        numbers = keys.expand(plan.num_heads, -1)
+        if plan.ranks is not None:
+            numbers = plan_table(plan, "token_ranks", device).expand(plan.num_heads, -1)
+        distance = (numbers[:, rows, None] - numbers[:, None]).abs()
+        mask = torch.stack(
+            [torch.isin(d, torch.tensor(own, device=device)) for d, own in zip(distance, plan.offsets, strict=True)]
+        )
         for head, pairs in enumerate(plan.pairs or ()):
-            query, key = (torch.from_numpy(column).to(device) + plan.num_prefix_tokens for column in pairs.T)
+            tokens = numbers[head].argsort()
+            query, key = (tokens[torch.from_numpy(column).to(device) + plan.num_prefix_tokens] for column in pairs.T)
             place, pair = (rows[:, None] == query).nonzero(as_tuple=True)
             mask[head, place, key[pair]] = True
         mask = mask | ~of_patches

@@ -2,7 +2,8 @@
 
 Models of the same size with different priors take turns in one process, over image resolutions: a forward pass and a
 training step (forward, backward, AdamW). `copy_attention` is the upper limit of speed: the dense model with attention
-replaced by a copy, which takes what its linear layers alone take.
+replaced by a copy, which takes what its linear layers alone take. `transformers` is the dense model as transformers'
+own class, with the same weights.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForImageClassification
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.backend_choice import BACKENDS, register_backend, unregister_backend
+from hf_sparseprior.convert.checkpoint import convert_checkpoint, target_formats
 from hf_sparseprior.families import preset_family
 from tasks.benchmark import report
 from tasks.benchmark.timing import Call, Forecast, SetUp, free_memory, measure
@@ -30,7 +35,7 @@ from tasks.common.command import run_command
 from tasks.common.results import write_results
 
 PASSES = {"forward": "forward", "training": "training step"}
-DENSE, COPY = "dense", "copy_attention"
+DENSE, COPY, STOCK = "dense", "copy_attention", "transformers"
 # Resolutions of one small image from which time and memory of a large one are predicted.
 PROBES = (224, 320, 448)
 
@@ -112,7 +117,7 @@ def forced_backend(name: str | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Contender:
-    """A prior, and the backend that it is forced to, if any."""
+    """A prior, and the backend that it is forced to, if any. `STOCK` is no backend but the class of transformers."""
 
     prior: str | dict[str, Any]
     backend: str | None = None
@@ -126,6 +131,9 @@ def parse_contenders(texts: Sequence[str]) -> dict[str, Contender]:
     """
     found = {}
     for text in texts:
+        if text == STOCK:
+            found[text] = Contender(DENSE, STOCK)
+            continue
         prior, at, backend = text.rpartition("@") if "@" in text else (text, "", "")
         if at and backend not in BACKENDS:
             raise ValueError(f"--priors {text!r}: backend {backend!r} must be one of {', '.join(BACKENDS)}")
@@ -150,11 +158,13 @@ class ModelRun:
     ) -> None:
         config = preset_config(preset, resolution, contender.prior)
         torch.manual_seed(0)
-        self.model = preset_family(preset).classifier(config).to(device, dtype)
+        model = preset_family(preset).classifier(config)
+        stock = contender.backend == STOCK
+        self.model = (as_stock(model) if stock else model).to(device, dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.images = torch.randn(batch, config.num_channels, resolution, resolution, device=device, dtype=dtype)
         self.labels = torch.randint(config.num_labels, (batch,), device=device)
-        self.backend = contender.backend
+        self.backend = None if stock else contender.backend
         self.choices: list[str] = []
 
     def set_up(self, key: str) -> SetUp:
@@ -180,6 +190,21 @@ class ModelRun:
             self.model(pixel_values=self.images, labels=self.labels).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+def stock_format(family: str) -> str | None:
+    """The model type of transformers that a family is written as; None: there is none."""
+    formats = target_formats()
+    return next((name for name in formats if family in formats[name] and name in CONFIG_MAPPING_NAMES), None)
+
+
+def as_stock(model: Any) -> Any:
+    """A dense model as transformers' own class, which runs PyTorch's fused attention."""
+    with tempfile.TemporaryDirectory() as scratch:
+        ours, theirs = Path(scratch, "ours"), Path(scratch, "theirs")
+        model.save_pretrained(ours)
+        convert_checkpoint(ours, theirs, to=stock_format(model.config.model_type))
+        return AutoModelForImageClassification.from_pretrained(theirs, attn_implementation="sdpa")
 
 
 @contextmanager
@@ -250,7 +275,7 @@ class Benchmark:
         set_ups = {name: run.set_up(key) for name, run in runs.items()}
         measured = measure(set_ups, self.device, self.budget, self.rounds, (DENSE, COPY), forecasts)
         for name, entry in measured["contenders"].items():
-            entry["ran"] = runs[name].choices[0].partition(": ")[2]
+            entry["ran"] = runs[name].choices[0].partition(": ")[2] if runs[name].choices else STOCK
         return measured
 
     def make_run(self, name: str, resolution: int, batch: int) -> ModelRun:
@@ -367,7 +392,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["dense", "fibottention", "violin"],
         metavar="PRIOR[@BACKEND]",
-        help="names, or YAML of dicts; default: %(default)s",
+        help=f"names, or YAML of dicts; {STOCK}: its own class, dense; default: %(default)s",
     )
     parser.add_argument("--sizes", default="224x8,384x4,512x2,768x1,1024x1,1536x1", help="pixels a side x images")
     parser.add_argument("--rounds", type=int, default=20, help="of each size and pass, at most")
@@ -388,6 +413,8 @@ def run(arguments: argparse.Namespace) -> None:
     sizes = report.parse_sizes("--sizes", arguments.sizes)
     models = arguments.models.split(",")
     for model in models:  # a bad name or resolution ends the command before the first measurement
+        if STOCK in contenders and stock_format(preset_family(model).name) is None:
+            raise ValueError(f"--priors {STOCK}: transformers has no model like {model}")
         for resolution, _ in sizes:
             for contender in contenders.values():
                 preset_config(model, resolution, contender.prior)

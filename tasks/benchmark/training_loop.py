@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmark/training_loop.json"))
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     if arguments.steps < 2 or arguments.rounds < 1:
         parser.error(f"--steps {arguments.steps} must be 2 or more, --rounds {arguments.rounds} 1 or more")
     transformers_logging.set_verbosity_error()

@@ -8,6 +8,7 @@ model: {...}                     fields of the family's config (SparsePriorViTCo
 tuning: {...}                    fields of TuningConfig, how much of the model is trained
 token_labels: {...}              fields of TokenLabelConfig, label maps for the patch tokens
 distillation: {...}              fields of DistillationConfig, a teacher and its losses
+compression: {...}               fields of CompressionConfig, a search for a smaller model and its retraining
 trainer: {...}                   fields of SparsePriorTrainingArguments, transformers.TrainingArguments among them
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tasks.classification.compression import CompressionConfig, check_compression
 from tasks.classification.distillation import DistillationConfig, check_distillation
 from tasks.classification.token_label_config import TokenLabelConfig
 from tasks.classification.tuning import TuningConfig, check_tuning
@@ -36,6 +38,7 @@ def check_config(config: Config) -> Config:
         ("tuning", TuningConfig),
         ("token_labels", TokenLabelConfig),
         ("distillation", DistillationConfig),
+        ("compression", CompressionConfig),
     ):
         check_known(config.setdefault(section, {}), field_names(kind), f"section {section!r}")
     check_image_sections(config)
@@ -43,5 +46,6 @@ def check_config(config: Config) -> Config:
     if TokenLabelConfig(**config["token_labels"]).path and DataConfig(**config["data"]).streaming:
         raise ValueError("token_labels.path needs images in any order, not a stream; set data.streaming=false")
     check_distillation(config)
+    check_compression(config)
     check_model(config["model"])
     return config

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import BitImageProcessorPil, ViTImageProcessorPil, default_data_collator
+from transformers import default_data_collator
 
 from hf_sparseprior.image_processor import image_processor_settings
 from hf_sparseprior.training import DrawSampler, LabelMaps, Mixing, SoftTargetCollator
 from tasks.classification.streaming import StreamCollator, StreamedImages, noted_damage
 from tasks.common.hf_run import draw_sampler, global_batch
 from tasks.common.images.augmentation import Augmentation, AugmentationConfig
-from tasks.common.images.config import DataConfig, Decoding
+from tasks.common.images.config import DataConfig
 from tasks.common.images.data import ImageDataset, Preparation, load_data
+from tasks.common.images.processor import make_processor
 from tasks.common.images.sources import ImageData, StreamData, drop_corrupt, stream_data
 
 DAMAGED = "damaged_images.txt"
@@ -142,26 +143,6 @@ def make_datasets(
         for split, images in data.splits.items()
     }
     return datasets, processor
-
-
-def make_processor(model_config: Any, eval_crop_ratio: float | None = None, decoding: Decoding | None = None) -> Any:
-    """The image processor of evaluation: resize, or resize and cut out the centre.
-
-    `decoding` is kept in it for those who use the model; no processor decodes images itself.
-    """
-    if model_config.num_channels not in (1, 3):
-        raise ValueError(f"model.num_channels={model_config.num_channels} must be 3 (colour) or 1 (grey) for images")
-    settings = {**image_processor_settings(model_config), **(asdict(decoding) if decoding else {})}
-    if eval_crop_ratio is None:
-        return ViTImageProcessorPil(**settings)
-    height, width = settings["size"]["height"], settings["size"]["width"]
-    if height != width:
-        raise ValueError(
-            f"augmentation.eval_crop_ratio={eval_crop_ratio} needs a square model.image_size, not {height}x{width}"
-        )
-    settings.update(image_processor_type="BitImageProcessor", crop_size=settings["size"], do_center_crop=True)
-    settings["size"] = {"shortest_edge": round(height / eval_crop_ratio)}
-    return BitImageProcessorPil(**settings)
 
 
 def _make_augmentation(config: AugmentationConfig, model_config: Any) -> Augmentation | None:

@@ -30,11 +30,11 @@ from hf_sparseprior.training.token_labels import (
     top_classes,
 )
 from tasks.classification.config import load_config
-from tasks.classification.data import make_processor
 from tasks.classification.token_label_config import TokenLabelConfig
 from tasks.common.command import run_command
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import ImageDataset, Preparation, load_data
+from tasks.common.images.processor import make_processor
 from tasks.common.images.sources import ImageData, Images, drop_corrupt
 
 TOP_K = 5  # as published
@@ -47,9 +47,12 @@ def images_fingerprint(images: Images) -> str:
 
 def check_token_classifier(config: Any, section: TokenLabelConfig) -> None:
     """Raise ValueError unless the model has a token classifier exactly if there are maps to train it."""
-    if section.path and not config.token_classifier:
+    trained = getattr(config, "token_classifier", None)  # None: a family that has none
+    if section.path and trained is None:
+        raise ValueError(f"token_labels.path={section.path} is for a token classifier, which this model cannot have")
+    if section.path and not trained:
         raise ValueError(f"token_labels.path={section.path} needs model.token_classifier=true")
-    if config.token_classifier and not section.path:
+    if trained and not section.path:
         raise ValueError(
             "the model has a token_classifier, which would stay untrained and yet count in evaluation: give "
             "token_labels.path, or set model.token_classifier=false"
@@ -108,7 +111,7 @@ def make_label_maps(
     header = MapHeader(
         images=len(images),
         classes=names,
-        grid=list(model.config.stages[-1].grid),
+        grid=list(model.config.output_grid),
         top_k=top_k,
         teacher=file_sha256(Path(teacher) / SAFE_WEIGHTS_NAME),
         data=images_fingerprint(images),
@@ -125,7 +128,7 @@ def make_label_maps(
             parts = []
             for batch in DataLoader(Subset(dataset, indices), batch_size, num_workers=workers):
                 probabilities = patch_probabilities(model, batch["pixel_values"].to(device))
-                parts.append(top_classes(probabilities.unflatten(1, model.config.grid), top_k))
+                parts.append(top_classes(probabilities.unflatten(1, model.config.output_grid), top_k))
                 bar.update(len(probabilities))
             classes, scores = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
             return classes, scores

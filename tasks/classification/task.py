@@ -10,8 +10,19 @@ from typing import Any
 from transformers import AutoModelForImageClassification, set_seed
 
 from hf_sparseprior.analysis.flops import model_flops
+from hf_sparseprior.compression.search import SEARCH_FILE
 from hf_sparseprior.pretrained import weights_sha256
 from hf_sparseprior.saved_processor import load_image_processor
+from hf_sparseprior.training.mixing import check_mixtoken
+from tasks.classification.compression import (
+    about_compression,
+    cut_out,
+    draw_compression,
+    retrained,
+    search_callbacks,
+    search_run,
+    start_search,
+)
 from tasks.classification.config import SECTIONS, check_config
 from tasks.classification.data import Inputs, make_inputs, read_data
 from tasks.classification.distillation import (
@@ -38,7 +49,10 @@ def prepare(config: Config, arguments: Any) -> Prepared:
     data_config, augmentation = DataConfig(**config["data"]), AugmentationConfig(**config["augmentation"])
     data, corrupt = read_data(data_config, arguments)
     phase = DistillationConfig(**config["distillation"])
-    model, about_start = start_model(config, data.classes, phase, arguments.seed)
+    model, about_start = start_model(retrained(config), data.classes, phase, arguments.seed)
+    search = start_search(model, config)
+    if augmentation.mixtoken:
+        check_mixtoken(model)
     token_labels = TokenLabelConfig(**config["token_labels"])
     check_token_classifier(model.config, token_labels)
     with arguments.main_process_first(desc="reading label maps"):
@@ -58,9 +72,12 @@ def prepare(config: Config, arguments: Any) -> Prepared:
             "processing_class": inputs.processor,
             "token_label_weight": token_labels.weight,
             "distillation": make_distillation(config),
+            "also_saved": {SEARCH_FILE: search} if search is not None else {},
         },
         finish=lambda trained: end_phase(trained, phase),
-        details=_details(config, about_start, inputs, maps),
+        kept=lambda trained: cut_out(search, trained),
+        callbacks=search_callbacks(search, config),
+        details=_details(config, about_start, inputs, maps, lambda: about_compression(config, model, search)),
     )
 
 
@@ -82,7 +99,13 @@ def start_model(config: Config, classes: list[str], phase: DistillationConfig, s
     return model, about
 
 
-def _details(config: Config, about_start: dict[str, Any], inputs: Inputs, maps: Any) -> Callable[[], dict[str, Any]]:
+def _details(
+    config: Config,
+    about_start: dict[str, Any],
+    inputs: Inputs,
+    maps: Any,
+    about_end: Callable[[], dict[str, Any]],
+) -> Callable[[], dict[str, Any]]:
     teacher = teacher_folder(config)
     known = {
         **about_start,
@@ -92,7 +115,7 @@ def _details(config: Config, about_start: dict[str, Any], inputs: Inputs, maps: 
         "teacher_sha256": weights_sha256(teacher) if teacher else None,
     }
     # A stream may meet damaged images until the end of the test.
-    return lambda: {**known, "corrupt_images": inputs.corrupt_images()}
+    return lambda: {**known, "corrupt_images": inputs.corrupt_images(), **about_end()}
 
 
 def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
@@ -129,6 +152,8 @@ CLASSIFICATION = HFTask(
     prepare=prepare,
     read_split=read_split,
     about_model=lambda model: {**about_model(model), "attention_flops": attention_flops(model.config)},
+    before=search_run,
+    draw=draw_compression,
     models_read=models_read,
     check_start=check_pretrained,
     start_sha256=pretrained_sha256,

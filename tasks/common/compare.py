@@ -59,6 +59,7 @@ from tasks.common.config import (
 )
 from tasks.common.environment import command_line
 from tasks.common.hf_run import HFTask, run, task_module
+from tasks.common.paired import ACCURACY
 from tasks.common.processes import started
 from tasks.common.queue import Job, Queue, RunsFailed
 from tasks.common.results import check_results, read_results, write_results
@@ -82,7 +83,7 @@ SHOWN = ("metrics", "config", "parameters", "pruning_ratio", "seconds", "seconds
 RECORDED_LATER = (
     *("method", "trainable_parameters", "adapter_bytes", "pretrained_sha256", "decay_change_at_start"),
     *("mean_decay_change", "mean_decay_change_at_start", "max_alpha_change", "alpha_change_at_start"),
-    *("attention_flops", "results_version", "test_correct"),
+    *("attention_flops", "results_version", "test_correct", "standard_errors", "k_nn_above"),
 )
 # Sections whose overrides reach the runs of `first` too; the others say what the rows are.
 SHARED_WITH_FIRST = ("data", "augmentation", "trainer")
@@ -278,7 +279,7 @@ class Row:
 
     def record(self) -> dict[str, Any] | None:
         """Its record, None if it is not done; an error if that is of another configuration."""
-        return read_record(self.file, self.config)
+        return read_record(self.file, self.config, self.task.metric)
 
     def job(self, command: str | None) -> Job:
         """What a queue does for it."""
@@ -292,7 +293,7 @@ def do_run(
 ) -> dict[str, Any]:
     """Do a run and write its record, if it has a file for one. Returns the record."""
     results = run(task, config, command=command, callbacks=callbacks)
-    record = record_of(results, Path(config["trainer"]["output_dir"]) / RESULTS)
+    record = record_of(results, Path(config["trainer"]["output_dir"]) / RESULTS, task.metric)
     if file is not None and PartialState().is_main_process:
         write_results(file, record)
     return record
@@ -326,7 +327,7 @@ def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[st
         for seed in sorted(int(name[4:]) for name in names if re.fullmatch("seed(0|[1-9][0-9]*)", name)):
             expected = copy.deepcopy(config)
             expected["trainer"]["seed"] = seed
-            record = read_record(records / name / f"seed{seed}.json", expected)
+            record = read_record(records / name / f"seed{seed}.json", expected, comparison.task.metric)
             assert record is not None
             found.setdefault(name, []).append(record)
     check_one_checkpoint(record for runs in found.values() for record in runs)
@@ -437,23 +438,25 @@ def check_folder(config: Config, way_out: str = "remove it or choose another --o
         raise ValueError(f"{out} is of another configuration ({different}); {way_out}")
 
 
-def record_of(results: dict[str, Any], path: Path) -> dict[str, Any]:
-    """What a record keeps of a run's results; ValueError if they lack it. `path`: of the results, for errors."""
-    check_record(path, results)
+def record_of(results: dict[str, Any], path: Path, metric: str = ACCURACY) -> dict[str, Any]:
+    """What a record keeps of a run's results; ValueError if they lack it. `path`: of the results, for errors.
+
+    metric: the task's.
+    """
+    check_record(path, results, metric)
     return {key: results[key] for key in (*RECORDED, *RECORDED_LATER) if key in RECORDED or key in results}
 
 
-def check_record(path: Path, content: Mapping[str, Any]) -> None:
+def check_record(path: Path, content: Mapping[str, Any], metric: str = ACCURACY) -> None:
     """Raise ValueError unless this is all that a table shows."""
     if missing := [key for key in RECORDED if key not in content]:
         raise ValueError(f"{path} is not a whole record, it lacks {', '.join(missing)}; remove it")
     check_results(path, content, SHOWN)
-    accuracy = content["metrics"].get("test_accuracy")
-    if accuracy is None:
-        raise ValueError(f"{path} is not a whole record, it lacks metrics.test_accuracy; remove it")
+    if content["metrics"].get(metric) is None:
+        raise ValueError(f"{path} is not a whole record, it lacks metrics.{metric}; remove it")
 
 
-def read_record(path: Path, config: Config) -> dict[str, Any] | None:
+def read_record(path: Path, config: Config, metric: str = ACCURACY) -> dict[str, Any] | None:
     """A finished run's record; an error if it is of another configuration."""
     if not path.exists():
         return None
@@ -461,7 +464,7 @@ def read_record(path: Path, config: Config) -> dict[str, Any] | None:
         record = read_results(path)
     except (ValueError, TypeError):
         raise ValueError(f"{path} is not a whole record, it lacks its end; remove it") from None
-    check_record(path, record)
+    check_record(path, record, metric)
     if differences := config_differences(record["config"], config):
         raise ValueError(
             f"{path} is of another configuration ({'; '.join(differences)}); remove it or choose another --records"
@@ -487,7 +490,7 @@ def compare_main(task: HFTask, argv: list[str] | None = None) -> int:
         help="runs at a time, each a process of one thread; default: one, in this process",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDES)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     transformers_logging.disable_progress_bar()
 
     def work() -> None:
@@ -506,7 +509,7 @@ def compare_main(task: HFTask, argv: list[str] | None = None) -> int:
         except RunsFailed as error:
             failed = error
         if PartialState().is_main_process and (found := all_records(comparison, records)):
-            write_comparison(found, records, next(iter(comparison.configs)))
+            write_comparison(found, records, next(iter(comparison.configs)), task.metric)
         if failed is not None:
             raise failed
 

@@ -11,12 +11,13 @@ import numpy as np
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.files import write_text
-from tasks.common.paired import Difference, difference_summary, difference_table, differences
+from tasks.common.locks import REPORT_LOCK, turn
+from tasks.common.paired import ACCURACY, Difference, difference_summary, difference_table, differences
 from tasks.common.results import write_results
 from tasks.common.tables import count_of_seeds, markdown_table, plus_minus
 
 
-def table(results: dict[str, list[dict[str, Any]]]) -> str:
+def table(results: dict[str, list[dict[str, Any]]], metric: str = ACCURACY) -> str:
     """Accuracy, interactions kept, parameters and time of each variant, as a Markdown table.
 
     It has three more columns if they say something: what was trained, if that is not everything; how far the mask is
@@ -29,7 +30,7 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     averaged = any("test_ema_accuracy" in record["metrics"] for record in records)
     decayed = any(record.get("max_decay_change") is not None for record in records)
     tuned = any(record.get("method", "full") != "full" for record in records)
-    columns = ["run" if tuned else "prior", f"test accuracy, %, mean ± std of {seeds}"]
+    columns = ["run" if tuned else "prior", f"{label(metric)}, %, mean ± std of {seeds}"]
     columns += ["of the moving average, %"] if averaged else []
     columns += ["max abs(M - 1)"] if decayed else []
     counted = any(record.get("attention_flops") is not None for record in records)
@@ -38,7 +39,7 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     columns += ["ms a step", "seconds a run"]
     rows = []
     for name, runs in results.items():
-        cells = [name, spread([record["metrics"]["test_accuracy"] for record in runs])]
+        cells = [name, spread([record["metrics"][metric] for record in runs])]
         cells[-1] += "" if len(runs) == seeds else f" ({count_of_seeds(len(runs))})"
         if averaged:
             cells.append(spread(_known(record["metrics"].get("test_ema_accuracy") for record in runs)))
@@ -62,6 +63,11 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     return markdown_table(columns, rows)
 
 
+def label(metric: str) -> str:
+    """What a table calls a metric."""
+    return {"test_knn_accuracy": "k-NN test accuracy"}.get(metric, metric.replace("_", " "))
+
+
 def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
@@ -74,23 +80,25 @@ def spread(shares: Sequence[float]) -> str:
     return plus_minus(percent.mean(), percent.std(ddof=1) if len(percent) > 1 else None)
 
 
-def draw_results(results: dict[str, list[dict[str, Any]]], path: Path, first: str | None = None) -> Path:
-    """Test accuracy of every seed and the mean of each variant; next to it the differences to the variant `first`.
+def draw_results(
+    results: dict[str, list[dict[str, Any]]], path: Path, first: str | None = None, metric: str = ACCURACY
+) -> Path:
+    """The metric of every seed and its mean for each variant; next to it the differences to the variant `first`.
 
     Differences have their 95 % interval, and stand out where they are told (`paired.RULE`).
     """
     plt = pictures.pyplot()
-    found = differences(results, first) if first is not None else {}
+    found = differences(results, first, metric) if first is not None else {}
     size = (6.4 + 4.2 * bool(found), 1.2 + 0.4 * len(results))
     figure, axes = plt.subplots(1, 1 + bool(found), figsize=size, sharey=True, squeeze=False, layout="constrained")
     axis = axes[0, 0]
     for row, runs in enumerate(results.values()):
-        accuracy = [100 * record["metrics"]["test_accuracy"] for record in runs]
+        accuracy = [100 * record["metrics"][metric] for record in runs]
         axis.plot(accuracy, [row] * len(accuracy), "o", color=pictures.INK, alpha=0.7)
         axis.plot([np.mean(accuracy)], [row], "|", color=pictures.ACCENT, markersize=22, markeredgewidth=2.5)
     axis.set_yticks(range(len(results)), list(results))
     axis.set_ylim(len(results) - 0.5, -0.5)
-    axis.set_xlabel("test accuracy, % (dots: seeds, bar: mean)")
+    axis.set_xlabel(f"{label(metric)}, % (dots: seeds, bar: mean)")
     if found:
         _draw_differences(axes[0, 1], list(results), found, f"minus {first}, points (dots: seeds; 95 % interval)")
     for axis in axes.flat:
@@ -110,20 +118,23 @@ def _draw_differences(axis: Any, rows: Sequence[str], found: dict[str, Differenc
     axis.set_xlabel(label)
 
 
-def write_comparison(results: dict[str, list[dict[str, Any]]], folder: Path, first: str) -> None:
+def write_comparison(
+    results: dict[str, list[dict[str, Any]]], folder: Path, first: str, metric: str = ACCURACY
+) -> None:
     """Write tables, summaries and picture of the records into their folder, and print the tables.
 
     Args:
         results: records by row. folder: gets table.md, summary.json, differences.json and results.png.
-        first: the row that the others are compared with.
+        first: the row that the others are compared with. metric: the task's.
     """
-    lines, found = table(results), differences(results, first)
+    lines, found = table(results, metric), differences(results, first, metric)
     if found:
         lines += "\n\n" + difference_table(found, first)
-    write_text(folder / "table.md", lines + "\n")
     summary = {name: [record["metrics"] for record in runs] for name, runs in results.items()}
-    write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-    if found:
-        write_results(folder / "differences.json", difference_summary(found, first))
-    picture = draw_results(results, folder / "results.png", first)
+    with turn(folder / REPORT_LOCK):  # commands that do a comparison together end together
+        write_text(folder / "table.md", lines + "\n")
+        write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+        if found:
+            write_results(folder / "differences.json", difference_summary(found, first))
+        picture = draw_results(results, folder / "results.png", first, metric)
     print(f"\n{next(iter(results.values()))[0]['data']}\n\n{lines}\n\npicture: {picture}, table: {folder}/table.md")

@@ -99,7 +99,7 @@ def evaluate_main(task: HFTask, argv: list[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=task.eval_batch_size)
     parser.add_argument("--out", type=Path, help="folder for results and picture; default: RUN/evaluation")
     parser.add_argument("overrides", nargs="*", metavar="data.key=value")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     if arguments.batch_size < 1:
         parser.error(f"--batch-size {arguments.batch_size} must be 1 or more")
     transformers_logging.disable_progress_bar()

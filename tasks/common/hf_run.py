@@ -79,8 +79,11 @@ class Prepared:
     save_processor: writes the image processor of evaluation into a folder.
     train_sampler: order of the training examples; None for streams.
     train_collator, eval_collator: make batches; None: the Trainer's own.
-    trainer_options: more arguments of SparsePriorTrainer.
+    trainer_class: what trains the model. trainer_options: more arguments of it.
     finish: what is done to the model after its last step, before the test.
+    kept: what is saved of the trained model, a part of it or a smaller one; the whole by default.
+    test: (the Trainer after training) -> what the test found; None: how many examples the classifier gets right.
+    callbacks: more callbacks of the Trainer.
     details: called after the test; returns what results.json says in addition to what every task records.
     """
 
@@ -93,9 +96,24 @@ class Prepared:
     train_sampler: DrawSampler | None = None
     train_collator: Any = None
     eval_collator: Any = default_data_collator
+    trainer_class: type[SparsePriorTrainer] = SparsePriorTrainer
     trainer_options: dict[str, Any] = field(default_factory=dict)
     finish: Callable[[Any], None] = lambda model: None
+    kept: Callable[[Any], Any] = lambda model: model
+    test: Callable[[Any], Tested] | None = None
+    callbacks: Sequence[TrainerCallback] = ()
     details: Callable[[], dict[str, Any]] = dict
+
+
+@dataclass
+class Tested:
+    """What a test found: metrics by their names in results.json, and the labels and predicted classes of its examples,
+    both (examples,) int64.
+    """
+
+    metrics: dict[str, float]
+    labels: np.ndarray
+    predicted: np.ndarray
 
 
 @dataclass
@@ -124,10 +142,14 @@ class HFTask:
         not filled yet.
     extra_metrics: (confusion matrix (true, predicted), classes) -> more metrics, named without the split.
     about_model: what results.json says about a saved model.
+    trainer_defaults: what a `trainer` section of this task says unless it says otherwise, over TRAINER_DEFAULTS.
+    metric: the one that the confusion matrix is of. draw_history: draws curves.png from history, path and heading.
     draw: (the run's folder, what was prepared, predicted classes, heading) -> names of more pictures of the test, which
         it draws into the folder.
     eval_batch_size: batch size of `evaluate`.
     models_read: folders of the saved models that a run of a configuration reads.
+    before: (configuration) -> configuration of a run of this task that a run starts from, done first; None: there is
+        none.
     check_start: refuses a `model` section that does not fit the saved model it starts from.
     start_sha256: SHA-256 of the weights that a `model` section starts from, None for a start from scratch.
     """
@@ -142,9 +164,13 @@ class HFTask:
     read_split: Callable[[Config, str, Any, Path], Split]
     extra_metrics: Callable[[np.ndarray, Sequence[str]], dict[str, float]] = _nothing
     about_model: Callable[[Any], dict[str, Any]] = about_model
+    trainer_defaults: Mapping[str, Any] = field(default_factory=dict)
+    metric: str = "test_accuracy"
+    draw_history: Callable[[Sequence[dict[str, Any]], Path, str], Any] = draw_history
     draw: Callable[[Path, Prepared, np.ndarray, str], Sequence[str]] = lambda *arguments: ()
     eval_batch_size: int = 64
     models_read: Callable[[Config], Sequence[str]] = lambda config: ()
+    before: Callable[[Config], Config | None] = lambda config: None
     check_start: Callable[[dict[str, Any]], None] = lambda model: None
     start_sha256: Callable[[dict[str, Any]], str | None] = lambda model: None
 
@@ -206,16 +232,18 @@ def run(
     out = Path(folder)
     if finished := finished_results(out, config, overwrite, needed=("metrics", "parameters", "data_wait")):
         return finished
-    arguments = trainer_arguments(config["trainer"])
+    arguments = trainer_arguments(config["trainer"], task.trainer_defaults)
     if config["data"].get("stage") == FINAL and arguments.load_best_model_at_end:
         raise ValueError(
             f"data.stage=final has its validation {task.examples} among its training {task.examples} and cannot choose "
             "the best epoch; set trainer.load_best_model_at_end=false"
         )
+    if (before := task.before(config)) is not None:
+        run(task, before, command, overwrite, callbacks)
     prepared = task.prepare(config, arguments)
     trained = trainable_parameters(prepared.model)  # counted here, because peft freezes what it reads back
     trainer = make_trainer(prepared, arguments)
-    for callback in callbacks:
+    for callback in (*prepared.callbacks, *callbacks):
         trainer.add_callback(callback)
     # Nothing was written or thrown away up to here, so a bad value leaves the folder as it was.
     newest = partial(last_whole_checkpoint, out, trainer.checkpoint_files())
@@ -255,18 +283,15 @@ def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePrior
     """Test a trained model. Returns its results, without what only its files hold, and the predicted classes."""
     arguments = trainer.args
     prepared.finish(trainer.accelerator.unwrap_model(trainer.model))
-    prediction = trainer.predict(prepared.datasets["test"], metric_key_prefix="test")
+    tested = prepared.test(trainer) if prepared.test else test_classifier(prepared, trainer)
     seconds, steps = trainer.clock.seconds(), trainer.state.global_step
-    predicted = np.argmax(prediction.predictions, -1)
-    counts = confusion_matrix(prediction.label_ids, predicted, len(prepared.classes))
+    counts = confusion_matrix(tested.labels, tested.predicted, len(prepared.classes))
     results = Results(
         task=task.name,
         metrics={
-            "test_accuracy": prediction.metrics["test_accuracy"],
+            **tested.metrics,
             **validation_metrics(trainer.state, arguments.load_best_model_at_end),
             **named_metrics(task, "test", counts, prepared.classes),
-            # The weights' moving average at the end of training.
-            **{key: value for key, value in prediction.metrics.items() if key == "test_ema_accuracy"},
         },
         config=config,
         seed=arguments.seed,
@@ -282,20 +307,31 @@ def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePrior
             "process_cpu_seconds": round(time.process_time(), 1),
             "classes": list(prepared.classes),
             "confusion": counts.tolist(),
-            "test_correct": pack_correct(prediction.label_ids, predicted),
+            "test_correct": pack_correct(tested.labels, tested.predicted),
             **prepared.details(),
         },
         history=trainer_history(trainer.state.log_history),
     )
-    return results, predicted
+    return results, tested.predicted
 
 
-def trainer_arguments(section: dict[str, Any]) -> SparsePriorTrainingArguments:
-    """The arguments of a `trainer` section over TRAINER_DEFAULTS."""
+def test_classifier(prepared: Prepared, trainer: SparsePriorTrainer) -> Tested:
+    """How many test examples a classifier gets right, and its moving average at the end of training, if it has one."""
+    prediction = trainer.predict(prepared.datasets["test"], metric_key_prefix="test")
+    accuracies = ("test_accuracy", "test_ema_accuracy")
+    metrics = {name: prediction.metrics[name] for name in accuracies if name in prediction.metrics}
+    return Tested(metrics, prediction.label_ids, np.argmax(prediction.predictions, -1))
+
+
+def trainer_arguments(
+    section: dict[str, Any], task_defaults: Mapping[str, Any] | None = None
+) -> SparsePriorTrainingArguments:
+    """The arguments of a `trainer` section over a task's defaults and TRAINER_DEFAULTS."""
     # Pinned memory only means something next to an accelerator.
     defaults = {**TRAINER_DEFAULTS, "dataloader_pin_memory": torch.cuda.is_available(), "use_cpu": join_on_cpu()}
     # A copy: transformers writes its own defaults into the dictionaries it is given.
-    arguments = _trainer_errors(SparsePriorTrainingArguments, **{**defaults, **copy.deepcopy(section)})
+    given = {**defaults, **(task_defaults or {}), **copy.deepcopy(section)}
+    arguments = _trainer_errors(SparsePriorTrainingArguments, **given)
     check_joined()
     return arguments
 
@@ -332,7 +368,7 @@ def make_trainer(prepared: Prepared, arguments: SparsePriorTrainingArguments) ->
             dataset.fill_cache(show_progress=not arguments.disable_tqdm)
         prepared.datasets["train"][next(iter(prepared.train_sampler))]
     trainer = _trainer_errors(
-        SparsePriorTrainer,
+        prepared.trainer_class,
         model=prepared.model,
         args=arguments,
         train_dataset=prepared.datasets["train"],
@@ -400,7 +436,7 @@ def _write_model(
     results: dict[str, Any],
 ) -> dict[str, Any]:
     """Write model, image processor and card. Returns what results.json says about the model."""
-    whole = merged(model)
+    whole = merged(prepared.kept(model))
     whole.save_pretrained(folder, state_dict=weights if whole is model else None)
     # This says which weights the metrics belong to.
     about = {"model_sha256": file_sha256(folder / "model.safetensors")}
@@ -413,8 +449,8 @@ def _write_model(
 def draw(task: HFTask, out: Path, prepared: Prepared, results: Results, predicted: np.ndarray) -> None:
     """Curves, confusion matrix and the task's own pictures."""
     heading = f"{results.details['prior']}, seed {results.seed}"
-    draw_history(results.history, out / "curves.png", heading)
-    accuracy = 100 * results.metrics["test_accuracy"]
+    task.draw_history(results.history, out / "curves.png", heading)
+    accuracy = 100 * results.metrics[task.metric]
     counts = np.array(results.details["confusion"])
     draw_confusion(counts, prepared.classes, out / "confusion.png", f"{heading}: {accuracy:.2f} % on test")
     pictures = task.draw(out, prepared, predicted, heading)
@@ -424,7 +460,7 @@ def draw(task: HFTask, out: Path, prepared: Prepared, results: Results, predicte
 def train_main(task: HFTask, argv: list[str] | None = None) -> int:
     """`python -m tasks.TASK.train`; a bad value prints one line and returns 2."""
     parser = train_parser(task.name, f"Train {task.trains}.", "model.prior=fibottention")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     transformers_logging.disable_progress_bar()  # bars for reading and writing weights; the training bar stays
 
     def work() -> None:

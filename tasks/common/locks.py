@@ -9,11 +9,14 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from tasks.common.environment import command_line
+
+REPORT_LOCK = "report.lock"  # in a folder of records, of whoever writes its tables
 
 
 class NoLocks(OSError):
@@ -40,8 +43,7 @@ def locked(path: Path) -> Iterator[bool]:
     Raises:
         NoLocks: where files cannot be locked.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = _open(path)
     _held.add(descriptor)
     try:
         # Its owner may have removed it after we opened and before we locked it.
@@ -60,6 +62,19 @@ def locked(path: Path) -> Iterator[bool]:
             os.close(descriptor)
 
 
+@contextmanager
+def turn(path: Path) -> Iterator[None]:
+    """Wait for the lock of a file. Where files cannot be locked nothing is waited for."""
+    while True:
+        with ExitStack() as held:
+            with suppress(NoLocks):
+                if not held.enter_context(locked(path)):
+                    time.sleep(0.05)
+                    continue
+            yield
+            return
+
+
 def holder(path: Path) -> str | None:
     """Which process has the lock of a file, in words; None if none has it, or if files cannot be locked there."""
     try:
@@ -76,6 +91,16 @@ def holder(path: Path) -> str | None:
         return None
     finally:
         os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    for _ in range(9):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:  # a command that ended removed the folder, which was empty, in between
+            continue
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
 
 def _take(descriptor: int, how: int, path: Path) -> bool:

@@ -17,6 +17,7 @@ from scipy.special import stdtrit
 from tasks.common.metrics import unpack_correct
 from tasks.common.tables import markdown_table, plus_minus
 
+ACCURACY = "test_accuracy"
 FEWEST = 3  # seeds, for a difference to be told
 CONFIDENCE = 0.95
 RULE = (
@@ -64,12 +65,15 @@ class Difference:
         return abs(self.mean) > self.half_width
 
 
-def differences(results: Mapping[str, Sequence[Mapping[str, Any]]], first: str) -> dict[str, Difference]:
+def differences(
+    results: Mapping[str, Sequence[Mapping[str, Any]]], first: str, metric: str = ACCURACY
+) -> dict[str, Difference]:
     """Each row's difference to the first one. Rows that share no seed with it are left out.
 
     Args:
         results: records by row, one a seed.
         first: name of the row that the others are compared with.
+        metric: what is compared, a share of the test images; `test_correct` says of each whether it is right.
     """
     runs = {name: {record["seed"]: record for record in records} for name, records in results.items()}
     found = {}
@@ -79,10 +83,7 @@ def differences(results: Mapping[str, Sequence[Mapping[str, Any]]], first: str) 
             continue
         errors = {seed: image_error(*pair) for seed, pair in pairs.items()}
         found[name] = Difference(
-            {
-                seed: one["metrics"]["test_accuracy"] - other["metrics"]["test_accuracy"]
-                for seed, (one, other) in pairs.items()
-            },
+            {seed: one["metrics"][metric] - other["metrics"][metric] for seed, (one, other) in pairs.items()},
             {seed: error for seed, error in errors.items() if error is not None},
         )
     return found

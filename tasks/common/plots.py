@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,27 @@ def draw_history(history: Sequence[dict[str, Any]], path: Path, heading: str) ->
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
     figure.suptitle(heading)
+    return save(figure, path)
+
+
+def draw_kept(
+    layers: Mapping[str, Sequence[tuple[int, int]]], path: Path, heading: str, places: Mapping[str, str]
+) -> Path:
+    """What pruning left of each layer: a panel for each structure, with (left, before) of the layers.
+
+    `places`: what the numbers are of, by structure, if they are not of layers.
+    """
+    plt = pyplot()
+    figure, axes = plt.subplots(1, len(layers), figsize=(3.2 * len(layers), 3.2), layout="constrained", squeeze=False)
+    for axis, (name, sizes) in zip(axes[0], layers.items(), strict=True):
+        numbers = range(1, len(sizes) + 1)
+        axis.bar(numbers, [before for _, before in sizes], color="0.88")
+        axis.bar(numbers, [left for left, _ in sizes], color=ACCENT)
+        axis.set_title(name, fontsize=10)
+        axis.set_xlabel(places.get(name, "layer"))
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xticks(numbers if len(sizes) <= 12 else numbers[::4])
+    figure.suptitle(heading, fontsize=10)
     return save(figure, path)
 
 

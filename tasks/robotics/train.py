@@ -197,7 +197,7 @@ def start_encoders(policy: CrosswayPolicy, folder: str, encoder: dict[str, Any])
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
     parser = train_parser("robotics", "Train a diffusion policy on demonstrations.", "encoder.prior=violin")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     transformers_logging.disable_progress_bar()  # bars for reading and writing weights; the training bar stays
 
     def work() -> None:

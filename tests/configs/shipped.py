@@ -8,6 +8,7 @@ from tasks.common.config import read_cells, read_rows
 CONFIGS = Path(__file__).parents[2] / "configs"
 VIDEO = ("experiments/fib_table5.yaml", "video/motion.yaml", "video/smoke.yaml")
 ROBOTICS = ("experiments/fib_table6.yaml", "robotics/smoke.yaml")
+PRETRAINING = ("experiments/vio_table5.yaml", "experiments/vio_table17.yaml", "experiments/dino_cifar10.yaml")
 VTAB = "classification/vtab.yaml"
 SWEEPS = (VTAB, "experiments/vio_table7.yaml", "experiments/vio_table18.yaml")
 
@@ -35,7 +36,7 @@ def runs(name: str) -> list[str]:
 def classification() -> list[str]:
     """Files of the classification task that describe runs, without the sweeps'."""
     names = [f"{folder}/{file.name}" for folder in ("classification", "experiments") for file in files(folder)]
-    return [name for name in names if name not in (*VIDEO, *ROBOTICS, *SWEEPS)]
+    return [name for name in names if name not in (*VIDEO, *ROBOTICS, *PRETRAINING, *SWEEPS)]
 
 
 def comparisons() -> list[str]:

@@ -88,8 +88,21 @@ def as_before(found, kind, name):
     return found
 
 
+# Sections that came later, of which these configurations have nothing.
+LATER = ("compression",)
+
+
 def checksum(found):
-    return hashlib.sha256(json.dumps(found, sort_keys=True, default=repr).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(without_later(found), sort_keys=True, default=repr).encode()).hexdigest()[:16]
+
+
+def without_later(found):
+    """Nested content without later sections that are empty."""
+    if isinstance(found, (list, tuple)):
+        return [without_later(part) for part in found]
+    if isinstance(found, dict):
+        return {key: without_later(part) for key, part in found.items() if key not in LATER or part}
+    return found
 
 
 @pytest.mark.parametrize(("old", "new", "kind", "folder", "expected"), MOVED, ids=[line[0] for line in MOVED])

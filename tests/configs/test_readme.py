@@ -9,6 +9,8 @@ import pytest
 import tasks.classification.compare
 import tasks.classification.config
 import tasks.classification.vtab.plan
+import tasks.pretraining.compare
+import tasks.pretraining.task
 import tasks.robotics.config
 import tasks.video.compare
 import tasks.video.config
@@ -20,6 +22,8 @@ LOADERS = {
     "tasks.classification.train": tasks.classification.config.load_config,
     "tasks.classification.compare": tasks.classification.compare.load_comparison,
     "tasks.classification.vtab.sweep": tasks.classification.vtab.plan.load_sweep,
+    "tasks.pretraining.compare": tasks.pretraining.compare.load_comparison,
+    "tasks.pretraining.train": tasks.pretraining.task.PRETRAINING.load_config,
     "tasks.video.train": tasks.video.config.load_config,
     "tasks.video.compare": tasks.video.compare.load_comparison,
     "tasks.robotics.train": tasks.robotics.config.load_config,
@@ -39,7 +43,7 @@ KNOWN += [
 def rows_of_tables():
     """(module, name of the configuration, overrides) for every value of the words in capitals of every table's row."""
     text = (shipped.CONFIGS / "README.md").read_text()
-    for cells in (line.split(" | ") for line in text.splitlines() if re.match(r"\| (Fib|VIO|Spars)", line)):
+    for cells in (line.split(" | ") for line in text.splitlines() if re.match(r"\| (Fib|VIO|Spars|Beyond)", line)):
         command = shlex.split(cells[2].strip("` |"), comments=False)
         module, name = command[command.index("-m") + 1], command[command.index("--config") + 1]
         words = re.findall(WORD, name)

@@ -3,18 +3,22 @@
 import re
 
 import pytest
+import torch
 
 from tasks.classification.config import SECTIONS, load_config
 from tasks.common.config import read_layers
+from tasks.common.images.model import build_model
 from tests.configs import shipped
 
 FIBOTTENTION = [
-    name for number in (2, 4, 8, 10, 11, 12, 13) for name in shipped.runs(f"experiments/fib_table{number}.yaml")
+    name for number in (2, 3, 4, 8, 10, 11, 12, 13) for name in shipped.runs(f"experiments/fib_table{number}.yaml")
 ]
 FIBOTTENTION += [name for part in "abc" for name in shipped.runs(f"experiments/fib_figure5{part}.yaml")]
 FIBOTTENTION += shipped.runs("experiments/fib_tables_2_3.yaml")
+FIBOTTENTION += shipped.runs("experiments/fib_arxiv_tables_2_3.yaml")
 FIBOTTENTION = [name for name in FIBOTTENTION if "#small" not in name and "#paired" not in name]
-DEIT = [name for table in (12, 13, 14, 15, 16, 26, 27) for name in shipped.runs(f"experiments/vio_table{table}.yaml")]
+DEIT_TABLES = (*(f"_table{number}" for number in (6, 10, 11, 12, 13, 14, 15, 16, 25, 26, 27)), "_tables_5_17")
+DEIT = [name for table in DEIT_TABLES for name in shipped.runs(f"experiments/vio{table}.yaml") if "#small" not in name]
 DEIT += ["classification/imagenet.yaml#vit_small", "classification/imagenet.yaml#vit_small_violin"]
 DEIT += [f"experiments/sparsifiner_table1.yaml#full-evit_{rate}" for rate in (0.5, 0.7)]
 
@@ -38,7 +42,7 @@ def test_fibottention_has_100_epochs_and_64_images_a_step(name):
 
 @pytest.mark.parametrize("name", DEIT)
 def test_violin_and_what_sparsifiner_starts_from_have_deits_recipe(name):
-    """300 epochs and 1024 images on 8 GPUs (Touvron et al. 2021, Table 9)."""
+    """300 epochs and 1024 images on 8 GPUs (Touvron et al. 2021, Table 9; Swin's own, Liu et al. 2021, A2.1)."""
     assert epochs_and_images(name, 8) == (300, 1024)
 
 
@@ -47,11 +51,17 @@ def test_violin_and_what_sparsifiner_starts_from_have_deits_recipe(name):
 TABLES = [
     cell
     for file in shipped.files("experiments")
-    if (name := f"experiments/{file.name}") not in (*shipped.ROBOTICS, *shipped.SWEEPS)
+    if (name := f"experiments/{file.name}") not in (*shipped.ROBOTICS, *shipped.PRETRAINING, *shipped.SWEEPS)
     for cell in shipped.cells(name)
 ]
 STARTS = [*shipped.cells("classification/imagenet.yaml"), *shipped.cells("classification/sparsifiner.yaml")]
 STARTS += ["classification/deit_tiny_384.yaml"]
+PAIRED = ("#paired", "/curve_order.yaml", "/families_small.yaml")  # with the schedule of recipes/paired.yaml
+
+
+def is_small(name: str) -> bool:
+    """Whether a cell is the small form of a table, and not a model of that name."""
+    return re.search(r"[#-]small(-|$)", name) is not None
 
 
 @pytest.mark.parametrize("name", [*TABLES, *STARTS])
@@ -63,9 +73,9 @@ def test_papers_rows_train_on_all_training_images_and_their_last_epoch_counts(na
     for layers in (cell, *own):
         stage, trainer = layers["data"].get("stage"), layers["trainer"]
         chooses = trainer.get("load_best_model_at_end", True), trainer.get("eval_strategy", "epoch") != "no"
-        if name.endswith("#paired"):  # whose last step counts, without a choice
+        if any(f"{mark}#" in f"{name}#" for mark in PAIRED):  # whose last step counts, without a choice
             assert stage is None and chooses[0] is False
-        elif "small" in name and not name.startswith("classification"):
+        elif is_small(name) and not name.startswith("classification"):
             assert stage is None
         else:
             assert stage == "final" and chooses == (False, False)
@@ -75,4 +85,26 @@ def test_papers_rows_train_on_all_training_images_and_their_last_epoch_counts(na
 
 
 def test_there_are_rows_of_both_kinds():
-    assert len(TABLES) > 40 and 10 < sum("small" in name for name in TABLES) < len(TABLES) / 2
+    assert len(TABLES) > 40 and 10 < sum(map(is_small, TABLES)) < len(TABLES) / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "width", "positions", "decay"),
+    [
+        ("vio_table6.yaml#cifar100-dense-cls", 1025, 192, "learned", None),
+        ("vio_table6.yaml#cifar100-violin", 1024, 192, "learned", 324),
+        ("vio_table6.yaml#cifar100-violin-no-positions", 1024, 192, "none", 324),
+        ("vio_table6.yaml#small-dense", 256, 96, "learned", None),
+        ("vio_tables_5_17.yaml#vit_base-dense", 197, 768, "learned", None),
+        ("vio_tables_5_17.yaml#vit_base-violin", 196, 768, "learned", 1296),
+        ("vio_table11.yaml#violin-no-positions", 196, 768, "none", 1296),
+    ],
+)
+def test_pretraining_rows_are_the_papers_models(name, tokens, width, positions, decay):
+    """One token a pixel or 16x16 patches, and L h (|C| + 1) scalars of VIOLIN."""
+    with torch.device("meta"):
+        model = build_model(load_config(shipped.path(f"experiments/{name}"))["model"], ["a", "b"])
+    config = model.config
+    assert (config.num_tokens, config.hidden_size, config.position_embedding) == (tokens, width, positions)
+    scalars = sum(value.numel() for key, value in model.named_parameters() if "decay_bias" in key)
+    assert scalars == (decay or 0)

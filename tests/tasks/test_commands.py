@@ -91,7 +91,7 @@ def answers(tmp_path_factory):
         answers_without, EXTRAS, calls, str(folder / "answers.json"), folder=ROOT, log=folder / "log",
         environment={"SPARSEPRIOR_TRACEBACK": ""},
     )  # fmt: skip
-    assert process.wait(120) == 0, (folder / "log").read_text()
+    assert process.wait(600) == 0, (folder / "log").read_text()
     found = json.loads((folder / "answers.json").read_text())
     return found[: len(COMMANDS)], found[len(COMMANDS) :]
 

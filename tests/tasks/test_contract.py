@@ -119,6 +119,25 @@ def classification(folder: Path) -> list[str]:
     return write_config(folder, content)
 
 
+def pretraining(folder: Path) -> list[str]:
+    """DINO on digits, with a student that drops paths, so that the order of all draws matters."""
+    content = {
+        "data": {"source": "digits", "limit_train": 100, "limit_validation": 50, "limit_test": 50},
+        "crops": {"local_crops": 2, "local_size": 4},
+        "model": {
+            "prior": "fibottention+violin", "image_size": 8, "patch_size": 2, "hidden_size": 16,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "drop_path_rate": 0.2,
+        },
+        "dino": {
+            "output_size": 64, "head_hidden_size": 16, "bottleneck_size": 8, "warmup_epochs": 0.2,
+            "freeze_last_layer_epochs": 0, "warmup_teacher_temperature_epochs": 2, "teacher_momentum": 0.9,
+        },
+        "evaluation": {"neighbours": 5},
+        "trainer": {key: value for key, value in TRAINER.items() if key != "ema_decay"},
+    }  # fmt: skip
+    return write_config(folder, content)
+
+
 def video(folder: Path) -> list[str]:
     """Clips of a moving bar, cut and mirrored at random."""
     from tests.tasks.video.clips import write_videos
@@ -143,6 +162,10 @@ def write_config(folder: Path, content: dict) -> list[str]:
 ROWS = (
     Row(
         "classification", (), classification, "trainer.output_dir", ("trainer.report_to=none",), "test_accuracy",
+        "trains on 100 images of 10 classes (train), validates on 50 images (validation), tests on 50 images (test)",
+    ),
+    Row(
+        "pretraining", (), pretraining, "trainer.output_dir", ("trainer.report_to=none",), "test_knn_accuracy",
         "trains on 100 images of 10 classes (train), validates on 50 images (validation), tests on 50 images (test)",
     ),
     Row(

@@ -3,19 +3,20 @@
 Classification has tests of its own (tests/tasks/classification/test_distributed.py).
 """
 
-import re
+import os
+import signal
 from importlib import import_module
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tasks.common.results import read_results
-from tests.processes import module, wait_for
+from tests.processes import launched, module
 from tests.tasks import test_contract as contract
 from tests.tasks.test_contract import empty_pictures  # noqa: F401  forked processes leave them empty as well
 
@@ -30,6 +31,15 @@ def video(folder: Path) -> list[str]:
     content = yaml.safe_load((folder / "config.yaml").read_text())
     del content["trainer"]["use_cpu"]  # nobody has to say that there is no GPU
     content["model"]["drop_path_rate"] = 0.0  # each process draws its own
+    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    return arguments
+
+
+def pretraining(folder: Path) -> list[str]:
+    arguments = contract.pretraining(folder)
+    content = yaml.safe_load((folder / "config.yaml").read_text())
+    del content["trainer"]["use_cpu"]
+    content["model"]["drop_path_rate"] = 0.0
     (folder / "config.yaml").write_text(yaml.safe_dump(content))
     return arguments
 
@@ -57,6 +67,19 @@ def robotics(folder: Path) -> list[str]:
     return ["--config", str(contract.ROOT / "configs/robotics/smoke.yaml#lift_state"), data, *small, *steps]
 
 
+def train_and_kill_one(train, arguments, killed):
+    """The command in one of two processes; the second one kills itself after so many steps."""
+    steps = []
+
+    def count(*given):
+        steps.append(1)
+        if len(steps) == killed and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    register_optimizer_step_post_hook(count)
+    raise SystemExit(import_module(train).main(arguments))
+
+
 # What a run imports late: here it is imported once for all processes. Of the others the run of one process does that.
 LATE = {
     "segmentation": ("mmseg.models", "mmseg.engine", "mmdet.models"),
@@ -65,18 +88,23 @@ LATE = {
 
 
 @pytest.mark.parametrize(
-    ("task", "needs", "prepare", "place", "half", "checkpoint", "like_one"),
+    ("task", "needs", "prepare", "place", "half", "killed", "checkpoint", "like_one"),
     [
-        ("video", "av", video, "trainer.output_dir", "trainer.per_device_train_batch_size=4", "checkpoint-4", True),
-        ("segmentation", "mmseg", segmentation, "output_dir", "train_dataloader.batch_size=2", "iter_3.pth", False),
-        ("detection", "mmdet", detection, "output_dir", "train_dataloader.batch_size=1", "iter_3.pth", False),
-        ("robotics", "diffusers", robotics, "trainer.output_dir", None, "checkpoint-8", True),
+        ("video", "av", video, "trainer.output_dir", "trainer.per_device_train_batch_size=4", 5, "checkpoint-4", True),
+        (
+            "pretraining", "torch", pretraining, "trainer.output_dir", "trainer.per_device_train_batch_size=4",
+            5, "checkpoint-4", True,
+        ),
+        ("segmentation", "mmseg", segmentation, "output_dir", "train_dataloader.batch_size=2", 5, "iter_3.pth", False),
+        ("detection", "mmdet", detection, "output_dir", "train_dataloader.batch_size=1", 5, "iter_3.pth", False),
+        ("robotics", "diffusers", robotics, "trainer.output_dir", None, 10, "checkpoint-8", True),
     ],
-    ids=["video", "segmentation", "detection", "robotics"],
-)
+    ids=["video", "pretraining", "segmentation", "detection", "robotics"],
+)  # fmt: skip
 def test_two_processes_go_on_after_a_kill_and_end_like_one(
-    task, needs, prepare, place, half, checkpoint, like_one, tmp_path
+    task, needs, prepare, place, half, killed, checkpoint, like_one, tmp_path
 ):
+    """One is killed after so many steps, of which it takes the last with the other one, who has saved by then."""
     pytest.importorskip(needs, exc_type=ImportError)
     train = import_module(f"tasks.{task}.train")
     for name in LATE.get(task, ()):
@@ -88,16 +116,14 @@ def test_two_processes_go_on_after_a_kill_and_end_like_one(
     if like_one:
         assert train.main([*arguments, f"{place}={tmp_path}/one"]) == 0
 
-    def start():
-        return module(f"tasks.{task}.train", *two, processes=2, folder=tmp_path, log=tmp_path / "log.txt", here=True)
-
-    process = start()
-    wait_for(tmp_path / "two" / checkpoint, process)  # which is whole, or another before it is
-    psutil.Process(process.pid).children()[-1].kill()
-    assert process.wait(120) != 0 and not (tmp_path / "two" / "results.json").exists()
-    assert start().wait(200) == 0, (tmp_path / "log.txt").read_text()[-3000:]
+    how = {"folder": tmp_path, "log": tmp_path / "log.txt", "here": True}
+    assert launched(2, train_and_kill_one, f"tasks.{task}.train", two, killed, **how).wait(300) != 0
+    log = (tmp_path / "log.txt").read_text()
+    assert "(SIGKILL)" in log and not (tmp_path / "two" / "results.json").exists(), log[-3000:]
+    again = module(f"tasks.{task}.train", *two, processes=2, **how)
+    assert again.wait(300) == 0, (tmp_path / "log.txt").read_text()[-3000:]
     found = read_results(tmp_path / "two" / "results.json")
-    assert found["processes"] == 2 and re.search(r"\d+", found["resumed_from"])
+    assert found["processes"] == 2 and found["resumed_from"] == checkpoint
     assert (tmp_path / "two" / "model").is_dir()
     if not like_one:
         return

@@ -1,5 +1,5 @@
 """Mask R-CNN (He et al. 2017) as mmdetection's 1x config has it, on SparsePriorViT and ViTDet's simple feature
-pyramid. DeiT-B in size; VIOLIN's own detection results (Table 8) are with Swin-T.
+pyramid. DeiT-B in size.
 Weights of a trained classifier: model.backbone.pretrained=FOLDER.
 """
 

@@ -21,6 +21,7 @@ from hf_sparseprior.files import write_text
 from tasks.classification.vtab.plan import Records, load_sweep, point_name
 from tasks.common.command import run_command
 from tasks.common.images.vtab_tasks import GROUPS, TASKS, Task
+from tasks.common.locks import REPORT_LOCK, turn
 from tasks.common.tables import count_of_seeds, markdown_table, plus_minus
 
 BEST = 3
@@ -272,12 +273,15 @@ def draw(summary: Mapping[str, Any], path: Path) -> Path:
 
 
 def write_report(records: Records, folder: Path) -> str:
-    """Write table.md, summary.json and results.png into a folder. Returns the tables."""
+    """Write table.md, summary.json and results.png into a folder. Returns the tables.
+
+    Commands that do a sweep together end together; they write one after the other.
+    """
     summary = summarize(records)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "table.md", tables(summary))
-    write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-    draw(summary, folder / "results.png")
+    with turn(folder / REPORT_LOCK):
+        write_text(folder / "table.md", tables(summary))
+        write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+        draw(summary, folder / "results.png")
     return f"{tables(summary)}\ntable: {folder}/table.md, numbers: {folder}/summary.json, picture: {folder}/results.png"
 
 
@@ -289,7 +293,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="YAML file of the sweep")
     parser.add_argument("--records", type=Path, required=True, help="its folder of records")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as the sweep got them")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
 
     def work() -> None:
         records = Records(load_sweep(arguments.config, arguments.overrides), arguments.records)

@@ -252,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--keep", action="store_true", help="keep the folders of finished runs, with their models")
     parser.add_argument("--dry-run", action="store_true", help="say how many runs are done and still to do")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every run")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     if arguments.jobs < 1:
         parser.error(f"--jobs {arguments.jobs} must be 1 or more")
     transformers_logging.disable_progress_bar()

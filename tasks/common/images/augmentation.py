@@ -235,11 +235,11 @@ def resized_box(size: tuple[int, int], scale: Sequence[float], ratio: Sequence[f
     aspect = torch.exp(torch.rand(10) * (high - low) + low)
     drawn = torch.stack([torch.sqrt(area * aspect), torch.sqrt(area / aspect)], 1).round().tolist()
     fitting = (box for box in drawn if 0 < box[0] <= width and 0 < box[1] <= height)
-    box = next(fitting, _fallback(width, height, *ratio))
+    box = next(fitting, largest_box(width, height, *ratio))
     return placed_box(size, (int(box[0]), int(box[1])))
 
 
-def _fallback(width: int, height: int, low: float, high: float) -> tuple[int, int]:
+def largest_box(width: int, height: int, low: float, high: float) -> tuple[int, int]:
     """(width, height) of the largest box whose ratio is in low..high."""
     if width / height < low:
         return width, min(height, max(1, round(width / low)))

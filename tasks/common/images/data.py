@@ -142,6 +142,15 @@ class ImageDataset(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
+    @property
+    def keeps_decoded(self) -> bool:
+        """Whether decoded images are kept, and not what the model takes."""
+        return self.prepare.augmentation is not None
+
+    def decoded_image(self, index: int) -> Image.Image:
+        """An image, from memory if it is there."""
+        return self.images.read(index) if self.decoded is None else Image.fromarray(self.decoded[index])
+
     def fill_cache(self, show_progress: bool = False) -> None:
         """Read every image now, if they fit; worker processes that start later share the memory."""
         if self.full is not None or not len(self):
@@ -153,13 +162,13 @@ class ImageDataset(Dataset):
         size = 0
         for index in tqdm(range(len(self)), desc="reading images", disable=not show_progress or len(self) < 2000):
             image = self.images.read(index)
-            kept.append(np.asarray(image) if self.prepare.augmentation is not None else self.prepare(image))
+            kept.append(np.asarray(image) if self.keeps_decoded else self.prepare(image))
             size += kept[-1].nbytes
             # An estimate from a few images saves reading a large set for nothing. The sum over all images decides.
             expected = size / (index + 1) * len(self) if index < 8 else size
             if self.cache is None and expected >= CACHE_LIMIT:
                 return
-        if self.prepare.augmentation is not None:
+        if self.keeps_decoded:
             self.decoded = kept
         else:
             self.pixels = torch.stack(kept)
@@ -179,5 +188,4 @@ class ImageDataset(Dataset):
     def _pixel_values(self, index: int, draw: Draw | None) -> tuple[torch.Tensor, np.ndarray]:
         if self.pixels is not None:
             return self.pixels[index], WHOLE
-        image = self.images.read(index) if self.decoded is None else Image.fromarray(self.decoded[index])
-        return self.prepare.with_view(image, draw)
+        return self.prepare.with_view(self.decoded_image(index), draw)

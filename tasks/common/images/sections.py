@@ -24,7 +24,7 @@ from tasks.common.images.config import DataConfig
 from tasks.common.images.model import check_classifier_init_std, model_keys
 from tasks.common.run_folder import stored_config
 
-SECTIONS = ("data", "augmentation", "model", "tuning", "distillation", "token_labels", "trainer")
+SECTIONS = ("data", "augmentation", "model", "tuning", "distillation", "token_labels", "compression", "trainer")
 
 
 def load_image_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -15,25 +15,25 @@ from transformers.modeling_outputs import BackboneOutput
 from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior.checks import check_boolean, check_integer
+from hf_sparseprior.config_keys import config_keys
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.families import FAMILIES, Family, family_of, for_every_family
+from hf_sparseprior.files import read_json_object
 from hf_sparseprior.predictor import Predictor
 from hf_sparseprior.pretrained import check_saved_folder, copy_weights, load_whole_model, saved_family
 from hf_sparseprior.training.distillation import learns_from_scores
 
-# Fields that change what the same weights compute.
-READ_ALIKE = ("num_attention_heads", "hidden_act", "layer_norm_eps", "residual_scale")
-# Keys of other backbones of mm, and what does the same here.
-MM_KEYS = {
+# Keys of other backbones of mm, and what does the same here: the first of these names that is a field of the family.
+MM_KEYS: dict[str, str] = {
     "final_norm": "apply_layernorm",
     "with_cls_token": "use_class_token",
     "output_cls_token": "reshape_hidden_states",
     "out_type": "reshape_hidden_states",
     "interpolate_mode": "interpolation",
-    "norm_cfg": "layer_norm_eps",
+    "norm_cfg": "layer_norm_eps batch_norm_eps",
     "act_cfg": "hidden_act",
     "mlp_ratio": "intermediate_size",
-    "embed_dims": "hidden_size",
+    "embed_dims": "hidden_size embed_dim hidden_sizes",
     "in_channels": "num_channels",
     "drop_rate": "hidden_dropout_prob",
     "attn_drop_rate": "attention_probs_dropout_prob",
@@ -79,12 +79,14 @@ class MMBackbone:
         pretrained: folder of a saved model of the family, safetensors only, whose weights `init_weights` takes. mm's
             Runner calls that before training, so with a preset a model can be built without the folder.
         init_cfg: dict(type="Pretrained", checkpoint=FOLDER), mm's way to say the same.
-        out_indices: stages of the feature maps, 0 the embedding and n the output of layer n. (mm's own ViTs count
-            layers from 0: their 3, 5, 7, 11 are 4, 6, 8, 12 here.)
+        out_indices: stages of the feature maps, 0 the embedding and n the output of layer n, or of stage n of a model
+            with stages. (mm's own count from 0: a ViT's 3, 5, 7, 11 are 4, 6, 8, 12 here, and a Swin's 0, 1, 2, 3 are
+            1, 2, 3, 4.)
         with_cp: gradient checkpointing.
-        frozen_stages: 0 freezes the embedding, n also the first n layers, as in mm's ViTs; with all layers, the last
-            norm too. What is frozen has no gradient and stays in evaluation mode. -1 freezes nothing.
-        norm_eval: keep batch norms, which a convolutional stem has, in evaluation mode.
+        frozen_stages: 0 freezes the embedding, n also the first n layers or stages, as in mm's ViTs and Swin; with all
+            of them, the last norm too. What is frozen has no gradient and stays in evaluation mode. -1 freezes nothing.
+        norm_eval: keep batch norms, which an iFormer and a convolutional stem have, in evaluation mode. iFormer's
+            published detectors do so.
         config: fields of the family's config. Without `prior` it is that of the `pretrained` folder.
 
     Raises:
@@ -107,9 +109,11 @@ class MMBackbone:
         **config: Any,
     ) -> None:
         self._is_built = False  # torch.nn.Module is not initialised yet, but plain attributes can be set
+        known = config_keys(self.config_class)
         for key in config:
-            if key in MM_KEYS:
-                raise ValueError(f"{key}={config[key]!r} is no key of this backbone; use {MM_KEYS[key]}")
+            instead = next((name for name in MM_KEYS.get(key, "").split() if name in known), None)
+            if key not in known and instead:
+                raise ValueError(f"{key}={config[key]!r} is no key of this backbone; use {instead}")
         pretrained = pretrained_folder(pretrained, init_cfg)
         options = {**config, "out_indices": None if out_indices is None else list(out_indices)}
         saved: dict[str, Any] = {}
@@ -170,15 +174,15 @@ def frozen_modules(model: Any) -> list[nn.Module]:
     """What `frozen_stages` of a backbone freezes.
 
     Raises:
-        ValueError: for more stages than the model has layers.
+        ValueError: for more stages than the model has layers or stages.
     """
-    stages, layers = model.frozen_stages, model.layers
-    if stages > len(layers):
-        raise ValueError(f"frozen_stages={stages} must be at most the {len(layers)} layers")
+    stages, sources = model.frozen_stages, model.map_sources
+    if stages >= len(sources):
+        raise ValueError(f"frozen_stages={stages} must be at most the {len(sources) - 1} layers or stages")
     if stages < 0:
         return []
-    last = [model.layernorm] if stages == len(layers) and hasattr(model, "layernorm") else []
-    return [model.embeddings, *layers[:stages], *last]
+    last = [model.layernorm] if stages == len(sources) - 1 and hasattr(model, "layernorm") else []
+    return [*sources[: stages + 1], *last]
 
 
 def check_predictors(model: nn.Module) -> None:
@@ -233,8 +237,8 @@ def load_weights(model: Any, folder: str) -> None:
     """
     check_saved_folder(folder, "pretrained")
     check_family(folder, model.config_class)
-    source = load_whole_model(folder, _base_class(model))
-    for name in READ_ALIKE:
+    source = load_whole_model(folder, _saved_class(folder, model))
+    for name in model.config.read_alike:
         there, here = getattr(source.config, name), getattr(model.config, name)
         if there != here:
             raise ValueError(f"pretrained={folder} has {name}={there!r}, the backbone {name}={here!r}")
@@ -245,18 +249,28 @@ def load_weights(model: Any, folder: str) -> None:
     copy_weights(source, model, strict=True)
 
 
-def _base_class(model: Any) -> Any:
+def _saved_class(folder: str, model: Any) -> Any:
+    """The family's backbone for a folder with weights that only backbones have, otherwise its bare model."""
     family = family_of(model.config)
     assert family is not None
-    return family.base
+    architectures = read_json_object(Path(folder) / CONFIG_NAME).get("architectures") or [""]
+    is_backbone = family.backbone_parts and family.class_named(str(architectures[0])) is family.backbone
+    return family.backbone if is_backbone else family.base
 
 
 def save_backbone(model: Any, folder: str) -> None:
-    """Write a backbone as a folder of its family's bare model, which every other task loads.
+    """Write a backbone as a folder that every other task loads: of its family's bare model, or of its backbone if that
+    has weights of its own.
 
-    The weights are the model's own, bit for bit. So is the config, except for the choice of feature maps.
+    The weights are the model's own, bit for bit. So is the config, except for the choice of feature maps of a bare
+    model.
     """
-    fields = {**model.config.to_dict(), "out_features": None, "out_indices": None}
-    bare = _base_class(model)(type(model.config).from_dict(fields)).to(model.dtype)
-    bare.load_state_dict(model.state_dict())
-    bare.save_pretrained(folder)
+    family = family_of(model.config)
+    assert family is not None
+    fields = model.config.to_dict()
+    if not family.backbone_parts:
+        fields |= {"out_features": None, "out_indices": None}
+    cls = family.backbone if family.backbone_parts else family.base
+    saved = cls(type(model.config).from_dict(fields)).to(model.dtype)
+    saved.load_state_dict(model.state_dict())
+    saved.save_pretrained(folder)

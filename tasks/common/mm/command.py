@@ -20,7 +20,7 @@ def train_main(name: str, load_task: Callable[[], Task], argv: list[str] | None 
     parser = train_parser(
         name, f"Train a model for {name}.", "model.backbone.prior=violin", "mm config file", "key=value"
     )
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     transformers_logging.disable_progress_bar()
 
     def work() -> None:
@@ -58,7 +58,7 @@ def evaluate_main(name: str, load_task: Callable[[], Task], argv: list[str] | No
     parser.add_argument("--split", choices=tuple(MM_SPLITS), default="test")
     parser.add_argument("--out", type=Path, help="folder for results and picture; default: RUN/evaluation")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. test_dataloader.dataset.data_root=DIR")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     transformers_logging.disable_progress_bar()
 
     def work() -> None:

@@ -7,7 +7,7 @@ from PIL import Image
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.flops import model_flops
-from hf_sparseprior.analysis.paper_numbers import convit_base_flops, preset_flops
+from hf_sparseprior.analysis.paper_numbers import preset_flops
 from tasks.analysis.flops import main
 
 EXPERIMENTS = Path(__file__).parents[3] / "configs" / "experiments"
@@ -19,13 +19,13 @@ def test_without_a_model_it_counts_figure_3_and_the_papers_numbers(capsys, tmp_p
     assert "a multiply-add is 1 FLOP, softmax is not counted" in text
     assert "printed 0.72 G, counted 0.71533" in text and "class token included" in text
     assert "printed 0.014 G, counted 0.014119" in text and "class token NOT included (0.0214 with it)" in text
-    assert "46.70%" in text and "the patches only in layers 1 to 10, the class token too in 11 and 12" in text
+    assert "46.70%" in text and "the patches, the class token too from layer 11 on" in text
     results = json.loads((tmp_path / "flops.json").read_text())
     assert [counted["model"] for counted in results["models"]] == ["vit_base", "vit_tiny", "convit_base"]
     base, convit = results["models"][0], results["models"][2]
     assert base["sparse"][1]["total"] == preset_flops("vit_base", 1024, "fibottention").total
     assert base["dense"][1]["total"] == preset_flops("vit_base", 1024).total
-    assert convit["dense"][0]["total"] == convit_base_flops().total
+    assert convit["dense"][0]["total"] == preset_flops("convit_base").total
     assert len(results["paper_numbers"]) == 25 and results["convention"]["multiply_add"] == 1 and results["command"]
 
 
@@ -95,7 +95,7 @@ def test_a_prior_replaces_the_models(tmp_path):
         (["vit_base", "--prior", "{support: {name: window, w: -1}}"], "w=-1 must be an integer of 0 or more"),
         (["vit_base", "--prior", "{support: ["], "is not a YAML value"),
         (["vit_base", "--prior", "3"], "prior=3 must be a name"),
-        (["convit_base", "--prior", "violin"], "convit_base is counted with a support"),
+        (["convit_base", "--prior", "evit"], "the gated layers of a ConViT need all patches"),
         (["missing.yaml"], "missing.yaml"),
         (["foreign"], "python -m hf_sparseprior convert"),
         (["broken"], "is not a JSON object"),

@@ -51,6 +51,8 @@ CASES = [
     ("dense", None, 1),
     *(("fibottention", {"name": name, "learn_prefix": learned}, 1) for name in DECAYS for learned in (True, False)),
     ("dense", "violin", 0),
+    ({"name": "bigbird", "order": "hilbert"}, None, 1),
+    ({"name": "fibottention", "order": ["snake", "raster", "peano_t"]}, "violin", 1),
 ]
 
 

@@ -70,10 +70,32 @@ def test_training_steps_train():
     assert not run.model.training
 
 
+@pytest.mark.parametrize(("preset", "resolution"), [("vit_tiny", 32), ("swin_tiny", 224)])
+def test_the_class_of_transformers_has_the_same_weights(preset, resolution):
+    contenders = model.parse_contenders(["dense", "transformers"])
+    own, stock = (
+        ModelRun(preset, contenders[name], resolution, 2, torch.float32, CPU) for name in ("dense", "transformers")
+    )
+    assert type(stock.model).__module__.startswith("transformers.") and stock.backend is None
+    assert stock.model.config._attn_implementation == "sdpa"
+    for run in (own, stock):
+        run.set_up("forward")()
+    assert own.choices and not stock.choices
+    stock.images, stock.labels = own.images, own.labels
+    torch.testing.assert_close(stock.forward(), own.forward(), rtol=0, atol=1e-4)
+    loss = stock.model(pixel_values=stock.images, labels=stock.labels).loss
+    assert loss.item() == pytest.approx(own.model(pixel_values=own.images, labels=own.labels).loss.item(), abs=1e-4)
+
+
+def test_a_model_that_transformers_does_not_have(capsys):
+    assert model.main(["--models", "convit_tiny", "--sizes", "48x2", "--priors", "transformers"]) == 2
+    assert "transformers has no model like convit_tiny" in capsys.readouterr().err
+
+
 def test_results_picture_and_tables(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(PRESETS, "vit_tiny", {**PRESETS["vit_tiny"], "num_hidden_layers": 2})
     out = tmp_path / "model.json"
-    priors = ["dense", "fibottention@diagonal", "{support: {name: window, w: 1}}"]
+    priors = ["dense", "fibottention@diagonal", "{support: {name: window, w: 1}}", "transformers"]
     assert model.main([*TINY, "--priors", *priors, "--targets", "--out", str(out)]) == 0
     results = json.loads(out.read_text())
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -88,7 +110,7 @@ def test_results_picture_and_tables(tmp_path, capsys, monkeypatch):
                 assert own["seconds"]["median"] > 0 and own["seconds"]["rounds"] == 2
                 assert {"memory", f"times_{DENSE}", f"times_{COPY}", "ran"} <= set(own)
             assert measured["fibottention@diagonal"]["ran"] == "diagonal (forced)"
-            assert measured[DENSE]["ran"].startswith("sdpa (")
+            assert measured[DENSE]["ran"].startswith("sdpa (") and measured["transformers"]["ran"] == "transformers"
     # Two moments of AdamW for every parameter stay after a training step.
     kept = results["sizes"][0]["passes"]["training"]["contenders"][DENSE]["memory"]["kept"]
     parameters = sum(value.numel() for value in make_run().model.parameters())

@@ -52,7 +52,7 @@ def test_every_shipped_comparison_builds_its_models(name):
         model = config["model"]
         model.pop("pretrained", None)  # of a run that this machine need not have
         builds(json.dumps(model))
-    assert len(comparison.seeds) >= 1 and len(comparison.configs) >= 3
+    assert len(comparison.seeds) >= 1 and len(comparison.configs) >= 2
 
 
 @functools.cache

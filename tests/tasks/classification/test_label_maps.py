@@ -2,8 +2,9 @@
 
 import copy
 import json
+import os
 import signal
-import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from tasks.classification.data import make_datasets
 from tasks.common.images import randaugment
 from tasks.common.images.augmentation import Augmentation, AugmentationConfig
 from tasks.common.images.config import DataConfig
-from tests.processes import ROOT, module
+from tests.processes import ROOT, Started
 
 pytestmark = pytest.mark.slow
 
@@ -156,21 +157,28 @@ def test_maps_hold_what_the_teacher_says_of_each_patch(maps, teacher):
         torch.testing.assert_close(own.sum(-1), torch.ones(4, 4), atol=2e-3, rtol=0)
 
 
+def die_with_the_second_file(arguments):
+    """The command, which is killed as soon as it has a second file."""
+    replace = os.replace
+
+    def replace_and_die(source, target):
+        replace(source, target)
+        if Path(target).name == "maps-00001-of-00007.safetensors":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.replace = replace_and_die
+    label_maps.main(arguments)
+
+
 def test_the_command_goes_on_after_a_kill(maps, teacher, data_file, tmp_path):
-    out = tmp_path / "killed"
+    out, log = tmp_path / "killed", tmp_path / "log.txt"
     command = [str(teacher), "--config", str(data_file), "--out", str(out), "--images-per-file", "16"]
-    # One image at a time, so that it does not end before it is killed.
-    one_by_one = ["tasks.classification.label_maps", *command, "--batch-size", "1"]
-    process = module(*one_by_one, folder=ROOT, log=tmp_path / "log.txt", here=True)
-    first = out / "maps-00000-of-00007.safetensors"
-    deadline = time.monotonic() + 120
-    while not first.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait(60)
+    command += ["--batch-size", "8"]
+    process = Started(die_with_the_second_file, command, folder=ROOT, log=log, here=True)
+    assert process.wait(300) == -signal.SIGKILL, log.read_text()
     done = {path.name: path.stat().st_mtime_ns for path in out.glob("maps-*.safetensors")}
-    assert 1 <= len(done) < 7
-    assert label_maps.main([*command, "--batch-size", "8"]) == 0
+    assert len(done) == 2
+    assert label_maps.main(command) == 0
     assert all((out / name).stat().st_mtime_ns == stamp for name, stamp in done.items())
     later = [name for name in LabelMaps(out).header.files if name not in done]
     assert all((out / name).read_bytes() == (maps / name).read_bytes() for name in later)

@@ -17,7 +17,7 @@ from tasks.classification.compare import load_comparison
 from tasks.classification.compare import main as compare_main
 from tasks.classification.config import check_config, load_config
 from tasks.classification.tuning import METHODS, TuningConfig, tuned
-from tasks.common import compare, hf_run
+from tasks.common import compare
 from tasks.common.comparison_table import table
 from tasks.common.images.model import build_model
 from tasks.common.models import merged, trainable_parameters
@@ -232,14 +232,15 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(finished, tmp_path, monk
     config = copy.deepcopy(config)
     config["trainer"]["output_dir"] = str(tmp_path / "again")
 
-    class Stop(hf_run.SparsePriorTrainer):
-        def training_step(self, *args, **kwargs):
-            if self.state.global_step == 12:
-                raise KeyboardInterrupt
-            return super().training_step(*args, **kwargs)
+    step = SparsePriorTrainer.training_step
+
+    def until_12(trainer, *args, **kwargs):
+        if trainer.state.global_step == 12:
+            raise KeyboardInterrupt
+        return step(trainer, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(hf_run, "SparsePriorTrainer", Stop)
+        patch.setattr(SparsePriorTrainer, "training_step", until_12)
         with pytest.raises(KeyboardInterrupt):
             training.run(config)
     again = training.run(config)

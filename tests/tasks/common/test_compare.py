@@ -3,16 +3,14 @@ import itertools
 import json
 import os
 import pickle
-import re
 import signal
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from transformers import TrainerCallback
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.files import file_sha256
@@ -25,7 +23,6 @@ from tasks.classification.task import CLASSIFICATION
 from tasks.common import compare, hf_run
 from tasks.common.compare import run_comparison
 from tasks.common.comparison_table import spread, table
-from tasks.common.locks import holder
 from tasks.common.metrics import unpack_correct
 from tasks.common.queue import Queue, RunsFailed
 from tasks.common.results import write_results
@@ -427,24 +424,34 @@ def test_interrupted_between_and_in_runs_it_goes_on_to_the_same_records(finished
 # ---- several at a time ----------------------------------------------------------------------------------------------
 
 
-def test_a_queue_gives_the_same_records_though_a_run_is_killed(finished, tmp_path, capsys):
+class Dies(TrainerCallback):
+    """Kills the process in the fourth step, one after a checkpoint, unless that was done before."""
+
+    def __init__(self, done):
+        self.done = done
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 3 and not self.done.exists():
+            self.done.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_once(task, config, file, command, callbacks=()):
+    """What a queue's process calls for a run."""
+    done = Path(config["trainer"]["output_dir"]).parents[1] / "killed"
+    return compare.do_run(task, config, file, command, [*callbacks, Dies(done)])
+
+
+def test_a_queue_gives_the_same_records_though_a_run_is_killed(finished, tmp_path, capsys, monkeypatch):
     path, _, results, _ = finished
     out, records = tmp_path / "out" / "violin" / "seed0", tmp_path / "records"
-
-    def kill():
-        while not (out / "checkpoint-2" / "trainer_state.json").exists():
-            time.sleep(0.005)
-        os.kill(int(re.search(r"process (\d+) on", holder(out / "run.lock"))[1]), signal.SIGKILL)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
+    monkeypatch.setattr(compare, "do_run", killed_once)  # here, not in the queue's processes
     arguments = ["--out", str(tmp_path / "out"), "--records", str(records), "--variants", "violin", "--seeds", "0"]
     Queue(IMPORTED, 1)  # its server is the tests'
     assert compare_main(["--config", str(path), *arguments, "--jobs", "2"]) == 0
-    thread.join()
     found = json.loads((records / "violin" / "seed0.json").read_text())
     assert same({"violin": [found]}) == same({"violin": results["violin"][:1]})
-    assert json.loads((out / "results.json").read_text())["resumed_from"].startswith("checkpoint-")
+    assert json.loads((out / "results.json").read_text())["resumed_from"] == "checkpoint-2"
     printed = capsys.readouterr()
     assert "violin, seed 0: killed (signal 9); it is put back" in printed.err and "| violin | " in printed.out
 

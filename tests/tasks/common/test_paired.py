@@ -117,6 +117,16 @@ def test_a_comparison_is_written_with_its_differences_and_their_picture(tmp_path
     assert (tmp_path / "results.png").stat().st_size > alone
 
 
+def test_another_metric_is_compared_alike(tmp_path):
+    results = rows(a=[0.50, 0.51, 0.52], b=[0.60, 0.61, 0.621])
+    write_comparison(results, tmp_path / "accuracy", "a")
+    for run in (run for runs in results.values() for run in runs):
+        run["metrics"] = {"test_knn_accuracy": run["metrics"]["test_accuracy"], "test_accuracy": 0.0}
+    write_comparison(results, tmp_path / "knn", "a", "test_knn_accuracy")
+    first, second = ((tmp_path / name / "table.md").read_text() for name in ("accuracy", "knn"))
+    assert second == first.replace("test accuracy, %", "k-NN test accuracy, %") != first
+
+
 def test_without_a_run_of_the_first_row_there_is_nothing_to_compare_with(tmp_path):
     write_comparison(rows(b=[0.6]), tmp_path, "a")
     assert "minus" not in (tmp_path / "table.md").read_text() and not (tmp_path / "differences.json").exists()

@@ -3,10 +3,12 @@
 import itertools
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from tasks.common.command import RunStopped
 from tasks.common.locks import locked
 from tasks.common.queue import ATTEMPTS, Job, Queue, RunsFailed, _Running, duration, makespan
 from tasks.common.run_folder import LOCK, InUse
-from tests.processes import IMPORTED, Started, wait_for
+from tests.processes import IMPORTED, Started, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +35,8 @@ def work(folder, seconds=0.0, callbacks=()):
         begin = time.monotonic()
         time.sleep(seconds)
         lines = [begin, time.monotonic(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], len(callbacks)]
-        (folder / "record").write_text(" ".join(map(str, lines)))
+        (folder / "lines").write_text(" ".join(map(str, lines)))
+        (folder / "lines").rename(folder / "record")  # whole as soon as it is there
 
 
 def fail(folder, callbacks=()):
@@ -67,14 +70,13 @@ def test_every_core_has_one_run_of_one_thread_in_order(tmp_path, capsys):
     jobs = [job(tmp_path / f"{row}{seed}", work, 0.3) for seed in range(2) for row in "ab"]
     Queue(IMPORTED, 2).run(jobs)
     found = records(tmp_path)
-    assert list(dict(sorted(found.items(), key=lambda item: item[1][0]))) in (
-        [*first, *second] for first in (["a0", "b0"], ["b0", "a0"]) for second in (["a1", "b1"], ["b1", "a1"])
-    )
     for moment, *_ in found.values():
         assert sum(begin <= moment < end for begin, end, *_ in found.values()) <= 2
     assert all(rest == [1, 1, 1] for _, _, *rest in found.values())  # threads, OMP_NUM_THREADS, callbacks
     said = capsys.readouterr().err
-    assert "[4/4] " in said and said.count(": started as process ") == 4 and "to do, about 0:0" in said
+    # When each comes to its work is up to the machine.
+    assert re.findall(r"(\w+): started as process ", said) == ["a0", "b0", "a1", "b1"]
+    assert "[4/4] " in said and re.search(r"to do, about \d+:\d\d left", said)
 
 
 def see_start_method(folder, callbacks=()):
@@ -89,7 +91,6 @@ def test_workers_of_a_data_loader_start_as_in_any_process(tmp_path):
 
 def see_gpu(folder, callbacks=()):
     (folder / "record").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "none"))
-    time.sleep(0.3)  # until the other core has its run
 
 
 def test_each_core_has_one_gpu(tmp_path, monkeypatch):
@@ -118,11 +119,15 @@ def test_a_killed_run_is_put_back_but_not_for_ever(tmp_path, capsys):
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, RunStopped), (signal.SIGINT, KeyboardInterrupt)])
 def test_told_to_stop_it_ends_its_runs_and_the_same_queue_goes_on(tmp_path, number, error):
-    jobs = [job(tmp_path / "a0"), job(tmp_path / "b0", work, 60)]
+    jobs = [job(tmp_path / "a0"), job(tmp_path / "b0", work, 600)]
+
+    queue = Queue(IMPORTED, 2)
+
+    def b0_runs():
+        return list(tmp_path.glob("b0/began-*")) and "b0" in [running.job.name for running in queue.running]
 
     def stop():
-        while not list(tmp_path.glob("b0/began-*")):
-            time.sleep(0.01)
+        wait_until(lambda: (tmp_path / "a0" / "record").exists() and b0_runs())
         os.kill(os.getpid(), number)
 
     # A shell that starts the tests in the background has SIGINT ignored.
@@ -131,7 +136,7 @@ def test_told_to_stop_it_ends_its_runs_and_the_same_queue_goes_on(tmp_path, numb
     thread.start()
     try:
         with pytest.raises(error):
-            Queue(IMPORTED, 2).run(jobs)
+            queue.run(jobs)
     finally:
         signal.signal(signal.SIGINT, earlier)
     thread.join()
@@ -148,20 +153,17 @@ def run_queue(folder, cores):
 
 
 def shared_jobs(folder):
-    return [job(folder / f"a{number}", work, 60 if number == 0 and not (folder / "killed").exists() else 0.2)
+    return [job(folder / f"a{number}", work, 600 if number == 0 and not (folder / "killed").exists() else 0.2)
             for number in range(6)]  # fmt: skip
 
 
 def test_two_queues_do_nothing_twice_and_the_runs_of_one_that_is_killed_end_and_are_done(tmp_path, capsys):
     first = Started(run_queue, tmp_path, 1, folder=tmp_path, log=tmp_path / "first.log")
     try:
-        wait_for(tmp_path / "a0" / LOCK, first)
-        while not list(tmp_path.glob("a0/began-*")):
-            time.sleep(0.01)
+        wait_until(lambda: list(tmp_path.glob("a0/began-*")), first)
 
         def kill():
-            while len(records(tmp_path)) < 3:
-                time.sleep(0.01)
+            wait_until(lambda: len(records(tmp_path)) >= 3)
             (tmp_path / "killed").touch()
             os.kill(first.pid, signal.SIGKILL)
 
@@ -200,10 +202,18 @@ def test_the_end_of_all_runs_is_that_of_a_simulation():
         assert makespan(free, seconds) == now
 
 
+@pytest.fixture
+def still(monkeypatch):
+    """The queue's clock stands still."""
+    monkeypatch.setattr(queue_module, "time", SimpleNamespace(monotonic=lambda: NOW))
+
+
+NOW = 1000.0
+
+
 def running(name, started, first=None, share=0.0):
-    now = time.monotonic()
-    one = _Running(Job(name, name[0], Path(name), None, (), None), None, None, started=now - started)
-    one.first, one.share = first and (now - first[0], first[1]), share
+    one = _Running(Job(name, name[0], Path(name), None, (), None), None, None, started=NOW - started)
+    one.first, one.share = first and (NOW - first[0], first[1]), share
     return one
 
 
@@ -213,21 +223,21 @@ def left(cores, seconds, busy, waiting):
     return queue._seconds_left()
 
 
-def test_the_rest_takes_as_long_as_runs_of_the_same_row_took():
+def test_the_rest_takes_as_long_as_runs_of_the_same_row_took(still):
     assert left(1, {"a": [90, 110], "b": [10]}, [], ["a1", "b1", "a2"]) == 210
     assert left(2, {"a": [100], "b": [10]}, [], ["a1", "b1", "b2"]) == 100
     assert left(1, {"a": [100], "b": [10]}, [], ["c0"]) == 55  # a row without a run is like the others
     assert left(1, {}, [], ["a0"]) is None
-    assert left(1, {"a": [100]}, [running("a1", 30)], ["a2"]) == pytest.approx(170, abs=0.1)
+    assert left(1, {"a": [100]}, [running("a1", 30)], ["a2"]) == pytest.approx(170)
 
 
-def test_a_running_run_is_judged_by_its_own_speed():
+def test_a_running_run_is_judged_by_its_own_speed(still):
     """It went on from half of its steps: 10 % in 20 seconds since, so 40 % take 80 more."""
     one = running("a1", 25, (20, 0.5), 0.6)
-    assert one.seconds_left(1000) == pytest.approx(80, abs=0.1)
+    assert one.seconds_left(1000) == pytest.approx(80)
     # With no finished run this is how long others take too: 25 s and the 80.
-    assert left(1, {}, [one], ["b0"]) == pytest.approx(80 + 105, abs=0.1)
-    assert running("a1", 90, (80, 0.1), 1.0).seconds_left(100) == pytest.approx(10, abs=0.1)  # the test is left
+    assert left(1, {}, [one], ["b0"]) == pytest.approx(80 + 105)
+    assert running("a1", 90, (80, 0.1), 1.0).seconds_left(100) == pytest.approx(10)  # the test is left
     assert running("a1", 90, (80, 0.1), 1.0).seconds_left(None) == 0
     assert running("a1", 5).seconds_left(None) is None
 

@@ -227,10 +227,9 @@ def test_a_lock_ends_with_its_process_though_a_worker_lives_on(tmp_path):
     child = os.fork()
     if not child:
         with owned(tmp_path / "run", MINE, lambda: None):
-            worker = os.fork()
-            if worker:
-                os.write(done, str(worker).encode())
-            time.sleep(60)
+            if not os.fork():
+                os.write(done, str(os.getpid()).encode())  # by now it has let go of its copy of the lock
+            time.sleep(600)
         os._exit(0)
     worker = int(os.read(ready, 10))
     try:
@@ -243,6 +242,33 @@ def test_a_lock_ends_with_its_process_though_a_worker_lives_on(tmp_path):
         os.kill(worker, signal.SIGKILL)
 
 
+def test_who_waits_for_a_lock_gets_it_after_its_owner(tmp_path):
+    ready, done = os.pipe()
+    if not os.fork():
+        with locks.locked(tmp_path / "a.lock"):
+            os.write(done, b"1")
+            time.sleep(0.2)
+            (tmp_path / "was here").touch()
+        os._exit(0)
+    assert os.read(ready, 1) == b"1"
+    with locks.turn(tmp_path / "a.lock"):
+        assert (tmp_path / "was here").exists() and locks.holder(tmp_path / "a.lock")
+    assert not (tmp_path / "a.lock").exists()
+
+
+def test_a_folder_that_another_process_removes_before_the_lock_is_in_it_is_made_again(tmp_path, monkeypatch):
+    system, removed = os.open, []
+
+    def late(path, *how):
+        if not removed:
+            removed.append(Path(path).parent.rmdir())
+        return system(path, *how)
+
+    monkeypatch.setattr(locks.os, "open", late)
+    with locks.locked(tmp_path / "a" / "b" / "x.lock") as mine:
+        assert mine and removed
+
+
 def test_where_nothing_can_be_locked_a_run_says_so_and_goes_on(tmp_path, monkeypatch, capsys):
     def none(file, how):
         raise OSError(38, "Function not implemented")
@@ -250,4 +276,6 @@ def test_where_nothing_can_be_locked_a_run_says_so_and_goes_on(tmp_path, monkeyp
     monkeypatch.setattr(locks.fcntl, "flock", none)
     with owned(tmp_path / "run", MINE, lambda: None):
         assert finished_results(tmp_path / "run", MINE, overwrite=False) is None
+    with locks.turn(tmp_path / "a.lock"):
+        pass
     assert "run.lock cannot be locked (Function not implemented)" in capsys.readouterr().err

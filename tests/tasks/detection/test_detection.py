@@ -30,6 +30,7 @@ from tasks.detection.baseline import fit_constant
 from tasks.detection.data import NumberedEpochSampler, annotation_damage, packed_pixels
 from tasks.detection.task import DETECTION, constant_metrics
 from tasks.detection.train import main as train_main
+from tests.hf_sparseprior.small import SMALL as SMALL_FAMILIES
 from tests.tasks.common.mm.shapes import PARTS, data_roots, write_shapes
 from tests.tasks.detection.tiny import OVERRIDES, SMALL
 
@@ -374,6 +375,44 @@ def test_full_size_configs_are_mask_rcnn_1x():
     same["model"]["backbone"]["prior"] = "dense"
     same["work_dir"] = dense.work_dir
     assert same == dense.to_dict()
+
+
+def test_swin_is_trained_in_mask_rcnn():
+    """VIOLIN Table 8: the paper's model at full size, and every weight of a small one in a step."""
+    from mmdet.testing import demo_mm_inputs
+
+    config = load_config("detection", CONFIGS / "coco_mask_rcnn_swin_tiny.py#violin")
+    init_default_scope("mmdet")
+    with torch.device("meta"):
+        model = MODELS.build(config.model)
+    assert model.backbone.config.num_hidden_layers == 12 and config.model.neck.in_channels == model.backbone.channels
+    scalars = [value.numel() for name, value in model.named_parameters() if "decay_bias" in name]
+    assert sum(scalars) == 1242 and config.train_cfg.max_epochs == 12
+    wrapper = build_optim_wrapper(model, config.optim_wrapper)
+    groups = [group for group in wrapper.optimizer.param_groups if not group["weight_decay"]]
+    undecayed = {id(value) for group in groups for value in group["params"]}
+    tables = [value for name, value in model.named_parameters() if "bias_table" in name or "decay_bias" in name]
+    assert len(tables) == 3 * 12 and all(id(value) in undecayed for value in tables)
+
+    small = {
+        **SMALL_FAMILIES["sparseprior_swin"],
+        "prior": "fibottention+violin",
+        "out_indices": [1, 2],
+        "with_cp": True,
+    }
+    config.model.backbone = {"type": "SparsePriorSwin", **small}
+    config.model.neck.in_channels = [8, 16]
+    torch.manual_seed(0)
+    model = MODELS.build(config.model).train()
+    model.init_weights()
+    inputs = demo_mm_inputs(2, [[3, 64, 96], [3, 64, 64]], num_items=[2, 3], num_classes=80, with_mask=True)
+    losses = model(**model.data_preprocessor(inputs, True), mode="loss")
+    total, _ = model.parse_losses(losses)
+    total.backward()
+    grads = {name: value.grad for name, value in model.backbone.named_parameters() if value.requires_grad}
+    assert all(value is not None and value.isfinite().all() for value in grads.values())
+    assert grads["stages.0.layers.0.attention.decay_bias.beta"].abs().sum() > 0
+    assert not model.backbone.layernorm.weight.requires_grad  # of classification alone
 
 
 @pytest.mark.parametrize("seed", range(20))

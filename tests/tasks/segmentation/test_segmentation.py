@@ -16,6 +16,7 @@ pytest.importorskip("mmseg", reason="the extra `dense` is not installed")
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import HOOKS, init_default_scope
+from mmengine.structures import PixelData
 from mmseg.datasets.transforms import LoadAnnotations
 from mmseg.registry import DATASETS, MODELS, TRANSFORMS
 from mmseg.structures import SegDataSample
@@ -31,13 +32,18 @@ from tasks.segmentation.data import ReadAnnotation
 from tasks.segmentation.evaluate import main as evaluate_main
 from tasks.segmentation.task import SEGMENTATION, constant_predictor
 from tasks.segmentation.train import main as train_main
+from tests.hf_sparseprior.small import SMALL as SMALL_FAMILIES
 from tests.tasks.common.mm.shapes import data_roots, write_shapes
 from tests.tasks.segmentation.tiny import OVERRIDES, SMALL
 
 pytestmark = pytest.mark.slow
 
 CONFIGS = Path("configs/segmentation")
-FULL_SIZE = [f"ade20k_deit_base.py#{prior}" for prior in ("dense", "violin", "fibottention")]
+FULL_SIZE = [
+    f"ade20k_{model}.py#{prior}"
+    for model in ("deit_base", "swin_tiny")
+    for prior in ("dense", "violin", "fibottention")
+]
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +270,7 @@ def test_configs_parse_and_build(file):
     wrapper = build_optim_wrapper(model, config.optim_wrapper)
     rates = {name: group["lr"] for group in wrapper.optimizer.param_groups for name in _names(model, group["params"])}
     factors = {"decode_head.conv_seg.weight": 30, "decode_head.bottleneck.conv.weight": 3}
-    factors["backbone.layers.0.mlp.fc1.bias"] = 1
+    factors[f"backbone.{'stages.0.' if 'swin' in file else ''}layers.0.mlp.fc1.bias"] = 1
     for name, factor in factors.items():
         expected = config.optim_wrapper.optimizer.lr * (factor if file == "smoke.py" else 1)
         assert rates[name] == pytest.approx(expected)
@@ -316,6 +322,28 @@ def test_full_size_configs_are_the_papers():
     same["model"]["backbone"]["prior"] = "dense"
     same["work_dir"] = dense.work_dir
     assert same == dense.to_dict()
+
+
+def test_swin_is_trained_in_upernet():
+    """Every weight of a small one in a step, with the heads of the full size."""
+    config = load_config("segmentation", CONFIGS / "ade20k_swin_tiny.py#violin")
+    init_default_scope("mmseg")
+    sizes = {**SMALL_FAMILIES["sparseprior_swin"], "depths": [1] * 4, "num_heads": [2] * 4, "image_size": 64}
+    config.model.backbone = {"type": "SparsePriorSwin", **sizes, "prior": "violin", "out_indices": [1, 2, 3, 4]}
+    config.model.decode_head.in_channels, config.model.auxiliary_head.in_channels = [8, 16, 32, 64], 32
+    for part in (config.model.decode_head, config.model.auxiliary_head):
+        part.channels, part.norm_cfg = 8, {"type": "BN"}
+    torch.manual_seed(0)
+    model = MODELS.build(config.model).train()
+    sample = SegDataSample(gt_sem_seg=PixelData(data=torch.randint(0, 150, (1, 64, 96))))
+    sample.set_metainfo({"img_shape": (64, 96), "ori_shape": (64, 96)})
+    losses = model.loss(torch.randn(2, 3, 64, 96), [sample, sample])
+    total, _ = model.parse_losses(losses)
+    total.backward()
+    grads = {name: value.grad for name, value in model.named_parameters() if value.requires_grad}
+    assert all(value is not None and value.isfinite().all() for value in grads.values())
+    assert grads["backbone.stages.0.layers.0.attention.decay_bias.beta"].abs().sum() > 0
+    assert "auxiliary_head.conv_seg.weight" in grads and losses["decode.loss_ce"] > 1
 
 
 def test_annotations_of_ade20k_are_read_as_mmseg_reads_them(tmp_path):

@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader
 
 from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.training import Draw, DrawSampler, SparsePriorTrainingArguments
-from tasks.classification.data import make_collator, make_processor
+from tasks.classification.data import make_collator
 from tasks.common.images.augmentation import Augmentation, AugmentationConfig, placed_box, resized_box, to_tensor
 from tasks.common.images.data import ImageDataset, Images, Preparation
+from tasks.common.images.processor import make_processor
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 EVERYTHING = AugmentationConfig(

@@ -938,12 +938,15 @@ def test_bad_settings_are_named(options, message):
 def test_a_hub_out_of_reach_gives_one_line_within_seconds_and_a_half_read_stream_ends_well(write, tmp_path):
     """In one process of its own, with the real HTTP client and a port on which nobody listens.
 
+    Of the seconds only those count in which it waits before it asks again; datasets alone waits for more than 20.
     Two iterators of a stream are open when it ends.
     """
     config, _ = write("parquet", streaming=True)
     code = (
-        "import sys\nfrom tasks.classification.train import main\n"
+        "import sys, time\nfrom tasks.classification.train import main\n"
+        "sleep, waits, time.sleep = time.sleep, [], lambda seconds: (waits.append(seconds), sleep(seconds))\n"
         "status = main(['--config', sys.argv[1], 'data.source=hub', 'data.path=uoft-cs/cifar10'])\n"
+        "print(sum(waits) < 1)\n"
         "from tasks.classification.config import DataConfig\n"
         "from tasks.common.images.sources import stream_data\n"
         "data = stream_data(DataConfig(source='parquet', path=sys.argv[2], streaming=True))\n"
@@ -953,7 +956,6 @@ def test_a_hub_out_of_reach_gives_one_line_within_seconds_and_a_half_read_stream
     (tmp_path / "run.yaml").write_text("trainer: {output_dir: %s}\n" % (tmp_path / "out"))
     root = Path(__file__).parents[3]
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PYTHONPATH": str(root)}
-    start = time.perf_counter()
     process = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "run.yaml"), config.path],
         capture_output=True,
@@ -961,18 +963,17 @@ def test_a_hub_out_of_reach_gives_one_line_within_seconds_and_a_half_read_stream
         env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **environment},
         check=False,
     )
-    seconds = time.perf_counter() - start
-    assert (process.returncode, process.stdout) == (2, "[0, 0]\n")
+    assert (process.returncode, process.stdout) == (2, "True\n[0, 0]\n"), process.stderr
     assert process.stderr.count("\n") == 1 and "the hub cannot be reached" in process.stderr
     assert "uoft-cs/cifar10" in process.stderr and "data.source=parquet" in process.stderr
-    assert seconds < 60  # most of it is importing torch; datasets alone would ask again for more than 20 s
 
 
-def test_asking_the_hub_in_vain_takes_no_retries(write):
-    start = time.perf_counter()
+def test_asking_the_hub_in_vain_takes_no_retries(write, monkeypatch):
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
     with pytest.raises(OSError, match=r"the hub cannot be reached \(HF_HUB_OFFLINE is set\)") as error:
         load_data(DataConfig(source="hub", path="uoft-cs/cifar10"))
-    assert "\n" not in str(error.value) and time.perf_counter() - start < 5
+    assert "\n" not in str(error.value) and sum(waits) < 1
 
 
 def test_a_cached_hub_copy_is_used_if_it_is_the_revision_that_was_asked_for(write):

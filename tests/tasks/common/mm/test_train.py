@@ -45,6 +45,6 @@ def test_no_process_goes_on_from_what_the_first_one_throws_away(seed, found, tmp
     (out / "run_config.json").write_text(json.dumps({"config": {"seed": seed}}))
     (out / "iter_8.pth").write_bytes(b"PK\x05\x06" + bytes(18))  # an empty zip file, which is whole
     process = Started(two, str(out), str(tmp_path / "store"), str(seen), folder=tmp_path, log=log, here=True)
-    assert process.wait(120) == 0, log.read_text()
+    assert process.wait(300) == 0, log.read_text()
     expected = str(out / found) if found != "None" else found
     assert sorted(seen.read_text().splitlines()) == [f"0 {expected}", f"1 {expected}"]

@@ -1,0 +1,87 @@
+"""Attention over the frames of a clip."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTModel
+from tasks.analysis import frames
+
+av = pytest.importorskip("av")
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    """A video file of seven frames of 24x32 pixels."""
+    path = tmp_path_factory.mktemp("clip") / "clip.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=5)
+        stream.width, stream.height, stream.pix_fmt = 32, 24, "yuv420p"
+        for number in range(7):
+            pixels = np.full((24, 32, 3), 40 * number % 250, np.uint8)
+            for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, "rgb24")):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A saved model of 16x16 pixels."""
+    torch.manual_seed(0)
+    sizes = {"image_size": 16, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    path = tmp_path_factory.mktemp("model")
+    SparsePriorViTModel(SparsePriorViTConfig(prior="violin", intermediate_size=8, **sizes)).save_pretrained(path)
+    return path
+
+
+def test_frames_larger_than_those_of_training_are_drawn(clip, folder, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(frames, "draw_panels", lambda rows, labels, path, heading: seen.extend([rows, labels]) or path)
+    arguments = ["--clip", str(clip), "--size", "12x20", "--heads", "2", "--mass", "0.5", "--out", str(tmp_path)]
+    assert frames.main([str(folder), *arguments]) == 0
+    found = json.loads((tmp_path / "frames.json").read_text())["models"][0]
+    assert found["frames"] == 7 and found["layer"] == 2 and found["size"] == [12, 20]
+    rows, labels = seen
+    assert labels == ["frame", "attention", "50 % of it", "head 2"] and [len(row) for row in rows] == [6] * 4
+    model = SparsePriorViTModel.from_pretrained(folder).eval()
+    first = frames.read_frames(clip, None)[0].resize((20, 12), Image.Resampling.BICUBIC)
+    pixels = torch.from_numpy(np.asarray(first) / 255.0).permute(2, 0, 1).float()
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (model.config.image_mean, model.config.image_std))
+    weights = model(((pixels - mean) / std)[None], output_attentions=True).attentions[-1][0]
+    expected = weights[:, 0, 1:].unflatten(-1, (3, 5)).detach().numpy()
+    np.testing.assert_allclose(rows[1][0].heat, expected.mean(0), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(rows[3][0].heat, expected[1], rtol=1e-3, atol=1e-4)
+    with Image.open(next(tmp_path.glob("*.gif"))) as animation:
+        assert animation.size == (60, 12) and animation.n_frames >= 1
+
+
+def test_most_of_the_attention_is_the_fewest_patches_that_hold_it():
+    attention = torch.tensor([[0.1, 0.4], [0.3, 0.2]])
+    assert frames.most_of(attention, 0.6).tolist() == [[False, True], [True, False]]
+    assert frames.most_of(attention, 0.75).tolist() == [[False, True], [True, True]]
+    assert frames.most_of(attention, 1.0).all() and frames.most_of(attention, 0.01).sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--size", "10x20"], "--size 10x20 must be a multiple of the 4x4 patch"),
+        (["--layer", "3"], "--layer 3 must be between 1 and 2"),
+        (["--mass", "0"], "--mass 0.0 must be above 0"),
+        (["--frames", "0"], "--frames 0 must be 1 or more"),
+    ],
+)
+def test_bad_values_are_one_line(options, message, clip, folder, tmp_path, capsys):
+    assert frames.main([str(folder), "--clip", str(clip), "--out", str(tmp_path), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_video_is_named(folder, tmp_path, capsys):
+    (tmp_path / "clip.mp4").write_bytes(b"no video")
+    assert frames.main([str(folder), "--clip", str(tmp_path / "clip.mp4"), "--out", str(tmp_path)]) == 2
+    assert "clip.mp4 cannot be read as a video" in capsys.readouterr().err
