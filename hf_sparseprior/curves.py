@@ -2,16 +2,21 @@
 
 Definitions are Eqs. 16 to 23 of the VIOLIN paper (appendix B.3) with (row, column) coordinates on any grid. The
 paper's listings mix (x, y) and (row, column) and fail on grids that are not square; the equations do not.
+
+Over the frames, rows and columns of a clip the paper proposes curves in three dimensions, Hilbert's and Morton's for
+example, without equations (appendix D.2). Ours are those of two dimensions if the clip has a single frame.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 CURVES: dict[str, Callable[[int, int], np.ndarray]] = {}
+CLIP_CURVES: dict[str, Callable[[int, int, int], np.ndarray]] = {}  # those of CURVES that exist in three dimensions
 TRANSPOSED_SUFFIX = "_t"
+Vector = tuple[int, int, int]
 
 
 def register_curve(name: str) -> Callable[[Callable], Callable]:
@@ -26,35 +31,57 @@ def register_curve(name: str) -> Callable[[Callable], Callable]:
     return register
 
 
+def register_clip_curve(name: str) -> Callable[[Callable], Callable]:
+    """Register `function(frames, height, width) -> int64 ranks (frames, height, width)` for a curve of `CURVES`.
+
+    With one frame it has to be the curve in two dimensions.
+    """
+
+    def register(function: Callable) -> Callable:
+        if name in CLIP_CURVES or name not in CURVES:
+            raise ValueError(f"curve {name!r} has three dimensions already, or does not exist in two")
+        CLIP_CURVES[name] = function
+        return function
+
+    return register
+
+
 def curve_names() -> list[str]:
     """Every curve and its transposed form, as `curve_rank` accepts them."""
     return [name + suffix for name in CURVES for suffix in ("", TRANSPOSED_SUFFIX)]
 
 
-def curve_rank(name: str, grid: tuple[int, int], transposed: bool = False) -> np.ndarray:
+def curve_rank(name: str, grid: Sequence[int], transposed: bool = False) -> np.ndarray:
     """Position of every patch along a curve.
 
     Args:
         name: a registered curve; a trailing `_t` transposes it too ("hilbert_t").
-        grid: (height, width) in patches, each 1 or more.
-        transposed: rank on the transposed grid at (column, row) (VIOLIN Eq. 23).
+        grid: (height, width) in patches, or (frames, height, width) of a clip, each 1 or more.
+        transposed: rank on the grid with rows and columns swapped, at (column, row) (VIOLIN Eq. 23); in a clip at
+            (frame, column, row).
 
     Returns:
-        int64 array (height, width), a permutation of 0..height*width-1.
+        int64 array of the grid's shape, a permutation of 0 to its number of patches - 1.
 
     Raises:
-        ValueError: for an unknown curve or a grid that is not two positive integers.
+        ValueError: for an unknown curve, a grid that is not two or three positive integers, or three of them with a
+            curve in two dimensions.
     """
     if name.endswith(TRANSPOSED_SUFFIX):
         name, transposed = name.removesuffix(TRANSPOSED_SUFFIX), not transposed
     if name not in CURVES:
         raise ValueError(f"curve={name!r} must be one of {', '.join(curve_names())}")
-    if len(grid) != 2 or any(int(side) != side or side < 1 for side in grid):
-        raise ValueError(f"grid={tuple(grid)} must be (height, width) with both sides 1 or more")
-    height, width = (int(side) for side in grid)
+    if len(grid) not in (2, 3) or any(int(side) != side or side < 1 for side in grid):
+        raise ValueError(
+            f"grid={tuple(grid)} must be (height, width) with both sides 1 or more, or (frames, height, width)"
+        )
+    *frames, height, width = (int(side) for side in grid)
+    if frames and name not in CLIP_CURVES:
+        raise ValueError(f"curve={name!r} with grid={tuple(grid)} must be one of {', '.join(CLIP_CURVES)}")
+    function: Callable[..., np.ndarray] = CLIP_CURVES[name] if frames else CURVES[name]
     if transposed:
-        return np.ascontiguousarray(CURVES[name](width, height).T)
-    return CURVES[name](height, width)
+        return np.ascontiguousarray(function(*frames, width, height).swapaxes(-1, -2))
+    return function(*frames, height, width)
 
 
 def _rank_from_order(rows: np.ndarray, columns: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -62,6 +89,13 @@ def _rank_from_order(rows: np.ndarray, columns: np.ndarray, height: int, width: 
     rank = np.empty((height, width), dtype=np.int64)
     rank[rows, columns] = np.arange(height * width)
     return rank
+
+
+def _clip_rank_from_order(order: np.ndarray, grid: Sequence[int]) -> np.ndarray:
+    """Ranks in three dimensions from the visiting order, given as numbers of patches in raster order."""
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(len(order))
+    return rank.reshape(grid)
 
 
 @register_curve("z")
@@ -137,3 +171,118 @@ def _hilbert_visits(row: int, col: int, a_row: int, a_col: int, b_row: int, b_co
     last_row = row + (a_row - da[0]) + (b2_row - db[0])
     last_col = col + (a_col - da[1]) + (b2_col - db[1])
     yield from _hilbert_visits(last_row, last_col, -b2_row, -b2_col, a2_row - a_row, a2_col - a_col)
+
+
+# ---- three dimensions -----------------------------------------------------------------------------------------------
+
+
+@register_clip_curve("z")
+def z_clip_curve(frames: int, height: int, width: int) -> np.ndarray:
+    """Raster order, one frame after another."""
+    return np.arange(frames * height * width, dtype=np.int64).reshape(frames, height, width)
+
+
+@register_clip_curve("snake")
+def snake_clip_curve(frames: int, height: int, width: int) -> np.ndarray:
+    """The snake of each frame, backwards in every second one, so that it goes on where the last frame ended."""
+    of_frame = snake_curve(height, width)
+    rank = np.stack([of_frame if frame % 2 == 0 else height * width - 1 - of_frame for frame in range(frames)])
+    return rank + height * width * np.arange(frames)[:, None, None]
+
+
+@register_clip_curve("zigzag")
+def zigzag_clip_curve(frames: int, height: int, width: int) -> np.ndarray:
+    """Planes t + r + c = g, one after the other: frames fall on even ones and rise on odd ones.
+
+    Within a plane, each frame has one diagonal r + c, on which columns rise and fall as in two dimensions.
+    """
+    times, rows, columns = (index.ravel() for index in np.indices((frames, height, width)))
+    plane, diagonal = times + rows + columns, rows + columns
+    along_time = np.where(plane % 2 == 0, -times, times)
+    order = np.lexsort((np.where(diagonal % 2 == 0, columns, -columns), along_time, plane))
+    return _clip_rank_from_order(order, (frames, height, width))
+
+
+@register_clip_curve("peano")
+def peano_clip_curve(frames: int, height: int, width: int) -> np.ndarray:
+    """Morton order: sort by interleaved bits, the column's above the row's, and the frame's above both.
+
+    A clip is a part of the cube whose side is the next power of two.
+    """
+    times, rows, columns = (index.ravel() for index in np.indices((frames, height, width)))
+    key = np.zeros(frames * height * width, dtype=np.int64)
+    for bit in range(max(frames, height, width).bit_length()):
+        for place, index in enumerate((rows, columns, times)):
+            key |= ((index >> bit) & 1) << (3 * bit + place)
+    return _clip_rank_from_order(np.argsort(key, kind="stable"), (frames, height, width))
+
+
+@register_clip_curve("hilbert")
+def hilbert_clip_curve(frames: int, height: int, width: int) -> np.ndarray:
+    """Hilbert's curve in three dimensions, generalised to cuboids by halving the sides (Cerveny, gilbert3d).
+
+    It starts along the first row of the first frame, whichever side is the longest, as in two dimensions.
+    """
+    if frames == 1:  # where the two generalisations halve odd sides in different places
+        return hilbert_curve(height, width)[None]
+    if width == 1:  # there is no first row to start along
+        return hilbert_curve(frames, height)[:, :, None]
+    visits = _hilbert_clip_visits((0, 0, 0), (0, 0, width), (0, height, 0), (frames, 0, 0))
+    order = np.fromiter(visits, dtype=(np.int64, 3), count=frames * height * width)
+    return _clip_rank_from_order(np.ravel_multi_index(tuple(order.T), (frames, height, width)), (frames, height, width))
+
+
+def _plus(*vectors: Vector) -> Vector:
+    first, second, third = map(sum, zip(*vectors, strict=True))
+    return first, second, third
+
+
+def _minus(vector: Vector) -> Vector:
+    return -vector[0], -vector[1], -vector[2]
+
+
+def _sign(vector: Vector) -> Vector:
+    first, second, third = ((side > 0) - (side < 0) for side in vector)
+    return first, second, third
+
+
+def _half(vector: Vector) -> Vector:
+    """Half of a vector along one axis, one more if it would be odd: an even part joins without a diagonal step."""
+    first, second, third = (int(side / 2) for side in vector)
+    half: Vector = (first, second, third)
+    return _plus(half, _sign(vector)) if abs(sum(half)) % 2 and abs(sum(vector)) > 2 else half
+
+
+def _hilbert_clip_visits(at: Vector, a: Vector, b: Vector, c: Vector) -> Iterator[Vector]:
+    """Visit the cuboid at `at` that a (the main direction), b and c span; each lies along one axis."""
+    length, breadth, depth = (abs(sum(side)) for side in (a, b, c))
+    da, db, dc = map(_sign, (a, b, c))
+    if not length * breadth * depth:  # half of a side of one patch
+        return
+    if (length == 1) + (breadth == 1) + (depth == 1) >= 2:
+        step = da if length > 1 else db if breadth > 1 else dc
+        for _ in range(length * breadth * depth):
+            yield at
+            at = _plus(at, step)
+        return
+    a2, b2, c2 = map(_half, (a, b, c))
+    a_rest, b_rest, c_rest = _plus(a, _minus(a2)), _plus(b, _minus(b2)), _plus(c, _minus(c2))
+    a_end = _plus(a, _minus(da))
+    if 2 * length > 3 * breadth and 2 * length > 3 * depth:  # long: two cuboids, one after the other
+        yield from _hilbert_clip_visits(at, a2, b, c)
+        yield from _hilbert_clip_visits(_plus(at, a2), a_rest, b, c)
+    elif 3 * breadth > 4 * depth:  # flat: as in two dimensions, across a and b
+        yield from _hilbert_clip_visits(at, b2, c, a2)
+        yield from _hilbert_clip_visits(_plus(at, b2), a, b_rest, c)
+        yield from _hilbert_clip_visits(_plus(at, a_end, b2, _minus(db)), _minus(b2), c, _minus(a_rest))
+    elif 3 * depth > 4 * breadth:  # across a and c
+        yield from _hilbert_clip_visits(at, c2, a2, b)
+        yield from _hilbert_clip_visits(_plus(at, c2), a, b, c_rest)
+        yield from _hilbert_clip_visits(_plus(at, a_end, c2, _minus(dc)), _minus(c2), _minus(a_rest), b)
+    else:  # all three sides are halved, in five parts
+        b_end, c_end = _plus(b2, _minus(db)), _plus(c, _minus(dc))
+        yield from _hilbert_clip_visits(at, b2, c2, a2)
+        yield from _hilbert_clip_visits(_plus(at, b2), c, a2, b_rest)
+        yield from _hilbert_clip_visits(_plus(at, b_end, c_end), a, _minus(b2), _minus(c_rest))
+        yield from _hilbert_clip_visits(_plus(at, a_end, b2, c_end), _minus(c), _minus(a_rest), b_rest)
+        yield from _hilbert_clip_visits(_plus(at, a_end, b_end), _minus(b2), c2, _minus(a_rest))

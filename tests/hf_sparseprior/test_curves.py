@@ -3,7 +3,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_sparseprior.curves import CURVES, TRANSPOSED_SUFFIX, curve_names, curve_rank, register_curve
+from hf_sparseprior.curves import (
+    CLIP_CURVES,
+    CURVES,
+    TRANSPOSED_SUFFIX,
+    curve_names,
+    curve_rank,
+    register_clip_curve,
+    register_curve,
+)
 from hf_sparseprior.decay import DECAYS
 
 checked = settings(max_examples=60, deadline=None, derandomize=True)
@@ -195,6 +203,108 @@ def test_the_eight_violin_masks_are_distinct(grid):
             assert not np.array_equal(distances[first], distances[second]), (first, second)
 
 
+# ---- three dimensions -----------------------------------------------------------------------------------------------
+
+CLIPS = [(1, 1, 1), (1, 5, 7), (2, 2, 2), (4, 4, 4), (3, 5, 7), (7, 2, 3), (8, 1, 4), (5, 4, 1), (2, 9, 9), (6, 3, 10)]
+
+
+def clip_visits(name, grid):
+    # (frame, row, column) of the patches in the order in which the curve meets them.
+    return np.stack(np.unravel_index(np.argsort(curve_rank(name, grid), axis=None), grid), 1)
+
+
+def z_clip_key(t, r, c, height, width):
+    return (t, r, c)
+
+
+def snake_clip_key(t, r, c, height, width):
+    # A frame is run through backwards if it is odd; in the snake of a frame, odd rows run backwards.
+    row, column = (r, c) if t % 2 == 0 else (height - 1 - r, c)
+    return (t, row, column if (r % 2 == 0) == (t % 2 == 0) else width - 1 - column)
+
+
+def zigzag_clip_key(t, r, c, height, width):
+    return (t + r + c, -t if (t + r + c) % 2 == 0 else t, c if (r + c) % 2 == 0 else -c)
+
+
+def peano_clip_key(t, r, c, height, width):
+    bits = [((t >> k) & 1, (c >> k) & 1, (r >> k) & 1) for k in reversed(range(8))]
+    return [bit for three in bits for bit in three]
+
+
+CLIP_KEYS = {"z": z_clip_key, "snake": snake_clip_key, "zigzag": zigzag_clip_key, "peano": peano_clip_key}
+
+
+@pytest.mark.parametrize("grid", CLIPS)
+@pytest.mark.parametrize("name", CLIP_KEYS)
+def test_patches_of_a_clip_are_sorted_by_their_keys(name, grid):
+    expected = sorted(np.ndindex(*grid), key=lambda patch: CLIP_KEYS[name](*patch, *grid[1:]))
+    assert [tuple(patch) for patch in clip_visits(name, grid).tolist()] == expected
+
+
+def test_every_curve_has_three_dimensions():
+    assert list(CLIP_CURVES) == list(CURVES)
+
+
+@pytest.mark.parametrize("name", CLIP_CURVES)
+@checked
+@given(frames=st.integers(1, 12), height=st.integers(1, 12), width=st.integers(1, 12))
+def test_ranks_of_a_clip_are_a_permutation(name, frames, height, width):
+    rank = curve_rank(name, (frames, height, width))
+    assert rank.shape == (frames, height, width) and rank.dtype == np.int64
+    assert np.array_equal(np.sort(rank, axis=None), np.arange(rank.size))
+    transposed = curve_rank(name, (frames, width, height), transposed=True)
+    assert transposed.flags.c_contiguous and np.array_equal(transposed, rank.swapaxes(1, 2))
+    assert np.array_equal(curve_rank(name + TRANSPOSED_SUFFIX, (frames, width, height)), transposed)
+
+
+@pytest.mark.parametrize("name", curve_names())
+@checked
+@given(height=st.integers(1, 12), width=st.integers(1, 12))
+def test_a_clip_of_one_frame_is_an_image(name, height, width):
+    assert np.array_equal(curve_rank(name, (1, height, width))[0], curve_rank(name, (height, width)))
+
+
+@pytest.mark.parametrize("grid", [(1, 1, 1), *((n,) * 3 for n in (2, 4, 8, 16)), (2, 8, 4), (16, 2, 8), (4, 16, 16)])
+@pytest.mark.parametrize("name", ["hilbert", "hilbert_t", "snake"])
+def test_on_powers_of_two_every_step_leads_to_a_neighbour(name, grid):
+    assert (np.abs(np.diff(clip_visits(name, grid), axis=0)).sum(1) == 1).all()
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+def test_hilbert_leaves_a_cube_when_it_has_seen_all_of_it(size):
+    # What makes it Hilbert's: cubes of every size, each an octant of the next, are stretches of the curve.
+    rank, side = curve_rank("hilbert", (size,) * 3), 2
+    while side <= size:
+        cubes = rank.reshape([size // side, side] * 3).transpose(0, 2, 4, 1, 3, 5).reshape(-1, side**3)
+        assert (cubes.max(1) - cubes.min(1) == side**3 - 1).all()
+        side *= 2
+
+
+@checked
+@given(frames=st.integers(1, 12), height=st.integers(1, 12), width=st.integers(1, 12))
+def test_hilbert_moves_to_one_of_26_neighbours_on_any_clip(frames, height, width):
+    order = clip_visits("hilbert", (frames, height, width))
+    assert not order[0].any()
+    steps = np.abs(np.diff(order, axis=0))
+    assert (steps.max(1, initial=0) == 1).all()
+    if all(side % 2 == 0 for side in (frames, height, width)):
+        assert (steps.sum(1) == 1).all()
+
+
+@pytest.mark.parametrize("grid", [(4, 4, 4), (8, 14, 14), (3, 5, 7), (2, 6, 9)])
+def test_the_eight_masks_of_a_clip_are_distinct_and_see_time(grid):
+    apart = {}
+    for name in VIOLIN_CURVES:
+        rank = curve_rank(name, grid).ravel()
+        apart[name] = np.abs(rank[:, None] - rank[None, :])
+        of_frame = np.tile(curve_rank(name, grid[1:]).ravel(), grid[0])
+        assert not np.array_equal(apart[name], np.abs(of_frame[:, None] - of_frame[None, :]))
+    for i, first in enumerate(VIOLIN_CURVES):
+        for second in VIOLIN_CURVES[i + 1 :]:
+            assert not np.array_equal(apart[first], apart[second]), (first, second)
+
+
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 
@@ -206,8 +316,8 @@ def test_unknown_curves_are_refused(name):
         curve_rank(name, (4, 4))
 
 
-@pytest.mark.parametrize("grid", [(0, 4), (4, -1), (4,), (4, 4, 4), (2.5, 4)])
-def test_a_grid_is_two_positive_integers(grid):
+@pytest.mark.parametrize("grid", [(0, 4), (4, -1), (4,), (4, 4, 4, 4), (0, 4, 4), (2, 4, 2.5), (2.5, 4)])
+def test_a_grid_is_two_or_three_positive_integers(grid):
     with pytest.raises(ValueError, match=r"grid=\(.*must be \(height, width\) with both sides 1 or more"):
         curve_rank("hilbert", grid)
 
@@ -226,5 +336,15 @@ def test_a_new_curve_is_known_everywhere():
         assert {"columns_backwards", "columns_backwards_t"} <= set(curve_names())
         positions = DECAYS["violin"].positions({"curves": ["columns_backwards_t"]}, (2, 3))
         assert positions.tolist() == [[[5, 4, 3, 2, 1, 0]]]
+        with pytest.raises(
+            ValueError, match=r"curve='columns_backwards' with grid=\(2, 2, 3\) must be one of z, snake,"
+        ):
+            curve_rank("columns_backwards", (2, 2, 3))
+        register_clip_curve("columns_backwards")(lambda f, h, w: np.arange(f * h * w).reshape(f, w, h).swapaxes(1, 2))
+        assert curve_rank("columns_backwards_t", (2, 2, 3)).ravel().tolist() == list(range(12))
+        for taken in ("columns_backwards", "columns_forwards"):
+            with pytest.raises(ValueError, match=f"curve '{taken}' has three dimensions already, or does not exist"):
+                register_clip_curve(taken)(np.zeros)
     finally:
         CURVES.pop("columns_backwards", None)
+        CLIP_CURVES.pop("columns_backwards", None)
