@@ -1,7 +1,7 @@
 """What was saved by the commit that tests/fixtures/before_16 names loads with today's code and computes the same."""
 
 import json
-import platform
+import math
 import shutil
 import zipfile
 from pathlib import Path
@@ -12,19 +12,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, AutoModelForVideoClassification
 
 import hf_sparseprior
+from tests.machine import same_machine
 from tests.processes import ROOT, module, run_script
 
 BEFORE = Path(__file__).parent / "fixtures" / "before_16"
 MODELS = sorted(path.name for path in (BEFORE / "models").iterdir())
 STOCK = sorted(path.name for path in (BEFORE / "stock").iterdir())
 ADAPTERS = sorted(path.parent.name for path in BEFORE.glob("adapters/*/adapter_config.json"))
-
-
-def same_machine() -> bool:
-    """Whether bits can be compared. Another processor or another PyTorch sums with other last bits."""
-    made = json.loads((BEFORE / "made_with.json").read_text())
-    cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return made["cpu"] in cpu and made["torch"] == torch.__version__ and made["python"] == platform.python_version()
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +33,33 @@ def reference(monkeypatch):
 
 def assert_same(value: torch.Tensor, expected: torch.Tensor) -> None:
     assert expected.std() > 0.01
-    torch.testing.assert_close(value, expected, rtol=0, atol=1e-6)
-    assert torch.equal(value, expected) or not same_machine()
+    if same_machine():
+        assert torch.equal(value, expected)
+    # Between two makes of processor 1.3e-6 was seen; 1e-5 is what two implementations of a model agree to.
+    torch.testing.assert_close(value, expected, rtol=0, atol=1e-5)
+
+
+def assert_same_weights(value: dict, limit: float) -> None:
+    """The same bits on the machine that made the fixtures.
+
+    On another, rounding grows with every step of Adam. There the distance of all weights from the expected ones is
+    compared with the way that they went in the second half of the training. A learning rate that is 1 % higher changes
+    it by 0.056 from the start, and by 0.01 in the second half alone.
+    """
+    stopped, before = (
+        load_file(BEFORE / "classification" / name / "model.safetensors")
+        for name in ("stopped/checkpoint-17", "finished/model")
+    )
+    assert value.keys() == before.keys()
+    if same_machine():
+        assert not [name for name in value if not torch.equal(value[name], before[name])]
+    way = distance(stopped, before)
+    assert way > 0.2
+    assert distance(value, before) <= limit * way
+
+
+def distance(a: dict, b: dict) -> float:
+    return math.sqrt(sum((a[name].double() - b[name].double()).square().sum().item() for name in b))
 
 
 def check(model: torch.nn.Module, folder: Path) -> None:
@@ -85,7 +104,7 @@ model = AutoModelForImageClassification.from_pretrained(sys.argv[1], trust_remot
 assert type(model).__module__.startswith("transformers_modules"), type(model).__module__
 expected = load_file(sys.argv[1] + "/expected.safetensors")
 logits = model(expected["pixel_values"]).logits
-assert (logits - expected["logits"]).abs().max() < float(sys.argv[2]), (logits, expected["logits"])
+assert (logits - expected["logits"]).abs().max() < 1e-5, (logits, expected["logits"])
 """
 
 
@@ -98,8 +117,7 @@ def test_a_model_runs_on_the_code_that_it_carries(package, tmp_path):
         archive.extractall(folder)
     with_package = package == "with the package"
     environment = {"SPARSEPRIOR_BACKEND": "auto"} if with_package else {}
-    arguments = [str(folder), "1e-5" if with_package else "1e-6"]
-    run_script(LOAD_ITS_OWN_CODE, *arguments, folder=tmp_path, package=with_package, environment=environment)
+    run_script(LOAD_ITS_OWN_CODE, str(folder), folder=tmp_path, package=with_package, environment=environment)
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -117,13 +135,7 @@ def test_a_stopped_classification_run_goes_on_to_the_same_weights(tmp_path, monk
     assert results["resumed_from"] == "checkpoint-17"
     expected = json.loads((BEFORE / "classification" / "finished" / "results.json").read_text())
     assert results["metrics"] == pytest.approx(expected["metrics"], abs=1e-6)
-    weights, before = (
-        load_file(folder / "model" / "model.safetensors") for folder in (out, BEFORE / "classification" / "finished")
-    )
-    assert weights.keys() == before.keys()
-    for name, value in weights.items():
-        torch.testing.assert_close(value, before[name], rtol=0, atol=1e-5)
-        assert torch.equal(value, before[name]) or not same_machine(), name
+    assert_same_weights(load_file(out / "model" / "model.safetensors"), limit=0.002)
 
 
 @pytest.mark.slow
@@ -135,12 +147,7 @@ def test_a_classification_run_from_its_start_gives_the_same_weights(tmp_path, mo
     config["trainer"]["output_dir"] = "run"
     results = train.run(config)
     expected = json.loads((BEFORE / "classification" / "finished" / "results.json").read_text())
-    before = load_file(BEFORE / "classification" / "finished" / "model" / "model.safetensors")
-    weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    assert weights.keys() == before.keys()
-    for name, value in weights.items():
-        torch.testing.assert_close(value, before[name], rtol=0, atol=1e-4)
-        assert torch.equal(value, before[name]) or not same_machine(), name
+    assert_same_weights(load_file(tmp_path / "run" / "model" / "model.safetensors"), limit=0.01)
     assert results["metrics"]["test_accuracy"] == pytest.approx(expected["metrics"]["test_accuracy"], abs=0.01)
 
 

@@ -38,6 +38,8 @@ from hf_sparseprior.kernels.triton_blocks import (
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter would multiply the bits of bfloat16 as integers, so there blocks are converted to float32 first.
+# And it multiplies by numpy, where the order of a sum depends on the processor and the shapes. On a GPU it is the same
+# in all kernels; that is why gradients are exactly 0 where one key has all the weight.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 # Rows and keys of a block, forward and backward, by bytes of an element and padded head width. It is a fixed table
@@ -95,7 +97,7 @@ def decayed_attention(
 def _product(a, b):
     """a @ b, summed in float32."""
     if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
+        return tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
     return tl.dot(a, b, input_precision="ieee")
 
 

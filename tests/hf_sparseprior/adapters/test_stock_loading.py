@@ -28,6 +28,7 @@ from hf_sparseprior.adapters.stock_saving import SCALARS_FILE
 from hf_sparseprior.low_rank import MIXERS
 from tests.hf_sparseprior.adapters.fresh_process import CLASSES
 from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY, move_decays, output, tiny_clip
+from tests.machine import same_machine
 from tests.processes import run_script
 
 families = pytest.mark.parametrize("name", STOCK)
@@ -200,6 +201,7 @@ OLD = sorted(folder.name for folder in BEFORE.iterdir() if folder.is_dir())
 CASES = [(folder, name) for folder in OLD for name in CLASSES[folder.partition("_")[0]]]
 cases = pytest.mark.parametrize("folder, model_class", CASES)
 WITHOUT = 2e-5  # the least difference of these small models' outputs without their prior
+EXACT = 0 if same_machine() else 1e-6  # on another processor the last bits of what was saved are others
 
 
 def run_fresh(how, folders):
@@ -238,7 +240,7 @@ def test_the_import_changes_no_class(outcomes):
 def test_after_the_import_a_folder_brings_its_prior(folder, model_class, outcomes):
     results = outcomes["with"][0]
     # Eager attention is the reference backend; the others made the expected output.
-    for way, tolerance in {"as saved": 0, "sdpa": 0, "eager": 1e-6}.items():
+    for way, tolerance in {"as saved": EXACT, "sdpa": EXACT, "eager": 1e-6}.items():
         found = results[f"new {folder} {model_class} {way}"]
         assert found["difference"] <= tolerance, way
         assert not any(MARKER in key for key in found["unexpected"]), way
@@ -281,7 +283,7 @@ def test_an_older_folder_loads_by_the_loader(folder, model_class, options):
     model = sp.from_pretrained(getattr(transformers, model_class), BEFORE / folder, **options)
     with torch.no_grad():
         difference = (model(expected["images"])[0] - expected["output"]).abs().max()
-    assert difference <= (1e-6 if options == {"attn_implementation": "eager"} else 0)
+    assert difference <= (1e-6 if options == {"attn_implementation": "eager"} else EXACT)
 
 
 def test_a_prior_that_was_left_out_is_loaded_afterwards(tmp_path):
@@ -290,11 +292,12 @@ def test_a_prior_that_was_left_out_is_loaded_afterwards(tmp_path):
     model = ViTForImageClassification.from_pretrained(folder, attn_implementation="sdpa")
     with torch.no_grad():
         assert (model(expected["images"])[0] - expected["output"]).abs().max() > WITHOUT
-        assert torch.equal(sp.load_prior(model, folder)(expected["images"])[0], expected["output"])
+        output = sp.load_prior(model, folder)(expected["images"])[0]
+        assert (output - expected["output"]).abs().max() <= EXACT
     with pytest.raises(ValueError, match="has a prior already"):
         sp.load_prior(model, folder)
     with torch.no_grad():  # and it still has it
-        assert torch.equal(model(expected["images"])[0], expected["output"])
+        assert torch.equal(model(expected["images"])[0], output)
     STOCK["vit"].build().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="was saved without a prior"):
         sp.load_prior(STOCK["vit"].build(), tmp_path)
