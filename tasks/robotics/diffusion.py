@@ -6,13 +6,15 @@ estimate of the clean sequence is clipped to [-1, 1], where normalised actions l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 SAMPLERS = ("ddpm", "ddim")
+# None: torch's own of the CPU.
+Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
 def noise_scheduler(steps: int = 100) -> Any:
@@ -53,11 +55,24 @@ def sampler(scheduler: Any, name: str = "ddpm", steps: int | None = None) -> Any
     return reverse
 
 
+def first_noise(size: tuple[int, ...], generator: Generators) -> Tensor:
+    """Standard normal noise on the CPU; with B generators each draws one sample.
+
+    Raises:
+        ValueError: for another number of generators than samples.
+    """
+    if not isinstance(generator, Sequence):
+        return torch.randn(size, generator=generator)
+    if len(generator) != size[0]:
+        raise ValueError(f"{len(generator)} generators for {size[0]} episodes; give one for each")
+    return torch.cat([torch.randn(1, *size[1:], generator=each) for each in generator])
+
+
 def denoise(
     predict: Callable[[Tensor, Tensor], Tensor],
     start: Tensor,
     reverse: Any,
-    generator: torch.Generator | None = None,
+    generator: Generators = None,
 ) -> Tensor:
     """Samples from noise.
 
@@ -65,15 +80,16 @@ def denoise(
         predict: (samples (B, ...), time step int64 (B,)) -> the noise in them, (B, ...).
         start: standard normal noise (B, ...).
         reverse: as `sampler` makes it.
-        generator: draws the noise of "ddpm".
+        generator: draws the noise of "ddpm"; of B generators each that of its sample.
 
     Returns:
         (B, ...), clean samples.
     """
     samples = start
+    drawn_by = list(generator) if isinstance(generator, Sequence) else generator  # diffusers knows lists alone
     for step in reverse.timesteps:
         noise = predict(samples, step.to(start.device).expand(len(start)))
-        samples = reverse.step(noise, step, samples, generator=generator).prev_sample
+        samples = reverse.step(noise, step, samples, generator=drawn_by).prev_sample
     return samples
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from hf_sparseprior.doctor import gl_library
 
 Observation = dict[str, np.ndarray]
+Bounds = tuple[np.ndarray, np.ndarray]  # lowest and highest numbers, float32 (size,)
 
 GL_PACKAGES = "apt-get install libosmesa6, or libegl1 libegl-mesa0"
 IMAGE_SIZES = {"lift": 84, "can": 84, "pusht": 96}  # pixels of the published data sets
@@ -37,6 +38,9 @@ class Environment(ABC):
         horizon: steps after which the published evaluations give up.
         fps: actions a second.
         cameras: observation key of each camera's image, by camera.
+        image_size: height and width of these images.
+        action_bounds: between which actions make sense. Others are taken too, if they are finite.
+        state_bounds: between which observations lie that are no images, by key.
         settings: everything that decides whether recorded actions and images mean the same here, as JSON values.
             `formats.check_environment` compares them.
     """
@@ -46,6 +50,9 @@ class Environment(ABC):
     horizon: int
     fps: int
     cameras: dict[str, str]
+    image_size: int
+    action_bounds: Bounds
+    state_bounds: dict[str, Bounds]
     settings: dict[str, Any]
 
     @abstractmethod
@@ -66,6 +73,10 @@ class Environment(ABC):
         Raises:
             ValueError: for another shape or numbers that are not finite.
         """
+
+    def playable(self, action: np.ndarray) -> np.ndarray:
+        """The action, within `action_bounds`, or the nearest one that the simulator can execute."""
+        return action
 
     def state(self) -> np.ndarray:
         """The simulator's state, float64 (size,), for recording demonstrations."""
@@ -145,6 +156,12 @@ def _pusht(name: str, cameras: tuple[str, ...], image_size: int) -> Environment:
     except ModuleNotFoundError as error:
         raise ImportError(f"{name} needs gym-pusht ({error}): make robotics") from error
     return PushT(cameras, image_size)
+
+
+def bounds(*parts: tuple[float, float, int]) -> Bounds:
+    """Bounds of numbers one after the other: (lowest, highest, how many)."""
+    low, high, counts = zip(*parts, strict=True)
+    return np.repeat(np.asarray(low, np.float32), counts), np.repeat(np.asarray(high, np.float32), counts)
 
 
 ENVIRONMENTS = {"lift": _arm, "can": _arm, "pusht": _pusht}

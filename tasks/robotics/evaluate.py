@@ -1,11 +1,16 @@
-"""Evaluate a policy in its simulator: python -m tasks.robotics.evaluate RUN [--episodes N] [--seed S] [--untrained]"""
+"""Evaluate a policy in its simulator: python -m tasks.robotics.evaluate RUN [--episodes N] [--jobs J] [--untrained]
+
+Every episode is kept in OUT/episodes as soon as it is over. After an interruption the same command goes on with the
+episodes that are left, and `--episodes 100` after 50 plays 50 more. The results are the same, bit for bit, however many
+processes play and wherever they were interrupted.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,17 +21,22 @@ from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
+from hf_sparseprior.files import file_sha256
 from tasks.common.command import run_command
+from tasks.common.environment import environment
+from tasks.common.locks import turn
 from tasks.common.processes import check_alone
 from tasks.common.results import Results
 from tasks.common.run_folder import MODEL, check_place, evaluation_folder
 from tasks.robotics.config import TEST_SEED
-from tasks.robotics.environments import picture_problem
+from tasks.robotics.environments import Environment, picture_problem
+from tasks.robotics.episodes import EpisodeStore, Wanted, one_thread, play, play_in_processes
 from tasks.robotics.policy import POLICY_FILE, CrosswayPolicy, policy_sha256
 from tasks.robotics.rollout import Episode, make_matching_environment, rollout, summary
 from tasks.robotics.video import write_video
 
 RESULTS_TEST = "results_test.json"
+EPISODES = "episodes"
 PICTURED = 4  # episodes in picture and video
 FRAME_SIZE = 160  # pixels of each
 
@@ -56,27 +66,33 @@ class Rollouts:
                 raise ValueError(f"--{name.replace('_', '-')} {value} must be 1 or more")
 
 
-def evaluate(run: Path, rollouts: Rollouts, out: Path | None = None, show_progress: bool = False) -> dict[str, Any]:
+def evaluate(
+    run: Path, rollouts: Rollouts, out: Path | None = None, show_progress: bool = False, jobs: int = 1
+) -> dict[str, Any]:
     """Measure success on held-out seeds; write results_test.json, episodes.png and a film of the first episodes.
 
-    If nothing can be drawn, picture and film are left out, and one line says so. A policy without cameras does not need
-    them.
+    Episodes that were played before, under the same conditions, are not played again. If nothing can be drawn, picture
+    and film are left out, and one line says so. A policy without cameras does not need them.
 
     Args:
         run: folder of a run, or of a saved policy.
         rollouts: which episodes.
-        out: folder; None: `default_folder`.
+        out: folder; None: `default_folder`. Several evaluations may use one at the same time.
         show_progress: show progress in one line.
+        jobs: how many processes play; each computes in one thread.
 
     Raises:
         ValueError, OSError: for bad values, files, and an environment with other settings than the demonstrations'.
     """
     check_alone("evaluate")
+    if jobs < 1:
+        raise ValueError(f"--jobs {jobs} must be 1 or more")
     folder, out = policy_folder(run), out or default_folder(run, rollouts.untrained)
     check_place(out, "--out")
     policy = load_policy(folder, rollouts)
     started = time.monotonic()
-    found, fps = run_episodes(policy, folder, rollouts, show_progress)
+    store = EpisodeStore(out / EPISODES, conditions(policy, folder, rollouts))
+    found, played, fps = run_episodes(policy, folder, rollouts, store, jobs, show_progress)
     results = Results(
         task="robotics",
         metrics=summary(found),
@@ -89,6 +105,7 @@ def evaluate(run: Path, rollouts: Rollouts, out: Path | None = None, show_progre
             "environment": policy.about["environment"],
             "settings": policy.about["settings"],
             "episodes": [{key: value for key, value in asdict(each).items() if key != "frames"} for each in found],
+            "played_now": played,
             "sampler": policy.config.sampler,
             "sampling_steps": policy.config.sampling_steps or policy.config.noise_levels,
             "model_sha256": None if rollouts.untrained else policy_sha256(folder),
@@ -96,14 +113,41 @@ def evaluate(run: Path, rollouts: Rollouts, out: Path | None = None, show_progre
         },
     )
     out.mkdir(parents=True, exist_ok=True)
-    if pictured := [episode for episode in found if episode.frames]:
-        name = policy.about["environment"]["name"]
-        heading = f"{name}: {success_text(results.metrics, len(found))}{', untrained' if rollouts.untrained else ''}"
-        draw_episodes(pictured, out / "episodes.png", heading)
-        longest = max(len(episode.frames) for episode in pictured)
-        film = write_video(out / "episodes.mp4", [side_by_side(pictured, index) for index in range(longest)], fps)
-        results.details["film"] = film.name
-    return results.write(out / RESULTS_TEST)
+    with turn(out / "evaluation.lock"):  # results, picture and film of one evaluation
+        if pictured := [episode for episode in found if episode.frames]:
+            results.details["film"] = draw(pictured, results.metrics, len(found), policy, rollouts, fps, out)
+        return results.write(out / RESULTS_TEST)
+
+
+def draw(
+    pictured: Sequence[Episode],
+    metrics: Mapping[str, Any],
+    episodes: int,
+    policy: CrosswayPolicy,
+    rollouts: Rollouts,
+    fps: int,
+    out: Path,
+) -> str:
+    """Picture and film of the first episodes. Returns the film's name."""
+    name = policy.about["environment"]["name"]
+    heading = f"{name}: {success_text(metrics, episodes)}{', untrained' if rollouts.untrained else ''}"
+    draw_episodes(pictured, out / "episodes.png", heading)
+    longest = max(len(episode.frames) for episode in pictured)
+    return write_video(out / "episodes.mp4", [side_by_side(pictured, index) for index in range(longest)], fps).name
+
+
+def conditions(policy: CrosswayPolicy, folder: Path, rollouts: Rollouts) -> dict[str, Any]:
+    """What the outcome of an episode depends on besides its seed."""
+    found = environment()
+    return {
+        "policy": file_sha256(folder / POLICY_FILE),
+        "weights": None if rollouts.untrained else policy_sha256(folder),
+        "max_steps": rollouts.max_steps,
+        "sampler": policy.config.sampler,
+        "sampling_steps": policy.config.sampling_steps,
+        "versions": found["versions"],
+        "hardware": {key: value for key, value in found["hardware"].items() if key in ("cpu", "gpu")},
+    }
 
 
 def policy_folder(run: Path) -> Path:
@@ -134,20 +178,58 @@ def load_policy(folder: Path, rollouts: Rollouts) -> CrosswayPolicy:
 
 
 def run_episodes(
-    policy: CrosswayPolicy, folder: Path, rollouts: Rollouts, show_progress: bool
-) -> tuple[list[Episode], int]:
-    """All episodes, the first ones with frames if something can be drawn, and the simulator's frames a second."""
-    found: list[Episode] = []
-    with make_matching_environment(policy.about, str(folder)) as simulator:
+    policy: CrosswayPolicy, folder: Path, rollouts: Rollouts, store: EpisodeStore, jobs: int, show_progress: bool
+) -> tuple[list[Episode], int, int]:
+    """All episodes, the first ones with frames if something can be drawn.
+
+    Returns:
+        The episodes, how many of them were not there before, and the simulator's frames a second.
+    """
+    with make_matching_environment(policy.about, str(folder)) as simulator, one_thread():
         if problem := picture_problem(simulator):
             print(f"no pictures: {problem}", file=sys.stderr)
-        seeds = range(rollouts.seed, rollouts.seed + rollouts.episodes)
-        progress = tqdm(seeds, desc="episodes", disable=not show_progress, dynamic_ncols=True)
-        for number, seed in enumerate(progress):
-            size = FRAME_SIZE if number < PICTURED and not problem else 0
-            found.append(rollout(policy, simulator, seed, rollouts.max_steps, size))
-            progress.set_postfix(solved=sum(episode.success for episode in found), refresh=False)
-        return found, simulator.fps
+        wanted = [
+            Wanted(rollouts.seed + number, FRAME_SIZE if number < PICTURED and not problem else 0)
+            for number in range(rollouts.episodes)
+        ]
+        store.prepare()
+        there = {each.seed: episode for each in wanted if (episode := store.read(each)) is not None}
+        before, solved = len(there), sum(episode.success for episode in there.values())
+        progress = tqdm(
+            total=len(wanted), initial=before, desc="episodes", disable=not show_progress, dynamic_ncols=True
+        )
+
+        def told(episode: Episode) -> None:
+            nonlocal solved
+            if episode.seed in there:
+                return
+            there[episode.seed] = episode
+            solved += episode.success
+            progress.set_postfix(solved=solved, refresh=False)
+            progress.update()
+
+        with progress:
+            left = [each for each in wanted if each.seed not in there]
+            if jobs > 1 and len(left) > 1:
+                for _ in play_in_processes(min(jobs, len(left)), store, left, play_here, folder, rollouts):
+                    for each in left:
+                        if each.seed not in there and (episode := store.read(each)) is not None:
+                            told(episode)
+            # Nothing is left for this process, unless the others were killed.
+            found = play(store, wanted, player(policy, simulator, rollouts), told)
+        return found, len(wanted) - before, simulator.fps
+
+
+def play_here(store: EpisodeStore, wanted: Sequence[Wanted], folder: Path, rollouts: Rollouts) -> None:
+    """Play episodes in one of several processes, which has nothing yet."""
+    policy = load_policy(folder, rollouts)
+    with make_matching_environment(policy.about, str(folder)) as simulator:
+        play(store, wanted, player(policy, simulator, rollouts))
+
+
+def player(policy: CrosswayPolicy, simulator: Environment, rollouts: Rollouts) -> Callable[[Wanted], Episode]:
+    """A function that plays an episode."""
+    return lambda each: rollout(policy, simulator, each.seed, rollouts.max_steps, each.picture_size)
 
 
 def success_text(metrics: Mapping[str, Any], episodes: int) -> str:
@@ -193,6 +275,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-steps", type=int, help="actions of an episode; default: the environment's horizon")
     parser.add_argument("--sampler", help="ddpm or ddim instead of the policy's own")
     parser.add_argument("--sampling-steps", type=int, help="evaluations of the network for a plan")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that play; default %(default)s")
     parser.add_argument("--out", type=Path, help="folder for results and pictures; default: RUN/evaluation")
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
@@ -200,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         chosen = {item.name: getattr(arguments, item.name) for item in fields(Rollouts)}
-        results = evaluate(arguments.run, Rollouts(**chosen), out, show_progress=True)
+        results = evaluate(arguments.run, Rollouts(**chosen), out, show_progress=True, jobs=arguments.jobs)
         print(f"success: {success_text(results['metrics'], arguments.episodes)}")
         for key in ("max_reward", "final_coverage"):
             if key in results["metrics"]:
@@ -208,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
         pictures = f", picture: {out}/episodes.png, film: {out}/{results['film']}" if results["film"] else ""
         print(f"results: {out}/{RESULTS_TEST}{pictures}")
 
-    return run_command(parser.prog, work)
+    return run_command(parser.prog, work, "with the episodes that are left")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ Shape letters: B batch, O observation steps, T horizon, A action size, D size of
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -25,7 +26,7 @@ from transformers.utils import CONFIG_NAME
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.files import file_sha256, whole_folder, write_text
 from hf_sparseprior.pretrained import load_whole_model
-from tasks.robotics.diffusion import denoise, noise_scheduler, sampler
+from tasks.robotics.diffusion import Generators, denoise, first_noise, noise_scheduler, sampler
 from tasks.robotics.image_decoder import ImageDecoder
 from tasks.robotics.normalizer import ACTIONS, Normalizer
 from tasks.robotics.policy_config import PolicyConfig
@@ -46,14 +47,22 @@ def scaled_images(images: Tensor, size: tuple[int, int]) -> Tensor:
     return flat.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).reshape(*images.shape[:-3], *size, 3)
 
 
-def cropped(images: Tensor, size: int, random: bool) -> Tensor:
-    """Square windows of images (B, C, height, width): at a random place for each image, or in the centre."""
+def cropped(images: Tensor, size: int, random: bool, places: Tensor | None = None) -> Tensor:
+    """Square windows of images (B, C, height, width): at a random place for each image, or in the centre.
+
+    Args:
+        images: the images.
+        size: side of the windows, pixels.
+        random: whether places are random.
+        places: (B, 2) in [0, 1), from top and left; None: drawn.
+    """
     spare = torch.tensor([images.shape[2] - size, images.shape[3] - size])
     if not random:
         top, left = (spare // 2).tolist()
         return images[:, :, top : top + size, left : left + size]
     # torch's generator of the CPU for every device, so that a seed gives the same windows.
-    corners = (torch.rand(len(images), 2) * (spare + 1)).long().to(images.device)
+    places = torch.rand(len(images), 2) if places is None else places
+    corners = (places * (spare + 1)).long().to(images.device)
     offsets = torch.arange(size, device=images.device)
     rows = (corners[:, :1] + offsets)[:, None, :, None]
     columns = (corners[:, 1:] + offsets)[:, None, None, :]
@@ -81,6 +90,7 @@ class CrosswayPolicy(nn.Module):
         self.config = config
         self.normalizer = normalizer
         self.about: dict[str, Any] = {}
+        self.reset()
         self.scheduler = noise_scheduler(config.noise_levels)
         self.encoders = nn.ModuleDict(
             {key: config.encoder_family.base(config.encoder_config(key)) for key in config.cameras}
@@ -140,14 +150,21 @@ class CrosswayPolicy(nn.Module):
                 result[key] = self.normalizer(key, values.float())
         return result
 
-    def encode(self, normalized: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Condition of the U-Net (B, O * F), and the losses that a prior adds in training."""
+    def encode(
+        self, normalized: Mapping[str, Tensor], crops: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Condition of the U-Net (B, O * F), and the losses that a prior adds in training.
+
+        Args:
+            normalized: as `normalized` gives them.
+            crops: `places` of `cropped` for each camera, in training; None: drawn.
+        """
         features, losses = [], {}
         for key in self.config.observations:
             values = normalized[key]
             if key in self.encoders:
                 if self.config.crop is not None:
-                    values = cropped(values, self.config.crop, random=self.training)
+                    values = cropped(values, self.config.crop, self.training, (crops or {}).get(key))
                 height, width = as_pair(self.encoder(key).config.image_size)
                 output = self.encoder(key)(values[:, :, :height, :width])
                 for name, loss in (output.auxiliary_losses or {}).items():
@@ -164,6 +181,7 @@ class CrosswayPolicy(nn.Module):
         actions: Tensor,
         noise: Tensor | None = None,
         steps: Tensor | None = None,
+        crops: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Losses.
 
@@ -172,6 +190,7 @@ class CrosswayPolicy(nn.Module):
             actions: (B, T, A), not normalised.
             noise: (B, T, A); None: drawn.
             steps: int64 (B,), diffusion steps; None: drawn.
+            crops: as in `encode`.
 
         Returns:
             "diffusion", the mean squared error of the noise, one entry for each observation (its mean squared error on
@@ -182,7 +201,7 @@ class CrosswayPolicy(nn.Module):
         if steps is None:
             steps = torch.randint(0, self.config.noise_levels, (len(clean),), device=clean.device)
         normalized = self.normalized(observations)
-        condition, losses = self.encode(normalized)
+        condition, losses = self.encode(normalized, crops)
         predicted, middle = self.unet(self.scheduler.add_noise(clean, noise, steps), steps, condition)
         diffusion = F.mse_loss(predicted, noise)
         total = diffusion
@@ -215,19 +234,22 @@ class CrosswayPolicy(nn.Module):
     # ---- acting -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def plan(self, observations: Mapping[str, Tensor], generator: torch.Generator | None = None) -> Tensor:
+    def plan(self, observations: Mapping[str, Tensor], generator: Generators = None) -> Tensor:
         """Actions (B, T, A) for the whole horizon.
 
         Args:
             observations: as in `normalized`.
-            generator: a generator of the CPU; the same state gives the same actions.
+            generator: a generator of the CPU, or B of them; the same state gives the same actions. Of B generators each
+                draws what it would draw for its episode alone.
+
+        Raises:
+            ValueError: for another number of generators than B.
         """
         condition, _ = self.encode(self.normalized(observations))
         size = (len(condition), self.config.horizon, self.config.action_size)
-        start = torch.randn(size, generator=generator).to(condition)
         clean = denoise(
             lambda actions, steps: self.unet(actions, steps, condition)[0],
-            start,
+            first_noise(size, generator).to(condition),
             sampler(self.scheduler, self.config.sampler, self.config.sampling_steps),
             generator,
         )
@@ -235,14 +257,84 @@ class CrosswayPolicy(nn.Module):
 
     def act(self, observations: Mapping[str, np.ndarray], generator: torch.Generator | None = None) -> np.ndarray:
         """Actions (action_steps, A) to execute now, from the last observations {key: (O, ...)} of one episode."""
+        batch = {key: value[None] for key, value in observations.items()}
+        return self.predict_action(batch, generator)["action"][0].cpu().numpy()
+
+    def predict_action(
+        self, obs_dict: Mapping[str, Tensor | np.ndarray], generator: Generators = None
+    ) -> dict[str, Tensor]:
+        """What Diffusion Policy's policies return under this name.
+
+        Args:
+            obs_dict: the last observations of B episodes, {key: (B, O, ...)}, as in `normalized`.
+            generator: as in `plan`.
+
+        Returns:
+            "action" (B, action_steps, A), to be executed now, and "action_pred" (B, T, A), the whole plan.
+        """
         if self.training:
             raise ValueError("a policy acts in evaluation mode; call eval() first")
         device = self.normalizer.get_buffer(f"centre_{ACTIONS}").device
         batch = {
-            key: torch.from_numpy(np.ascontiguousarray(value))[None].to(device) for key, value in observations.items()
+            key: torch.as_tensor(np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value).to(device)
+            for key, value in obs_dict.items()
+            if key in self.config.observations
         }
+        plan = self.plan(batch, generator)
         first = self.config.observation_steps - 1
-        return self.plan(batch, generator)[0, first : first + self.config.action_steps].cpu().numpy()
+        return {"action": plan[:, first : first + self.config.action_steps], "action_pred": plan}
+
+    def reset(self) -> None:
+        """Forget the observations that were seen and the actions that are planned: new episodes begin."""
+        self._seen: deque[dict[str, Tensor]] = deque(maxlen=self.config.observation_steps)
+        self._planned: deque[Tensor] = deque()
+
+    def predict_action_chunk(self, batch: Mapping[str, Tensor | np.ndarray], generator: Generators = None) -> Tensor:
+        """Actions (B, action_steps, A) to execute now, from these and the remembered observations, as in lerobot.
+
+        Args:
+            batch: the newest observations of B episodes, {key: (B, ...)}, images uint8 (B, height, width, 3); other
+                keys are ignored. Before the first one, it is repeated.
+            generator: as in `plan`.
+
+        Raises:
+            ValueError: for observations that are missing or of another shape, and another B than before.
+        """
+        self._remember(batch)
+        stacked = {key: torch.stack([step[key] for step in self._seen], 1) for key in self.config.observations}
+        return self.predict_action(stacked, generator)["action"]
+
+    def select_action(self, batch: Mapping[str, Tensor | np.ndarray], generator: Generators = None) -> Tensor:
+        """The next action (B, A) of B episodes that go on side by side, as in lerobot.
+
+        It plans when no planned action is left, and otherwise only remembers what it is shown. Call `reset` when
+        episodes begin, and this once for each step.
+
+        Args, raises: as `predict_action_chunk`.
+        """
+        if self._planned:
+            self._remember(batch)
+        else:
+            self._planned.extend(self.predict_action_chunk(batch, generator).unbind(1))
+        return self._planned.popleft()
+
+    def _remember(self, batch: Mapping[str, Tensor | np.ndarray]) -> None:
+        newest, episodes = {}, None
+        for key, shape in self.config.observations.items():
+            if key not in batch:
+                raise ValueError(f"observation {key!r} is missing; given: {', '.join(batch)}")
+            value = torch.as_tensor(batch[key])
+            wanted = tuple(value.shape[:1]) if episodes is None else (episodes,)
+            if value.shape[1:] != torch.Size(shape) or tuple(value.shape[:1]) != wanted:
+                said = "B" if episodes is None else episodes
+                raise ValueError(f"observation {key!r} has shape {list(value.shape)}, not {[said, *shape]}")
+            newest[key], episodes = value, len(value)
+        before = len(next(iter(self._seen[-1].values()))) if self._seen else episodes
+        if episodes != before:
+            raise ValueError(f"observations of {episodes} episodes after those of {before}; call reset() between them")
+        # A simulator may write its next observation into the same memory.
+        newest = {key: value.clone() for key, value in newest.items()}
+        self._seen.extend([newest] * (1 if self._seen else self.config.observation_steps))
 
     # ---- folders ----------------------------------------------------------------------------------------------------
 

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 import warnings
 from importlib.metadata import version
 from typing import Any
 
+import cv2
 import numpy as np
 
-from tasks.robotics.environments import Environment, Observation
+from tasks.robotics.environments import Environment, Observation, bounds
+from tasks.robotics.registration import HORIZONS
 
-# pygame draws without a window and prints no greeting.
-os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+# pygame draws where there is no screen, too, and prints no greeting.
+if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from gym_pusht.envs.pusht import PushTEnv
+    from gym_pusht.envs.pusht import PushTEnv, pymunk_to_shapely
 
 CAMERAS = {"image": "image"}
 TABLE = 512  # side of the table, in the units of positions and actions
 IMAGE_MODE = {"renderer": "pygame at 512, cv2.resize"}
+SMALLEST_PICTURE = 96  # pixels; the lines of the cross would have no width below
+# The table has walls, which give way a little when the block is pushed against them.
+PLACE = (-TABLE, 2 * TABLE)
 
 
 class PushT(Environment):
@@ -40,14 +48,22 @@ class PushT(Environment):
 
     name = "pusht"
     action_size = 2
-    horizon = 300
+    horizon = HORIZONS["pusht"]
     fps = 10
+    action_bounds = bounds((0, TABLE, 2))
+    state_bounds = {
+        "agent_pos": bounds((*PLACE, 2)),
+        "state": bounds((*PLACE, 4), (0, 2 * math.pi, 1)),
+        "keypoints": bounds((*PLACE, 16)),
+    }
 
     def __init__(self, cameras: tuple[str, ...], image_size: int) -> None:
         if unknown := [camera for camera in cameras if camera not in CAMERAS]:
             raise ValueError(f"camera {unknown[0]!r} of pusht must be one of {', '.join(CAMERAS)}")
         self.cameras = {camera: CAMERAS[camera] for camera in cameras}
+        self.image_size = image_size
         self._env = PushTEnv(obs_type="state", observation_width=image_size, observation_height=image_size)
+        self._env._get_coverage = self._covered
         self._coverage = 0.0
         self.settings = {
             "environment": self.name,
@@ -92,8 +108,10 @@ class PushT(Environment):
 
     def render(self, size: int) -> np.ndarray:
         """The table from above, with a red cross at the target of the last action."""
-        self._env.visualization_width = self._env.visualization_height = size
-        return self._env.render()
+        drawn = max(size, SMALLEST_PICTURE)
+        self._env.visualization_width = self._env.visualization_height = drawn
+        picture = self._env.render()
+        return picture if drawn == size else cv2.resize(picture, (size, size), interpolation=cv2.INTER_AREA)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -106,6 +124,15 @@ class PushT(Environment):
     def keypoints(self) -> np.ndarray:
         """Corners of the block, float64 (8, 2)."""
         return self._env.get_keypoints(self._env._block_shapes)
+
+    def _covered(self) -> float:
+        """Share of the target that the block covers, as gym-pusht computes it, but its two shapes in order.
+
+        pymunk gives them as a set, whose order differs from process to process, and with it the sum of their areas.
+        """
+        shapes = self._env._block_shapes
+        goal = pymunk_to_shapely(self._env.get_goal_pose_body(self._env.goal_pose), shapes)
+        return goal.intersection(pymunk_to_shapely(self._env.block, shapes)).area / goal.area
 
     def _observe(self) -> Observation:
         state = self.state()

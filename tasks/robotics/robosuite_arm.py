@@ -17,8 +17,17 @@ from tasks.robotics.actions import (
     POSE_ACTION_SIZE,
     axis_angle_from_matrix,
     matrix_from_6d,
+    matrix_to_6d,
 )
-from tasks.robotics.environments import BASE_FRAME, GL_PACKAGES, POSE_ACTION, Environment, Observation
+from tasks.robotics.environments import (
+    BASE_FRAME,
+    GL_PACKAGES,
+    POSE_ACTION,
+    Environment,
+    Observation,
+    bounds,
+)
+from tasks.robotics.registration import HORIZONS
 
 # robosuite logs at import time what its own scripts may lack, and later which files it reads.
 logging.disable(logging.WARNING)
@@ -34,8 +43,8 @@ logging.getLogger("robosuite_logs").setLevel(logging.ERROR)
 
 CAMERAS = {"agentview": "agentview_image", "robot0_eye_in_hand": "robot0_eye_in_hand_image"}
 CONTROL_HZ = 20
-HORIZON = 400  # steps of robomimic's evaluations
 TASKS = {"lift": ("Lift", "cube_main"), "can": ("PickPlaceCan", "Can_main")}  # name in robosuite, body of the object
+FAR = 10.0  # metres; what falls off the table does not get there in an episode
 # Multisampling, shadows and reflections take nine tenths of the time of software GL.
 IMAGE_MODE = {"renderer": "mujoco.Renderer", "samples": 0, "shadows": False, "reflections": False}
 
@@ -67,13 +76,21 @@ class RobosuiteArm(Environment):
 
     action_size = POSE_ACTION_SIZE
     fps = CONTROL_HZ
-    horizon = HORIZON
+    action_bounds = bounds((-1, 1, POSE_ACTION_SIZE))  # the arm reaches 0.86 m
 
     def __init__(self, name: str, cameras: tuple[str, ...], image_size: int) -> None:
         if unknown := [camera for camera in cameras if camera not in CAMERAS]:
             raise ValueError(f"camera {unknown[0]!r} of {name} must be one of {', '.join(CAMERAS)}")
         task, body = TASKS[name]
-        self.name = name
+        self.name, self.horizon = name, HORIZONS[name]
+        place, turn = (-FAR, FAR, 3), (-1.0, 1.0, 4)
+        relative = ((-2 * FAR, 2 * FAR, 3), *([turn] if name == "can" else []))
+        self.state_bounds = {
+            "robot0_eef_pos": bounds(place),
+            "robot0_eef_quat": bounds(turn),
+            "robot0_gripper_qpos": bounds((-1, 1, 2)),
+            "object": bounds(place, turn, *relative),
+        }
         self.cameras = {camera: CAMERAS[camera] for camera in cameras}
         self.image_size = image_size
         config = controller()
@@ -130,6 +147,14 @@ class RobosuiteArm(Environment):
         observation = self._observe()
         success = self.success()
         return observation, float(success), success, {"success": success}
+
+    def playable(self, action: np.ndarray) -> np.ndarray:
+        """The action; where its two rows are zero or parallel, so that they are no rotation, the hand's present one."""
+        try:
+            matrix_from_6d(action[3:9])
+        except ValueError:
+            action = np.concatenate([action[:3], matrix_to_6d(self.pose()[1]), action[9:]])
+        return action
 
     def success(self) -> bool:
         """Lift: cube 4 cm above the table. Can: can in its bin and the gripper away from it."""

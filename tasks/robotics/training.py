@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import gather_object
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -31,14 +32,14 @@ from tasks.common.run_folder import MODEL
 from tasks.robotics.config import VALIDATION_SEED, TrainerConfig
 from tasks.robotics.data import Windows
 from tasks.robotics.policy import CrosswayPolicy
-from tasks.robotics.rollout import rollout, summary
+from tasks.robotics.rollout import Episode, rollout, summary
 
 WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
 SETTING = "trainer.nonfinite_loss"
 LOGGED = ("loss", "diffusion")
 CHECKPOINT_FILES = (WEIGHTS_FILE, EMA_FILE, OPTIMIZER_FILE, TRAINER_STATE_NAME)
-# At validation one process rolls out while the others wait; torch would give up after ten minutes.
+# At validation processes wait for the one whose episodes take longest; torch would give up after ten minutes.
 PATIENCE = timedelta(hours=24)
 
 
@@ -144,12 +145,13 @@ class Training:
         drawn = self._drawn(actions)
         torch.manual_seed(_seed(self.config.seed, self.step, self.accelerator.process_index))
         losses = self.model({key: value.to(device) for key, value in observations.items()}, actions, **drawn)
-        logged = {key: losses[key].detach() for key in LOGGED}
+        share = self._share()
+        logged = {key: share * losses[key].detach() for key in LOGGED}
         if self.accelerator.num_processes > 1:
             logged = self.accelerator.reduce(logged, "mean")
         if self.config.nonfinite_loss == STOP:
             self.watch.check([self.step + 1], [logged["loss"].item()], SETTING)
-        self.accelerator.backward(losses["loss"])
+        self.accelerator.backward(share * losses["loss"])
         if self.config.max_grad_norm is not None:
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         self.optimizer.step()
@@ -159,19 +161,31 @@ class Training:
         self.average.update(ema_decay(self.step, self.config.ema_power, self.config.ema_decay))
         return {key: loss.item() for key, loss in logged.items()}
 
-    def _drawn(self, actions: Tensor) -> dict[str, Tensor]:
-        """Noise and diffusion steps of this process' windows, as one process would draw them for all windows.
+    def _drawn(self, actions: Tensor) -> dict[str, Any]:
+        """Noise, diffusion steps and crops of this process' windows, as one process would draw them for all windows.
 
-        Nothing for one process: its policy draws the same. Crops and dropped paths are drawn by each process alone.
+        Nothing for one process: its policy draws the same. Dropped paths and dropout are drawn by each process alone.
         """
         index, processes = self.accelerator.process_index, self.accelerator.num_processes
         if processes == 1:
             return {}
         torch.manual_seed(_seed(self.config.seed, self.step, 0))
+        config = self.policy.config
         count = len(self._all_windows())
         noise = torch.randn(count, *actions.shape[1:], device=actions.device)
-        steps = torch.randint(0, self.policy.config.noise_levels, (count,), device=actions.device)
-        return {"noise": noise[index::processes], "steps": steps[index::processes]}
+        steps = torch.randint(0, config.noise_levels, (count,), device=actions.device)
+        drawn = {"noise": noise[index::processes], "steps": steps[index::processes]}
+        if config.crop is None:
+            return drawn
+        places = {key: torch.rand(count * config.observation_steps, 2) for key in config.cameras}
+        by_window = {key: place.unflatten(0, (count, -1)) for key, place in places.items()}
+        return {**drawn, "crops": {key: place[index::processes].flatten(0, 1) for key, place in by_window.items()}}
+
+    def _share(self) -> float:
+        """What the mean loss of this process' windows is multiplied by, so that the mean over the processes is that
+        over all windows: 1, unless they have different numbers of windows.
+        """
+        return len(self._windows()) * self.accelerator.num_processes / len(self._all_windows())
 
     def _check_weights(self) -> None:
         """Raise Diverged before weights that are not finite are judged or saved."""
@@ -197,27 +211,34 @@ class Training:
     # ---- validation -------------------------------------------------------------------------------------------------
 
     def _validate(self) -> None:
-        """Measure validation loss and, if the simulator is used, success; save the best policy. One process does it."""
+        """Measure validation loss and, if the simulator is used, success; save the best policy.
+
+        Each process plays its share of the episodes. An episode follows from its seed, so it is the same anywhere.
+        """
+        entry: dict[str, Any] = {"step": self.step}
+        with self.average.swapped_in():
+            self.policy.eval()
+            if self.validation is not None and self.accelerator.is_main_process:
+                entry["validation_loss"] = validation_loss(
+                    self.policy, self.validation, self.config.batch_size, self.config.validation_batches
+                )
+            played = self._played() if self.simulator is not None else []
         if self.accelerator.is_main_process:
-            entry: dict[str, Any] = {"step": self.step}
-            with self.average.swapped_in():
-                self.policy.eval()
-                if self.validation is not None:
-                    entry["validation_loss"] = validation_loss(
-                        self.policy, self.validation, self.config.batch_size, self.config.validation_batches
-                    )
-                if self.simulator is not None:
-                    seeds = range(VALIDATION_SEED, VALIDATION_SEED + self.config.validation_episodes)
-                    found = summary([rollout(self.policy, self.simulator, seed) for seed in seeds])
-                    entry |= {
-                        "validation_success": found["success"],
-                        "validation_max_reward": found["max_reward"],
-                    }
-            if self.simulator is not None and is_better(entry, self.best):
-                self.best = entry
-                self._save_policy()
+            if self.simulator is not None:
+                found = summary(played)
+                entry |= {"validation_success": found["success"], "validation_max_reward": found["max_reward"]}
+                if is_better(entry, self.best):
+                    self.best = entry
+                    self._save_policy()
             self.history.append(entry)
         self.accelerator.wait_for_everyone()
+
+    def _played(self) -> list[Episode]:
+        """The validation episodes, in the order of their seeds, of all processes."""
+        index, processes = self.accelerator.process_index, self.accelerator.num_processes
+        seeds = range(VALIDATION_SEED, VALIDATION_SEED + self.config.validation_episodes)
+        mine = [rollout(self.policy, self.simulator, seed) for seed in seeds[index::processes]]
+        return sorted(gather_object(mine), key=lambda episode: episode.seed)
 
     def metrics(self) -> dict[str, Any]:
         """The numbers of the policy that was saved."""

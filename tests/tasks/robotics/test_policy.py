@@ -371,3 +371,79 @@ def test_bad_ranges_are_refused():
 def test_policy_file_holds_plain_values(tmp_path):
     tiny_policy().save_pretrained(tmp_path / "policy")
     assert PolicyConfig(**read_policy_file(tmp_path / "policy")["policy"]) == tiny_config()
+
+
+# ---- acting step by step --------------------------------------------------------------------------------------------
+
+
+def steps_of(config, count: int, batch: int) -> list[dict[str, torch.Tensor]]:
+    """What so many episodes show, one step after the other, {key: (B, ...)}."""
+    return [{key: value[:, 0] for key, value in observations(config, batch, seed).items()} for seed in range(count)]
+
+
+@pytest.mark.parametrize("options", [{"sampler": "ddim"}, {"sampler": "ddpm", "sampling_steps": 4}])
+def test_selected_actions_are_the_plans_of_each_episode_alone(options):
+    """Nineteen steps of three episodes side by side, with the noise that each draws alone."""
+    policy = tiny_policy(**options).eval()
+    steps = steps_of(policy.config, 19, 3)
+    generators = [generator(seed) for seed in (1, 2, 3)]
+    policy.reset()
+    actions = torch.stack([policy.select_action(step, generators) for step in steps], 1)
+    assert actions.shape == (3, 19, 4)
+    for episode in range(3):
+        alone, expected = generator(episode + 1), []
+        for first in range(0, 19, policy.config.action_steps):
+            seen = {k: np.stack([steps[max(0, n)][k][episode] for n in (first - 1, first)]) for k in steps[0]}
+            expected.extend(policy.act(seen, alone))
+        assert np.allclose(actions[episode], np.stack(expected)[:19], atol=2e-5)
+
+
+def test_a_reset_begins_anew_and_arrays_of_a_simulator_are_copied():
+    policy = tiny_policy().eval()
+    steps = [{key: value.numpy() for key, value in step.items()} for step in steps_of(policy.config, 4, 2)]
+    expected = [policy.select_action(step, generator()) for step in steps]
+    policy.reset()
+    shared = {key: value.copy() for key, value in steps[0].items()}
+    for step, action in zip(steps, expected, strict=True):
+        for key, value in step.items():
+            shared[key][:] = value
+        assert torch.equal(policy.select_action(shared, generator()), action)
+    remembered = policy._seen[0]
+    assert all(torch.equal(remembered[key], torch.from_numpy(steps[2][key])) for key in steps[2])
+    assert not any("planned" in name or "seen" in name for name in policy.state_dict())
+
+
+def test_plans_have_the_names_of_diffusion_policy():
+    policy = tiny_policy().eval()
+    seen = observations(policy.config, 2)
+    found = policy.predict_action(seen, generator())
+    assert torch.equal(found["action_pred"], policy.plan(seen, generator()))
+    assert torch.equal(found["action"], found["action_pred"][:, 1:9])
+    with pytest.raises(ValueError, match="a policy acts in evaluation mode"):
+        policy.train().predict_action(seen)
+    with pytest.raises(ValueError, match="3 generators for 2 episodes"):
+        policy.eval().plan(seen, [generator()] * 3)
+
+
+def test_observations_that_do_not_fit_are_named():
+    policy = tiny_policy().eval()
+    step = steps_of(policy.config, 1, 2)[0]
+    with pytest.raises(ValueError, match="observation 'position' is missing; given: agentview_image, hand_image"):
+        policy.select_action({key: value for key, value in step.items() if key != "position"})
+    with pytest.raises(ValueError, match=r"observation 'position' has shape \[3\], not \[2, 3\]"):
+        policy.select_action({**step, "position": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"'agentview_image' has shape \[2, 3, 40, 40\], not \['B', 40, 40, 3\]"):
+        policy.select_action({**step, "agentview_image": torch.zeros(2, 3, 40, 40)})
+    policy.select_action(step)
+    with pytest.raises(ValueError, match=r"observations of 1 episodes after those of 2; call reset\(\) between them"):
+        policy.select_action({key: value[:1] for key, value in step.items()})
+
+
+def test_given_crops_are_cut():
+    policy = tiny_policy().train()
+    normalized = policy.normalized(observations(policy.config, 2))
+    places = {key: torch.rand(4, 2, generator=generator()) for key in policy.config.cameras}
+    torch.manual_seed(3)
+    given, _ = policy.encode(normalized, places)
+    assert torch.equal(given, policy.encode(normalized, places)[0])
+    assert not torch.equal(given, policy.encode(normalized)[0])

@@ -105,6 +105,25 @@ def test_wrong_names_are_refused(environment):
         environment("lift", ("image",))
 
 
+def test_what_is_covered_does_not_depend_on_the_order_of_a_set(environment):
+    """The block's two shapes lie in a set, whose order follows from addresses. A sum of their areas must not."""
+    table, generator = environment("pusht"), np.random.default_rng(0)
+    table.reset(0)
+    shapes, different = table._env._block_shapes, 0
+    from gym_pusht.envs.pusht import PushTEnv, pymunk_to_shapely
+
+    for _ in range(200):
+        table.restore(np.array([20, 20, *generator.uniform(200, 300, 2), generator.uniform(0, 6)]))
+        goal = table._env.get_goal_pose_body(table._env.goal_pose)
+        orders = (shapes, shapes[::-1])
+        areas = [[pymunk_to_shapely(body, order) for body in (goal, table._env.block)] for order in orders]
+        values = [target.intersection(block).area / target.area for target, block in areas]
+        assert table._covered() == table._env._get_coverage() == values[0]
+        assert PushTEnv._get_coverage(table._env) == pytest.approx(values[1], abs=1e-15)
+        different += values[0] != values[1]
+    assert different
+
+
 # ---- arms -----------------------------------------------------------------------------------------------------------
 
 

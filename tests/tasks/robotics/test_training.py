@@ -1,5 +1,6 @@
 """The training loop: what it draws, validates, averages and keeps."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,10 +11,13 @@ import torch
 pytest.importorskip("diffusers", reason="the robotics extra is not installed")
 pytest.importorskip("h5py", reason="the robotics extra is not installed")
 
+from tasks.common.results import read_results
 from tasks.robotics import train, training
 from tasks.robotics.config import check_config
 from tasks.robotics.data import Windows, read_episodes
 from tasks.robotics.formats import open_demonstrations
+from tasks.robotics.rollout import Episode
+from tests.processes import Started, launched
 from tests.tasks.robotics.walk import configuration, with_cameras, write_walk
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_accelerator")]
@@ -80,6 +84,9 @@ def test_an_epoch_takes_every_window_once_and_processes_share_each_batch(demonst
         loop.accelerator = SimpleNamespace(process_index=process, num_processes=processes)
         return loop._windows().tolist()
 
+    assert sum(drawn(0, process, 3) and loop._share() for process in range(3)) == pytest.approx(3)
+    drawn(0, 0, 3)
+    assert loop._share() == pytest.approx(6 * 3 / 16)  # 6, 5 and 5 of 16
     epochs = []
     for epoch in range(2):
         steps = range(epoch * loop.epoch_steps, (epoch + 1) * loop.epoch_steps)
@@ -97,6 +104,42 @@ def test_other_ways_to_train(demonstrations, tmp_path, options):
     results = train.run(configuration(demonstrations, tmp_path / "run", steps=2, batch_size=32, **options))
     assert results["steps"] == (2 * (results["windows"] // 32) if "epochs" in options else 2)
     assert np.isfinite(results["metrics"]["validation_loss"])
+
+
+def train_with_scored_seeds(config, notes):
+    """A training whose validation episodes have rewards that follow from their seeds, and are noted."""
+
+    def scored(policy, environment, seed):
+        assert not policy.training
+        with open(notes, "a") as file:
+            file.write(f"{os.environ.get('RANK', '0')} {seed}\n")
+        return Episode(seed, seed % 3 == 0, (seed % 7) / 7, 5)
+
+    training.rollout = scored
+    train.make_matching_environment = lambda *given: SimpleNamespace(close=lambda: None)
+    train.run(config)
+
+
+def test_processes_share_the_validation_episodes(demonstrations, tmp_path):
+    """Two processes of torchrun play each seed once, and the results are those of one."""
+    histories, notes = [], []
+    for count in (1, 2):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        trainer = {"steps": 4, "validate_steps": 2, "validation_episodes": 5}
+        config = configuration(demonstrations, folder / "run", **trainer)
+        how = {"folder": folder, "log": folder / "log", "here": True}
+        arguments = (train_with_scored_seeds, config, str(folder / "notes"))
+        process = Started(*arguments, **how) if count == 1 else launched(2, *arguments, **how)
+        assert process.wait(200) == 0, (folder / "log").read_text()
+        history = read_results(folder / "run" / "results.json")["history"]
+        histories.append([{k: v for k, v in entry.items() if "success" in k or "reward" in k} for entry in history])
+        notes.append(sorted(line.split() for line in (folder / "notes").read_text().splitlines()))
+    assert histories[0] == histories[1]
+    seeds = range(50_000, 50_005)
+    assert {"validation_success": 2 / 5, "validation_max_reward": np.mean([s % 7 / 7 for s in seeds])} in histories[0]
+    assert sorted(seed for _, seed in notes[1]) == sorted(2 * [str(seed) for seed in seeds])
+    assert [rank for rank, _ in notes[1]] == 6 * ["0"] + 4 * ["1"]
 
 
 def test_the_moving_average_is_diffusers():

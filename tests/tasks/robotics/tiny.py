@@ -65,6 +65,26 @@ def one_episode(values: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return {key: value[0].numpy() for key, value in values.items()}
 
 
+def pusht_policy(seed: int = 0) -> CrosswayPolicy:
+    """Of PushT's state, with random weights."""
+    config = PolicyConfig(
+        observations={"keypoints": [16], "agent_pos": [2]},
+        action_size=2,
+        widths=[16, 32],
+        kernel_size=3,
+        groups=4,
+        step_embedding_size=8,
+        reconstruction_weight=0,
+        sampler="ddim",
+        sampling_steps=3,
+    )
+    bounds = {
+        key: ([0.0] * size, [512.0] * size) for key, size in (("keypoints", 16), ("agent_pos", 2), ("actions", 2))
+    }
+    torch.manual_seed(seed)
+    return CrosswayPolicy(config, Normalizer(bounds, dict.fromkeys(bounds, 1.0))).eval()
+
+
 def write_pusht(folder: Path, cameras: tuple[str, ...] = (), episodes: int = 10, steps: int = 20) -> Path:
     """pusht.zarr in a folder: random pushes in the simulator."""
     generator, paths = np.random.default_rng(0), []

@@ -1,0 +1,128 @@
+"""The simulators as gymnasium's environments.
+
+    import gymnasium
+    import tasks.robotics
+
+    env = gymnasium.make("sparseprior/Lift-v0", cameras=["agentview"], render_mode="rgb_array")
+    observation, info = env.reset(seed=7)  # the episode of `make_environment("lift").reset(7)`
+    observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
+
+An episode is terminated when it is solved, and truncated after HORIZONS steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.utils import EzPickle
+
+from tasks.robotics.environments import Observation, make_environment, picture_problem
+
+LARGEST_SEED = 2**32 - 1  # of PushT's generator
+RENDER_SIZE = 256
+
+
+class SimulatorEnv(gymnasium.Env, EzPickle):
+    """A simulator of `make_environment` with gymnasium's interface.
+
+    Observations are its observations, by name: images uint8 (H, W, 3), everything else float32 (size,). Actions are
+    float32 (size,). All have the bounds that the simulator states. Of arms, an action whose two rows of a rotation are
+    zero or parallel keeps the hand's rotation. `info` has `seed`, from which `reset` makes this episode again, and
+    `is_success`; after a step also what else the simulator measures.
+
+    Args:
+        task: "lift", "can" or "pusht".
+        cameras, image_size: as `make_environment` takes them; without cameras no images are made.
+        render_mode: "rgb_array", or None if nothing is to be drawn; gymnasium makes "human" and "rgb_array_list" of it.
+        render_size: height and width of what `render` draws, pixels.
+
+    Raises:
+        ValueError: for another task, camera, size or mode.
+        ImportError: if the simulator is missing.
+        OSError: if images or pictures of an arm are wanted and no GL library is found.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}
+
+    def __init__(
+        self,
+        task: str,
+        cameras: Sequence[str] = (),
+        image_size: int | None = None,
+        render_mode: str | None = None,
+        render_size: int = RENDER_SIZE,
+    ) -> None:
+        EzPickle.__init__(self, task, cameras, image_size, render_mode, render_size)
+        if isinstance(cameras, str):
+            raise ValueError(f"cameras={cameras!r} must be a list of names")
+        if render_mode not in (None, *self.metadata["render_modes"]):
+            raise ValueError(f"render_mode={render_mode!r} must be one of rgb_array, None")
+        if isinstance(render_size, bool) or not isinstance(render_size, int) or not 16 <= render_size <= 1024:
+            raise ValueError(f"render_size={render_size!r} must be an integer from 16 to 1024")
+        self.render_mode, self.render_size = render_mode, render_size
+        self.simulator = make_environment(task, cameras, image_size)
+        if render_mode is not None and (problem := picture_problem(self.simulator)):
+            self.simulator.close()
+            raise OSError(f"render_mode={render_mode!r} of {task}: {problem}")
+        self.metadata = {**self.metadata, "render_fps": self.simulator.fps}
+        size = self.simulator.image_size
+        parts: dict[str, spaces.Space] = {
+            key: spaces.Box(low, high, dtype=np.float32) for key, (low, high) in self.simulator.state_bounds.items()
+        }
+        images = {key: spaces.Box(0, 255, (size, size, 3), np.uint8) for key in self.simulator.cameras.values()}
+        self.observation_space = spaces.Dict(parts | images)
+        low, high = self.simulator.action_bounds
+        self.action_space = spaces.Box(low, high, dtype=np.float32)
+        self._episode: int | None = None  # its seed
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Start an episode: that of a seed, or the next one that the last seed leads to.
+
+        Raises:
+            ValueError: for options, of which there are none.
+        """
+        if options:
+            raise ValueError(f"options={options!r}: {self.simulator.name} has none")
+        super().reset(seed=seed)
+        if seed is None:
+            self._episode = int(self.np_random.integers(LARGEST_SEED + 1))
+        elif seed <= LARGEST_SEED:
+            self._episode = int(seed)
+        else:
+            self._episode = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        return self.simulator.reset(self._episode), self._info({"success": self.simulator.success()})
+
+    def step(self, action: np.ndarray) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Execute one action (size,).
+
+        Raises:
+            ValueError: for another shape or numbers that are not finite.
+            gymnasium.error.ResetNeeded: before the first `reset`.
+        """
+        if self._episode is None:
+            raise gymnasium.error.ResetNeeded("call reset before step")
+        action = self.simulator.playable(self.simulator.checked_action(action))
+        observation, reward, solved, info = self.simulator.step(action)
+        return observation, reward, solved, False, self._info(info)
+
+    def render(self) -> np.ndarray | None:
+        """The scene, uint8 (render_size, render_size, 3), if this was made with a render mode."""
+        if self.render_mode is None:
+            gymnasium.logger.warn('render draws nothing: make the environment with render_mode="rgb_array"')
+            return None
+        if self._episode is None:
+            raise gymnasium.error.ResetNeeded("call reset before render")
+        return self.simulator.render(self.render_size)
+
+    def close(self) -> None:
+        """Free the simulator; a second call does nothing."""
+        self.simulator.close()
+
+    def _info(self, measured: dict[str, Any]) -> dict[str, Any]:
+        return {"seed": self._episode, "is_success": measured["success"], **measured}
