@@ -17,6 +17,7 @@ from transformers.backbone_utils import BackboneConfigMixin
 from .checks import check_boolean, check_integer, check_within
 from .config_keys import ExactKeys
 from .extras import EXTRAS
+from .feature_maps import FeatureMap
 from .layer_sizes import LayerSizes, check_compressed, compressed_layers, whole_layer
 from .limits import check_limit
 from .prior import PriorSpec, Stage, prior_name, prior_pruning_ratio, resolve_prior, resolve_stages
@@ -104,6 +105,12 @@ class BaseConfig(ExactKeys, BackboneConfigMixin, PretrainedConfig):
     def map_names(self) -> list[str]:
         """Names of the feature maps that a backbone has."""
         raise NotImplementedError
+
+    @property
+    def maps(self) -> list[FeatureMap]:
+        """What the maps of `map_names` are, before any resampling; here of a family with one grid and one width."""
+        stride, prefix = as_pair(self.patch_size), self.num_prefix_tokens
+        return [FeatureMap(name, self.hidden_size, stride, prefix) for name in self.map_names]
 
     @property
     def num_weights(self) -> int:

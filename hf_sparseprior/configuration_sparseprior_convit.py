@@ -9,6 +9,7 @@ from .base_config import IMAGENET, BaseConfig, as_pair, check_number
 from .checks import check_integer
 from .configuration_sparseprior_vit import Interpolation, PositionEmbedding
 from .extras import EXTRAS
+from .feature_maps import FeatureMap, check_map_count, check_map_scales, resampling_weights
 from .layer_sizes import counts
 from .limits import check_size
 from .prior import Stage, common_order, prior_weights
@@ -47,6 +48,9 @@ class SparsePriorConvitConfig(BaseConfig):
         layer_norm_eps, initializer_range: as in ViT.
         image_mean, image_std: normalisation the model was trained with, one number per channel or for all.
         apply_layernorm, reshape_hidden_states, out_features, out_indices: for the backbone, as in Dinov2Backbone.
+        map_scales: for the backbone, the sides of each map of out_features as a multiple of the grid's, powers of two:
+            [4, 2, 1, 0.5] are strides 4, 8, 16, 32 after patches of 16 pixels. Learned layers bring them there
+            (`feature_maps.resampling`). None: all maps are of the grid.
         compressed: what pruning left of each layer, as in SparsePriorViTConfig.
     """
 
@@ -90,6 +94,11 @@ class SparsePriorConvitConfig(BaseConfig):
     image_std: Any = IMAGENET["image_std"]
     apply_layernorm: bool = True
     reshape_hidden_states: bool = True
+    map_scales: Any = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        check_map_count(self)
 
     # ---- derived ----------------------------------------------------------------------------------------------------
 
@@ -109,6 +118,12 @@ class SparsePriorConvitConfig(BaseConfig):
     def map_names(self) -> list[str]:
         """The embedding and the output of each layer."""
         return ["stem"] + [f"stage{n}" for n in range(1, self.num_hidden_layers + 1)]
+
+    @property
+    def maps(self) -> list[FeatureMap]:
+        """As in `BaseConfig`; the class token is in the plain layers alone."""
+        local = self.num_local_layers
+        return [map_._replace(prefix=int(number > local)) for number, map_ in enumerate(super().maps)]
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -131,7 +146,7 @@ class SparsePriorConvitConfig(BaseConfig):
         total = self.num_channels * patch[0] * patch[1] * width + self.num_tokens * width + self.num_labels * width
         total += sum(width * (4 * layer.attention_width + 2 * layer.mlp_width) for layer in self.layers)
         total += sum(3 * len(layer.heads) for layer in self.layers[: self.num_local_layers])
-        return total + prior_weights(self.prior, self.stages[-1], width, hidden)
+        return total + resampling_weights(self) + prior_weights(self.prior, self.stages[-1], width, hidden)
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 
@@ -165,6 +180,7 @@ class SparsePriorConvitConfig(BaseConfig):
 
     def _validate_choices(self) -> None:
         super()._validate_choices()
+        check_map_scales(self)
         check_number("locality_strength", self.locality_strength, 0.0, math.inf)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from .base_config import IMAGENET, BaseConfig, as_pair
 from .extras import EXTRAS
+from .feature_maps import FeatureMap, pyramid
 from .layer_sizes import CONV_WIDTH, STEM_WIDTH, VALUE_WIDTH, LayerSizes
 from .limits import check_size
 from .prior import Stage, prior_weights
@@ -212,6 +213,11 @@ class SparsePriorIformerConfig(BaseConfig):
     def map_names(self) -> list[str]:
         """The stem and the output of each stage."""
         return ["stem", *(f"stage{n}" for n in range(1, len(self.hidden_sizes) + 1))]
+
+    @property
+    def maps(self) -> list[FeatureMap]:
+        """What the maps of `map_names` are: each stage after the first has half the sides of the one before."""
+        return pyramid(self.map_names, self.hidden_sizes, as_pair(self.patch_size))
 
     @property
     def summary(self) -> str:

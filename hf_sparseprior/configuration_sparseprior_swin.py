@@ -9,6 +9,7 @@ from typing import Any
 
 from .base_config import IMAGENET, BaseConfig, as_pair, check_number
 from .extras import EXTRAS
+from .feature_maps import FeatureMap, pyramid
 from .layer_sizes import counts
 from .limits import check_size
 from .predictor import PREDICTORS
@@ -136,6 +137,11 @@ class SparsePriorSwinConfig(BaseConfig):
     def map_names(self) -> list[str]:
         """The embedding and the output of each stage."""
         return ["stem", *(f"stage{n}" for n in range(1, len(self.depths) + 1))]
+
+    @property
+    def maps(self) -> list[FeatureMap]:
+        """What the maps of `map_names` are: each stage after the first has half the sides of the one before."""
+        return pyramid(self.map_names, self.widths, as_pair(self.patch_size))
 
     @property
     def summary(self) -> str:

@@ -51,6 +51,8 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
         for name in ("use_distillation_token", "token_classifier"):
             if getattr(self, name):
                 raise ValueError(f"{name}=True must be False in a {type(self).__name__}")
+        if self.map_scales is not None:
+            raise ValueError(f"map_scales={self.map_scales} must be None: a {type(self).__name__} has no backbone")
         if pruning_of(self.prior) is not None:
             raise ValueError(
                 f"prior {self.prior_name!r} drops tokens, and temporal attention needs each patch in every frame"

@@ -6,6 +6,7 @@ import math
 from typing import Any, ClassVar, Literal, get_args
 
 from .base_config import IMAGENET, BaseConfig, as_pair, check_number
+from .feature_maps import check_map_count, check_map_scales, resampling_weights
 from .layer_sizes import counts
 from .limits import check_size
 from .prior import Stage, common_order, prior_weights
@@ -90,6 +91,9 @@ class SparsePriorViTConfig(BaseConfig):
             `mlp_width` and `scale_width` with an entry for each layer; None: everything. num_attention_heads and
             intermediate_size are then those from before.
         apply_layernorm, reshape_hidden_states, out_features, out_indices: for the backbone, as in Dinov2Backbone.
+        map_scales: for the backbone, the sides of each map of out_features as a multiple of the grid's, powers of two:
+            [4, 2, 1, 0.5] are strides 4, 8, 16, 32 after patches of 16 pixels. Learned layers bring them there
+            (`feature_maps.resampling`). None: all maps are of the grid.
     """
 
     model_type = "sparseprior_vit"
@@ -147,6 +151,11 @@ class SparsePriorViTConfig(BaseConfig):
     image_std: Any = 0.5
     apply_layernorm: bool = True
     reshape_hidden_states: bool = True
+    map_scales: Any = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        check_map_count(self)
 
     # ---- derived ----------------------------------------------------------------------------------------------------
 
@@ -208,7 +217,8 @@ class SparsePriorViTConfig(BaseConfig):
             for prior, stage in zip(self.stage_priors, self.stages, strict=True)
         )
         classifiers = 1 + (self.use_distillation_token and self.use_distillation_classifier) + self.token_classifier
-        return stem + projection + positions + layers + priors + classifiers * self.num_labels * self.pooled_size
+        heads = classifiers * self.num_labels * self.pooled_size + resampling_weights(self)
+        return stem + projection + positions + layers + priors + heads
 
     @property
     def pooled_size(self) -> int:
@@ -235,6 +245,7 @@ class SparsePriorViTConfig(BaseConfig):
 
     def _validate_choices(self) -> None:
         super()._validate_choices()
+        check_map_scales(self)
         if self.pooling != "mean" and not self.use_class_token:
             raise ValueError(f"pooling={self.pooling!r} needs use_class_token=True; without a class token use 'mean'")
         if self.use_distillation_token and not self.use_class_token:

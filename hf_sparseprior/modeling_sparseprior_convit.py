@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
-from transformers.backbone_utils import BackboneMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
 
@@ -27,6 +26,7 @@ from .base_model import BasePreTrainedModel, output_options
 from .blocks import MLP, DropPath, patch_grid, resized_positions
 from .configuration_sparseprior_convit import SparsePriorConvitConfig
 from .families import Family, register_family
+from .feature_maps import FeatureBackbone, make_resampling, whole_patches
 from .layer_sizes import HEADS, WIDTH, UnitAxes
 from .token_order import RASTER
 
@@ -383,12 +383,14 @@ class SparsePriorConvitForImageClassification(SparsePriorConvitPreTrainedModel):
         return output if return_dict else output.to_tuple()
 
 
-class SparsePriorConvitBackbone(BackboneMixin, SparsePriorConvitModel):
+class SparsePriorConvitBackbone(FeatureBackbone, SparsePriorConvitModel):
     """SparsePriorConvit as a feature extractor for dense prediction."""
 
     def __init__(self, config: SparsePriorConvitConfig) -> None:
         super().__init__(config)
         self.num_features = [config.hidden_size] * (config.num_hidden_layers + 1)
+        self.map_resampling = make_resampling(config, config.hidden_size)
+        self.post_init()
 
     def forward(  # type: ignore[override]
         self,
@@ -397,13 +399,15 @@ class SparsePriorConvitBackbone(BackboneMixin, SparsePriorConvitModel):
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
     ) -> BackboneOutput | tuple:
-        """Feature maps (B, C, height, width) of the patches at `config.out_features`; without `reshape_hidden_states`
-        tokens (B, T, C), among which there is a class token from the first plain layer on. "stem" is the embedding,
-        "stage3" the output of the third layer.
+        """Feature maps (B, C, height, width) at `config.out_features`, of the patches or, with `map_scales`, of other
+        strides; without `reshape_hidden_states` tokens (B, T, C), among which there is a class token from the first
+        plain layer on. "stem" is the embedding, "stage3" the output of the third layer. For maps, images of any size
+        are padded to whole patches with zeros at bottom and right.
         """
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
+        pixel_values = whole_patches(self, pixel_values)
         _, grid, states, attentions = self.encode(pixel_values, output_attentions, True)
         maps = []
         for number, (stage, state) in enumerate(zip(self.stage_names, states, strict=True)):
@@ -414,6 +418,8 @@ class SparsePriorConvitBackbone(BackboneMixin, SparsePriorConvitModel):
             if self.config.reshape_hidden_states:
                 patches = state[:, int(number > self.config.num_local_layers) :]
                 state = patches.transpose(1, 2).unflatten(2, grid)
+            if self.map_resampling:
+                state = self.map_resampling[stage](state)
             maps.append(state)
         output = BackboneOutput(
             feature_maps=tuple(maps),
@@ -434,5 +440,6 @@ register_family(
         title="SparsePriorConvit",
         architecture="ConViT",
         flops="hf_sparseprior.analysis.flops_convit:convit_flops",
+        backbone_parts=("map_resampling",),
     )
 )

@@ -17,7 +17,6 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.backbone_utils import BackboneMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
 
@@ -28,6 +27,7 @@ from .blocks import BatchNorm, DropPath, LayerScale
 from .configuration_sparseprior_iformer import BLOCKS_OF_A_LAYER, SparsePriorIformerConfig
 from .extras import make_extras
 from .families import Family, ProjectionNames, register_family
+from .feature_maps import FeatureBackbone, whole_patches
 from .layer_sizes import (
     CONV_WIDTH,
     HEAD_WIDTH,
@@ -523,7 +523,7 @@ class SparsePriorIformerForImageClassification(SparsePriorIformerPreTrainedModel
         return output if return_dict else output.to_tuple()
 
 
-class SparsePriorIformerBackbone(BackboneMixin, SparsePriorIformerModel):
+class SparsePriorIformerBackbone(FeatureBackbone, SparsePriorIformerModel):
     """SparsePriorIformer as a feature extractor for dense prediction. Its maps have no further norm."""
 
     def __init__(self, config: SparsePriorIformerConfig) -> None:
@@ -537,11 +537,13 @@ class SparsePriorIformerBackbone(BackboneMixin, SparsePriorIformerModel):
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
     ) -> BackboneOutput | tuple:
-        """Feature maps (B, C, H, W) at `config.out_features`. "stem" is the embedding."""
+        """Feature maps (B, C, H, W) at `config.out_features`. "stem" is the embedding. Images of any size are padded to
+        multiples of 4 with zeros at bottom and right.
+        """
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
-        maps, attentions = self.encode(pixel_values, output_attentions)
+        maps, attentions = self.encode(whole_patches(self, pixel_values), output_attentions)
         by_name = dict(zip(self.stage_names, maps, strict=True))
         output = BackboneOutput(
             feature_maps=tuple(by_name[stage] for stage in self.out_features),
@@ -558,7 +560,10 @@ def layer_scale(kind: type[LayerScale], width: int, config: SparsePriorIformerCo
 
 def normed(norm: nn.Module, tokens: Tensor) -> Tensor:
     """A batch norm of tokens (B, N, C)."""
-    return norm(tokens.flatten(0, 1)).view_as(tokens)
+    if isinstance(norm, BatchNorm):
+        return norm(tokens.flatten(0, 1)).view_as(tokens)
+    # DETRs of transformers replace batch norms by frozen ones, which take maps alone.
+    return norm(tokens.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
 
 
 def as_tokens(maps: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
-from transformers.backbone_utils import BackboneMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
 
@@ -28,6 +27,7 @@ from .base_model import BasePreTrainedModel, output_options
 from .blocks import MLP, DropPath
 from .configuration_sparseprior_swin import SparsePriorSwinConfig
 from .families import Family, register_family
+from .feature_maps import FeatureBackbone
 from .layer_sizes import NEXT_WIDTH, WIDTH, UnitAxes
 from .prior import common_order
 from .relative_position import SwinRelativePositionBias
@@ -444,7 +444,7 @@ class SparsePriorSwinForImageClassification(SparsePriorSwinPreTrainedModel):
         return output if return_dict else output.to_tuple()
 
 
-class SparsePriorSwinBackbone(BackboneMixin, SparsePriorSwinModel):
+class SparsePriorSwinBackbone(FeatureBackbone, SparsePriorSwinModel):
     """SparsePriorSwin as a feature extractor for dense prediction.
 
     As in transformers and mmdetection, each map that is given out has a norm of its own, and windows are shifted even

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
-from transformers.backbone_utils import BackboneMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ModelOutput
 
@@ -26,6 +25,7 @@ from .blocks import MLP, BatchNorm, DropPath, LayerScale, patch_grid, resized_po
 from .configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from .extras import make_extras
 from .families import Family, register_family
+from .feature_maps import FeatureBackbone, make_resampling, whole_patches
 from .layer_sizes import WIDTH, UnitAxes
 from .prior import pruning_of
 from .token_order import RASTER
@@ -505,7 +505,7 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
         return output if return_dict else output.to_tuple()
 
 
-class SparsePriorViTBackbone(BackboneMixin, SparsePriorViTModel):
+class SparsePriorViTBackbone(FeatureBackbone, SparsePriorViTModel):
     """SparsePriorViT as a feature extractor for dense prediction (UperNet, DETR, Mask2Former, ...).
 
     Load weights with the class's own `from_pretrained`; `AutoBackbone.from_config` builds it from a config.
@@ -521,6 +521,8 @@ class SparsePriorViTBackbone(BackboneMixin, SparsePriorViTModel):
                 f"prior {config.prior_name!r} drops tokens, and the feature maps of a backbone need all of them"
             )
         self.num_features = [config.hidden_size] * (config.num_hidden_layers + 1)
+        self.map_resampling = make_resampling(config, config.hidden_size)
+        self.post_init()
 
     def forward(  # type: ignore[override]
         self,
@@ -529,12 +531,14 @@ class SparsePriorViTBackbone(BackboneMixin, SparsePriorViTModel):
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
     ) -> BackboneOutput | tuple:
-        """Feature maps (B, C, height, width) of the patches at `config.out_features`; tokens (B, T, C) without
-        `reshape_hidden_states`. "stem" is the embedding, "stage3" the output of the third layer.
+        """Feature maps (B, C, height, width) at `config.out_features`, of the patches or, with `map_scales`, of other
+        strides; tokens (B, T, C) without `reshape_hidden_states`. "stem" is the embedding, "stage3" the output of the
+        third layer. For maps, images of any size are padded to whole patches with zeros at bottom and right.
         """
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
+        pixel_values = whole_patches(self, pixel_values)
         _, grid, states, attentions, _ = self.encode(pixel_values, output_attentions, True)
         assert states is not None
         maps = []
@@ -546,6 +550,8 @@ class SparsePriorViTBackbone(BackboneMixin, SparsePriorViTModel):
             if self.config.reshape_hidden_states:
                 state = state[:, self.config.num_prefix_tokens :]
                 state = state.transpose(1, 2).reshape(state.shape[0], -1, *grid)
+            if self.map_resampling:
+                state = self.map_resampling[stage](state)
             maps.append(state)
         output = BackboneOutput(
             feature_maps=tuple(maps), hidden_states=states if output_hidden_states else None, attentions=attentions
@@ -564,5 +570,6 @@ register_family(
         title="SparsePriorViT",
         architecture="ViT",
         flops="hf_sparseprior.analysis.flops:vit_flops",
+        backbone_parts=("map_resampling",),
     )
 )

@@ -29,7 +29,7 @@ FLOORS = [
     ("prior",),
     ("attention",),
     ("image_processor", "model_card", "hub"),
-    ("base_config", "blocks"),
+    ("base_config", "blocks", "feature_maps"),
     (
         *("configuration_sparseprior_vit", "configuration_sparseprior_timesformer", "configuration_sparseprior_swin"),
         "configuration_sparseprior_convit",
@@ -47,7 +47,7 @@ FLOORS = [
     ("analysis",),
     ("training",),
     ("compression",),
-    ("export", "doctor", "command"),
+    ("export", "doctor", "command", "heads"),
     ("__init__",),
     ("__main__",),
 ]

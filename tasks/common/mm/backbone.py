@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from transformers.modeling_outputs import BackboneOutput
 from transformers.utils import CONFIG_NAME
@@ -17,7 +16,8 @@ from transformers.utils import CONFIG_NAME
 from hf_sparseprior.checks import check_boolean, check_integer
 from hf_sparseprior.config_keys import config_keys
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
-from hf_sparseprior.families import FAMILIES, Family, family_of, for_every_family
+from hf_sparseprior.families import FAMILIES, Family, family_of, for_every_family, is_backbone_weight
+from hf_sparseprior.feature_maps import pad_to_patches
 from hf_sparseprior.files import read_json_object
 from hf_sparseprior.predictor import Predictor
 from hf_sparseprior.pretrained import check_saved_folder, copy_weights, load_whole_model, saved_family
@@ -126,7 +126,8 @@ class MMBackbone:
             own = {"prior": saved["prior"]} if "prior" in saved else {}
             built = self.config_class.from_preset(preset, **{**own, **options})
         elif saved:
-            built = self.config_class.from_dict({**saved, "out_features": None, **options})
+            maps = {"out_features": None, **({"map_scales": None} if "map_scales" in saved else {})}
+            built = self.config_class.from_dict({**saved, **maps, **options})
         else:
             built = self.config_class(**options)
         model: Any = super()
@@ -219,12 +220,6 @@ def pretrained_folder(pretrained: str | None, init_cfg: dict[str, Any] | None) -
     return init_cfg["checkpoint"]
 
 
-def pad_to_patches(pixel_values: Tensor, patch_size: tuple[int, int]) -> Tensor:
-    """(B, channels, height, width) with zeros at bottom and right up to whole patches."""
-    height, width = (-side % patch for side, patch in zip(pixel_values.shape[-2:], patch_size, strict=True))
-    return F.pad(pixel_values, (0, width, 0, height)) if height or width else pixel_values
-
-
 def load_weights(model: Any, folder: str) -> None:
     """Fill a model with the backbone of a saved folder; a classifier is left out.
 
@@ -258,6 +253,11 @@ def _saved_class(folder: str, model: Any) -> Any:
     return family.backbone if is_backbone else family.base
 
 
+def has_own_parts(model: nn.Module) -> bool:
+    """Whether a backbone has weights that a bare model does not have."""
+    return any(map(is_backbone_weight, model.state_dict()))
+
+
 def save_backbone(model: Any, folder: str) -> None:
     """Write a backbone as a folder that every other task loads: of its family's bare model, or of its backbone if that
     has weights of its own.
@@ -268,9 +268,10 @@ def save_backbone(model: Any, folder: str) -> None:
     family = family_of(model.config)
     assert family is not None
     fields = model.config.to_dict()
-    if not family.backbone_parts:
+    own_parts = has_own_parts(model)
+    if not own_parts:
         fields |= {"out_features": None, "out_indices": None}
-    cls = family.backbone if family.backbone_parts else family.base
+    cls = family.backbone if own_parts else family.base
     saved = cls(type(model.config).from_dict(fields)).to(model.dtype)
     saved.load_state_dict(model.state_dict())
     saved.save_pretrained(folder)

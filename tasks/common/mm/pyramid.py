@@ -14,13 +14,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-class ChannelNorm(nn.LayerNorm):
-    """Layer normalisation over the channels of every pixel of a map (B, C, H, W)."""
-
-    def forward(self, map_: Tensor) -> Tensor:
-        """Normalise a map, same shape, and contiguous (`SparsePriorViT.forward` says why)."""
-        return super().forward(map_.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).contiguous()
+from hf_sparseprior.feature_maps import ChannelNorm
 
 
 @MODELS.register_module()
