@@ -10,7 +10,10 @@ from transformers import ProgressCallback
 class OneLineProgress(ProgressCallback):
     """transformers' training bar with the latest numbers after it instead of a line per log entry."""
 
-    SHOWN = {"loss": "loss", "eval_loss": "val loss", "eval_accuracy": "val acc", "eval_knn_accuracy": "val k-NN"}
+    SHOWN = {
+        **{"loss": "loss", "data_wait": "waiting for data", "eval_loss": "val loss"},
+        **{"eval_accuracy": "val acc", "eval_knn_accuracy": "val k-NN"},
+    }
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from hf_sparseprior.pretrained import check_classes, load_whole_model, weights_s
 from tasks.common.command import run_command
 from tasks.common.config import Config, apply_overrides
 from tasks.common.hf_run import HFTask, named_metrics
-from tasks.common.metrics import compute_metrics, confusion_matrix
+from tasks.common.metrics import average_views, compute_metrics, confusion_matrix
 from tasks.common.plots import draw_confusion
 from tasks.common.processes import check_alone
 from tasks.common.results import Results
@@ -63,25 +64,29 @@ def evaluate_model(
         report_to="none",
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
+        dataloader_num_workers=config.get("trainer", {}).get("dataloader_num_workers", 0),
     )
-    trainer = Trainer(model=model, args=arguments, compute_metrics=compute_metrics)
+    measure = partial(compute_metrics, views=data.views, top=data.top)
+    trainer = Trainer(model=model, args=arguments, compute_metrics=measure)
     prediction = trainer.predict(data.dataset, metric_key_prefix=split)
-    predicted = np.argmax(prediction.predictions, -1)
-    counts = confusion_matrix(prediction.label_ids, predicted, len(data.classes))
-    accuracy = prediction.metrics[f"{split}_accuracy"]
+    scores, labels = average_views(prediction.predictions, prediction.label_ids, data.views)
+    counts = confusion_matrix(labels, np.argmax(scores, -1), len(data.classes))
+    accuracies = {name: value for name, value in prediction.metrics.items() if name.endswith("accuracy")}
+    accuracy = accuracies[f"{split}_accuracy"]
     results = Results(
         task=task.name,
-        metrics={f"{split}_accuracy": accuracy, **named_metrics(task, split, counts, data.classes)},
+        metrics={**accuracies, **named_metrics(task, split, counts, data.classes)},
         config=config,
         parameters=model.num_parameters(),
         details={
             "model": str(folder),
             "model_sha256": weights_sha256(folder),
             "split": split,
-            task.examples: len(data.dataset),
+            task.examples: len(data.dataset) // data.views,
             "data": data.description,
             "classes": list(data.classes),
             "confusion": counts.tolist(),
+            **data.details,
         },
     )
     draw_confusion(counts, data.classes, out / f"confusion_{split}.png", f"{split}: {100 * accuracy:.2f} %")

@@ -38,7 +38,7 @@ from hf_sparseprior.training import (
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.common.command import RunStopped, run_command, tell_data, train_parser
 from tasks.common.config import FINAL, Config, load_sections
-from tasks.common.metrics import compute_metrics, confusion_matrix, pack_correct
+from tasks.common.metrics import average_views, compute_metrics, confusion_matrix, pack_correct
 from tasks.common.models import about_model, merged, save_adapter, trainable_parameters
 from tasks.common.plots import draw_confusion, draw_history
 from tasks.common.processes import check_joined, join_on_cpu
@@ -84,6 +84,8 @@ class Prepared:
     kept: what is saved of the trained model, a part of it or a smaller one; the whole by default.
     test: (the Trainer after training) -> what the test found; None: how many examples the classifier gets right.
     callbacks: more callbacks of the Trainer.
+    test_views: rows in a row of the test dataset that are views of one example, whose scores are averaged.
+    top: numbers k for which top-k accuracies are measured.
     details: called after the test; returns what results.json says in addition to what every task records.
     """
 
@@ -102,6 +104,8 @@ class Prepared:
     kept: Callable[[Any], Any] = lambda model: model
     test: Callable[[Any], Tested] | None = None
     callbacks: Sequence[TrainerCallback] = ()
+    test_views: int = 1
+    top: Sequence[int] = ()
     details: Callable[[], dict[str, Any]] = dict
 
 
@@ -118,11 +122,16 @@ class Tested:
 
 @dataclass
 class Split:
-    """What a saved model is evaluated on: dataset, classes in the order of the labels, description of the data."""
+    """What a saved model is evaluated on: dataset, classes in the order of the labels, description of the data, views
+    of each example as in `Prepared.test_views`, top as there.
+    """
 
     dataset: Any
     classes: Sequence[str]
     description: str
+    views: int = 1
+    top: Sequence[int] = ()
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 def _nothing(*arguments: Any) -> dict[str, Any]:
@@ -267,14 +276,18 @@ def tell_splits(task: HFTask, prepared: Prepared, judged: bool) -> None:
     """Print what is trained on and what is tested on, and what validates the model unless it is not `judged`."""
     parts = {"trains": "train", **({"validates": "validation"} if judged else {}), "tests": "test"}
     told = {
-        does: (_size(prepared.datasets[split]), prepared.split_names.get(split, split)) for does, split in parts.items()
+        does: (
+            _size(prepared.datasets[split], prepared.test_views if split == "test" else 1),
+            prepared.split_names.get(split, split),
+        )
+        for does, split in parts.items()
     }
     tell_data(task.examples, told, len(prepared.classes))
 
 
-def _size(dataset: Any) -> int | None:
+def _size(dataset: Any, views: int) -> int | None:
     try:
-        return len(dataset)
+        return len(dataset) // views
     except TypeError:  # a stream that does not say it
         return None
 
@@ -317,10 +330,15 @@ def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePrior
 
 def test_classifier(prepared: Prepared, trainer: SparsePriorTrainer) -> Tested:
     """How many test examples a classifier gets right, and its moving average at the end of training, if it has one."""
-    prediction = trainer.predict(prepared.datasets["test"], metric_key_prefix="test")
-    accuracies = ("test_accuracy", "test_ema_accuracy")
-    metrics = {name: prediction.metrics[name] for name in accuracies if name in prediction.metrics}
-    return Tested(metrics, prediction.label_ids, np.argmax(prediction.predictions, -1))
+    validation = trainer.compute_metrics
+    trainer.compute_metrics = partial(compute_metrics, views=prepared.test_views, top=prepared.top)
+    try:
+        prediction = trainer.predict(prepared.datasets["test"], metric_key_prefix="test")
+    finally:
+        trainer.compute_metrics = validation
+    metrics = {name: value for name, value in prediction.metrics.items() if name.endswith("accuracy")}
+    scores, labels = average_views(prediction.predictions, prediction.label_ids, prepared.test_views)
+    return Tested(metrics, labels, np.argmax(scores, -1))
 
 
 def trainer_arguments(
@@ -373,7 +391,7 @@ def make_trainer(prepared: Prepared, arguments: SparsePriorTrainingArguments) ->
         args=arguments,
         train_dataset=prepared.datasets["train"],
         eval_dataset=prepared.datasets["validation"],
-        compute_metrics=compute_metrics,
+        compute_metrics=partial(compute_metrics, top=prepared.top),
         train_sampler=prepared.train_sampler,
         train_collator=prepared.train_collator,
         data_collator=prepared.eval_collator,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -36,11 +36,45 @@ def accuracy_metric() -> Accuracy:
     return Accuracy(keep_in_memory=True)
 
 
-def compute_metrics(prediction: Any) -> dict[str, float]:
-    """Metrics of a transformers EvalPrediction whose predictions are logits (images, classes)."""
-    predicted = np.argmax(prediction.predictions, -1)
-    counted = prediction.label_ids != IGNORED
-    return accuracy_metric().compute(predictions=predicted[counted], references=prediction.label_ids[counted])
+def compute_metrics(prediction: Any, views: int = 1, top: Sequence[int] = ()) -> dict[str, float]:
+    """Metrics of a transformers EvalPrediction whose predictions are logits (examples * views, classes).
+
+    Args:
+        prediction: logits and labels. Views of an example stand next to each other.
+        views: number of views of each example; their scores are averaged (`average_views`).
+        top: for 5, "top5_accuracy" is the share of examples whose class has one of the 5 largest scores. It is left out
+            where there are no more classes than that.
+    """
+    scores, labels = average_views(prediction.predictions, prediction.label_ids, views)
+    scores, labels = scores[labels != IGNORED], labels[labels != IGNORED]
+    metrics = accuracy_metric().compute(predictions=np.argmax(scores, -1), references=labels)
+    best = np.argsort(-scores, axis=-1, kind="stable")
+    for count in top:
+        if count < scores.shape[-1]:
+            found = (best[:, :count] == labels[:, None]).any(-1)
+            metrics[f"top{count}_accuracy"] = float(found.mean()) if len(found) else 0.0
+    return metrics
+
+
+def average_views(logits: np.ndarray, labels: np.ndarray, views: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scores (examples, classes) and labels (examples,) of logits (examples * views, classes), an example's views next
+    to each other.
+
+    Scores are the mean over an example's views of their softmax, in float64, as SlowFast and MMAction2 test with many
+    views. With one view they are the logits as they are.
+
+    Raises:
+        ValueError: if the number of logits is no multiple of `views`.
+    """
+    if views == 1:
+        return logits, labels
+    if len(logits) % views:
+        raise ValueError(f"{len(logits)} predictions must be a multiple of the {views} views of an example")
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(-1, keepdims=True)
+    scores = np.exp(shifted)
+    scores /= scores.sum(-1, keepdims=True)
+    return scores.reshape(-1, views, logits.shape[-1]).mean(1), labels.reshape(-1, views)[:, 0]
 
 
 def pack_correct(labels: np.ndarray, predicted: np.ndarray) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from hf_sparseprior import SparsePriorTimesformerConfig
 from hf_sparseprior.checks import check_boolean, check_integer
@@ -23,6 +24,7 @@ SECTIONS = ("data", "augmentation", "model", "trainer")
 SOURCES = ("motion", "folder", "csv")
 SPLITS = ("train", "validation", "test")
 MODEL_EXTRAS = ("preset", "image_model")
+CROPS = (1, 3)
 
 
 @dataclass
@@ -40,6 +42,12 @@ class DataConfig:
     stride: frames of a video from one frame of a clip to the next.
     short_side: pixels that the shorter side of a frame is scaled to; null: as it is.
     cache: decode every video once, before the run, and keep all its frames in memory.
+    test_clips, test_crops: views of a video that a test looks at, clips times crops, and whose scores are averaged. The
+        places where clips can start are cut into equal parts, and a clip starts in the middle of each. Crops: 1, the
+        centre, or 3, both ends and the centre of the longer side. The test at the end of a run and `evaluate` do so;
+        validation looks at one clip and the centre.
+    test_frames, test_size: number of frames, and size (one number, or height and width) of the clips of a test; null:
+        the model's. Positions in a frame are interpolated, and each time embedding is that of the nearest frame.
     """
 
     source: str = "motion"
@@ -50,6 +58,10 @@ class DataConfig:
     stride: int = 1
     short_side: int | None = None
     cache: bool = False
+    test_clips: int = 1
+    test_crops: int = 1
+    test_frames: int | None = None
+    test_size: int | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
@@ -72,10 +84,29 @@ class DataConfig:
         if self.short_side is not None:
             check_integer("data.short_side", self.short_side, 1)
         check_boolean("data.cache", self.cache)
+        check_integer("data.test_clips", self.test_clips, 1)
+        if isinstance(self.test_crops, bool) or self.test_crops not in CROPS:
+            raise ValueError(f"data.test_crops={self.test_crops!r} must be one of {', '.join(map(str, CROPS))}")
+        if self.test_frames is not None:
+            check_integer("data.test_frames", self.test_frames, 1)
+        if self.test_size is not None:
+            check_size(self.test_size)
+
+    @property
+    def test_views(self) -> int:
+        """Views of a video in a test."""
+        return self.test_clips * self.test_crops
 
     def motion_config(self) -> MotionConfig:
         """How motion clips are cut."""
         return MotionConfig(**self.motion)
+
+
+def check_size(size: Any) -> None:
+    """Raise ValueError unless `data.test_size` is one positive integer or two."""
+    sides = size if isinstance(size, (list, tuple)) and len(size) == 2 else [size]
+    if any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in sides):
+        raise ValueError(f"data.test_size={size!r} must be a positive integer, or height and width")
 
 
 @dataclass

@@ -113,22 +113,35 @@ class Preparation:
     Args:
         model_config: the model's config.
         augmentation: that of training clips; None for none.
+        size: (height, width) of what is cut out; None: the model's.
     """
 
-    def __init__(self, model_config: Any, augmentation: AugmentationConfig | None = None) -> None:
-        self.size = as_pair(model_config.image_size)
+    def __init__(
+        self,
+        model_config: Any,
+        augmentation: AugmentationConfig | None = None,
+        size: tuple[int, int] | None = None,
+    ) -> None:
+        self.size = size or as_pair(model_config.image_size)
         self.mean = torch.tensor(model_config.image_mean).view(-1, 1, 1)
         self.std = torch.tensor(model_config.image_std).view(-1, 1, 1)
         self.augmentation = augmentation
 
-    def __call__(self, frames: np.ndarray, random: np.random.Generator | None = None) -> Tensor:
-        """Turn uint8 (F, height, width, 3) into float32 (F, 3, H, W). An augmentation draws from `random`."""
+    def __call__(self, frames: np.ndarray, random: np.random.Generator | None = None, along: float = 0.5) -> Tensor:
+        """Turn uint8 (F, height, width, 3) into float32 (F, 3, H, W).
+
+        Args:
+            frames: a clip.
+            random: an augmentation draws from it.
+            along: where along the longer side of the frames the window is cut, from 0 (left or top) to 1.
+        """
         (height, width), (rows, columns) = self.size, frames.shape[1:3]
         if rows < height or columns < width:
             raise ValueError(
                 f"frames of {rows}x{columns} pixels must be at least {height}x{width}, the model's; set data.short_side"
             )
-        top, left = (rows - height) // 2, (columns - width) // 2
+        across_rows, across_columns = (along, 0.5) if rows > columns else (0.5, along)
+        top, left = int((rows - height) * across_rows), int((columns - width) * across_columns)
         augmentation, brightness, contrast = self.augmentation, 0.0, 1.0
         if augmentation is not None:
             if random is None:
@@ -161,20 +174,33 @@ class ClipDataset(Dataset):
         num_frames: F. A clip of one frame has the frame in the middle of longer clips.
         prepare: turns frames into pixel values.
         seed: seed of the augmentation.
+        clips, crops: views of each video, crops of a clip next to each other. The first view of video v is item number
+            v * clips * crops.
     """
 
     def __init__(
-        self, videos: Videos, config: DataConfig, num_frames: int, prepare: Preparation, seed: int = 0
+        self,
+        videos: Videos,
+        config: DataConfig,
+        num_frames: int,
+        prepare: Preparation,
+        seed: int = 0,
+        clips: int = 1,
+        crops: int = 1,
     ) -> None:
         self.videos = videos
         self.config = config
         self.num_frames = num_frames
         self.prepare = prepare
         self.seed = seed
+        self.clips = clips
+        self.crops = crops
         self.decoded: list[np.ndarray] | None = None
+        # The crops of a clip are asked for one after the other, and it is decoded once.
+        self._last: tuple[tuple[int, float], np.ndarray] | None = None
 
     def __len__(self) -> int:
-        return len(self.videos.paths)
+        return len(self.videos.paths) * self.clips * self.crops
 
     def fill_cache(self, show_progress: bool = False) -> None:
         """Decode every video now, if they are to be kept in memory."""
@@ -191,14 +217,26 @@ class ClipDataset(Dataset):
         wanted = sample_indices(count_frames(path), self.num_frames, self.config.stride, place)
         return read_frames(path, wanted, self.config.short_side)
 
+    def _clip(self, index: int, place: float) -> np.ndarray:
+        """`frames`, kept for the other crops."""
+        if self.crops == 1:
+            return self.frames(index, place)
+        if self._last is None or self._last[0] != (index, place):
+            self._last = (index, place), self.frames(index, place)
+        return self._last[1]
+
     def __getitem__(self, item: int | Draw) -> dict[str, Any]:
-        draw, index = (item, item.index) if isinstance(item, Draw) else (None, int(item))
+        draw, item = (item, item.index) if isinstance(item, Draw) else (None, int(item))
+        index, view = divmod(item, self.clips * self.crops)
+        clip, crop = divmod(view, self.crops)
+        place = (clip + 0.5) / self.clips
+        along = crop / (self.crops - 1) if self.crops > 1 else 0.5
         random = draw.random(self.seed) if draw is not None else None
-        augmentation, place = self.prepare.augmentation, 0.5
+        augmentation = self.prepare.augmentation
         if random is not None and augmentation is not None and augmentation.random_place:
             place = float(random.random())
         try:
-            pixels = self.prepare(self.frames(index, place), random)
+            pixels = self.prepare(self._clip(index, place), random, along)
         except ValueError as error:
             raise ValueError(f"{self.videos.paths[index]}: {error}") from None
         return {"pixel_values": pixels, "labels": int(self.videos.labels[index])}
@@ -211,5 +249,39 @@ def make_dataset(
     augmentation: AugmentationConfig | None = None,
     seed: int = 0,
 ) -> ClipDataset:
-    """A split for a model; with an augmentation it is for training."""
+    """A split for a model, one clip of each video; with an augmentation it is for training."""
     return ClipDataset(videos, config, model_config.num_frames, Preparation(model_config, augmentation), seed)
+
+
+def shape_of_test(config: DataConfig, model_config: Any) -> tuple[int, tuple[int, int]]:
+    """Number of frames and (height, width) of the clips of a test."""
+    size = as_pair(model_config.image_size if config.test_size is None else config.test_size)
+    return config.test_frames or model_config.num_frames, size
+
+
+def make_test_dataset(videos: Videos, config: DataConfig, model_config: Any) -> ClipDataset:
+    """A split as a test looks at it: `test_clips` times `test_crops` views of each video."""
+    num_frames, size = shape_of_test(config, model_config)
+    prepare = Preparation(model_config, size=size)
+    return ClipDataset(videos, config, num_frames, prepare, clips=config.test_clips, crops=config.test_crops)
+
+
+def check_test_shape(model: Any, config: DataConfig) -> None:
+    """Give a model a black clip of a test's frames and size, if these are not its own.
+
+    Raises:
+        ValueError: if the model cannot take it; the message names `data.test_frames` and `data.test_size`.
+    """
+    num_frames, size = shape_of_test(config, model.config)
+    if (num_frames, size) == (model.config.num_frames, as_pair(model.config.image_size)):
+        return
+    clip = torch.zeros(1, num_frames, model.config.num_channels, *size, dtype=model.dtype, device=model.device)
+    training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(pixel_values=clip)
+    except ValueError as error:
+        asked = f"data.test_frames={config.test_frames}, data.test_size={config.test_size}"
+        raise ValueError(f"{asked}: the model cannot take clips of this shape, {error}") from None
+    finally:
+        model.train(training)

@@ -17,10 +17,11 @@ from hf_sparseprior.pretrained import check_saved_folder
 from tasks.common.config import FINAL, Config
 from tasks.common.hf_run import HFTask, Prepared, Split, draw_sampler
 from tasks.video.config import MODEL_EXTRAS, SECTIONS, AugmentationConfig, DataConfig, check_config
-from tasks.video.data import load_data, make_dataset
+from tasks.video.data import check_test_shape, load_data, make_dataset, make_test_dataset
 from tasks.video.pictures import draw_clips
 
 SHOWN = 9  # clips in the picture
+TOP = (5,)  # top-5 accuracy, where there are more classes
 
 
 def build_model(model: dict[str, Any], classes: Sequence[str]) -> SparsePriorTimesformerForVideoClassification:
@@ -45,11 +46,11 @@ def prepare(config: Config, arguments: Any) -> Prepared:
         data = load_data(data_config)
     set_seed(arguments.seed)
     model = build_model(config["model"], data.classes)
+    check_test_shape(model, data_config)
     datasets = {
-        split: make_dataset(
-            videos, data_config, model.config, augmentation if split == "train" else None, arguments.seed
-        )
-        for split, videos in data.splits.items()
+        "train": make_dataset(data.splits["train"], data_config, model.config, augmentation, arguments.seed),
+        "validation": make_dataset(data.splits["validation"], data_config, model.config),
+        "test": make_test_dataset(data.splits["test"], data_config, model.config),
     }
     return Prepared(
         model=model,
@@ -59,6 +60,8 @@ def prepare(config: Config, arguments: Any) -> Prepared:
         split_names={"train": "train and validation"} if data_config.stage == FINAL else {},
         save_processor=lambda folder: save_processor(folder, model.config, data_config.short_side),
         train_sampler=draw_sampler(len(datasets["train"]), arguments),
+        test_views=data_config.test_views,
+        top=TOP,
     )
 
 
@@ -66,8 +69,9 @@ def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
     """A split as the model takes it."""
     data_config = DataConfig(**config["data"])
     data = load_data(data_config)
-    dataset = make_dataset(data.splits[split], data_config, model.config)
-    return Split(dataset, data.classes, data.description)
+    check_test_shape(model, data_config)
+    dataset = make_test_dataset(data.splits[split], data_config, model.config)
+    return Split(dataset, data.classes, data.description, data_config.test_views, TOP)
 
 
 def factor_accuracies(counts: np.ndarray, classes: Sequence[str]) -> dict[str, float]:
@@ -105,7 +109,7 @@ def save_processor(folder: Path, model_config: Any, short_side: int | None) -> N
 def draw_test_clips(out: Path, prepared: Prepared, predicted: np.ndarray, heading: str) -> list[str]:
     """clips.png: a test clip of each class, with what it is and what the model says."""
     test, classes = prepared.datasets["test"], prepared.classes
-    order = np.random.default_rng(0).permutation(len(test))
+    order = np.random.default_rng(0).permutation(len(test.videos.paths))
     firsts = {int(test.videos.labels[index]): int(index) for index in reversed(order)}  # of the classes in the split
     shown = [firsts[label] for label in sorted(firsts)[:SHOWN]]
     draw_clips(
