@@ -49,7 +49,7 @@ def prepare(config: Config, arguments: Any) -> Prepared:
     data_config, augmentation = DataConfig(**config["data"]), AugmentationConfig(**config["augmentation"])
     data, corrupt = read_data(data_config, arguments)
     phase = DistillationConfig(**config["distillation"])
-    model, about_start = start_model(retrained(config), data.classes, phase, arguments.seed)
+    model, about_start = start_model(config, data.classes, phase, arguments.seed)
     search = start_search(model, config)
     if augmentation.mixtoken:
         check_mixtoken(model)
@@ -85,7 +85,7 @@ def start_model(config: Config, classes: list[str], phase: DistillationConfig, s
     """The model before its first step, and what results.json says about it then."""
     set_seed(seed)
     checksum = pretrained_sha256(config["model"])
-    model = build_model(config["model"], classes)
+    model = build_model(retrained(config)["model"], classes)
     decay = decay_change(model)
     about = {
         "pretrained_sha256": checksum,

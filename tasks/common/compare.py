@@ -83,7 +83,7 @@ SHOWN = ("metrics", "config", "parameters", "pruning_ratio", "seconds", "seconds
 RECORDED_LATER = (
     *("method", "trainable_parameters", "adapter_bytes", "pretrained_sha256", "decay_change_at_start"),
     *("mean_decay_change", "mean_decay_change_at_start", "max_alpha_change", "alpha_change_at_start"),
-    *("attention_flops", "results_version", "test_correct", "standard_errors", "k_nn_above"),
+    *("attention_flops", "results_version", "test_correct", "standard_errors", "k_nn_above", "compression"),
 )
 # Sections whose overrides reach the runs of `first` too; the others say what the rows are.
 SHARED_WITH_FIRST = ("data", "augmentation", "trainer")
@@ -336,10 +336,11 @@ def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[st
 
 def check_one_checkpoint(records: Iterable[Mapping[str, Any]]) -> None:
     """Raise ValueError if runs from one `model.pretrained` started from different weights."""
-    found: dict[str | None, set[str]] = {}
+    found: dict[str, set[str]] = {}
     for record in records:
-        folder = record["config"].get("model", {}).get("pretrained")
-        found.setdefault(folder, set()).add(record.get("pretrained_sha256") or "unknown")
+        # Without one there may be a checksum all the same: each run's own, of what its search (UPop) left.
+        if folder := record["config"].get("model", {}).get("pretrained"):
+            found.setdefault(folder, set()).add(record.get("pretrained_sha256") or "unknown")
     for folder, checksums in found.items():
         if len(checksums) > 1:
             raise ValueError(

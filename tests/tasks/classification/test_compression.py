@@ -2,14 +2,17 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, TrainerCallback
 
 from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.compression.search import SEARCH_FILE
+from tasks.classification import compare
 from tasks.classification import evaluate as evaluation
 from tasks.classification import train as training
 from tasks.classification.compression import search_run
@@ -61,6 +64,7 @@ def test_a_run_leaves_a_model_of_the_ratio_asked_for(finished):
     assert about["heads"] == model.config.compressed["heads"]
     assert [left for left, _ in about["left"]["mlp"]] == model.config.compressed["mlp_width"]
     assert results["steps"] == about["search_steps"] == 8
+    assert results["pretrained_sha256"] is None  # its search began from scratch
     assert {"curves.png", "confusion.png", "kept.png"} == set(results["pictures"])
     averaged = AutoModelForImageClassification.from_pretrained(folder / "model_ema")
     assert averaged.config.compressed == model.config.compressed
@@ -209,3 +213,17 @@ def test_a_ratio_that_cannot_be_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match=r"compression: ratio=0.9 must be at most 0\.\d+, which is all of heads"):
         training.run(config)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_comparison_keeps_what_each_search_left(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = {**config_in("unused"), "seeds": [0, 1], "variants": {"dense": {"model": {"prior": "dense"}}}}
+    config["trainer"] |= {"num_train_epochs": 1}
+    del config["trainer"]["output_dir"], config["trainer"]["seed"]
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    assert compare.main(["--config", "config.yaml", "--records", "records"]) == 0
+    records = [json.loads(Path(f"records/dense/seed{seed}.json").read_text()) for seed in (0, 1)]
+    assert all(record["compression"]["achieved"] == pytest.approx(0.4, abs=0.01) for record in records)
+    assert all(record["compression"]["parameters"]["after"] == record["parameters"] for record in records)
+    assert Path("records/table.md").is_file()
