@@ -1,4 +1,4 @@
-"""Demonstration files: robomimic's HDF5 layout and Diffusion Policy's zarr layout, with one reader for both.
+"""Demonstration files: robomimic's HDF5, Diffusion Policy's zarr and lerobot's LeRobotDataset, with one interface.
 
     demonstrations = open_demonstrations("lift.hdf5")
     demonstrations.read("demo_0", "agentview_image", 0, 2)  # uint8 (2, 84, 84, 3)
@@ -8,9 +8,9 @@
 HDF5 (robomimic) has data/demo_i/{actions, states, rewards, dones, obs/<key>} with the attribute num_samples; data.attrs
 env_args, JSON; mask/train and mask/valid, names of episodes. zarr, version 2 (Diffusion Policy), has data/{img, state,
 action, keypoint, n_contacts}, all episodes one after the other, and meta/episode_ends. Action t was chosen from
-observation t. Both layouts have three additions of ours: executed_actions, which are the actions with noise, and each
+observation t. All layouts have three additions of ours: executed_actions, which are the actions with noise, and each
 episode's seed, so that an episode can be replayed exactly; and the environment's settings, without which actions mean
-nothing.
+nothing. LeRobotDataset (version 3: parquet, mp4, JSON) is read by `lerobot_reader` and written by `lerobot_writer`.
 
 Published files have no such settings. Diffusion Policy's PushT is read as it is. robomimic's Lift and Can with absolute
 actions (its image_abs.hdf5, made by Diffusion Policy) are converted when they are read: from positions in the world and
@@ -29,6 +29,9 @@ from tasks.robotics.environments import Environment
 from tasks.robotics.formats.demonstrations import BrokenDemonstrations, Demonstrations
 from tasks.robotics.formats.episode import Episode
 from tasks.robotics.formats.hdf5_layout import HDF5Demonstrations, write_hdf5
+from tasks.robotics.formats.lerobot_files import INFO
+from tasks.robotics.formats.lerobot_reader import LeRobotDemonstrations
+from tasks.robotics.formats.lerobot_writer import write_lerobot
 from tasks.robotics.formats.zarr_layout import ZarrDemonstrations, write_zarr
 
 __all__ = [
@@ -40,15 +43,17 @@ __all__ = [
     "demonstrations_sha256",
     "open_demonstrations",
     "write_demonstrations",
+    "write_lerobot",
 ]
 
 # What has to be the same for recorded actions to mean the same. Images also need the same mode and size.
 ACTION_SETTINGS = ("environment", "action", "frame", "controller", "control_hz", "versions")
 IMAGE_SETTINGS = ("image_mode", "image_size")
+LEROBOT = ".lerobot"
 
 
 def open_demonstrations(path: str | Path) -> Demonstrations:
-    """Open a file (HDF5) or a folder (zarr) of demonstrations.
+    """Open a file (HDF5) or a folder (zarr, LeRobotDataset) of demonstrations.
 
     Raises:
         OSError: if there is none.
@@ -58,11 +63,13 @@ def open_demonstrations(path: str | Path) -> Demonstrations:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"no demonstrations at {path}: python -m tasks.robotics.demonstrate makes some")
+    if (path / INFO).exists():
+        return LeRobotDemonstrations(path)
     return ZarrDemonstrations(path) if path.is_dir() else HDF5Demonstrations(path)
 
 
 def demonstrations_sha256(path: Path) -> str:
-    """SHA-256 of a file, or of all files of a zarr folder with their names, in order."""
+    """SHA-256 of a file, or of all files of a folder with their names, in order."""
     if path.is_file():
         return file_sha256(path)
     digest = hashlib.sha256()
@@ -101,7 +108,7 @@ def write_demonstrations(path: Path, episodes: Sequence[Path], settings: dict[st
     """Write a file of episodes, whole or not at all, in the layout of the task: HDF5 for arms, zarr for PushT.
 
     Args:
-        path: the new file.
+        path: the new file; a name that ends in .lerobot becomes a LeRobotDataset.
         episodes: files of `Episode.save`, in order; one is in memory at a time.
         settings: the environment's.
 
@@ -110,6 +117,9 @@ def write_demonstrations(path: Path, episodes: Sequence[Path], settings: dict[st
     """
     check_new(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == LEROBOT:
+        write_lerobot(path, (Episode.load(source) for source in episodes), settings)
+        return
     (write_zarr if settings["environment"] == "pusht" else write_hdf5)(path, episodes, settings)
 
 
