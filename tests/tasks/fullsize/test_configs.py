@@ -1,0 +1,133 @@
+"""Which configurations are of full size, and which of them are one step."""
+
+import dataclasses
+
+import pytest
+
+from tasks.fullsize.configs import PaperRun, chosen, digest, find_groups, step_of
+from tasks.fullsize.starts import model_of, named_models
+from tests.configs import shipped
+from tests.configs.test_recipes import is_small
+
+# In experiments/, ours and in small as a whole.
+OURS = ("curve_order", "families_small", "dino_cifar10")
+TASKS = {"classification", "pretraining", "video", "robotics", "segmentation", "detection"}
+
+
+@pytest.fixture(scope="module")
+def groups():
+    pytest.importorskip("mmengine", reason="needs make dense")
+    return find_groups()
+
+
+def rows(name):
+    """FILE#CELL-ROW for all rows of a sweep."""
+    cells = shipped.cells(name)
+    return shipped.runs(name) if shipped.runs(name) != cells else cells
+
+
+def papers():
+    """Names of all rows of the papers' tables, by the lists that other tests use."""
+    for file in shipped.files("experiments"):
+        if not file.stem.startswith(OURS):
+            names = rows(f"experiments/{file.name}")
+            yield from (name for name in names if not is_small(name) and "#paired" not in name)
+    for task in ("segmentation", "detection"):
+        for file in shipped.CONFIGS.joinpath(task).glob("*.py"):
+            if file.stem != "smoke":
+                yield from shipped.cells(f"{task}/{file.name}")
+
+
+def test_every_row_of_the_papers_is_in_one_group(groups):
+    names = [run.name for group in groups for run in group.runs]
+    assert len(names) == len({*names})
+    wanted = set(papers())
+    assert len(wanted) > 400 and wanted <= {*names}
+    # What the papers' runs start from; Table 16 has rows called small.
+    rest = {name for name in names if name not in wanted and "vio_table16.yaml#small" not in name}
+    assert {name.partition("#")[0] for name in rest} <= {
+        *("classification/imagenet.yaml", "classification/deit_tiny_384.yaml", "classification/sparsifiner.yaml"),
+        *("classification/vtab.yaml", "pretraining/dino_base.yaml"),
+        *("pretraining/dino_small_100.yaml", "pretraining/dino_small_300.yaml"),
+    }
+
+
+def test_every_task_has_groups_with_names_of_their_own(groups):
+    assert {group.run.task for group in groups} == TASKS
+    assert len({group.name for group in groups}) == len({group.key for group in groups}) == len(groups)
+
+
+def run(**changes):
+    prior = {"support": {"name": "window", "w": 4, "diagonal": True}}
+    config = {
+        "data": {"source": "cifar10", "path": "a"},
+        "model": {"preset": "deit_tiny", "prior": prior},
+        "augmentation": {"mixup": 0.8},
+        "trainer": {"seed": 0, "learning_rate": 1e-3, "per_device_train_batch_size": 64, "optim": "adamw_torch"},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        config[section] = {**config.get(section, {}), name: value}
+    return PaperRun("a.yaml", "classification", config)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data__source": "imagenet"},
+        {"trainer__seed": 1},
+        {"trainer__learning_rate": 1e-4},
+        {"trainer__output_dir": "elsewhere"},
+        {"augmentation__mixup": 0.2},
+        {"model__prior": {"support": {"name": "window", "w": 40, "diagonal": True}}},
+    ],
+)
+def test_seed_data_rates_and_numbers_of_a_prior_make_no_other_step(change):
+    assert digest(step_of(run(**change))) == digest(step_of(run()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model__preset": "deit_small"},
+        {"model__image_size": 384},
+        {"model__prior": {"support": {"name": "window", "w": 4, "diagonal": False}}},
+        {"model__prior": "dense"},
+        {"trainer__per_device_train_batch_size": 128},
+        {"trainer__optim": "sgd"},
+        {"trainer__ema_decay": 0.99},
+        {"augmentation__mixup": 0.0},
+        {"tuning__method": "lora"},
+        {"distillation__teacher": "self"},
+        {"trainer__num_train_epochs": 0},
+    ],
+)
+def test_what_changes_a_step_makes_another(change):
+    assert digest(step_of(run(**change))) != digest(step_of(run()))
+
+
+def test_texts_choose_by_any_name_of_a_group_and_by_task(groups):
+    (group,) = chosen(groups, ["fib_table13.yaml#cifar10-w160"])
+    assert any(each.name.endswith("#cifar100-w2") for each in group.runs) and not group.run.name.endswith("w160")
+    assert {group.run.task for group in chosen(groups, ["robotics "])} == {"robotics"}
+    assert chosen(groups, []) == groups
+    with pytest.raises(ValueError, match="--only 'nothing_of_this'"):
+        chosen(groups, ["nothing_of_this"])
+
+
+def test_every_saved_model_that_a_run_reads_can_be_made(groups):
+    runs = [run for group in groups for run in group.runs]
+    read = {folder for run in runs for folder in named_models(run.config).values()}
+    models = {folder: model_of(folder, runs) for folder in read}
+    assert models["models/deit_small"] == {"preset": "deit_small", "prior": "dense"}
+    assert models["checkpoints/violin_dino_base"] == {"preset": "dino_base", "prior": "violin"}
+    predictor = models["outputs/sparsifiner/deit_tiny_384_predictor/model"]
+    assert (predictor["preset"], predictor["image_size"], predictor["prior"]) == ("deit_tiny", 384, "sparsifiner")
+    with pytest.raises(ValueError, match="no preset in its name"):
+        model_of("checkpoints/something", runs)
+
+
+def test_a_run_of_epochs_0_has_no_step(groups):
+    still = [group.run for group in groups if not group.run.trains]
+    assert {run.name for run in still} >= {"experiments/sparsifiner_table1.yaml#full-deit_small"}
+    assert all(dataclasses.replace(run).config["trainer"]["num_train_epochs"] == 0 for run in still)
