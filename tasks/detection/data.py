@@ -89,23 +89,7 @@ class CheckedCocoDataset(CocoDataset):
 
 @TRANSFORMS.register_module()
 class ReadListedImage(ReadImage):
-    """`ReadImage`, which compares the file with the size that the annotation file gives it."""
-
-    def transform(self, results: dict[str, Any]) -> dict[str, Any]:
-        """Read results["img_path"] into results["img"].
-
-        Raises:
-            OSError: for a missing or broken file.
-            ValueError: for an image of another size than its annotations are made for.
-        """
-        listed = (results["height"], results["width"])
-        results = super().transform(results)
-        if results["ori_shape"] != listed:
-            found = "x".join(map(str, results["ori_shape"]))
-            raise ValueError(
-                f"{results['img_path']} is of {found} pixels, the annotation file says {listed[0]}x{listed[1]}"
-            )
-        return results
+    """`ReadImage` by the name that configurations of detection have for it."""
 
 
 @DATA_SAMPLERS.register_module()

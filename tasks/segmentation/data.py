@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mmcv.transforms import BaseTransform
 from mmseg.datasets import BaseSegDataset
+from mmseg.datasets.transforms import LoadAnnotations
 from mmseg.registry import DATASETS, TRANSFORMS
 
 from tasks.common.mm.pictures import class_colours
-from tasks.common.mm.reading import read_image
+from tasks.common.mm.reading import CHECKED, read_image
 
 IGNORED = 255
 
@@ -51,17 +51,19 @@ class FolderSegmentation(BaseSegDataset):
 
 
 @TRANSFORMS.register_module()
-class ReadAnnotation(BaseTransform):
+class ReadAnnotation(LoadAnnotations):
     """mm's LoadAnnotations, which names a broken file: uint8 (height, width) class indices, 255 where ignored.
 
     Args:
-        num_classes: larger labels are refused.
+        num_classes: larger labels are refused; None: as many classes as the data set has.
+        reduce_zero_label: as mm's.
     """
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int | None = None, reduce_zero_label: bool | None = None) -> None:
+        super().__init__(reduce_zero_label)
         self.num_classes = num_classes
 
-    def transform(self, results: dict[str, Any]) -> dict[str, Any]:
+    def _load_seg_map(self, results: dict[str, Any]) -> None:
         """Read results["seg_map_path"] into results["gt_seg_map"].
 
         Raises:
@@ -77,16 +79,30 @@ class ReadAnnotation(BaseTransform):
             )
         labels = labels.astype(np.int64)
         reduced = bool(results["reduce_zero_label"])
+        if self.reduce_zero_label not in (None, reduced):
+            raise ValueError(f"reduce_zero_label={self.reduce_zero_label} is {reduced} in the data set")
         if reduced:
             labels = np.where((labels == 0) | (labels == IGNORED), IGNORED, labels - 1)
         known = labels[labels != IGNORED]
-        if known.size and known.max() >= self.num_classes:
+        allowed = IGNORED if self.num_classes is None else self.num_classes
+        if known.size and known.max() >= allowed:
             raise ValueError(
-                f"{path} holds the label {known.max() + reduced}; with {self.num_classes} classes the highest is "
-                f"{self.num_classes - 1 + reduced}"
+                f"{path} holds the label {known.max() + reduced}; with {allowed} classes the highest is "
+                f"{allowed - 1 + reduced}"
             )
         if results.get("label_map") is not None:
             raise ValueError("a choice of classes (label_map) is not supported; give the data set its own classes.txt")
         results["gt_seg_map"] = labels.astype(np.uint8)
         results["seg_fields"].append("gt_seg_map")
-        return results
+
+
+def _read_annotation(step: LoadAnnotations, dataset: Any) -> ReadAnnotation:
+    return ReadAnnotation(len(dataset.metainfo["classes"]), step.reduce_zero_label)
+
+
+def _count_classes(step: ReadAnnotation, dataset: Any) -> ReadAnnotation:
+    return step if step.num_classes is not None else _read_annotation(step, dataset)
+
+
+CHECKED[LoadAnnotations] = _read_annotation
+CHECKED[ReadAnnotation] = _count_classes

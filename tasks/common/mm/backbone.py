@@ -22,12 +22,12 @@ from hf_sparseprior.files import read_json_object
 from hf_sparseprior.predictor import Predictor
 from hf_sparseprior.pretrained import check_saved_folder, copy_weights, load_whole_model, saved_family
 from hf_sparseprior.training.distillation import learns_from_scores
+from tasks.common.mm.init_cfg import draw_weights, load_file_weights, read_init_cfg
 
 # Keys of other backbones of mm, and what does the same here: the first of these names that is a field of the family.
 MM_KEYS: dict[str, str] = {
     "final_norm": "apply_layernorm",
     "with_cls_token": "use_class_token",
-    "output_cls_token": "reshape_hidden_states",
     "out_type": "reshape_hidden_states",
     "interpolate_mode": "interpolation",
     "norm_cfg": "layer_norm_eps batch_norm_eps",
@@ -76,13 +76,17 @@ class MMBackbone:
     Args:
         preset: architecture by name (`from_preset` of the family's config), which `config` changes; None: that of the
             `pretrained` folder or, without one, `config` alone.
-        pretrained: folder of a saved model of the family, safetensors only, whose weights `init_weights` takes. mm's
-            Runner calls that before training, so with a preset a model can be built without the folder.
-        init_cfg: dict(type="Pretrained", checkpoint=FOLDER), mm's way to say the same.
+        pretrained: folder of a saved model of the family, safetensors only, whose weights `init_weights` takes, or a
+            file of weights (.pth, .safetensors). mm's Runner calls that before training, so with a preset a model can
+            be built without the folder.
+        init_cfg: mm's way to say the same, dict(type="Pretrained", checkpoint=FOLDER or FILE, prefix="backbone."), the
+            prefix for files alone; or another initializer of mm; or a list of them, the checkpoint last.
         out_indices: stages of the feature maps, 0 the embedding and n the output of layer n, or of stage n of a model
             with stages. (mm's own count from 0: a ViT's 3, 5, 7, 11 are 4, 6, 8, 12 here, and a Swin's 0, 1, 2, 3 are
             1, 2, 3, 4.)
-        with_cp: gradient checkpointing.
+        with_cp: activation checkpointing: what layers compute is computed again for the gradient instead of kept.
+        output_cls_token: each map becomes [map, class token (B, C)], as DPTHead reads it; for ViT and for the plain
+            layers of ConViT.
         frozen_stages: 0 freezes the embedding, n also the first n layers or stages, as in mm's ViTs and Swin; with all
             of them, the last norm too. What is frozen has no gradient and stays in evaluation mode. -1 freezes nothing.
         norm_eval: keep batch norms, which an iFormer and a convolutional stem have, in evaluation mode. iFormer's
@@ -101,9 +105,10 @@ class MMBackbone:
         self,
         preset: str | None = None,
         pretrained: str | None = None,
-        init_cfg: dict[str, Any] | None = None,
+        init_cfg: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
         out_indices: Sequence[int] | None = None,
         with_cp: bool = False,
+        output_cls_token: bool = False,
         frozen_stages: int = -1,
         norm_eval: bool = False,
         **config: Any,
@@ -114,13 +119,14 @@ class MMBackbone:
             instead = next((name for name in MM_KEYS.get(key, "").split() if name in known), None)
             if key not in known and instead:
                 raise ValueError(f"{key}={config[key]!r} is no key of this backbone; use {instead}")
-        pretrained = pretrained_folder(pretrained, init_cfg)
+        start = read_init_cfg(pretrained, init_cfg)
+        folder = start.folder
         options = {**config, "out_indices": None if out_indices is None else list(out_indices)}
         saved: dict[str, Any] = {}
-        if pretrained is not None and (preset is None or (Path(pretrained) / CONFIG_NAME).is_file()):
-            check_saved_folder(pretrained, "pretrained")
-            check_family(pretrained, self.config_class)
-            saved, _ = self.config_class.get_config_dict(pretrained)
+        if folder is not None and (preset is None or (Path(folder) / CONFIG_NAME).is_file()):
+            check_saved_folder(folder, "pretrained")
+            check_family(folder, self.config_class)
+            saved, _ = self.config_class.get_config_dict(folder)
         if preset is not None:
             # Without the folder's own prior a model with a mask would be taken for dense.
             own = {"prior": saved["prior"]} if "prior" in saved else {}
@@ -132,8 +138,11 @@ class MMBackbone:
             built = self.config_class(**options)
         model: Any = super()
         model.__init__(built)
-        self.pretrained = pretrained
-        if with_cp:
+        self.start = start
+        self.output_cls_token = check_boolean("output_cls_token", output_cls_token)
+        if self.output_cls_token:
+            check_class_tokens(self)
+        if check_boolean("with_cp", with_cp):
             model.activation_checkpointing_enable()
         self.norm_eval = check_boolean("norm_eval", norm_eval)
         self.frozen_stages = check_integer("frozen_stages", frozen_stages, -1)
@@ -146,8 +155,23 @@ class MMBackbone:
         if not self._is_built:
             model: Any = super()
             model.init_weights()
-        elif self.pretrained is not None:
-            load_weights(self, self.pretrained)
+            return
+        draw_weights(cast(nn.Module, self), self.start.drawn)
+        if self.start.folder is not None:
+            load_weights(self, self.start.folder)
+        elif self.start.checkpoint is not None:
+            load_file_weights(self, self.start)
+
+    @property
+    def out_channels(self) -> list[int]:
+        """Channels of each map, what necks and heads call `in_channels`."""
+        return list(cast(Any, self).channels)
+
+    @property
+    def embed_dims(self) -> int | list[int]:
+        """mm's name for the width: of a Swin that of the first stage, of an iFormer those of all."""
+        known = config_keys(self.config_class)
+        return getattr(self.config, next(name for name in MM_KEYS["embed_dims"].split() if name in known))
 
     def train(self, mode: bool = True) -> Any:
         """As in torch; what is frozen stays in evaluation mode."""
@@ -159,16 +183,25 @@ class MMBackbone:
                 module.train(False)
         return self
 
-    def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...] | tuple[list[Tensor], ...]:
         """Turn (B, channels, height, width) into one map for each of `out_indices`.
 
-        Those of a ViT are (B, C, ceil(height / patch), ceil(width / patch)).
+        Those of a ViT are (B, C, ceil(height / patch), ceil(width / patch)). With `output_cls_token`, lists of a map
+        and its class token (B, C).
         """
         model: Any = super()
-        output = model.forward(pad_to_patches(pixel_values, as_pair(self.config.patch_size)), return_dict=True)
+        padded = pad_to_patches(pixel_values, as_pair(self.config.patch_size))
+        wanted = {"output_hidden_states": True} if self.output_cls_token else {}
+        output = model.forward(padded, return_dict=True, **wanted)
         # Tokens have their channels next to each other in memory. Convolutions keep that layout, and mmcv's roi_align
         # reads a CPU tensor as if it were contiguous: it would pool numbers from the wrong places.
-        return tuple(map_.contiguous() for map_ in cast(BackboneOutput, output).feature_maps or ())
+        maps = tuple(map_.contiguous() for map_ in cast(BackboneOutput, output).feature_maps or ())
+        if not self.output_cls_token:
+            return maps
+        tokens = [output.hidden_states[index][:, 0] for index in self.config.out_indices]
+        if self.config.apply_layernorm:
+            tokens = [cast(Any, self).layernorm(token) for token in tokens]
+        return tuple([map_, token] for map_, token in zip(maps, tokens, strict=True))
 
 
 def frozen_modules(model: Any) -> list[nn.Module]:
@@ -205,19 +238,18 @@ def check_family(folder: str, config_class: Any) -> None:
         raise ValueError(f"pretrained={folder} is a {saved.name!r}, the backbone a {config_class.model_type!r}")
 
 
-def pretrained_folder(pretrained: str | None, init_cfg: dict[str, Any] | None) -> str | None:
-    """The folder that the two ways of naming one agree on.
-
-    Raises:
-        ValueError: for both at once, or an init_cfg of another kind.
-    """
-    if init_cfg is None:
-        return pretrained
-    if pretrained is not None:
-        raise ValueError(f"pretrained={pretrained!r} and init_cfg={init_cfg!r} exclude each other")
-    if init_cfg.get("type") != "Pretrained" or set(init_cfg) != {"type", "checkpoint"}:
-        raise ValueError(f"init_cfg={init_cfg!r} must be dict(type='Pretrained', checkpoint=FOLDER)")
-    return init_cfg["checkpoint"]
+def check_class_tokens(model: Any) -> None:
+    """Raise ValueError unless there is a class token wherever a backbone has a map."""
+    config = model.config
+    # In a ConViT it joins after the gated layers.
+    first = getattr(config, "num_local_layers", -1) + 1
+    without = [index for index in config.out_indices if index < first]
+    if not getattr(config, "use_class_token", first > 0):
+        raise ValueError(f"output_cls_token=True needs a class token, and this {type(model).__name__} has none")
+    if getattr(config, "map_scales", None):
+        raise ValueError(f"output_cls_token=True: with map_scales={config.map_scales} maps are not those of layers")
+    if without:
+        raise ValueError(f"output_cls_token=True: there is a class token from out_indices={first} on, not at {without}")
 
 
 def load_weights(model: Any, folder: str) -> None:

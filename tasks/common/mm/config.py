@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,6 +99,42 @@ def check_key(config: Any, key: str) -> None:
             node = node[int(part) if isinstance(node, (list, tuple)) else part]
             if not isinstance(node, (dict, list, tuple)):
                 raise ValueError(f"{key!r}: {'.'.join(parts[: depth + 1])!r} is {node!r} and has no parts")
+
+
+# Our steps that read, by the names that mm's own tools look for. A run checks what either reads (mm/reading.py).
+MM_NAMES: dict[str, dict[str, Any]] = {
+    "ReadImage": {"type": "LoadImageFromFile", "imdecode_backend": "pillow"},
+    "ReadListedImage": {"type": "LoadImageFromFile", "imdecode_backend": "pillow"},
+    "ReadAnnotation": {"type": "LoadAnnotations"},
+}
+VISUALIZERS = {"mmseg": "SegLocalVisualizer", "mmdet": "DetLocalVisualizer"}  # by default_scope
+
+
+def for_frameworks(config: Config) -> Config:
+    """A copy of a config as the inference of mmsegmentation and mmdetection takes it.
+
+    Steps that read have mm's names, the test data's pipeline stands at the top too, and there is a visualizer.
+    """
+    config = Config(with_mm_names(config._cfg_dict.to_dict()), filename=config.filename)
+    dataset = config.get("test_dataloader", {}).get("dataset", {})
+    while "pipeline" not in dataset and ("dataset" in dataset or "datasets" in dataset):
+        dataset = dataset.get("dataset") or dataset.datasets[0]
+    if "pipeline" in dataset:
+        config.test_pipeline = copy.deepcopy(dataset.pipeline)
+    if config.get("visualizer") is None and config.get("default_scope") in VISUALIZERS:
+        config.visualizer = {"type": VISUALIZERS[config.default_scope], "vis_backends": [{"type": "LocalVisBackend"}]}
+    return config
+
+
+def with_mm_names(value: Any) -> Any:
+    """A nested configuration in which mm reads."""
+    if isinstance(value, dict):
+        value = {key: with_mm_names(part) for key, part in value.items()}
+        if value.get("type") in MM_NAMES:
+            own = {key: part for key, part in value.items() if key not in ("type", "num_classes")}
+            return {**own, **MM_NAMES[value["type"]]}
+        return value
+    return type(value)(map(with_mm_names, value)) if isinstance(value, (list, tuple)) else value
 
 
 def check_data(config: Config) -> None:

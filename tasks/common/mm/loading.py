@@ -8,6 +8,7 @@ file: resume, load_from, the init_cfg of heads and necks.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pickle import UnpicklingError
@@ -18,6 +19,10 @@ import torch
 from mmengine.logging import HistoryBuffer
 from mmengine.runner import checkpoint as mm_checkpoint
 from numpy._core import multiarray as numpy_arrays
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+DATASET_META = "dataset_meta"  # mmengine's name for what is known of a checkpoint's classes
 
 
 def history_method(owner: Any, name: str) -> Any:
@@ -48,6 +53,8 @@ def read_checkpoint(
 ) -> Any:
     """Read a checkpoint of PyTorch or mmengine: tensors, plain values and loss histories. Nothing is executed.
 
+    A model.safetensors of a run is read as mmengine has a checkpoint, with "state_dict" and "meta".
+
     Args:
         file: its path, or an open file.
         map_location: as `torch.load`'s.
@@ -58,6 +65,8 @@ def read_checkpoint(
     """
     if weights_only is False:
         raise OSError(f"{file} is not read with weights_only=False: a pickle can run code")
+    if isinstance(file, (str, os.PathLike)) and str(file).endswith(".safetensors"):
+        return read_safetensors(file, map_location)
     try:
         with torch.serialization.safe_globals(ALLOWED):
             return torch.load(file, map_location=map_location, weights_only=True)
@@ -68,6 +77,22 @@ def read_checkpoint(
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise OSError(f"{file} cannot be read as a checkpoint, it is damaged or cut off ({first})") from None
+
+
+def read_safetensors(file: str | os.PathLike, map_location: Any = None) -> dict[str, Any]:
+    """Weights in a safetensors file, and the data set's classes that `save_model` put there, as mmengine has them.
+
+    Raises:
+        OSError: for a file that is missing or damaged.
+    """
+    device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
+    try:
+        with safe_open(file, "pt") as stored:
+            given = json.loads((stored.metadata() or {}).get(DATASET_META, "{}"))
+        weights = load_file(file, device=str(device))
+    except (SafetensorError, ValueError) as error:
+        raise OSError(f"{file} cannot be read as a checkpoint, it is damaged or cut off ({error})") from None
+    return {"state_dict": weights, "meta": {"dataset_meta": given} if given else {}}
 
 
 def refuse_pickles() -> None:

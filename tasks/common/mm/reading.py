@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mmcv
 import numpy as np
-from mmcv.transforms import BaseTransform
+from mmcv.transforms import LoadImageFromFile
 from mmengine.registry import TRANSFORMS
+
+# Steps of mm that read, and the function (step, data set) that makes the step of ours that reads the same and checks
+# it; None: mm's own stays.
+CHECKED: dict[type, Callable[[Any, Any], Any]] = {}
 
 
 def read_image(path: str, flag: str = "color") -> np.ndarray:
@@ -30,11 +35,57 @@ def read_image(path: str, flag: str = "color") -> np.ndarray:
 
 
 @TRANSFORMS.register_module()
-class ReadImage(BaseTransform):
-    """mm's LoadImageFromFile, which names a broken file: uint8 BGR (height, width, 3)."""
+class ReadImage(LoadImageFromFile):
+    """mm's LoadImageFromFile by Pillow, which names a broken file: uint8 BGR (height, width, 3).
+
+    Where the data set lists the sizes of its images, as COCO's do, the file is compared with it.
+
+    Args:
+        to_float32, color_type: as mm's.
+    """
+
+    def __init__(self, to_float32: bool = False, color_type: str = "color") -> None:
+        super().__init__(to_float32, color_type, imdecode_backend="pillow")
 
     def transform(self, results: dict[str, Any]) -> dict[str, Any]:
-        """Read results["img_path"] into results["img"]."""
-        image = read_image(results["img_path"])
+        """Read results["img_path"] into results["img"].
+
+        Raises:
+            OSError: for a missing or broken file.
+            ValueError: for an image of another size than its annotations are made for.
+        """
+        listed = (results["height"], results["width"]) if {"height", "width"} <= results.keys() else None
+        image = read_image(results["img_path"], self.color_type)
+        if listed is not None and image.shape[:2] != listed:
+            found = "x".join(map(str, image.shape[:2]))
+            raise ValueError(
+                f"{results['img_path']} is of {found} pixels, the annotation file says {listed[0]}x{listed[1]}"
+            )
+        if self.to_float32:
+            image = image.astype(np.float32)
         results.update(img=image, img_shape=image.shape[:2], ori_shape=image.shape[:2])
         return results
+
+
+CHECKED[LoadImageFromFile] = lambda step, dataset: ReadImage(step.to_float32, step.color_type)
+
+
+def reads_with_pillow(step: Any) -> bool:
+    """Whether a step of mm reads files of this machine by Pillow, and so as `read_image` does."""
+    options = ("ignore_empty", "file_client_args", "backend_args")
+    return step.imdecode_backend == "pillow" and not any(getattr(step, name, None) for name in options)
+
+
+def check_reading(dataset: Any) -> None:
+    """Let the pipeline of a built data set of mm read by our steps, which name broken files, where these do the same.
+
+    The names in a config stay mm's, which its own tools look for.
+    """
+    for inner in [*getattr(dataset, "datasets", []), getattr(dataset, "dataset", None)]:
+        if inner is not None:
+            check_reading(inner)
+    steps = getattr(getattr(dataset, "pipeline", None), "transforms", [])
+    for index, step in enumerate(steps):
+        make = CHECKED.get(type(step))
+        if make is not None and reads_with_pillow(step):
+            steps[index] = make(step, dataset)

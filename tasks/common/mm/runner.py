@@ -24,8 +24,10 @@ from torch import distributed
 from hf_sparseprior.files import replace_durably
 from hf_sparseprior.training.finite import SETTING, STOP, check_setting
 from tasks.common.mm.backbone import check_predictors
+from tasks.common.mm.config import for_frameworks
 from tasks.common.mm.hooks import CheckFinite, OneLineProgress, StopOnSignal, TellData
 from tasks.common.mm.loading import refuse_pickles
+from tasks.common.mm.reading import check_reading
 from tasks.common.processes import check_joined, join_on_cpu
 
 _RUNS = itertools.count()  # of this process
@@ -44,6 +46,17 @@ class QuietRunner(Runner):
             if not isinstance(handler, logging.FileHandler):
                 handler.setLevel(max(handler.level, logging.ERROR))
         return logger
+
+    def build_visualizer(self, visualizer: Any = None) -> Any:
+        """As mmengine's, which would write the name and the folder of this run into the config."""
+        return super().build_visualizer(copy.deepcopy(visualizer) if isinstance(visualizer, dict) else visualizer)
+
+    @staticmethod
+    def build_dataloader(dataloader: Any, seed: int | None = None, diff_rank_seed: bool = False) -> Any:
+        """As mmengine's, and what its data set reads is checked."""
+        loader = Runner.build_dataloader(dataloader, seed=seed, diff_rank_seed=diff_rank_seed)
+        check_reading(loader.dataset)
+        return loader
 
     def wrap_model(self, model_wrapper_cfg: dict | None, model: torch.nn.Module) -> torch.nn.Module:
         """As mmengine's, which wants a CUDA device for each process. Without one, batch norms are each process' own."""
@@ -86,7 +99,7 @@ def build_runner(config: Config) -> QuietRunner:
     """The Runner of a config, on every process that torchrun started; builds model, data and metric."""
     check_setting(SETTING, config.get(SETTING, STOP))
     refuse_pickles()
-    config = copy.deepcopy(config)
+    config = for_frameworks(config)
     config.launcher = "pytorch" if launched() else "none"
     # mmengine tells runs apart by name and second: two that begin within one second would share a folder.
     config.experiment_name = f"{Path(config.filename or 'run').stem}_{next(_RUNS)}"

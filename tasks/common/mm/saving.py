@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,21 @@ from safetensors.torch import load_file, save_file
 from hf_sparseprior.families import FAMILIES
 from hf_sparseprior.files import sync
 from tasks.common.mm.backbone import save_backbone
+from tasks.common.mm.config import as_json, for_frameworks
+from tasks.common.mm.loading import DATASET_META
 
 BACKBONE, CONFIG, WEIGHTS = "backbone", "config.py", "model.safetensors"
 
 
-def save_model(folder: Path, config: Config, model: Any) -> None:
-    """Write the whole model, with a config that needs no other folder, and its backbone alone."""
-    own = copy.deepcopy(config)
-    given = {key: config.model.backbone[key] for key in ("type", "with_cp") if key in config.model.backbone}
+def save_model(folder: Path, config: Config, model: Any, metainfo: Mapping[str, Any] | None = None) -> None:
+    """Write the whole model, with a config that needs no other folder, and its backbone alone.
+
+    Config and weights are also what `init_model`, `init_detector` and the inferencers of mm take. `metainfo` is the
+    data set's, of which these show the names and colours of the classes.
+    """
+    own = for_frameworks(config)
+    own_keys, named = ("type", "with_cp", "output_cls_token"), config.model.backbone
+    given = {key: named[key] for key in own_keys if key in named}
     # transformers' own bookkeeping, which says nothing about the architecture, is not among them.
     built = model.backbone.config
     names, default = FAMILIES[built.model_type].config_fields, type(built)()
@@ -33,7 +41,9 @@ def save_model(folder: Path, config: Config, model: Any) -> None:
     own.dump(str(folder / CONFIG))
     save_backbone(model.backbone, str(folder / BACKBONE))
     weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    save_file(weights, str(folder / WEIGHTS), metadata={"format": "pt"})
+    shown = {key: metainfo[key] for key in ("classes", "palette") if key in metainfo} if metainfo else {}
+    # One entry alone: the order of several differs from file to file, and equal runs would not be equal bytes.
+    save_file(weights, str(folder / WEIGHTS), metadata={DATASET_META: json.dumps(as_json(shown))})
     sync(folder)
 
 

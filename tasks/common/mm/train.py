@@ -84,7 +84,7 @@ def _train(task: Task, config: Config, new: bool, checkpoint: str | None, comman
     results.resumed_from, results.command = checkpoint and Path(checkpoint).name, command or results.command
     if not is_main_process():
         return results.content()
-    save_model(out / MODEL, config, whole_model(runner))
+    save_model(out / MODEL, config, whole_model(runner), runner.test_dataloader.dataset.metainfo)
     results.details["model_sha256"] = file_sha256(out / MODEL / WEIGHTS)
     task.draw(whole_model(runner), runner.test_dataloader.dataset, out / PICTURE)
     return results.write(out / RESULTS)

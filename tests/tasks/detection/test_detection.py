@@ -1,7 +1,10 @@
 import copy
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +28,8 @@ from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassific
 from tasks.common.mm.config import load_config
 from tasks.common.mm.evaluate import evaluate
 from tasks.common.mm.loading import read_checkpoint
+from tasks.common.mm.runner import build_runner
+from tasks.common.mm.saving import fill_model
 from tasks.common.mm.train import run
 from tasks.detection.baseline import fit_constant
 from tasks.detection.data import NumberedEpochSampler, annotation_damage, packed_pixels
@@ -32,6 +37,7 @@ from tasks.detection.task import DETECTION, constant_metrics
 from tasks.detection.train import main as train_main
 from tests.hf_sparseprior.small import SMALL as SMALL_FAMILIES
 from tests.tasks.common.mm.shapes import PARTS, data_roots, write_shapes
+from tests.tasks.detection.inference import as_lists
 from tests.tasks.detection.tiny import OVERRIDES, SMALL
 
 pytestmark = pytest.mark.slow
@@ -97,6 +103,35 @@ def test_a_run_leaves_everything_and_evaluate_reproduces_it(finished, tmp_path):
     other = evaluate(DETECTION, out, "validation")  # of a run, the model is meant
     assert other["images"] == 3 and other["model_sha256"] == results["model_sha256"]
     assert (out / "evaluation/results_validation.json").is_file()
+
+
+def test_mms_own_inference_takes_a_run_as_it_is(finished, data, tmp_path):
+    """In an interpreter of its own: the saved model, a checkpoint of the run, and the config that mmengine wrote."""
+    out, _ = finished
+    image, script = str(data / "images/test/1.png"), Path(__file__).with_name("inference.py")
+    trained = [out / "smoke.py", out / "iter_6.pth"]
+    pairs = [out / "model/config.py", out / "model/model.safetensors", *trained]
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(
+        [sys.executable, script, image, tmp_path / "found.json", out / "iter_6.pth", *pairs],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    overrides = [f"output_dir={tmp_path}/own", *data_roots(data)]
+    runner = build_runner(load_config("detection", out / "model/config.py", overrides))
+    fill_model(runner.model, out / "model")
+    batch = next(iter(runner.test_dataloader))
+    assert batch["data_samples"][1].img_path == image
+    with torch.no_grad():
+        expected = as_lists(runner.model.eval().test_step(batch)[1].pred_instances)
+    assert len(expected[0]) > 1
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found) == 2 * 2 + 2 * 2 * 3
+    for detections in found:
+        boxes, labels, scores, areas = (torch.tensor(part) for part in detections)
+        torch.testing.assert_close(boxes, torch.tensor(expected[0]), rtol=0, atol=1e-3)
+        torch.testing.assert_close(scores, torch.tensor(expected[2]), rtol=0, atol=1e-5)
+        assert labels.tolist() == expected[1] and areas.tolist() == expected[3]
 
 
 def test_the_exported_backbone_is_a_classifier_again(finished):

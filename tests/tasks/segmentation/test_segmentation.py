@@ -2,6 +2,8 @@ import copy
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ pytest.importorskip("mmengine", reason="the extra `dense` is not installed")
 pytest.importorskip("mmcv", reason="the extra `dense` is not installed")
 pytest.importorskip("mmseg", reason="the extra `dense` is not installed")
 
+from mmcv.transforms import LoadImageFromFile
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import HOOKS, init_default_scope
@@ -22,10 +25,11 @@ from mmseg.registry import DATASETS, MODELS, TRANSFORMS
 from mmseg.structures import SegDataSample
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
-from tasks.common.mm.config import load_config, run_identity
+from tasks.common.mm.config import for_frameworks, load_config, run_identity
 from tasks.common.mm.evaluate import evaluate
 from tasks.common.mm.loading import read_checkpoint
-from tasks.common.mm.runner import build_runner
+from tasks.common.mm.runner import QuietRunner, build_runner
+from tasks.common.mm.saving import fill_model
 from tasks.common.mm.train import run
 from tasks.common.run_folder import claim
 from tasks.segmentation.data import ReadAnnotation
@@ -81,6 +85,50 @@ def test_a_run_leaves_everything_and_evaluate_reproduces_it(finished, tmp_path):
     other = evaluate(SEGMENTATION, out, "validation")  # of a run, the model is meant
     assert other["model_sha256"] == results["model_sha256"] and (out / "evaluation/results_validation.json").is_file()
     assert other["images"] == 3 and set(other["metrics"]) == {"validation_mIoU", "validation_aAcc", "validation_mAcc"}
+
+
+def test_mms_own_inference_takes_a_run_as_it_is(finished, data, tmp_path):
+    """In an interpreter of its own: the saved model, a checkpoint of the run, and the config that mmengine wrote."""
+    out, _ = finished
+    image, script = str(data / "images/test/1.png"), Path(__file__).with_name("inference.py")
+    trained = [out / "smoke.py", out / "iter_8.pth"]
+    arguments = [image, tmp_path / "found.npy", out / "model/config.py", out / "model/model.safetensors", *trained]
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(
+        [sys.executable, script, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    runner = build_runner(load_config("segmentation", out / "model/config.py", [f"output_dir={tmp_path}/own"]))
+    fill_model(runner.model, out / "model")
+    batch = next(item for item in runner.test_dataloader if "images/test/1.png" in item["data_samples"][1].img_path)
+    with torch.no_grad():
+        expected = runner.model.eval().test_step(batch)[1].pred_sem_seg.data[0].numpy()
+    found = np.load(tmp_path / "found.npy")
+    assert found.shape == (8, 32, 32) and len(np.unique(expected)) > 1
+    assert all(np.array_equal(map_, expected) for map_ in found)
+
+
+def test_mms_names_for_reading_are_checked_as_ours(data, tmp_path):
+    """A user's config reads with LoadImageFromFile and LoadAnnotations; which file is broken is told all the same."""
+    shutil.copytree(data, tmp_path / "data")
+    config = config_of(tmp_path / "data", tmp_path / "run")
+    ours = QuietRunner.build_dataloader(config.val_dataloader)
+    config = for_frameworks(config)
+    pipeline = config.val_dataloader.dataset.pipeline
+    assert [step.type for step in pipeline[:2]] == ["LoadImageFromFile", "LoadAnnotations"]
+    assert config.test_pipeline == pipeline and config.test_pipeline is not pipeline
+    loader = QuietRunner.build_dataloader(config.val_dataloader)
+    for one, other in zip(ours.dataset, loader.dataset, strict=True):
+        assert torch.equal(one["inputs"], other["inputs"])
+        assert torch.equal(one["data_samples"].gt_sem_seg.data, other["data_samples"].gt_sem_seg.data)
+    _cut(tmp_path / "data/images/validation/1.png")
+    Image.fromarray(np.full((32, 32), 4, dtype=np.uint8)).save(tmp_path / "data/annotations/validation/2.png")
+    for index, said in ((1, r"1\.png cannot be read as an image"), (2, r"2\.png holds the label 4; with 3 classes")):
+        with pytest.raises((OSError, ValueError), match=said):
+            loader.dataset[index]
+    pipeline[0].imdecode_backend = "cv2"  # OpenCV was asked for, so mm's own step reads
+    mms_own = QuietRunner.build_dataloader(config.val_dataloader).dataset.pipeline.transforms
+    assert type(mms_own[0]) is LoadImageFromFile and type(mms_own[1]) is ReadAnnotation
 
 
 def test_runs_of_one_second_keep_to_their_own_folders(data, tmp_path, monkeypatch):

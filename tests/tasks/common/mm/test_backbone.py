@@ -143,7 +143,7 @@ def test_mms_own_word_for_a_folder(classifier):
     with pytest.raises(ValueError, match="exclude each other"):
         SparsePriorViT(pretrained=folder, init_cfg={"type": "Pretrained", "checkpoint": folder})
     with pytest.raises(ValueError, match="must be dict"):
-        SparsePriorViT(init_cfg={"type": "Kaiming", "layer": "Conv2d"})
+        SparsePriorViT(init_cfg={"type": "Pretrained"})
 
 
 def test_what_does_not_fit_is_named(classifier, tmp_path):

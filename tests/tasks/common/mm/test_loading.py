@@ -9,6 +9,7 @@ pytest.importorskip("mmengine", reason="the extra `dense` is not installed")
 
 from mmengine.logging import HistoryBuffer
 from mmengine.runner.checkpoint import CheckpointLoader, _load_checkpoint
+from safetensors.torch import save_file
 
 from tasks.common.mm.loading import read_checkpoint, refuse_pickles
 
@@ -61,6 +62,21 @@ def test_getattr_reaches_nothing_but_the_statistics(tmp_path):
     torch.save({"x": Reach()}, tmp_path / "bad.pth")
     with pytest.raises(OSError, match=r"is refused: it holds builtins\.getattr"):
         read_checkpoint(tmp_path / "bad.pth")
+
+
+def test_safetensors_are_read_as_a_checkpoint_of_mmengine(tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.arange(3.0)}, file, metadata={"dataset_meta": '{"classes": ["one", "two"]}'})
+    for loader in (read_checkpoint, CheckpointLoader.load_checkpoint):
+        refuse_pickles()
+        read = loader(str(file), map_location="cpu")
+        assert torch.equal(read["state_dict"]["a"], torch.arange(3.0))
+        assert read["meta"] == {"dataset_meta": {"classes": ["one", "two"]}}
+    save_file({"a": torch.arange(3.0)}, file)  # of another tool, which knows no classes
+    assert read_checkpoint(file)["meta"] == {}
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(OSError, match=r"model\.safetensors cannot be read as a checkpoint"):
+        read_checkpoint(file)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 cut off"])
