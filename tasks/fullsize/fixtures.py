@@ -9,7 +9,7 @@ import csv
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from tasks.common.images.vtab_tasks import TASKS
 VTAB_TASK = "clevr_count"
 PICTURES = 8  # different pictures of a data set; its files are links to them
 ROBOMIMIC = {"lift": "Lift", "can": "PickPlaceCan"}
-CLIPS = {"train": 8, "validation": 2, "test": 2}
 
 
 def fixture(name: str, root: Path) -> Path:
@@ -246,34 +245,80 @@ def write_pusht(folder: Path) -> None:
 
 # ---- video ----------------------------------------------------------------------------------------------------------
 
+# {split: files below videos/ and their classes}, two batches of 32 clips to train on.
+Clips = dict[str, list[tuple[str, str]]]
+TRAINING_CLIPS, OTHER_CLIPS = 64, 2
 
-def _clips(classes: int, frames: int) -> Callable[[Path], None]:
+
+def _smarthome() -> Clips:
+    """CLASS_p03_r00_v01_c01.mp4: train, validation and test by subjects 3, 25 and 2, and by cameras 1, 5 and 2."""
+    places = {"train": "p03_r{}_v01_c01", "validation": "p25_r{}_v01_c05", "test": "p02_r{}_v01_c02"}
+    return _numbered(places, SMARTHOME_CLASSES, lambda name, place: f"{name}_{place}.mp4")
+
+
+def _nucla() -> Clips:
+    """a01/v01_s01_e00.avi: subjects 1, 9 and 10."""
+    places = {"train": "v01_s01_e{}", "validation": "v01_s09_e{}", "test": "v03_s10_e{}"}
+    return _numbered(places, NUCLA_ACTIONS, lambda name, place: f"{name}/{place}.avi")
+
+
+def _ntu60() -> Clips:
+    """S001C001P001R001A001_rgb.avi: subjects 1, 38 and 3, cameras 2, 3 and 1."""
+    places = {"train": "S0{}C002P001", "validation": "S0{}C003P038", "test": "S0{}C001P003"}
+    actions = [f"A{number:03d}" for number in range(1, 61)]
+    return _numbered(places, actions, lambda name, place: f"{place}R001{name}_rgb.avi")
+
+
+def _numbered(places: dict[str, str], classes: Sequence[str], call: Callable[[str, str], str]) -> Clips:
+    clips: Clips = {}
+    for split, place in places.items():
+        count = TRAINING_CLIPS if split == "train" else OTHER_CLIPS
+        # Validation and test have classes of the end of the list, which cross-view protocols have too.
+        names = [classes[number % len(classes) if split == "train" else -3 - number] for number in range(count)]
+        rounds = [place.format(f"{number // len(classes):02d}") for number in range(count)]
+        clips[split] = [(call(name, where), name) for name, where in zip(names, rounds, strict=True)]
+    return clips
+
+
+def _clips(make: Callable[[], Clips], frames: int, width: int, height: int) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
-        """videos/*.mp4 of 640x480 and lists/SPLIT.csv, every class in some list."""
-        write_video = _video_writer()
-        (folder / "videos").mkdir()
-        (folder / "lists").mkdir()
-        clip = np.stack([np.asarray(picture) for picture in pictures(640, 480)])
-        names = []
+        """videos/ in the published layout, and lists/SPLIT.csv of the same videos."""
+        stored, write_video = folder / ".videos", _video_writer((width, height))
+        listed = make()
+        ending = Path(listed["test"][0][0]).suffix
+        stored.mkdir()
+        clip = np.stack([np.asarray(picture) for picture in pictures(width, height)])
         for number in range(2):
-            turned = np.roll(np.repeat(clip, -(-frames // len(clip)), 0)[:frames], number, 0)
-            names.append(f"p{number:02d}.mp4")
-            write_video(folder / "videos" / names[-1], turned)
-        for split, count in CLIPS.items():
-            rows = [(names[number % 2], f"class{number % classes:02d}") for number in range(max(count, classes))]
+            numbers = (np.arange(frames) + number) % len(clip)
+            write_video(stored / f"{number}{ending}", (clip[each] for each in numbers))
+        (folder / "lists").mkdir()
+        for split, rows in listed.items():
+            for number, (name, _) in enumerate(rows):
+                _link(stored / f"{number % 2}{ending}", folder / "videos" / name)
             with open(folder / "lists" / f"{split}.csv", "w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows([("path", "label"), *rows])
 
     return write
 
 
-def _video_writer() -> Callable[[Path, np.ndarray], None]:
+SMARTHOME_CLASSES = (
+    *("Cook.Cleandishes", "Cook.Cleanup", "Cook.Cut", "Cook.Stir", "Cook.Usestove", "Cutbread", "Drink.Frombottle"),
+    *("Drink.Fromcan", "Drink.Fromcup", "Drink.Fromglass", "Eat.Attable", "Eat.Snack", "Enter", "Getup", "Laydown"),
+    *("Leave", "Makecoffee.Pourgrains", "Makecoffee.Pourwater", "Maketea.Boilwater", "Maketea.Insertteabag"),
+    *("Pour.Frombottle", "Pour.Fromcan", "Pour.Fromkettle", "Readbook", "Sitdown", "Takepills", "Uselaptop"),
+    *("Usetablet", "Usetelephone", "Walk", "WatchTV"),
+)
+NUCLA_ACTIONS = tuple(f"a{number:02d}" for number in (1, 2, 3, 4, 5, 6, 8, 9, 11, 12))
+
+
+def _video_writer(size: tuple[int, int]) -> Callable[[Path, Iterable[np.ndarray]], None]:
     import av
 
-    def write(path: Path, frames: np.ndarray) -> None:
+    def write(path: Path, frames: Iterable[np.ndarray]) -> None:
         with av.open(str(path), "w") as container:
-            stream = container.add_stream("mpeg4", rate=20)
-            stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+            stream: Any = container.add_stream("mpeg4", rate=20)
+            stream.pix_fmt = "yuv420p"
+            stream.width, stream.height = size
             for frame in frames:
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
             container.mux(stream.encode(None))
@@ -292,6 +337,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "lift": _robomimic("lift"),
     "can": _robomimic("can"),
     "pusht": write_pusht,
-    "smarthome": _clips(31, 320),
-    "nucla": _clips(10, 80),
+    "smarthome": _clips(_smarthome, 320, 640, 480),
+    "nucla": _clips(_nucla, 80, 640, 480),
+    "ntu60": _clips(_ntu60, 80, 1920, 1080),
 }

@@ -8,7 +8,7 @@ what an example adds is what was measured.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,18 @@ def first_need(run: PaperRun, model: Mapping[str, Any] | None, images: int, thre
     except ValueError:  # of a kind that is not counted
         return Need(memory, None), parameters
     return Need(memory, 3 * STEPS * images * multiply_adds / (SLOW * threads) / 60), parameters
+
+
+def sibling_need(run: PaperRun, records: Iterable[Mapping[str, Any]]) -> Need:
+    """What a small step of the same table's run of this task took, which has another prior: for models that are not
+    counted. The largest of several; unknown without any.
+    """
+    file = run.name.partition("#")[0]
+    same = [record for record in records if (record["task"], record["name"].partition("#")[0]) == (run.task, file)]
+    known = [record["small"] for record in same if record.get("small")]
+    if not known:
+        return Need(None, None)
+    return Need(max(small["peak_gib"] for small in known), max(small["seconds"] for small in known) / 60)
 
 
 def whole_need(run: PaperRun, small: Mapping[str, Any], batch: Batch) -> Need:

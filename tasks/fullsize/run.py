@@ -36,7 +36,7 @@ from tasks.common.run_folder import check_place
 from tasks.fullsize import process, steps
 from tasks.fullsize.configs import ROOT, Group, PaperRun, chosen, find_groups
 from tasks.fullsize.fixtures import fixture
-from tasks.fullsize.predict import Need, first_need, memory_of_machine, parted, whole_need
+from tasks.fullsize.predict import Need, first_need, memory_of_machine, parted, sibling_need, whole_need
 from tasks.fullsize.report import write_report
 from tasks.fullsize.starts import make_start, model_of, named_models
 from tasks.fullsize.steps import Batch
@@ -113,6 +113,8 @@ def do_group(group: Group, groups: Sequence[Group], settings: Settings, server: 
     runs = [each for other in groups for each in other.runs]
     try:
         need, record["parameters"] = first_need(run, scratch_model(run, runs), SMALL, settings.threads)
+        if need.memory_gib is None:
+            need = sibling_need(run, [read_json(each) for each in settings.records.glob("*.json")])
         record["first_need"] = need.rounded()
         if problem := need.over(settings.memory_gib, settings.minutes):
             record |= {"status": REFUSED, "reason": problem}

@@ -42,7 +42,7 @@ def fixture_of(run: PaperRun) -> str:
             return "can"
         return FIXTURE_OF.get(Path(path).name, Path(path).name)
     if run.task == "video":
-        return next((name for name in ("smarthome", "nucla") if name in path), "smarthome")
+        return next((name for name in ("smarthome", "nucla", "ntu60") if name in path), "smarthome")
     return str(data["source"])
 
 
@@ -86,7 +86,8 @@ def _trainer(run: PaperRun, batch: Batch, out: Path, data: Path) -> list[str]:
         trainer["per_device_train_batch_size"] = batch.images // batch.parts
     overrides = [f"trainer.{key}={value}" for key, value in trainer.items()]
     if run.task == "video":
-        return [*overrides, f"data.path={data / 'videos'}", f"data.lists={data / 'lists'}"]
+        lists = [f"data.lists={data / 'lists'}"] if run.config["data"].get("lists") else []
+        return [*overrides, f"data.path={data / 'videos'}", *lists]
     train = max(STEPS * batch.images, NEIGHBOURS if run.task == "pretraining" else 0)
     overrides += [f"data.path={data}", f"data.limit_train={train}"]
     overrides += [f"data.limit_{split}={TESTED}" for split in ("validation", "test")]
@@ -133,8 +134,11 @@ def _mm(run: PaperRun, batch: Batch, out: Path, data: Path) -> list[str]:
 
 def evaluate_arguments(run: PaperRun, out: Path) -> list[str]:
     """What follows `evaluate`."""
-    extra = ["--episodes", "1", "--max-steps", str(WINDOWS)] if run.task == "robotics" else []
-    return [str(out), *extra]
+    if run.task != "robotics":
+        return [str(out)]
+    # One plan of two evaluations of the network; a whole episode has some 40 plans of 100.
+    episode = ["--episodes", "1", "--max-steps", str(WINDOWS)]
+    return [str(out), *episode, "--sampler", "ddim", "--sampling-steps", "2"]
 
 
 def first_checkpoint(out: Path) -> Path | None:

@@ -1,6 +1,8 @@
 """Fixtures have the published layouts: the readers of the tasks read them, with every class."""
 
+import csv
 import json
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from PIL import Image
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import load_data
 from tasks.common.images.vtab_tasks import TASKS
+from tasks.fullsize import fixtures
 from tasks.fullsize.fixtures import VTAB_TASK, WRITERS, fixture
 
 
@@ -95,18 +98,23 @@ def test_demonstrations_are_read_as_the_published_ones(name, file, root):
         assert found.shapes["robot0_eye_in_hand_image"] == (84, 84, 3) and found.action_size == 10
 
 
-@pytest.mark.parametrize(("name", "classes"), [("nucla", 10), ("smarthome", 31)])
-def test_clips_have_lists_of_every_class(name, classes, root, monkeypatch):
-    pytest.importorskip("av", reason="needs pip install '.[video]'")
-    import csv
-
-    folder = fixture("nucla", root) if name == "nucla" else None
-    if folder is None:  # the same writer with more frames
-        from tasks.fullsize.fixtures import _clips
-
-        (folder := root / "few").mkdir()
-        _clips(classes, 9)(folder)
-    with open(folder / "lists" / "train.csv", newline="") as file:
-        listed = list(csv.DictReader(file))
-    assert len({row["label"] for row in listed}) == classes
-    assert all((folder / "videos" / row["path"]).is_file() for row in listed)
+@pytest.mark.parametrize(
+    ("make", "classes", "pattern"),
+    [
+        ("_smarthome", 31, r"[A-Z][A-Za-z.]+_p(03|25|02)_r\d\d_v01_c0[152]\.mp4"),
+        ("_nucla", 10, r"a\d\d/v0[13]_s(01|09|10)_e\d\d\.avi"),
+        ("_ntu60", 60, r"S\d{3}C00[123]P0(01|38|03)R001A\d{3}_rgb\.avi"),
+    ],
+)
+def test_clips_are_called_as_published_and_have_lists_of_every_class(make, classes, pattern, tmp_path):
+    av = pytest.importorskip("av", reason="needs pip install '.[video]'")
+    fixtures._clips(getattr(fixtures, make), 9, 32, 24)(tmp_path)
+    listed = {}
+    for split in ("train", "validation", "test"):
+        with open(tmp_path / "lists" / f"{split}.csv", newline="") as file:
+            listed[split] = list(csv.DictReader(file))
+    names = [row["path"] for rows in listed.values() for row in rows]
+    assert len({row["label"] for row in listed["train"]}) == classes and len(listed["train"]) == 64
+    assert len(names) == len({*names}) == 68 and all(re.fullmatch(pattern, name) for name in names)
+    with av.open(str(tmp_path / "videos" / names[-1])) as container:
+        assert [frame.width for frame in container.decode(video=0)] == [32] * 9

@@ -10,7 +10,7 @@ import yaml
 from tasks.common.locks import locked
 from tasks.fullsize import run as command
 from tasks.fullsize.configs import PaperRun, find_groups
-from tasks.fullsize.predict import IMPORTED_GIB, Need, memory_of_machine, parted, whole_need
+from tasks.fullsize.predict import IMPORTED_GIB, Need, memory_of_machine, parted, sibling_need, whole_need
 from tasks.fullsize.process import is_whole
 from tasks.fullsize.steps import Batch, train_overrides
 
@@ -153,6 +153,20 @@ def test_the_own_step_is_predicted_from_the_small_one():
     assert whole_need(big(optim="sgd"), SMALL, Batch(2)).memory_gib == pytest.approx(6)
     averaged = whole_need(big(ema_decay=0.9), SMALL, Batch(64)).memory_gib
     assert averaged == pytest.approx(fixed + 1 + (5 - fixed) * 32)
+
+
+def test_models_that_are_not_counted_have_the_figure_of_a_run_of_their_table(tmp_path):
+    run = PaperRun("experiments/t.yaml#lift-violin", "robotics", {})
+    named = {"name": "experiments/t.yaml#lift-dense", "task": "robotics"}
+    records = [
+        {**named, "small": {**SMALL, "seconds": 90.0}},
+        {**named, "small": {**SMALL, "peak_gib": 7.0}},
+        {**named, "status": "refused"},
+        {**named, "task": "video", "small": {**SMALL, "peak_gib": 99.0}},
+        {**named, "name": "experiments/other.yaml#lift-dense", "small": {**SMALL, "peak_gib": 99.0}},
+    ]
+    assert sibling_need(run, records) == Need(7.0, 1.5)
+    assert sibling_need(run, records[2:]) == sibling_need(run, []) == Need(None, None)
 
 
 def test_a_step_is_done_in_as_few_parts_as_fit():
