@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ from .low_rank import MIXERS, Mixer
 from .ops import run_plan
 from .predictor import PREDICTORS, Predictor
 from .relative_position import RelativePosition
-from .resolved import ResolvedPrior
+from .resolved import ResolvedPrior, Time
 from .supports import resolve_support, support_notes
 from .token_order import RASTER
 
@@ -82,8 +83,11 @@ class PriorAttention(nn.Module):
         self.relative_position = make_extras(prior["extras"], "attention", num_heads, head_dim)
         # Decays that can be switched (`hf_sparseprior.adapters.violin.DecayLayer`), if `decay_bias` is None.
         self.decay_adapter: Any = None
-        self.support_key = json.dumps([self.num_supports, prior["support"], layer_idx, self.heads], sort_keys=True)
-        self._plans: dict[tuple[str, int, int, int, int, bool, str], AttentionPlan] = {}
+        self.time: Time = prior.get("time", "frame")
+        self.support_key = json.dumps(
+            [self.num_supports, prior["support"], layer_idx, self.heads, self.time], sort_keys=True
+        )
+        self._plans: dict[tuple[str, tuple[int, ...], int, bool, str], AttentionPlan] = {}
 
     def active_decay(self) -> Decay | None:
         """The decay of the next forward: the prior's own, or that of the active adapter."""
@@ -91,23 +95,23 @@ class PriorAttention(nn.Module):
 
     def plan(
         self,
-        grid: tuple[int, int],
+        grid: tuple[int, ...],
         num_prefix_tokens: int = 0,
-        frames: int = 1,
         dense: bool = False,
         layout: str = RASTER,
     ) -> AttentionPlan:
         """The layer's plan for a grid and the active decay, made at first use; a constant in compiled graphs.
 
         Args:
-            grid, num_prefix_tokens, frames, layout: as in `AttentionPlan`.
+            grid, num_prefix_tokens, layout: as in `AttentionPlan`.
             dense: without the support, for a caller that leaves its pairs out by a bias.
         """
         decay = self.active_decay()
         decay_key = NO_DECAY if decay is None else decay.key
         # A grid decides the tables, so a symbolic size becomes a number here: one compiled graph per grid.
-        sizes = (operator.index(grid[0]), operator.index(grid[1]), operator.index(num_prefix_tokens))
-        return self._constant_plan(self.support_key, decay_key, *sizes, operator.index(frames), dense, layout)
+        sides = tuple(operator.index(side) for side in grid)
+        prefix = operator.index(num_prefix_tokens)
+        return self._constant_plan(self.support_key, decay_key, sides, prefix, dense, layout)
 
     # Offsets come from Python integers and a private random generator, which a compiler does not trace.
     # dynamo guards on `support_key`: layers share this code, and nothing else tells their compiled graphs apart.
@@ -116,24 +120,31 @@ class PriorAttention(nn.Module):
         self,
         support_key: str,
         decay_key: str,
-        height: int,
-        width: int,
+        grid: tuple[int, ...],
         num_prefix_tokens: int,
-        frames: int,
         dense: bool,
         layout: str,
     ) -> AttentionPlan:
-        key, grid = (decay_key, height, width, num_prefix_tokens, frames, dense, layout), (height, width)
+        key = (decay_key, grid, num_prefix_tokens, dense, layout)
         if key not in self._plans:
             if len(self._plans) >= self.MAX_PLANS:
                 self._plans.pop(next(iter(self._plans)))
-            support = resolve_support(None, self.num_supports, height * width, grid) if dense else self.prior["support"]
-            if self.layer_idx == 0 and not dense:
-                for note in support_notes(support, self.num_supports, grid, num_prefix_tokens):
+            support = self.prior["support"]
+            if dense:
+                support = resolve_support(None, self.num_supports, math.prod(grid), grid)
+            elif self.layer_idx == 0:
+                for note in support_notes(support, self.num_supports, grid, num_prefix_tokens, self.time):
                     logger.info(note)
-            decay = json.loads(decay_key)
             self._plans[key] = AttentionPlan(
-                self.num_supports, grid, num_prefix_tokens, support, decay, self.layer_idx, frames, self.heads, layout
+                self.num_supports,
+                grid,
+                num_prefix_tokens,
+                support,
+                json.loads(decay_key),
+                self.layer_idx,
+                self.heads,
+                layout,
+                self.time,
             )
         return self._plans[key]
 
@@ -240,7 +251,7 @@ class SparsePriorAttention(PriorAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        grid: tuple[int, int],
+        grid: tuple[int, ...],
         num_prefix_tokens: int = 0,
         output_attentions: bool = False,
         backend: str = "auto",
@@ -253,7 +264,7 @@ class SparsePriorAttention(PriorAttention):
 
         Args:
             hidden_states: (B, T, hidden_size), prefix tokens first, then the patches.
-            grid: (height, width) of the patches.
+            grid: (height, width) of the patches, or (frames, height, width) of those of a clip, frame after frame.
             num_prefix_tokens: number of tokens before the patches.
             output_attentions: also return the attention weights.
             backend: forces a backend of `hf_sparseprior.ops`.

@@ -7,19 +7,19 @@ counted with both signs.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .decay import DECAYS
-from .masks import Pairs, key_lists, mask_from_offsets, pairs_in_frames, pruning_ratio
+from .masks import Pairs, key_lists, mask_from_offsets, pruning_ratio
 from .registry import registering
 from .relative_offsets import relative_table
-from .resolved import DecayTensors, ResolvedDecay, ResolvedSupport
-from .supports import layer_ranks, support_of_heads
+from .resolved import DecayTensors, ResolvedDecay, ResolvedSupport, Time
+from .supports import own_grid, seen_pairs
 from .token_order import RASTER, lists_in_raster, mask_in_raster, order_ranks, with_prefix
 from .windows import window_places, window_regions, windowed_mask
 
@@ -31,36 +31,43 @@ class AttentionPlan:
 
     Args:
         num_heads: H, or for how many heads the support is made if there are not all of them.
-        grid: (height, width) of the patch tokens; with several frames, of one of them.
+        grid: (height, width) of the patch tokens, or (frames, height, width) of those of a clip, which come one frame
+            after another.
         num_prefix_tokens: P, tokens before the patches.
         support: resolved support.
         decay: resolved settings of the decay, no tensors, or None.
         layer: layer number from 0.
-        frames: frames of a clip, whose patches come one frame after another. Support and decay see where in their
-            frames two patches lie, not when (VIOLIN appendix D.2, curves per frame).
         heads: numbers of the H heads that there are, from 0; None: all.
         layout: the order in which the patches come, all tables too: raster, or that of the support (`token_order`).
+        time: how support and decay see the frames of a clip. "frame": where in their frames two patches lie, not when
+            (VIOLIN appendix D.2, curves per frame). "clip": as one grid in three dimensions (D.2, the other way).
+            "axes": the support in each frame, and along time at one place of the frames; the decay by the distance in
+            the frame plus that in time.
     """
 
     def __init__(
         self,
         num_heads: int,
-        grid: tuple[int, int],
+        grid: tuple[int, ...],
         num_prefix_tokens: int,
         support: ResolvedSupport,
         decay: ResolvedDecay | None,
         layer: int,
-        frames: int = 1,
         heads: Sequence[int] | None = None,
         layout: str = RASTER,
+        time: Time = "frame",
     ) -> None:
-        if layout != RASTER and (frames > 1 or support.get("order", layout) != layout):
-            raise ValueError(f"layout={layout!r} must be the order of the support, and the patches those of one frame")
+        *several, height, width = grid
+        frames = several[0] if several else 1
+        # That of which support and decay have one, and which is repeated over the frames if it is that of a frame.
+        self.own_grid = own_grid(grid, time)
+        if layout != RASTER and (math.prod(self.own_grid) < math.prod(grid) or support.get("order", layout) != layout):
+            raise ValueError(f"layout={layout!r} must be the order of the support, in an image or with time='clip'")
         self.num_heads = num_heads if heads is None else len(heads)
         self.frames = frames
-        self.frame_grid = grid
-        self.grid = (frames * grid[0], grid[1])  # the frames one below the other
-        self.num_tokens = frames * grid[0] * grid[1]
+        self.time: Time = time
+        self.grid = (frames * height, width)  # the frames one below the other
+        self.num_tokens = frames * height * width
         self.num_prefix_tokens = num_prefix_tokens
         self.total = num_prefix_tokens + self.num_tokens
         self.support = support
@@ -74,21 +81,18 @@ class AttentionPlan:
         # patches come.
         self.ranks: np.ndarray | None = None
         self.layout = layout
-        self.layout_ranks = None if layout == RASTER else order_ranks(layout, grid)  # (1, N)
+        self.layout_ranks = None if layout == RASTER else order_ranks(layout, self.own_grid)  # (1, N)
         self.density = 1.0
         if support["name"] != "dense":
-            of_frame = grid[0] * grid[1]
-            sizes: Any = {"num_heads": num_heads, "num_tokens": of_frame, "layer": layer, "grid": grid}
-            self.offsets, self.pairs = support_of_heads(support, heads=heads, **sizes)
-            self.ranks = layer_ranks(support, heads=heads, **sizes) if layout == RASTER else None
-            if frames > 1:  # offsets would cross from one frame into the next
-                self.pairs = pairs_in_frames(self.offsets, of_frame, frames, self.pairs, self.ranks)
-                self.offsets, self.ranks = [[] for _ in self.offsets], None
+            self.offsets, self.pairs, ranks = seen_pairs(
+                support, num_heads=num_heads, grid=grid, time=time, layer=layer, heads=heads
+            )
+            self.ranks = ranks if layout == RASTER else None
             self.density = 1.0 - pruning_ratio(self.offsets, self.num_tokens, num_prefix_tokens, self.pairs) / 100.0
         self.tables: dict[tuple[str, torch.device], Tensor] = {}
         # The arguments as text: `from_key` makes the same plan again.
         self.key = json.dumps(
-            [num_heads, grid, num_prefix_tokens, support, decay, layer, frames, heads, layout], sort_keys=True
+            [num_heads, grid, num_prefix_tokens, support, decay, layer, heads, layout, time], sort_keys=True
         )
 
     @classmethod
@@ -153,7 +157,12 @@ def decay_positions(plan: AttentionPlan, decay: DecayTensors, device: torch.devi
     assert plan.decay is not None
     kind = DECAYS[plan.decay["name"]]
     if kind.learns_positions(decay):
-        positions = kind.learned_positions(decay, plan.frame_grid).repeat(1, 1, plan.frames)
+        positions = kind.learned_positions(decay, plan.own_grid)
+        if repeats := plan.num_tokens // positions.shape[-1] - 1:
+            positions = positions.repeat(1, 1, repeats + 1)
+        if plan.time == "axes" and plan.frames > 1:
+            times = plan_table(plan, "times", device).to(positions.dtype)
+            positions = torch.cat([positions, times.expand(positions.shape[0], 1, -1)], 1)
         return positions if plan.visits is None else positions[..., plan_table(plan, "patches_in_order", device)[0]]
     return plan_table(plan, "positions", device)
 
@@ -167,8 +176,17 @@ TABLES: dict[str, Callable[[AttentionPlan], np.ndarray]] = {}
 def _positions(plan: AttentionPlan) -> np.ndarray:
     """Positions of the decay, int64 (C, A, N)."""
     assert plan.decay is not None
-    positions = np.tile(DECAYS[plan.decay["name"]].positions(plan.decay, plan.frame_grid), plan.frames)
+    positions = DECAYS[plan.decay["name"]].positions(plan.decay, plan.own_grid)
+    positions = np.tile(positions, plan.num_tokens // positions.shape[-1])
+    if plan.time == "axes" and plan.frames > 1:
+        positions = np.concatenate([positions, np.broadcast_to(_times(plan), (len(positions), 1, plan.num_tokens))], 1)
     return positions if plan.visits is None else positions[..., plan.visits]
+
+
+@registering("table", TABLES, "times")
+def _times(plan: AttentionPlan) -> np.ndarray:
+    """The frame of each patch of a clip, int64 (1, 1, N)."""
+    return np.arange(plan.frames).repeat(plan.num_tokens // plan.frames)[None, None]
 
 
 @registering("table", TABLES, "positions_int32")

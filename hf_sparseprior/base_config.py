@@ -184,7 +184,8 @@ class BaseConfig(ExactKeys, BackboneConfigMixin, PretrainedConfig):
     @property
     def output_grid(self) -> tuple[int, int]:
         """(height, width) of the patches that the last stage puts out, at the configured image size."""
-        return self.stages[-1].grid
+        height, width = self.stages[-1].grid[-2:]
+        return height, width
 
     @property
     def stage_priors(self) -> list[ResolvedPrior]:
@@ -279,7 +280,8 @@ class BaseConfig(ExactKeys, BackboneConfigMixin, PretrainedConfig):
     def log_notes(self) -> None:
         """Log clipped windows and heads that have no offset on this grid."""
         for prior, stage in zip(self.stage_priors, self.stages, strict=True):
-            for note in support_notes(prior["support"], stage.num_heads, stage.grid, self.prefix_tokens(stage)):
+            sizes = stage.num_heads, stage.grid, self.prefix_tokens(stage)
+            for note in support_notes(prior["support"], *sizes, prior.get("time", "frame")):
                 logger.warning(note)
 
     def _check_total(self, kind: str, total: int, fields: Sequence[str]) -> None:

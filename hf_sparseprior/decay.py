@@ -14,7 +14,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -69,7 +69,8 @@ def resolve_decay(
 
     Args:
         decay: name, or a dict of the name with settings.
-        grid: (height, width) of the patches. Decays that keep a value for each patch take it, if they have no `grid`.
+        grid: (height, width) of the patches, or (frames, height, width). Decays that keep a value for each patch take
+            it, if they have no `grid`.
 
     Raises:
         ValueError: the message has the field, the value and what is allowed.
@@ -80,6 +81,8 @@ def resolve_decay(
     if name == "none":
         check_keys(spec, [], "decay 'none'")
         return None
+    if grid is not None and len(grid) == 3 and not DECAYS[name].SEES_TIME:
+        raise ValueError(f"decay {name!r} measures in two dimensions; with it time must be 'frame' or 'axes'")
     settings = dict(DECAYS[name].SETTINGS)
     check_keys(spec, list(settings), f"decay {name!r}")
     settings.update(spec)
@@ -156,7 +159,8 @@ class Decay(nn.Module):
     1.
 
     A subclass has its own SETTINGS with defaults (a superset of these), `check_settings` for them, and `positions`. If
-    it learns more than alpha and beta, it also has TENSORS and `tensor_shapes`.
+    it learns more than alpha and beta, it also has TENSORS and `tensor_shapes`. With SEES_TIME it takes grids (frames,
+    height, width) of clips, too.
 
     Args:
         num_heads: H.
@@ -164,6 +168,7 @@ class Decay(nn.Module):
     """
 
     name: str
+    SEES_TIME: ClassVar[bool] = False
     UNIT_AXES: UnitAxes = {"alpha": ((HEADS,),), "beta": ((), (HEADS,)), "prefix_beta": ((HEADS,),)}
     # The tensors that `ops.attention` takes in addition to the settings.
     TENSORS: tuple[str, ...] = ("alpha", "beta", "prefix_beta")
@@ -221,7 +226,7 @@ class Decay(nn.Module):
         }
 
     @classmethod
-    def positions(cls, settings: Settings, grid: tuple[int, int]) -> np.ndarray:
+    def positions(cls, settings: Settings, grid: tuple[int, ...]) -> np.ndarray:
         """Integer positions (C, A, N) of the patches; the distance of two patches is the sum over the A axes."""
         raise NotImplementedError
 
@@ -231,7 +236,7 @@ class Decay(nn.Module):
         return False
 
     @classmethod
-    def learned_positions(cls, decay: Settings, grid: tuple[int, int]) -> Tensor:
+    def learned_positions(cls, decay: Settings, grid: tuple[int, ...]) -> Tensor:
         """Positions (C, A, N) that follow from the decay's tensors."""
         raise NotImplementedError
 
@@ -289,6 +294,7 @@ class ViolinDecay(Decay):
     `curves` is any list of curve names, `_t` for the transposed ones; the default is the paper's set (Eq. 13).
     """
 
+    SEES_TIME = True
     SETTINGS = {
         "curves": [curve + suffix for curve in CURVES if curve != "z" for suffix in ("", TRANSPOSED_SUFFIX)],
         **Decay.SETTINGS,
@@ -297,11 +303,14 @@ class ViolinDecay(Decay):
     @classmethod
     def check_settings(cls, settings: Settings, grid: Sequence[int] | None) -> Settings:
         """As for every decay, and `curves`."""
-        checked = super().check_settings(settings, grid)
-        return {**checked, "curves": check_curves(settings["curves"])}
+        checked, curves = super().check_settings(settings, grid), check_curves(settings["curves"])
+        if grid is not None and len(grid) == 3:
+            for curve in curves:
+                curve_rank(curve, (1, 1, 1))  # raises if it has two dimensions only
+        return {**checked, "curves": curves}
 
     @classmethod
-    def positions(cls, settings: Settings, grid: tuple[int, int]) -> np.ndarray:
+    def positions(cls, settings: Settings, grid: tuple[int, ...]) -> np.ndarray:
         """Ranks along each curve, (C, 1, N)."""
         curves = check_curves(settings.get("curves", cls.SETTINGS["curves"]))
         return np.stack([curve_rank(curve, grid).reshape(1, -1) for curve in curves])
@@ -311,10 +320,13 @@ class ViolinDecay(Decay):
 class ManhattanDecay(Decay):
     """Distance of two patches = |row difference| + |column difference|, one gamma a head (VIOLIN Tables 7 and 13).
 
+    In a clip with time "clip" the difference in frames is added, which is what "axes" does.
+
     DeiT-B has 288 scalars. Table 7 says ~0.4K, which is 432 with a second gamma for the transpose (`with_transpose`),
     although the distance there is the same.
     """
 
+    SEES_TIME = True
     SETTINGS = {"with_transpose": False, **Decay.SETTINGS}
 
     @classmethod
@@ -324,17 +336,18 @@ class ManhattanDecay(Decay):
         return {**checked, "with_transpose": check_boolean("with_transpose", settings["with_transpose"])}
 
     @classmethod
-    def positions(cls, settings: Settings, grid: tuple[int, int]) -> np.ndarray:
-        """Rows and columns, (1, 2, N); with the transpose (2, 2, N)."""
-        indices = np.indices(grid).reshape(1, 2, -1)
+    def positions(cls, settings: Settings, grid: tuple[int, ...]) -> np.ndarray:
+        """Rows and columns, (1, 2, N), in a clip also frames, (1, 3, N); with the transpose (2, 2 or 3, N)."""
+        indices = np.indices(grid).reshape(1, len(grid), -1)
         return np.concatenate([indices, indices[:, ::-1]]) if settings.get("with_transpose") else indices
 
 
-def random_rank(grid: tuple[int, int], seed: int, transposed: bool = False) -> np.ndarray:
-    """Rank of every patch in a random order, int64 (height, width); the same on every platform."""
-    order = list(range(grid[0] * grid[1]))
+def random_rank(grid: tuple[int, ...], seed: int, transposed: bool = False) -> np.ndarray:
+    """Rank of every patch in a random order, int64 of the grid's shape; the same on every platform."""
+    order = list(range(math.prod(grid)))
     random.Random(seed).shuffle(order)
-    return np.array(order).reshape(grid[::-1]).T if transposed else np.array(order).reshape(grid)
+    *frames, height, width = grid
+    return np.array(order).reshape(*frames, width, height).swapaxes(-1, -2) if transposed else np.reshape(order, grid)
 
 
 @register_decay("random_order")
@@ -345,6 +358,7 @@ class RandomOrderDecay(Decay):
     on DeiT-B). Another grid has another order, because a permutation cannot be interpolated.
     """
 
+    SEES_TIME = True
     SETTINGS = {"seed": 0, "with_transpose": True, **Decay.SETTINGS}
 
     @classmethod
@@ -356,7 +370,7 @@ class RandomOrderDecay(Decay):
         return {**checked, "seed": seed, "with_transpose": with_transpose}
 
     @classmethod
-    def positions(cls, settings: Settings, grid: tuple[int, int]) -> np.ndarray:
+    def positions(cls, settings: Settings, grid: tuple[int, ...]) -> np.ndarray:
         """Random ranks, (1, 1, N); with the transpose (2, 1, N)."""
         seed, with_transpose = (settings.get(key, cls.SETTINGS[key]) for key in ("seed", "with_transpose"))
         ranks = [random_rank(grid, seed, transposed) for transposed in (False, True)[: 1 + with_transpose]]
@@ -372,6 +386,7 @@ class LearnedOrderDecay(Decay):
     grid the numbers are interpolated and scaled to its number of patches.
     """
 
+    SEES_TIME = True
     # start: a curve, or "random" with `seed`. grid: (height, width) of the numbers, None for that of the model.
     SETTINGS = {"start": "z", "seed": 0, "grid": None, **Decay.SETTINGS}
     TENSORS = (*Decay.TENSORS, "order")
@@ -382,19 +397,19 @@ class LearnedOrderDecay(Decay):
         """As for every decay, `seed`, `start` and `grid`, which is the model's if it is None."""
         checked = super().check_settings(settings, grid)
         own_grid = grid if settings["grid"] is None else settings["grid"]
-        sides = None if own_grid is None else check_sides("learned_order", own_grid, None)
+        sides = None if own_grid is None else check_sides("learned_order", own_grid, grid)
         seed, start = check_integer("seed", settings["seed"], 0), check_start(settings["start"])
         return {**checked, "seed": seed, "start": start, "grid": sides}
 
     def add_parameters(self) -> None:
-        """The positions, (1, height, width)."""
+        """The positions, (1, height, width) or (1, frames, height, width)."""
         grid = self.settings["grid"]
         if grid is None:
             raise ValueError("learned_order: grid=None must be (height, width), it has a position for each patch")
         self.order = nn.Parameter(torch.empty(1, *grid, dtype=self.beta.dtype))
 
     @classmethod
-    def positions(cls, settings: Settings, grid: tuple[int, int]) -> np.ndarray:
+    def positions(cls, settings: Settings, grid: tuple[int, ...]) -> np.ndarray:
         """The ranks with which the positions start, (1, 1, N)."""
         start, seed = (settings.get(key, cls.SETTINGS[key]) for key in ("start", "seed"))
         rank = random_rank(grid, seed) if start == "random" else curve_rank(start, grid)
@@ -406,14 +421,15 @@ class LearnedOrderDecay(Decay):
         return decay.get("order") is not None
 
     @classmethod
-    def learned_positions(cls, decay: Settings, grid: tuple[int, int]) -> Tensor:
+    def learned_positions(cls, decay: Settings, grid: tuple[int, ...]) -> Tensor:
         """The decay's "order" on this grid."""
         return resized_order(decay["order"], grid)
 
     @classmethod
     def tensor_shapes(cls, settings: Settings, num_heads: int) -> dict[str, tuple[int | str, ...]]:
         """As for every decay, and "order"."""
-        return {**super().tensor_shapes(settings, num_heads), "order": (1, "height", "width")}
+        frames = ("frames",) if len(settings["grid"] or ()) == 3 else ()
+        return {**super().tensor_shapes(settings, num_heads), "order": (1, *frames, "height", "width")}
 
     def initial_values(self) -> dict[str, Tensor]:
         """As for every decay, and the positions."""
@@ -422,17 +438,25 @@ class LearnedOrderDecay(Decay):
         return {**super().initial_values(), "order": order.view(1, *grid)}
 
     def forward(self) -> DecayTensors:
-        """As for every decay, and the positions "order" (1, height, width)."""
+        """As for every decay, and the positions "order" (1, height, width) or (1, frames, height, width)."""
         return {**super().forward(), "order": self.order}
 
 
-def resized_order(order_CHW: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Learned positions (C, height, width) as positions (C, 1, N) on a grid: bilinear, with corners aligned."""
-    curves, height, width = order_CHW.shape
-    if (height, width) != grid:
-        stretch = max(1, grid[0] * grid[1] - 1) / max(1, height * width - 1)
-        order_CHW = F.interpolate(order_CHW.unsqueeze(0), size=grid, mode="bilinear", align_corners=True)[0] * stretch
-    return order_CHW.reshape(curves, 1, -1)
+def resized_order(order: Tensor, grid: tuple[int, ...]) -> Tensor:
+    """Learned positions (C, height, width) or (C, frames, height, width) as positions (C, 1, N) on a grid: bilinear or
+    trilinear, with corners aligned.
+
+    Raises:
+        ValueError: for positions of one frame on the grid of a clip, or the other way round.
+    """
+    curves, *sides = order.shape
+    if len(sides) != len(grid):
+        raise ValueError(f"learned_order: grid={sides} must have as many sides as the patches' {tuple(grid)}")
+    if tuple(sides) != tuple(grid):
+        stretch = max(1, math.prod(grid) - 1) / max(1, math.prod(sides) - 1)
+        mode = "bilinear" if len(grid) == 2 else "trilinear"
+        order = F.interpolate(order.unsqueeze(0), size=grid, mode=mode, align_corners=True)[0] * stretch
+    return order.reshape(curves, 1, -1)
 
 
 def make_decay(decay: ResolvedDecay, num_heads: int) -> Decay:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -63,10 +64,9 @@ def _check(settings: Settings) -> Settings:
 
 
 def _notes(support: Settings, pattern: Pattern, grid: Sequence[int]) -> list[str]:
-    num_tokens = grid[0] * grid[1]
+    num_tokens, size = math.prod(grid), "x".join(map(str, grid))
     return [
-        f"{support['name']}: {key}={support[key]} is clipped to the {num_tokens} patch tokens of the "
-        f"{grid[0]}x{grid[1]} grid"
+        f"{support['name']}: {key}={support[key]} is clipped to the {num_tokens} patch tokens of the {size} grid"
         for key in ("w_min", "w_max")
         if isinstance(support[key], int) and support[key] > num_tokens
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -52,12 +53,22 @@ def check_size(name: str, value: Any, minimum: int, kind: str, note: str = "") -
 def check_sides(name: str, sides: Any, grid: Sequence[int] | None) -> list[int]:
     """The grid [height, width] that the weights of `name` are made for: its setting, or the grid of the model.
 
+    If the model's is (frames, height, width), it is that of a clip; if there is none, it may be.
+
     Raises:
-        ValueError: unless it is a pair of integers of 1 or more, with no more patches than the limit.
+        ValueError: unless it is a pair of integers of 1 or more, or three of a clip, with no more patches than the
+            limit.
     """
     sides = grid if sides is None else sides
-    if isinstance(sides, str) or not isinstance(sides, Sequence) or len(sides) != 2:
-        raise ValueError(f"{name}: grid={sides!r} must be (height, width) in patches")
-    height, width = (check_integer(f"{name}: grid", side, 1) for side in sides)
-    check_limit("tokens", height * width, f"{name}: grid={[height, width]} has {height * width} patches, which must be")
-    return [height, width]
+    allowed: tuple[int, ...] = (2,)
+    words = "(height, width)"
+    if grid is not None and len(grid) == 3:
+        allowed, words = (3,), "(frames, height, width)"
+    elif grid is None:
+        allowed = (2, 3)
+    if isinstance(sides, str) or not isinstance(sides, Sequence) or len(sides) not in allowed:
+        raise ValueError(f"{name}: grid={sides!r} must be {words} in patches")
+    sides = [check_integer(f"{name}: grid", side, 1) for side in sides]
+    patches = math.prod(sides)
+    check_limit("tokens", patches, f"{name}: grid={sides} has {patches} patches, which must be")
+    return sides

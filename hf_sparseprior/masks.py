@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from .checks import check_percentage
-from .token_order import mask_in_raster
 
 Pairs = Sequence[np.ndarray] | None
 
@@ -40,6 +39,7 @@ def pairs_in_frames(
     frames: int,
     pairs: Pairs = None,
     ranks: np.ndarray | None = None,
+    same_frame: bool = False,
 ) -> Pairs:
     """The pairs of every head over the frames of a clip, frame after frame: (query, key), int64 (n, 2) each.
 
@@ -48,11 +48,40 @@ def pairs_in_frames(
     Args:
         offsets, pairs: those of one frame. num_tokens: patches of one frame. ranks: (R, N) of its patches, if they are
             in the order of these ranks; the pairs that are returned are in raster order.
+        same_frame: only pairs within a frame.
     """
-    # With one prefix token there, no row gets itself for want of a key: `lonely_rows` decides that for the whole clip.
-    whole = mask_from_offsets(offsets, num_tokens, 1, pairs)
-    of_frame = (whole if ranks is None else mask_in_raster(whole, ranks, 1))[:, 1:, 1:]
-    return [np.argwhere(np.tile(own, (frames, frames))) for own in of_frame]
+    found: dict[tuple, np.ndarray] = {}  # heads often have the same pairs, which are then kept once
+    each = []
+    for head, own in enumerate(offsets):
+        others = None if pairs is None else pairs[head]
+        rank = None if ranks is None else ranks[head % len(ranks)]
+        key = (tuple(own), id(others), None if rank is None or ranks is None else head % len(ranks))
+        if key not in found:
+            of_frame = _pairs_of_frame(own, num_tokens, others, rank)
+            found[key] = _repeated(of_frame, num_tokens, frames, same_frame)
+        each.append(found[key])
+    return each
+
+
+def _pairs_of_frame(
+    offsets: Sequence[int], num_tokens: int, pairs: np.ndarray | None, ranks: np.ndarray | None
+) -> np.ndarray:
+    """All pairs of a head, those on its diagonals too, int64 (n, 2), in raster order if `ranks` (N,) are given."""
+    parts = [] if pairs is None else [pairs]
+    for offset in offsets:
+        first = np.arange(num_tokens - offset)
+        parts += [np.stack([first, first + offset], 1)] + [np.stack([first + offset, first], 1)] * (offset > 0)
+    found = np.concatenate([np.empty((0, 2), dtype=np.int64), *parts])
+    return found if ranks is None else np.argsort(ranks)[found]
+
+
+def _repeated(pairs: np.ndarray, num_tokens: int, frames: int, same_frame: bool) -> np.ndarray:
+    """Pairs of one frame in all frames of a clip, or in each alone, sorted."""
+    first = num_tokens * np.arange(frames)
+    query, key = np.broadcast_arrays(first[:, None], first if not same_frame else first[:, None])
+    shifts = np.stack([query.ravel(), key.ravel()], 1)
+    whole = (shifts[:, None] + pairs).reshape(-1, 2)
+    return whole[np.lexsort((whole[:, 1], whole[:, 0]))]
 
 
 def mask_from_offsets(

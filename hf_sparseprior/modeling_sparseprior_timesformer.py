@@ -1,11 +1,14 @@
-"""SparsePriorTimesformer: TimeSformer with divided space-time attention (Bertasius et al. 2021) and a prior in space.
+"""SparsePriorTimesformer: TimeSformer (Bertasius et al. 2021) with a prior, in the three forms of transformers' class.
 
-Each layer attends first over time, where every patch attends to itself in all frames, always densely. Then it attends
-over space, in every frame alone and with the prior, as Fibottention does (Section 5.1). All parts of an image model
-keep their names, so its weights are those of a video model, except for the parts for time.
+Divided space-time attention attends first over time, where every patch attends to itself in all frames, always densely.
+Then it attends over space, in every frame alone and with the prior, as Fibottention does (Section 5.1). Joint
+space-time attention sees all patches of a clip at once, with the prior. Space-only attention sees every frame alone and
+has no parts for time. All parts of an image model keep their names, so its weights are those of a video model, except
+for the parts for time.
 
 Shape letters: B batch, F frames, C hidden size, N patches of a frame, P prefix tokens, T = P + N, H heads. The tokens
-of a clip are (B, P + N * F, C): prefix tokens, then the patches, each one's frames in a row.
+of a clip are (B, P + N * F, C): prefix tokens, then the patches, each one's frames in a row. Between joint layers the
+frames follow one another, or a curve in three dimensions. With space-only attention frames are images, (B * F, T, C).
 """
 
 from __future__ import annotations
@@ -37,20 +40,26 @@ from .token_order import RASTER
 
 
 class SparsePriorTimesformerEmbeddings(SparsePriorViTEmbeddings):
-    """The image model's embeddings of every frame, and a time embedding on its patches."""
+    """The image model's embeddings of every frame, and a time embedding on its patches if frames see each other."""
 
     def __init__(self, config: SparsePriorTimesformerConfig) -> None:
         super().__init__(config)
-        self.time_embeddings = nn.Parameter(torch.empty(1, config.num_frames, config.hidden_size))
+        self.time_embeddings: nn.Parameter | None = None
+        if config.attention_type != "space_only":
+            self.time_embeddings = nn.Parameter(torch.empty(1, config.num_frames, config.hidden_size))
 
     def frame_positions(self, num_frames: int) -> Tensor:
         """Time embedding (1, F, C), that of the nearest frame if a clip does not have the configured number."""
+        assert self.time_embeddings is not None
         if num_frames == self.time_embeddings.shape[1]:
             return self.time_embeddings
         return F.interpolate(self.time_embeddings.transpose(1, 2), size=num_frames, mode="nearest").transpose(1, 2)
 
     def forward(self, pixel_values: Tensor, token_sources: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
-        """Tokens (B, P + N * F, C) and the patch grid of clips (B, F, channels, height, width)."""
+        """Tokens of clips (B, F, channels, height, width), and the patch grid of a frame.
+
+        The tokens are (B, P + N * F, C), with space-only attention (B * F, P + N, C).
+        """
         channels = self.config.num_channels
         if pixel_values.dim() != 5 or not pixel_values.shape[1] or pixel_values.shape[2] != channels:
             raise ValueError(
@@ -60,6 +69,8 @@ class SparsePriorTimesformerEmbeddings(SparsePriorViTEmbeddings):
             raise ValueError("token_sources (MixToken) are for images, not for clips")
         num_frames = pixel_values.shape[1]
         tokens, grid = super().forward(pixel_values.flatten(0, 1))
+        if self.time_embeddings is None:
+            return tokens, grid
         tokens = tokens.unflatten(0, (pixel_values.shape[0], num_frames))
         # The same in every frame, except for dropout.
         prefix = tokens[:, 0, : self.config.num_prefix_tokens]
@@ -95,11 +106,19 @@ class SparsePriorTimesformerTemporalDense(nn.Linear):
 
 
 class SparsePriorTimesformerLayer(SparsePriorViTLayer):
-    """Temporal attention, then a block of the image model. Prefix tokens are averaged over the frames."""
+    """A block of the image model over the patches of a clip or of a frame.
+
+    With divided attention it comes after temporal attention, and prefix tokens are averaged over the frames.
+    """
+
+    config: SparsePriorTimesformerConfig
 
     def __init__(self, config: SparsePriorTimesformerConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         width = config.hidden_size
+        self.temporal_attention: SparsePriorTimesformerTemporalAttention | None = None
+        if not config.is_divided:
+            return
         self.temporal_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.temporal_attention = SparsePriorTimesformerTemporalAttention(config)
         self.temporal_dense = SparsePriorTimesformerTemporalDense(width, width)
@@ -116,7 +135,8 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
         """A block.
 
         Args:
-            hidden_states: (B, P + N * F, C).
+            hidden_states: (B, P + N * F, C), with joint attention frame after frame; (B * F, T, C) with space-only
+                attention.
             grid: (height, width) of a frame's patches.
             num_prefix_tokens: P.
             output_attentions: also return the attention weights.
@@ -124,8 +144,11 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
             layout: the order in which the patches come, as in `AttentionPlan`.
 
         Returns:
-            The tokens, the weights (B * F, H, T, T) of spatial attention if they are wanted, and None.
+            The tokens, the weights of attention with the prior if they are wanted, (B * F, H, T, T) or of joint
+            attention (B, H, P + N * F, P + N * F), and None.
         """
+        if self.temporal_attention is None:
+            return self.forward_whole(hidden_states, grid, num_prefix_tokens, output_attentions, layout)
         prefix, patches = hidden_states[:, :num_prefix_tokens], hidden_states[:, num_prefix_tokens:]
         num_frames = patches.shape[1] // (grid[0] * grid[1])
         series = self.temporal_layernorm(patches).unflatten(1, (-1, num_frames)).flatten(0, 1)
@@ -150,6 +173,42 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
             out = self.mlp(normed, grid, num_prefix_tokens)
         branch = self.drop_path(self.layerscale_mlp(self.dropout(out)))
         return torch.add(hidden_states, branch, alpha=self.residual_scale), weights, None
+
+    def forward_whole(
+        self,
+        hidden_states: Tensor,
+        grid: tuple[int, int],
+        num_prefix_tokens: int,
+        output_attentions: bool,
+        layout: str,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """A block without temporal attention; arguments and results are those of `forward`."""
+        seen: tuple[int, ...] = grid
+        if self.config.is_joint:
+            seen = (frames_of(hidden_states, grid, num_prefix_tokens), *grid)
+        backend = "reference" if self.config._attn_implementation == "eager" else "auto"
+        out, weights = self.attention(
+            self.layernorm_before(hidden_states), seen, num_prefix_tokens, output_attentions, backend, layout=layout
+        )
+        branch = self.drop_path(self.layerscale_attention(self.dropout(out)))
+        hidden_states = torch.add(hidden_states, branch, alpha=self.residual_scale)
+        normed = self.layernorm_after(hidden_states)
+        if self.mlp.locality and self.config.is_joint:  # it sees the neighbours of a patch in its frame
+            prefix, patches = normed[:, :num_prefix_tokens], normed[:, num_prefix_tokens:].unflatten(1, (seen[0], -1))
+            repeated = prefix.unsqueeze(1).expand(-1, seen[0], -1, -1)
+            out = self.mlp(torch.cat([repeated, patches], 2).flatten(0, 1), grid, num_prefix_tokens)
+            out = out.unflatten(0, (-1, seen[0]))
+            patches = out[:, :, num_prefix_tokens:].flatten(1, 2)
+            out = torch.cat([out[:, :, :num_prefix_tokens].mean(1), patches], 1)
+        else:
+            out = self.mlp(normed, grid, num_prefix_tokens)
+        branch = self.drop_path(self.layerscale_mlp(self.dropout(out)))
+        return torch.add(hidden_states, branch, alpha=self.residual_scale), weights, None
+
+
+def frames_of(tokens: Tensor, grid: tuple[int, int], num_prefix_tokens: int) -> int:
+    """Frames of clips with tokens (B, P + N * F, C) and patches of this grid in a frame."""
+    return (tokens.shape[1] - num_prefix_tokens) // (grid[0] * grid[1])
 
 
 def to_frames(tokens: Tensor, num_prefix_tokens: int, num_frames: int) -> Tensor:
@@ -178,7 +237,7 @@ class SparsePriorTimesformerPreTrainedModel(SparsePriorViTPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         of_time = {SparsePriorTimesformerEmbeddings: "time_embeddings", SparsePriorTimesformerTemporalDense: "weight"}
-        if type(module) in of_time:
+        if type(module) in of_time and getattr(module, of_time[type(module)]) is not None:
             parameter, std = getattr(module, of_time[type(module)]), self.config.time_initializer_range
             if std:
                 init.trunc_normal_(parameter, std=std)
@@ -194,7 +253,10 @@ class SparsePriorTimesformerPreTrainedModel(SparsePriorViTPreTrainedModel):
     @classmethod
     @torch.no_grad()
     def from_image_model(cls, image_model: Any, **options: Any) -> Any:
-        """A video model with the weights of an image model. For a still clip it gives the image model's output.
+        """A video model with the weights of an image model.
+
+        For a still clip it gives the image model's output. With joint attention it does not: there a patch has the
+        weight of all its frames, and the class token that of one.
 
         Temporal attention starts with the weights of spatial attention, as in the authors' code; time embeddings and
         the linear layer after temporal attention start at zero.
@@ -265,12 +327,46 @@ class SparsePriorTimesformerModel(SparsePriorTimesformerPreTrainedModel, SparseP
     embeddings_class = SparsePriorTimesformerEmbeddings
     layer_class = SparsePriorTimesformerLayer
 
+    def moving_plan(self, tokens: Tensor, grid: tuple[int, int]) -> AttentionPlan | None:
+        """As in the image model; joint layers always have their patches in another order than the embedding."""
+        if not self.config.is_joint:
+            return super().moving_plan(tokens, grid)
+        prefix, first = self.config.num_prefix_tokens, self.layers[0]
+        frames = frames_of(tokens, grid, prefix)
+        return first.attention.plan((frames, *grid), prefix, layout=self.config.layout)  # type: ignore[union-attr, operator]
+
     def move_patches(self, tokens: Tensor, plan: AttentionPlan, back: bool = False) -> Tensor:
-        """As in the image model, each patch of (B, P + N * F, C) with all of its frames."""
+        """As in the image model, each patch of (B, P + N * F, C) with all of its frames; of a joint clip each alone."""
+        if self.config.is_joint:
+            if back:
+                return self._frames_last(super().move_patches(tokens, plan, back=True), plan, 1)
+            return super().move_patches(self._frames_first(tokens, plan), plan)
+        if self.config.attention_type == "space_only":
+            return super().move_patches(tokens, plan, back)
         prefix, patches = tokens[:, : plan.num_prefix_tokens], tokens[:, plan.num_prefix_tokens :]
         series = patches.unflatten(1, (plan.num_tokens, -1)).transpose(1, 2)  # (B, F, N, C)
         tables = ("ranks", "patches_in_order") if back else ("patches_in_order", "ranks")
         return torch.cat([prefix, reorder(plan, series, *tables).transpose(1, 2).flatten(1, 2)], 1)
+
+    def move_weights_back(self, weights: Tensor, plan: AttentionPlan) -> Tensor:
+        """As in the image model."""
+        weights = super().move_weights_back(weights, plan)
+        if not self.config.is_joint:
+            return weights
+        return self._frames_last(self._frames_last(weights, plan, 2), plan, 3)
+
+    @staticmethod
+    def _frames_first(tokens: Tensor, plan: AttentionPlan) -> Tensor:
+        """Tokens (B, P + N * F, C), each patch's frames in a row, frame after frame."""
+        prefix, patches = tokens[:, : plan.num_prefix_tokens], tokens[:, plan.num_prefix_tokens :]
+        return torch.cat([prefix, patches.unflatten(1, (-1, plan.frames)).transpose(1, 2).flatten(1, 2)], 1)
+
+    @staticmethod
+    def _frames_last(tokens: Tensor, plan: AttentionPlan, axis: int) -> Tensor:
+        """The inverse of `_frames_first` along an axis."""
+        prefix, patches = tokens.split([plan.num_prefix_tokens, plan.num_tokens], axis)
+        series = patches.unflatten(axis, (plan.frames, -1)).transpose(axis, axis + 1).flatten(axis, axis + 1)
+        return torch.cat([prefix, series], axis)
 
     def forward(
         self,
@@ -284,16 +380,25 @@ class SparsePriorTimesformerModel(SparsePriorTimesformerPreTrainedModel, SparseP
 
         Args:
             pixel_values: (B, F, channels, height, width), sides multiples of the patch size.
-            output_attentions: also return the weights (B * F, H, T, T) of every layer's spatial attention.
-            output_hidden_states: also return the L + 1 hidden states (B, P + N * F, C).
+            output_attentions: also return the weights of every layer's attention with the prior: (B * F, H, T, T), and
+                with joint attention (B, H, P + N * F, P + N * F).
+            output_hidden_states: also return the L + 1 hidden states (B, P + N * F, C), with space-only attention
+                (B * F, T, C).
             return_dict: False for a tuple.
             token_sources: for images only.
 
         Returns:
-            last_hidden_state (B, P + N * F, C) after the last norm; pooler_output (B, C), the class token or the
-            average of all patches of all frames, or (B, 2C), both of them.
+            last_hidden_state after the last norm, of the hidden states' shape; pooler_output (B, C), the class token or
+            the average of all patches of all frames, or (B, 2C), both of them. With space-only attention it is the mean
+            over the frames.
         """
-        return super().forward(pixel_values, output_attentions, output_hidden_states, return_dict, token_sources)
+        if self.config.attention_type != "space_only":
+            return super().forward(pixel_values, output_attentions, output_hidden_states, return_dict, token_sources)
+        output: Any = super().forward(pixel_values, output_attentions, output_hidden_states, True, token_sources)
+        batch, frames = pixel_values.shape[:2]
+        output.pooler_output = output.pooler_output.unflatten(0, (batch, frames)).mean(1)
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()
 
 
 class SparsePriorTimesformerForVideoClassification(
@@ -338,8 +443,9 @@ register_family(
             "AutoModelForVideoClassification": SparsePriorTimesformerForVideoClassification,
         },
         title="SparsePriorTimesformer",
-        architecture="TimeSformer, divided space-time attention",
+        architecture="TimeSformer",
         takes="clips",
+        flops="hf_sparseprior.analysis.flops_timesformer:timesformer_flops",
         projections=ProjectionNames(
             query_value=(*VIT_NAMES.query_value, *(f"temporal_{name}" for name in VIT_NAMES.query_value)),
             attention=(*VIT_NAMES.attention, *(f"temporal_{name}" for name in VIT_NAMES.attention)),

@@ -320,10 +320,8 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         hidden_states, grid = self.embeddings(pixel_values, token_sources)
         prefix, layout, tokens = self.config.num_prefix_tokens, self.config.layout, Tokens()
         states, attentions = [hidden_states], []
-        plan: AttentionPlan | None = None
-        if layout != RASTER:
-            first: SparsePriorViTLayer = self.layers[0]  # type: ignore[assignment]
-            plan = first.attention.plan(grid, prefix, layout=layout)
+        plan = self.moving_plan(hidden_states, grid)
+        if plan is not None:
             hidden_states = self.move_patches(hidden_states, plan)
         for index, layer in enumerate(self.layers):
             pruning = None
@@ -338,7 +336,7 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
             if output_hidden_states:
                 states.append(hidden_states if plan is None else self.move_patches(hidden_states, plan, back=True))
             if weights is not None:
-                attentions.append(weights if plan is None else weights_from_layout(plan, weights))
+                attentions.append(weights if plan is None else self.move_weights_back(weights, plan))
         if plan is not None:
             hidden_states = states[-1] if output_hidden_states else self.move_patches(hidden_states, plan, back=True)
         return (
@@ -349,9 +347,21 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
             tokens,
         )
 
+    def moving_plan(self, tokens: Tensor, grid: tuple[int, int]) -> AttentionPlan | None:
+        """The plan in whose layout the layers have the embedding's tokens (B, T, C); None: they stay as they are."""
+        layout = self.config.layout
+        if layout == RASTER:
+            return None
+        first: SparsePriorViTLayer = self.layers[0]  # type: ignore[assignment]
+        return first.attention.plan(grid, self.config.num_prefix_tokens, layout=layout)
+
     def move_patches(self, tokens: Tensor, plan: AttentionPlan, back: bool = False) -> Tensor:
         """Tokens (B, T, C) with their patches moved from raster order into the layout of the plan, or back."""
         return (from_layout if back else to_layout)(plan, tokens.unsqueeze(1)).squeeze(1)
+
+    def move_weights_back(self, weights: Tensor, plan: AttentionPlan) -> Tensor:
+        """Attention weights (B, H, T, T) of patches in the layout of the plan, in the order of the embedding."""
+        return weights_from_layout(plan, weights)
 
     def active_pruning(self) -> TokenPruning | None:
         """The prior's token pruning; None if there is none."""

@@ -28,7 +28,8 @@ from .backend_gather import gather  # noqa: F401
 from .backend_kernels import cpp  # noqa: F401
 from .checks import check_integer
 from .decay import check_decay_tensors, decay_settings
-from .supports import needs_grid, resolve_support
+from .resolved import Time
+from .supports import check_time, needs_grid, own_grid, resolve_support
 
 
 def run_plan(request: AttentionRequest, backend: str = "auto") -> tuple[Tensor, Tensor | None]:
@@ -85,11 +86,12 @@ def attention(
     decay: dict[str, Any] | None = None,
     num_prefix_tokens: int = 0,
     layer: int = 0,
-    grid: tuple[int, int] | None = None,
+    grid: tuple[int, ...] | None = None,
     scale: float | None = None,
     backend: str = "auto",
     dropout_p: float = 0.0,
     need_weights: bool = False,
+    time: Time = "frame",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Multi-head attention over a support, with a decay.
 
@@ -103,11 +105,13 @@ def attention(
             "learned_order" also "order" (1, height, width); without it, it is the order at the start.
         num_prefix_tokens: tokens before the patches; they attend to and are attended by everything.
         layer: layer number; with the support's `shuffle_seed` it decides which head has which support.
-        grid: (height, width) of the patch tokens; may be left out if N is a square.
+        grid: (height, width) of the patch tokens, or (frames, height, width) of those of a clip, frame after frame; may
+            be left out if N is a square.
         scale: factor of the logits, default D ** -0.5.
         backend: "auto", or one of `BACKENDS` by name.
         dropout_p: dropout probability of the attention weights.
         need_weights: also return the weights (B, H, T, T).
+        time: how support and decay see the frames of a clip, as in `AttentionPlan`.
 
     Returns:
         (B, H, T, E) in the dtype of q; with `need_weights` a pair with the weights.
@@ -127,8 +131,9 @@ def attention(
     needed_by = "a decay" if decay is not None else "this support" if needs_grid(support) else None
     grid = _check_grid(grid, num_tokens, needed_by)
     tensors = None if decay is None else check_decay_tensors(decay, num_heads)
-    resolved = resolve_support(support, num_heads, num_tokens, grid)
-    plan = AttentionPlan(num_heads, grid, num_prefix_tokens, resolved, decay_settings(tensors), layer)
+    own = own_grid(grid, check_time(time))
+    resolved = resolve_support(support, num_heads, math.prod(own), own)
+    plan = AttentionPlan(num_heads, grid, num_prefix_tokens, resolved, decay_settings(tensors), layer, time=time)
     request = AttentionRequest(q, k, v, plan, tensors, scale, dropout_p, need_weights=need_weights)
     out, weights = run_plan(request, backend)
     return (out, weights) if weights is not None else out
@@ -147,7 +152,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} on {tensor.device} must be on the device of q, {q.device}")
 
 
-def _check_grid(grid: tuple[int, int] | None, num_tokens: int, needed_by: str | None) -> tuple[int, int]:
+def _check_grid(grid: tuple[int, ...] | None, num_tokens: int, needed_by: str | None) -> tuple[int, ...]:
     if grid is None:
         side = math.isqrt(num_tokens)
         if side * side == num_tokens:
@@ -156,6 +161,6 @@ def _check_grid(grid: tuple[int, int] | None, num_tokens: int, needed_by: str | 
             raise ValueError(f"grid=None with {needed_by} needs a square number of patch tokens, got {num_tokens}")
         return 1, num_tokens
     sides_are_counts = all(isinstance(side, (int, np.integer)) and side > 0 for side in grid)
-    if len(grid) != 2 or not sides_are_counts or grid[0] * grid[1] != num_tokens:
+    if len(grid) not in (2, 3) or not sides_are_counts or math.prod(grid) != num_tokens:
         raise ValueError(f"grid={tuple(grid)} must be (height, width) with {num_tokens} patch tokens")
-    return int(grid[0]), int(grid[1])
+    return tuple(map(int, grid))

@@ -17,7 +17,7 @@ import numpy as np
 from .checks import check_integer
 from .masks import Pairs
 from .registry import registering
-from .resolved import Settings
+from .resolved import Settings, Time
 from .token_order import RASTER
 
 COMMON_SETTINGS: dict[str, Any] = {"shuffle_seed": 0, "mask_fill": "neg_inf"}
@@ -46,8 +46,8 @@ class Pattern:
 class Support:
     """A registered support: see `register_support`.
 
-    settings: its own settings with their defaults. sees_grid: whether its function takes the grid. ordered: whether it
-    has the setting `order`.
+    settings: its own settings with their defaults. sees_grid: whether its function takes the grid, and sees_time: that
+    of a clip. ordered: whether it has the setting `order`.
     """
 
     name: str
@@ -57,14 +57,27 @@ class Support:
     ordered: bool
     check: Callable[[Settings], Settings]
     notes: Callable[[Settings, Pattern, Sequence[int]], list[str]]
+    sees_time: bool = False
 
     def pattern(self, num_heads: int, num_tokens: int, grid: Sequence[int] | None, settings: Settings) -> Pattern:
         """The pattern for this number of heads and patch tokens. `settings` are its own; defaults may be left out."""
-        size = grid_of(num_tokens, grid, f"support {self.name!r}") if self.sees_grid else num_tokens
+        size = self._grid(num_tokens, grid) if self.sees_grid else num_tokens
         made = self.function(num_heads, size, **settings)
         pattern = made if isinstance(made, Pattern) else Pattern(made)
         # An offset of N or more connects no two tokens. It is dropped here, so counts and kernels need not handle it.
         return Pattern([[o for o in offsets if o < num_tokens] for offsets in pattern.offsets], pattern.pairs)
+
+    def _grid(self, num_tokens: int, grid: Sequence[int] | None) -> tuple[int, ...]:
+        if self.sees_time and grid is None:
+            return 1, 1, num_tokens
+        sides = grid_of(num_tokens, grid, f"support {self.name!r}")
+        if self.sees_time:
+            return (1, *sides)[-3:]
+        if not self.sees_time and len(sides) == 3:
+            raise ValueError(
+                f"support {self.name!r} is a pattern in two dimensions; grid={sides} must be (height, width)"
+            )
+        return sides
 
 
 SUPPORTS: dict[str, Support] = {}
@@ -80,7 +93,8 @@ def register_support(
     """Register a function under `name`, which makes it a support of every model.
 
     The function takes (num_heads, num_tokens), or (num_heads, grid) with grid = (height, width) for a pattern in two
-    dimensions. Its keyword-only arguments are the support's settings with their defaults; it checks their values. It
+    dimensions, or (num_heads, clip) with clip = (frames, height, width) for one that sees time; an image is a clip of
+    one frame. Its keyword-only arguments are the support's settings with their defaults; it checks their values. It
     returns the offsets of each head or, if there are other pairs too, a `Pattern`. Every support also has the settings
     `shuffle_seed` and `mask_fill`.
 
@@ -94,13 +108,17 @@ def register_support(
 
     def register(function: Callable) -> Callable:
         _, size, *rest = inspect.signature(function).parameters.values()
-        if size.name not in ("num_tokens", "grid") or any(p.kind is not p.KEYWORD_ONLY for p in rest):
-            raise TypeError(f"support {name!r} must take (num_heads, num_tokens) or (num_heads, grid), then keywords")
-        settings, sees_grid = {p.name: p.default for p in rest}, size.name == "grid"
+        if size.name not in ("num_tokens", "grid", "clip") or any(p.kind is not p.KEYWORD_ONLY for p in rest):
+            raise TypeError(
+                f"support {name!r} must take (num_heads, num_tokens), (num_heads, grid) or (num_heads, clip), then "
+                "keywords"
+            )
+        settings, sees_grid = {p.name: p.default for p in rest}, size.name != "num_tokens"
         if sees_grid and ordered:
             raise TypeError(f"support {name!r} takes the grid, so ordered=True has no meaning")
         has_order = not sees_grid if ordered is None else ordered
-        registering("support", SUPPORTS, name)(Support(name, function, settings, sees_grid, has_order, check, notes))
+        support = Support(name, function, settings, sees_grid, has_order, check, notes, size.name == "clip")
+        registering("support", SUPPORTS, name)(support)
         return function
 
     return register
@@ -119,8 +137,8 @@ def own_of(settings: Settings) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in (*COMMON_SETTINGS, "order")}
 
 
-def grid_of(num_tokens: int, grid: Sequence[int] | None, what: str) -> tuple[int, int]:
-    """(height, width) of `num_tokens` patch tokens; a square if `grid` is None.
+def grid_of(num_tokens: int, grid: Sequence[int] | None, what: str) -> tuple[int, ...]:
+    """(height, width) or (frames, height, width) of `num_tokens` patch tokens; a square if `grid` is None.
 
     Raises:
         ValueError: for another number of patches, and for None if N is no square.
@@ -130,6 +148,11 @@ def grid_of(num_tokens: int, grid: Sequence[int] | None, what: str) -> tuple[int
         if side**2 != num_tokens:
             raise ValueError(f"grid=None with {what} needs a square number of patch tokens, got {num_tokens}")
         return side, side
-    if len(grid) != 2 or grid[0] * grid[1] != num_tokens:
+    if len(grid) not in (2, 3) or math.prod(grid) != num_tokens:
         raise ValueError(f"grid={tuple(grid)} must be (height, width) with {num_tokens} patch tokens")
-    return check_integer("grid", grid[0], 1), check_integer("grid", grid[1], 1)
+    return tuple(check_integer("grid", side, 1) for side in grid)
+
+
+def own_grid(grid: Sequence[int], time: Time) -> tuple[int, ...]:
+    """The grid that support and decay are made for: with time "clip" all of it, otherwise that of one frame."""
+    return tuple(grid) if time == "clip" else tuple(grid[-2:])

@@ -5,11 +5,15 @@ decay      learned weights of pairs                                none, violin,
 predictor  keys chosen per image                                   none, topk, sparsifiner
 mixer      what is computed over the pairs                         softmax, linformer, efficient
 extras     further modules, a list                                 swin_rpb, irpe_k, localvit, evit, ...
+
+Where attention sees the patches of several frames together, `time` says how support and decay see the frames: "frame",
+"clip" or "axes", see `attention_plan.AttentionPlan`. Their names are joined by + like those of slots: "violin+clip".
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -21,15 +25,16 @@ from .low_rank import MIXERS, Mixer
 from .masks import pruning_ratio
 from .predictor import PREDICTORS, Predictor
 from .relative_position import RelativePosition  # noqa: F401  registers its kinds
-from .resolved import ResolvedModule, ResolvedPrior
+from .resolved import TIMES, ResolvedModule, ResolvedPrior, Time
 from .sparsifiner import Sparsifiner  # noqa: F401  registers itself
-from .supports import SUPPORTS, resolve_support, support_of_heads
+from .supports import SUPPORTS, check_time, own_grid, resolve_support, seen_pairs, support_pattern
 from .token_order import RASTER
 from .token_pruning import TokenPruning
 
 # Names of a prior's modules in attention layers, MLPs and the model: decay, predictor, mixer and extras.
 PRIOR_MODULES = frozenset({"decay_bias", "predictor", "mixer", "relative_position", "locality", "token_pruning"})
 SLOTS = ("support", "decay", "predictor", "mixer", "extras")
+TIME = "time"
 
 
 def prior_names() -> list[str]:
@@ -43,13 +48,13 @@ PriorSpec = str | Mapping[str, Any] | ResolvedPrior
 class Stage(NamedTuple):
     """Consecutive attention layers that share heads and grid.
 
-    num_heads: H. grid: (height, width) of the patches that see each other. num_layers: how many there are.
-    num_windows: into how many such grids an image is divided. has_prefix: whether the model's prefix tokens are there.
-    takes_prior: False for layers with an attention of their own, which no prior changes.
+    num_heads: H. grid: (height, width) of the patches that see each other, or (frames, height, width). num_layers: how
+    many there are. num_windows: into how many such grids an image is divided. has_prefix: whether the model's prefix
+    tokens are there. takes_prior: False for layers with an attention of their own, which no prior changes.
     """
 
     num_heads: int
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     num_layers: int = 1
     num_windows: int = 1
     has_prefix: bool = True
@@ -60,22 +65,30 @@ def parse_prior(prior: PriorSpec | None) -> dict[str, Any]:
     """A prior as a dict of slots, not yet checked: a name fills its slot, names joined by + fill several."""
     slots: dict[str, Any] = dict.fromkeys(SLOTS)
     slots["extras"] = []
+    slots[TIME] = None
     if prior is None:
         return slots
     if isinstance(prior, Mapping):
-        check_keys(prior, SLOTS, "prior")
+        check_keys(prior, (*SLOTS, TIME), "prior")
         return {**slots, **prior}
     if not isinstance(prior, str):
         raise ValueError(f"prior={prior!r} must be a name, names joined by +, or a dict of {', '.join(SLOTS)}")
     for name in (part.strip() for part in prior.split("+")):
         registries: dict[str, dict] = {"support": SUPPORTS, "decay": DECAYS, "predictor": PREDICTORS, "mixer": MIXERS}
         slot = next((slot for slot, registry in registries.items() if name in registry), None)
-        if name in EXTRAS:
+        if name in TIMES:
+            if slots[TIME] is not None:
+                raise ValueError(f"prior={prior!r} says twice how it sees time, {slots[TIME]!r} and {name!r}")
+            slots[TIME] = name
+        elif name in EXTRAS:
             slots["extras"].append(name)
         elif slot is None:
-            near = difflib.get_close_matches(name, prior_names(), n=1)
+            near = difflib.get_close_matches(name, [*prior_names(), *TIMES], n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"prior={prior!r}: {name!r} is no prior; {hint}Names: {', '.join(prior_names())}")
+            raise ValueError(
+                f"prior={prior!r}: {name!r} is no prior; {hint}Names: {', '.join(prior_names())}; over the frames of "
+                f"clips also {', '.join(TIMES)}"
+            )
         elif slots[slot] is not None:
             raise ValueError(f"prior={prior!r} fills the {slot} twice, with {slots[slot]!r} and {name!r}")
         else:
@@ -83,30 +96,31 @@ def parse_prior(prior: PriorSpec | None) -> dict[str, Any]:
     return slots
 
 
-def resolve_prior(prior: PriorSpec | None, num_heads: int, grid: Sequence[int], frames: int = 1) -> ResolvedPrior:
+def resolve_prior(prior: PriorSpec | None, num_heads: int, grid: Sequence[int]) -> ResolvedPrior:
     """The full form of a prior for one stage: every slot with every setting, ready to be written to config.json.
 
     Args:
         prior: a name, names joined by +, or a dict of slots.
         num_heads: H.
-        grid: (height, width) of the patches; with several frames, of one of them.
-        frames: frames of a clip, whose patches attention sees together.
+        grid: (height, width) of the patches, or (frames, height, width) of those of a clip that attention sees
+            together.
 
     Raises:
         ValueError: the message has the field, the value and what is allowed.
     """
     slots = parse_prior(prior)
-    num_tokens = grid[0] * grid[1]
+    time = _resolve_time(slots, grid)
+    own = own_grid(grid, time)
     try:
-        support = resolve_support(slots["support"], num_heads, num_tokens, grid)
+        support = resolve_support(slots["support"], num_heads, math.prod(own), own)
     except ValueError as error:
-        raise ValueError(f"prior: {error} ({grid[0]}x{grid[1]} grid)") from None
+        raise ValueError(f"prior: {error} ({'x'.join(map(str, own))} grid)") from None
     try:
-        decay = resolve_decay(slots["decay"], grid)
+        decay = resolve_decay(slots["decay"], own)
     except ValueError as error:
         raise ValueError(f"prior: {error}") from None
     try:
-        whole = (frames * grid[0], grid[1])  # what these are made for is the number of all patches
+        whole = (math.prod(grid[:-1]), grid[-1])  # what these are made for is the number of all patches
         predictor = resolve_predictor(slots["predictor"], whole)
         mixer = resolve_mixer(slots["mixer"], whole)
         extras = resolve_extras(slots["extras"], whole)
@@ -114,7 +128,54 @@ def resolve_prior(prior: PriorSpec | None, num_heads: int, grid: Sequence[int], 
         raise ValueError(f"prior: {error}") from None
     resolved = ResolvedPrior(support=support, decay=decay, predictor=predictor, mixer=mixer, extras=extras)
     check_together(resolved)
+    if len(grid) == 3:
+        _check_clip(resolved, time, list(whole))
+    if time != "frame":
+        resolved["time"] = time
     return resolved
+
+
+def _resolve_time(slots: Mapping[str, Any], grid: Sequence[int]) -> Time:
+    """How the prior sees time: as given, or as its support needs it, or per frame."""
+    given, support = slots[TIME], slots["support"]
+    name = support.get("name") if isinstance(support, Mapping) else support
+    sees_time = isinstance(name, str) and name in SUPPORTS and SUPPORTS[name].sees_time
+    time: Time = "clip" if sees_time else "frame"
+    if given is None:
+        given = time
+    try:
+        time = check_time(given)
+    except ValueError as error:
+        raise ValueError(f"prior: {error}") from None
+    if len(grid) == 2:
+        if slots[TIME] not in (None, "frame"):
+            raise ValueError(
+                f"prior: time={time!r} is for attention over the frames of a clip; here it sees one image or frame"
+            )
+        return "frame"
+    if sees_time and time != "clip":
+        raise ValueError(f"prior: support {name!r} goes by distances in time; with it time={time!r} must be 'clip'")
+    return time
+
+
+def _check_clip(prior: ResolvedPrior, time: Time, whole: list[int]) -> None:
+    """Raise for what has no meaning over the frames of a clip, or nothing to act on there."""
+    if (found := predictor_or_mixer(prior)) is not None and found[0].get("grid", whole) != whole:
+        raise ValueError(
+            f"prior: {found[0]['name']}: grid={found[0]['grid']} must be {whole}, the frames one below the other"
+        )
+    for extra in prior["extras"]:
+        if EXTRAS[extra["name"]].place == "attention":
+            raise ValueError(f"prior: {extra['name']!r} is of places in one image, and attention sees several frames")
+    support = prior["support"]["name"]
+    if time != "frame" and support == "dense" and prior["decay"] is None:
+        raise ValueError(
+            f"prior: time={time!r} is how support and decay see time, and {prior_name(prior)!r} has neither"
+        )
+    if time == "axes" and not SUPPORTS[support].sees_grid and support != "dense":
+        pattern = support_pattern(prior["support"], num_heads=1, num_tokens=4)
+        if pattern.pairs is not None and not any(pattern.offsets):
+            raise ValueError(f"prior: support {support!r} has no offsets, so time='axes' would leave frames apart")
 
 
 def resolve_stages(
@@ -254,10 +315,13 @@ def prior_name(prior: ResolvedPrior | Sequence[ResolvedPrior]) -> str:
     """Short name of a resolved prior: "fibottention+violin"; of those of several stages each once, "violin, dense"."""
     if isinstance(prior, Sequence):
         return ", ".join(dict.fromkeys(map(prior_name, prior)))
+    time = prior.get("time", "frame")
+    own = time != "frame" and not SUPPORTS[prior["support"]["name"]].sees_time
     parts = [prior["support"]["name"]] if prior["support"]["name"] != "dense" else []
     parts += [filled["name"] for filled in (prior["decay"], prior["predictor"]) if filled]
     parts += [prior["mixer"]["name"]] if prior["mixer"] != "softmax" else []
     parts += [extra["name"] for extra in prior["extras"]]
+    parts += [time] if own else []
     return "+".join(parts) or "dense"
 
 
@@ -281,12 +345,17 @@ def prior_pruning_ratio(
     Pairs that token pruning drops are not included, because they differ between layers (`analysis.flops` counts them).
     Mixers have no pairs. For them it is the percentage of the multiply-adds of Q K^T and (softmax) V that they save.
     """
-    num_tokens = grid[0] * grid[1]
+    num_tokens = math.prod(grid)
     if (found := predictor_or_mixer(prior)) is not None:
         settings, kind = found
         kept = kind.cost_in_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
         return 100.0 * (1.0 - kept / (num_tokens + num_prefix_tokens) ** 2)
-    offsets, pairs = support_of_heads(
-        prior["support"], num_heads=num_heads, num_tokens=num_tokens, layer=layer, grid=grid, heads=heads
+    offsets, pairs, _ = seen_pairs(
+        prior["support"],
+        num_heads=num_heads,
+        grid=grid,
+        time=prior.get("time", "frame"),
+        layer=layer,
+        heads=heads,
     )
     return pruning_ratio(offsets, num_tokens, num_prefix_tokens, pairs)

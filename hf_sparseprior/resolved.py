@@ -13,6 +13,8 @@ from torch import Tensor
 
 MaskFill = Literal["neg_inf", "zero"]
 MASK_FILLS: tuple[MaskFill, ...] = get_args(MaskFill)
+Time = Literal["frame", "clip", "axes"]
+TIMES: tuple[Time, ...] = get_args(Time)
 Placement = Literal["multiply", "add", "multiply_after", "add_after", "add_after_as_printed", "residual"]
 
 
@@ -68,13 +70,17 @@ class ResolvedModule(TypedDict):
 
 
 class ResolvedPrior(TypedDict):
-    """All five slots."""
+    """All five slots, and how support and decay see time.
+
+    time: see `prior`; left out for "frame", and for images.
+    """
 
     support: ResolvedSupport
     decay: ResolvedDecay | None
     predictor: ResolvedModule | None
     mixer: Literal["softmax"] | ResolvedModule
     extras: list[ResolvedModule]
+    time: NotRequired[Time]
 
 
 Resolved = ResolvedSupport | ResolvedDecay | ResolvedModule | ResolvedSequence

@@ -6,6 +6,7 @@ A pruning ratio is the percentage of pairs left out. The setting `pruning_ratio`
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -180,12 +181,12 @@ def random_support(
 
 
 def _bigbird_notes(support: Mapping[str, Any], pattern: Pattern, grid: Sequence[int]) -> list[str]:
-    wanted, highest = support["pruning_ratio"], pruning_ratio(pattern.offsets, grid[0] * grid[1])
+    wanted, highest = support["pruning_ratio"], pruning_ratio(pattern.offsets, math.prod(grid))
     if wanted is None or wanted <= highest:
         return []
     return [
-        f"{support['name']}: pruning_ratio={wanted} is out of reach on the {grid[0]}x{grid[1]} grid; the window alone "
-        f"leaves {highest:.2f} %"
+        f"{support['name']}: pruning_ratio={wanted} is out of reach on the {'x'.join(map(str, grid))} grid; the window "
+        f"alone leaves {highest:.2f} %"
     ]
 
 

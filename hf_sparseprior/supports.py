@@ -10,6 +10,7 @@ N is the number of patch tokens, P of prefix tokens, T = P + N.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -24,6 +25,7 @@ from .masks import (
     count_nonzeros,
     key_lists,
     mask_from_offsets,
+    pairs_in_frames,
     pruning_ratio,
     self_rows,
 )
@@ -33,11 +35,13 @@ from .pattern import (
     Pattern,
     Support,
     grid_of,
+    own_grid,
     own_of,
     register_support,
     support_settings,
 )
-from .resolved import MASK_FILLS, ResolvedSupport
+from .radial import radial  # noqa: F401  and this one, after the other baselines
+from .resolved import MASK_FILLS, TIMES, ResolvedSupport, Time
 from .support_baselines import longformer  # noqa: F401  as does this one
 from .token_order import RASTER, check_order, mask_in_raster, order_ranks
 
@@ -50,6 +54,7 @@ __all__ = [
     "Support",
     "attended_pairs",
     "build_mask",
+    "check_time",
     "count_nonzeros",
     "has_pairs",
     "head_offsets",
@@ -60,9 +65,11 @@ __all__ = [
     "layer_ranks",
     "mask_from_offsets",
     "needs_grid",
+    "own_grid",
     "pruning_ratio",
     "register_support",
     "resolve_support",
+    "seen_pairs",
     "self_rows",
     "support_notes",
     "support_of_heads",
@@ -82,8 +89,8 @@ def resolve_support(
         support: a registered name or {"name": ..., settings}; None: dense.
         num_heads: 1 or more.
         num_tokens: patch tokens N.
-        grid: (height, width) of the patch tokens, for supports in two dimensions and orders along a curve; may be left
-            out if N is a square.
+        grid: (height, width) or (frames, height, width) of the patch tokens, for supports that see it and orders along
+            a curve; may be left out if N is a square.
 
     Raises:
         ValueError: the message has the field, the value and what is allowed.
@@ -102,7 +109,7 @@ def resolve_support(
     order = check_order(settings.get("order", RASTER), num_heads)
     if order != RASTER:  # left out otherwise, so that configs stay what they were before there was an order
         resolved["order"] = order
-        grid_of(num_tokens, grid, f"order={order!r}")
+        order_ranks(order, grid_of(num_tokens, grid, f"order={order!r}"))
     support_pattern(resolved, num_heads=num_heads, num_tokens=num_tokens, grid=grid)
     return resolved
 
@@ -221,13 +228,56 @@ def layer_ranks(
     return order_ranks(order, grid_of(num_tokens, grid, f"order={order!r}"))
 
 
+def seen_pairs(
+    support: SupportSpec,
+    *,
+    num_heads: int,
+    grid: Sequence[int],
+    time: Time = "frame",
+    layer: int = 0,
+    heads: Sequence[int] | None = None,
+) -> tuple[list[list[int]], Pairs, np.ndarray | None]:
+    """Offsets and further pairs of a layer's heads, of an image or over the frames of a clip, and their order.
+
+    Args:
+        support, layer: as in `build_mask`.
+        num_heads, heads: as in `support_of_heads`.
+        grid: (height, width), or (frames, height, width); of a clip all patches are numbered, frame after frame.
+        time: of a clip, as in `build_mask`.
+
+    Returns:
+        Offsets and pairs as of `support_of_heads`, and the ranks of the patches in whose order they are, as of
+        `layer_ranks`.
+    """
+    name, _ = split_spec(support, "support", SUPPORTS)
+    own = own_grid(grid, "clip" if name == "dense" else time)
+    sizes: dict[str, Any] = {"num_heads": num_heads, "num_tokens": math.prod(own), "grid": own, "layer": layer}
+    offsets, pairs = support_of_heads(support, heads=heads, **sizes)
+    ranks = layer_ranks(support, heads=heads, **sizes)
+    if math.prod(own) == math.prod(grid):
+        return offsets, pairs, ranks
+    # Offsets of one frame would cross from a frame into the next. Those along time stay in their patch.
+    pairs = pairs_in_frames(offsets, math.prod(own), grid[0], pairs, ranks, same_frame=time == "axes")
+    if time == "frame":
+        return [[] for _ in offsets], pairs, None
+    return [[o * math.prod(own) for o in head if 0 < o < grid[0]] for head in offsets], pairs, None
+
+
+def check_time(time: Any) -> Time:
+    """A name of how support and decay see time."""
+    if not isinstance(time, str) or time not in TIMES:
+        raise ValueError(f"time={time!r} must be one of {', '.join(TIMES)}")
+    return time
+
+
 def has_pairs(name: str) -> bool:
     """Whether a support has pairs off its diagonals, which not every backend can take."""
-    return support_pattern(name, num_heads=1, num_tokens=4).pairs is not None
+    grid = (1, 2, 2) if SUPPORTS[name].sees_time else (2, 2)
+    return support_pattern(name, num_heads=1, num_tokens=4, grid=grid).pairs is not None
 
 
 def needs_grid(support: SupportSpec | None) -> bool:
-    """Whether a support is a pattern in two dimensions, or counts its offsets along a curve."""
+    """Whether a support is a pattern in two or three dimensions, or counts its offsets along a curve."""
     name, spec = split_spec("dense" if support is None else support, "support", SUPPORTS)
     return SUPPORTS[name].sees_grid or spec.get("order", RASTER) != RASTER
 
@@ -240,6 +290,7 @@ def build_mask(
     num_prefix_tokens: int = 0,
     layer: int = 0,
     grid: Sequence[int] | None = None,
+    time: Time = "frame",
     **settings: Any,
 ) -> np.ndarray:
     """Boolean mask (num_heads, T, T), True where a query (row) attends to a key (column).
@@ -250,30 +301,52 @@ def build_mask(
         num_tokens: patch tokens N; T = num_prefix_tokens + N.
         num_prefix_tokens: number of first rows and columns, which are all True.
         layer: layer number from 0; with `shuffle_seed` it decides which head has which support.
-        grid: (height, width) of the patch tokens, for supports in two dimensions and orders along a curve; may be left
-            out if N is a square.
+        grid: (height, width) or (frames, height, width) of the patch tokens, for supports in two or three dimensions
+            and orders along a curve; may be left out if N is a square.
+        time: of a clip, how the support sees time. "frame": where in their frames two patches are, whenever these are.
+            "clip": offsets count over all patches, frame after frame, and an order runs along a curve in three
+            dimensions. "axes": offsets count within a frame, and along time at one place of the frames.
         settings: the support's settings, also `shuffle_seed` (default 0; None: no shuffling).
     """
     name, spec = split_spec(support, "support", SUPPORTS)
-    resolved = resolve_support({"name": name, **spec, **settings}, num_heads, num_tokens, grid)
     num_prefix_tokens = check_integer("num_prefix_tokens", num_prefix_tokens, 0)
-    layer = check_integer("layer", layer, 0)
-    sizes: dict[str, Any] = {"num_heads": num_heads, "num_tokens": num_tokens, "layer": layer, "grid": grid}
-    offsets, pairs = layer_offsets(resolved, **sizes), layer_pairs(resolved, **sizes)
-    mask, ranks = mask_from_offsets(offsets, num_tokens, num_prefix_tokens, pairs), layer_ranks(resolved, **sizes)
+    layer, time = check_integer("layer", layer, 0), check_time(time)
+    whole = (1, num_tokens) if grid is None else grid_of(num_tokens, grid, "build_mask")
+    own = grid if grid is None or len(grid) == 2 else own_grid(grid, time)
+    count = num_tokens if own is None else math.prod(own)
+    resolved = resolve_support({"name": name, **spec, **settings}, num_heads, count, own)
+    if len(whole) == 2:
+        sizes: dict[str, Any] = {"num_heads": num_heads, "num_tokens": num_tokens, "layer": layer, "grid": grid}
+        (offsets, pairs), ranks = support_of_heads(resolved, **sizes), layer_ranks(resolved, **sizes)
+    else:
+        offsets, pairs, ranks = seen_pairs(resolved, num_heads=num_heads, grid=whole, time=time, layer=layer)
+    mask = mask_from_offsets(offsets, num_tokens, num_prefix_tokens, pairs)
     return mask if ranks is None else mask_in_raster(mask, ranks, num_prefix_tokens)
 
 
-def support_notes(support: ResolvedSupport, num_heads: int, grid: Sequence[int], num_prefix_tokens: int) -> list[str]:
-    """What a user should know about this support on this grid: its own notes, and heads that see nothing."""
-    num_tokens = grid[0] * grid[1]
+def support_notes(
+    support: ResolvedSupport, num_heads: int, grid: Sequence[int], num_prefix_tokens: int, time: Time = "frame"
+) -> list[str]:
+    """What a user should know about this support on this grid: its own notes, and heads that see nothing.
+
+    `grid` and `time` are as in `seen_pairs`.
+    """
+    whole, grid = tuple(grid), own_grid(grid, time)
+    num_tokens, size = math.prod(grid), "x".join(map(str, grid))
     pattern = support_pattern(support, num_heads=num_heads, num_tokens=num_tokens, grid=grid)
     notes = SUPPORTS[support["name"]].notes(cast("Mapping[str, Any]", support), pattern, grid)
+    if time == "axes" and support["name"] != "dense":
+        still = [str(number) for number, own in enumerate(pattern.offsets, 1) if not any(0 < o < whole[0] for o in own)]
+        if still:
+            notes.append(
+                f"{support['name']}: supports {', '.join(still)} of {num_heads} have no offset below the {whole[0]} "
+                "frames; patches of those heads see no other frame"
+            )
     empty = [str(number) for number, own in enumerate(pattern.offsets, start=1) if not own]
     if empty and num_tokens > 1 and pattern.pairs is None:
         partner = "prefix tokens" if num_prefix_tokens else "themselves"
         notes.append(
             f"{support['name']}: supports {', '.join(empty)} of {num_heads} have no offset within their window on "
-            f"the {grid[0]}x{grid[1]} grid; patches of those heads attend to {partner} only"
+            f"the {size} grid; patches of those heads attend to {partner} only"
         )
     return notes

@@ -9,6 +9,7 @@ N is the number of patch tokens, P of prefix tokens, T = P + N; R is H, or 1 if 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,8 +43,8 @@ def check_order(order: Any, num_heads: int) -> str | list[str]:
 
 
 @functools.lru_cache(maxsize=64)
-def _rank(name: str, height: int, width: int) -> np.ndarray:
-    rank = np.arange(height * width) if name == RASTER else curve_rank(name, (height, width)).ravel()
+def _rank(name: str, *sides: int) -> np.ndarray:
+    rank = np.arange(math.prod(sides)) if name == RASTER else curve_rank(name, sides).ravel()
     rank.setflags(write=False)
     return rank
 
@@ -53,10 +54,10 @@ def order_ranks(order: str | Sequence[str], grid: Sequence[int]) -> np.ndarray:
 
     Args:
         order: in its full form.
-        grid: (height, width) of the patches.
+        grid: (height, width) of the patches, or (frames, height, width).
     """
     names = [order] if isinstance(order, str) else order
-    return np.stack([_rank(name, grid[0], grid[1]) for name in names])
+    return np.stack([_rank(name, *grid) for name in names])
 
 
 def mask_in_raster(mask: np.ndarray, ranks: np.ndarray, num_prefix_tokens: int) -> np.ndarray:

@@ -19,7 +19,7 @@ FLOORS = [
         *("files", "loading", "families", "layer_sizes"),
     ),
     ("sequences", "curves", "token_order", "masks", "relative_offsets", "windows"),
-    ("pattern", "fibottention", "support_baselines", "supports"),
+    ("pattern", "fibottention", "support_baselines", "radial", "supports"),
     ("decay", "extras", "costs"),
     ("kernels",),
     ("compiled_kernels",),

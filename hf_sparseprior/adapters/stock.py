@@ -1,15 +1,16 @@
 """Priors on stock transformers models, in place: `apply_prior(model, prior)`, undone by `remove_prior(model)`.
 
 Stock attention modules ask `AttentionInterface` for the function that their config names. Each one gets a copy of its
-config that names our function. Next to its projections it gets a `StockPrior`, which holds the decay's scalars and
-knows support, layer and grid. The model's own config is not changed: a second model that shares it stays as it is, and
-`set_attn_implementation` cannot turn the prior off. No class of transformers is changed either: `save_pretrained` is
-replaced in this one model.
+config that names our function. TimeSformer's do not ask; each gets a `forward` of its own. Next to its projections it
+gets a `StockPrior`, which holds the decay's scalars and knows support, layer and grid. The model's own config is not
+changed: a second model that shares it stays as it is, and `set_attn_implementation` cannot turn the prior off. No class
+of transformers is changed either: `save_pretrained` is replaced in this one model.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -31,6 +32,7 @@ from hf_sparseprior.adapters.stock_attention import (
 from hf_sparseprior.adapters.stock_encoder import find_encoder, head_dim_of, num_heads_of
 from hf_sparseprior.adapters.stock_families import StockFamily
 from hf_sparseprior.adapters.stock_saving import bind_saving, refuse_files_weights, unbind_saving
+from hf_sparseprior.adapters.stock_timesformer import timesformer_attention
 from hf_sparseprior.adapters.token_layout import LayoutCheckpoint, TokenLayout
 from hf_sparseprior.extras import EXTRAS, resolve_extras
 from hf_sparseprior.low_rank import MIXERS
@@ -45,9 +47,11 @@ def apply_prior(model: PreTrainedModel, prior: str | dict[str, Any]) -> PreTrain
     otherwise. Call it on the model that is saved, not on a part of it, and before an optimizer is made.
 
     Args:
-        model: ViT, DeiT, ViT-MSN, DINOv2, DINOv3, BEiT, CLIP, SigLIP, ViTMAE, I-JEPA, VideoMAE or Swin, any head. In a
-            peft model the base model gets the prior.
-        prior: as in `SparsePriorViTConfig`. Extras must be within attention, and not on ViTMAE and VideoMAE.
+        model: ViT, DeiT, ViT-MSN, DINOv2, DINOv3, BEiT, CLIP, SigLIP, ViTMAE, I-JEPA, Swin, or of clips VideoMAE, ViViT
+            or TimeSformer, any head. In a peft model the base model gets the prior.
+        prior: as in `SparsePriorViTConfig`. Extras must be within attention, and not on ViTMAE and where attention sees
+            several frames together: there `time` of the prior says how it sees them ("violin+clip"). In a TimeSformer
+            attention over time alone stays as it is.
 
     Returns:
         The model.
@@ -97,17 +101,15 @@ def attach(model: nn.Module, slots: dict[str, Any], for_adapters: bool = False) 
     encoder = find_encoder(model)
     _check_extras(slots, encoder.family)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    layout = TokenLayout(encoder.family, encoder.num_prefix_tokens, layers)
+    layout = TokenLayout(encoder.family, encoder.num_prefix_tokens, layers, encoder.is_joint)
     # All are made before the first is put in place, because a refused setting must leave the model alone.
     priors = [
         StockPrior(
             num_heads_of(module),
-            resolve_prior(
-                _slots_of_stage(slots, encoder.family, name), num_heads_of(module), encoder.grid, encoder.frames
-            ),
+            resolve_prior(_slots_of_stage(slots, encoder.family, name), num_heads_of(module), encoder.attention_grid),
             index,
             layout,
-            module.config,
+            encoder.config,
             head_dim_of(module),
             for_adapters,
         )
@@ -120,6 +122,9 @@ def attach(model: nn.Module, slots: dict[str, Any], for_adapters: bool = False) 
         weight = next(module.parameters())
         prior.to(weight.device, torch.float64 if weight.dtype == torch.float64 else None)
         module.add_module(PRIOR_MODULE, prior.train(module.training))
+        if encoder.family.own_forward:
+            module.forward = functools.partial(timesformer_attention, module)
+            continue
         module.config = copy.copy(module.config)
         module.config._attn_implementation_internal = IMPLEMENTATION
     bind_saving(model)
@@ -132,7 +137,11 @@ def detach(model: nn.Module, applied: Applied) -> None:
     module: Any
     for name in applied.attention:
         module = model.get_submodule(name)
-        module.config = getattr(module, PRIOR_MODULE).config
+        prior = getattr(module, PRIOR_MODULE)
+        if prior.layout.family.own_forward:
+            del module.forward
+        else:
+            module.config = prior.config
         delattr(module, PRIOR_MODULE)
     for handle in applied.handles:
         handle.remove()

@@ -160,16 +160,16 @@ def prior_attention(
     if prior.for_adapters and prior.active_decay() is None:
         attend = _own_attention(module, prior.config)
         return attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    grid, frames, num_prefix_tokens, token_ids = prior.layout.locate(query.shape[2])
+    grid, num_prefix_tokens, token_ids = prior.layout.locate(query.shape[2])
     # Rotary positions come out in float32 under autocast, values do not.
     query, key = query.to(value.dtype), key.to(value.dtype)
     bias = _written_out(attention_mask, query, key)
     if bias is not None and bias.dtype == torch.bool:
         bias = torch.zeros(bias.shape, dtype=query.dtype, device=bias.device).masked_fill(~bias, -math.inf)
-    plan = prior.plan(grid, num_prefix_tokens, frames)
+    plan = prior.plan(grid, num_prefix_tokens)
     drops = plan.offsets is not None and plan.mask_fill == "neg_inf"
     if prior.layout.family.windows and drops and bias is not None and bias.shape[0] > 1:  # the windows are shifted
-        bias, plan = _within_regions(bias, plan), prior.plan(grid, num_prefix_tokens, frames, dense=True)
+        bias, plan = _within_regions(bias, plan), prior.plan(grid, num_prefix_tokens, dense=True)
     request = AttentionRequest(
         query,
         key,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +21,19 @@ class Encoder:
 
     name: name of the module that holds embeddings and layers, "" for the model itself.
     attention: name -> attention module, in the order of the layers.
+    config: the encoder's.
     """
 
     name: str
     family: StockFamily
     embeddings: nn.Module
     attention: dict[str, nn.Module]
+    config: Any
 
     @property
-    def config(self) -> Any:
-        """The encoder's config."""
-        return next(iter(self.attention.values())).config
+    def is_joint(self) -> bool:
+        """Whether attention sees the frames of a clip together that the embeddings see one by one (TimeSformer)."""
+        return getattr(self.config, "attention_type", None) == "joint_space_time"
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -54,12 +55,17 @@ class Encoder:
         return sides[0] // high, sides[1] // wide
 
     @property
-    def frames(self) -> int:
-        """Frames of patches of a configured clip, 1 for images."""
+    def attention_grid(self) -> tuple[int, ...]:
+        """The grid of what attention sees together: `grid`, or (frames, height, width) of a configured clip.
+
+        Frames are those of patches: one for each tubelet.
+        """
         if self.family.windows:
-            return 1
+            return self.grid
+        if self.is_joint:
+            return self.config.num_frames, *self.grid
         *strides, _, _ = patch_projection(self.embeddings).stride
-        return math.prod(self.config.num_frames // stride for stride in strides)
+        return *(self.config.num_frames // stride for stride in strides), *self.grid
 
 
 def num_heads_of(attention: Any) -> int:
@@ -70,8 +76,10 @@ def num_heads_of(attention: Any) -> int:
 
 def head_dim_of(attention: Any) -> int:
     """Width of a head of a stock attention module."""
-    width = getattr(attention, "head_dim", None)
-    return int(attention.attention_head_size if width is None else width)
+    for name in ("head_dim", "attention_head_size"):
+        if (width := getattr(attention, name, None)) is not None:
+            return int(width)
+    return int(attention.qkv.in_features // attention.num_heads)
 
 
 def find_encoder(model: nn.Module) -> Encoder:
@@ -91,11 +99,12 @@ def find_encoder(model: nn.Module) -> Encoder:
     attention = {
         prefix + inner: module
         for inner, module in model.get_submodule(name).named_modules()
-        if type(module).__name__ == family.attention
+        if type(module).__name__ == family.attention and (family.untouched or "\n") not in inner
     }
     if not attention:
         raise ValueError(f"{type(model).__name__} has embeddings {found[0]!r} but no {family.attention}")
-    return Encoder(name, family, embeddings, attention)
+    config = getattr(next(iter(attention.values())), "config", None) or model.get_submodule(name).config
+    return Encoder(name, family, embeddings, attention, config)
 
 
 def _no_encoder(model: nn.Module) -> str:

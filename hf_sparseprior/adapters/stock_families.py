@@ -25,6 +25,15 @@ VIDEOMAE_NAMES = ProjectionNames(
     mlp=("intermediate.dense", "output.dense"),
 )
 
+TIMESFORMER_NAMES = ProjectionNames(
+    query_value=("attention.attention.qkv", "temporal_attention.attention.qkv"),  # one layer each
+    attention=(
+        *("attention.attention.qkv", "attention.output.dense"),
+        *("temporal_attention.attention.qkv", "temporal_attention.output.dense"),
+    ),
+    mlp=("intermediate.dense", "output.dense"),
+)
+
 
 @dataclass(frozen=True)
 class StockFamily:
@@ -38,6 +47,8 @@ class StockFamily:
     support_stages: how many of the first stages take a support; the others stay dense (Fibottention section 4.1).
     shuffled: the embeddings return (tokens, mask, ids_restore) of a random part of the patches (ViTMAE).
     masked: the embeddings take `bool_masked_pos` and leave these patches out (VideoMAE).
+    own_forward: attention computes itself, without `AttentionInterface`, in the form of `stock_timesformer`.
+    untouched: a part of the names of attention modules that stay as they are, because they see no grid.
     """
 
     name: str
@@ -49,6 +60,8 @@ class StockFamily:
     support_stages: int | None = None
     shuffled: bool = False
     masked: bool = False
+    own_forward: bool = False
+    untouched: str | None = None
 
 
 STOCK_FAMILIES: dict[str, StockFamily] = {}  # by the class of the embeddings
@@ -85,6 +98,16 @@ for _family in (
     StockFamily("ViTMAE", "ViTMAEEmbeddings", "ViTMAEAttention", ("vit_mae",), shuffled=True),
     StockFamily("I-JEPA", "IJepaEmbeddings", "IJepaAttention", ("ijepa",)),
     StockFamily("VideoMAE", "VideoMAEEmbeddings", "VideoMAESelfAttention", ("videomae",), VIDEOMAE_NAMES, masked=True),
+    StockFamily("ViViT", "VivitEmbeddings", "VivitAttention", ("vivit",)),
+    StockFamily(
+        "TimeSformer",
+        "TimesformerEmbeddings",
+        "TimesformerSelfAttention",
+        ("timesformer",),
+        TIMESFORMER_NAMES,
+        own_forward=True,
+        untouched="temporal_attention",
+    ),
     StockFamily("Swin", "SwinEmbeddings", "SwinAttention", ("swin",), windows=True, support_stages=2),
 ):
     register_stock_family(_family)

@@ -16,24 +16,29 @@ from hf_sparseprior.adapters.stock_families import StockFamily
 
 
 class TokenLayout:
-    """The grid of the current forward, its frames, its prefix tokens, and which patches are visible.
+    """The grid of the current forward, its prefix tokens, and which patches are visible.
 
-    A clip's patches come one frame after another; the grid is that of one frame.
+    A clip's patches come one frame after another; its grid is (frames, height, width).
 
     Args:
         family: the model's family.
         num_prefix_tokens: class, distillation and register tokens.
         layers: the encoder's layers, which may run again in the backward pass.
+        is_joint: whether attention sees the patches of several grids, the frames of a clip.
     """
 
     def __init__(
-        self, family: StockFamily, num_prefix_tokens: int, layers: Sequence[GradientCheckpointingLayer]
+        self,
+        family: StockFamily,
+        num_prefix_tokens: int,
+        layers: Sequence[GradientCheckpointingLayer],
+        is_joint: bool = False,
     ) -> None:
         self.family = family
         self.num_prefix_tokens = num_prefix_tokens
         self.layers: list[Any] = list(layers)
-        self.grid: tuple[int, int] | None = None
-        self.frames = 1
+        self.is_joint = is_joint
+        self.grid: tuple[int, ...] | None = None
         self.token_ids: Tensor | None = None
 
     def watch(self, embeddings: nn.Module) -> list[Any]:
@@ -49,8 +54,7 @@ class TokenLayout:
 
     def see_patches(self, module: nn.Module, args: Any, output: Tensor) -> None:
         """Forward hook of the patch projection: its output is the grid."""
-        *frames, height, width = output.shape[2:]
-        self.frames, self.grid = math.prod(frames), (height, width)
+        self.grid = tuple(output.shape[2:])
         # Here and not earlier, because activation checkpointing may be switched on at any time.
         for layer in self.layers:
             checkpoint = getattr(layer, "_gradient_checkpointing_func", None)
@@ -67,23 +71,27 @@ class TokenLayout:
         masked = inspect.signature(module.forward).bind(*args, **kwargs).arguments.get("bool_masked_pos")
         self.token_ids = None if masked is None else (~masked.bool()).nonzero()[:, 1].view(masked.shape[0], -1)
 
-    def locate(self, num_tokens: int) -> tuple[tuple[int, int], int, int, Tensor | None]:
-        """Grid, frames, number of prefix tokens and token ids (B, n) for attention over this many tokens.
+    def locate(self, num_tokens: int) -> tuple[tuple[int, ...], int, Tensor | None]:
+        """Grid, number of prefix tokens and token ids (B, n) for attention over this many tokens.
 
         Token ids are the numbers of the visible patches in raster order, frame after frame; None if all are visible.
         """
         if self.family.windows:
             side = math.isqrt(num_tokens)
-            return (side, side), 1, 0, None
+            return (side, side), 0, None
         if self.grid is None:
             raise RuntimeError("attention ran before the embeddings, so the patch grid is not known")
-        visible = self.frames * math.prod(self.grid) if self.token_ids is None else self.token_ids.shape[1]
+        if self.is_joint:
+            frames, rest = divmod(num_tokens - self.num_prefix_tokens, math.prod(self.grid))
+            if not rest:
+                return (frames, *self.grid), self.num_prefix_tokens, None
+        visible = math.prod(self.grid) if self.token_ids is None else self.token_ids.shape[1]
         if num_tokens != self.num_prefix_tokens + visible:
             raise ValueError(
                 f"attention over {num_tokens} tokens does not fit {self.num_prefix_tokens} prefix tokens and "
-                f"{visible} patches of {self.frames} frame(s) with a {self.grid[0]}x{self.grid[1]} grid"
+                f"{visible} patches of a {'x'.join(map(str, self.grid))} grid"
             )
-        return self.grid, self.frames, self.num_prefix_tokens, self.token_ids
+        return self.grid, self.num_prefix_tokens, self.token_ids
 
 
 @dataclass
@@ -98,15 +106,15 @@ class LayoutCheckpoint:
 
     def __call__(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run a layer with `checkpoint`."""
-        layout, seen = self.layout, (self.layout.grid, self.layout.frames, self.layout.token_ids)
+        layout, seen = self.layout, (self.layout.grid, self.layout.token_ids)
 
         def run_as_seen(*inner: Any, **options: Any) -> Any:
-            now = layout.grid, layout.frames, layout.token_ids
-            layout.grid, layout.frames, layout.token_ids = seen
+            now = layout.grid, layout.token_ids
+            layout.grid, layout.token_ids = seen
             try:
                 return run(*inner, **options)
             finally:
-                layout.grid, layout.frames, layout.token_ids = now
+                layout.grid, layout.token_ids = now
 
         return self.checkpoint(run_as_seen, *args, **kwargs)
 

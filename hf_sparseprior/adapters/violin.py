@@ -40,6 +40,7 @@ from hf_sparseprior.files import read_json_object
 from hf_sparseprior.model_card import add_requirement
 from hf_sparseprior.prior import is_prior_weight, parse_prior
 from hf_sparseprior.resolved import ResolvedDecay
+from hf_sparseprior.supports import own_grid
 
 ATTACHED = "_sparse_prior_adapters"  # the attribute of a stock model whose priors serve adapters alone
 PEFT_ROOT = "base_model.model."  # what a PeftModel puts before the names of its model
@@ -404,10 +405,13 @@ def remove_decays(model: nn.Module) -> None:
         detach(model, attached)
 
 
-def _patch_grid(model: Any) -> tuple[int, int]:
-    """The patch grid that a model is configured for."""
-    ours = any(isinstance(module, SparsePriorAttention) for module in model.modules())
-    return model.config.grid if ours else find_encoder(model).grid
+def _patch_grid(model: Any) -> tuple[int, ...]:
+    """The patch grid that a model is configured for, of which its decays have one."""
+    if not any(isinstance(module, SparsePriorAttention) for module in model.modules()):
+        grid = find_encoder(model).attention_grid
+    else:
+        grid = next((stage.grid for stage in model.config.stages if len(stage.grid) == 3), model.config.grid)
+    return own_grid(grid, next((layer.time for layer in _attention_layers(model).values()), "frame"))
 
 
 def _attention_layers(model: nn.Module) -> dict[str, PriorAttention]:
@@ -418,7 +422,8 @@ def _attention_layers(model: nn.Module) -> dict[str, PriorAttention]:
 def _base_prior(model: nn.Module) -> dict[str, Any]:
     """What a decay is trained on top of: the support of the first layer, and the names of the extras."""
     prior = next(iter(_attention_layers(model).values())).prior
-    return {"support": prior["support"], "extras": [extra["name"] for extra in prior["extras"]]}
+    found = {"support": prior["support"], "extras": [extra["name"] for extra in prior["extras"]]}
+    return {**found, "time": prior["time"]} if "time" in prior else found
 
 
 def _check_names(model: nn.Module, adapter_name: str, state_dict: dict[str, Tensor]) -> None:

@@ -33,7 +33,7 @@ class LearnedDecay:
 
     layer: number from 0. curves: names of what distances are measured along. beta: (C, H). alpha: (H,), None if it is
     not learned. prefix_beta: (H,), that of prefix tokens, None if their gamma is 1. positions: (C, A, N). grid:
-    (height, width) of the N patches.
+    (height, width) of the N patches, of a clip with its frames one below the other.
     """
 
     layer: int

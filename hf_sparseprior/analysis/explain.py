@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.decays import position_names
 from hf_sparseprior.analysis.flops import attention_flops, dense_attention_flops
+from hf_sparseprior.attention_plan import AttentionPlan
 from hf_sparseprior.checks import check_integer, check_keys
 from hf_sparseprior.costs import AttentionCosts
 from hf_sparseprior.curves import curve_names, curve_rank
@@ -21,27 +24,22 @@ from hf_sparseprior.decay import DECAYS, PLACEMENTS, decay_weights, initial_beta
 from hf_sparseprior.extras import EXTRAS
 from hf_sparseprior.limits import check_sides, check_size
 from hf_sparseprior.low_rank import MIXERS
-from hf_sparseprior.masks import (
-    attended_pairs,
-    count_nonzeros,
-    lonely_rows,
-    mask_from_offsets,
-    pruning_ratio,
-    self_rows,
-)
+from hf_sparseprior.masks import attended_pairs, count_nonzeros, lonely_rows, pruning_ratio, self_rows
 from hf_sparseprior.predictor import PREDICTORS
 from hf_sparseprior.prior import parse_prior, predictor_or_mixer, resolve_prior
-from hf_sparseprior.resolved import Resolved, ResolvedSupport, own_settings
+from hf_sparseprior.resolved import TIMES, Resolved, ResolvedSupport, Time, own_settings
 from hf_sparseprior.sequences import SEQUENCES
 from hf_sparseprior.supports import (
     SUPPORTS,
+    build_mask,
     layer_order,
-    layer_ranks,
+    own_grid,
+    resolve_support,
+    seen_pairs,
     support_notes,
-    support_pattern,
     support_settings,
 )
-from hf_sparseprior.token_order import RASTER, mask_in_raster
+from hf_sparseprior.token_order import RASTER
 
 # Patches of a 64x64 grid; beyond that the N x N pictures take minutes and gigabytes.
 LARGEST_PICTURE = 4096
@@ -51,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.add_argument("prior", help=_names())
     parser.add_argument("--heads", type=int, default=12, help="attention heads (default 12)")
-    parser.add_argument("--grid", type=parse_grid, default=(14, 14), help="patch grid, HEIGHTxWIDTH (default 14x14)")
+    text = "patch grid, HEIGHTxWIDTH, or FRAMESxHEIGHTxWIDTH of a clip (default 14x14)"
+    parser.add_argument("--grid", type=parse_grid, default=(14, 14), help=text)
     parser.add_argument("--prefix", type=int, default=1, help="class, distillation and register tokens (default 1)")
     parser.add_argument("--head-dim", type=int, default=64, help="width of a head, for the FLOPs (default 64)")
     parser.add_argument("--layers", type=int, default=12, help="layers, for the FLOPs (default 12)")
@@ -64,15 +63,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _names() -> str:
     registries: dict[str, Any] = {"supports": SUPPORTS, "decays": DECAYS, "predictors": PREDICTORS, "mixers": MIXERS}
     registries["extras"] = EXTRAS
-    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in registries.items()) + "; joined by +"
+    names = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in registries.items())
+    return f"{names}; over the frames of a clip: {', '.join(TIMES)}; joined by +"
 
 
-def parse_grid(text: str) -> tuple[int, int]:
-    """(height, width) of "14x14"."""
+def parse_grid(text: str) -> tuple[int, ...]:
+    """(height, width) of "14x14", (frames, height, width) of "8x14x14"."""
     parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} must be HEIGHTxWIDTH, for example 14x14")
-    return int(parts[0]), int(parts[1])
+    if len(parts) not in (2, 3) or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be HEIGHTxWIDTH, for example 14x14, or FRAMESxHEIGHTxWIDTH, for example 8x14x14"
+        )
+    return tuple(map(int, parts))
+
+
+def size_of(grid: Sequence[int]) -> str:
+    """ "8x14x14" of (8, 14, 14)."""
+    return "x".join(map(str, grid))
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
@@ -94,22 +101,25 @@ def run(arguments: argparse.Namespace) -> list[Path]:
     sizes = {"heads": (1, "heads"), "prefix": (0, "tokens"), "head_dim": (1, "width"), "layers": (1, "layers")}
     for name, (minimum, kind) in sizes.items():
         check_size(f"--{name.replace('_', '-')}", getattr(arguments, name), minimum, kind)
-    check_sides("--grid", arguments.grid, None)
+    check_sides("--grid", arguments.grid, arguments.grid)
     if arguments.layer is not None:
         check_integer("--layer", arguments.layer, 0)
-    if not arguments.no_picture and arguments.grid[0] * arguments.grid[1] > LARGEST_PICTURE:
+    if not arguments.no_picture and math.prod(arguments.grid) > LARGEST_PICTURE:
         raise ValueError(f"a picture needs {LARGEST_PICTURE} patches or fewer; give --no-picture for numbers alone")
     slots = parse_prior(arguments.prior)
     for key, value in parse_settings(arguments.set).items():
         _place_setting(slots, key, value)
     prior = resolve_prior(slots, arguments.heads, arguments.grid)
     written: list[Path] = []
+    time = prior.get("time", "frame")
+    if len(arguments.grid) == 3:
+        print(f"time: {time}")
     if (found := predictor_or_mixer(prior)) is not None:
         explain_chooser(*found, arguments)
     elif slots["support"] is not None or prior["decay"] is None:
-        written += explain_support(prior["support"], arguments)
+        written += explain_support(prior["support"], arguments, time)
     if prior["decay"] is not None:
-        written += explain_decay(prior["decay"], arguments)
+        written += explain_decay(prior["decay"], arguments, time)
     for extra in prior["extras"]:
         print(f"note: {extra['name']} ({_shown(extra)}) is not in these numbers")
     for path in written:
@@ -144,15 +154,15 @@ def _shown(settings: Resolved) -> str:
 
 
 def _print_heading(settings: Resolved, arguments: argparse.Namespace) -> None:
-    size = "x".join(map(str, arguments.grid))
-    print(f"{settings['name']} on a {size} grid, {arguments.heads} heads, {arguments.prefix} prefix tokens")
+    heads, prefix = arguments.heads, arguments.prefix
+    print(f"{settings['name']} on a {size_of(arguments.grid)} grid, {heads} heads, {prefix} prefix tokens")
     print(f"{_shown(settings)}\n")
 
 
 def explain_chooser(settings: Any, kind: type[AttentionCosts], arguments: argparse.Namespace) -> None:
     """Settings, pruning ratio and FLOPs of a predictor, whose pairs differ between images, or of a mixer."""
     heads, grid, prefix, head_dim = arguments.heads, arguments.grid, arguments.prefix, arguments.head_dim
-    tokens = grid[0] * grid[1]
+    tokens = math.prod(grid)
     kept = kind.cost_in_pairs(settings, head_dim, tokens, prefix)
     pairs = arguments.layers * heads * 2 * kept * head_dim
     others = arguments.layers * kind.other_multiply_adds(settings, heads, head_dim, tokens, prefix)
@@ -167,14 +177,13 @@ def explain_chooser(settings: Any, kind: type[AttentionCosts], arguments: argpar
     )
 
 
-def explain_support(support: ResolvedSupport, arguments: argparse.Namespace) -> list[Path]:
-    """Offsets, nonzeros, pruning ratio, empty rows and FLOPs of a support, and its picture."""
+def explain_support(support: ResolvedSupport, arguments: argparse.Namespace, time: Time = "frame") -> list[Path]:
+    """Offsets, nonzeros, pruning ratio, empty rows and FLOPs of a support, and its pictures."""
     heads, grid, prefix = arguments.heads, arguments.grid, arguments.prefix
-    tokens = grid[0] * grid[1]
-    pattern = support_pattern(support, num_heads=heads, num_tokens=tokens, grid=grid)
-    offsets, pairs = pattern.offsets, pattern.layer_pairs(arguments.layer or 0)
+    tokens = math.prod(grid)
     in_order: Any = {**support, "shuffle_seed": None}
-    ranks = layer_ranks(in_order, num_heads=heads, num_tokens=tokens, layer=0, grid=grid)
+    sizes: Any = {"num_heads": heads, "grid": grid, "time": time}
+    offsets, pairs, ranks = seen_pairs(in_order, layer=arguments.layer or 0, **sizes)
     _print_heading(support, arguments)
     print(f"{'support':>7}  {'nonzeros':>8}  {'empty rows':>10}  offsets")
     for number, own in enumerate(offsets, start=1):
@@ -204,22 +213,36 @@ def explain_support(support: ResolvedSupport, arguments: argparse.Namespace) -> 
         for layer in (0, 1):
             order = [str(number + 1) for number in layer_order(heads, layer, support["shuffle_seed"])]
             print(f"layer {layer}: heads 1..{heads} have the supports {' '.join(order)}")
-    for note in support_notes(support, heads, grid, prefix):
+    for note in support_notes(support, heads, grid, prefix, time):
         print(f"note: {note}")
     if arguments.no_picture:
         return []
-    drawn, where = list(range(heads)), "supports in order"
-    if arguments.layer is not None:
-        drawn, where = layer_order(heads, arguments.layer, support["shuffle_seed"]), f"layer {arguments.layer}"
-    masks = mask_from_offsets([offsets[number] for number in drawn], tokens, prefix, pairs)
-    titles = [f"{number + 1}: {_shorten(offsets[number])}" for number in drawn]
     pruned = pruning_ratio(offsets, tokens, prefix, pairs)
-    heading = f"{support['name']}, {grid[0]}x{grid[1]}, {where}: {pruned:.1f} % pruned"
-    size = f"{support['name']}_{grid[0]}x{grid[1]}"
+    return _draw_support(support, offsets, ranks is not None, pruned, arguments, sizes)
+
+
+def _draw_support(
+    support: ResolvedSupport,
+    offsets: list[list[int]],
+    in_order: bool,
+    pruned: float,
+    arguments: argparse.Namespace,
+    sizes: dict[str, Any],
+) -> list[Path]:
+    """The pictures of a support: its masks, the curves of its order, and over a clip what one patch sees."""
+    heads, grid, prefix, layer = arguments.heads, arguments.grid, arguments.prefix, arguments.layer
+    drawn, where, shown = list(range(heads)), "supports in order", {**support, "shuffle_seed": None}
+    if layer is not None:
+        drawn, where, shown = layer_order(heads, layer, support["shuffle_seed"]), f"layer {layer}", {**support}
+    masks = build_mask(shown, num_tokens=math.prod(grid), num_prefix_tokens=prefix, layer=layer or 0, **sizes)
+    titles = [f"{number + 1}: {_shorten(offsets[number])}" for number in drawn]
+    heading = f"{support['name']}, {size_of(grid)}, {where}: {pruned:.1f} % pruned"
+    size = f"{support['name']}_{size_of(grid)}"
+    if len(grid) == 3:
+        size, heading = f"{size}_{sizes['time']}", f"{heading}, time {sizes['time']}"
+        titles = [f"head {head}" for head in range(1, heads + 1)] if layer is not None else titles
     written = []
-    if ranks is not None:
-        own_ranks = ranks if len(ranks) == 1 else ranks[drawn]
-        masks = mask_in_raster(masks, own_ranks, prefix)
+    if in_order:
         names = _orders(support, heads)
         used = list(dict.fromkeys(name for name in names if name != RASTER))
         if len(used) == 1 and RASTER not in names:
@@ -227,7 +250,17 @@ def explain_support(support: ResolvedSupport, arguments: argparse.Namespace) -> 
         else:
             titles = [f"{title} {names[number]}" for title, number in zip(titles, drawn, strict=True)]
         written.append(pictures.draw_curves(used, grid, arguments.out / f"order_{size}.png"))
+    if len(grid) == 3:
+        rows = masks[:, prefix + clip_centre(grid), prefix:].reshape(heads, *grid)
+        heading_over = f"what the patch in the middle of the clip sees, frame by frame: {heading}"
+        path = arguments.out / f"clip_{size}.png"
+        written.append(pictures.draw_clip_rows(rows, titles, clip_centre(grid), path, heading_over))
     return [pictures.draw_support(masks, titles, arguments.out / f"support_{size}.png", heading, prefix), *written]
+
+
+def clip_centre(grid: Sequence[int]) -> int:
+    """Number of the patch in the middle of a clip."""
+    return int(np.ravel_multi_index([side // 2 for side in grid], tuple(grid)))
 
 
 def _orders(support: ResolvedSupport, num_heads: int) -> list[str]:
@@ -241,20 +274,24 @@ def _print_order(
 ) -> None:
     """How far apart on the grid the patches are that the offsets pair, in the support's order and in raster order."""
     patches = np.argsort(np.broadcast_to(ranks, (arguments.heads, ranks.shape[1])), axis=1)
-    along = _mean_distance(offsets, patches, arguments.grid[1])
-    in_raster = _mean_distance(offsets, np.sort(patches, axis=1), arguments.grid[1])
-    names = dict.fromkeys(_orders(support, arguments.heads))
+    along = _mean_distance(offsets, patches, arguments.grid)
+    in_raster = _mean_distance(offsets, np.sort(patches, axis=1), arguments.grid)
+    names, axes = (
+        dict.fromkeys(_orders(support, arguments.heads)),
+        "frames, rows" * (len(arguments.grid) == 3) or "rows",
+    )
     print(
-        f"order          {', '.join(names)}: pairs of an offset are {along:.2f} patches apart on the grid (rows and "
+        f"order          {', '.join(names)}: pairs of an offset are {along:.2f} patches apart on the grid ({axes} and "
         f"columns, mean),\n               {in_raster:.2f} in raster order"
     )
 
 
-def _mean_distance(offsets: list[list[int]], patches: np.ndarray, width: int) -> float:
-    """Mean distance in rows and columns of the pairs of all heads; patches (H, N) in the order of each head."""
+def _mean_distance(offsets: list[list[int]], patches: np.ndarray, grid: Sequence[int]) -> float:
+    """Mean distance, over all axes, of the pairs of all heads; patches (H, N) in the order of each head."""
+    places = np.stack(np.unravel_index(patches, tuple(grid)), 1)
     steps = [
-        np.abs(own[o:] // width - own[: len(own) - o] // width) + np.abs(own[o:] % width - own[: len(own) - o] % width)
-        for own, head in zip(patches, offsets, strict=True)
+        np.abs(own[:, o:] - own[:, : own.shape[1] - o]).sum(0)
+        for own, head in zip(places, offsets, strict=True)
         for o in head
         if o
     ]
@@ -271,16 +308,18 @@ def _shorten(offsets: list[int]) -> str:
     return " ".join(map(str, offsets)) if len(offsets) <= 8 else f"{len(offsets)} offsets"
 
 
-def explain_decay(decay: Any, arguments: argparse.Namespace) -> list[Path]:
+def explain_decay(decay: Any, arguments: argparse.Namespace, time: Time = "frame") -> list[Path]:
     """Curves and decay masks of a decay at the middle of its initial interval, and their pictures."""
-    grid = arguments.grid
-    tokens = grid[0] * grid[1]
+    grid, own = arguments.grid, own_grid(arguments.grid, time)
+    tokens, size = math.prod(grid), size_of(grid)
     low, high = initial_beta(decay)
     beta = (low + high) / 2
     gamma = torch.sigmoid(torch.tensor(beta, dtype=torch.float64)).item()
-    positions = torch.tensor(DECAYS[decay["name"]].positions(decay, grid))
+    dense = resolve_support(None, arguments.heads, math.prod(own), own)
+    plan = AttentionPlan(arguments.heads, grid, arguments.prefix, dense, decay, 0, time=time)
+    positions = torch.tensor(plan.build_table("positions"))
     curves = position_names(decay, positions.shape[0])
-    print(f"{decay['name']} on a {grid[0]}x{grid[1]} grid, init {decay['init']}: beta ~ U({low:g}, {high:g})")
+    print(f"{decay['name']} on a {size} grid, init {decay['init']}: beta ~ U({low:g}, {high:g})")
     print(f"placement {decay['placement']}: {PLACEMENTS[decay['placement']]}")
     print(f"shown for beta = {beta:g}, gamma = {gamma:.6f}\n")
     print(f"{'curve':<10}  {'first ranks':<24}  {'mean step':>9}  {'smallest M':>10}  {'mean M':>7}")
@@ -290,10 +329,10 @@ def explain_decay(decay: Any, arguments: argparse.Namespace) -> list[Path]:
         masks[curve] = mask
         first, step = "-", "-"
         if curve in curve_names():
-            rank = curve_rank(curve, grid)
-            first = " ".join(map(str, rank[0, :6]))
-            order = np.argsort(rank.ravel())
-            steps = np.abs(np.diff(order // grid[1])) + np.abs(np.diff(order % grid[1]))
+            rank = curve_rank(curve, own)
+            first = " ".join(map(str, rank.reshape(-1, own[-1])[0, :6]))
+            order = np.stack(np.unravel_index(np.argsort(rank.ravel()), own))
+            steps = np.abs(np.diff(order, axis=1)).sum(0)
             step = f"{steps.mean():.3f}" if len(steps) else "-"
         print(f"{curve:<10}  {first:<24}  {step:>9}  {mask.min():>10.4f}  {mask.mean():>7.4f}")
     masks["mean"] = initial_mask(beta, positions)
@@ -302,11 +341,11 @@ def explain_decay(decay: Any, arguments: argparse.Namespace) -> list[Path]:
     print(f"\n{scalars} learned scalars a layer, {scalars * arguments.layers} in {arguments.layers} layers")
     if arguments.no_picture or tokens == 1:
         return []
-    size = f"{grid[0]}x{grid[1]}"
-    written = []
+    written, heading = [], f"decay masks of three patches, gamma = {gamma:.5f}"
+    if len(grid) == 3:
+        size, heading = f"{size}_{time}", f"M around the middle of the clip, gamma = {gamma:.5f}, time {time}"
     if "curves" in decay:
-        written.append(pictures.draw_curves(curves, grid, arguments.out / f"curves_{decay['name']}_{size}.png"))
-    heading = f"decay masks of three patches, gamma = {gamma:.5f}"
+        written.append(pictures.draw_curves(curves, own, arguments.out / f"curves_{decay['name']}_{size}.png"))
     written.append(pictures.draw_decay(masks, grid, arguments.out / f"decay_{decay['name']}_{size}.png", heading))
     return written
 

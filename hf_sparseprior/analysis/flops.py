@@ -10,13 +10,14 @@ logits, which are computed once more.
 What the papers' numbers count is in `analysis.paper_numbers`.
 
 `analysis.flops_swin` counts models with windows, `analysis.flops_convit` those with gated positional attention,
-`analysis.flops_iformer` those with convolutional stages.
+`analysis.flops_iformer` those with convolutional stages, `analysis.flops_timesformer` those of clips.
 
 Symbols: N patch tokens, P prefix tokens, T = P + N, L layers, h heads, d width, d_h width of a head.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -32,7 +33,7 @@ from hf_sparseprior.layer_sizes import LayerSizes
 from hf_sparseprior.masks import Pairs, attended_pairs
 from hf_sparseprior.prior import PriorSpec, predictor_or_mixer, prior_name, pruning_of, resolve_prior
 from hf_sparseprior.resolved import ResolvedDecay, ResolvedPrior
-from hf_sparseprior.supports import Pattern, support_of_heads, support_pattern
+from hf_sparseprior.supports import Pattern, seen_pairs, support_of_heads, support_pattern
 
 
 @dataclass(frozen=True)
@@ -113,18 +114,19 @@ def dense_attention_flops(
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs of a model for one image.
+    """FLOPs of a model for one image, or for one clip.
 
     image_size, grid: (height, width) in pixels and in patches.
     tokens: in words, which tokens the layers count. num_prefix_tokens: P of the last layer.
     attended_pairs: those of all heads, for each layer. patch_embedding (stem and projection), classifier (of class and
     patch tokens): FLOPs.
     layers: for each layer the FLOPs of "projections" (Q, K, V, output), "qk", "softmax", "av", "mlp" (with extras in
-    it) and, if they exist, "chooser", "pruning", "positions" (relative, and of gated positional attention) and
-    "merging" (of patches, after the layer).
+    it) and, if they exist, "chooser", "pruning", "positions" (relative, and of gated positional attention), "temporal"
+    (all of a divided layer over time) and "merging" (of patches, after the layer).
     decay: operations of VIOLIN's mask M in all layers: "build" once a step for the whole batch, "apply" for each image.
     None of them is a multiply-add of a matrix product, so `total` does not include them.
     convolutions: FLOPs of what comes between embedding and classifier besides the layers, in networks that have both.
+    frames: of the clip.
     """
 
     image_size: tuple[int, int]
@@ -138,6 +140,7 @@ class ModelFlops:
     classifier: int
     decay: dict[str, int] | None = None
     convolutions: int = 0
+    frames: int = 1
 
     def part(self, *names: str) -> int:
         """FLOPs of these parts in all layers."""
@@ -145,8 +148,8 @@ class ModelFlops:
 
     @property
     def num_tokens(self) -> int:
-        """Patch tokens N."""
-        return self.grid[0] * self.grid[1]
+        """Patch tokens N, of all frames."""
+        return self.frames * self.grid[0] * self.grid[1]
 
     @property
     def attention(self) -> int:
@@ -219,7 +222,7 @@ def vit_flops(
         num_prefix_tokens=prefix,
         convention=convention,
         attended_pairs=counted.pairs,
-        patch_embedding=multiply_add * _embedding_products(config, num_tokens),
+        patch_embedding=multiply_add * embedding_products(config, num_tokens),
         layers=counted.layers,
         classifier=multiply_add * inputs * config.num_labels,
         decay=counted.decay,
@@ -238,7 +241,7 @@ def count_layers(
     prior: ResolvedPrior,
     layers: Sequence[LayerSizes],
     sizes: Sequence[tuple[int, int]],
-    grid: tuple[int, int],
+    grid: tuple[int, ...],
     prefix: int,
     convention: str,
     first: int = 0,
@@ -249,13 +252,13 @@ def count_layers(
         prior: theirs, resolved.
         layers: their sizes.
         sizes: tokens without the prefix in the attention and in the MLP of each layer.
-        grid: (height, width) of the patches. prefix: P.
+        grid: (height, width) of the patches, or (frames, height, width) of those that attention sees. prefix: P.
         convention: one of CONVENTIONS.
         first: number of the first of these layers in the model.
     """
     rule, patterns = convention_of(convention).multiply_add, layer_patterns(prior, layers, grid, first)
     if (found := predictor_or_mixer(prior)) is not None:
-        found = found[1].settings_for(found[0], grid[0] * grid[1] + prefix), found[1]
+        found = found[1].settings_for(found[0], math.prod(grid) + prefix), found[1]
     pairs, counted = [], []
     for number, (own, pattern, (attended, left)) in enumerate(zip(layers, patterns, sizes, strict=True), start=first):
         heads = len(own.heads)
@@ -274,13 +277,15 @@ def count_layers(
 
 
 def layer_patterns(
-    prior: ResolvedPrior, layers: Sequence[LayerSizes], grid: tuple[int, int], first: int = 0
+    prior: ResolvedPrior, layers: Sequence[LayerSizes], grid: tuple[int, ...], first: int = 0
 ) -> list[Pattern]:
     """The pattern of each of some layers, with the heads that the layer has. `first`: number of the first of them."""
     patterns: list[Pattern] = []
     for number, layer in enumerate(layers, start=first):
-        sizes: dict[str, Any] = {"num_heads": layer.num_supports, "num_tokens": grid[0] * grid[1], "grid": grid}
-        if len(layer.heads) < layer.num_supports:
+        sizes: dict[str, Any] = {"num_heads": layer.num_supports, "num_tokens": math.prod(grid), "grid": grid}
+        if len(grid) == 3:
+            patterns.append(patterns[-1] if patterns else _clip_pattern(prior, layer.num_supports, grid))
+        elif len(layer.heads) < layer.num_supports:
             offsets, own = support_of_heads(prior["support"], layer=number, heads=layer.heads, **sizes)
             patterns.append(Pattern(offsets, None if own is None else {number: list(own)}.__getitem__))
         elif patterns and len(layers[number - first - 1].heads) == layer.num_supports:
@@ -288,6 +293,12 @@ def layer_patterns(
         else:
             patterns.append(support_pattern(prior["support"], **sizes))
     return patterns
+
+
+def _clip_pattern(prior: ResolvedPrior, num_heads: int, grid: tuple[int, ...]) -> Pattern:
+    """The pattern over a clip; neither the layer nor shuffling changes a count."""
+    offsets, pairs, _ = seen_pairs(prior["support"], num_heads=num_heads, grid=grid, time=prior.get("time", "frame"))
+    return Pattern(offsets, None if pairs is None else lambda layer: list(pairs))
 
 
 def layer_tokens(prior: ResolvedPrior, num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
@@ -324,7 +335,7 @@ def add_extras(
     layers: list[dict[str, int]],
     prior: ResolvedPrior,
     sizes: tuple[int, int, int],
-    grid: tuple[int, int],
+    grid: tuple[int, ...],
     prefix: int,
     convention: str,
     windows: int = 1,
@@ -369,7 +380,7 @@ def _tokens_in_words(prefix: int, num_tokens: int, sizes: Sequence[tuple[int, in
     return words
 
 
-def _embedding_products(config: SparsePriorViTConfig, num_tokens: int) -> int:
+def embedding_products(config: SparsePriorViTConfig, num_tokens: int) -> int:
     """Multiply-adds of stem and patch projection."""
     height, width = as_pair(config.patch_size)
     if config.stem == "patch":
@@ -408,7 +419,7 @@ def attended_in_layer(
 
 
 def _decay_sums(
-    decay: ResolvedDecay, patterns: Sequence[Pattern], grid: tuple[int, int], prefix: int, first: int
+    decay: ResolvedDecay, patterns: Sequence[Pattern], grid: tuple[int, ...], prefix: int, first: int
 ) -> dict[str, int]:
     """`decay_operations` of layers with these patterns. `first`: number of the first of them."""
     sums = {"build": 0, "apply": 0}
@@ -422,7 +433,7 @@ def _decay_sums(
 def decay_operations(
     decay: ResolvedDecay,
     offsets: Sequence[Sequence[int]],
-    grid: tuple[int, int],
+    grid: tuple[int, ...],
     num_prefix_tokens: int,
     num_layers: int = 1,
     pairs: Pairs = None,
@@ -434,7 +445,7 @@ def decay_operations(
     the logits of those pairs are multiplied by M (those of the prefix too if its gamma is learned), and every logit by
     alpha (VIOLIN Eq. 12).
     """
-    num_tokens = grid[0] * grid[1]
+    num_tokens = math.prod(grid)
     prefix_pairs = len(offsets) * ((num_tokens + num_prefix_tokens) ** 2 - num_tokens**2)
     # Not `attended_pairs`: if a patch has no partner but itself, M is 1 and is not computed.
     weighed = sum(num_tokens if offset == 0 else 2 * (num_tokens - offset) for own in offsets for offset in own)

@@ -41,7 +41,7 @@ class AttentionLayer:
     num_heads: int
     prior: PriorAttention | None
     projection: nn.Module
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,19 @@ class AttentionLayers:
         """(height, width) of the patches of an image, which every layer sees.
 
         Raises:
-            ValueError: for a model with windows or with grids of several sizes.
+            ValueError: for a model with windows, with grids of several sizes, or whose layers see several frames.
         """
         grids = {layer.grid for layer in self.layers}
+        if clip := next((grid for grid in grids if len(grid) == 3), None):
+            raise ValueError(
+                f"{self.model} cannot be analysed in this way: its layers see {clip[0]} frames of {clip[1]}x{clip[2]} "
+                "patches together"
+            )
         if self.windows or len(grids) != 1:
             parts = "windows" if self.windows else "grids of their own"
             raise ValueError(f"{self.model} cannot be analysed in this way: its layers have {parts}")
-        return grids.pop()
+        height, width = grids.pop()
+        return height, width
 
     @property
     def prior_name(self) -> str:
@@ -114,10 +120,9 @@ def find_attention(model: nn.Module) -> AttentionLayers:
         raise ValueError(
             f"{type(base).__name__} cannot be analysed: its attention layers do not see all patches of the grid"
         )
+    grid = encoder.attention_grid
     layers = [
-        AttentionLayer(
-            number, num_heads_of(module), getattr(module, PRIOR_MODULE, None), _projection(module), encoder.grid
-        )
+        AttentionLayer(number, num_heads_of(module), getattr(module, PRIOR_MODULE, None), _projection(module), grid)
         for number, module in enumerate(encoder.attention.values())
     ]
     return AttentionLayers(layers, encoder.num_prefix_tokens, type(base).__name__)

@@ -94,9 +94,16 @@ def draw_support(
     return save(figure, path)
 
 
-def draw_curves(curves: Sequence[str], grid: tuple[int, int], path: str | os.PathLike) -> Path:
-    """One panel a curve: its path over the patches, from dark (first) to light (last)."""
-    heading, columns = f"curves on a {grid[0]}x{grid[1]} grid, dot = start", min(4, len(curves))
+def draw_curves(curves: Sequence[str], grid: Sequence[int], path: str | os.PathLike) -> Path:
+    """One panel a curve: its path over the patches, from dark (first) to light (last).
+
+    The frames of a clip (frames, height, width) lie side by side, and steps between frames are dotted.
+    """
+    heading = f"curves on a {'x'.join(map(str, grid))} grid, dot = start"
+    frames, height, width = (1, *grid)[-3:]
+    columns = min(4, len(curves)) if frames == 1 else 1
+    if frames > 1:
+        return _draw_clip_curves(curves, (frames, height, width), path, heading)
     figure, axes = _panels(len(curves), wide_enough(2.8 * columns, heading, 12) / columns, 3.0, 0.4)
     from matplotlib.collections import LineCollection
 
@@ -117,12 +124,109 @@ def draw_curves(curves: Sequence[str], grid: tuple[int, int], path: str | os.Pat
     return save(figure, path)
 
 
-def draw_decay(masks: Mapping[str, np.ndarray], grid: tuple[int, int], path: str | os.PathLike, heading: str) -> Path:
-    """Rows: three reference patches; columns: decay masks (N, N) by name (VIOLIN Figure 4)."""
+def _draw_clip_curves(curves: Sequence[str], grid: tuple[int, int, int], path: str | os.PathLike, heading: str) -> Path:
+    frames, height, width = grid
+    wide = frames * (width + 1)
+    figure, axes = pyplot().subplots(
+        len(curves),
+        1,
+        figsize=(wide_enough(min(16.0, 0.22 * wide), heading, 12), 2.0 * len(curves) + 0.5),
+        squeeze=False,
+    )
+    from matplotlib.collections import LineCollection
+
+    for axis, curve in zip(axes.flat, curves, strict=True):
+        times, rows, columns = np.unravel_index(np.argsort(curve_rank(curve, grid).ravel()), grid)
+        points = np.stack([columns + times * (width + 1), rows], 1).astype(float)
+        segments, within = np.stack([points[:-1], points[1:]], 1), np.diff(times) == 0
+        for chosen, style in ((within, "solid"), (~within, "dotted")):
+            lines = LineCollection(list(segments[chosen]), cmap="viridis", linewidths=1.5, linestyles=style)
+            lines.set_array(np.arange(len(segments))[chosen])
+            lines.set_clim(0, len(segments))
+            axis.add_collection(lines)
+        axis.plot(*points[0], "o", color=ACCENT, markersize=5)
+        axis.set(xlim=(-0.7, wide - 1.3), ylim=(height - 0.3, -0.7), aspect="equal")
+        axis.axis("off")
+        axis.set_title(curve, fontsize=10)
+    figure.suptitle(heading, fontsize=12)
+    figure.tight_layout()
+    return save(figure, path)
+
+
+def side_by_side(clip: np.ndarray) -> np.ndarray:
+    """Values (..., frames, height, width) as (..., height, frames (width + 1) - 1), with gaps of NaN between frames."""
+    gap = np.full((*clip.shape[:-1], 1), np.nan)
+    joined = np.concatenate([clip.astype(float), gap], -1).swapaxes(-3, -2)
+    return joined.reshape(*clip.shape[:-3], clip.shape[-2], -1)[..., :-1]
+
+
+def draw_clip_rows(rows: np.ndarray, titles: Sequence[str], query: int, path: str | os.PathLike, heading: str) -> Path:
+    """One line a head: which patches of a clip one patch attends to, the frames side by side.
+
+    Args:
+        rows: bool (heads, frames, height, width).
+        titles: of the heads.
+        query: number of the patch, which is marked.
+        path, heading: as in `draw_support`.
+    """
+    from matplotlib.colors import ListedColormap
+
+    heads, frames, height, width = rows.shape
+    time, row, column = np.unravel_index(query, (frames, height, width))
+    wide = min(16.0, 0.16 * frames * (width + 1))
+    lines = 0.3 + wide * height / (frames * (width + 1))
+    figure, axes = pyplot().subplots(
+        heads, 1, figsize=(wide_enough(wide + 1.0, heading, 11), lines * heads + 0.8), squeeze=False
+    )
+    for axis, values, title in zip(axes.flat, side_by_side(rows), titles, strict=True):
+        axis.imshow(values, cmap=ListedColormap(["#f4f1ea", INK]), vmin=0, vmax=1, interpolation="nearest")
+        axis.plot(column + time * (width + 1), row, "o", color=ACCENT, markersize=3)
+        axis.set_title(title, fontsize=8)
+        axis.axis("off")
+    figure.suptitle(heading, fontsize=11)
+    figure.tight_layout()
+    return save(figure, path)
+
+
+def draw_decay(masks: Mapping[str, np.ndarray], grid: Sequence[int], path: str | os.PathLike, heading: str) -> Path:
+    """Rows: three reference patches; columns: decay masks (N, N) by name (VIOLIN Figure 4).
+
+    Of a clip (frames, height, width) it is the patch in the middle, and the frames lie side by side.
+    """
+    if len(grid) == 3:
+        return _draw_clip_decay(masks, grid, path, heading)
+    grid = (grid[0], grid[1])
     references = reference_patches(grid)
     rows = [[mask[row * grid[1] + column] for mask in masks.values()] for row, column in references.values()]
     panels = np.reshape(rows, (len(rows), len(masks), *grid))
     return draw_mask_rows(panels, list(references), list(masks), list(references.values()), path, heading)
+
+
+def _draw_clip_decay(
+    masks: Mapping[str, np.ndarray], grid: Sequence[int], path: str | os.PathLike, heading: str
+) -> Path:
+    frames, height, width = grid
+    row, column = reference_patches((height, width))["centre"]
+    patch, mark = (frames // 2 * height + row) * width + column, frames // 2 * (width + 1) + column
+    lines = [side_by_side(mask[patch].reshape(frames, height, width)) for mask in masks.values()]
+    wide = min(16.0, 0.16 * frames * (width + 1))
+    tall = 0.35 + wide * height / (frames * (width + 1))
+    figure, axes = pyplot().subplots(
+        len(lines),
+        1,
+        figsize=(wide_enough(wide + 1.0, heading, 11), tall * len(lines) + 0.8),
+        squeeze=False,
+        layout="constrained",
+    )
+    low = min(float(np.nanmin(lines)), 1 - FLAT)
+    for axis, values, name in zip(axes.flat, lines, masks, strict=True):
+        image = axis.imshow(values, vmin=low, vmax=1.0, cmap="viridis")
+        axis.plot(mark, row, "o", color=ACCENT, markersize=3)
+        axis.set_title(name, fontsize=8)
+        axis.axis("off")
+    figure.colorbar(image, ax=list(axes.flat), shrink=0.6, label="M", pad=0.01)
+    figure.suptitle(heading, fontsize=11)
+    return save(figure, path)
 
 
 def reference_patches(grid: tuple[int, int]) -> dict[str, tuple[int, int]]:

@@ -1,17 +1,17 @@
-"""TimeSformer of transformers with divided space-time attention, both ways."""
+"""TimeSformer of transformers, both ways, with each of its kinds of attention."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
 from torch import Tensor
 
-from hf_sparseprior.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
+from hf_sparseprior.configuration_sparseprior_timesformer import AttentionType, SparsePriorTimesformerConfig
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.convert.common import (
     ONLY_OURS,
@@ -40,7 +40,7 @@ PROJECTION = re.compile(r"attention\.([qkv])_proj\.")
 SHARED = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act", "layer_norm_eps"),
     *("image_size", "patch_size", "num_channels", "num_frames", "qkv_bias", "initializer_range"),
-    *("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_type"),
 )
 # What the classes compute without a field in their config.
 ALLOWED: dict[str, tuple[Any, ...]] = {
@@ -62,20 +62,23 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
 def matches(keys: Iterable[str]) -> bool:
     """Whether these are parameter names of transformers' TimeSformer."""
     names = {key.removeprefix("timesformer.") for key in keys}
-    return {"embeddings.time_embeddings", "embeddings.patch_embeddings.projection.weight"} <= names
+    # Time embeddings are missing where attention is in space only.
+    return {"embeddings.patch_embeddings.projection.weight", "encoder.layer.0.attention.attention.qkv.weight"} <= names
 
 
 def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[str, Any]:
     """Fields of SparsePriorTimesformerConfig from the source's config.json.
 
     Raises:
-        ValueError: without a config.json, and for joint space-time attention.
+        ValueError: without a config.json, and for an unknown kind of attention.
     """
     if settings is None:
         raise ValueError("a checkpoint of transformers needs its config.json next to the weights")
     config = {**transformers.TimesformerConfig().to_dict(), **settings}
-    if config["attention_type"] != "divided_space_time":
-        raise ValueError(f"attention_type={config['attention_type']!r} must be 'divided_space_time'")
+    if config["attention_type"] not in get_args(AttentionType):
+        raise ValueError(
+            f"attention_type={config['attention_type']!r} must be one of {', '.join(get_args(AttentionType))}"
+        )
     optional = ("id2label", "label2id", "problem_type", "image_mean", "image_std")
     taken = {name: settings[name] for name in optional if settings.get(name)}
     return {**{name: config[name] for name in (*SHARED, "drop_path_rate")}, **taken}
@@ -135,6 +138,10 @@ def write(model: Any, target: str, folder: Path) -> list[str]:
     notes = []
     if ours.drop_path_rate:  # an integer in their config
         notes.append(f"note: drop_path_rate={ours.drop_path_rate:g} is left out, {target} has none")
+    if classifies and ours.attention_type == "space_only":
+        notes.append(
+            "note: transformers' class gives the logits of each frame; ours are their mean over a clip's frames"
+        )
     return [f"{type(model).__name__} as {cls.__name__}", *notes]
 
 

@@ -20,7 +20,7 @@ from tests.hf_sparseprior.small import SMALL
 
 TINY = SMALL["sparseprior_vit"]
 FOREIGN = {
-    "attention_type": "space_only",  # transformers' Timesformer
+    "tubelet_size": 2,  # of VideoMAE
     "num_registers": 4,
     "frozen_stages": 2,
     "layer_norm_epsilon": 1e-5,

@@ -32,6 +32,8 @@ SIZES = {
 LARGER = {
     "sparseprior_vit": {**SIZES, "num_register_tokens": 1},
     "sparseprior_timesformer": {**SIZES, "num_frames": 3},
+    "sparseprior_timesformer joint": {**SIZES, "num_frames": 3, "attention_type": "joint_space_time"},
+    "sparseprior_timesformer space": {**SIZES, "num_frames": 3, "attention_type": "space_only"},
     "sparseprior_convit": {**SIZES, "num_hidden_layers": 3, "num_local_layers": 1},
     "sparseprior_swin": {
         "embed_dim": 12, "depths": [2, 1], "num_heads": [3, 3], "window_size": 4, "image_size": 32, "patch_size": 4,
@@ -41,8 +43,11 @@ LARGER = {
 
 def make(family, prior, auto_class=None, **options):
     torch.manual_seed(0)
-    config = FAMILIES[family].make_config(**{**LARGER[family], "num_labels": 3, "prior": prior, **options})
-    models = FAMILIES[family].models
+    name = family.partition(" ")[0]
+    if family.endswith("joint"):  # over frames there is one order only along a curve in three dimensions
+        prior = {**prior, "extras": [], "time": "clip"}
+    config = FAMILIES[name].make_config(**{**LARGER[family], "num_labels": 3, "prior": prior, **options})
+    models = FAMILIES[name].models
     auto_class = auto_class or next(name for name in models if name.endswith("Classification"))
     model = models[auto_class](config)
     with torch.no_grad():
@@ -141,9 +146,9 @@ def test_what_needs_raster_order_keeps_it():
 
 def test_a_plan_takes_the_order_of_its_support_alone():
     support = resolve_support(HILBERT, 3, 16)
-    for layout, frames in (("snake", 1), ("hilbert", 2)):
+    for layout, grid in (("snake", (4, 4)), ("hilbert", (2, 4, 4))):
         with pytest.raises(ValueError, match=f"layout='{layout}' must be the order of the support"):
-            AttentionPlan(3, (4, 4), 1, support, None, 0, frames, layout=layout)
+            AttentionPlan(3, grid, 1, support, None, 0, layout=layout)
     plan = AttentionPlan(3, (4, 4), 1, support, None, 0, layout="hilbert")
     again = AttentionPlan.from_key(plan.key)
     raster = build_mask({**HILBERT, "order": "raster"}, num_heads=3, num_tokens=16, num_prefix_tokens=1)

@@ -29,11 +29,13 @@ from hf_sparseprior import (
 )
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.convert import convert_checkpoint
+from hf_sparseprior.convert.timesformer import rename
 from hf_sparseprior.export import export_folder
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
 from tests.processes import run_script
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+TYPES = ["divided_space_time", "joint_space_time", "space_only"]
 PRIORS = ["dense", "fibottention", "fibottention+violin", "topk", "linformer", "sparsifiner", "localvit", "swin_rpb"]
 
 
@@ -70,7 +72,11 @@ def stock(cls=TimesformerForVideoClassification, **settings):
 
 
 @pytest.mark.parametrize("cls", [TimesformerForVideoClassification, TimesformerModel])
-@pytest.mark.parametrize("settings", [{}, {"qkv_bias": False, "layer_norm_eps": 1e-3}], ids=["plain", "no bias"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"qkv_bias": False, "layer_norm_eps": 1e-3}, *({"attention_type": kind} for kind in TYPES[1:])],
+    ids=["plain", "no bias", *TYPES[1:]],
+)
 def test_dense_equals_transformers_timesformer_both_ways(cls, settings, tmp_path):
     source = stock(cls, **settings)
     source.save_pretrained(tmp_path / "source")
@@ -79,16 +85,31 @@ def test_dense_equals_transformers_timesformer_both_ways(cls, settings, tmp_path
     loader = AutoModelForVideoClassification if classifies else AutoModel
     model = loader.from_pretrained(tmp_path / "ours")
     assert model.config.model_type == "sparseprior_timesformer"
-    with torch.no_grad():
-        expected, found = (one(clips(), output_hidden_states=True) for one in (source, model))
+    expected, found = (one(clips(), output_hidden_states=True, output_attentions=True) for one in (source, model))
     torch.testing.assert_close(found.hidden_states, expected.hidden_states, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.attentions, expected.attentions, rtol=1e-4, atol=1e-5)
     name = "logits" if classifies else "last_hidden_state"
-    torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+    own, theirs = found[name], expected[name]
+    if classifies and settings.get("attention_type") == "space_only":
+        assert theirs.shape == (6, 5)  # transformers' class has no mean over the frames
+        theirs = theirs.unflatten(0, (2, 3)).mean(1)
+    torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-5)
+    for one in (own, theirs):
+        one.square().sum().backward()
+    gradients = {key: parameter.grad for key, parameter in source.named_parameters()}
+    renamed, unknown = rename(gradients)
+    assert not unknown and len(renamed) >= len(gradients)
+    prefix = "" if classifies else "vit."
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, renamed[prefix + key], rtol=1e-4, atol=1e-4)
     assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "timesformer"]) == 0
     back, info = cls.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values())
     assert all(value.equal(source.state_dict()[key]) for key, value in back.state_dict().items())
     assert back.config.num_frames == 3 and back.config.layer_norm_eps == source.config.layer_norm_eps
+    assert back.config.attention_type == source.config.attention_type
+    with torch.no_grad():
+        assert back(clips())[0].equal(source(clips())[0])
 
 
 def test_supports_equal_a_masked_timesformer(tmp_path):
@@ -130,10 +151,11 @@ def test_what_timesformer_cannot_express_is_refused(tmp_path, capsys):
     assert "num_register_tokens=1 must be 0" in error and "patch_size=[8, 16] must be square" in error
     with pytest.raises(ValueError, match="is a sparseprior_timesformer, which vit cannot express"):
         convert_checkpoint(tmp_path / "ours", tmp_path / "out", to="vit")
-    joint = stock(attention_type="joint_space_time")
-    joint.save_pretrained(tmp_path / "joint")
-    with pytest.raises(ValueError, match="attention_type='joint_space_time' must be 'divided_space_time'"):
-        convert_checkpoint(tmp_path / "joint", tmp_path / "out")
+    stock().save_pretrained(tmp_path / "other")
+    saved = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**saved, "attention_type": "axial"}))
+    with pytest.raises(ValueError, match="attention_type='axial' must be one of divided_space_time, joint_space_time,"):
+        convert_checkpoint(tmp_path / "other", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -150,6 +172,10 @@ def image_model(cls=SparsePriorViTForImageClassification, **settings):
 @pytest.mark.parametrize("prior", PRIORS)
 def test_a_still_clip_gives_the_image_models_output(prior, settings):
     image = image_model(prior=prior, **settings)
+    each = SparsePriorTimesformerForVideoClassification.from_image_model(image, attention_type="space_only")
+    with torch.no_grad():
+        expected = image(clips().flatten(0, 1)).logits.unflatten(0, (2, 3)).mean(1)
+        torch.testing.assert_close(each(clips()).logits, expected, rtol=1e-5, atol=1e-6)
     video = SparsePriorTimesformerForVideoClassification.from_image_model(image, num_frames=4)
     pixels = clips()[:, 0]
     with torch.no_grad():
@@ -201,13 +227,35 @@ def test_the_prior_changes_the_output(prior):
         assert (model(clips()).logits - dense(clips()).logits).abs().max() > 1e-4
 
 
-def test_frames_matter_and_so_does_their_order():
-    model = make()
+@pytest.mark.parametrize("prior", ["fibottention", "violin", "localvit", "topk"])
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_order_of_frames_matters_where_they_see_each_other(kind, prior):
+    model, moved = make(attention_type=kind, prior=prior), [2, 0, 1]
     with torch.no_grad():
-        logits = model(clips()).logits
-        assert (model(clips().flip(1)).logits - logits).abs().max() > 1e-3
-    fresh = SparsePriorTimesformerForVideoClassification(tiny()).eval()
-    torch.testing.assert_close(fresh(clips().flip(1)).logits, fresh(clips()).logits)  # time comes in by training
+        output, shuffled = model(clips(), output_hidden_states=True), model(clips()[:, moved])
+        if kind != "space_only":
+            assert (shuffled.logits - output.logits).abs().max() > 1e-3
+            fresh = SparsePriorTimesformerForVideoClassification(tiny(attention_type=kind, prior=prior)).eval()
+            torch.testing.assert_close(
+                fresh(clips().flip(1)).logits, fresh(clips()).logits
+            )  # time comes in by training
+            return
+        torch.testing.assert_close(shuffled.logits, output.logits)
+        alone = model.vit(clips()[:, 1:2]).last_hidden_state
+        torch.testing.assert_close(alone, model.vit(clips()).last_hidden_state[1::3])
+        assert output.hidden_states[-1].shape == (6, 17, 24)
+
+
+def test_joint_attention_sees_everything_in_one_layer():
+    model = make(SparsePriorTimesformerModel, prior="dense", num_hidden_layers=1, attention_type="joint_space_time")
+    before, after = clips(1), clips(1)
+    after[0, 1, :, 8:16, :8] += 1  # patch 4 of frame 1
+    with torch.no_grad():
+        first, second = (model(x, output_hidden_states=True) for x in (before, after))
+    moved = (first.last_hidden_state - second.last_hidden_state).abs().amax(-1)[0] > 1e-7
+    assert moved.all()
+    embedded = (first.hidden_states[0] - second.hidden_states[0]).abs().amax(-1)[0] > 1e-7
+    assert embedded.nonzero().flatten().tolist() == [1 + 4 * 3 + 1]  # each patch's frames in a row
 
 
 def test_attention_is_divided():
@@ -247,7 +295,10 @@ def test_attentions_tuples_and_loss():
     expected = torch.nn.functional.cross_entropy(output.logits, torch.tensor([1, 4]))
     torch.testing.assert_close(output.loss, expected)
     assert model(clips(), return_dict=False)[0].equal(model(clips()).logits)
-    assert SparsePriorTimesformerModel(tiny())(clips()).pooler_output.shape == (2, 24)
+    for kind in TYPES:
+        base = make(SparsePriorTimesformerModel, attention_type=kind)
+        assert base(clips()).pooler_output.shape == base(clips(), return_dict=False)[1].shape == (2, 24)
+        assert base(clips(batch=0, frames=5, width=64)).pooler_output.shape == (0, 24)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 32, 32), (2, 3, 1, 32, 32), (2, 0, 3, 32, 32), (2, 3, 3, 30, 32)])
@@ -260,6 +311,15 @@ BAD = {
     "num_frames=0": {"num_frames": 0},
     "num_frames=2.5": {"num_frames": 2.5},
     "time_initializer_range=-1 must be": {"time_initializer_range": -1},
+    "time_initializer_range=0.1 is of time embeddings": {"time_initializer_range": 0.1, "attention_type": "space_only"},
+    "attention_type='joint' must be one of divided_space_time, joint_space_time, space_only": {
+        "attention_type": "joint"
+    },
+    "time='clip' needs attention_type='joint_space_time'; with 'divided_space_time'": {"prior": "violin+clip"},
+    "time='axes' needs attention_type='joint_space_time'; with 'space_only'": {
+        "prior": {"support": "fibottention", "time": "axes"},
+        "attention_type": "space_only",
+    },
     "use_distillation_token=True must be False": {"use_distillation_token": True},
     "token_classifier=True must be False": {"token_classifier": True},
     "prior 'evit' drops tokens": {"prior": "evit"},
@@ -277,11 +337,18 @@ def test_bad_values_are_named(message):
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prior", ["fibottention+violin", "localvit", "swin_rpb"])
-def test_every_parameter_gets_a_gradient_with_and_without_checkpointing(prior):
+@pytest.mark.parametrize(
+    ("kind", "prior"),
+    [
+        *((kind, prior) for kind in TYPES for prior in ("fibottention+violin", "localvit")),
+        ("divided_space_time", "swin_rpb"),
+        ("joint_space_time", "fibottention+violin+clip"),
+    ],
+)
+def test_every_parameter_gets_a_gradient_with_and_without_checkpointing(kind, prior):
     gradients = []
     for checkpointing in (False, True):
-        model = make(prior=prior, num_register_tokens=1, pooling="mean").train()
+        model = make(prior=prior, attention_type=kind, num_register_tokens=1, pooling="mean").train()
         if checkpointing:
             model.activation_checkpointing_enable()
         model(clips(), labels=torch.tensor([0, 1])).loss.backward()
@@ -301,6 +368,11 @@ def test_fresh_models_start_without_time():
     assert model.vit.layers[0].temporal_attention.q_proj.weight.std() > 0.01
     with_time = SparsePriorTimesformerForVideoClassification(tiny(time_initializer_range=0.5))
     assert all(with_time.get_parameter(name).std() > 0.3 for name in names if not name.endswith("bias"))
+    joint = SparsePriorTimesformerModel(tiny(attention_type="joint_space_time", time_initializer_range=0.5))
+    assert joint.embeddings.time_embeddings.std() > 0.3 and not [key for key in joint.state_dict() if "temporal" in key]
+    alone = SparsePriorTimesformerModel(tiny(attention_type="space_only"))
+    image = image_model(SparsePriorViTModel, prior="fibottention")
+    assert alone.state_dict().keys() == image.state_dict().keys()
     image = image_model(SparsePriorViTModel)
     still = SparsePriorTimesformerModel.from_image_model(image, time_initializer_range=0.5)
     assert not still.embeddings.time_embeddings.any() and not still.layers[1].temporal_dense.weight.any()
@@ -352,13 +424,24 @@ def test_the_trainer_trains_saves_and_goes_on(tmp_path):
 # ---- saved models ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prior", PRIORS)
-def test_save_and_reload_is_bit_equal(prior, tmp_path):
-    model = make(prior=prior)
+@pytest.mark.parametrize(
+    ("kind", "prior"),
+    [
+        *((TYPES[0], prior) for prior in PRIORS),
+        *((kind, prior) for kind in TYPES[1:] for prior in ("dense", "fibottention+violin")),
+        *(
+            (TYPES[1], prior)
+            for prior in ("fibottention+violin+clip", "fibottention+violin+axes", "learned_order+clip")
+        ),
+    ],
+)
+def test_save_and_reload_is_bit_equal(kind, prior, tmp_path):
+    model = make(prior=prior, attention_type=kind)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForVideoClassification.from_pretrained(tmp_path)
     assert type(loaded) is SparsePriorTimesformerForVideoClassification
     assert loaded(clips()).logits.equal(model(clips()).logits)
+    assert loaded.config.prior == model.config.prior and loaded.config.attention_type == kind
     assert type(AutoModel.from_pretrained(tmp_path)) is SparsePriorTimesformerModel
     assert type(AutoConfig.from_pretrained(tmp_path)) is SparsePriorTimesformerConfig
 

@@ -17,10 +17,12 @@ from transformers import (
     IJepaModel,
     SiglipVisionModel,
     SwinModel,
+    TimesformerModel,
     VideoMAEModel,
     ViTMAEModel,
     ViTModel,
     ViTMSNModel,
+    VivitModel,
 )
 
 from hf_sparseprior.adapters.stock_attention import StockPrior
@@ -28,6 +30,7 @@ from hf_sparseprior.adapters.stock_attention import StockPrior
 SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
 PATCHES = {"image_size": 32, "patch_size": 4}
 TINY = {**SIZES, **PATCHES}
+CLIP = (2, 4, 3, 32, 32)
 MASKED = torch.stack([torch.randperm(128, generator=torch.Generator().manual_seed(seed)) < 64 for seed in (3, 4)])
 
 
@@ -39,7 +42,7 @@ class StockCase:
     config: dict[str, Any]
     prefix: int = 1
     grid: tuple[int, int] = (8, 8)  # of the configured image, or of one frame
-    frames: int = 1  # frames of patches: VideoMAE's patches are two frames deep
+    frames: int = 1  # frames of patches that attention sees together: VideoMAE's patches are two frames deep
     shape: tuple[int, ...] = (2, 3, 32, 32)
     inputs: dict[str, Any] = field(default_factory=dict)
 
@@ -53,6 +56,8 @@ class StockCase:
                     ("register_tokens", "bias_table", "cls_token")
                 ):
                     parameter.normal_(std=0.3)
+                if name.endswith("qkv.weight"):
+                    parameter[: 2 * len(parameter) // 3].normal_(std=0.3)
         return model
 
     def example(self, seed: int = 1) -> dict[str, Any]:
@@ -85,6 +90,16 @@ STOCK = {
         frames=2,
         shape=(2, 4, 3, 32, 32),
         inputs={"bool_masked_pos": MASKED},
+    ),
+    "vivit": StockCase(
+        VivitModel, {**SIZES, "image_size": 32, "tubelet_size": [2, 4, 4], "num_frames": 4}, frames=2, shape=CLIP
+    ),
+    "timesformer": StockCase(TimesformerModel, {**TINY, "num_frames": 4}, shape=CLIP),
+    "timesformer_joint": StockCase(
+        TimesformerModel,
+        {**TINY, "num_frames": 2, "attention_type": "joint_space_time"},
+        frames=2,
+        shape=(2, 2, 3, 32, 32),
     ),
     "swin": StockCase(
         SwinModel,

@@ -126,6 +126,15 @@ FAMILIES = {
         ("attention.query", "attention.key", "attention.value", "output.dense"),
         ("intermediate.dense", "output.dense"), [],
     ),
+    "vivit": (
+        stock("VivitForVideoClassification", "VivitConfig", tubelet_size=[2, 4, 4], num_frames=4),
+        "vivit.layers.{}.attention", QKVO, MLP, ["classifier"],
+    ),
+    "timesformer": (
+        stock("TimesformerForVideoClassification", "TimesformerConfig", num_frames=2),
+        "timesformer.encoder.layer.{}.attention", ("attention.qkv", "output.dense", "attention.qkv"),
+        ("intermediate.dense", "output.dense"), ["classifier"],
+    ),
     "swin": (
         lambda: transformers.SwinForImageClassification(
             transformers.SwinConfig(
@@ -141,10 +150,10 @@ def expected_targets(family, targets):
     _, path, projections, mlp, _ = FAMILIES[family]
     chosen = [projections[0], projections[2]] if targets == "query+value" else projections
     names = {f"{path.format(layer)}.{name}" for layer in range(2) for name in chosen}
-    if family == "sparseprior_timesformer":
+    if family in ("sparseprior_timesformer", "timesformer"):
         names |= {name.replace(".attention.", ".temporal_attention.") for name in names}
     if targets == "attention+mlp":
-        below = path.rpartition(".")[0] + (".{}" if family == "videomae" else ".mlp.{}")
+        below = path.rpartition(".")[0] + (".{}" if family in ("videomae", "timesformer") else ".mlp.{}")
         names |= {below.replace("{}", str(layer), 1).format(name) for layer in range(2) for name in mlp}
     return names
 

@@ -1,6 +1,7 @@
 """Stock models with priors against attention written out, with masks that are made here."""
 
 import copy
+import functools
 import io
 import math
 
@@ -67,7 +68,10 @@ class WrittenOut:
     def tables(self, layer):
         """(B or 1, H, T, T): alpha * M and what is attended. Both look at places within frames, not at time."""
         prefix, (height, width) = self.case.prefix, self.case.grid
-        count, heads, clip = height * width, layer.num_heads, (1, self.case.frames, self.case.frames)
+        count, heads = height * width, layer.num_heads
+        # A token of the clip's, and the prefix token or the patch of a frame that it is.
+        within = torch.cat([torch.arange(prefix), prefix + torch.arange(count).repeat(self.case.frames)])
+        clip = (slice(None), within[:, None], within)
         settings = dict(layer.prior["support"])
         name = settings.pop("name")
         kept = torch.ones(heads, *[prefix + self.case.frames * count] * 2, dtype=torch.bool)
@@ -75,14 +79,14 @@ class WrittenOut:
             mask = build_mask(
                 name, num_heads=heads, num_tokens=count, num_prefix_tokens=prefix, layer=layer.layer_idx, **settings
             )
-            kept = torch.from_numpy(mask).repeat(clip)
+            kept = torch.from_numpy(mask)[clip]
         weights = torch.ones(heads, prefix + count, prefix + count, dtype=torch.float64)
         if layer.decay_bias is not None:
             gamma = torch.sigmoid(layer.decay_bias.beta.double())
             apart = torch.from_numpy(distances(layer.prior["decay"], self.case.grid))
             weights[:, prefix:, prefix:] = (gamma[:, :, None, None] ** apart[:, None]).mean(0)
             weights *= layer.decay_bias.alpha.double()[:, None, None]
-        weights = weights.repeat(clip)
+        weights = weights[clip]
         if self.visible is None:
             return weights[None], kept[None]
         tokens = [torch.cat([torch.arange(prefix), prefix + own]) for own in self.visible]
@@ -92,6 +96,18 @@ class WrittenOut:
         return weights, kept | alone
 
 
+def timesformer_written_out(module, attend, frames, hidden_states, output_attentions=False):
+    """The forward of a stock TimeSformer's attention, whose joint tokens are put frame after frame one by one."""
+    batch, total, width = hidden_states.shape
+    each = (total - 1) // frames
+    order = [0, *(1 + patch * frames + frame for frame in range(frames) for patch in range(each))]
+    qkv = module.qkv(hidden_states[:, order]).view(batch, total, 3, module.num_heads, -1).permute(2, 0, 3, 1, 4)
+    out = attend(module, *qkv, None, scaling=module.scale)[0].reshape(batch, total, width)
+    back = torch.empty_like(out)
+    back[:, order] = out
+    return (back,)
+
+
 @families
 @priors
 def test_equals_attention_written_out(name, prior):
@@ -99,8 +115,15 @@ def test_equals_attention_written_out(name, prior):
     model, plain = case.build(), case.build()
     sp.apply_prior(model, prior)
     move_decays(model)
-    AttentionInterface.register("written_out", WrittenOut(model, name))
-    plain.set_attn_implementation("written_out")
+    written_out = WrittenOut(model, name)
+    AttentionInterface.register("written_out", written_out)
+    if name.startswith("timesformer"):
+        for module in plain.modules():
+            if type(module).__name__ == "TimesformerLayer":
+                inner = module.attention.attention
+                inner.forward = functools.partial(timesformer_written_out, inner, written_out, case.frames)
+    else:
+        plain.set_attn_implementation("written_out")
     got, expected, dense = output(model, name), output(plain, name), output(case.build(), name)
     assert (got - expected).abs().max() < 1e-5
     assert (got - dense).abs().max() > 1e-3
@@ -114,7 +137,8 @@ def test_nothing_falls_back_to_dense(name, monkeypatch):
     expected, dense = output(model, name), output(STOCK[name].build(), name)
     assert not torch.allclose(expected, dense, atol=1e-3)
     flex = ["flex_attention"] if model._supports_flex_attn else []  # its masks are functions
-    for implementation in ("sdpa", "eager", "violin", *flex):
+    given = ("eager",) if name.startswith("timesformer") else ("sdpa", "eager", "violin", *flex)
+    for implementation in given:
         model.set_attn_implementation(implementation)
         assert (output(model, name) - expected).abs().max() < 1e-5
     assert (output(copy.deepcopy(model), name) - expected).abs().max() < 1e-5

@@ -5,15 +5,17 @@ import torch
 from transformers import (
     HieraConfig,
     HieraModel,
-    TimesformerConfig,
-    TimesformerModel,
-    VivitConfig,
-    VivitModel,
+    Swinv2Config,
+    Swinv2Model,
+    YolosConfig,
+    YolosModel,
 )
 
 import hf_sparseprior as sp
 from hf_sparseprior.adapters.stock_attention import PRIOR_MODULE, applied_prior
 from tests.hf_sparseprior.adapters.stock_models import TINY, tiny_clip
+
+SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1], "num_heads": [2], "window_size": 4}
 
 
 def test_only_the_vision_tower_of_clip():
@@ -25,9 +27,9 @@ def test_only_the_vision_tower_of_clip():
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda: TimesformerModel(TimesformerConfig(**TINY, num_frames=2)), r"TimesformerSelfAttention\) computes"),
+        (lambda: Swinv2Model(Swinv2Config(**SWIN)), r"Swinv2SelfAttention\) computes"),
         (lambda: HieraModel(HieraConfig(image_size=[32, 32], embed_dim=16)), "itself"),
-        (lambda: VivitModel(VivitConfig(**TINY, num_frames=2)), r"VivitAttention\) is not known"),
+        (lambda: YolosModel(YolosConfig(**{**TINY, "image_size": [32, 32]})), r"Yolos\w*Attention\) is not known"),
         (lambda: torch.nn.Linear(2, 2), "Linear must be a model of transformers"),
         (lambda: sp.SparsePriorViTModel(sp.SparsePriorViTConfig(**TINY)), "config's `prior`"),
     ],

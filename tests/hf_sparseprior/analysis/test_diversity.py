@@ -138,6 +138,21 @@ def test_models_whose_layers_do_not_see_the_whole_grid_are_refused(family):
         find_attention(STOCK[family].build())
 
 
+@pytest.mark.parametrize("name", ["vivit", "joint"])
+def test_models_whose_layers_see_several_frames_have_no_grid(name):
+    if name == "vivit":
+        model, found = STOCK["vivit"].build(), "2 frames of 8x8"
+    else:
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        options = {"image_size": 8, "patch_size": 4, "num_frames": 3, "attention_type": "joint_space_time"}
+        model, found = (
+            sp.SparsePriorTimesformerModel(sp.SparsePriorTimesformerConfig(**sizes, **options)),
+            "3 frames of 2x2",
+        )
+    with pytest.raises(ValueError, match=f"cannot be analysed in this way: its layers see {found} patches together"):
+        _ = find_attention(model).grid
+
+
 SWIN = {
     "image_size": (28, 36), "embed_dim": 8, "depths": [2, 1, 2], "num_heads": [2, 4, 2], "window_size": 3,
 }  # fmt: skip

