@@ -32,14 +32,15 @@ def radial(num_heads: int, clip: Sequence[int], *, decay_factor: float = 1.0, fi
     code w is multiplied by it, here in all frames but the patch's own, and it is at most 1.
 
     Not here: the paper rounds the mask to blocks of 128 x 128 tokens for its kernel, and its models keep their first
-    layers and denoising steps dense. The pairs are listed, since no diagonal of the clip has all of them.
+    layers and denoising steps dense. Pairs are listed, since no diagonal of a clip but the first has all of them.
     """
     check_boolean("first_frame", first_frame)
     check_within("decay_factor", decay_factor, 0.0, 1.0, "above 0 and at most 1")
     if not decay_factor:
         raise ValueError(f"decay_factor={decay_factor!r} must be above 0 and at most 1")
     pairs = radial_pairs(clip[0], math.prod(clip[1:]), decay_factor, first_frame)
-    return Pattern(offsets=[[] for _ in range(num_heads)], pairs=lambda layer: [pairs] * num_heads)
+    others = pairs[pairs[:, 0] != pairs[:, 1]]
+    return Pattern(offsets=[[0] for _ in range(num_heads)], pairs=lambda layer: [others] * num_heads)
 
 
 def radial_pairs(frames: int, num_tokens: int, decay_factor: float, first_frame: bool) -> np.ndarray:
