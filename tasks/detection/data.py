@@ -12,7 +12,8 @@ from typing import Any
 from mmdet.datasets import CocoDataset
 from mmdet.datasets.api_wrappers import COCO
 from mmdet.evaluation import CocoMetric
-from mmdet.registry import DATA_SAMPLERS, DATASETS, METRICS, TRANSFORMS
+from mmdet.models.test_time_augs import DetTTAModel
+from mmdet.registry import DATA_SAMPLERS, DATASETS, METRICS, MODELS, TRANSFORMS
 from mmengine.dataset import DefaultSampler
 
 from tasks.common.mm.hooks import Draw
@@ -104,14 +105,29 @@ class NumberedEpochSampler(DefaultSampler):
             yield draw
 
 
+@MODELS.register_module()
+class BoxTTAModel(DetTTAModel):
+    """mmdetection's DetTTAModel, which refuses detectors that find masks too: here the boxes alone are merged."""
+
+    def merge_preds(self, data_samples_list: list[list[Any]]) -> list[Any]:
+        """One prediction for each image, of the predictions for its views."""
+        for sample in (sample for views in data_samples_list for sample in views):
+            if "masks" in sample.pred_instances:
+                del sample.pred_instances.masks
+        return super().merge_preds(data_samples_list)
+
+
 @METRICS.register_module()
 class QuietCocoMetric(CocoMetric):
     """mmdetection's COCO metric on the data set's own annotation file, without tables on the terminal.
 
-    A model that detects nothing has AP 0.
+    A model that detects nothing has AP 0. `by_class` has, after each evaluation, the AP of every class by kind
+    (bbox_AP, segm_AP); None where the data has no object of the class.
     """
 
     _coco_api: Any
+    metrics: list[str]
+    by_class: dict[str, dict[str, float | None]]
 
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
         """Take the predictions of a batch."""
@@ -122,9 +138,21 @@ class QuietCocoMetric(CocoMetric):
 
     def compute_metrics(self, results: list) -> dict[str, float]:
         """Metrics of all images, by name."""
-        with redirect_stdout(io.StringIO()):
-            metrics = super().compute_metrics(results)
-        return {**{f"{name}_mAP": 0.0 for name in self.metrics}, **metrics}
+        kinds, metrics, self.classwise = self.metrics, {}, True
+        names = self.dataset_meta["classes"]
+        self.by_class = {name: {} for name in names}
+        try:
+            for kind in kinds:  # alone, because mm calls a class's AP the same for boxes and masks
+                self.metrics = [kind]
+                with redirect_stdout(io.StringIO()):
+                    found = super().compute_metrics(results)
+                for name in names if kind in ("bbox", "segm") else ():
+                    value = float(found.pop(f"{name}_precision", 0.0))
+                    self.by_class[name][f"{kind}_AP"] = None if math.isnan(value) else value
+                metrics.update(found)
+        finally:
+            self.metrics = kinds
+        return {**{f"{name}_mAP": 0.0 for name in kinds}, **metrics}
 
 
 def annotation_damage(annotation: dict[str, Any], height: int, width: int) -> str | None:

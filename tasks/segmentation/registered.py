@@ -6,7 +6,7 @@ from tasks.common.mm import hooks, reading  # noqa: F401
 from tasks.common.mm.backbone import register_backbones
 from tasks.common.mm.layer_decay import register_layer_decay
 from tasks.common.mm.loading import refuse_pickles
-from tasks.segmentation import data  # noqa: F401
+from tasks.segmentation import data, metric  # noqa: F401
 
 refuse_pickles()
 register_backbones(MODELS)

@@ -36,6 +36,7 @@ def train_main(name: str, load_task: Callable[[], Task], argv: list[str] | None 
         if not is_main_process():
             return
         print_metrics(results["metrics"])
+        print_classes(results.get("classes", {}))
         print_metrics({f"constant predictor, {metric}": value for metric, value in results["baseline"].items()})
         out = Path(config.work_dir)
         print(f"results: {out / RESULTS}, picture: {out / PICTURE}, model: {out / MODEL}")
@@ -49,6 +50,13 @@ def print_metrics(metrics: Mapping[str, Any]) -> None:
         print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
 
 
+def print_classes(classes: Mapping[str, Mapping[str, float | None]]) -> None:
+    """One line for each class."""
+    for name, values in classes.items():
+        shown = (f"{metric} {'-' if value is None else format(value, '.4f')}" for metric, value in values.items())
+        print(f"{name}: {', '.join(shown)}")
+
+
 def evaluate_main(name: str, load_task: Callable[[], Task], argv: list[str] | None = None) -> int:
     """`python -m tasks.NAME.evaluate`, as `train_main`."""
     parser = argparse.ArgumentParser(
@@ -56,6 +64,7 @@ def evaluate_main(name: str, load_task: Callable[[], Task], argv: list[str] | No
     )
     parser.add_argument("model", type=Path, help="folder of a run or of its model, whose config.py is run: trust it")
     parser.add_argument("--split", choices=tuple(MM_SPLITS), default="test")
+    parser.add_argument("--tta", action="store_true", help="several sizes of each image, each mirrored too, merged")
     parser.add_argument("--out", type=Path, help="folder for results and picture; default: RUN/evaluation")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. test_dataloader.dataset.data_root=DIR")
     arguments = parser.parse_intermixed_args(argv)
@@ -65,7 +74,8 @@ def evaluate_main(name: str, load_task: Callable[[], Task], argv: list[str] | No
         task = load_task()
         from tasks.common.mm.evaluate import evaluate
 
-        results = evaluate(task, arguments.model, arguments.split, arguments.overrides, arguments.out)
+        results = evaluate(task, arguments.model, arguments.split, arguments.overrides, arguments.out, arguments.tta)
         print_metrics(results["metrics"])
+        print_classes(results["classes"])
 
     return run_command(parser.prog, work)

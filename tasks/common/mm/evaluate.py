@@ -10,18 +10,27 @@ from mmengine.config import Config
 
 from hf_sparseprior.files import file_sha256
 from tasks.common.mm.config import WORK_DIR, as_json, check_data, load_config
-from tasks.common.mm.runner import build_runner, whole_model
+from tasks.common.mm.runner import build_runner, classes_of, whole_model
 from tasks.common.mm.saving import CONFIG, WEIGHTS, fill_model
 from tasks.common.mm.task import MM_SPLITS, Task
+from tasks.common.mm.tta import with_tta
 from tasks.common.processes import check_alone
 from tasks.common.results import Results
 from tasks.common.run_folder import check_place, evaluation_folder, model_folder
 
 
 def evaluate(
-    task: Task, folder: Path, split: str = "test", overrides: Sequence[str] = (), out: Path | None = None
+    task: Task,
+    folder: Path,
+    split: str = "test",
+    overrides: Sequence[str] = (),
+    out: Path | None = None,
+    tta: bool = False,
 ) -> dict[str, Any]:
-    """Metrics of a saved model on a split, with results and picture in `out` (default: RUN/evaluation)."""
+    """Metrics of a saved model on a split, with results and picture in `out` (default: RUN/evaluation).
+
+    With `tta`, test-time augmentation (`with_tta`): results_SPLIT_tta.json, and no picture.
+    """
     check_alone("evaluate")
     folder = model_folder(folder, CONFIG)
     if not (folder / CONFIG).is_file():
@@ -37,7 +46,7 @@ def evaluate(
     for key in ("train_dataloader", "train_cfg", "optim_wrapper", "param_scheduler", "val_dataloader", "val_cfg"):
         config.pop(key, None)
     config.pop("val_evaluator", None)
-    runner = build_runner(config)
+    runner = build_runner(with_tta(config) if tta else config)
     fill_model(whole_model(runner), folder)
     results = Results(
         task=task.name,
@@ -48,7 +57,11 @@ def evaluate(
             "model": str(folder),
             "model_sha256": file_sha256(folder / WEIGHTS),
             "images": len(runner.test_dataloader.dataset),
+            "tta": tta,
         },
     )
+    results.details["classes"] = classes_of(runner)
+    if tta:
+        return results.write(out / f"results_{split}_tta.json")
     task.draw(whole_model(runner), runner.test_dataloader.dataset, out / f"predictions_{split}.png")
     return results.write(out / f"results_{split}.json")

@@ -84,8 +84,13 @@ def check_reading(dataset: Any) -> None:
     for inner in [*getattr(dataset, "datasets", []), getattr(dataset, "dataset", None)]:
         if inner is not None:
             check_reading(inner)
-    steps = getattr(getattr(dataset, "pipeline", None), "transforms", [])
+    _check_steps(getattr(getattr(dataset, "pipeline", None), "transforms", []), dataset)
+
+
+def _check_steps(steps: list[Any], dataset: Any) -> None:
     for index, step in enumerate(steps):
+        for way in getattr(step, "subroutines", []):  # of TestTimeAug
+            _check_steps(way.transforms, dataset)
         make = CHECKED.get(type(step))
         if make is not None and reads_with_pillow(step):
             steps[index] = make(step, dataset)

@@ -16,7 +16,7 @@ import torch
 from mmengine.config import Config
 from mmengine.dist import init_dist, is_distributed, is_main_process
 from mmengine.hooks import Hook
-from mmengine.model import MMDistributedDataParallel, is_model_wrapper, revert_sync_batchnorm
+from mmengine.model import BaseTTAModel, MMDistributedDataParallel, is_model_wrapper, revert_sync_batchnorm
 from mmengine.runner import BaseLoop, Runner
 from mmengine.utils.dl_utils import set_multi_processing
 from torch import distributed
@@ -30,6 +30,7 @@ from tasks.common.mm.loading import refuse_pickles
 from tasks.common.mm.reading import check_reading
 from tasks.common.processes import check_joined, join_on_cpu
 
+BY_CLASS = {"IoUMetric": "ClassIoUMetric"}  # metrics of mm, and what measures the same and keeps it by class
 _RUNS = itertools.count()  # of this process
 
 
@@ -57,6 +58,13 @@ class QuietRunner(Runner):
         loader = Runner.build_dataloader(dataloader, seed=seed, diff_rank_seed=diff_rank_seed)
         check_reading(loader.dataset)
         return loader
+
+    def build_evaluator(self, evaluator: Any) -> Any:
+        """As mmengine's, with metrics that know single classes (`classes_of`)."""
+        given = evaluator if isinstance(evaluator, (list, tuple)) else [evaluator]
+        if not all(isinstance(part, dict) and "type" in part for part in given):
+            return super().build_evaluator(evaluator)
+        return super().build_evaluator([{**part, "type": BY_CLASS.get(part["type"], part["type"])} for part in given])
 
     def wrap_model(self, model_wrapper_cfg: dict | None, model: torch.nn.Module) -> torch.nn.Module:
         """As mmengine's, which wants a CUDA device for each process. Without one, batch norms are each process' own."""
@@ -116,8 +124,18 @@ def build_runner(config: Config) -> QuietRunner:
 
 
 def whole_model(runner: Runner) -> Any:
-    """The model without the wrapper that distributes it."""
-    return runner.model.module if is_model_wrapper(runner.model) else runner.model
+    """The model without what distributes it or shows it images several times."""
+    wrapped = is_model_wrapper(runner.model) or isinstance(runner.model, BaseTTAModel)
+    return runner.model.module if wrapped else runner.model
+
+
+def classes_of(runner: Runner) -> dict[str, Any]:
+    """What the last test measured of each class, by the class's name; {} if its metrics do not say."""
+    found: dict[str, Any] = {}
+    for metric in runner.test_evaluator.metrics:
+        for name, values in getattr(metric, "by_class", {}).items():
+            found.setdefault(name, {}).update(values)
+    return found
 
 
 def has_trained(runner: Runner) -> bool:

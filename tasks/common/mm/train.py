@@ -24,7 +24,15 @@ from mmengine.runner import Runner
 from hf_sparseprior.command import USER_ERRORS
 from hf_sparseprior.files import file_sha256
 from tasks.common.mm.config import OUTPUT_DIR, as_json, check_data, run_identity
-from tasks.common.mm.runner import build_runner, errors_in_one_line, has_trained, join_processes, released, whole_model
+from tasks.common.mm.runner import (
+    build_runner,
+    classes_of,
+    errors_in_one_line,
+    has_trained,
+    join_processes,
+    released,
+    whole_model,
+)
 from tasks.common.mm.saving import WEIGHTS, save_model
 from tasks.common.mm.task import PICTURE, Task
 from tasks.common.results import Results
@@ -108,6 +116,7 @@ def results_of(task: Task, config: Config, runner: Runner) -> Results:
         history=loss_history(runner),
         details={
             "baseline": task.baseline(config),
+            "classes": classes_of(runner),
             "prior": whole_model(runner).backbone.config.prior_name,
             "data_wait": waiting / max(seconds, 1e-9),
         },

@@ -25,13 +25,15 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
+from hf_sparseprior.supports import head_offsets
 from tasks.common.mm.config import load_config
 from tasks.common.mm.evaluate import evaluate
 from tasks.common.mm.loading import read_checkpoint
 from tasks.common.mm.runner import build_runner
 from tasks.common.mm.saving import fill_model
 from tasks.common.mm.train import run
-from tasks.detection.baseline import fit_constant
+from tasks.common.mm.tta import with_tta
+from tasks.detection.baseline import fit_constant, overlaps
 from tasks.detection.data import NumberedEpochSampler, annotation_damage, packed_pixels
 from tasks.detection.task import DETECTION, constant_metrics
 from tasks.detection.train import main as train_main
@@ -275,6 +277,66 @@ def test_perfect_detections_have_ap_1_and_none_ap_0(data, tmp_path):
         assert [metrics[f"coco/{kind}_mAP"] for kind in ("bbox", "segm")] == ([1.0, 1.0] if perfect else [0.0, 0.0])
 
 
+@pytest.mark.parametrize(("left_out", "expected"), [(None, (1.0, 1.0)), ("dark", (1.0, 0.0)), ("bright", (0.0, 1.0))])
+def test_classes_are_measured_one_by_one(data, tmp_path, left_out, expected):
+    """Perfect boxes, and masks of half of each object: AP of a class that is never found is 0."""
+    config = config_of(data, tmp_path)
+    metric = METRICS.build(config.test_evaluator)
+    metric.dataset_meta = DATASETS.build(config.test_dataloader.dataset).metainfo
+    coco = COCO(data / "annotations" / "instances_test.json")
+    for image in coco.getImgIds():
+        given = coco.loadAnns(coco.getAnnIds(image))
+        given = [one for one in given if left_out is None or one["category_id"] != {"bright": 5, "dark": 9}[left_out]]
+        boxes = np.array([one["bbox"] for one in given], dtype=float)
+        boxes[:, 2:] += boxes[:, :2]
+        masks = torch.tensor(np.array([coco.annToMask(one) for one in given])).bool()
+        masks[:, ::2] = False
+        labels = torch.tensor([[5, 9].index(one["category_id"]) for one in given])
+        instances = {"bboxes": torch.from_numpy(boxes), "labels": labels, "scores": torch.ones(len(given))}
+        metric.process({}, [{"img_id": image, "ori_shape": (32, 32), "pred_instances": {**instances, "masks": masks}}])
+    metrics = metric.evaluate(4)
+    assert {name: values["bbox_AP"] for name, values in metric.by_class.items()} == dict(
+        zip(("bright", "dark"), expected, strict=True)
+    )
+    assert metrics["coco/bbox_mAP"] == pytest.approx(sum(expected) / 2)
+    assert all(values["segm_AP"] < 0.5 for values in metric.by_class.values())
+    assert metric.metrics == ["bbox", "segm"] and not any("precision" in name for name in metrics)
+
+
+def test_test_time_augmentation_merges_the_boxes_of_all_views(finished, data, tmp_path):
+    out, results = finished
+    assert list(results["classes"]) == ["bright", "dark"] and set(results["classes"]["dark"]) == {"bbox_AP", "segm_AP"}
+    found = evaluate(DETECTION, out, out=tmp_path / "found", tta=True)
+    assert (tmp_path / "found/results_test_tta.json").is_file() and found["tta"]
+    assert "test_coco/bbox_mAP" in found["metrics"] and "test_coco/segm_mAP" not in found["metrics"]
+    config = with_tta(load_config("detection", out / "model/config.py", [f"output_dir={tmp_path}/own"]))
+    runner = build_runner(config)
+    fill_model(runner.model.module, out / "model")
+    batch = next(iter(runner.test_dataloader))
+    model = runner.model.eval()
+    with torch.no_grad():
+        merged = model.test_step(batch)[0].pred_instances
+        boxes, scores, labels = [], [], []
+        for inputs, samples in zip(batch["inputs"], batch["data_samples"], strict=True):
+            own = model.module.test_step({"inputs": inputs[:1], "data_samples": samples[:1]})[0].pred_instances
+            left, top, right, bottom = own.bboxes.unbind(1)
+            if samples[0].flip:
+                left, right = 32 - right, 32 - left
+            boxes.append(torch.stack([left, top, right, bottom], 1))
+            scores.append(own.scores)
+            labels.append(own.labels)
+    assert len(boxes) == 6 and len({tuple(inputs[0].shape) for inputs in batch["inputs"]}) == 3
+    boxes, scores, labels = torch.cat(boxes), torch.cat(scores), torch.cat(labels)
+    kept = []
+    for index in scores.argsort(descending=True, stable=True).tolist():  # greedy suppression, class by class
+        others = [other for other in kept if labels[other] == labels[index]]
+        if not others or overlaps(boxes[[index]].numpy(), boxes[others].numpy()).max() <= 0.5:
+            kept.append(index)
+    kept = kept[:20]
+    torch.testing.assert_close(merged.scores, scores[kept])
+    torch.testing.assert_close(merged.bboxes, boxes[kept], rtol=0, atol=1e-3)
+
+
 # ---- what is broken is named ----------------------------------------------------------------------------------------
 
 
@@ -448,6 +510,51 @@ def test_swin_is_trained_in_mask_rcnn():
     assert all(value is not None and value.isfinite().all() for value in grads.values())
     assert grads["stages.0.layers.0.attention.decay_bias.beta"].abs().sum() > 0
     assert not model.backbone.layernorm.weight.requires_grad  # of classification alone
+
+
+@pytest.mark.parametrize("cell", ["retinanet", "cascade_mask_rcnn"])
+def test_other_detectors_build_at_full_size_and_train(cell):
+    from mmdet.testing import demo_mm_inputs
+
+    config = load_config("detection", CONFIGS / f"coco_swin_tiny_detectors.py#{cell}")
+    init_default_scope("mmdet")
+    with torch.device("meta"):
+        model = MODELS.build(config.model)
+    assert config.model.neck.in_channels == model.backbone.out_channels
+    assert build_optim_wrapper(model, config.optim_wrapper) is not None
+    assert config.test_evaluator.metric == (["bbox"] if cell == "retinanet" else ["bbox", "segm"])
+    small = {**SMALL_FAMILIES["sparseprior_swin"], "prior": "violin", "out_indices": [1, 2]}
+    config.model.backbone = {"type": "SparsePriorSwin", **small}
+    config.model.neck.in_channels = [8, 16]
+    torch.manual_seed(0)
+    model = MODELS.build(config.model).train()
+    model.init_weights()
+    with_mask = cell != "retinanet"
+    inputs = demo_mm_inputs(2, [[3, 64, 96], [3, 64, 64]], num_items=[2, 3], num_classes=80, with_mask=with_mask)
+    total, _ = model.parse_losses(model(**model.data_preprocessor(copy.deepcopy(inputs), True), mode="loss"))
+    total.backward()
+    grads = {name: value.grad for name, value in model.backbone.named_parameters() if value.requires_grad}
+    # RetinaNet's pyramid starts at the second map; the first one's norm has no part in it.
+    used = {name: value for name, value in grads.items() if with_mask or not name.startswith("map_norms.")}
+    assert all(value is not None and value.isfinite().all() for value in used.values())
+    assert grads["stages.0.layers.0.attention.decay_bias.beta"].abs().sum() > 0
+    model.eval()
+    with torch.no_grad():
+        found = model(**model.data_preprocessor(inputs, False), mode="predict")
+    assert [("masks" in sample.pred_instances) for sample in found] == [with_mask] * 2
+
+
+def test_a_plain_vit_at_1024_pixels_takes_fibottention():
+    """The full-size model of 4096 patches: its support is the default one of that grid."""
+    config = load_config("detection", CONFIGS / "coco_mask_rcnn_vit_base_1024.py#fibottention")
+    init_default_scope("mmdet")
+    with torch.device("meta"):
+        model = MODELS.build(config.model)
+    assert model.backbone.config.grid == (64, 64) and model.backbone.config.prior_name == "fibottention"
+    offsets = head_offsets("fibottention", num_heads=12, num_tokens=4096, w_min=5, w_max=None)
+    assert max(map(max, offsets)) <= 4096 // 3 < 2 * max(map(max, offsets))
+    assert [step.scale for step in config.test_pipeline if step.type == "Resize"] == [(1024, 1024)]
+    assert config.model.data_preprocessor.batch_augments[0].size == (1024, 1024)
 
 
 @pytest.mark.parametrize("seed", range(20))

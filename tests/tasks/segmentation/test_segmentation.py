@@ -15,6 +15,7 @@ pytest.importorskip("mmengine", reason="the extra `dense` is not installed")
 pytest.importorskip("mmcv", reason="the extra `dense` is not installed")
 pytest.importorskip("mmseg", reason="the extra `dense` is not installed")
 
+import mmcv
 from mmcv.transforms import LoadImageFromFile
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
@@ -23,14 +24,17 @@ from mmengine.structures import PixelData
 from mmseg.datasets.transforms import LoadAnnotations
 from mmseg.registry import DATASETS, MODELS, TRANSFORMS
 from mmseg.structures import SegDataSample
+from safetensors.torch import load_file, save_file
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
 from tasks.common.mm.config import for_frameworks, load_config, run_identity
 from tasks.common.mm.evaluate import evaluate
 from tasks.common.mm.loading import read_checkpoint
+from tasks.common.mm.reading import read_image
 from tasks.common.mm.runner import QuietRunner, build_runner
 from tasks.common.mm.saving import fill_model
 from tasks.common.mm.train import run
+from tasks.common.results import read_results
 from tasks.common.run_folder import claim
 from tasks.segmentation.data import ReadAnnotation
 from tasks.segmentation.evaluate import main as evaluate_main
@@ -106,6 +110,78 @@ def test_mms_own_inference_takes_a_run_as_it_is(finished, data, tmp_path):
     found = np.load(tmp_path / "found.npy")
     assert found.shape == (8, 32, 32) and len(np.unique(expected)) > 1
     assert all(np.array_equal(map_, expected) for map_ in found)
+
+
+def views_by_hand(model, image):
+    """Class probabilities (classes, height, width), averaged over three sizes of an image, each mirrored too."""
+    total = 0
+    for side in (32, 40, 48):
+        for mirrored in (False, True):
+            seen = mmcv.imresize(image, (side, side))
+            seen = torch.from_numpy((seen[:, ::-1] if mirrored else seen).copy()).permute(2, 0, 1)
+            sample = SegDataSample(metainfo={"img_shape": (side, side), "ori_shape": image.shape[:2]})
+            with torch.no_grad():
+                logits = model.test_step({"inputs": [seen], "data_samples": [sample]})[0].seg_logits.data
+            total = total + (logits.flip(-1) if mirrored else logits).softmax(0)
+    return total / 6
+
+
+@pytest.mark.parametrize("tta", [False, True])
+def test_classes_are_measured_one_by_one(finished, data, tmp_path, monkeypatch, tta):
+    """By counting pixels, of the model's predictions and of those averaged by hand over several views."""
+    monkeypatch.setattr("tasks.common.mm.tta.RATIOS", (1.0, 1.25, 1.5))  # the neck's smallest map needs 32 pixels
+    out, results = finished
+    assert list(results["classes"]) == ["background", "bright", "dark"]
+    folder = shutil.copytree(out / "model", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")  # a model that tells classes apart, if not rightly
+    random = torch.Generator().manual_seed(3)
+    for name in ("decode_head.conv_seg.weight", "decode_head.fpn_bottleneck.conv.weight"):
+        weights[name] = torch.randn(weights[name].shape, generator=random)
+    save_file(weights, folder / "model.safetensors")
+    assert evaluate_main([str(folder), "--out", str(tmp_path / "found"), *(["--tta"] if tta else [])]) == 0
+    found = read_results(tmp_path / "found" / f"results_test{'_tta' * tta}.json")
+    assert found["tta"] is tta
+    model = build_runner(load_config("segmentation", folder / "config.py", [f"output_dir={tmp_path}/own"])).model
+    fill_model(model, folder)
+    counts = np.zeros((3, 3), dtype=int)  # of each class: shared, predicted, true
+    for path in sorted((data / "images/test").glob("*.png")):
+        image = read_image(str(path))
+        truth = np.asarray(Image.open(str(path).replace("images", "annotations"))).astype(int) - 1
+        sample = SegDataSample(metainfo={"img_shape": (32, 32), "ori_shape": (32, 32)})
+        inputs = torch.from_numpy(image.copy()).permute(2, 0, 1)
+        with torch.no_grad():
+            alone = model.eval().test_step({"inputs": [inputs], "data_samples": [sample]})[0].pred_sem_seg.data[0]
+        labels = (views_by_hand(model, image).argmax(0) if tta else alone).numpy()
+        for index in range(3):
+            of_class = (labels == index) & (truth >= 0), truth == index
+            counts[index] += [np.logical_and(*of_class).sum(), of_class[0].sum(), of_class[1].sum()]
+    assert list(found["classes"]) == ["background", "bright", "dark"] and (counts[:, 1] > 0).sum() > 1
+    for (shared, predicted, true), values in zip(counts, found["classes"].values(), strict=True):
+        assert values["IoU"] == pytest.approx(shared / (predicted + true - shared), abs=2e-3)
+        assert values["accuracy"] == pytest.approx(shared / true, abs=2e-3)
+    mean = np.mean([values["IoU"] for values in found["classes"].values()])
+    assert found["metrics"]["test_mIoU"] == pytest.approx(mean, abs=1e-4)
+
+
+def test_slide_mode_averages_the_crops(finished, data, tmp_path):
+    """Evaluation of whole images by crops of the training size, two halves that share a quarter of it."""
+    out, _ = finished
+    options = ["model.test_cfg.mode=slide", "model.test_cfg.crop_size=(32,32)", "model.test_cfg.stride=(16,16)"]
+    config = load_config("segmentation", out / "model/config.py", [*options, f"output_dir={tmp_path}/own"])
+    model = build_runner(config).model.eval()
+    fill_model(model, out / "model")
+    images, size = torch.randn(1, 3, 48, 48), (48, 48)
+    meta = [{"ori_shape": size, "img_shape": size, "pad_shape": size, "padding_size": [0] * 4}]
+    logits, count = torch.zeros(1, 3, *size), torch.zeros(size)
+    with torch.no_grad():
+        found = model.inference(images, meta)
+        for top in (0, 16):
+            for left in (0, 16):
+                crop = slice(top, top + 32), slice(left, left + 32)
+                logits[..., *crop] += model.encode_decode(images[..., *crop], meta)
+                count[crop] += 1
+    torch.testing.assert_close(found, logits / count)
+    assert found.std() > 0 and count.unique().tolist() == [1, 2, 4]
 
 
 def test_mms_names_for_reading_are_checked_as_ours(data, tmp_path):
@@ -392,6 +468,53 @@ def test_swin_is_trained_in_upernet():
     assert all(value is not None and value.isfinite().all() for value in grads.values())
     assert grads["backbone.stages.0.layers.0.attention.decay_bias.beta"].abs().sum() > 0
     assert "auxiliary_head.conv_seg.weight" in grads and losses["decode.loss_ce"] > 1
+
+
+@pytest.mark.parametrize("cell", ["fcn", "segformer", "dpt"])
+def test_other_heads_build_at_full_size_and_train(cell):
+    """FCN and SegFormer's head on Swin, DPT on the maps and class tokens of a ViT: a step of a small one."""
+    config = load_config("segmentation", CONFIGS / f"ade20k_heads.py#{cell}")
+    init_default_scope("mmseg")
+    with torch.device("meta"):
+        model = MODELS.build(config.model)
+    assert build_optim_wrapper(model, config.optim_wrapper) is not None
+    head = config.model.decode_head
+    if cell == "dpt":
+        sizes = {**SMALL, "image_size": 32, "prior": "violin"}
+        config.model.backbone = {
+            "type": "SparsePriorViT",
+            **sizes,
+            "out_indices": [1, 2, 3, 4],
+            "output_cls_token": True,
+        }
+        head.update(in_channels=[24] * 4, embed_dims=24, post_process_channels=[4, 6, 8, 10])
+    else:
+        sizes = {**SMALL_FAMILIES["sparseprior_swin"], "depths": [1] * 4, "num_heads": [2] * 4, "image_size": 64}
+        config.model.backbone = {"type": "SparsePriorSwin", **sizes, "prior": "violin", "out_indices": [1, 2, 3, 4]}
+        head.in_channels = 64 if cell == "fcn" else [8, 16, 32, 64]
+    parts = [head, *([config.model.auxiliary_head] if config.model.auxiliary_head else [])]
+    for part in parts:
+        part.channels, part.norm_cfg = 8, {"type": "BN"}
+    if cell == "fcn":
+        config.model.auxiliary_head.in_channels = 32
+    torch.manual_seed(0)
+    model = MODELS.build(config.model).train()
+    sample = SegDataSample(gt_sem_seg=PixelData(data=torch.randint(0, 150, (1, 64, 96))))
+    sample.set_metainfo({"img_shape": (64, 96), "ori_shape": (64, 96)})
+    total, _ = model.parse_losses(model.loss(torch.randn(2, 3, 64, 96), [sample, sample]))
+    total.backward()
+    grads = {name: value.grad for name, value in model.named_parameters() if value.requires_grad}
+    idle = ("backbone.layernorm.", "decode_head.fusion_blocks.0.res_conv_unit1", "backbone.map_norms.")
+    assert all(
+        value is not None and value.isfinite().all() for name, value in grads.items() if not name.startswith(idle)
+    )
+    first = "layers.0" if cell == "dpt" else "stages.0.layers.0"
+    if cell != "fcn":
+        assert grads[f"backbone.{first}.attention.decay_bias.beta"].abs().sum() > 0
+    found = model.eval().test_step({"inputs": [torch.zeros(3, 45, 70, dtype=torch.uint8)], "data_samples": [
+        SegDataSample(metainfo={"img_shape": (45, 70), "ori_shape": (45, 70)})
+    ]})  # fmt: skip
+    assert found[0].pred_sem_seg.data.shape == (1, 45, 70)
 
 
 def test_annotations_of_ade20k_are_read_as_mmseg_reads_them(tmp_path):
