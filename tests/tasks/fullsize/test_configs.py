@@ -1,11 +1,15 @@
 """Which configurations are of full size, and which of them are one step."""
 
 import dataclasses
+import functools
 
 import pytest
 
+from tasks.common.hf_run import task_named
 from tasks.fullsize.configs import PaperRun, chosen, digest, find_groups, step_of
+from tasks.fullsize.run import config_file
 from tasks.fullsize.starts import model_of, named_models
+from tasks.fullsize.steps import Batch, fixture_of, train_overrides
 from tests.configs import shipped
 from tests.configs.test_recipes import is_small
 
@@ -131,3 +135,45 @@ def test_a_run_of_epochs_0_has_no_step(groups):
     still = [group.run for group in groups if not group.run.trains]
     assert {run.name for run in still} >= {"experiments/sparsifiner_table1.yaml#full-deit_small"}
     assert all(dataclasses.replace(run).config["trainer"]["num_train_epochs"] == 0 for run in still)
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_every_task_takes_the_overrides_of_its_configurations(task, groups, tmp_path):
+    """By its own reader: names and values are known, and what is left of the recipe builds."""
+    from tasks.common.mm.config import as_json
+
+    seen = 0
+    for group in (group for group in groups if group.run.task == task):
+        run, batch = group.run, Batch(group.run.images)
+        models = {key: tmp_path / "model" for key in named_models(run.config)}
+        overrides = train_overrides(run, batch, tmp_path / "out", tmp_path / fixture_of(run), models)
+        file = config_file(run, tmp_path / group.name, shipped.CONFIGS)
+        config = reader(task)(file, overrides)
+        seen += 1
+        if task in ("segmentation", "detection"):
+            assert config.train_dataloader.batch_size == run.images and config.work_dir == str(tmp_path / "out")
+            assert config.train_dataloader.num_workers == config.val_dataloader.num_workers == 0
+            assert 2 in (config.train_cfg.get("max_iters"), config.train_cfg.get("max_epochs"))
+            assert models or as_json(config.model.to_dict()) == run.config["model"]
+        else:
+            assert config["trainer"]["output_dir"] == str(tmp_path / "out")
+            assert str(config["data"]["path"]).startswith(str(tmp_path))
+            given = {key: value for key, value in config.get("model", {}).items() if f"model.{key}" not in models}
+            assert given == {key: value for key, value in run.config.get("model", {}).items() if key in given}
+            assert config.get("augmentation", {}) == run.config.get("augmentation", {})
+            steps = config["trainer"].get("max_steps", config["trainer"].get("steps"))
+            assert steps == 2 or not run.trains
+    assert seen > 3
+
+
+def reader(task):
+    """(file, overrides) -> configuration."""
+    if task in ("segmentation", "detection"):
+        from tasks.common.mm.config import load_config
+
+        return functools.partial(load_config, task)
+    if task == "robotics":
+        from tasks.robotics.config import load_config as robots
+
+        return robots
+    return task_named(task).load_config
