@@ -6,8 +6,9 @@ from it; then `evaluate` judges what was saved. At first this is done with few i
 what the configuration's own step needs. If memory and time allow it, that is done in the same way.
 
 Configurations that differ only in seed, data set, rates and numbers in the settings of a prior are one step and are
-done once, as the table says. A record is written for each; with it, the configuration is not done again unless it has
-changed. The command can be killed at any moment and started again, and several can work on one folder of records.
+done once, as the table says. A record is written for each. What is done is not done again unless the configuration has
+changed; what was refused or failed is tried again. The command can be killed at any moment and started again, and
+several can work on one folder of records.
 """
 
 from __future__ import annotations
@@ -72,15 +73,17 @@ class Failed(Exception):
     """A command of a configuration ended with an error."""
 
 
-def read_record(settings: Settings, group: Group) -> dict[str, Any] | None:
-    """The record of a group as it is now; None if it is not done, or lacks its own step."""
+def finished_record(settings: Settings, group: Group) -> dict[str, Any] | None:
+    """The record of a group as it is now, with all that is asked for; None if some of it is to do.
+
+    What was refused or failed is tried again: limits, machine and code may be others by now.
+    """
     path = settings.record(group)
-    if not path.is_file():
+    record = read_json(path) if path.is_file() else {}
+    if record.get("key") != group.key or record["status"] != DONE:
         return None
-    record = read_json(path)
-    if record.get("key") != group.key:
-        return None
-    return record if settings.small or record["status"] != DONE or record.get("whole") is not None else None
+    own = settings.small or not group.run.trains or (record.get("whole") or {}).get("status") == DONE
+    return record if own else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -240,16 +243,16 @@ def config_file(run: PaperRun, folder: Path, configs: Path) -> Path:
 def do_all(groups: Sequence[Group], todo: Sequence[Group], settings: Settings, jobs: int) -> None:
     """Do groups, so many at a time; RunStopped on SIGTERM, after what is running has ended."""
     server = process.context(settings.threads)
-    done = [group for group in todo if read_record(settings, group)]
+    done = [group for group in todo if finished_record(settings, group)]
     left = [group for group in todo if group not in done]
-    print(f"{len(done)} of {len(todo)} have a record; {len(left)} to do", file=sys.stderr, flush=True)
+    print(f"{len(done)} of {len(todo)} are done; {len(left)} to do", file=sys.stderr, flush=True)
     with StopRequest() as stop, ThreadPoolExecutor(jobs) as pool:
 
         def one(number: int, group: Group) -> None:
             if stop.requested:
                 return
             with locked(settings.record(group).with_suffix(".lock")) as mine:
-                if not mine or read_record(settings, group):
+                if not mine or finished_record(settings, group):
                     return
                 record = do_group(group, groups, settings, server)
             print(f"[{number}/{len(left)}] {said(record)}", file=sys.stderr, flush=True)
@@ -288,7 +291,7 @@ def list_groups(groups: Sequence[Group], settings: Settings) -> None:
         known += [f"at least {need.memory_gib:.1f} GiB"] if need.memory_gib else []
         known += [f"about {need.minutes:.1f} minutes for {SMALL} images"] if need.minutes else []
         problem = need.over(settings.memory_gib, settings.minutes)
-        state = "done" if read_record(settings, group) else f"refused, {problem}" if problem else "to do"
+        state = "done" if finished_record(settings, group) else f"refused, {problem}" if problem else "to do"
         print(
             f"{run.task} {run.name} ({len(group.runs)} runs, {run.images} images a step): {state}; {', '.join(known)}"
         )
@@ -301,6 +304,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="those with such a text in task and name")
     parser.add_argument("--list", action="store_true", help="print what there is and what it needs, and do nothing")
+    parser.add_argument("--table", action="store_true", help="write the table of the records that there are, no more")
     parser.add_argument("--small", action="store_true", help=f"only steps of {SMALL} images, none of the own size")
     parser.add_argument("--jobs", type=int, default=1, help="configurations at a time, default %(default)s")
     parser.add_argument("--threads", type=int, default=1, help="of each of them, default %(default)s")
@@ -333,7 +337,8 @@ def main(argv: list[str] | None = None) -> int:
             if place is not None:
                 check_place(place, name)
         try:
-            do_all(groups, todo, settings, arguments.jobs)
+            if not arguments.table:
+                do_all(groups, todo, settings, arguments.jobs)
         finally:
             found = {
                 group.key: read_json(settings.record(group)) for group in groups if settings.record(group).is_file()

@@ -20,6 +20,7 @@ PLACES = (
     *(("model", "pretrained"), ("model", "image_model"), ("encoder", "pretrained")),
     *(("distillation", "teacher"), ("token_labels", "teacher")),
 )
+MAPS_TEACHER = "models/lvvit_small"
 SELF = "self"  # a teacher that is what the run starts from
 # What folders of models are called, where that is not the name of a preset.
 CALLED = {"vit_tiny": "deit_tiny", "vit_small": "deit_small", "vit_base": "deit_base"}
@@ -31,6 +32,8 @@ def named_models(config: Mapping[str, Any]) -> dict[str, str]:
         folder = config["model"]["backbone"].get("pretrained")
         return {"model.backbone.pretrained": folder} if folder else {}
     named = {f"{section}.{key}": config.get(section, {}).get(key) for section, key in PLACES}
+    if config.get("token_labels", {}).get("path") and not named["token_labels.teacher"]:
+        named["token_labels.teacher"] = MAPS_TEACHER  # or the maps would have to be there
     return {key: folder for key, folder in named.items() if folder and folder != SELF}
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tasks.fullsize.configs import PaperRun
 from tasks.fullsize.fixtures import VTAB_TASK
 
@@ -78,6 +80,8 @@ def _trainer(run: PaperRun, batch: Batch, out: Path, data: Path) -> list[str]:
         "disable_tqdm": "true",
         "gradient_accumulation_steps": batch.parts,
     }
+    if not torch.accelerator.is_available():
+        trainer["use_cpu"] = "true"  # transformers refuses bf16 without a GPU otherwise
     if run.trains:
         trainer["max_steps"] = STEPS
     if run.config["trainer"].get("effective_batch_size"):
@@ -91,6 +95,8 @@ def _trainer(run: PaperRun, batch: Batch, out: Path, data: Path) -> list[str]:
     train = max(STEPS * batch.images, NEIGHBOURS if run.task == "pretraining" else 0)
     overrides += [f"data.path={data}", f"data.limit_train={train}"]
     overrides += [f"data.limit_{split}={TESTED}" for split in ("validation", "test")]
+    if run.config.get("token_labels"):
+        overrides.append(f"token_labels.path={out}_label_maps")
     if run.source == "vtab":
         overrides.append(f"data.task={VTAB_TASK}")
     if run.config.get("evaluation", {}).get("linear"):

@@ -166,6 +166,16 @@ def test_every_task_takes_the_overrides_of_its_configurations(task, groups, tmp_
     assert seen > 3
 
 
+def test_label_maps_are_made_in_the_folder_of_the_run(groups, tmp_path):
+    """Whoever makes them: a teacher of the configuration, or ours where it names maps that are there already."""
+    found = [group.run for group in groups if group.run.config.get("token_labels")]
+    assert {run.config["token_labels"].get("teacher") for run in found} == {None, "models/lvvit_small"}
+    for run in found:
+        assert named_models(run.config)["token_labels.teacher"] == "models/lvvit_small"
+        given = train_overrides(run, Batch(2), tmp_path / "x" / "run", tmp_path, {})
+        assert f"token_labels.path={tmp_path / 'x' / 'run'}_label_maps" in given
+
+
 def reader(task):
     """(file, overrides) -> configuration."""
     if task in ("segmentation", "detection"):

@@ -63,6 +63,9 @@ def test_configurations_are_trained_go_on_and_are_evaluated(tmp_path, capfd):
     assert start(tmp_path) == 0
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "records").iterdir()} == before
     capfd.readouterr()
+    # A table of the records alone is the same one.
+    (tmp_path / "out" / "TABLE.md").unlink()
+    assert start(tmp_path, "--table") == 0 and (tmp_path / "out" / "TABLE.md").read_text() == table
     # What has changed is, and what fails does not stop it.
     changed = {"broken": {"model": {"pretrained": "nowhere/model"}}, "dense": {"model": {"prior": "violin"}}}
     write_configs(tmp_path / "configs", changed)
@@ -85,6 +88,10 @@ def test_what_needs_too_much_is_refused_with_its_figure_before_it_starts(tmp_pat
     assert record["reason"].startswith("memory: 12.5") and record["reason"].endswith("GiB predicted, 4.0 allowed")
     assert "refused: memory: 12.5" in (tmp_path / "out" / "TABLE.md").read_text()
     assert not (tmp_path / "out" / "fixtures").exists()
+    # With another limit it is looked at again.
+    assert start(tmp_path, "--memory-gib", "5") == 0
+    (record,) = records(tmp_path).values()
+    assert record["reason"].endswith("5.0 allowed")
 
 
 def test_a_configuration_that_another_process_does_is_left_to_it(tmp_path):
