@@ -198,8 +198,8 @@ def zigzag_clip_curve(frames: int, height: int, width: int) -> np.ndarray:
     """
     times, rows, columns = (index.ravel() for index in np.indices((frames, height, width)))
     plane, diagonal = times + rows + columns, rows + columns
-    along_time = np.where(plane % 2 == 0, -times, times)
-    order = np.lexsort((np.where(diagonal % 2 == 0, columns, -columns), along_time, plane))
+    along_time, along_diagonal = np.where(plane % 2, times, -times), np.where(diagonal % 2, -columns, columns)
+    order = np.lexsort((along_diagonal, along_time, plane))
     return _clip_rank_from_order(order, (frames, height, width))
 
 
