@@ -106,7 +106,8 @@ class SoftTargetCollator:
     """Stacks samples, mixes their images and makes labels (B, num_classes) float32. If nothing is mixed or smoothed,
     labels stay (B,) class indices.
 
-    A sample is {"pixel_values": (channels, height, width), "labels": int}. It may have "draw", its `Draw`, and
+    A sample is {"pixel_values": (channels, height, width), "labels": int}. Clips are (F, channels, height, width); each
+    frame is mixed in the same way. A sample may have "draw", its `Draw`, and
     "label_map": its map's classes and scores (h, w, k) and the view (2, 3) of the image. Images at positions 2i and
     2i + 1 of an epoch are each other's partners. An image whose partner is in another batch stays as it is. Samples
     need their draws to be mixed.
@@ -207,7 +208,7 @@ class SoftTargetCollator:
                 mixed[row] = mix.share * pixels[row] + (1 - mix.share) * pixels[partner]
             else:
                 top, bottom, left, right = mix.box
-                mixed[row, :, top:bottom, left:right] = pixels[partner, :, top:bottom, left:right]
+                mixed[row, ..., top:bottom, left:right] = pixels[partner, ..., top:bottom, left:right]
         batch = {"pixel_values": mixed, "labels": mixed_targets}
         if self.mixing.mixtoken and self.grid:
             sources = torch.arange(len(pixels))[:, None].repeat(1, self.grid[0] * self.grid[1])

@@ -12,7 +12,7 @@ from transformers import default_data_collator
 from hf_sparseprior.image_processor import image_processor_settings
 from hf_sparseprior.training import DrawSampler, LabelMaps, Mixing, SoftTargetCollator
 from tasks.classification.streaming import StreamCollator, StreamedImages, noted_damage
-from tasks.common.hf_run import draw_sampler, global_batch
+from tasks.common.hf_run import draw_sampler, make_collator
 from tasks.common.images.augmentation import Augmentation, AugmentationConfig
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import ImageDataset, Preparation, load_data
@@ -155,18 +155,4 @@ def _make_augmentation(config: AugmentationConfig, model_config: Any) -> Augment
         model_config.image_mean,
         model_config.image_std,
         model_config.num_channels,
-    )
-
-
-def make_collator(
-    augmentation: AugmentationConfig, num_classes: int, arguments: Any, grid: tuple[int, int] | None = None
-) -> SoftTargetCollator:
-    """The collator of training batches: mixing, label smoothing and, on the model's patch grid, token targets."""
-    if augmentation.mixing.enabled and arguments.train_batch_size % 2:
-        raise ValueError(
-            f"trainer.per_device_train_batch_size={arguments.per_device_train_batch_size} must be even with "
-            "augmentation.mixup, cutmix or mixtoken, which mix images in pairs"
-        )
-    return SoftTargetCollator(
-        num_classes, augmentation.mixing, augmentation.label_smoothing, arguments.seed, global_batch(arguments), grid
     )

@@ -31,6 +31,7 @@ from hf_sparseprior.pretrained import load_whole_model
 from hf_sparseprior.training import (
     DrawSampler,
     OneLineProgress,
+    SoftTargetCollator,
     SparsePriorTrainer,
     SparsePriorTrainingArguments,
     StopOnSignal,
@@ -375,6 +376,27 @@ def draw_sampler(size: int, arguments: Any, repeats: int = 1) -> DrawSampler:
     whole_batches = global_batch(arguments) if arguments.dataloader_drop_last else 1
     arguments.dataloader_drop_last = False
     return DrawSampler(size, arguments.seed, repeats, whole_batches)
+
+
+def make_collator(
+    augmentation: Any, num_classes: int, arguments: Any, grid: tuple[int, int] | None = None
+) -> SoftTargetCollator:
+    """The collator of training batches: mixing, label smoothing and, on the model's patch grid, token targets.
+
+    Args:
+        augmentation: has `mixing`, a `Mixing`, and `label_smoothing`.
+        num_classes: number of classes.
+        arguments: the Trainer's.
+        grid: (height, width) of the model's patches.
+    """
+    if augmentation.mixing.enabled and arguments.train_batch_size % 2:
+        raise ValueError(
+            f"trainer.per_device_train_batch_size={arguments.per_device_train_batch_size} must be even with "
+            "augmentation.mixup, cutmix or mixtoken, which mix examples in pairs"
+        )
+    return SoftTargetCollator(
+        num_classes, augmentation.mixing, augmentation.label_smoothing, arguments.seed, global_batch(arguments), grid
+    )
 
 
 def make_trainer(prepared: Prepared, arguments: SparsePriorTrainingArguments) -> SparsePriorTrainer:

@@ -17,12 +17,16 @@ from typing import Any
 from hf_sparseprior import SparsePriorTimesformerConfig
 from hf_sparseprior.checks import check_boolean, check_integer
 from hf_sparseprior.configuration_sparseprior_vit import check_number
+from hf_sparseprior.training import Mixing
 from tasks.common.config import FINAL, Config, check_known, check_trainer, load_sections, trainer_keys
+from tasks.common.images.augmentation import AugmentationConfig as ImageAugmentationConfig
+from tasks.common.images.randaugment import Policy, parse_policy
 from tasks.video.motion import MotionConfig
 
 SECTIONS = ("data", "augmentation", "model", "trainer")
 SOURCES = ("motion", "folder", "csv")
 SPLITS = ("train", "validation", "test")
+SAMPLINGS = ("stride", "segments")
 MODEL_EXTRAS = ("preset", "image_model")
 CROPS = (1, 3)
 
@@ -39,13 +43,16 @@ class DataConfig:
     motion: fields of MotionConfig, for motion.
     stage: "final": train on the training and the validation clips and test on the test clips. The validation clips are
         trained on, so nothing may be chosen by them and the last epoch counts. null: train without them.
-    stride: frames of a video from one frame of a clip to the next.
+    sampling: "stride": the frames of a clip are `stride` frames of the video apart. "segments": a clip spans the whole
+        video and has one frame of each of equal segments (TSN).
+    stride: frames of a video from one frame of a clip to the next, for sampling stride.
     short_side: pixels that the shorter side of a frame is scaled to; null: as it is.
     cache: decode every video once, before the run, and keep all its frames in memory.
     test_clips, test_crops: views of a video that a test looks at, clips times crops, and whose scores are averaged. The
-        places where clips can start are cut into equal parts, and a clip starts in the middle of each. Crops: 1, the
-        centre, or 3, both ends and the centre of the longer side. The test at the end of a run and `evaluate` do so;
-        validation looks at one clip and the centre.
+        places where clips can start are cut into equal parts, and a clip starts in the middle of each. Segments are cut
+        in the same way, and a clip has the middle of one part of each. Crops: 1, the centre, or 3, both ends and the
+        centre of the longer side. The test at the end of a run and `evaluate` do so; validation looks at one clip and
+        the centre.
     test_frames, test_size: number of frames, and size (one number, or height and width) of the clips of a test; null:
         the model's. Positions in a frame are interpolated, and each time embedding is that of the nearest frame.
     """
@@ -55,6 +62,7 @@ class DataConfig:
     lists: str | None = None
     motion: dict[str, int] = field(default_factory=dict)
     stage: str | None = None
+    sampling: str = "stride"
     stride: int = 1
     short_side: int | None = None
     cache: bool = False
@@ -80,7 +88,11 @@ class DataConfig:
         self.motion_config()
         if self.stage not in (FINAL, None):
             raise ValueError(f"data.stage={self.stage!r} must be {FINAL} or null")
+        if self.sampling not in SAMPLINGS:
+            raise ValueError(f"data.sampling={self.sampling!r} must be one of {', '.join(SAMPLINGS)}")
         check_integer("data.stride", self.stride, 1)
+        if self.sampling == "segments" and self.stride != 1:
+            raise ValueError(f"data.stride={self.stride} is for data.sampling stride; with segments it must be 1")
         if self.short_side is not None:
             check_integer("data.short_side", self.short_side, 1)
         check_boolean("data.cache", self.cache)
@@ -113,10 +125,15 @@ def check_size(size: Any) -> None:
 class AugmentationConfig:
     """What happens to a training clip; it is the same for all its frames.
 
-    random_place: the clip is taken anywhere in its video, not in its middle.
+    random_place: the clip is taken anywhere in its video, not in its middle; with data.sampling segments, every frame
+        anywhere in its segment.
     random_crop: the window of the model's size is cut anywhere, not in the centre.
     horizontal_flip, vertical_flip: probabilities.
     brightness, contrast: largest distance from 0 and from 1, for pixels between 0 and 1.
+    randaugment: timm's notation, for example rand-m7-n4-mstd0.5-inc1 (VideoMAE); null for none. Operations and their
+        strengths are drawn once for a clip. It comes after crop and flips.
+    mixup, cutmix, mix_probability, switch_probability, label_smoothing: as for images; a clip is mixed with one other,
+        each frame with the frame of the same number, in the same shares or in the same box.
     """
 
     random_place: bool = False
@@ -125,6 +142,14 @@ class AugmentationConfig:
     vertical_flip: float = 0.0
     brightness: float = 0.0
     contrast: float = 0.0
+    randaugment: str | None = None
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mix_probability: float = 1.0
+    switch_probability: float = 0.5
+    label_smoothing: float = 0.0
+    policy: Policy | None = field(init=False, default=None)
+    mixing: Mixing = field(init=False, default=Mixing())
 
     def __post_init__(self) -> None:
         for name in ("random_place", "random_crop"):
@@ -132,6 +157,10 @@ class AugmentationConfig:
         for name in ("horizontal_flip", "vertical_flip", "brightness", "contrast"):
             value = getattr(self, name)
             check_number(f"augmentation.{name}", value, 0.0, 1.0 + 1e-9)
+        shared = ("randaugment", "mixup", "cutmix", "mix_probability", "switch_probability", "label_smoothing")
+        images = ImageAugmentationConfig(**{name: getattr(self, name) for name in shared})  # which checks them
+        self.policy = parse_policy(self.randaugment) if self.randaugment else None
+        self.mixing = images.mixing
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -144,7 +173,7 @@ def check_config(config: Config) -> Config:
     model = [entry.name for entry in fields(SparsePriorTimesformerConfig)]
     known = {
         "data": [entry.name for entry in fields(DataConfig)],
-        "augmentation": [entry.name for entry in fields(AugmentationConfig)],
+        "augmentation": [entry.name for entry in fields(AugmentationConfig) if entry.init],
         "model": [*model, *MODEL_EXTRAS],
         "trainer": trainer_keys(),
     }

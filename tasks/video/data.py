@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
@@ -16,8 +17,9 @@ from tqdm.auto import tqdm
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.training import Draw
 from tasks.common.config import FINAL
+from tasks.common.images.randaugment import Policy, randaugment
 from tasks.video.config import SPLITS, AugmentationConfig, DataConfig
-from tasks.video.decoding import count_frames, read_frames, sample_indices
+from tasks.video.decoding import count_frames, read_frames, sample_indices, segment_indices
 from tasks.video.motion import check_clips, write_clips
 
 # Other names that a split has on disk: Kinetics' layout says val.
@@ -159,14 +161,24 @@ class Preparation:
             brightness = float(shifts[0]) * augmentation.brightness
             contrast += float(shifts[1]) * augmentation.contrast
         frames = frames[:, top : top + height, left : left + width]
+        if augmentation is not None and augmentation.policy is not None and random is not None:
+            frames = self._randaugment(frames, augmentation.policy, int(random.integers(2**63)))
         pixels = torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2).float() / 255
         if augmentation is not None:
             pixels = (pixels - 0.5) * contrast + 0.5 + brightness
         return ((pixels - self.mean) / self.std).contiguous()
 
+    def _randaugment(self, frames: np.ndarray, policy: Policy, seed: int) -> np.ndarray:
+        """The same operations, drawn by a seed, on all frames."""
+        fill = tuple(round(255 * value) for value in self.mean.flatten().tolist())
+        images = (Image.fromarray(np.ascontiguousarray(frame)) for frame in frames)
+        changed = [randaugment(image, policy, np.random.default_rng(seed), fill) for image in images]
+        return np.stack([np.asarray(image) for image in changed])
+
 
 class ClipDataset(Dataset):
-    """A split as a torch dataset of {"pixel_values": (F, 3, H, W) float32, "labels": int}.
+    """A split as a torch dataset of {"pixel_values": (F, 3, H, W) float32, "labels": int}, and "draw" if a sample was
+    asked for by its `Draw`.
 
     Args:
         videos: the split.
@@ -208,14 +220,21 @@ class ClipDataset(Dataset):
             paths = tqdm(self.videos.paths, desc="decoding videos", disable=not show_progress)
             self.decoded = [read_frames(path, short_side=self.config.short_side) for path in paths]
 
-    def frames(self, index: int, place: float = 0.5) -> np.ndarray:
-        """The frames uint8 (F, height, width, 3) of the clip at this place in a video (`sample_indices`)."""
+    def frames(self, index: int, place: float | np.ndarray = 0.5) -> np.ndarray:
+        """The frames uint8 (F, height, width, 3) of the clip at this place in a video (`sample_indices`), or at these
+        places in its segments (`segment_indices`).
+        """
         if self.decoded is not None:
             video = self.decoded[index]
-            return video[sample_indices(len(video), self.num_frames, self.config.stride, place)]
+            return video[self._numbers(len(video), place)]
         path = self.videos.paths[index]
-        wanted = sample_indices(count_frames(path), self.num_frames, self.config.stride, place)
-        return read_frames(path, wanted, self.config.short_side)
+        return read_frames(path, self._numbers(count_frames(path), place), self.config.short_side)
+
+    def _numbers(self, total: int, place: Any) -> list[int]:
+        """Numbers of the frames of a clip in a video of `total` frames."""
+        if self.config.sampling == "segments":
+            return segment_indices(total, self.num_frames, place)
+        return sample_indices(total, self.num_frames, self.config.stride, place)
 
     def _clip(self, index: int, place: float) -> np.ndarray:
         """`frames`, kept for the other crops."""
@@ -229,17 +248,19 @@ class ClipDataset(Dataset):
         draw, item = (item, item.index) if isinstance(item, Draw) else (None, int(item))
         index, view = divmod(item, self.clips * self.crops)
         clip, crop = divmod(view, self.crops)
-        place = (clip + 0.5) / self.clips
+        place: Any = (clip + 0.5) / self.clips
         along = crop / (self.crops - 1) if self.crops > 1 else 0.5
         random = draw.random(self.seed) if draw is not None else None
         augmentation = self.prepare.augmentation
         if random is not None and augmentation is not None and augmentation.random_place:
-            place = float(random.random())
+            segments = self.config.sampling == "segments"
+            place = random.random(self.num_frames) if segments else float(random.random())
         try:
             pixels = self.prepare(self._clip(index, place), random, along)
         except ValueError as error:
             raise ValueError(f"{self.videos.paths[index]}: {error}") from None
-        return {"pixel_values": pixels, "labels": int(self.videos.labels[index])}
+        sample = {"pixel_values": pixels, "labels": int(self.videos.labels[index])}
+        return sample if draw is None else {**sample, "draw": draw}
 
 
 def make_dataset(

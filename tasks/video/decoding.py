@@ -194,6 +194,21 @@ def sample_indices(total: int, num_frames: int, stride: int = 1, place: float = 
     return [min(max(int(start + number * stride + 0.5), 0), total - 1) for number in range(num_frames)]
 
 
+def segment_indices(total: int, num_frames: int, places: float | Sequence[float] | np.ndarray = 0.5) -> list[int]:
+    """Numbers of the frames of a clip that spans the whole video: one frame of each of `num_frames` equal segments.
+
+    Source: Temporal Segment Networks (Wang et al. 2016, Section 3.1); SlowFast's reader of Something-Something v2.
+
+    Args:
+        total: number of frames of the video. If there are fewer than segments, frames are repeated.
+        num_frames: number of segments.
+        places: where the frame lies in its segment, from 0 (its start) to 1 (its end), for all or for each. Where it is
+            drawn evenly, every frame of a segment is as likely as any other.
+    """
+    positions = (np.arange(num_frames) + np.asarray(places, np.float64)) * total / num_frames
+    return np.minimum(positions.astype(np.int64), total - 1).tolist()
+
+
 def write_video(path: str | os.PathLike, frames: np.ndarray, rate: int = 25) -> None:
     """Write frames uint8 (F, height, width, 3) without loss (FFV1), each on its own. The ending decides the format.
 

@@ -15,7 +15,7 @@ from hf_sparseprior.files import write_text
 from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
 from hf_sparseprior.pretrained import check_saved_folder
 from tasks.common.config import FINAL, Config
-from tasks.common.hf_run import HFTask, Prepared, Split, draw_sampler
+from tasks.common.hf_run import HFTask, Prepared, Split, draw_sampler, make_collator
 from tasks.video.config import MODEL_EXTRAS, SECTIONS, AugmentationConfig, DataConfig, check_config
 from tasks.video.data import check_test_shape, load_data, make_dataset, make_test_dataset
 from tasks.video.pictures import draw_clips
@@ -60,6 +60,7 @@ def prepare(config: Config, arguments: Any) -> Prepared:
         split_names={"train": "train and validation"} if data_config.stage == FINAL else {},
         save_processor=lambda folder: save_processor(folder, model.config, data_config.short_side),
         train_sampler=draw_sampler(len(datasets["train"]), arguments),
+        train_collator=make_collator(augmentation, len(data.classes), arguments),
         test_views=data_config.test_views,
         top=TOP,
     )
