@@ -27,6 +27,7 @@ SECTIONS = ("data", "augmentation", "model", "trainer")
 SOURCES = ("motion", "folder", "csv")
 SPLITS = ("train", "validation", "test")
 SAMPLINGS = ("stride", "segments")
+CORRUPT = ("fatal", "skip", "unchecked")
 MODEL_EXTRAS = ("preset", "image_model")
 CROPS = (1, 3)
 
@@ -47,6 +48,9 @@ class DataConfig:
         video and has one frame of each of equal segments (TSN).
     stride: frames of a video from one frame of a clip to the next, for sampling stride.
     short_side: pixels that the shorter side of a frame is scaled to; null: as it is.
+    corrupt: what happens to videos that are missing, empty, damaged, cut off or without video. Before a run, each is
+        read to its end, and the frame in its middle is decoded. "fatal": they end the run before it begins. "skip":
+        they are left out and counted. "unchecked": they are not looked for. What is found only later ends the run.
     cache: decode every video once, before the run, and keep all its frames in memory.
     test_clips, test_crops: views of a video that a test looks at, clips times crops, and whose scores are averaged. The
         places where clips can start are cut into equal parts, and a clip starts in the middle of each. Segments are cut
@@ -65,6 +69,7 @@ class DataConfig:
     sampling: str = "stride"
     stride: int = 1
     short_side: int | None = None
+    corrupt: str = "fatal"
     cache: bool = False
     test_clips: int = 1
     test_crops: int = 1
@@ -95,6 +100,8 @@ class DataConfig:
             raise ValueError(f"data.stride={self.stride} is for data.sampling stride; with segments it must be 1")
         if self.short_side is not None:
             check_integer("data.short_side", self.short_side, 1)
+        if self.corrupt not in CORRUPT:
+            raise ValueError(f"data.corrupt={self.corrupt!r} must be one of {', '.join(CORRUPT)}")
         check_boolean("data.cache", self.cache)
         check_integer("data.test_clips", self.test_clips, 1)
         if isinstance(self.test_crops, bool) or self.test_crops not in CROPS:

@@ -34,14 +34,24 @@ class Videos:
     paths: list[Path]
     labels: np.ndarray
 
+    def subset(self, indices: np.ndarray) -> Videos:
+        """The videos with these numbers."""
+        return Videos([self.paths[index] for index in indices], self.labels[indices])
+
 
 @dataclass
 class VideoData:
-    """classes: names in the order of the labels; splits: train, validation, test; description: for results.json."""
+    """classes: names in the order of the labels; splits: train, validation, test; name: source and folder."""
 
     classes: list[str]
     splits: dict[str, Videos]
-    description: str
+    name: str
+
+    @property
+    def description(self) -> str:
+        """Name and size of each split, for results.json."""
+        sizes = ", ".join(f"{len(videos.paths)} {split}" for split, videos in self.splits.items())
+        return f"{self.name} ({sizes})"
 
 
 def load_data(config: DataConfig) -> VideoData:
@@ -66,8 +76,7 @@ def load_data(config: DataConfig) -> VideoData:
         splits[split] = Videos([path for path, _ in pairs], labels)
     if config.stage == FINAL:
         splits["train"] = joined(splits["train"], splits["validation"])
-    sizes = ", ".join(f"{len(videos.paths)} {split}" for split, videos in splits.items())
-    return VideoData(classes, splits, f"{config.source} {folder.name} ({sizes})")
+    return VideoData(classes, splits, f"{config.source} {folder.name}")
 
 
 def joined(first: Videos, second: Videos) -> Videos:
@@ -128,6 +137,8 @@ class Preparation:
         self.mean = torch.tensor(model_config.image_mean).view(-1, 1, 1)
         self.std = torch.tensor(model_config.image_std).view(-1, 1, 1)
         self.augmentation = augmentation
+        fill = [round(255 * value) for value in model_config.image_mean]
+        self.fill = (fill[0], fill[0], fill[0]) if len(fill) == 1 else (fill[0], fill[1], fill[2])
 
     def __call__(self, frames: np.ndarray, random: np.random.Generator | None = None, along: float = 0.5) -> Tensor:
         """Turn uint8 (F, height, width, 3) into float32 (F, 3, H, W).
@@ -170,9 +181,8 @@ class Preparation:
 
     def _randaugment(self, frames: np.ndarray, policy: Policy, seed: int) -> np.ndarray:
         """The same operations, drawn by a seed, on all frames."""
-        fill = tuple(round(255 * value) for value in self.mean.flatten().tolist())
         images = (Image.fromarray(np.ascontiguousarray(frame)) for frame in frames)
-        changed = [randaugment(image, policy, np.random.default_rng(seed), fill) for image in images]
+        changed = [randaugment(image, policy, np.random.default_rng(seed), self.fill) for image in images]
         return np.stack([np.asarray(image) for image in changed])
 
 

@@ -18,6 +18,7 @@ try:
 except ImportError:  # `_open` says it, where it is needed
     av = None
 
+MISSING = "reading video needs PyAV: pip install 'hf_sparseprior[video]'"
 # From this many frames on seeking is faster than decoding.
 SEEK_FROM = 100
 # FFmpeg's names of the formats that have an index for seeking.
@@ -30,7 +31,7 @@ SPARE_FRAMES = 3
 def _open(path: str | os.PathLike) -> Any:
     """The container and its video stream. Every error of FFmpeg in the block becomes one that names the file."""
     if av is None:
-        raise ImportError("reading video needs PyAV: pip install 'hf_sparseprior[video]'")
+        raise ImportError(MISSING)
     if not Path(path).is_file():
         raise OSError(f"{path} does not exist")
     if not Path(path).stat().st_size:
@@ -42,6 +43,17 @@ def _open(path: str | os.PathLike) -> Any:
             yield container, container.streams.video[0]
     except av.error.FFmpegError as error:
         raise OSError(f"{path} cannot be decoded: {error.strerror}") from None
+
+
+def reader_version() -> str:
+    """PyAV's version.
+
+    Raises:
+        ImportError: without PyAV; the message says what installs it.
+    """
+    if av is None:
+        raise ImportError(MISSING)
+    return str(av.__version__)
 
 
 def _other_streams(container: Any) -> str:

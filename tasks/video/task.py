@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from transformers import AutoModelForVideoClassification, set_seed
 from hf_sparseprior import SparsePriorTimesformerConfig, SparsePriorTimesformerForVideoClassification
 from hf_sparseprior.files import write_text
 from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
-from hf_sparseprior.pretrained import check_saved_folder
+from hf_sparseprior.pretrained import check_classes, check_saved_folder
 from tasks.common.config import FINAL, Config
 from tasks.common.hf_run import HFTask, Prepared, Split, draw_sampler, make_collator
 from tasks.video.config import MODEL_EXTRAS, SECTIONS, AugmentationConfig, DataConfig, check_config
 from tasks.video.data import check_test_shape, load_data, make_dataset, make_test_dataset
 from tasks.video.pictures import draw_clips
+from tasks.video.scan import drop_corrupt
 
 SHOWN = 9  # clips in the picture
 TOP = (5,)  # top-5 accuracy, where there are more classes
@@ -44,6 +46,7 @@ def prepare(config: Config, arguments: Any) -> Prepared:
     data_config, augmentation = DataConfig(**config["data"]), AugmentationConfig(**config["augmentation"])
     with arguments.main_process_first(desc="reading the data"):
         data = load_data(data_config)
+        corrupt = drop_corrupt(data, data_config, arguments.dataloader_num_workers, not arguments.disable_tqdm)
     set_seed(arguments.seed)
     model = build_model(config["model"], data.classes)
     check_test_shape(model, data_config)
@@ -63,6 +66,7 @@ def prepare(config: Config, arguments: Any) -> Prepared:
         train_collator=make_collator(augmentation, len(data.classes), arguments),
         test_views=data_config.test_views,
         top=TOP,
+        details=lambda: {"corrupt_videos": corrupt},
     )
 
 
@@ -70,9 +74,13 @@ def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
     """A split as the model takes it."""
     data_config = DataConfig(**config["data"])
     data = load_data(data_config)
+    check_classes(model, data.classes)  # what takes long comes after what may be refused
     check_test_shape(model, data_config)
+    part = replace(data, splits={split: data.splits[split]})
+    corrupt = drop_corrupt(part, data_config, config["trainer"].get("dataloader_num_workers", 0), show_progress=True)
+    data.splits |= part.splits
     dataset = make_test_dataset(data.splits[split], data_config, model.config)
-    return Split(dataset, data.classes, data.description, data_config.test_views, TOP)
+    return Split(dataset, data.classes, data.description, data_config.test_views, TOP, {"corrupt_videos": corrupt})
 
 
 def factor_accuracies(counts: np.ndarray, classes: Sequence[str]) -> dict[str, float]:

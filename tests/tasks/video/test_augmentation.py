@@ -100,7 +100,7 @@ def test_randaugment_does_the_same_to_all_frames():
         generators[2].integers(0, [1, 1]), generators[2].random(2), generators[2].uniform(-1, 1, 2)
         operations = np.random.default_rng(int(generators[2].integers(2**63)))
         policy, fill = parse_policy("rand-m9-n3-mstd0.5-inc1"), (76, 76, 76)
-        expected = np.asarray(randaugment(Image.fromarray(frame), policy, operations, fill))
+        expected = np.array(randaugment(Image.fromarray(frame), policy, operations, fill))
         assert pixels[0].equal(plain(expected[None], Draw(0, 0, 0).random(0))[0])
     assert len(seen) > 6
 

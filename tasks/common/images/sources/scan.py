@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import sys
-from pathlib import Path
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -14,8 +11,7 @@ from tqdm.auto import tqdm
 
 from tasks.common.images.config import DataConfig
 from tasks.common.images.sources.images import TOO_DEEP, ImageData, Images, TooDeep, short
-
-NAMES_SHOWN = 3
+from tasks.common.scans import NAMES_SHOWN, remembered
 
 
 class _Problems(Dataset):
@@ -111,31 +107,7 @@ def _scan(images: Images, workers: int, show_progress: bool) -> dict[int, str]:
         return {}
     if images.stamp is None:
         return find_corrupt(images, workers, show_progress)
-    memory = _scans_folder() / f"{_key(images)}.json"
-    remembered = _read(memory)
-    if remembered is not None:
-        return remembered
-    found = find_corrupt(images, workers, show_progress)
-    scratch = memory.with_name(f"{memory.name}.{os.getpid()}")
-    try:
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(found), encoding="utf-8")
-        os.replace(scratch, memory)
-    except OSError as error:  # on a full or read-only disk the next start scans again, and nothing else is lost
-        print(f"what the scan for damaged images found is not remembered: {error}", file=sys.stderr)
-    return found
-
-
-def _read(memory: Path) -> dict[int, str] | None:
-    try:
-        return {int(index): problem for index, problem in json.loads(memory.read_text(encoding="utf-8")).items()}
-    except (OSError, ValueError, AttributeError):
-        return None  # no earlier scan, or an unreadable one, which is done again
-
-
-def _scans_folder() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "hf_sparseprior" / "scans"
+    return remembered(_key(images), lambda: find_corrupt(images, workers, show_progress))
 
 
 def _key(images: Images) -> str:
