@@ -139,12 +139,16 @@ def pretraining(folder: Path) -> list[str]:
 
 
 def video(folder: Path) -> list[str]:
-    """Clips of a moving bar, cut and mirrored at random."""
+    """Clips of a moving bar, drawn, cut, mirrored, changed and mixed at random, each tested by three views."""
     from tests.tasks.video.clips import write_videos
 
+    videos = str(write_videos(folder / "videos"))
     content = {
-        "data": {"source": "folder", "path": str(write_videos(folder / "videos")), "cache": True},
-        "augmentation": {"random_crop": True, "vertical_flip": 0.5, "brightness": 0.1},
+        "data": {"source": "folder", "path": videos, "cache": True, "sampling": "segments", "test_crops": 3},
+        "augmentation": {
+            "random_place": True, "random_crop": True, "vertical_flip": 0.5, "brightness": 0.1,
+            "randaugment": "rand-m5-n2-mstd0.5", "mixup": 0.8, "cutmix": 1.0,
+        },
         "model": {
             "prior": "fibottention", "image_size": 16, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2,
             "num_frames": 5, "num_attention_heads": 4, "intermediate_size": 64, "drop_path_rate": 0.1,

@@ -118,3 +118,26 @@ def test_clips_are_called_as_published_and_have_lists_of_every_class(make, class
     assert len(names) == len({*names}) == 68 and all(re.fullmatch(pattern, name) for name in names)
     with av.open(str(tmp_path / "videos" / names[-1])) as container:
         assert [frame.width for frame in container.decode(video=0)] == [32] * 9
+
+
+@pytest.mark.parametrize(
+    ("source", "protocol", "sizes"),
+    [
+        ("smarthome", "cs", (64, 2, 2)),
+        ("smarthome", "cv2", (38, 2, 2)),  # of 19 of the 31 classes
+        ("nucla", "cs", (64, 2, 2)),
+        ("ntu60", "cs", (64, 2, 2)),
+    ],
+)
+def test_the_readers_of_videos_split_them_as_their_lists(source, protocol, sizes, tmp_path):
+    pytest.importorskip("av", reason="needs pip install '.[video]'")
+    from tasks.video.config import DataConfig as VideoConfig
+    from tasks.video.data import load_data as load_videos
+
+    fixtures._clips(getattr(fixtures, f"_{source}"), 9, 32, 24)(tmp_path)
+    data = load_videos(VideoConfig(source=source, path=str(tmp_path / "videos"), protocol=protocol))
+    for split, size in zip(("train", "validation", "test"), sizes, strict=True):
+        with open(tmp_path / "lists" / f"{split}.csv", newline="") as file:
+            listed = {row["path"] for row in csv.DictReader(file)}
+        found = {str(path.relative_to(tmp_path / "videos")) for path in data.splits[split].paths}
+        assert found <= listed and len(found) == size
