@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # A file's tests stay in one process, which trains what they share once; tests/conftest.py puts the longest files first.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check test lint sanitize mutations smoke install video dense robotics clean
+.PHONY: demo check test lint sanitize mutations smoke install video heads dense robotics clean
 
 demo: install
 	$(RUN) -m tasks.classification.demo
@@ -21,7 +21,7 @@ check: lint
 
 # The kernels are compiled and the code is checked while pip, which uses one core, installs what the tasks need.
 test: $(VENV)/packages
-	@$(MAKE) lint & lint=$$!; $(MAKE) video && $(MAKE) dense && $(MAKE) robotics; tasks=$$?; wait $$lint && exit $$tasks
+	@$(MAKE) lint & lint=$$!; $(MAKE) video && $(MAKE) heads && $(MAKE) dense && $(MAKE) robotics; tasks=$$?; wait $$lint && exit $$tasks
 	$(PYTEST)
 
 lint: install
@@ -66,12 +66,19 @@ define debian
 endef
 
 video: $(VENV)/video
+heads: $(VENV)/heads
 dense: $(VENV)/dense
 robotics: $(VENV)/robotics
 
 $(VENV)/video: $(VENV)/packages
 	$(PIP) --editable '.[video]'
 	$(RUN) -m hf_sparseprior doctor --require video
+	touch $@
+
+$(VENV)/heads: $(VENV)/packages
+	$(call debian,dataset-fashion-mnist)
+	$(PIP) --editable '.[heads]'
+	$(RUN) -m hf_sparseprior doctor --require heads
 	touch $@
 
 # mmcv comes as source and is compiled against the torch that is there, 10 minutes on two cores (25 with the debugging

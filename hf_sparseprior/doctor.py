@@ -25,6 +25,7 @@ OPTIONAL = {
     "scikit-learn": ("the digits of the demo", "pip install '.[classification]'"),
     "peft": ("LoRA and DoRA", "pip install '.[peft]'"),
     "av": ("video", "pip install '.[video]'"),
+    "pycocotools": ("objects found by heads of transformers", "make heads"),
     "onedl-mmcv": ("segmentation and detection", "make dense"),
     "onedl-mmengine": ("segmentation and detection", "make dense"),
     "onedl-mmsegmentation": ("segmentation", "make dense"),
@@ -38,7 +39,12 @@ OPTIONAL = {
     "zarr": ("demonstrations of PushT", "make robotics"),
 }
 # The extras that `--require` accepts, and the command that their packages name.
-REQUIRABLE = {"video": "pip install '.[video]'", "dense": "make dense", "robotics": "make robotics"}
+REQUIRABLE = {
+    "video": "pip install '.[video]'",
+    "heads": "make heads",
+    "dense": "make dense",
+    "robotics": "make robotics",
+}
 
 # Values of MUJOCO_GL and the library of each, in the order in which they are tried. Both render without a screen.
 GL_LIBRARIES = {"osmesa": "OSMesa", "egl": "EGL"}

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
 from transformers.backbone_utils import BackboneMixin
 
@@ -129,7 +130,10 @@ def head_config(name: str, backbone: PretrainedConfig, **options: Any) -> Any:
         derived["hidden_size"] = widths[fitted.out_features[-1]]
     for key in sorted(options.keys() & derived.keys()):
         raise ValueError(f"{key}={options[key]!r:.60} follows from the backbone; leave it out")
-    return head.config_class(**derived, **options)
+    try:
+        return head.config_class(**derived, **options)
+    except StrictDataclassError as error:  # several lines
+        raise ValueError(f"{head.config}: {' '.join(str(error).split())}") from None
 
 
 def fitted_config(name: str, backbone: PretrainedConfig) -> Any:

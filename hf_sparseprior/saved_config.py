@@ -78,6 +78,8 @@ def check_content(content: Mapping[str, Any], own_class: Any = None) -> None:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"model_type={shortened(model_type)} must be a family of models of transformers or ours{hint}")
     for key, value in content.items():
+        if key == "is_encoder_decoder" and isinstance(value, bool) and "backbone_config" in content:
+            continue  # DETRs of transformers have a decoder
         check_common_value(key, value)
     _check_auto_map(content)
     _check_attention(content, CONFIG_MAPPING[model_type])

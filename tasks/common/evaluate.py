@@ -22,7 +22,7 @@ import hf_sparseprior  # noqa: F401  registers the Auto classes
 from hf_sparseprior.pretrained import check_classes, load_whole_model, weights_sha256
 from tasks.common.command import run_command
 from tasks.common.config import Config, apply_overrides
-from tasks.common.hf_run import HFTask, named_metrics
+from tasks.common.hf_run import HFTask, Split, named_metrics
 from tasks.common.metrics import average_views, compute_metrics, confusion_matrix
 from tasks.common.plots import draw_confusion
 from tasks.common.processes import check_alone
@@ -58,9 +58,16 @@ def evaluate_model(
     data = task.read_split(config, split, model, folder)
     check_classes(model, data.classes)
     data.dataset.fill_cache()  # what takes long comes after what may be refused
+    size = batch_size or task.eval_batch_size
+    if task.measure is not None:
+        heading = f"{folder.name}, {split}"
+        found, details = task.measure(model, data, size, out, heading)
+        metrics = {f"{split}_{name}": value for name, value in found.items()}
+        results = _results(task, folder, config, split, data, model, metrics, details)
+        return results.write(out / f"results_{split}.json")
     arguments = TrainingArguments(
         output_dir=str(out),
-        per_device_eval_batch_size=batch_size or task.eval_batch_size,
+        per_device_eval_batch_size=size,
         report_to="none",
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
@@ -73,9 +80,25 @@ def evaluate_model(
     counts = confusion_matrix(labels, np.argmax(scores, -1), len(data.classes))
     accuracies = {name: value for name, value in prediction.metrics.items() if name.endswith("accuracy")}
     accuracy = accuracies[f"{split}_accuracy"]
-    results = Results(
+    metrics = {**accuracies, **named_metrics(task, split, counts, data.classes)}
+    results = _results(task, folder, config, split, data, model, metrics, {"confusion": counts.tolist()})
+    draw_confusion(counts, data.classes, out / f"confusion_{split}.png", f"{split}: {100 * accuracy:.2f} %")
+    return results.write(out / f"results_{split}.json")
+
+
+def _results(
+    task: HFTask,
+    folder: Path,
+    config: Config,
+    split: str,
+    data: Split,
+    model: Any,
+    metrics: dict[str, float],
+    details: dict[str, Any],
+) -> Results:
+    return Results(
         task=task.name,
-        metrics={**accuracies, **named_metrics(task, split, counts, data.classes)},
+        metrics=metrics,
         config=config,
         parameters=model.num_parameters(),
         details={
@@ -85,12 +108,10 @@ def evaluate_model(
             task.examples: len(data.dataset) // data.views,
             "data": data.description,
             "classes": list(data.classes),
-            "confusion": counts.tolist(),
+            **details,
             **data.details,
         },
     )
-    draw_confusion(counts, data.classes, out / f"confusion_{split}.png", f"{split}: {100 * accuracy:.2f} %")
-    return results.write(out / f"results_{split}.json")
 
 
 def evaluate_main(task: HFTask, argv: list[str] | None = None) -> int:
@@ -116,6 +137,7 @@ def evaluate_main(task: HFTask, argv: list[str] | None = None) -> int:
         results = evaluate_model(task, folder, config, split, out, arguments.batch_size)
         for name, value in results["metrics"].items():
             print(f"{name}: {100 * value:.2f} % of {results[task.examples]} {task.examples}")
-        print(f"results: {out}/results_{split}.json, picture: {out}/confusion_{split}.png")
+        picture = f"{out}/confusion_{split}.png" if task.measure is None else f"{out}/predictions.png"
+        print(f"results: {out}/results_{split}.json, picture: {picture}")
 
     return run_command(parser.prog, work)

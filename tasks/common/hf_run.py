@@ -113,12 +113,12 @@ class Prepared:
 @dataclass
 class Tested:
     """What a test found: metrics by their names in results.json, and the labels and predicted classes of its examples,
-    both (examples,) int64.
+    both (examples,) int64. Where an example has no single class, labels are None, and the task draws `predicted`.
     """
 
     metrics: dict[str, float]
-    labels: np.ndarray
-    predicted: np.ndarray
+    labels: np.ndarray | None
+    predicted: Any
 
 
 @dataclass
@@ -157,6 +157,9 @@ class HFTask:
     draw: (the run's folder, what was prepared, predicted classes, heading) -> names of more pictures of the test, which
         it draws into the folder.
     eval_batch_size: batch size of `evaluate`.
+    measure: (model, split, batch size, folder, heading) -> metrics named without the split, and details of what
+        `evaluate` finds, where an example has no single class; it draws predictions.png into the folder.
+    card: (a saved model, its results) -> its model card.
     models_read: folders of the saved models that a run of a configuration reads.
     before: (configuration) -> configuration of a run of this task that a run starts from, done first; None: there is
         none.
@@ -177,8 +180,10 @@ class HFTask:
     trainer_defaults: Mapping[str, Any] = field(default_factory=dict)
     metric: str = "test_accuracy"
     draw_history: Callable[[Sequence[dict[str, Any]], Path, str], Any] = draw_history
-    draw: Callable[[Path, Prepared, np.ndarray, str], Sequence[str]] = lambda *arguments: ()
+    draw: Callable[[Path, Prepared, Any, str], Sequence[str]] = lambda *arguments: ()
     eval_batch_size: int = 64
+    measure: Callable[[Any, Split, int, Path, str], tuple[dict[str, float], dict[str, Any]]] | None = None
+    card: Callable[[Any, dict[str, Any]], str] = lambda model, results: model_card(model.config, results)
     models_read: Callable[[Config], Sequence[str]] = lambda config: ()
     before: Callable[[Config], Config | None] = lambda config: None
     check_start: Callable[[dict[str, Any]], None] = lambda model: None
@@ -293,19 +298,19 @@ def _size(dataset: Any, views: int) -> int | None:
         return None
 
 
-def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePriorTrainer) -> tuple[Results, np.ndarray]:
-    """Test a trained model. Returns its results, without what only its files hold, and the predicted classes."""
+def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePriorTrainer) -> tuple[Results, Any]:
+    """Test a trained model. Returns its results, without what only its files hold, and what it predicts."""
     arguments = trainer.args
     prepared.finish(trainer.accelerator.unwrap_model(trainer.model))
     tested = prepared.test(trainer) if prepared.test else test_classifier(prepared, trainer)
     seconds, steps = trainer.clock.seconds(), trainer.state.global_step
-    counts = confusion_matrix(tested.labels, tested.predicted, len(prepared.classes))
+    named, counted = count_classes(task, tested, prepared.classes)
     results = Results(
         task=task.name,
         metrics={
             **tested.metrics,
             **validation_metrics(trainer.state, arguments.load_best_model_at_end),
-            **named_metrics(task, "test", counts, prepared.classes),
+            **named,
         },
         config=config,
         seed=arguments.seed,
@@ -320,13 +325,21 @@ def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePrior
             # passed.
             "process_cpu_seconds": round(time.process_time(), 1),
             "classes": list(prepared.classes),
-            "confusion": counts.tolist(),
-            "test_correct": pack_correct(tested.labels, tested.predicted),
+            **counted,
             **prepared.details(),
         },
         history=trainer_history(trainer.state.log_history),
     )
     return results, tested.predicted
+
+
+def count_classes(task: HFTask, tested: Tested, classes: Sequence[str]) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics and details that follow from the class of each example; none without one."""
+    if tested.labels is None:
+        return {}, {}
+    counts = confusion_matrix(tested.labels, tested.predicted, len(classes))
+    right = pack_correct(tested.labels, tested.predicted)
+    return named_metrics(task, "test", counts, classes), {"confusion": counts.tolist(), "test_correct": right}
 
 
 def test_classifier(prepared: Prepared, trainer: SparsePriorTrainer) -> Tested:
@@ -457,7 +470,12 @@ def save(task: HFTask, out: Path, trainer: SparsePriorTrainer, prepared: Prepare
     write_model = partial(_write_model, task, prepared, model)
     if trainer.weight_average is not None:
         with trainer.weight_average.swapped_in():
-            metrics = {"test_accuracy": results.metrics["test_ema_accuracy"]}
+            averaged = "test_ema_"
+            metrics = {
+                name.replace(averaged, "test_"): value
+                for name, value in results.metrics.items()
+                if name.startswith(averaged)
+            }
             write_model(out / AVERAGE, None, {**results.content(), "metrics": metrics})
     about = write_model(out / MODEL, weights, results.content())
     results.parameters = about.pop("parameters")
@@ -482,19 +500,21 @@ def _write_model(
     about = {"model_sha256": file_sha256(folder / "model.safetensors")}
     about |= task.about_model(load_whole_model(folder, task.model_class))
     prepared.save_processor(folder)
-    write_text(folder / CARD, model_card(whole.config, results))
+    write_text(folder / CARD, task.card(whole, results))
     return about
 
 
-def draw(task: HFTask, out: Path, prepared: Prepared, results: Results, predicted: np.ndarray) -> None:
+def draw(task: HFTask, out: Path, prepared: Prepared, results: Results, predicted: Any) -> None:
     """Curves, confusion matrix and the task's own pictures."""
     heading = f"{results.details['prior']}, seed {results.seed}"
     task.draw_history(results.history, out / "curves.png", heading)
-    accuracy = 100 * results.metrics[task.metric]
-    counts = np.array(results.details["confusion"])
-    draw_confusion(counts, prepared.classes, out / "confusion.png", f"{heading}: {accuracy:.2f} % on test")
-    pictures = task.draw(out, prepared, predicted, heading)
-    results.details["pictures"] = ["curves.png", "confusion.png", *pictures]
+    pictures = ["curves.png"]
+    if "confusion" in results.details:
+        accuracy = 100 * results.metrics[task.metric]
+        counts = np.array(results.details["confusion"])
+        draw_confusion(counts, prepared.classes, out / "confusion.png", f"{heading}: {accuracy:.2f} % on test")
+        pictures.append("confusion.png")
+    results.details["pictures"] = [*pictures, *task.draw(out, prepared, predicted, heading)]
 
 
 def train_main(task: HFTask, argv: list[str] | None = None) -> int:

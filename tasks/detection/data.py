@@ -16,6 +16,7 @@ from mmdet.models.test_time_augs import DetTTAModel
 from mmdet.registry import DATA_SAMPLERS, DATASETS, METRICS, MODELS, TRANSFORMS
 from mmengine.dataset import DefaultSampler
 
+from tasks.common.coco import annotation_damage
 from tasks.common.mm.hooks import Draw
 from tasks.common.mm.reading import ReadImage
 
@@ -153,60 +154,3 @@ class QuietCocoMetric(CocoMetric):
         finally:
             self.metrics = kinds
         return {**{f"{name}_mAP": 0.0 for name in kinds}, **metrics}
-
-
-def annotation_damage(annotation: dict[str, Any], height: int, width: int) -> str | None:
-    """What is wrong with the box or mask of one of COCO's annotations, or None. Height and width in pixels."""
-    box, mask = annotation.get("bbox"), annotation.get("segmentation")
-    if not isinstance(box, list) or len(box) != 4 or not all(_is_number(value) for value in box):
-        return f"has bbox {box!r}, which must be four numbers"
-    left, top, across, down = box
-    # A pixel of tolerance: published boxes are rounded.
-    if min(across, down) < 0 or min(left, top) < -1 or left + across > width + 1 or top + down > height + 1:
-        return f"has bbox {box}, which is not within its image of {height}x{width} (left, top, width, height)"
-    if isinstance(mask, list):
-        if not mask or not all(
-            isinstance(polygon, list) and len(polygon) >= 6 and len(polygon) % 2 == 0 and all(map(_is_number, polygon))
-            for polygon in mask
-        ):
-            return "has a polygon that is not pairs of coordinates of three or more points"
-        return None
-    if not isinstance(mask, dict) or not isinstance(mask.get("counts"), (list, str)):
-        return "has neither polygons nor run lengths as segmentation"
-    if list(mask.get("size") or []) != [height, width]:
-        return f"has a mask of size {mask.get('size')}, its image is {[height, width]}"
-    if isinstance(mask["counts"], list) and (
-        not all(isinstance(count, int) and count >= 0 for count in mask["counts"])
-        or sum(mask["counts"]) != height * width
-    ):
-        return f"has run lengths that do not fill its image of {height}x{width}"
-    if isinstance(mask["counts"], str) and packed_pixels(mask["counts"]) != height * width:
-        return f"has packed run lengths that do not fill its image of {height}x{width}"
-    return None
-
-
-def packed_pixels(counts: str) -> int | None:
-    """Number of pixels that COCO's packed run lengths cover, or None if they are no run lengths.
-
-    A character carries five bits, and one that says whether the number goes on (pycocotools' rleFrString); from the
-    third run on, numbers are differences to the run before the last.
-    """
-    runs: list[int] = []
-    value = shift = 0
-    for character in counts:
-        bits = ord(character) - 48
-        if not 0 <= bits < 64:
-            return None
-        value |= (bits & 31) << shift
-        shift += 5
-        if bits & 32:
-            continue
-        if bits & 16:
-            value -= 1 << shift
-        runs.append(value + (runs[-2] if len(runs) > 2 else 0))
-        value = shift = 0
-    return None if shift or any(run < 0 for run in runs) else sum(runs)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)

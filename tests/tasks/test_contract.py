@@ -158,6 +158,15 @@ def video(folder: Path) -> list[str]:
     return write_config(folder, content)
 
 
+def heads(folder: Path) -> list[str]:
+    """UPerNet on pictures that are mirrored at random."""
+    from tests.tasks.common.mm.shapes import write_shapes
+    from tests.tasks.heads.tiny import tiny_config
+
+    content = tiny_config(write_shapes(folder / "shapes"), "upernet")
+    return write_config(folder, {**content, "trainer": TRAINER})
+
+
 def write_config(folder: Path, content: dict) -> list[str]:
     (folder / "config.yaml").write_text(yaml.safe_dump(content))
     return ["--config", str(folder / "config.yaml")]
@@ -175,6 +184,10 @@ ROWS = (
     Row(
         "video", ("av",), video, "trainer.output_dir", ("trainer.dataloader_num_workers=1",), "test_accuracy",
         "trains on 24 clips of 2 classes (train), validates on 8 clips (validation), tests on 8 clips (test)",
+    ),
+    Row(
+        "heads", ("pycocotools",), heads, "trainer.output_dir", ("trainer.report_to=none",), "test_mIoU",
+        "trains on 7 images of 3 classes (training), validates on 3 images (validation), tests on 4 images (test)",
     ),
     Row(
         "segmentation", ("mmengine", "mmcv", "mmseg"), segmentation, "output_dir",

@@ -26,6 +26,7 @@ from pycocotools.cocoeval import COCOeval
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
 from hf_sparseprior.supports import head_offsets
+from tasks.common.coco import annotation_damage, packed_pixels
 from tasks.common.mm.config import load_config
 from tasks.common.mm.evaluate import evaluate
 from tasks.common.mm.loading import read_checkpoint
@@ -34,7 +35,7 @@ from tasks.common.mm.saving import fill_model
 from tasks.common.mm.train import run
 from tasks.common.mm.tta import with_tta
 from tasks.detection.baseline import fit_constant, overlaps
-from tasks.detection.data import NumberedEpochSampler, annotation_damage, packed_pixels
+from tasks.detection.data import NumberedEpochSampler
 from tasks.detection.task import DETECTION, constant_metrics
 from tasks.detection.train import main as train_main
 from tests.hf_sparseprior.small import SMALL as SMALL_FAMILIES

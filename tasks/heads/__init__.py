@@ -1,0 +1,1 @@
+"""Segmentation and detection with heads of transformers on our backbones, without any other framework."""

@@ -1,0 +1,195 @@
+"""Images with classes of pixels or with objects, read from a folder in ADE20K's and COCO's layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from hf_sparseprior.training.sampling import Draw
+from tasks.common.coco import CocoFile, read_coco
+from tasks.common.mm.scenes import write_scenes
+from tasks.heads.config import DataConfig
+from tasks.heads.kinds import IGNORED, Kind, targets
+
+SPLITS = {"train": "training", "validation": "validation", "test": "test"}
+SUFFIXES = (".png", ".jpg", ".jpeg")
+
+
+def prepare_folder(config: DataConfig) -> Path:
+    """The folder of the data; scenes are drawn if it is missing.
+
+    Raises:
+        OSError: if it is missing and there are no settings of scenes. ValueError: if it holds other scenes.
+    """
+    folder = Path(str(config.path))
+    if config.scenes is not None:
+        write_scenes(folder, config.scene_settings())
+    if not (folder / "images").is_dir():
+        raise OSError(f"data.path={folder} has no folder images; see DataConfig in tasks/heads/config.py")
+    return folder
+
+
+class PixelClasses(Dataset):
+    """Images with a class for each pixel.
+
+    Args:
+        folder: of the data. split: train, validation or test.
+
+    Raises:
+        OSError: for a missing list of classes, or a split without images.
+    """
+
+    def __init__(self, folder: Path, split: str) -> None:
+        names = folder / "classes.txt"
+        if not names.is_file():
+            raise OSError(f"{names} is missing; it holds one class a line")
+        lines = names.read_text(encoding="utf-8").splitlines()
+        self.classes = [line.strip() for line in lines if line.strip()]
+        own = SPLITS[split]
+        self.annotations = folder / "annotations" / own
+        self.files = sorted(file for file in (folder / "images" / own).glob("*") if file.suffix.lower() in SUFFIXES)
+        if not self.files:
+            raise OSError(f"{folder / 'images' / own} holds no images ({', '.join(SUFFIXES)})")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def image(self, index: int) -> np.ndarray:
+        """uint8 RGB (height, width, 3)."""
+        return read_rgb(self.files[index])
+
+    def annotation(self, index: int) -> np.ndarray:
+        """Classes of pixels, uint8 (height, width), 255 where there is no label.
+
+        Raises:
+            OSError: for a missing or broken file. ValueError: for another size than the image's, or an unknown label.
+        """
+        path = self.annotations / f"{self.files[index].stem}.png"
+        labels = np.asarray(open_image(path))
+        if labels.shape != (size := self.image(index).shape[:2]):
+            raise ValueError(f"{path} of shape {labels.shape} must be one channel of the image's {size}")
+        known = labels[labels != IGNORED]
+        if known.size and known.max() > len(self.classes):
+            raise ValueError(f"{path} holds the label {known.max()}; the highest is {len(self.classes)}")
+        return np.where((labels == 0) | (labels == IGNORED), IGNORED, labels.astype(np.int64) - 1).astype(np.uint8)
+
+
+class Objects(Dataset):
+    """Images with objects.
+
+    Args:
+        folder: of the data. split: train, validation or test.
+        with_objects: leave images without objects out, as detectors do in training.
+    """
+
+    def __init__(self, folder: Path, split: str, with_objects: bool = False) -> None:
+        self.folder = folder / "images" / SPLITS[split]
+        self.coco: CocoFile = read_coco(folder / "annotations" / f"instances_{SPLITS[split]}.json")
+        self.classes = list(self.coco.categories.values())
+        self.numbers = {key: number for number, key in enumerate(self.coco.categories)}
+        self.images = [entry for entry in self.coco.images if self.coco.annotations[entry["id"]] or not with_objects]
+        if not self.images:
+            raise ValueError(f"{self.coco.path} has no image with objects")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def image(self, index: int) -> np.ndarray:
+        """uint8 RGB (height, width, 3).
+
+        Raises:
+            OSError: for a missing or broken file. ValueError: for another size than the annotation file says.
+        """
+        entry = self.images[index]
+        pixels = read_rgb(self.folder / entry["file_name"])
+        if pixels.shape[:2] != (entry["height"], entry["width"]):
+            found = "x".join(map(str, pixels.shape[:2]))
+            raise ValueError(
+                f"{self.folder / entry['file_name']} is of {found} pixels, the annotation file says "
+                f"{entry['height']}x{entry['width']}"
+            )
+        return pixels
+
+    def annotation(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Masks bool (objects, height, width), boxes (objects, 4) left, top, width, height, and classes (objects,)."""
+        entry = self.images[index]
+        own = self.coco.annotations[entry["id"]]
+        boxes = np.array([annotation["bbox"] for annotation in own], dtype=np.float32).reshape(-1, 4)
+        classes = np.array([self.numbers[annotation["category_id"]] for annotation in own], dtype=np.int64)
+        return self.coco.masks(entry), boxes, classes
+
+
+class Prepared(Dataset):
+    """Samples as a head takes them: `pixel_values` (3, height, width) and what it learns from.
+
+    Args:
+        source: images and annotations. kind: of the head. processor: its image processor.
+        mirrored: probability with which an image that is indexed by a `Draw` is mirrored. seed: the run's.
+    """
+
+    def __init__(self, source: Any, kind: Kind, processor: Any, mirrored: float = 0.0, seed: int = 0) -> None:
+        self.source, self.kind, self.processor = source, kind, processor
+        self.mirrored, self.seed = mirrored, seed
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def fill_cache(self, show_progress: bool = False) -> None:
+        """Images are read when they are needed."""
+
+    def __getitem__(self, item: int | Draw) -> dict[str, Any]:
+        index = item.index if isinstance(item, Draw) else int(item)
+        mirrored = isinstance(item, Draw) and bool(item.random(self.seed).random() < self.mirrored)
+        pixels = self.processor(images=self.source.image(index), return_tensors="pt")["pixel_values"][0]
+        size = (pixels.shape[1], pixels.shape[2])
+        pixels = pixels.flip(-1) if mirrored else pixels
+        return {
+            "pixel_values": pixels.to(torch.float32),
+            **targets(self.kind, self.source.annotation(index), size, mirrored),
+        }
+
+
+def read_source(kind: Kind, folder: Path, split: str) -> Any:
+    """The images and annotations of a split as a kind of head learns from them."""
+    return PixelClasses(folder, split) if kind.finds == "classes" else Objects(folder, split, split == "train")
+
+
+def same_classes(sources: Sequence[Any]) -> list[str]:
+    """The classes of all splits.
+
+    Raises:
+        ValueError: if they differ.
+    """
+    for source in sources[1:]:
+        if source.classes != sources[0].classes:
+            raise ValueError(
+                f"{source.coco.path} has the categories {source.classes}, training has {sources[0].classes}"
+            )
+    return list(sources[0].classes)
+
+
+def open_image(path: Path) -> Image.Image:
+    """A whole image, which is read.
+
+    Raises:
+        OSError: for a missing or broken file; the message names it.
+    """
+    try:
+        image = Image.open(path)
+        image.load()
+        return image
+    except FileNotFoundError:
+        raise OSError(f"{path} is missing") from None
+    except (OSError, ValueError, SyntaxError) as error:  # Pillow's plugins raise all of them for broken files
+        raise OSError(f"{path} cannot be read as an image ({str(error).splitlines()[0]})") from None
+
+
+def read_rgb(path: Path) -> np.ndarray:
+    """An image, uint8 RGB (height, width, 3)."""
+    return np.asarray(open_image(path).convert("RGB"))

@@ -1,0 +1,351 @@
+"""Training with heads of transformers: data against loops, metrics against other libraries, runs, `pipeline`."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from sklearn.metrics import jaccard_score
+
+from tests.configs import shipped
+from tests.processes import run_script
+from tests.tasks.common.mm.shapes import write_shapes
+
+pytest.importorskip("pycocotools", reason="the extra `heads` is not installed")
+
+from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
+from hf_sparseprior.heads import backbone_of
+from hf_sparseprior.training.sampling import Draw
+from tasks.common.coco import read_coco
+from tasks.common.results import read_results
+from tasks.heads import data as heads_data
+from tasks.heads import evaluate, train
+from tasks.heads.config import DataConfig, backbone_config, check_config
+from tasks.heads.kinds import KINDS, ObjectScore, PixelScore, collate, findings, make_processor, targets
+from tasks.heads.task import HEADS, Measure, build_model, constant_score
+from tests.tasks.heads.tiny import HEAD_OPTIONS, tiny_config
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    return write_shapes(tmp_path_factory.mktemp("shapes"))
+
+
+def write(folder, content):
+    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    return ["--config", str(folder / "config.yaml")]
+
+
+@pytest.fixture(scope="module")
+def runs(shapes, tmp_path_factory):
+    """Folders of short runs by the name of the head, made when they are asked for."""
+    done = {}
+
+    def run(name):
+        if name not in done:
+            folder = tmp_path_factory.mktemp(name)
+            content = tiny_config(shapes, name, max_steps=4)
+            assert train.main([*write(folder, content), f"trainer.output_dir={folder / 'run'}"]) == 0
+            done[name] = folder / "run"
+        return done[name]
+
+    return run
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_head_learns_from_a_batch_and_is_measured(shapes, name):
+    config, kind = check_config(tiny_config(shapes, name)), KINDS[name]
+    source = heads_data.read_source(kind, shapes, "test")
+    torch.manual_seed(0)
+    model = build_model(config, source.classes)
+    processor = make_processor(kind, backbone_of(model).config)
+    data = heads_data.Prepared(source, kind, processor, 0.5, 3)
+    loss = model(**collate([data[Draw(index, 0, index)] for index in range(3)])).loss
+    loss.backward()
+    assert loss.isfinite() and backbone_of(model).embeddings.projection.weight.grad.abs().max() > 0
+    measure = Measure(kind, processor, 3)
+    metrics, again = measure(model, data), measure(model, data)
+    assert metrics == again and model.training and 0 <= metrics[kind.metric] <= 1 and len(measure.found) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["upernet", "mask2former", "detr"])
+def test_a_run_is_saved_and_measures_the_same_again(name, runs):
+    run = runs(name)
+    results = read_results(run / "results.json")
+    metric = f"test_{KINDS[name].metric}"
+    assert 0 <= results["metrics"][metric] <= 1 and results["head"] == name
+    assert results["prior"] == "fibottention+violin" and results["parameters"] > 1000
+    assert {"model", "curves.png", "predictions.png"} <= {path.name for path in run.iterdir()}
+    assert evaluate.main([str(run)]) == 0
+    again = read_results(run / "evaluation" / "results_test.json")
+    assert again["metrics"] == results["metrics"] and (run / "evaluation" / "predictions.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+def test_a_head_learns(shapes, tmp_path):
+    """UPerNet finds squares that are brighter and darker than anything else, on images that it has not seen."""
+    content = tiny_config(shapes, "upernet", max_steps=30)
+    assert train.main([*write(tmp_path, content), f"trainer.output_dir={tmp_path / 'run'}"]) == 0
+    results = read_results(tmp_path / "run" / "results.json")
+    assert results["metrics"]["test_mIoU"] > 1.5 * results["constant_mIoU"]
+    losses = [entry["loss"] for entry in results["history"] if "loss" in entry]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.slow
+def test_a_backbone_comes_from_a_saved_classifier_and_keeps_its_prior(shapes, tmp_path):
+    content = tiny_config(shapes, "upernet")
+    torch.manual_seed(1)
+    source = SparsePriorViTForImageClassification(SparsePriorViTConfig(**content["model"], num_labels=7))
+    source.save_pretrained(tmp_path)
+    model = build_model({**content, "model": {"pretrained": str(tmp_path)}}, ["a", "b"])
+    state = backbone_of(model).state_dict()
+    assert all(torch.equal(state[key], value) for key, value in source.vit.state_dict().items())
+    assert backbone_of(model).config.prior == source.config.prior and model.config.num_labels == 2
+
+
+FRESH = """
+import json, sys
+import hf_sparseprior
+from transformers import pipeline
+
+semantic = pipeline("image-segmentation", model="upernet", device="cpu")("image.png")
+segment = pipeline("image-segmentation", model="mask2former", device="cpu")
+instances = segment("image.png", subtask="instance", threshold=0.0)
+boxes = pipeline("object-detection", model="detr", device="cpu")("image.png", threshold=0.0)
+for part in semantic:
+    part["mask"] = sum(value > 0 for value in part["mask"].getdata())
+found = {"semantic": semantic, "instances": [part["label"] for part in instances], "boxes": boxes}
+json.dump(found, open("found.json", "w"))
+"""
+
+
+@pytest.mark.slow
+def test_pipelines_of_a_new_process_take_the_saved_models(runs, shapes, tmp_path):
+    """What they find is what the run measured."""
+    for name in ("upernet", "mask2former", "detr"):
+        shutil.copytree(runs(name) / "model", tmp_path / name)
+    shutil.copy(shapes / "images" / "test" / "0.png", tmp_path / "image.png")
+    run_script(FRESH, folder=tmp_path, package=True)
+    found = json.loads((tmp_path / "found.json").read_text())
+    classes = (shapes / "classes.txt").read_text().split()
+    config = check_config(tiny_config(shapes, "upernet"))
+    expected = _first_finding(runs("upernet") / "model", config)
+    for part in found["semantic"]:
+        assert part["mask"] == (expected == classes.index(part["label"])).sum() > 0
+    assert sum(part["mask"] for part in found["semantic"]) == 32 * 32
+    assert {box["label"] for box in found["boxes"]} <= {"bright", "dark"} and found["boxes"]
+    assert set(found["instances"]) <= {"bright", "dark"}
+    card = (runs("detr") / "model" / "README.md").read_text()
+    assert "pipeline_tag: object-detection" in card and "import hf_sparseprior" in card
+
+
+def _first_finding(folder, config):
+    model = HEADS.model_class.from_pretrained(folder).eval()
+    split = HEADS.read_split(config, "test", model, folder)
+    prepared = split.dataset
+    with torch.no_grad():
+        outputs = model(prepared[0]["pixel_values"][None])
+    return findings(prepared.kind, prepared.processor, outputs, [(32, 32)])[0]
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+
+
+def test_pixels_have_the_classes_of_the_file(shapes):
+    source = heads_data.PixelClasses(shapes, "test")
+    stored = np.asarray(Image.open(shapes / "annotations" / "test" / "1.png"))
+    found = source.annotation(1)
+    for row in range(32):
+        for column in range(32):
+            assert found[row, column] == (255 if stored[row, column] == 0 else stored[row, column] - 1)
+    assert source.classes == ["background", "bright", "dark"] and len(source) == 4
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_targets_against_loops(shapes, mirrored):
+    """A mask is mirrored with its image, and the box is the mask's."""
+    source = heads_data.Objects(shapes, "train")
+    masks, boxes, classes = source.annotation(0)
+    assert sorted(classes) == [0, 1] and masks.shape == (2, 32, 32)
+    found = targets(KINDS["mask2former"], (masks, boxes, classes), (64, 64), mirrored)
+    placed = targets(KINDS["detr"], (masks, boxes, classes), (64, 64), mirrored)["labels"]
+    for number, mask in enumerate(masks):
+        big = np.kron(mask, np.ones((2, 2), bool))
+        big = big[:, ::-1] if mirrored else big
+        assert np.array_equal(found["mask_labels"][number].numpy().astype(bool), big)
+        rows, columns = np.flatnonzero(big.any(1)), np.flatnonzero(big.any(0))
+        centre = [(columns[0] + columns[-1] + 1) / 128, (rows[0] + rows[-1] + 1) / 128]
+        size = [len(columns) / 64, len(rows) / 64]
+        np.testing.assert_allclose(placed["boxes"][number].numpy(), [*centre, *size], atol=1e-6)
+    assert torch.equal(placed["class_labels"], found["class_labels"])
+
+
+def test_images_are_mirrored_with_their_labels_by_the_draw_alone(shapes):
+    config = check_config(tiny_config(shapes, "upernet"))
+    kind = KINDS["upernet"]
+    processor = make_processor(kind, backbone_config(config["model"]))
+    source = heads_data.PixelClasses(shapes, "train")
+    prepared = heads_data.Prepared(source, kind, processor, mirrored=0.5, seed=3)
+    plain = prepared[2]
+    seen = set()
+    for epoch in range(20):
+        sample, again = (prepared[Draw(2, epoch, 0)] for _ in range(2))
+        assert torch.equal(sample["pixel_values"], again["pixel_values"])
+        flipped = not torch.equal(sample["labels"], plain["labels"])
+        expected = {key: value.flip(-1) if flipped else value for key, value in plain.items()}
+        assert all(torch.equal(sample[key], value) for key, value in expected.items())
+        seen.add(flipped)
+    assert seen == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("break_it", "kind", "message"),
+    [
+        (lambda root: (root / "classes.txt").unlink(), "upernet", "classes.txt is missing; it holds one class a line"),
+        (lambda root: shutil.rmtree(root / "images" / "test"), "upernet", "images/test holds no images"),
+        (lambda root: (root / "annotations/test/0.png").unlink(), "upernet", "annotations/test/0.png is missing"),
+        (lambda root: cut(root / "images/test/0.png"), "upernet", "0.png cannot be read as an image"),
+        (lambda root: (root / "classes.txt").write_text("a\n"), "upernet", "holds the label 3; the highest is 1"),
+        (
+            lambda root: resize(root / "annotations/test/0.png"),
+            "upernet",
+            r"must be one channel of the image's \(32, 32",
+        ),
+        (lambda root: resize(root / "images/test/0.png"), "detr", "is of 16x16 pixels, the annotation file says 32x32"),
+        (lambda root: (root / "annotations/instances_test.json").unlink(), "detr", "instances_test.json is missing"),
+        (lambda root: cut(root / "annotations/instances_test.json"), "detr", "instances_test.json is no JSON"),
+        (lambda root: change(root, "categories", []), "detr", "category_id 5, which is not among categories"),
+        (lambda root: change(root, "images", [{}]), "detr", "is not COCO's layout"),
+    ],
+)
+def test_broken_data_is_named_in_one_line(shapes, tmp_path, break_it, kind, message):
+    root = tmp_path / "shapes"
+    shutil.copytree(shapes, root)
+    break_it(root)
+    with pytest.raises((OSError, ValueError), match=message) as error:
+        source = heads_data.read_source(KINDS[kind], root, "test")
+        source.image(0), source.annotation(0)
+    assert "\n" not in str(error.value) and str(root) in str(error.value)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def resize(path):
+    Image.open(path).resize((16, 16)).save(path)
+
+
+def change(root, key, value):
+    path = root / "annotations" / "instances_test.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+
+
+def test_polygons_and_packed_run_lengths_are_masks_too(shapes, tmp_path):
+    from pycocotools import mask as coco_mask
+
+    expected = np.zeros((6, 8), dtype=bool)
+    expected[1:5, 2:7] = True
+    packed = coco_mask.encode(np.asfortranarray(expected.astype(np.uint8)))
+    outlines = [[[2, 1, 7, 1, 7, 5, 2, 5]], {"size": [6, 8], "counts": packed["counts"].decode()}]
+    annotations = [
+        {"id": number, "image_id": 1, "category_id": 1, "bbox": [2, 1, 5, 4], "segmentation": outline, "area": 20}
+        for number, outline in enumerate(outlines)
+    ]
+    content = {
+        "images": [{"id": 1, "file_name": "a.png", "height": 6, "width": 8}], "annotations": annotations,
+        "categories": [{"id": 1, "name": "a"}],
+    }  # fmt: skip
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    coco = read_coco(tmp_path / "a.json")
+    assert all(np.array_equal(mask, expected) for mask in coco.masks(coco.images[0]))
+
+
+# ---- metrics --------------------------------------------------------------------------------------------------------
+
+
+def test_mean_iou_is_that_of_scikit_learn():
+    random = np.random.default_rng(0)
+    labels, found = random.integers(0, 4, (2, 3, 9, 7))
+    labels = labels.copy()
+    hidden = random.random(labels.shape) < 0.1
+    score = PixelScore(5)  # one class never occurs
+    for truth, own, mask in zip(labels, found, hidden, strict=True):
+        score.add(np.where(mask, 255, truth).astype(np.uint8), own)
+    expected = jaccard_score(labels[~hidden], found[~hidden], average=None)
+    assert score.metrics()["mIoU"] == pytest.approx(expected.mean())
+    assert score.metrics()["pixel_accuracy"] == pytest.approx((labels == found)[~hidden].mean())
+    assert list(score.by_class("abcde").values())[:4] == pytest.approx(expected.tolist())
+    best = max(jaccard_score(labels[~hidden], np.full((~hidden).sum(), c), average=None).mean() for c in range(4))
+    assert constant_score(score.counts) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("name", ["detr", "mask2former"])
+def test_perfect_findings_have_precision_1_and_wrong_ones_0(shapes, name):
+    kind, source = KINDS[name], heads_data.Objects(shapes, "test")
+
+    def precision(swap):
+        score = ObjectScore(kind, source.coco)
+        for number, image in enumerate(source.images):
+            masks, boxes, classes = source.annotation(number)
+            corners = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1)
+            places = masks if name == "mask2former" else corners
+            score.add(image, np.ones(len(classes)), 1 - classes if swap else classes, places)
+        return list(score.metrics().values())
+
+    assert precision(False) == pytest.approx([1.0, 1.0]) and precision(True) == pytest.approx([0.0, 0.0])
+    assert list(ObjectScore(kind, source.coco).metrics().values()) == [0.0, 0.0]
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("head.name=dpt", r"head\.name='dpt' must be one of upernet, mask2former"),
+        ("head.hiden_size=4", "section 'head' has no key 'hiden_size'; did you mean 'hidden_size'?"),
+        ("head.hidden_size=four", "hidden_size"),
+        ("model.num_hidden_layers=2", "upernet takes the maps of 4 layers; this 'sparseprior_vit' has 2"),
+        ("model.prior=evit", "drops tokens"),
+        ("model.preset=vit_huge_plus", r"preset='vit_huge_plus' must be one of"),
+        ("data.horizontal_flip=2", r"data\.horizontal_flip=2 must be a probability"),
+        ("data.scenes.size=4", "scenes"),
+        ("data.path=null", r"data\.path=None must be the folder"),
+        ("data.path=/nowhere", "data.path=/nowhere has no folder images"),
+        ("trainer.layer_decay=0.7", r"trainer\.layer_decay=0\.7 is not for heads"),
+        ("trainer.metric_for_best_model=accuracy", r"metric_for_best_model='accuracy' must be loss"),
+        ("model.pretrained=/nowhere", r"model\.pretrained=/nowhere is not a folder of a saved model"),
+    ],
+)
+def test_bad_settings_end_in_one_line(shapes, tmp_path, capfd, override, message):
+    arguments = write(tmp_path, tiny_config(shapes, "upernet"))
+    assert train.main([*arguments, f"trainer.output_dir={tmp_path / 'run'}", override]) == 2
+    assert re.search(message, capfd.readouterr().err.splitlines()[-1])
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_head_that_learns_has_its_options_here():
+    assert set(HEAD_OPTIONS) == set(KINDS)
+
+
+def test_scenes_of_other_settings_are_refused(tmp_path):
+    (tmp_path / "scenes.json").write_text(json.dumps({"training": 1}))
+    with pytest.raises(ValueError, match="holds scenes of other settings"):
+        heads_data.prepare_folder(DataConfig(path=str(tmp_path), scenes={"training": 2}))
+
+
+@pytest.mark.parametrize("name", shipped.cells("heads/smoke.yaml"))
+def test_shipped_configurations_are_good_and_name_every_head(name):
+    config = HEADS.load_config(shipped.path(name))
+    assert config["head"]["name"] == name.partition("#")[2]
+    assert {cell.partition("#")[2] for cell in shipped.cells("heads/smoke.yaml")} == set(KINDS)
