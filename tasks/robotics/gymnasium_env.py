@@ -21,9 +21,11 @@ from gymnasium import spaces
 from gymnasium.utils import EzPickle
 
 from tasks.robotics.environments import Observation, make_environment, picture_problem
+from tasks.robotics.observation_groups import ENVIRONMENT, GROUPS, INSTRUCTIONS, STATE, image_feature
 
 LARGEST_SEED = 2**32 - 1  # of PushT's generator
 RENDER_SIZE = 256
+OBSERVATIONS = ("named", "lerobot")
 
 
 class SimulatorEnv(gymnasium.Env, EzPickle):
@@ -39,9 +41,11 @@ class SimulatorEnv(gymnasium.Env, EzPickle):
         cameras, image_size: as `make_environment` takes them; without cameras no images are made.
         render_mode: "rgb_array", or None if nothing is to be drawn; gymnasium makes "human" and "rgb_array_list" of it.
         render_size: height and width of what `render` draws, pixels.
+        obs_type: "named", or "lerobot" for what its `preprocess_observation` knows: `agent_pos`, `environment_state`
+            and `pixels`, images by camera, of PushT the image itself.
 
     Raises:
-        ValueError: for another task, camera, size or mode.
+        ValueError: for another task, camera, size, mode or type of observations.
         ImportError: if the simulator is missing.
         OSError: if images or pictures of an arm are wanted and no GL library is found.
     """
@@ -55,8 +59,11 @@ class SimulatorEnv(gymnasium.Env, EzPickle):
         image_size: int | None = None,
         render_mode: str | None = None,
         render_size: int = RENDER_SIZE,
+        obs_type: str = "named",
     ) -> None:
-        EzPickle.__init__(self, task, cameras, image_size, render_mode, render_size)
+        EzPickle.__init__(self, task, cameras, image_size, render_mode, render_size, obs_type)
+        if obs_type not in OBSERVATIONS:
+            raise ValueError(f"obs_type={obs_type!r} must be one of {', '.join(OBSERVATIONS)}")
         if isinstance(cameras, str):
             raise ValueError(f"cameras={cameras!r} must be a list of names")
         if render_mode not in (None, *self.metadata["render_modes"]):
@@ -69,19 +76,19 @@ class SimulatorEnv(gymnasium.Env, EzPickle):
             self.simulator.close()
             raise OSError(f"render_mode={render_mode!r} of {task}: {problem}")
         self.metadata = {**self.metadata, "render_fps": self.simulator.fps}
+        self.obs_type, self.task, self.task_description = obs_type, task, INSTRUCTIONS[task]
         size = self.simulator.image_size
-        parts: dict[str, spaces.Space] = {
-            key: spaces.Box(low, high, dtype=np.float32) for key, (low, high) in self.simulator.state_bounds.items()
-        }
-        images = {key: spaces.Box(0, 255, (size, size, 3), np.uint8) for key in self.simulator.cameras.values()}
-        self.observation_space = spaces.Dict(parts | images)
+        lows, highs = ({key: each[side] for key, each in self.simulator.state_bounds.items()} for side in (0, 1))
+        for key in self.simulator.cameras.values():
+            lows[key], highs[key] = (np.full((size, size, 3), value, np.uint8) for value in (0, 255))
+        self.observation_space = _boxes(self._shown(lows), self._shown(highs))
         low, high = self.simulator.action_bounds
         self.action_space = spaces.Box(low, high, dtype=np.float32)
         self._episode: int | None = None  # its seed
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Start an episode: that of a seed, or the next one that the last seed leads to.
 
         Raises:
@@ -96,9 +103,10 @@ class SimulatorEnv(gymnasium.Env, EzPickle):
             self._episode = int(seed)
         else:
             self._episode = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        return self.simulator.reset(self._episode), self._info({"success": self.simulator.success()})
+        observation = self._shown(self.simulator.reset(self._episode))
+        return observation, self._info({"success": self.simulator.success()})
 
-    def step(self, action: np.ndarray) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+    def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Execute one action (size,).
 
         Raises:
@@ -109,7 +117,7 @@ class SimulatorEnv(gymnasium.Env, EzPickle):
             raise gymnasium.error.ResetNeeded("call reset before step")
         action = self.simulator.playable(self.simulator.checked_action(action))
         observation, reward, solved, info = self.simulator.step(action)
-        return observation, reward, solved, False, self._info(info)
+        return self._shown(observation), reward, solved, False, self._info(info)
 
     def render(self) -> np.ndarray | None:
         """The scene, uint8 (render_size, render_size, 3), if this was made with a render mode."""
@@ -124,5 +132,28 @@ class SimulatorEnv(gymnasium.Env, EzPickle):
         """Free the simulator; a second call does nothing."""
         self.simulator.close()
 
+    def _shown(self, observation: Observation) -> dict[str, Any]:
+        """The observation as `obs_type` wants it."""
+        if self.obs_type == "named":
+            return observation
+        groups = GROUPS[self.task]
+        found: dict[str, Any] = {
+            name: np.concatenate([observation[key] for key in groups[feature]])
+            for name, feature in (("agent_pos", STATE), ("environment_state", ENVIRONMENT))
+        }
+        images = {image_feature(key): observation[key] for key in self.simulator.cameras.values()}
+        if "observation.image" in images:
+            found["pixels"] = images["observation.image"]
+        elif images:
+            found["pixels"] = {name.removeprefix("observation.images."): image for name, image in images.items()}
+        return found
+
     def _info(self, measured: dict[str, Any]) -> dict[str, Any]:
         return {"seed": self._episode, "is_success": measured["success"], **measured}
+
+
+def _boxes(low: Any, high: Any) -> spaces.Space:
+    """The space between two observations."""
+    if isinstance(low, dict):
+        return spaces.Dict({key: _boxes(low[key], high[key]) for key in low})
+    return spaces.Box(low, high, dtype=low.dtype)

@@ -43,15 +43,9 @@ from tasks.robotics.formats.lerobot_files import (
     number_statistics,
     video_info,
 )
+from tasks.robotics.observation_groups import ENVIRONMENT, INSTRUCTIONS, STATE, image_feature
 
-# What is asked of the robot, in words.
-INSTRUCTIONS = {
-    "lift": "Lift the cube.",
-    "can": "Put the can into its bin.",
-    "pusht": "Push the T-shaped block onto the T-shaped target.",
-}
 ROBOTS = {"lift": "panda", "can": "panda", "pusht": "pusht"}
-STATE, ENVIRONMENT = "observation.state", "observation.environment_state"
 SIMULATED = ("object", "keypoints", "state")  # observations of which a robot knows nothing
 KINDS = ("video", "image")
 MEGABYTE = 2**20
@@ -60,7 +54,7 @@ MEGABYTE = 2**20
 def feature_of(key: str, image: bool) -> str:
     """lerobot's name for the feature that holds an observation."""
     if image:
-        return "observation.image" if key == "image" else f"observation.images.{key.removesuffix('_image')}"
+        return image_feature(key)
     return ENVIRONMENT if key in SIMULATED else STATE
 
 
