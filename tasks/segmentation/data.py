@@ -10,6 +10,7 @@ from mmseg.datasets import BaseSegDataset
 from mmseg.datasets.transforms import LoadAnnotations
 from mmseg.registry import DATASETS, TRANSFORMS
 
+from tasks.common.mm.config import read_classes
 from tasks.common.mm.pictures import class_colours
 from tasks.common.mm.reading import CHECKED, read_image
 
@@ -33,10 +34,7 @@ class FolderSegmentation(BaseSegDataset):
     """
 
     def __init__(self, data_root: str, split: str, img_suffix: str = ".png", **options: Any) -> None:
-        names = Path(data_root) / "classes.txt"
-        if not names.is_file():
-            raise OSError(f"{names} is missing; it holds one class a line")
-        classes = tuple(line.strip() for line in names.read_text(encoding="utf-8").splitlines() if line.strip())
+        classes = read_classes(data_root)
         images = Path(data_root) / "images" / split
         if not images.is_dir() or not any(images.glob(f"*{img_suffix}")):
             raise OSError(f"{images} holds no {img_suffix} images")

@@ -63,7 +63,48 @@ def load_config(task: str, path: str | Path, overrides: Sequence[str] = ()) -> C
         except (AssertionError, KeyError, TypeError) as error:
             raise ValueError(f"{override!r}: {first_line(error)}") from None
     config[WORK_DIR] = str(config[WORK_DIR])  # mmengine reads 2026 as a number
+    fill_classes(config)
     return config
+
+
+def fill_classes(config: Config) -> None:
+    """Give every part of the model whose num_classes is None as many classes as the training data has.
+
+    Raises:
+        OSError: for a missing list of classes.
+        ValueError: if the data does not name its classes.
+    """
+    parts = [config.get("model")]
+    empty = []
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            empty += [part] if "num_classes" in part and part["num_classes"] is None else []
+            parts += part.values()
+        elif isinstance(part, (list, tuple)):
+            parts += part
+    if not empty:
+        return
+    dataset = config.train_dataloader.dataset
+    classes = (dataset.get("metainfo") or {}).get("classes")
+    if classes is None and dataset.type == "FolderSegmentation":
+        classes = read_classes(dataset.data_root)
+    if classes is None:
+        raise ValueError("num_classes=None needs train_dataloader.dataset.metainfo.classes, the names of the classes")
+    for part in empty:
+        part["num_classes"] = len(classes)
+
+
+def read_classes(data_root: str | Path) -> tuple[str, ...]:
+    """The classes of a folder, one a line of its classes.txt.
+
+    Raises:
+        OSError: if there is none.
+    """
+    names = Path(data_root) / "classes.txt"
+    if not names.is_file():
+        raise OSError(f"{names} is missing; it holds one class a line")
+    return tuple(line.strip() for line in names.read_text(encoding="utf-8").splitlines() if line.strip())
 
 
 def take_cell(config: Config, file: Path, cell: str | None) -> None:

@@ -41,7 +41,7 @@ from tasks.segmentation.evaluate import main as evaluate_main
 from tasks.segmentation.task import SEGMENTATION, constant_predictor
 from tasks.segmentation.train import main as train_main
 from tests.hf_sparseprior.small import SMALL as SMALL_FAMILIES
-from tests.tasks.common.mm.shapes import data_roots, write_shapes
+from tests.tasks.common.mm.shapes import PARTS, data_roots, write_shapes
 from tests.tasks.segmentation.tiny import OVERRIDES, SMALL
 
 pytestmark = pytest.mark.slow
@@ -161,6 +161,38 @@ def test_classes_are_measured_one_by_one(finished, data, tmp_path, monkeypatch, 
         assert values["accuracy"] == pytest.approx(shared / true, abs=2e-3)
     mean = np.mean([values["IoU"] for values in found["classes"].values()])
     assert found["metrics"]["test_mIoU"] == pytest.approx(mean, abs=1e-4)
+
+
+def test_own_data_of_odd_sizes_is_trained_evaluated_and_its_classes_are_counted(tmp_path, capfd):
+    """The commands of the README's "Your own data", on four photographs of odd sizes, with a small model."""
+    random = np.random.default_rng(0)
+    for split in ("training", "validation", "test"):
+        for part in ("images", "annotations"):
+            (tmp_path / "own" / part / split).mkdir(parents=True)
+        for number, (height, width) in enumerate([(45, 70), (64, 33)]):
+            image = Image.fromarray(random.integers(0, 255, (height, width, 3), dtype=np.uint8))
+            image.save(tmp_path / "own/images" / split / f"{number}.jpg")
+            labels = random.integers(0, 3, (height, width), dtype=np.uint8)
+            Image.fromarray(labels).save(tmp_path / "own/annotations" / split / f"{number}.png")
+    (tmp_path / "own/classes.txt").write_text("road\nsky\n")
+    text = (CONFIGS / "own_data.py").read_text().replace('"data/own"', f'"{tmp_path}/own"')
+    text = text.replace("20000, 4, 512", "2, 2, 32").replace('["../mm', f'["{Path.cwd()}/configs/mm')
+    text = text.replace('"base/upernet.py"', f'"{Path.cwd()}/configs/segmentation/base/upernet.py"')
+    (tmp_path / "own_data.py").write_text(text)
+    small = [f"model.backbone.{key}={value}" for key, value in {**SMALL, "patch_size": 4}.items()]
+    small += ["model.backbone.out_indices=[1,2,3,4]", "model.neck.embed_dim=24", "model.decode_head.channels=8"]
+    small += ["model.decode_head.in_channels=[24,24,24,24]", "model.auxiliary_head.in_channels=24"]
+    small += [f"{part}_dataloader.{key}" for part in PARTS for key in ("num_workers=0", "persistent_workers=False")]
+    run_folder = tmp_path / "run"
+    config = str(tmp_path / "own_data.py")
+    assert train_main(["--config", config, f"output_dir={run_folder}", *small]) == 0, capfd.readouterr().err
+    assert evaluate_main([str(run_folder), "--split", "validation"]) == 0, capfd.readouterr().err
+    saved = load_config("segmentation", run_folder / "model/config.py")
+    assert saved.model.decode_head.num_classes == saved.model.auxiliary_head.num_classes == 2
+    assert list(read_results(run_folder / "results.json")["classes"]) == ["road", "sky"]
+    (tmp_path / "own/classes.txt").unlink()
+    assert train_main(["--config", config, f"output_dir={tmp_path}/other", *small]) == 2
+    assert "classes.txt is missing; it holds one class a line" in capfd.readouterr().err
 
 
 def test_slide_mode_averages_the_crops(finished, data, tmp_path):

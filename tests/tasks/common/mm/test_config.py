@@ -59,3 +59,18 @@ def test_whether_a_run_that_diverges_goes_on_can_be_said_for_every_file_and_make
     for stored in (stopping, run_identity(load_config("detection", file))):
         (tmp_path / "run_config.json").write_text(json.dumps(stored))
         assert folder_differences(tmp_path, going_on) == []
+
+
+def test_heads_without_a_number_of_classes_have_as_many_as_the_data(tmp_path):
+    heads = "model = dict(roi_head=dict(bbox_head=[dict(num_classes=None), dict(num_classes=7)]), neck=None)\n"
+    data = 'train_dataloader = dict(dataset=dict(type="{}", data_root="{}"{}))\n'
+    file = tmp_path / "own.py"
+    file.write_text(heads + data.format("CheckedCocoDataset", tmp_path, ', metainfo=dict(classes=("a", "b", "c"))'))
+    numbers = [head.num_classes for head in load_config("detection", file).model.roi_head.bbox_head]
+    assert numbers == [3, 7]
+    (tmp_path / "classes.txt").write_text("a\n\nb\n")
+    file.write_text(heads + data.format("FolderSegmentation", tmp_path, ""))
+    assert load_config("segmentation", file).model.roi_head.bbox_head[0].num_classes == 2
+    file.write_text(heads + data.format("CheckedCocoDataset", tmp_path, ""))
+    with pytest.raises(ValueError, match=r"num_classes=None needs train_dataloader\.dataset\.metainfo\.classes"):
+        load_config("detection", file)
