@@ -270,12 +270,14 @@ def test_zero_fill_is_the_published_form(backend, support):
         logits = leaves["q"] @ leaves["k"].transpose(-1, -2) / 2  # head width 4
         expected = torch.softmax(logits * mask, -1) @ leaves["v"]
         assert_near(out, expected, 1e-12)
-        # It is another function than the softmax over the support.
-        assert (out - call(leaves, name, None, (5, 5), prefix, backend="reference")).abs().max() > 0.01
+        # It is another function than the softmax over the support, but over all pairs of an image.
+        assert (
+            name == "radial" or (out - call(leaves, name, None, (5, 5), prefix, backend="reference")).abs().max() > 0.01
+        )
 
 
 @pytest.mark.parametrize("mask_fill", MASK_FILLS)
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name", [name for name in PATTERNS if name != "radial"])  # which acts over clips
 def test_supports_change_the_output(name, mask_fill):
     leaves = make_leaves((7, 7), 1)
     dense = call(leaves, "dense", None, (7, 7), 1)
