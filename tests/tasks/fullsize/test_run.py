@@ -13,6 +13,7 @@ from tasks.fullsize.configs import PaperRun, find_groups
 from tasks.fullsize.predict import IMPORTED_GIB, Need, memory_of_machine, parted, sibling_need, whole_need
 from tasks.fullsize.process import is_whole
 from tasks.fullsize.steps import Batch, train_overrides
+from tests.processes import ROOT
 
 SIZES = {"patch_size": 8, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 TINY = {
@@ -220,3 +221,22 @@ def test_tiny_configurations_are_found(tmp_path):
         ["experiments/table.yaml#dense", "experiments/table.yaml#other-seed"],
         ["experiments/table.yaml#violin"],
     ]
+
+
+def test_the_table_in_the_repository_has_the_figures_of_its_records():
+    folder = ROOT / "tasks" / "fullsize" / "results"
+    kept = [json.loads(path.read_text()) for path in (folder / "records").glob("*.json")]
+    lines = {line.split("`")[1]: line for line in (folder / "TABLE.md").read_text().splitlines() if "| `" in line}
+    done = [record for record in kept if record["status"] == "done"]
+    assert len(done) >= 20 and {record["task"] for record in done} >= {"classification", "detection", "segmentation"}
+    for record in kept:
+        steps = [record.get(part) or {} for part in ("small", "whole")]
+        for step in (step for step in steps if step.get("losses")):
+            assert (
+                len(step["losses"]) == 2
+                and None not in step["losses"]
+                and step["resumed_from"].endswith(("1", "1.pth"))
+            )
+            assert f"{step['seconds_per_step']:.1f}, {step['peak_gib']:.1f}" in lines[record["name"]]
+        reason = record.get("reason") or steps[1].get("reason")
+        assert reason is None or ("predicted" in reason and reason in lines[record["name"]])
