@@ -336,10 +336,11 @@ def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[st
 
 def check_one_checkpoint(records: Iterable[Mapping[str, Any]]) -> None:
     """Raise ValueError if runs from one `model.pretrained` started from different weights."""
-    found: dict[str, set[str]] = {}
+    found: dict[str | None, set[str]] = {}
     for record in records:
-        # Without one there may be a checksum all the same: each run's own, of what its search (UPop) left.
-        if folder := record["config"].get("model", {}).get("pretrained"):
+        folder = record["config"].get("model", {}).get("pretrained")
+        # Runs with UPop from scratch had the checksum of what the search of each left.
+        if folder is not None or not record["config"].get("compression"):
             found.setdefault(folder, set()).add(record.get("pretrained_sha256") or "unknown")
     for folder, checksums in found.items():
         if len(checksums) > 1:

@@ -38,6 +38,7 @@ OWN_SECTIONS = {"policy": "robotics", "dino": "pretraining"}
 VIDEO_KEYS = ("image_model", "num_frames")
 # Data that is made here, and data of no published set.
 OURS = ("digits", "motion", "folder", "imagefolder", "parquet", "arrow", "hub", "mnist", "fashion_mnist")
+OWN_DATA = "data/own"  # where configurations of mmsegmentation and mmdetection for data of one's own look for it
 # The data set that stands for others with the same step, where there is a choice.
 PREFERRED = ("imagenet", "cifar10", "cifar100")
 # What of the trainer decides which code a step runs and what it keeps in memory, besides the batch.
@@ -201,8 +202,10 @@ def _mm_runs(file: Path, root: Path) -> Iterator[PaperRun]:
 
     from tasks.common.mm.config import as_json, load_config
 
-    task = file.parent.name
-    for cell in MMConfig.fromfile(str(file)).get("cells", {}) or ("",):
+    task, said = file.parent.name, MMConfig.fromfile(str(file))
+    if said.get("data_root") == OWN_DATA:
+        return
+    for cell in said.get("cells", {}) or ("",):
         name = f"{file}#{cell}" if cell else str(file)
         config = as_json(load_config(task, name).to_dict())
         yield PaperRun(str(Path(name).relative_to(root)), task, {**config, "data_root": _data_root(config)})

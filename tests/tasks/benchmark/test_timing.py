@@ -1,3 +1,4 @@
+import ctypes
 import os
 import time
 from collections import Counter
@@ -110,6 +111,9 @@ def test_memory_tells_what_stays_from_what_a_call_takes():
     assert memory.needed == 16 * MEGA
 
 
+M_MMAP_THRESHOLD = -3  # malloc.h
+
+
 def attend(tokens):
     q, k, v = (torch.ones(1, 8, tokens, 32, requires_grad=True) for _ in range(3))
     ops.attention(q, k, v, "fibottention", backend="reference").sum().backward()
@@ -122,6 +126,8 @@ def grow(out):
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
+    # What is freed goes back to the system at once. malloc keeps some of it otherwise, here 14 % on top.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
     attend(64)
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS:")
@@ -140,7 +146,7 @@ def test_traced_memory_is_what_the_process_grows_by(tmp_path):
     attend(64)
     traced, _ = timing.traced_bytes(lambda: attend(1024), CPU)
     assert traced > 80 * MEGA  # two (8, 1024, 1024) in float32 and a mask
-    assert abs(traced - resident) < 0.15 * traced, (traced, resident)
+    assert abs(traced - resident) < 0.05 * traced, (traced, resident)
 
 
 def test_growth_law_finds_the_terms():

@@ -284,14 +284,17 @@ def test_records_of_two_checkpoints_are_not_put_in_one_table(tmp_path):
         compare.all_records(comparison, tmp_path / "records")
 
 
-def test_runs_from_scratch_have_no_checkpoint_in_common():
+def test_searches_from_scratch_leave_a_checkpoint_each():
     """A run with UPop from scratch had the checksum of what its own search left."""
-    records = [{"config": {"model": {"prior": "dense"}}, "pretrained_sha256": checksum} for checksum in ("abc", "def")]
-    compare.check_one_checkpoint(records)
-    for record in records:
-        record["config"]["model"]["pretrained"] = "model"
-    with pytest.raises(ValueError, match="2 checkpoints"):
-        compare.check_one_checkpoint(records)
+
+    def records(**sections):
+        config = {"model": {"prior": "dense"}, **sections}
+        return [{"config": config, "pretrained_sha256": checksum} for checksum in ("abc", "def")]
+
+    compare.check_one_checkpoint(records(compression={"method": "upop"}))
+    for other in (records(), records(model={"pretrained": "model"}, compression={"method": "upop"})):
+        with pytest.raises(ValueError, match="2 checkpoints"):
+            compare.check_one_checkpoint(other)
 
 
 def test_another_checkpoint_than_that_of_the_records_is_refused_before_anything_runs(tmp_path, monkeypatch):
