@@ -28,6 +28,7 @@ from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.config import load_config
 from tasks.classification.data import make_datasets
 from tasks.classification.task import CLASSIFICATION
+from tasks.common.command import run_command
 from tasks.common.compare import Comparison, run_comparison
 from tasks.common.comparison_table import draw_results, table
 from tasks.common.images.config import DataConfig
@@ -149,20 +150,25 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--seeds {arguments.seeds} must be 1 or more")
     transformers_logging.disable_progress_bar()
     keep_freed_memory()
+    goes_on = f"from the last checkpoint in {arguments.out}"
+    return run_command(parser.prog, lambda: show(arguments.out, arguments.seeds), goes_on)
+
+
+def show(out: Path, seeds: int) -> None:
+    """Train, draw and print everything."""
     start = time.perf_counter()
-    results = train_all(arguments.out, arguments.seeds)
+    results = train_all(out, seeds)
     lines = table(results)
-    drawn = draw_pictures(arguments.out, results)
-    folder, reloaded = save_best(arguments.out, results)
-    write_text(arguments.out / "table.md", lines + "\n")
+    drawn = draw_pictures(out, results)
+    folder, reloaded = save_best(out, results)
+    write_text(out / "table.md", lines + "\n")
     summary = {prior: [run_["metrics"] for run_ in runs] for prior, runs in results.items()}
-    write_text(arguments.out / "results.json", json.dumps(summary, indent=1) + "\n")
+    write_text(out / "results.json", json.dumps(summary, indent=1) + "\n")
     print(f"\n{results['dense'][0]['data']}\n\n{lines}\n")
     for path in drawn:
         print(f"picture: {path}")
     print(f"best model on validation: {folder}\nin a fresh process: {reloaded}")
-    print(f"{time.perf_counter() - start:.0f} s; results of runs are kept in {arguments.out}, delete it to train anew")
-    return 0
+    print(f"{time.perf_counter() - start:.0f} s; results of runs are kept in {out}, delete it to train anew")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import evaluate
 import numpy as np
@@ -17,6 +18,7 @@ from tasks.classification import demo, task
 from tasks.classification import evaluate as evaluation
 from tasks.classification import train as training
 from tasks.common import hf_run, plots
+from tasks.common.command import RunStopped
 from tasks.common.images.model import build_model
 from tasks.common.metrics import accuracy_metric, confusion_matrix
 from tasks.common.run_folder import last_whole_checkpoint
@@ -182,6 +184,18 @@ def test_accuracy_is_an_evaluate_metric_that_needs_no_network():
 def test_confusion_matrix_counts_true_by_predicted():
     counts = confusion_matrix(np.array([0, 0, 2]), np.array([0, 1, 2]), 4)
     assert counts.tolist() == [[1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+
+
+def test_a_demo_that_is_stopped_says_so_in_one_line(tmp_path, monkeypatch, capsys):
+    for ends, code, said in (
+        (RunStopped("stopped after step 3"), 143, "stopped after step 3"),
+        (KeyboardInterrupt(), 130, f"the same command goes on from the last checkpoint in {tmp_path}"),
+        (ValueError("no such prior"), 2, "no such prior"),
+    ):
+        monkeypatch.setattr(demo, "train_all", Mock(side_effect=ends))
+        assert demo.main(["--out", str(tmp_path)]) == code
+        assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
