@@ -23,7 +23,9 @@ from transformers import PretrainedConfig
 from transformers.backbone_utils import BackboneMixin
 
 from .checks import check_keys
+from .config_keys import check_common_value
 from .families import family_of
+from .limits import check_size
 
 Kind = Literal["maps", "tokens", "patches"]
 Task = Literal["semantic", "panoptic", "detection", "depth", "pose", "matting"]
@@ -119,6 +121,13 @@ def head_config(name: str, backbone: PretrainedConfig, **options: Any) -> Any:
     head = HEADS[name]
     known = [field.name for field in fields(head.config_class) if field.name != "backbone_config"]
     check_keys(options, sorted({*known, *COMMON_OPTIONS}), head.config)
+    for key in COMMON_OPTIONS:
+        check_common_value(key, options.get(key))  # transformers takes -1 classes, and names of other numbers
+    labels, num_labels = options.get("id2label"), options.get("num_labels")
+    if num_labels is not None:
+        check_size("num_labels", num_labels, 1, "labels")
+    if labels is not None and num_labels not in (None, len(labels)):
+        raise ValueError(f"num_labels={num_labels} must be the {len(labels)} classes of id2label")
     fitted = fitted_config(name, backbone)
     widths = {map_.name: map_.width for map_ in fitted.maps}
     derived: dict[str, Any] = {"backbone_config": fitted}
