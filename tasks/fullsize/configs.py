@@ -38,6 +38,8 @@ OWN_SECTIONS = {"policy": "robotics", "dino": "pretraining"}
 VIDEO_KEYS = ("image_model", "num_frames")
 # Data that is made here, and data of no published set.
 OURS = ("digits", "motion", "folder", "imagefolder", "parquet", "arrow", "hub", "mnist", "fashion_mnist")
+# Their data sets have layouts of their own, each read by code of its own; images come from any folder alike.
+LAYOUTS = ("robotics", "video")
 OWN_DATA = "data/own"  # where configurations of mmsegmentation and mmdetection for data of one's own look for it
 # The data set that stands for others with the same step, where there is a choice.
 PREFERRED = ("imagenet", "cifar10", "cifar100")
@@ -84,6 +86,8 @@ class PaperRun:
 @dataclass
 class Group:
     """Runs that are the same step but for seed, data set, rates and the numbers in the settings of a prior.
+
+    Data sets of videos and demonstrations are in groups of their own.
 
     runs: the first one stands for all.
     """
@@ -219,7 +223,10 @@ def _data_root(config: Mapping[str, Any]) -> str:
 
 
 def step_of(run: PaperRun) -> dict[str, Any]:
-    """What a step is made of: everything but seed, data, rates, lengths and the numbers in the settings of a prior."""
+    """What a step is made of: everything but seed, data, rates, lengths and the numbers in the settings of a prior.
+
+    Of videos and demonstrations it has the data set's layout.
+    """
     config = run.config
     if "train_dataloader" in config:
         model = {**config["model"], "backbone": _without_prior_numbers(config["model"]["backbone"])}
@@ -228,6 +235,8 @@ def step_of(run: PaperRun) -> dict[str, Any]:
     kinds = {key: trainer.get(key) for key in KINDS if key != "num_train_epochs"}
     kinds |= {key: trainer.get(key) is not None for key in SWITCHES}
     step = {"task": run.task, "images": run.images, "trains": run.trains, "kinds": kinds}
+    if run.task in LAYOUTS:
+        step["layout"] = config["data"].get("source") or config["data"]["path"]
     for section in ("model", "encoder"):
         if section in config:
             step[section] = _without_prior_numbers(config[section])

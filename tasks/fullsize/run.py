@@ -6,9 +6,10 @@ from it; then `evaluate` judges what was saved. At first this is done with few i
 what the configuration's own step needs. If memory and time allow it, that is done in the same way.
 
 Configurations that differ only in seed, data set, rates and numbers in the settings of a prior are one step and are
-done once, as the table says. A record is written for each. What is done is not done again unless the configuration has
-changed; what was refused or failed is tried again. The command can be killed at any moment and started again, and
-several can work on one folder of records.
+done once, as the table says. Data sets of videos and demonstrations, whose layouts differ, are done each. A record is
+written for each step. What is done is not done again unless the configuration has changed; what was refused or failed
+is tried again. The command can be killed at any moment and started again, and several can work on one folder of
+records.
 """
 
 from __future__ import annotations

@@ -67,6 +67,16 @@ def test_every_task_has_groups_with_names_of_their_own(groups):
     assert len({group.name for group in groups}) == len({group.key for group in groups}) == len(groups)
 
 
+def test_data_sets_of_videos_and_robots_are_done_each(groups):
+    """Their layouts are read by code of their own."""
+    for task, texts in (("video", ("smarthome", "nucla", "ntu")), ("robotics", ("/lift/", "/can/", "pusht"))):
+        own = [group for group in groups if group.run.task == task]
+        for group in own:
+            found = {next(text for text in texts if text in run.config["data"]["path"]) for run in group.runs}
+            assert len(found) == 1, group.name
+        assert {text for text in texts for group in own if text in group.run.config["data"]["path"]} == {*texts}
+
+
 def run(**changes):
     prior = {"support": {"name": "window", "w": 4, "diagonal": True}}
     config = {
