@@ -33,7 +33,7 @@ import argparse
 import copy
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -84,6 +84,7 @@ RECORDED_LATER = (
     *("method", "trainable_parameters", "adapter_bytes", "pretrained_sha256", "decay_change_at_start"),
     *("mean_decay_change", "mean_decay_change_at_start", "max_alpha_change", "alpha_change_at_start"),
     *("attention_flops", "results_version", "test_correct", "standard_errors", "k_nn_above", "compression"),
+    *("baseline", "classes"),
 )
 # Sections whose overrides reach the runs of `first` too; the others say what the rows are.
 SHARED_WITH_FIRST = ("data", "augmentation", "trainer")
@@ -105,6 +106,20 @@ class Comparison:
     configs: dict[str, Config]
     seeds: list[int]
     first: list[Config] = field(default_factory=list)
+
+    def row(self, name: str, seed: int, out: Path, records: Path) -> Row:
+        """One run of it; the other arguments as in `run_comparison`."""
+        return Row(self, name, seed, out, records)
+
+    def prepare(
+        self,
+        pending: Sequence[Row],
+        records: Sequence[Mapping[str, Any]],
+        command: str | None = None,
+        queue: Queue | None = None,
+    ) -> None:
+        """What is done before the first of these rows runs; the arguments as in `do_first`."""
+        do_first(self, [row.config for row in pending], records, command, queue)
 
 
 def load_comparison(task: HFTask, path: str | Path, overrides: Sequence[str] = ()) -> Comparison:
@@ -238,26 +253,26 @@ def run_comparison(
         RunsFailed: with `jobs`, if runs failed; all others are done then.
     """
     names = list(dict.fromkeys(variants or comparison.configs))
-    rows = [Row(comparison, name, seed, out, records) for seed in comparison.seeds for name in names]
+    rows = [comparison.row(name, seed, out, records) for seed in comparison.seeds for name in names]
     found = []
     for row in rows:  # all of them before anything runs
         found.append(row.record())
         if found[-1] is None:
-            check_folder(row.config)
-    pending = [row.config for row, record in zip(rows, found, strict=True) if record is None]
+            row.check_folder()
+    pending = [row for row, record in zip(rows, found, strict=True) if record is None]
     if pending:
         check_place(out, "--out")
         check_place(records, "--records")
     queue = None if jobs is None else make_queue(comparison.task, jobs, rows, found)
-    do_first(comparison, pending, [record for record in found if record is not None], command, queue)
+    comparison.prepare(pending, [record for record in found if record is not None], command, queue)
     if queue is not None:
-        queue.run([row.job(command) for row, record in zip(rows, found, strict=True) if record is None])
+        queue.run([row.job(command) for row in pending])
         found = [row.record() for row in rows]
     done: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for number, (row, record) in enumerate(zip(rows, found, strict=True), start=1):
         if record is None:
             print(f"[{number}/{len(rows)}] {row}", file=sys.stderr, flush=True)
-            record = do_run(comparison.task, row.config, row.file, command)
+            record = row.run(command)
         done[row.name].append(record)
     return done
 
@@ -281,6 +296,14 @@ class Row:
         """Its record, None if it is not done; an error if that is of another configuration."""
         return read_record(self.file, self.config, self.task.metric)
 
+    def check_folder(self) -> None:
+        """Raise ValueError if its folder belongs to another run."""
+        check_folder(self.config)
+
+    def run(self, command: str | None) -> dict[str, Any]:
+        """Do it in this process. Returns its record."""
+        return do_run(self.task, self.config, self.file, command)
+
     def job(self, command: str | None) -> Job:
         """What a queue does for it."""
         arguments = (self.task, self.config, self.file, command or command_line())
@@ -299,7 +322,7 @@ def do_run(
     return record
 
 
-def make_queue(task: HFTask, jobs: int, rows: Sequence[Row], records: Sequence[Mapping[str, Any] | None]) -> Queue:
+def make_queue(task: Any, jobs: int, rows: Sequence[Row], records: Sequence[Mapping[str, Any] | None]) -> Queue:
     """A queue that does `jobs` runs at a time. The records, None for runs still to do, say how long runs take."""
     if jobs < 1:
         raise ValueError(f"--jobs={jobs} must be 1 or more")
@@ -321,13 +344,11 @@ def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[st
             changed between runs.
     """
     found: dict[str, list[dict[str, Any]]] = {}
-    for name, config in comparison.configs.items():
+    for name in comparison.configs:
         names = [path.stem for path in (records / name).glob("seed*.json")]
         # As `run_comparison` writes them; seed01.json is somebody else's.
         for seed in sorted(int(name[4:]) for name in names if re.fullmatch("seed(0|[1-9][0-9]*)", name)):
-            expected = copy.deepcopy(config)
-            expected["trainer"]["seed"] = seed
-            record = read_record(records / name / f"seed{seed}.json", expected, comparison.task.metric)
+            record = comparison.row(name, seed, records, records).record()
             assert record is not None
             found.setdefault(name, []).append(record)
     check_one_checkpoint(record for runs in found.values() for record in runs)
@@ -338,7 +359,8 @@ def check_one_checkpoint(records: Iterable[Mapping[str, Any]]) -> None:
     """Raise ValueError if runs from one `model.pretrained` started from different weights."""
     found: dict[str | None, set[str]] = {}
     for record in records:
-        folder = record["config"].get("model", {}).get("pretrained")
+        model = record["config"].get("model", {})
+        folder = model.get("pretrained") or model.get("backbone", {}).get("pretrained")
         # Runs with UPop from scratch had the checksum of what the search of each left.
         if folder is not None or not record["config"].get("compression"):
             found.setdefault(folder, set()).add(record.get("pretrained_sha256") or "unknown")
@@ -434,7 +456,11 @@ def check_start(task: HFTask, pending: Sequence[Config], records: Sequence[Mappi
 
 def check_folder(config: Config, way_out: str = "remove it or choose another --out") -> None:
     """Raise ValueError if the folder of a run belongs to another one. `way_out`: what the user can do then."""
-    out = Path(config["trainer"]["output_dir"])
+    check_owner(Path(config["trainer"]["output_dir"]), config, way_out)
+
+
+def check_owner(out: Path, config: Config, way_out: str = "remove it or choose another --out") -> None:
+    """`check_folder` of a configuration that does not say where its run lies."""
     if (out / RUN_CONFIG).exists() and (differences := folder_differences(out, config)):
         different = "; ".join(differences)
         raise ValueError(f"{out} is of another configuration ({different}); {way_out}")
@@ -458,8 +484,13 @@ def check_record(path: Path, content: Mapping[str, Any], metric: str = ACCURACY)
         raise ValueError(f"{path} is not a whole record, it lacks metrics.{metric}; remove it")
 
 
-def read_record(path: Path, config: Config, metric: str = ACCURACY) -> dict[str, Any] | None:
-    """A finished run's record; an error if it is of another configuration."""
+def read_record(
+    path: Path, config: Config, metric: str = ACCURACY, stored: Callable[[Any], Config] = lambda config: config
+) -> dict[str, Any] | None:
+    """A finished run's record; an error if it is of another configuration.
+
+    `stored` gives the configuration of a record the form of `config`.
+    """
     if not path.exists():
         return None
     try:
@@ -467,20 +498,22 @@ def read_record(path: Path, config: Config, metric: str = ACCURACY) -> dict[str,
     except (ValueError, TypeError):
         raise ValueError(f"{path} is not a whole record, it lacks its end; remove it") from None
     check_record(path, record, metric)
-    if differences := config_differences(record["config"], config):
+    if differences := config_differences(stored(record["config"]), config):
         raise ValueError(
             f"{path} is of another configuration ({'; '.join(differences)}); remove it or choose another --records"
         )
     return record
 
 
-def compare_main(task: HFTask, argv: list[str] | None = None) -> int:
-    """`python -m tasks.TASK.compare`; a bad value prints one line and returns 2."""
+def compare_parser(name: str, config: str, keys: str, overrides: str) -> argparse.ArgumentParser:
+    """Arguments of `python -m tasks.NAME.compare`; what it says of a comparison's file, and of overrides and their
+    form.
+    """
     parser = argparse.ArgumentParser(
-        prog=f"python -m tasks.{task.name}.compare",
+        prog=f"python -m tasks.{name}.compare",
         description="Train a list of variants over seeds. Goes on where it was stopped, and does no run twice.",
     )
-    parser.add_argument("--config", required=True, help="YAML file with base, seeds, variants and first")
+    parser.add_argument("--config", required=True, help=config)
     parser.add_argument("--out", type=Path, help="folder of the runs; default: outputs/TASK/NAME")
     parser.add_argument("--records", type=Path, help="folder of one record a run, table and picture; default: --out")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these rows")
@@ -491,19 +524,37 @@ def compare_main(task: HFTask, argv: list[str] | None = None) -> int:
         metavar="N",
         help="runs at a time, each a process of one thread; default: one, in this process",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDES)
+    parser.add_argument("overrides", nargs="*", metavar=keys, help=overrides)
+    return parser
+
+
+def compare_main(task: HFTask, argv: list[str] | None = None) -> int:
+    """`python -m tasks.TASK.compare`; a bad value prints one line and returns 2."""
+    parser = compare_parser(task.name, "YAML file with base, seeds, variants and first", "section.key=value", OVERRIDES)
     arguments = parser.parse_intermixed_args(argv)
+    return do_comparison(parser.prog, task.name, arguments, partial(load_comparison, task))
+
+
+def do_comparison(
+    program: str, task: str, arguments: argparse.Namespace, load: Callable[[str, Sequence[str]], Comparison]
+) -> int:
+    """The work of a `compare` command. Returns the exit status.
+
+    Args:
+        program: its name. task: that of the task. arguments: those of `compare_parser`.
+        load: (the comparison's file, overrides) -> the comparison.
+    """
     transformers_logging.disable_progress_bar()
 
     def work() -> None:
         keep_freed_memory()
-        comparison = load_comparison(task, arguments.config, arguments.overrides)
+        comparison = load(arguments.config, arguments.overrides)
         if arguments.variants:
             check_known(arguments.variants, list(comparison.configs), arguments.config)
         if arguments.seeds:
             check_seeds(arguments.seeds, "--seeds")
             comparison.seeds = arguments.seeds
-        out = arguments.out or Path(default_output_dir(task.name, arguments.config))
+        out = arguments.out or Path(default_output_dir(task, arguments.config))
         records = arguments.records or out
         failed = None
         try:
@@ -511,12 +562,13 @@ def compare_main(task: HFTask, argv: list[str] | None = None) -> int:
         except RunsFailed as error:
             failed = error
         if PartialState().is_main_process and (found := all_records(comparison, records)):
-            write_comparison(found, records, next(iter(comparison.configs)), task.metric)
+            first = next(iter(comparison.configs))
+            write_comparison(found, records, first, comparison.task.metric, comparison.task.also)
         if failed is not None:
             raise failed
 
     try:
-        return run_command(parser.prog, work, "where it stopped")
+        return run_command(program, work, "where it stopped")
     except RunsFailed as failed:
-        print(f"{parser.prog}: {failed}", file=sys.stderr)
+        print(f"{program}: {failed}", file=sys.stderr)
         return 1

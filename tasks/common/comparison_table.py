@@ -17,12 +17,12 @@ from tasks.common.results import write_results
 from tasks.common.tables import count_of_seeds, markdown_table, plus_minus
 
 
-def table(results: dict[str, list[dict[str, Any]]], metric: str = ACCURACY) -> str:
+def table(results: dict[str, list[dict[str, Any]]], metric: str = ACCURACY, also: Sequence[str] = ()) -> str:
     """Accuracy, interactions kept, parameters and time of each variant, as a Markdown table.
 
-    It has three more columns if they say something: what was trained, if that is not everything; how far the mask is
-    from none after training (the largest of all seeds), with a decay; multiply-adds of attention, if runs recorded
-    them.
+    It has more columns if they say something: other metrics, `also`; what was trained, if that is not everything; how
+    far the mask is from none after training (the largest of all seeds), with a decay; multiply-adds of attention, if
+    runs recorded them; the best constant predictor, if there is one.
     """
     results = {name: runs for name, runs in results.items() if runs}
     records = [record for runs in results.values() for record in runs]
@@ -31,6 +31,9 @@ def table(results: dict[str, list[dict[str, Any]]], metric: str = ACCURACY) -> s
     decayed = any(record.get("max_decay_change") is not None for record in records)
     tuned = any(record.get("method", "full") != "full" for record in records)
     columns = ["run" if tuned else "prior", f"{label(metric)}, %, mean ± std of {seeds}"]
+    columns += [f"{label(other)}, %" for other in also]
+    constants = [name for name in (metric, *also) if any(name in record.get("baseline", {}) for record in records)]
+    columns += [f"{label(name)} of the best constant predictor, %" for name in constants]
     columns += ["of the moving average, %"] if averaged else []
     columns += ["max abs(M - 1)"] if decayed else []
     counted = any(record.get("attention_flops") is not None for record in records)
@@ -41,6 +44,8 @@ def table(results: dict[str, list[dict[str, Any]]], metric: str = ACCURACY) -> s
     for name, runs in results.items():
         cells = [name, spread([record["metrics"][metric] for record in runs])]
         cells[-1] += "" if len(runs) == seeds else f" ({count_of_seeds(len(runs))})"
+        cells += [spread([record["metrics"][other] for record in runs]) for other in also]
+        cells += [_constant(runs, name) for name in constants]
         if averaged:
             cells.append(spread(_known(record["metrics"].get("test_ema_accuracy") for record in runs)))
         if decayed:
@@ -65,7 +70,18 @@ def table(results: dict[str, list[dict[str, Any]]], metric: str = ACCURACY) -> s
 
 def label(metric: str) -> str:
     """What a table calls a metric."""
-    return {"test_knn_accuracy": "k-NN test accuracy"}.get(metric, metric.replace("_", " "))
+    named = {
+        "test_knn_accuracy": "k-NN test accuracy",
+        "test_coco/bbox_mAP": "test box AP",
+        "test_coco/segm_mAP": "test mask AP",
+    }
+    return named.get(metric, metric.replace("_", " "))
+
+
+def _constant(runs: Sequence[dict[str, Any]], metric: str) -> str:
+    """What predicts the same for every image, which is the same for all seeds."""
+    found = sorted({f"{100 * record['baseline'][metric]:.2f}" for record in runs if metric in record["baseline"]})
+    return " to ".join(dict.fromkeys((found[0], found[-1]))) if found else "-"
 
 
 def _known(values: Iterable[float | None]) -> list[float]:
@@ -119,17 +135,25 @@ def _draw_differences(axis: Any, rows: Sequence[str], found: dict[str, Differenc
 
 
 def write_comparison(
-    results: dict[str, list[dict[str, Any]]], folder: Path, first: str, metric: str = ACCURACY
+    results: dict[str, list[dict[str, Any]]],
+    folder: Path,
+    first: str,
+    metric: str = ACCURACY,
+    also: Sequence[str] = (),
 ) -> None:
-    """Write tables, summaries and picture of the records into their folder, and print the tables.
+    """Write tables, summaries and pictures of the records into their folder, and print the tables.
 
     Args:
-        results: records by row. folder: gets table.md, summary.json, differences.json and results.png.
-        first: the row that the others are compared with. metric: the task's.
+        results: records by row. folder: gets table.md, summary.json, differences.json and results.png, and the last two
+            once more for each metric of `also`, as differences_NAME.json and results_NAME.png.
+        first: the row that the others are compared with. metric: the task's. also: other metrics that it judges.
     """
-    lines, found = table(results, metric), differences(results, first, metric)
+    lines, found = table(results, metric, also), differences(results, first, metric)
+    others = {name: differences(results, first, name) for name in also}
     if found:
-        lines += "\n\n" + difference_table(found, first)
+        lines += "\n\n" + (f"{label(metric)}:\n\n" if also else "") + difference_table(found, first)
+    for name, other in others.items():
+        lines += f"\n\n{label(name)}:\n\n" + difference_table(other, first) if other else ""
     summary = {name: [record["metrics"] for record in runs] for name, runs in results.items()}
     with turn(folder / REPORT_LOCK):  # commands that do a comparison together end together
         write_text(folder / "table.md", lines + "\n")
@@ -137,4 +161,9 @@ def write_comparison(
         if found:
             write_results(folder / "differences.json", difference_summary(found, first))
         picture = draw_results(results, folder / "results.png", first, metric)
+        for name, other in others.items():
+            last = name.rpartition("/")[2]
+            if other:
+                write_results(folder / f"differences_{last}.json", difference_summary(other, first))
+            draw_results(results, folder / f"results_{last}.png", first, name)
     print(f"\n{next(iter(results.values()))[0]['data']}\n\n{lines}\n\npicture: {picture}, table: {folder}/table.md")

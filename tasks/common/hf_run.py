@@ -153,7 +153,8 @@ class HFTask:
     extra_metrics: (confusion matrix (true, predicted), classes) -> more metrics, named without the split.
     about_model: what results.json says about a saved model.
     trainer_defaults: what a `trainer` section of this task says unless it says otherwise, over TRAINER_DEFAULTS.
-    metric: the one that the confusion matrix is of. draw_history: draws curves.png from history, path and heading.
+    metric: the one that the confusion matrix is of. also: others that comparisons judge.
+    draw_history: draws curves.png from history, path and heading.
     draw: (the run's folder, what was prepared, predicted classes, heading) -> names of more pictures of the test, which
         it draws into the folder.
     eval_batch_size: batch size of `evaluate`.
@@ -179,6 +180,7 @@ class HFTask:
     about_model: Callable[[Any], dict[str, Any]] = about_model
     trainer_defaults: Mapping[str, Any] = field(default_factory=dict)
     metric: str = "test_accuracy"
+    also: Sequence[str] = ()
     draw_history: Callable[[Sequence[dict[str, Any]], Path, str], Any] = draw_history
     draw: Callable[[Path, Prepared, Any, str], Sequence[str]] = lambda *arguments: ()
     eval_batch_size: int = 64

@@ -60,4 +60,4 @@ def draw_predictions(model: Any, dataset: Any, path: Path) -> Path:
     return save(figure, path)
 
 
-DETECTION = Task("detection", draw_predictions, constant_metrics)
+DETECTION = Task("detection", draw_predictions, constant_metrics, "test_coco/bbox_mAP", ("test_coco/segm_mAP",))

@@ -41,6 +41,7 @@ OURS = ("digits", "motion", "folder", "imagefolder", "parquet", "arrow", "hub", 
 # Their data sets have layouts of their own, each read by code of its own; images come from any folder alike.
 LAYOUTS = ("robotics", "video")
 OWN_DATA = "data/own"  # where configurations of mmsegmentation and mmdetection for data of one's own look for it
+MADE_DATA = ("scenes", "photographs")  # the same of data that commands here make
 # The data set that stands for others with the same step, where there is a choice.
 PREFERRED = ("imagenet", "cifar10", "cifar100")
 # What of the trainer decides which code a step runs and what it keeps in memory, besides the batch.
@@ -136,7 +137,7 @@ def is_full_size(run: PaperRun) -> bool:
     data = run.config.get("data", {})
     path = str(data.get("path", run.config.get("data_root", "")))
     if run.task in ("robotics", "segmentation", "detection"):
-        return path.startswith("data/") and "scenes" not in path
+        return path.startswith("data/") and not any(name in path for name in MADE_DATA)
     return bool(data) and data.get("source", "digits") not in OURS and not data.get("limit_train")
 
 

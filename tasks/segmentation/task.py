@@ -79,4 +79,4 @@ def draw_predictions(model: Any, dataset: Any, path: Path) -> Path:
     return save(figure, path)
 
 
-SEGMENTATION = Task("segmentation", draw_predictions, constant_predictor, in_percent=True)
+SEGMENTATION = Task("segmentation", draw_predictions, constant_predictor, "test_mIoU", in_percent=True)

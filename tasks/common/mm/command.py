@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.common.command import run_command, train_parser
+from tasks.common.compare import compare_parser, do_comparison
 from tasks.common.mm.task import MM_SPLITS, PICTURE, Task
 from tasks.common.run_folder import MODEL, RESULTS
 
@@ -42,6 +43,21 @@ def train_main(name: str, load_task: Callable[[], Task], argv: list[str] | None 
         print(f"results: {out / RESULTS}, picture: {out / PICTURE}, model: {out / MODEL}")
 
     return run_command(parser.prog, work, "from the last checkpoint")
+
+
+def compare_main(name: str, load_task: Callable[[], Task], argv: list[str] | None = None) -> int:
+    """`python -m tasks.NAME.compare`, as `train_main`."""
+    file = "mm config file with `cells`, one for each row, and `seeds`"
+    parser = compare_parser(name, file, "key=value", "for every row, e.g. train_cfg.max_iters=100")
+    arguments = parser.parse_intermixed_args(argv)
+
+    def load(path: str, overrides: Sequence[str]) -> Any:
+        task = load_task()
+        from tasks.common.mm.compare import load_comparison
+
+        return load_comparison(task, path, overrides)
+
+    return do_comparison(parser.prog, name, arguments, load)
 
 
 def print_metrics(metrics: Mapping[str, Any]) -> None:

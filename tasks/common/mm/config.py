@@ -17,6 +17,7 @@ from tasks.common.run_folder import default_output_dir
 from tasks.common.upgrade import nested_names
 
 OUTPUT_DIR, WORK_DIR = "output_dir", "work_dir"  # the name that every task uses, and mmengine's own
+SEEDS = "seeds"  # those of a comparison, whose rows are the cells
 
 
 def load_config(task: str, path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -39,14 +40,7 @@ def load_config(task: str, path: str | Path, overrides: Sequence[str] = ()) -> C
         ValueError: for a file that does not run, or an override of something that does not exist.
     """
     file, cell = split_cell(path)
-    if not file.is_file():
-        raise OSError(f"--config {file} does not exist")
-    try:
-        config = Config.fromfile(str(file))
-    except ImportError:
-        raise
-    except Exception as error:  # a config is a program and can fail like one
-        raise ValueError(f"--config {file}: {type(error).__name__}: {first_line(error)}") from None
+    config = read_file(file)
     take_cell(config, file, cell)
     if OUTPUT_DIR in config:
         config[WORK_DIR] = config.pop(OUTPUT_DIR)
@@ -65,6 +59,23 @@ def load_config(task: str, path: str | Path, overrides: Sequence[str] = ()) -> C
     config[WORK_DIR] = str(config[WORK_DIR])  # mmengine reads 2026 as a number
     fill_classes(config)
     return config
+
+
+def read_file(file: Path) -> Config:
+    """An mm config file as it is, its cells and seeds included.
+
+    Raises:
+        OSError: for a missing file.
+        ValueError: for a file that does not run.
+    """
+    if not file.is_file():
+        raise OSError(f"--config {file} does not exist")
+    try:
+        return Config.fromfile(str(file))
+    except ImportError:
+        raise
+    except Exception as error:  # a config is a program and can fail like one
+        raise ValueError(f"--config {file}: {type(error).__name__}: {first_line(error)}") from None
 
 
 def fill_classes(config: Config) -> None:
@@ -108,12 +119,13 @@ def read_classes(data_root: str | Path) -> tuple[str, ...]:
 
 
 def take_cell(config: Config, file: Path, cell: str | None) -> None:
-    """Merge what a cell changes into a config, which then has no `cells`.
+    """Merge what a cell changes into a config, which then has neither `cells` nor `seeds`.
 
     Raises:
         ValueError: for an unknown cell, or if a file has cells and none is named.
     """
     cells = config.pop("cells", {})
+    config.pop(SEEDS, None)
     if cell is not None:
         check_known([cell], list(cells), str(file), "cell")
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 PICTURE = "predictions.png"
@@ -18,15 +19,27 @@ class Task:
     draw: draws predictions of a model for a dataset's first images into a file.
     baseline: metrics of the best constant predictor on the test dataset of an mm Config, by the framework's own metric,
         as results.json has them.
+    metric: the one that comparisons judge, as results.json names it. also: others that they judge.
     in_percent: whether that metric is in percent; in results.json it is a fraction.
     """
 
     name: str
     draw: Callable[[Any, Any, Any], Any]
     baseline: Callable[[Any], dict[str, Any]]
+    metric: str
+    also: Sequence[str] = ()
     in_percent: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as its name, for other processes."""
+        return task_named, (self.name,)
 
     def metrics(self, split: str, values: Mapping[str, Any]) -> dict[str, float]:
         """The framework's metrics as results.json has them, SPLIT_NAME."""
         scale = 100 if self.in_percent else 1
         return {f"{split}_{name}": float(value) / scale for name, value in values.items()}
+
+
+def task_named(name: str) -> Task:
+    """The task of this name; needs the extra `dense`."""
+    return getattr(import_module(f"tasks.{name}.task"), name.upper())

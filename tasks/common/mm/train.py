@@ -12,6 +12,7 @@ OUT/results.json          written last
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 from mmengine.config import Config
 from mmengine.dist import get_world_size, is_main_process
+from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
 from hf_sparseprior.command import USER_ERRORS
@@ -35,13 +37,16 @@ from tasks.common.mm.runner import (
 )
 from tasks.common.mm.saving import WEIGHTS, save_model
 from tasks.common.mm.task import PICTURE, Task
+from tasks.common.models import about_model
 from tasks.common.results import Results
 from tasks.common.run_folder import MODEL, RESULTS, cut_off, finished_results, newest_whole, owned, throw_away
 
 CHECKPOINTS = ("iter_*.pth", "epoch_*.pth")
 
 
-def run(task: Task, config: Config, overwrite: bool = False, command: str | None = None) -> dict[str, Any]:
+def run(
+    task: Task, config: Config, overwrite: bool = False, command: str | None = None, hooks: Sequence[Hook] = ()
+) -> dict[str, Any]:
     """Train, test once, write model, picture and results. An interrupted run goes on; a finished one is not done again.
 
     Args:
@@ -49,6 +54,7 @@ def run(task: Task, config: Config, overwrite: bool = False, command: str | None
         config: as `load_config` returns it.
         overwrite: throw away what a run of another configuration left in `config.work_dir`.
         command: for results.json.
+        hooks: more hooks of the training.
 
     Returns:
         The content of results.json.
@@ -67,19 +73,23 @@ def run(task: Task, config: Config, overwrite: bool = False, command: str | None
         with owned(
             out, identity, partial(newest_whole, out, CHECKPOINTS, cut_off), overwrite, OUTPUT_DIR
         ) as checkpoint:
-            return _train(task, config, new, checkpoint, command)
+            return _train(task, config, new, checkpoint, command, hooks)
     finally:
         if new and is_main_process() and out.exists() and not any(out.iterdir()):
             out.rmdir()
 
 
-def _train(task: Task, config: Config, new: bool, checkpoint: str | None, command: str | None) -> dict[str, Any]:
+def _train(
+    task: Task, config: Config, new: bool, checkpoint: str | None, command: str | None, hooks: Sequence[Hook]
+) -> dict[str, Any]:
     """`run` in a folder that is this run's. `new`: whether the folder was made for it."""
     out, started = Path(config.work_dir), copy.deepcopy(config)
     if checkpoint:
         started.load_from, started.resume = checkpoint, True
     try:
         runner = build_runner(started)
+        for hook in hooks:
+            runner.register_hook(hook)
         # Errors of parts that do not fit each other come before the first step is done.
         with released(runner), errors_in_one_line(lambda: not has_trained(runner)):
             runner.train()
@@ -102,6 +112,8 @@ def results_of(task: Task, config: Config, runner: Runner) -> Results:
     """Test a trained model and return its results."""
     seconds, waiting = training_seconds(runner)
     parameters = list(runner.model.parameters())
+    backbone = about_model(whole_model(runner).backbone)
+    del backbone["parameters"]  # those of the whole model are recorded
     return Results(
         task=task.name,
         metrics=task.metrics("test", runner.test()),
@@ -117,10 +129,18 @@ def results_of(task: Task, config: Config, runner: Runner) -> Results:
         details={
             "baseline": task.baseline(config),
             "classes": classes_of(runner),
-            "prior": whole_model(runner).backbone.config.prior_name,
+            **backbone,
+            "data": describe_data(runner),
             "data_wait": waiting / max(seconds, 1e-9),
         },
     )
+
+
+def describe_data(runner: Runner) -> str:
+    """What was trained on and tested on, in one line."""
+    train, test = runner.train_dataloader.dataset, runner.test_dataloader.dataset
+    images = f"{len(train)} images of {len(train.metainfo['classes'])} classes, tests on {len(test)}"
+    return f"{getattr(train, 'data_root', None) or type(train).__name__}: trains on {images}"
 
 
 def training_seconds(runner: Runner) -> tuple[float, float]:

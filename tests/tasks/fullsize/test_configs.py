@@ -38,7 +38,7 @@ def papers():
             yield from (name for name in names if not is_small(name) and "#paired" not in name)
     for task in ("segmentation", "detection"):
         for file in shipped.CONFIGS.joinpath(task).glob("*.py"):
-            if file.stem not in ("smoke", "own_data"):
+            if file.stem not in ("smoke", "own_data", "scenes_priors", "photographs_priors"):
                 yield from shipped.cells(f"{task}/{file.name}")
 
 

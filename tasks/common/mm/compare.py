@@ -1,0 +1,167 @@
+"""Compare runs of segmentation or detection over seeds: python -m tasks.TASK.compare --config FILE [key=value ...]
+
+FILE is an mm config with `cells`, one for each row (tasks/common/mm/config.py), and `seeds`:
+
+    _base_ = ["smoke.py"]
+    seeds = [0, 1, 2]
+    cells = dict(dense=dict(model=dict(backbone=dict(prior="dense"))), violin=...)
+
+A row with a seed is what `train --config FILE#ROW randomness.seed=SEED` does. Runs of one seed see the same images in
+the same order, augmented alike. All else is as in every task (tasks/common/compare.py): seeds take turns, every
+finished run leaves a record, a command that was killed goes on where it stopped and does no finished run again,
+`--jobs N` does N runs at a time, and tables have each row's differences to the first one, seed by seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from mmengine.config import Config
+from mmengine.hooks import Hook
+from transformers import TrainerCallback
+
+from tasks.common import compare
+from tasks.common.config import check_name, config_name
+from tasks.common.environment import command_line
+from tasks.common.mm.config import (
+    OUTPUT_DIR,
+    SEEDS,
+    WORK_DIR,
+    as_json,
+    check_data,
+    load_config,
+    read_file,
+    run_identity,
+)
+from tasks.common.mm.task import Task
+from tasks.common.mm.train import run
+from tasks.common.processes import check_alone
+from tasks.common.queue import Job, Queue
+from tasks.common.results import write_results
+from tasks.common.run_folder import RESULTS
+from tasks.common.upgrade import nested_names
+
+SEED = "randomness.seed"
+OWNED = {
+    SEED: compare.OWNED["trainer.seed"],
+    **dict.fromkeys((OUTPUT_DIR, WORK_DIR), compare.OWNED["trainer.output_dir"]),
+}
+
+
+@dataclass
+class MMComparison(compare.Comparison):
+    """What a comparison file says.
+
+    task: the task of all runs. name: the file's name. configs: mm's, by row, without seed and output folder. seeds:
+    those of every row.
+    """
+
+    task: Task  # type: ignore[assignment]  # of mm, and so are the configurations
+    configs: dict[str, Config]
+
+    def row(self, name: str, seed: int, out: Path, records: Path) -> MMRow:  # type: ignore[override]
+        """One run of it."""
+        return MMRow(self, name, seed, out, records)
+
+    def prepare(
+        self,
+        pending: Sequence[Any],
+        records: Sequence[Mapping[str, Any]],
+        command: str | None = None,
+        queue: Queue | None = None,
+    ) -> None:
+        """See whether all data is there; nothing runs before the rows."""
+        for row in pending:
+            check_data(row.config)
+
+
+class MMRow:
+    """One run of a comparison: a row of its table with one seed.
+
+    config: mm's, whole. folder: the run's. file: its record.
+    """
+
+    def __init__(self, comparison: MMComparison, name: str, seed: int, out: Path, records: Path) -> None:
+        self.task, self.name, self.seed = comparison.task, name, seed
+        self.folder, self.file = out / name / f"seed{seed}", records / name / f"seed{seed}.json"
+        shared = comparison.configs[name]
+        self.config = Config(shared.to_dict(), filename=shared.filename)
+        self.config.merge_from_dict({SEED: seed, WORK_DIR: str(self.folder)})
+
+    def __str__(self) -> str:
+        return f"{self.name}, seed {self.seed}"
+
+    def record(self) -> dict[str, Any] | None:
+        """Its record, None if it is not done; an error if that is of another configuration."""
+        return compare.read_record(self.file, run_identity(self.config), self.task.metric, recorded_identity)
+
+    def check_folder(self) -> None:
+        """Raise ValueError if its folder belongs to another run."""
+        compare.check_owner(self.folder, run_identity(self.config))
+
+    def run(self, command: str | None) -> dict[str, Any]:
+        """Do it in this process. Returns its record."""
+        return do_run(self.task, self.config, self.file, command)
+
+    def job(self, command: str | None) -> Job:
+        """What a queue does for it."""
+        arguments = (self.task, self.config, self.file, command or command_line())
+        return Job(str(self), self.name, self.folder, do_run, arguments, lambda: self.record() is not None)
+
+
+def recorded_identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`run_identity` of a configuration as results and records have it."""
+    return {"config": nested_names(as_json(config))}
+
+
+def do_run(
+    task: Task, config: Config, file: Path, command: str | None, callbacks: Sequence[TrainerCallback] = ()
+) -> dict[str, Any]:
+    """Do a run and write its record. Returns the record."""
+    results = run(task, config, command=command, hooks=[ReportSteps(callback) for callback in callbacks])
+    record = compare.record_of(results, Path(config.work_dir) / RESULTS, task.metric)
+    write_results(file, record)
+    return record
+
+
+class ReportSteps(Hook):
+    """Says to a callback of transformers, which a queue listens to, which step is done."""
+
+    priority = "VERY_LOW"
+
+    def __init__(self, callback: TrainerCallback) -> None:
+        self.callback = callback
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """One step on."""
+        state = SimpleNamespace(global_step=runner.iter + 1, max_steps=runner.max_iters)
+        self.callback.on_step_end(None, state, None)
+
+
+def load_comparison(task: Task, path: str | Path, overrides: Sequence[str] = ()) -> MMComparison:
+    """Read a comparison and every configuration in it before anything runs.
+
+    Raises:
+        ValueError: for a file that is no comparison, bad overrides, and under torchrun: several runs at a time are
+            --jobs.
+        OSError: for a missing file.
+    """
+    check_alone("compare")
+    path = Path(path)
+    content = read_file(path)
+    rows = list(content.get("cells", {}))
+    present = [name for name, found in ((SEEDS, SEEDS in content), ("cells", rows)) if found]
+    compare.check_present(dict.fromkeys(present), (SEEDS, "cells"), f"{path} is no comparison")
+    seeds = compare.check_seeds(content[SEEDS], str(path))
+    compare.refuse_owned([override.partition("=")[0] for override in overrides], OWNED, "the command line")
+    configs = {}
+    for name in rows:
+        check_name(name, f"{path}: cell")
+        config = load_config(task.name, path.with_name(f"{path.name}#{name}"), overrides)
+        config.setdefault("randomness", {})
+        configs[name] = config
+    return MMComparison(task, config_name(path), configs, seeds)

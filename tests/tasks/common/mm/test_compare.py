@@ -1,0 +1,244 @@
+"""Comparisons of segmentation and detection: records, resuming, what is refused, and what its rows are."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mmengine", reason="the extra `dense` is not installed")
+pytest.importorskip("mmcv.ops", reason="the extra `dense` is not installed")
+pytest.importorskip("mmseg", reason="the extra `dense` is not installed")
+pytest.importorskip("mmdet", reason="the extra `dense` is not installed")
+
+from tasks.common.mm import compare
+from tasks.common.mm.config import load_config, run_identity
+from tasks.common.mm.train import run
+from tasks.common.results import read_results
+from tasks.common.run_folder import folder_differences
+from tasks.detection.compare import main as compare_detection
+from tasks.segmentation.compare import main as compare_segmentation
+from tasks.segmentation.task import SEGMENTATION
+from tests.tasks.common.mm.shapes import data_roots, write_shapes
+from tests.tasks.detection import tiny as tiny_detection
+from tests.tasks.segmentation import tiny as tiny_segmentation
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[4]
+MAINS = {"segmentation": compare_segmentation, "detection": compare_detection}
+METRICS = {"segmentation": ("test_mIoU",), "detection": ("test_coco/bbox_mAP", "test_coco/segm_mAP")}
+TINY = {"segmentation": tiny_segmentation.OVERRIDES, "detection": tiny_detection.OVERRIDES}
+TIMES = ("seconds", "seconds_per_step", "data_wait", "config", "hardware")
+FILE = """
+_base_ = ["{base}"]
+seeds = [0, 1]
+cells = dict(
+    dense=dict(model=dict(backbone=dict(prior="dense"))),
+    both=dict(model=dict(backbone=dict(initializer_range=0.03))),
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_shapes(tmp_path_factory.mktemp("data") / "shapes")
+
+
+def write(folder, task, text=FILE):
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "rows.py"
+    path.write_text(text.format(base=ROOT / "configs" / task / "smoke.py"))
+    return path
+
+
+def arguments(task, folder, data, *more, out="out"):
+    # `both` keeps smoke.py's prior: an override for every row would win over the cells.
+    tiny = [override for override in TINY[task] if ".prior=" not in override]
+    shown = ["--config", str(folder / "rows.py"), "--out", str(folder / out), "--records", str(folder / "records")]
+    return [*shown, *tiny, *data_roots(data), *more]
+
+
+@pytest.fixture(scope="module", params=MAINS)
+def finished(request, data, tmp_path_factory):
+    """A whole comparison: its task and folder."""
+    task, folder = request.param, tmp_path_factory.mktemp("comparison")
+    write(folder, task)
+    assert MAINS[task](arguments(task, folder, data)) == 0
+    return task, folder
+
+
+def records(folder):
+    return {
+        path.relative_to(folder / "records"): json.loads(path.read_text())
+        for path in sorted((folder / "records").glob("*/seed*.json"))
+    }
+
+
+on_segmentation = pytest.mark.parametrize("finished", ["segmentation"], indirect=True)  # one task will do
+
+
+def forbid(patch):
+    patch.setattr(compare, "run", lambda *args, **options: pytest.fail("trained again"))
+
+
+def test_every_run_leaves_a_record_and_tables_show_them(finished):
+    task, folder = finished
+    found = records(folder)
+    assert {str(path) for path in found} == {f"{row}/seed{seed}.json" for row in ("dense", "both") for seed in (0, 1)}
+    text = (folder / "records" / "table.md").read_text()
+    for row, prior in (("dense", "dense"), ("both", "fibottention+violin")):
+        runs = [found[Path(row, f"seed{seed}.json")] for seed in (0, 1)]
+        assert [(record["prior"], record["seed"]) for record in runs] == [(prior, 0), (prior, 1)]
+        assert all((record["pruning_ratio"] > 0) == (row == "both") for record in runs)
+        assert all((record["max_decay_change"] is not None) == (row == "both") for record in runs)
+        line = next(line for line in text.splitlines() if line.startswith(f"| {row} |"))
+        for metric in METRICS[task]:
+            values = 100 * np.array([record["metrics"][metric] for record in runs])
+            assert f"{values.mean():.2f} ± {values.std(ddof=1):.2f}" in line
+            assert f"| {100 * runs[0]['baseline'][metric]:.2f} |" in line
+    for metric in METRICS[task]:
+        last = metric.rpartition("/")[2]
+        end = "" if metric == METRICS[task][0] else f"_{last}"
+        rows = json.loads((folder / "records" / f"differences{end}.json").read_text())["rows"]
+        for seed in (0, 1):
+            own, first = (found[Path(row, f"seed{seed}.json")]["metrics"][metric] for row in ("both", "dense"))
+            assert rows["both"]["by_seed"][str(seed)] == pytest.approx(own - first)
+        assert (folder / "records" / f"results{end}.png").stat().st_size > 1000
+
+
+@on_segmentation
+def test_a_row_is_a_run_of_train_bit_for_bit(finished, data, tmp_path):
+    task, folder = finished
+    overrides = [*arguments(task, folder, data)[6:], "randomness.seed=1", f"output_dir={tmp_path / 'alone'}"]
+    config = load_config(task, f"{folder / 'rows.py'}#dense", overrides)
+    assert "seeds" not in config and "cells" not in config
+    assert folder_differences(folder / "out" / "dense" / "seed1", run_identity(config)) == []
+    alone = run(SEGMENTATION, config)
+    compared = read_results(folder / "out" / "dense" / "seed1" / "results.json")
+    assert alone["model_sha256"] == compared["model_sha256"] and alone["metrics"] == compared["metrics"]
+    other = read_results(folder / "out" / "dense" / "seed0" / "results.json")
+    assert other["model_sha256"] != compared["model_sha256"]
+
+
+def test_a_finished_comparison_is_not_done_again_and_a_lost_record_is_written_from_the_run(finished, data, monkeypatch):
+    task, folder = finished
+    before = records(folder)
+    with monkeypatch.context() as patch:
+        forbid(patch)
+        assert MAINS[task](arguments(task, folder, data)) == 0
+    lost = folder / "records" / "both" / "seed1.json"
+    lost.unlink()
+    assert MAINS[task](arguments(task, folder, data)) == 0
+    assert records(folder) == before
+
+
+@on_segmentation
+def test_a_killed_comparison_ends_with_the_same_records(finished, data, tmp_path, monkeypatch):
+    """It is stopped in the middle of its second run, after a checkpoint, as Ctrl-C stops it."""
+    task, folder = finished
+    write(tmp_path, task)
+    work, runs = compare.run, []
+
+    def stopped(*given, hooks, **options):
+        class Stop(compare.Hook):
+            def after_train_iter(self, runner, *rest, **more):
+                if len(runs) == 2 and runner.iter == 5:
+                    raise KeyboardInterrupt
+
+        runs.append(None)
+        return work(*given, hooks=[*hooks, Stop()], **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, "run", stopped)
+        assert MAINS[task](arguments(task, tmp_path, data)) == 130
+    assert len(records(tmp_path)) == 1
+    assert MAINS[task](arguments(task, tmp_path, data)) == 0
+    assert (tmp_path / "out" / "both" / "seed0" / "results.json").exists()
+    assert read_results(tmp_path / "out" / "both" / "seed0" / "results.json")["resumed_from"] == "iter_3.pth"
+    whole, resumed = records(folder), records(tmp_path)
+    assert whole.keys() == resumed.keys()
+    for name in whole:
+        for key in {*whole[name]} - {*TIMES}:
+            assert whole[name][key] == resumed[name][key], (name, key)
+
+
+@on_segmentation
+def test_two_jobs_at_a_time_give_the_same_records(finished, data, tmp_path, capfd):
+    task, folder = finished
+    write(tmp_path, task)
+    assert MAINS[task](arguments(task, tmp_path, data, "--jobs", "2", "--seeds", "0")) == 0
+    found, whole = records(tmp_path), records(folder)
+    assert len(found) == 2
+    for name, record in found.items():
+        assert record["metrics"] == pytest.approx(whole[name]["metrics"], abs=1e-3)
+    assert "[2/2]" in capfd.readouterr().err
+
+
+@on_segmentation
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["randomness.seed=3"], "randomness.seed is the comparison's to choose"),
+        (["output_dir=x"], "output_dir is the comparison's to choose"),
+        (["--variants", "densee"], "no key 'densee'; did you mean 'dense'?"),
+        (["--seeds", "1", "1"], "must be a list of different integers"),
+        (["--jobs", "0"], "--jobs=0 must be 1 or more"),
+        (["train_cfg.max_iter.s=3"], "there is no 'train_cfg.max_iter'"),
+        (["train_cfg.max_iters=9"], "is of another configuration"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(finished, data, more, message, capsys, monkeypatch):
+    task, folder = finished
+    if more[0] == "--jobs":
+        (folder / "records" / "both" / "seed1.json").rename(folder / "kept.json")
+    forbid(monkeypatch)
+    try:
+        assert MAINS[task](arguments(task, folder, data, *more)) == 2
+    finally:
+        if (folder / "kept.json").exists():
+            (folder / "kept.json").rename(folder / "records" / "both" / "seed1.json")
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('_base_ = ["{base}"]\n', "is no comparison, it lacks `seeds`, `cells`"),
+        ('_base_ = ["{base}"]\nseeds = [0]\n', "is no comparison, it lacks `cells`"),
+        (FILE.replace("[0, 1]", "[0, 0]"), "must be a list of different integers of 0 or more"),
+        (FILE.replace("seeds = [0, 1]", "seeds = 3"), "must be a list of different integers of 0 or more"),
+    ],
+)
+def test_a_file_that_is_no_comparison_is_refused(text, message, data, tmp_path, capsys):
+    write(tmp_path, "segmentation", text)
+    assert compare_segmentation(arguments("segmentation", tmp_path, data)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_data_is_named_before_the_first_run(data, tmp_path, capsys, monkeypatch):
+    forbid(monkeypatch)
+    write(tmp_path, "segmentation")
+    missing = "test_dataloader.dataset.data_root=nowhere/"
+    assert compare_segmentation(arguments("segmentation", tmp_path, data, missing)) == 2
+    assert f"{missing} is not a folder" in capsys.readouterr().err
+
+
+def test_several_processes_are_refused(data, tmp_path, capsys, monkeypatch):
+    write(tmp_path, "segmentation")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert compare_segmentation(arguments("segmentation", tmp_path, data)) == 2
+    assert "compare runs in one process" in capsys.readouterr().err
+
+
+@on_segmentation
+def test_a_damaged_record_is_refused(finished, data, tmp_path, capsys):
+    task, folder = finished
+    write(tmp_path, task)
+    shutil.copytree(folder / "records", tmp_path / "records", dirs_exist_ok=True)
+    file = tmp_path / "records" / "dense" / "seed0.json"
+    file.write_text(file.read_text()[:-40])
+    assert MAINS[task](arguments(task, tmp_path, data)) == 2
+    assert "seed0.json is not a whole record" in capsys.readouterr().err
