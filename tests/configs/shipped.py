@@ -8,7 +8,7 @@ from tasks.common.config import read_cells, read_rows
 CONFIGS = Path(__file__).parents[2] / "configs"
 VIDEO = (
     *("experiments/fib_table5.yaml", "experiments/fib_arxiv_table5.yaml"),
-    *("video/attention_types.yaml", "video/motion.yaml", "video/smoke.yaml"),
+    *("video/attention_types.yaml", "video/motion.yaml", "video/motion_evidence.yaml", "video/smoke.yaml"),
 )
 ROBOTICS = ("experiments/fib_table6.yaml", "robotics/smoke.yaml")
 PRETRAINING = ("experiments/vio_table5.yaml", "experiments/vio_table17.yaml", "experiments/dino_cifar10.yaml")

@@ -12,7 +12,17 @@ pytest.importorskip("tasks.video.motion")
 
 from tasks.video import motion
 from tasks.video.decoding import read_frames
-from tasks.video.motion import CLASSES, STRETCHES, VIDEOS, MotionConfig, cut_clip, draw_places, main
+from tasks.video.motion import (
+    CLASSES,
+    STRETCHES,
+    VIDEOS,
+    MotionConfig,
+    cut_clip,
+    draw_places,
+    find_cuts,
+    main,
+    read_videos,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -74,12 +84,44 @@ def test_splits_share_no_frame_of_a_video():
     assert set().union(*used.values()) <= set(range(120))
 
 
+def test_with_more_draws_more_moves():
+    """On a video that stands still but for one corner, which most of the windows do not see."""
+    video = np.zeros((60, 40, 80, 3), dtype=np.uint8)
+    video[:, :8, :20] = np.random.default_rng(0).integers(0, 256, (60, 8, 20, 3), dtype=np.uint8)
+    moving = {}
+    for draws in (1, 64):
+        config = MotionConfig(size=16, frames=3, pan=1, height=40, draws=draws)
+        places = draw_places(video, "train", 40, config, np.random.default_rng(0))
+        moving[draws] = sum(top < 8 and left < 20 for _, top, left in places)
+    assert moving[1] < 20 and moving[64] == 40
+
+
+def test_no_clip_spans_a_cut():
+    shots = [np.random.default_rng(shot).integers(0, 256, (1, 30, 60, 3), dtype=np.uint8) for shot in range(6)]
+    video = np.concatenate([np.repeat(shot, 20, 0) for shot in shots])
+    assert find_cuts(video).tolist() == [20, 40, 60, 80, 100]
+    for within in (False, True):
+        config = MotionConfig(size=16, frames=5, pan=1, pace=2, height=30, within_shots=within)
+        middles = [place[0] for place in draw_places(video, "train", 50, config, np.random.default_rng(0))]
+        spans = [(middle - 4) // 20 != (middle + 4) // 20 for middle in middles]
+        assert any(spans) is not within
+    with pytest.raises(ValueError, match="do not fit"):  # 21 frames, and no shot has more than 20
+        draw_places(video, "train", 1, MotionConfig(16, 21, 1, 1, 30, within_shots=True), np.random.default_rng(0))
+
+
+def test_the_cuts_of_the_real_videos_are_found():
+    cuts = {name: find_cuts(video).tolist() for name, video in read_videos(MotionConfig()).items()}
+    assert cuts == {"bigbuckbunny": [], "bikes": [30, 76, 137, 187, 242], "carphone_pristine": []}  # by looking
+
+
 def test_bad_values_are_one_line_and_write_nothing(folder, tmp_path, capsys):
     for options, message in (
         (["--frames", "4"], "motion.frames=4 must be odd"),
         (["--size", "90", "--height", "80"], "motion.size=90 must be at most motion.height=80"),
         (["--pan", "40"], "do not fit"),
         (["--train", "0"], "motion.train=0"),
+        (["--draws", "0"], "motion.draws=0"),
+        (["--videos", "drawn"], "motion.videos='drawn' must be one of real, rendered"),
     ):
         assert main([str(tmp_path / "out"), *options]) == 2
         error = capsys.readouterr().err
@@ -95,8 +137,12 @@ def test_clips_cut_otherwise_are_refused(folder, tmp_path):
     earlier = tmp_path / "earlier"  # cut when the split was `val`
     earlier.mkdir()
     settings = {("val" if key == "validation" else key): value for key, value in asdict(MotionConfig(**SMALL)).items()}
+    for later in ("videos", "draws", "within_shots"):
+        del settings[later]
     (earlier / "motion.json").write_text(json.dumps(settings))
     motion.check_clips(earlier, MotionConfig(**SMALL))
+    with pytest.raises(ValueError, match=r"within_shots: False there, True here"):
+        motion.check_clips(earlier, MotionConfig(**SMALL, within_shots=True))
     with pytest.raises(ValueError, match="is not a folder of motion clips"):
         motion.check_clips(tmp_path, MotionConfig())
     assert json.loads((folder / "motion.json").read_text())["size"] == 24

@@ -188,6 +188,9 @@ def test_the_former_name_of_the_validation_split_is_refused_with_todays():
 def test_motion_clips_are_not_flipped_over():
     with pytest.raises(ValueError, match="would make panning left one to the right"):
         load_config(CONFIGS / "smoke.yaml", ["augmentation.horizontal_flip=0.5"])
+    rendered = ["data.motion={videos: rendered}", "augmentation.vertical_flip=0.5"]
+    with pytest.raises(ValueError, match="would make what falls rise"):
+        load_config(CONFIGS / "smoke.yaml", rendered)
     with pytest.raises(ValueError, match="would move the middle frame"):
         load_config(CONFIGS / "smoke.yaml", ["augmentation.random_place=true"])
 
