@@ -19,6 +19,7 @@ from tasks.common.config import FINAL, Config
 from tasks.common.hf_run import HFTask, Prepared, Split, draw_sampler, make_collator
 from tasks.video.config import MODEL_EXTRAS, SECTIONS, AugmentationConfig, DataConfig, check_config
 from tasks.video.data import check_test_shape, load_data, make_dataset, make_test_dataset
+from tasks.video.motion import CLASSES, PLAYS
 from tasks.video.pictures import draw_clips
 from tasks.video.scan import drop_corrupt
 
@@ -101,13 +102,29 @@ def factor_accuracies(counts: np.ndarray, classes: Sequence[str]) -> dict[str, f
     return accuracies
 
 
+def direction_accuracy(counts: np.ndarray, classes: Sequence[str]) -> dict[str, float]:
+    """Of motion clips that play, forward or backward, and are said to play: the share whose direction is right, with
+    chance at 0.5; {} for other classes, and where no clip is said to play.
+
+    Args:
+        counts: confusion matrix (true, predicted).
+        classes: names.
+    """
+    if set(classes) != set(CLASSES):
+        return {}
+    played = np.array([PLAYS[name.partition("_")[2]] for name in classes])
+    both = counts[np.ix_(played != 0, played != 0)]
+    right = played[played != 0][:, None] == played[played != 0]
+    return {"direction_accuracy": float(both[right].sum() / both.sum())} if both.sum() else {}
+
+
 def extra_metrics(counts: np.ndarray, classes: Sequence[str]) -> dict[str, float]:
-    """Mean of the accuracies of the classes that occur, with which Toyota Smarthome is measured, and
-    `factor_accuracies`.
+    """Mean of the accuracies of the classes that occur, with which Toyota Smarthome is measured, `factor_accuracies`
+    and `direction_accuracy`.
     """
     occur = counts.sum(1) > 0
     mean = float((counts.diagonal()[occur] / counts.sum(1)[occur]).mean()) if occur.any() else 0.0
-    return {"mean_class_accuracy": mean, **factor_accuracies(counts, classes)}
+    return {"mean_class_accuracy": mean, **factor_accuracies(counts, classes), **direction_accuracy(counts, classes)}
 
 
 def processor_settings(model_config: Any, short_side: int | None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tasks.video.motion import (
     main,
     read_videos,
 )
+from tasks.video.task import extra_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -146,3 +147,18 @@ def test_clips_cut_otherwise_are_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="is not a folder of motion clips"):
         motion.check_clips(tmp_path, MotionConfig())
     assert json.loads((folder / "motion.json").read_text())["size"] == 24
+
+
+def test_the_direction_is_judged_on_clips_that_play_and_are_said_to_play():
+    generator = np.random.default_rng(0)
+    true, guess = generator.integers(0, 9, (2, 500))
+    plays = [(CLASSES[t].split("_")[1], CLASSES[g].split("_")[1]) for t, g in zip(true, guess, strict=True)]
+    both = [(own, said) for own, said in plays if "paused" not in (own, said)]
+    counts = np.zeros((9, 9), int)
+    np.add.at(counts, (true, guess), 1)
+    metrics = extra_metrics(counts, CLASSES)
+    assert metrics["direction_accuracy"] == sum(own == said for own, said in both) / len(both)
+    assert metrics["accuracy_of_backward_forward_paused"] == sum(own == said for own, said in plays) / 500
+    paused = [name.endswith("paused") for name in CLASSES]
+    assert "direction_accuracy" not in extra_metrics(counts * np.array(paused), CLASSES)  # nothing is said to play
+    assert "direction_accuracy" not in extra_metrics(counts, [f"{name}_2" for name in CLASSES])
