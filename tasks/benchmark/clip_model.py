@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,10 +141,17 @@ def calls_of(call: Call, timed: list[float]) -> list[float]:
 
 def work(link: Any, clips: dict[str, Any], arguments: dict[str, Any]) -> None:
     """What a process does: the answer goes through `link`, as {"error": ...} where memory did not suffice."""
+    threading.Thread(target=_end_with_parent, args=(link,), daemon=True).start()
     try:
         answer = measure_clips(Clips(**clips), **arguments)
     except (RuntimeError, MemoryError) as error:
         text = str(error).strip()
         answer = {"error": text.splitlines()[0] if text else type(error).__name__}
     link.send(answer)
-    link.close()
+
+
+def _end_with_parent(link: Any) -> None:
+    """The end of this process when the one that started it is gone, and would not hear the answer."""
+    with suppress(EOFError, OSError):
+        link.recv()
+    os._exit(1)

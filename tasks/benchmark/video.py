@@ -155,7 +155,7 @@ def measure(settings: Settings, server: Any, row: str, frames: int, pixels: int,
 
 def in_process(server: Any, clips: Clips, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The answer of a new process; {"error": ...} if it had too little memory or was killed."""
-    mine, theirs = server.Pipe(duplex=False)
+    mine, theirs = server.Pipe()
     process = server.Process(target=work, args=(theirs, asdict(clips), dict(arguments)), daemon=True)
     process.start()
     theirs.close()
