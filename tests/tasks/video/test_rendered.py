@@ -1,54 +1,54 @@
 """Drawn videos: time runs one way, and a single frame says nothing about it."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 
 pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
 
-from tasks.video.motion import CLASSES, RENDERED, MotionConfig, main
-from tasks.video.rendered import SCENES, Thing, render
+from tasks.video.motion import CLASSES, RENDERED, MotionConfig, find_cuts, main
+from tasks.video.rendered import SCENES, SHOT, SPEED, TURN, nearest, render
 
 HEIGHT = 40
-ROWS, COLUMNS = (axis / HEIGHT for axis in np.mgrid[:HEIGHT, : HEIGHT * 8 // 5].astype(float))
 
 
-def thing(size=0.5):
-    return Thing(birth=0, life=48, row=0.5, column=0.8, size=size, colours=np.zeros((2, 3)))
+def moved(row, column, scene, frames=4):
+    """Where the texture of a place is after some frames: found by trying, in heights, down and to the right.
+
+    One centre stands at row 0.5, column 0.8.
+    """
+    middles = np.array([[0.5, 0.8]])
+    place = [np.array(values) for values in (row, column)]
+    before = np.array(SCENES[scene](0, *place, *nearest(middles, *place)))
+    downs, rights = np.meshgrid(*[np.linspace(-0.1, 0.1, 201)] * 2, indexing="ij")
+    after = SCENES[scene](frames, row + downs, column + rights, *nearest(middles, row + downs, column + rights))
+    best = sum((own - other) ** 2 for own, other in zip(after, before, strict=True)).argmin()
+    return np.array([downs.flat[best], rights.flat[best]])
 
 
-@pytest.mark.parametrize("size", [0.0, 1.0])
-def test_rings_spread(size):
-    radii = []
-    for age in range(0, 40, 5):
-        cover, _ = SCENES["rings"](thing(size), age, ROWS, COLUMNS)
-        middle = cover[HEIGHT // 2, HEIGHT * 4 // 5 :]
-        radii.append((middle * np.arange(len(middle))).sum() / middle.sum() if middle.any() else np.inf)
-    assert all(later > earlier for earlier, later in pairwise(radii) if np.isfinite(later))
-    assert sum(map(np.isfinite, radii)) > 4
+PLACES = [(0.2, 0.8), (0.5, 1.2), (0.8, 0.7), (0.4, 0.5)]
 
 
-def test_drops_fall_and_accelerate():
-    rows = []
-    for age in range(12, 40, 4):
-        cover, _ = SCENES["drops"](thing(), age, ROWS, COLUMNS)
-        rows.append((cover * ROWS).sum() / cover.sum())
-    steps = np.diff(rows)
-    assert (steps > 0).all() and (np.diff(steps) > 0).all()
+@pytest.mark.parametrize("place", PLACES)
+def test_textures_fall_spread_and_turn_clockwise(place):
+    out = np.array(place) - [0.5, 0.8]
+    distance = np.hypot(*out)
+    clockwise = np.array([out[1], -out[0]]) / distance  # rows grow downwards: from the right it goes down
+    assert moved(*place, "falling") == pytest.approx([4 * SPEED, 0], abs=0.002)
+    assert moved(*place, "spreading") == pytest.approx(4 * SPEED * out / distance, abs=0.002)
+    assert moved(*place, "turning") @ clockwise == pytest.approx(distance * np.sin(4 * TURN), abs=0.002)
 
 
-def test_wheels_turn_clockwise_and_grow_as_they_shrink():
-    angles, areas = [], []
-    for age in range(48):
-        cover, second = SCENES["wheels"](thing(), age, ROWS, COLUMNS)
-        weight = cover * second
-        down, right = ((weight * (axis - place)).sum() for axis, place in ((ROWS, 0.5), (COLUMNS, 0.8)))
-        angles.append(np.arctan2(-down, right))  # counter-clockwise, as in mathematics
-        areas.append(cover.sum())
-    turned = np.diff(np.unwrap(angles))
-    assert (turned[2:-2] < 0).all() and np.rad2deg(turned[10:-10]) == pytest.approx(-360 / 48, abs=3)
-    assert areas == pytest.approx(areas[::-1])  # as many pixels forward as backward
+def test_every_pixel_belongs_to_its_nearest_centre():
+    middles = np.array([[0.1, 0.2], [0.9, 0.3], [0.4, 1.5]])
+    row, column = np.random.default_rng(0).uniform(0, 1.6, (2, 5, 7))
+    distance, angle = nearest(middles, row, column)
+    for at in np.ndindex(5, 7):
+        every = [np.hypot(row[at] - y, column[at] - x) for y, x in middles]
+        y, x = middles[int(np.argmin(every))]
+        assert distance[at] == min(every)
+        assert [distance[at] * np.sin(angle[at]), distance[at] * np.cos(angle[at])] == pytest.approx(
+            [row[at] - y, column[at] - x]
+        )
 
 
 @pytest.mark.parametrize("scene", SCENES)
@@ -57,6 +57,7 @@ def test_a_video_is_always_the_same_and_moves_all_the_time(scene):
     assert video.shape == (60, HEIGHT, HEIGHT * 8 // 5, 3) and video.dtype == np.uint8
     assert (video == render(scene, HEIGHT, frames=60)).all()
     assert (np.diff(video.astype(int), axis=0) != 0).any((1, 2, 3)).all()
+    assert find_cuts(video).tolist() == list(range(SHOT, 60, SHOT))
     other = {name: render(name, HEIGHT, frames=1) for name in SCENES if name != scene}
     assert not any((video[:1] == frame).all() for frame in other.values())
 
