@@ -5,6 +5,7 @@
     model = heads.make_head("upernet", SparsePriorViTConfig.from_preset("deit_small", prior="violin"), num_labels=150)
     model.save_pretrained("FOLDER")                                # a folder of transformers' own class
     UperNetForSemanticSegmentation.from_pretrained("FOLDER")       # after `import hf_sparseprior`
+    heads.offer_code("FOLDER")                                     # for `trust_remote_code=True` instead
 
 A head needs nothing of ours besides the config of its backbone, so `UperNetConfig(backbone_config=...)` does the same;
 `make_head` chooses `out_features` and `map_scales` and refuses in one line what would fail within a head.
@@ -12,9 +13,12 @@ A head needs nothing of ours besides the config of its backbone, so `UperNetConf
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import transformers
@@ -25,6 +29,7 @@ from transformers.backbone_utils import BackboneMixin
 from .checks import check_keys
 from .config_keys import check_common_value
 from .families import family_of
+from .files import read_json_object, write_text
 from .limits import check_size
 
 Kind = Literal["maps", "tokens", "patches"]
@@ -164,6 +169,56 @@ def fitted_config(name: str, backbone: PretrainedConfig) -> Any:
 def backbone_of(model: Any) -> Any:
     """The backbone in a model with a head."""
     return next(module for module in model.modules() if isinstance(module, BackboneMixin))
+
+
+# ---- saved folders --------------------------------------------------------------------------------------------------
+
+CODE = "sparseprior_head"
+CODE_TEXT = '''"""For `trust_remote_code=True`: the package of the backbone, and transformers' classes of the head."""
+
+import hf_sparseprior  # noqa: F401  makes the backbone known
+import transformers
+
+
+class {config}(transformers.{config}):
+    """As transformers has it."""
+
+
+class {model}(transformers.{model}):
+    """As transformers has it."""
+
+    config_class = {config}
+'''
+
+
+def offer_code(folder: str | os.PathLike) -> None:
+    """Let `trust_remote_code=True` import this package for a saved head.
+
+    transformers looks for the config of a backbone among those that it knows, and never in the folder, so that without
+    the package a head is `KeyError: 'sparseprior_vit'`. With the file that is written here, Auto classes and `pipeline`
+    import the package if they are told `trust_remote_code=True`, or say that it is missing.
+
+    Args:
+        folder: what `save_pretrained` of a head has written.
+
+    Raises:
+        ValueError: for a folder of another model. OSError: for a missing or broken config.json.
+    """
+    file = Path(folder) / "config.json"
+    content = read_json_object(file)
+    head = next((head for head in HEADS.values() if head.config_class.model_type == content.get("model_type")), None)
+    if head is None:
+        raise ValueError(f"{folder} holds a {content.get('model_type')!r} model, none of {', '.join(HEADS)}")
+    mappings = {name: getattr(transformers, name) for name in dir(transformers) if name.startswith("AutoModelFor")}
+    names = [
+        name
+        for name, auto in mappings.items()
+        if head.config_class in auto._model_mapping and auto._model_mapping[head.config_class] is head.model_class
+    ]
+    classes = {"AutoConfig": head.config, **{name: head.model for name in names}}
+    write_text(Path(folder) / f"{CODE}.py", CODE_TEXT.format(config=head.config, model=head.model))
+    content["auto_map"] = {name: f"{CODE}.{own}" for name, own in classes.items()}
+    write_text(file, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 # ---- which maps -----------------------------------------------------------------------------------------------------

@@ -87,8 +87,11 @@ def _check_annotation(annotation: Mapping[str, Any], images: Mapping[Any, Any], 
         raise ValueError(f"annotation {annotation.get('id')} of {image['file_name']} {damage}")
 
 
-def annotation_damage(annotation: dict[str, Any], height: int, width: int) -> str | None:
-    """What is wrong with the box or mask of one of COCO's annotations, or None. Height and width in pixels."""
+def annotation_damage(annotation: dict[str, Any], height: int, width: int, with_mask: bool = True) -> str | None:
+    """What is wrong with the box or mask of one of COCO's annotations, or None. Height and width in pixels.
+
+    `with_mask`: whether there has to be a mask.
+    """
     box, mask = annotation.get("bbox"), annotation.get("segmentation")
     if not isinstance(box, list) or len(box) != 4 or not all(_is_number(value) for value in box):
         return f"has bbox {box!r}, which must be four numbers"
@@ -96,6 +99,8 @@ def annotation_damage(annotation: dict[str, Any], height: int, width: int) -> st
     # A pixel of tolerance: published boxes are rounded.
     if min(across, down) < 0 or min(left, top) < -1 or left + across > width + 1 or top + down > height + 1:
         return f"has bbox {box}, which is not within its image of {height}x{width} (left, top, width, height)"
+    if not (with_mask or mask):
+        return None
     if isinstance(mask, list):
         if not mask or not all(
             isinstance(polygon, list) and len(polygon) >= 6 and len(polygon) % 2 == 0 and all(map(_is_number, polygon))

@@ -215,21 +215,29 @@ class ObjectScore:
 
     def metrics(self) -> dict[str, float]:
         """AP over thresholds from 0.5 to 0.95, and at 0.5; 0 where nothing was found."""
-        from pycocotools.coco import COCO
         from pycocotools.cocoeval import COCOeval
 
         word, kind = ("mask", "segm") if self.kind.finds == "masks" else ("box", "bbox")
         if not self.found:
             return {f"{word}_mAP": 0.0, f"{word}_mAP_50": 0.0}
         with redirect_stdout(io.StringIO()):
-            truth = COCO()
-            truth.dataset = json.loads(json.dumps(self.coco.content))
-            for number, annotation in enumerate(truth.dataset["annotations"], start=1):
-                annotation["id"] = number  # 0 would mean unmatched
-                annotation.setdefault("iscrowd", 0)
-            truth.createIndex()
+            truth = indexed(self.coco)
             evaluation = COCOeval(truth, truth.loadRes(self.found), kind)
             evaluation.evaluate()
             evaluation.accumulate()
             evaluation.summarize()
         return {f"{word}_mAP": float(evaluation.stats[0]), f"{word}_mAP_50": float(evaluation.stats[1])}
+
+
+def indexed(coco: CocoFile) -> Any:
+    """pycocotools' COCO of an annotation file that was read."""
+    from pycocotools.coco import COCO
+
+    made = COCO()
+    made.dataset = json.loads(json.dumps(coco.content))
+    for number, annotation in enumerate(made.dataset["annotations"], start=1):
+        annotation["id"] = number  # 0 would mean unmatched
+        annotation.setdefault("iscrowd", 0)
+    with redirect_stdout(io.StringIO()):
+        made.createIndex()
+    return made

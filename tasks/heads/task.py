@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import set_seed
@@ -21,10 +22,12 @@ from tasks.common.hf_run import HFTask, Split, Tested, draw_sampler
 from tasks.common.hf_run import Prepared as PreparedRun
 from tasks.common.mm.backbone import load_weights
 from tasks.common.models import about_model
+from tasks.heads.baseline import constant_objects
 from tasks.heads.config import SECTIONS, DataConfig, check_config, head_config
 from tasks.heads.data import Prepared, prepare_folder, read_source, same_classes
 from tasks.heads.kinds import KINDS, Kind, ObjectScore, PixelScore, collate, findings, make_processor, save_processor
 from tasks.heads.pictures import SHOWN, draw_findings
+from tasks.heads.processes import counted_once
 
 
 class AnyHead:
@@ -78,7 +81,8 @@ class HeadTrainer(SparsePriorTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The head's loss of a micro-batch, by its share of the step's images."""
-        outputs = model(**inputs)
+        with counted_once():
+            outputs = model(**inputs)
         loss = outputs.loss
         self.loss_is_scaled_for_ga = num_items_in_batch is not None
         if num_items_in_batch is not None:
@@ -96,8 +100,9 @@ class HeadTrainer(SparsePriorTrainer):
         return metrics
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        """Measure the model on the validation images; every process does, with the same result."""
-        metrics = self.measured(self.eval_dataset if eval_dataset is None else eval_dataset, metric_key_prefix)
+        """Measure the model on the validation images; every process does, and takes the first one's result."""
+        own = self.measured(self.eval_dataset if eval_dataset is None else eval_dataset, metric_key_prefix)
+        (metrics,) = broadcast_object_list([own])  # batch norms have statistics of their own in each
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -130,7 +135,8 @@ class Measure:
             torch.manual_seed(0)
             for batch in DataLoader(data, self.batch_size, collate_fn=collate):
                 batch = moved(batch, device)
-                outputs, count = model(**batch), len(batch["pixel_values"])
+                with counted_once():
+                    outputs, count = model(**batch), len(batch["pixel_values"])
                 total += outputs.loss.item() * count
                 sizes = [source.image(index).shape[:2] for index in range(number, number + count)]
                 for found in findings(self.kind, self.processor, outputs, sizes):
@@ -194,6 +200,8 @@ def prepare(config: Config, arguments: Any) -> PreparedRun:
 
     def test(trainer: HeadTrainer) -> Tested:
         metrics = trainer.measured(datasets["test"], "test")
+        if kind.finds != "classes":
+            measure.details = constant_objects(kind, sources["train"], sources["test"])
         if trainer.weight_average is not None:
             measure(trainer.accelerator.unwrap_model(trainer.model), datasets["test"])  # whose findings are drawn
         kept = {name: value for name, value in metrics.items() if not name.endswith("_loss")}
@@ -205,7 +213,7 @@ def prepare(config: Config, arguments: Any) -> PreparedRun:
         datasets=datasets,
         description=f"{folder.name} ({', '.join(f'{len(source)} {split}' for split, source in sources.items())})",
         split_names={"train": "training"},
-        save_processor=lambda place: save_processor(kind, backbone, place),
+        save_processor=lambda place: complete_folder(kind, backbone, place),
         train_sampler=draw_sampler(len(datasets["train"]), arguments),
         train_collator=collate,
         eval_collator=collate,
@@ -218,6 +226,12 @@ def prepare(config: Config, arguments: Any) -> PreparedRun:
             "pretrained_sha256": pretrained_sha256(config["model"]),
         },
     )
+
+
+def complete_folder(kind: Kind, backbone: Any, folder: Path) -> None:
+    """Write what a saved head has besides its weights and config: the image processor, and code that imports us."""
+    save_processor(kind, backbone, folder)
+    heads.offer_code(folder)
 
 
 def pretrained_sha256(model: dict[str, Any]) -> str | None:
@@ -272,7 +286,8 @@ def card(model: Any, results: dict[str, Any]) -> str:
         f"# {type(model).__name__} on {type(heads.backbone_of(model)).__name__}, prior: {backbone.prior_name}",
         *("", "| | |", "|---|---|", f"| backbone | {backbone.summary} |"),
         *(f"| classes | {len(model.config.id2label)} |", f"| data | {results.get('data', 'not recorded')} |", *metrics),
-        *("", "```python", "import hf_sparseprior", "from transformers import pipeline"),
+        *("", "```python", "import hf_sparseprior  # or pipeline(..., trust_remote_code=True)"),
+        "from transformers import pipeline",
         *(f'find = pipeline("{pipeline}", model="PATH_OR_NAME_OF_THIS_MODEL")', 'find("image.png")', "```", ""),
     ]
     return "\n".join(lines)

@@ -54,6 +54,19 @@ def detection(folder: Path) -> list[str]:
     return contract.detection(folder)
 
 
+def heads(folder: Path) -> list[str]:
+    """DETR: UPerNet has batch norms, of which each process has its own on CPUs."""
+    from tests.tasks.common.mm.shapes import write_shapes
+    from tests.tasks.heads.tiny import tiny_config
+
+    content = tiny_config(write_shapes(folder / "shapes"), "detr", **contract.TRAINER)
+    content["trainer"] |= {"per_device_train_batch_size": 6, "dataloader_drop_last": True}  # six of seven images
+    del content["trainer"]["use_cpu"]
+    content["model"]["drop_path_rate"] = 0.0
+    content["head"] |= {"dropout": 0.0}
+    return contract.write_config(folder, content)
+
+
 def robotics(folder: Path) -> list[str]:
     """From two cameras, cut at random, in batches that two processes do not share evenly."""
     from tests.tasks.robotics.walk import write_walk
@@ -100,11 +113,15 @@ LATE = {
             "pretraining", "torch", pretraining, "trainer.output_dir", "trainer.per_device_train_batch_size=4",
             5, "checkpoint-4", True,
         ),
+        (
+            "heads", "pycocotools", heads, "trainer.output_dir", "trainer.per_device_train_batch_size=3",
+            5, "checkpoint-4", True,
+        ),
         ("segmentation", "mmseg", segmentation, "output_dir", "train_dataloader.batch_size=2", 5, "iter_3.pth", False),
         ("detection", "mmdet", detection, "output_dir", "train_dataloader.batch_size=1", 5, "iter_3.pth", False),
         ("robotics", "diffusers", robotics, "trainer.output_dir", None, 10, "checkpoint-8", True),
     ],
-    ids=["video", "pretraining", "segmentation", "detection", "robotics"],
+    ids=["video", "pretraining", "heads", "segmentation", "detection", "robotics"],
 )  # fmt: skip
 def test_two_processes_go_on_after_a_kill_and_end_like_one(
     task, needs, prepare, place, half, killed, checkpoint, like_one, tmp_path
@@ -130,6 +147,12 @@ def test_two_processes_go_on_after_a_kill_and_end_like_one(
     found = read_results(tmp_path / "two" / "results.json")
     assert found["processes"] == 2 and found["resumed_from"] == checkpoint
     assert (tmp_path / "two" / "model").is_dir()
+    if task in ("heads", "segmentation", "detection"):  # the model that is saved is the one that was measured
+        assert (
+            import_module(f"tasks.{task}.evaluate").main([str(tmp_path / "two"), "--out", str(tmp_path / "out")]) == 0
+        )
+        metrics = read_results(tmp_path / "out" / "results_test.json")["metrics"]
+        assert metrics == {key: value for key, value in found["metrics"].items() if "_ema_" not in key}
     if not like_one:
         return
     expected = read_results(tmp_path / "one" / "results.json")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import difflib
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config, DictAction
+from mmengine.runner import Runner
 
 from hf_sparseprior.training.finite import SETTING
 from tasks.common.command import first_line
@@ -18,6 +20,10 @@ from tasks.common.upgrade import nested_names
 
 OUTPUT_DIR, WORK_DIR = "output_dir", "work_dir"  # the name that every task uses, and mmengine's own
 SEEDS = "seeds"  # those of a comparison, whose rows are the cells
+# What a run reads of a config. Whatever else stands at the top was used when the file was run.
+READ = {*inspect.signature(Runner.__init__).parameters} - {"self", "cfg", "launcher", "experiment_name"}
+READ |= {"find_unused_parameters", "model_wrapper_cfg", "compile", "sync_bn", "tta_model", "tta_pipeline", SETTING}
+READ |= {"activation_checkpointing", "efficient_conv_bn_eval"}
 
 
 def load_config(task: str, path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -52,6 +58,11 @@ def load_config(task: str, path: str | Path, overrides: Sequence[str] = ()) -> C
         key = WORK_DIR if key == OUTPUT_DIR else key
         if key != SETTING:  # a setting of ours, which no file has to name
             check_key(config, key)
+        if (name := key.partition(".")[0]) not in READ:
+            raise ValueError(
+                f"{override!r} would do nothing: {name} was used when the file was read; change it in the file, or "
+                "give the settings that are made of it"
+            )
         try:
             config.merge_from_dict({key: DictAction._parse_iterable(value)})
         except (AssertionError, KeyError, TypeError) as error:

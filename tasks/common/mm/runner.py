@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from mmengine.config import Config
-from mmengine.dist import init_dist, is_distributed, is_main_process
+from mmengine.dist import broadcast, init_dist, is_distributed, is_main_process
 from mmengine.hooks import Hook
 from mmengine.model import BaseTTAModel, MMDistributedDataParallel, is_model_wrapper, revert_sync_batchnorm
 from mmengine.runner import BaseLoop, Runner
@@ -23,6 +23,7 @@ from torch import distributed
 
 from hf_sparseprior.files import replace_durably
 from hf_sparseprior.training.finite import SETTING, STOP, check_setting
+from tasks.common.command import first_line
 from tasks.common.mm.backbone import check_predictors
 from tasks.common.mm.config import for_frameworks
 from tasks.common.mm.hooks import CheckFinite, OneLineProgress, StopOnSignal, TellData
@@ -114,7 +115,9 @@ def build_runner(config: Config) -> QuietRunner:
     with errors_in_one_line():
         runner = QuietRunner.from_cfg(config)
         check_normalisation(whole_model(runner))
+    name_what_is_not_taken(whole_model(runner))
     runner.register_hook(CheckClasses())
+    runner.register_hook(ShareBuffers())
     runner.register_hook(TellData())
     if config.get(SETTING, STOP) == STOP:
         runner.register_hook(CheckFinite())
@@ -171,6 +174,42 @@ def released(runner: Runner) -> Iterator[None]:
                 hook.after_train(runner)
 
 
+# How images are padded where a model is tested, by the class of its preprocessor.
+PADDING = {
+    "SegDataPreProcessor": "model.data_preprocessor.test_cfg.size_divisor",
+    "DetDataPreprocessor": "model.data_preprocessor.pad_size_divisor",
+}
+
+
+def name_what_is_not_taken(model: Any) -> None:
+    """Let a model that is tested say in one line which image, at which size, it does not take.
+
+    Heads halve the maps of an image, and of a small image's map nothing may be left; which sizes are small is theirs to
+    know. Images of several sizes make no batch in mmsegmentation.
+    """
+
+    def named(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def tested(data: Any) -> Any:
+            try:
+                return step(data)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, AssertionError) as error:
+                sizes = [tuple(image.shape[-2:]) for image in data["inputs"]]
+                least = min(range(len(sizes)), key=lambda index: min(sizes[index]))
+                setting = PADDING.get(type(model.data_preprocessor).__name__)
+                padded = f"; {setting}=32 pads images to multiples of 32" if setting else ""
+                advice = "; test_dataloader.batch_size=1 takes each alone" if len({*sizes}) > 1 else padded
+                raise ValueError(
+                    f"the model does not take {data['data_samples'][least].img_path} at "
+                    f"{'x'.join(map(str, sizes[least]))} pixels ({first_line(error)}){advice}"
+                ) from error
+
+        return tested
+
+    model.val_step, model.test_step = named(model.val_step), named(model.test_step)
+
+
 class CheckClasses(Hook):
     """Compares the heads' number of classes with the data's, before the first batch."""
 
@@ -183,6 +222,19 @@ class CheckClasses(Hook):
     def before_test(self, runner: Runner) -> None:
         """Test data."""
         check_classes(runner.model, [runner.test_dataloader.dataset])
+
+
+class ShareBuffers(Hook):
+    """Lets every process measure the model that is saved, the first one's: batch norms that are not synchronised have
+    other statistics in each.
+    """
+
+    def before_val(self, runner: Runner) -> None:
+        """Take those of the first process."""
+        for buffer in runner.model.buffers():
+            broadcast(buffer.data)
+
+    before_test = before_val
 
 
 def check_classes(model: torch.nn.Module, data: Sequence[Any]) -> None:

@@ -8,14 +8,13 @@ from typing import Any
 from mmengine.config import Config, ConfigDict
 
 RATIOS = (0.75, 1.0, 1.25)  # sides of the images
-MODELS = {"mmseg": "SegTTAModel", "mmdet": "BoxTTAModel"}  # by default_scope
+MODELS = {"mmseg": "SegTTAModel", "mmdet": "InstanceTTAModel"}  # by default_scope
 
 
 def with_tta(config: Config) -> Config:
     """A copy of a config whose test looks at each image several times, as mm's `tools/test.py --tta` does.
 
-    `tta_model` and `tta_pipeline` are the config's or, where it has none, three sizes, each mirrored too. Detection
-    merges boxes, and nothing else is measured then: mmdetection has no way to merge masks.
+    `tta_model` and `tta_pipeline` are the config's or, where it has none, three sizes, each mirrored too.
 
     Raises:
         ValueError: for a framework that cannot.
@@ -28,11 +27,6 @@ def with_tta(config: Config) -> Config:
     dataset = config.test_dataloader.dataset
     dataset.pipeline = config.get("tta_pipeline") or views(dataset.pipeline)
     config.model = {**(config.get("tta_model") or merged), "module": config.model}
-    if scope == "mmdet":
-        evaluators = config.test_evaluator
-        for evaluator in evaluators if isinstance(evaluators, list) else [evaluators]:
-            kinds = evaluator.get("metric", "bbox")
-            evaluator.metric = [kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind != "segm"]
     return config
 
 

@@ -27,6 +27,7 @@ from pycocotools.cocoeval import COCOeval
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
 from hf_sparseprior.supports import head_offsets
 from tasks.common.coco import annotation_damage, packed_pixels
+from tasks.common.coco_baseline import fit_constant, overlaps
 from tasks.common.mm.config import load_config
 from tasks.common.mm.evaluate import evaluate
 from tasks.common.mm.loading import read_checkpoint
@@ -34,8 +35,8 @@ from tasks.common.mm.runner import build_runner
 from tasks.common.mm.saving import fill_model
 from tasks.common.mm.train import run
 from tasks.common.mm.tta import with_tta
-from tasks.detection.baseline import fit_constant, overlaps
-from tasks.detection.data import NumberedEpochSampler
+from tasks.detection.data import NumberedEpochSampler, mirrored_back
+from tasks.detection.evaluate import main as evaluate_main
 from tasks.detection.task import DETECTION, constant_metrics
 from tasks.detection.train import main as train_main
 from tests.hf_sparseprior.small import SMALL as SMALL_FAMILIES
@@ -304,12 +305,12 @@ def test_classes_are_measured_one_by_one(data, tmp_path, left_out, expected):
     assert metric.metrics == ["bbox", "segm"] and not any("precision" in name for name in metrics)
 
 
-def test_test_time_augmentation_merges_the_boxes_of_all_views(finished, data, tmp_path):
+def test_test_time_augmentation_merges_what_all_views_find(finished, data, tmp_path):
     out, results = finished
     assert list(results["classes"]) == ["bright", "dark"] and set(results["classes"]["dark"]) == {"bbox_AP", "segm_AP"}
     found = evaluate(DETECTION, out, out=tmp_path / "found", tta=True)
     assert (tmp_path / "found/results_test_tta.json").is_file() and found["tta"]
-    assert "test_coco/bbox_mAP" in found["metrics"] and "test_coco/segm_mAP" not in found["metrics"]
+    assert {"test_coco/bbox_mAP", "test_coco/segm_mAP"} <= set(found["metrics"])
     config = with_tta(load_config("detection", out / "model/config.py", [f"output_dir={tmp_path}/own"]))
     runner = build_runner(config)
     fill_model(runner.model.module, out / "model")
@@ -317,7 +318,7 @@ def test_test_time_augmentation_merges_the_boxes_of_all_views(finished, data, tm
     model = runner.model.eval()
     with torch.no_grad():
         merged = model.test_step(batch)[0].pred_instances
-        boxes, scores, labels = [], [], []
+        boxes, scores, labels, masks = [], [], [], []
         for inputs, samples in zip(batch["inputs"], batch["data_samples"], strict=True):
             own = model.module.test_step({"inputs": inputs[:1], "data_samples": samples[:1]})[0].pred_instances
             left, top, right, bottom = own.bboxes.unbind(1)
@@ -326,6 +327,7 @@ def test_test_time_augmentation_merges_the_boxes_of_all_views(finished, data, tm
             boxes.append(torch.stack([left, top, right, bottom], 1))
             scores.append(own.scores)
             labels.append(own.labels)
+            masks += [mask.numpy()[:, ::-1] if samples[0].flip else mask.numpy() for mask in own.masks]
     assert len(boxes) == 6 and len({tuple(inputs[0].shape) for inputs in batch["inputs"]}) == 3
     boxes, scores, labels = torch.cat(boxes), torch.cat(scores), torch.cat(labels)
     kept = []
@@ -336,6 +338,27 @@ def test_test_time_augmentation_merges_the_boxes_of_all_views(finished, data, tm
     kept = kept[:20]
     torch.testing.assert_close(merged.scores, scores[kept])
     torch.testing.assert_close(merged.bboxes, boxes[kept], rtol=0, atol=1e-3)
+    assert np.array_equal(merged.masks.numpy(), np.stack([masks[index] for index in kept])) and merged.masks.any()
+
+
+@pytest.mark.parametrize(
+    ("direction", "expected"),
+    [(None, [[1, 0], [0, 0]]), ("horizontal", [[0, 1], [0, 0]]), ("vertical", [[0, 0], [1, 0]]),
+     ("diagonal", [[0, 0], [0, 1]])],
+)  # fmt: skip
+def test_masks_are_mirrored_back(direction, expected):
+    sample = DetDataSample(metainfo={"flip": direction is not None, "flip_direction": direction})
+    assert mirrored_back(sample, torch.tensor([[1, 0], [0, 0]])).tolist() == expected
+
+
+def test_an_image_that_is_too_small_for_the_pyramid_is_named(finished, tmp_path, capfd):
+    place = f"{finished[0]}"
+    small = "test_dataloader.dataset.pipeline.1.scale=(6,6)"
+    assert evaluate_main([place, "--tta", "--out", str(tmp_path), small]) == 2
+    said = capfd.readouterr().err.strip().splitlines()[-1]
+    assert re.search(r"the model does not take \S+/images/test/0\.png at 4x4 pixels \(.*too small\)", said), said
+    padded = "model.data_preprocessor.pad_size_divisor=32"
+    assert padded in said and evaluate_main([place, "--tta", "--out", str(tmp_path), small, padded]) == 0
 
 
 # ---- what is broken is named ----------------------------------------------------------------------------------------

@@ -18,12 +18,14 @@ from tests.tasks.common.mm.shapes import write_shapes
 pytest.importorskip("pycocotools", reason="the extra `heads` is not installed")
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.heads import backbone_of
+from hf_sparseprior.heads import backbone_of, offer_code
 from hf_sparseprior.training.sampling import Draw
 from tasks.common.coco import read_coco
+from tasks.common.coco_baseline import fit_constant
 from tasks.common.results import read_results
 from tasks.heads import data as heads_data
-from tasks.heads import evaluate, train
+from tasks.heads import evaluate, report, train
+from tasks.heads.baseline import constant_objects
 from tasks.heads.config import DataConfig, backbone_config, check_config
 from tasks.heads.kinds import KINDS, ObjectScore, PixelScore, collate, findings, make_processor, targets
 from tasks.heads.task import HEADS, Measure, build_model, constant_score
@@ -146,6 +148,58 @@ def test_pipelines_of_a_new_process_take_the_saved_models(runs, shapes, tmp_path
     assert set(found["instances"]) <= {"bright", "dark"}
     card = (runs("detr") / "model" / "README.md").read_text()
     assert "pipeline_tag: object-detection" in card and "import hf_sparseprior" in card
+
+
+TRUSTING = """
+import json, sys
+from transformers import AutoModelForObjectDetection, pipeline
+
+package = sys.argv[1] == "package"
+options = {"device": "cpu", "trust_remote_code": True}
+try:
+    segment = pipeline("image-segmentation", model="upernet", **options)
+except ImportError as error:
+    assert not package and "hf_sparseprior" in str(error), error
+else:
+    assert package
+    semantic = segment("image.png")
+    found = [[part["label"], sum(value > 0 for value in part["mask"].getdata())] for part in semantic]
+    segment = pipeline("image-segmentation", model="mask2former", **options)
+    instances = [part["label"] for part in segment("image.png", subtask="instance", threshold=0.0)]
+    boxes = pipeline("object-detection", model="detr", **options)("image.png", threshold=0.0)
+    AutoModelForObjectDetection.from_pretrained("detr", trust_remote_code=True).save_pretrained("again")
+    again = pipeline("object-detection", model="again", image_processor="detr", **options)
+    assert again("image.png", threshold=0.0) == boxes
+    json.dump({"semantic": found, "instances": instances, "boxes": boxes}, open("trusting.json", "w"))
+try:
+    pipeline("object-detection", model="detr", device="cpu")
+except KeyError as error:
+    assert not package and "sparseprior_vit" in str(error)
+else:
+    assert package
+"""
+
+
+@pytest.mark.slow
+def test_code_of_a_folder_imports_the_package_or_says_that_it_is_missing(runs, shapes, tmp_path):
+    """Of the folders of `test_pipelines_...`, in processes that do not import the package themselves."""
+    for name in ("upernet", "mask2former", "detr"):
+        shutil.copytree(runs(name) / "model", tmp_path / name)
+    shutil.copy(shapes / "images" / "test" / "0.png", tmp_path / "image.png")
+    run_script(TRUSTING, "none", folder=tmp_path)
+    run_script(TRUSTING, "package", folder=tmp_path, package=True)
+    run_script(FRESH, folder=tmp_path, package=True)
+    found, expected = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("trusting", "found"))
+    assert found["semantic"] == [[part["label"], part["mask"]] for part in expected["semantic"]]
+    assert found["instances"] == expected["instances"] and found["boxes"] == expected["boxes"]
+
+
+def test_code_is_offered_for_heads_alone(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ValueError, match="holds a 'vit' model, none of upernet, mask2former"):
+        offer_code(tmp_path)
+    with pytest.raises(OSError, match=r"config\.json"):
+        offer_code(tmp_path / "none")
 
 
 def _first_finding(folder, config):
@@ -304,6 +358,55 @@ def test_perfect_findings_have_precision_1_and_wrong_ones_0(shapes, name):
 
     assert precision(False) == pytest.approx([1.0, 1.0]) and precision(True) == pytest.approx([0.0, 0.0])
     assert list(ObjectScore(kind, source.coco).metrics().values()) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["detr", "maskformer"])
+def test_the_constant_predictor_of_objects_is_measured_by_pycocotools(shapes, name):
+    """Its detections in pycocotools' own formats; the squares hardly move, so they are right now and then."""
+    from pycocotools import mask as coco_mask
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    train_file, test_file = (COCO(shapes / "annotations" / f"instances_{split}.json") for split in ("training", "test"))
+    found = fit_constant(train_file, [5, 9]).predict(32, 32)
+    detections = []
+    for image in test_file.getImgIds():
+        for (left, top, right, bottom), label, score, mask in zip(*found.values(), strict=True):
+            one = {"image_id": image, "category_id": [5, 9][label], "score": score}
+            encoded = coco_mask.encode(np.asfortranarray(mask.astype(np.uint8)))
+            place = {"bbox": [left, top, right - left, bottom - top]} if name == "detr" else {"segmentation": encoded}
+            detections.append({**one, **place})
+    evaluation = COCOeval(test_file, test_file.loadRes(detections), "bbox" if name == "detr" else "segm")
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    kind, sources = KINDS[name], [heads_data.Objects(shapes, split) for split in ("train", "test")]
+    measured = constant_objects(kind, *sources)
+    assert measured == {
+        f"constant_{kind.metric}": pytest.approx(evaluation.stats[0]),
+        f"constant_{kind.metric}_50": pytest.approx(evaluation.stats[1]),
+    }
+    assert measured[f"constant_{kind.metric}"] > 0.05
+
+
+@pytest.mark.slow
+def test_a_report_records_a_head_and_does_no_run_twice(shapes, tmp_path, capfd, monkeypatch):
+    content = tiny_config(shapes, "detr", max_steps=2)
+    head = {"detr": {"head": {"name": "detr", **HEAD_OPTIONS["detr"]}}}
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump({**content, "head": {}, "matrix": {"head": head}}))
+    arguments = ["--config", str(tmp_path / "small.yaml"), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]
+    assert report.main(arguments) == 0, capfd.readouterr().err
+    file = tmp_path / "small" / "detr.json"
+    found, own = json.loads(file.read_text()), read_results(tmp_path / "runs" / "small_detr" / "results.json")
+    assert {found[key] == own[key] for key in ("metrics", "seconds", "history", "constant_box_mAP")} == {True}
+    assert found["constant_box_mAP"] > 0.05 and found["steps"] == 2 and 100 < found["peak_mib"] < 10000
+    row = (tmp_path / "small.md").read_text().splitlines()[2]
+    assert row.startswith(f"| `detr` | box_mAP | 0.000 | {found['constant_box_mAP']:.3f} | 2 |")
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    assert report.main(arguments) == 0
+    file.unlink()
+    assert report.main(arguments) == 2
+    assert "small.yaml#detr ended with exit status 1" in capfd.readouterr().err.splitlines()[-1]
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------

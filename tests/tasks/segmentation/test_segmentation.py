@@ -163,6 +163,34 @@ def test_classes_are_measured_one_by_one(finished, data, tmp_path, monkeypatch, 
     assert found["metrics"]["test_mIoU"] == pytest.approx(mean, abs=1e-4)
 
 
+def test_an_image_that_is_too_small_is_named_and_may_be_padded(finished, tmp_path, capfd):
+    """Three quarters of 32 pixels are too few for the neck's smallest map."""
+    out, _ = finished
+    arguments = [str(out), "--tta", "--out", str(tmp_path)]
+    assert evaluate_main(arguments) == 2
+    said = capfd.readouterr().err.strip().splitlines()[-1]
+    assert re.search(r"the model does not take \S+/images/test/0\.png at 24x24 pixels \(.*too small\)", said), said
+    padded = "model.data_preprocessor.test_cfg.size_divisor=32"
+    assert padded in said and evaluate_main([*arguments, padded]) == 0
+    assert read_results(tmp_path / "results_test_tta.json")["images"] == 4
+
+
+def test_images_of_several_sizes_in_a_test_batch_are_named(finished, data, tmp_path, capfd):
+    shutil.copytree(data, tmp_path / "data")
+    for part in ("images", "annotations"):
+        file = tmp_path / "data" / part / "test" / "1.png"
+        Image.open(file).resize((48, 40), Image.Resampling.NEAREST).save(file)
+    arguments = [
+        str(finished[0]),
+        "--out",
+        str(tmp_path / "found"),
+        f"test_dataloader.dataset.data_root={tmp_path}/data",
+    ]
+    assert evaluate_main(arguments) == 2
+    assert "; test_dataloader.batch_size=1 takes each alone" in capfd.readouterr().err.strip().splitlines()[-1]
+    assert evaluate_main([*arguments, "test_dataloader.batch_size=1"]) == 0
+
+
 def test_own_data_of_odd_sizes_is_trained_evaluated_and_its_classes_are_counted(tmp_path, capfd):
     """The commands of the README's "Your own data", on four photographs of odd sizes, with a small model."""
     random = np.random.default_rng(0)
@@ -462,9 +490,9 @@ def test_cells_are_named(tmp_path, content, name, message):
 
 
 def test_a_cell_changes_its_file_and_overrides_come_after_it(tmp_path):
-    (tmp_path / "c.py").write_text("x = dict(y=1, z=2)\ncells = dict(a=dict(x=dict(y=3)))\n")
-    config = load_config("segmentation", tmp_path / "c.py#a", ["x.z=4"])
-    assert config.x == {"y": 3, "z": 4} and config.work_dir == "outputs/segmentation/c_a" and "cells" not in config
+    (tmp_path / "c.py").write_text("model = dict(y=1, z=2)\ncells = dict(a=dict(model=dict(y=3)))\n")
+    config = load_config("segmentation", tmp_path / "c.py#a", ["model.z=4"])
+    assert config.model == {"y": 3, "z": 4} and config.work_dir == "outputs/segmentation/c_a" and "cells" not in config
 
 
 def test_full_size_configs_are_the_papers():

@@ -74,3 +74,12 @@ def test_heads_without_a_number_of_classes_have_as_many_as_the_data(tmp_path):
     file.write_text(heads + data.format("CheckedCocoDataset", tmp_path, ""))
     with pytest.raises(ValueError, match=r"num_classes=None needs train_dataloader\.dataset\.metainfo\.classes"):
         load_config("detection", file)
+
+
+def test_a_variable_of_the_file_that_was_used_already_is_no_setting(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("steps = 7\ntrain_cfg = dict(max_iters=steps)\npipeline = [dict(type='Resize')]\n")
+    for override in ("steps=3", "pipeline.0.type=Crop"):
+        with pytest.raises(ValueError, match=f"'{override}' would do nothing: {override.split('=')[0].split('.')[0]} "):
+            load_config("detection", file, [override])
+    assert load_config("detection", file, ["train_cfg.max_iters=3"]).train_cfg.max_iters == 3

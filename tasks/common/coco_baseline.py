@@ -85,6 +85,8 @@ def mean_shape(coco: Any, annotations: Sequence[dict[str, Any]]) -> np.ndarray:
     """Pixels of a box that belong to the object in at least half of these annotations: bool (SHAPE, SHAPE)."""
     total = np.zeros((SHAPE, SHAPE))
     for annotation in annotations:
+        if not annotation.get("segmentation"):  # boxes alone
+            continue
         left, top, width, height = np.round(annotation["bbox"]).astype(int)
         inside = coco.annToMask(annotation)[top : top + height, left : left + width]
         if inside.size:

@@ -7,8 +7,8 @@ pytest.importorskip("mmcv.ops", reason="the extra `dense` is not installed", exc
 
 from pycocotools.coco import COCO
 
+from tasks.common.coco_baseline import DETECTIONS, fit_constant, overlaps
 from tasks.common.mm.scenes import mask_box, run_lengths
-from tasks.detection.baseline import DETECTIONS, fit_constant, overlaps
 
 pytestmark = pytest.mark.slow
 
