@@ -155,7 +155,7 @@ def test_one_attention_implementation_for_both():
         ("detr", "sparseprior_vit", {}, {"num_labels": -1}, "num_labels=-1 must be"),
         ("mask2former", "sparseprior_swin", {}, {"num_labels": 0}, "num_labels=0 must be"),
         ("upernet", "sparseprior_vit", {}, {"num_labels": "5"}, "num_labels='5' must be"),
-        ("upernet", "sparseprior_vit", {}, {"num_labels": 3, "id2label": {0: "a"}}, "num_labels=3 must be the 1 classes"),
+        ("upernet", "sparseprior_vit", {}, {"num_labels": 3, "id2label": {0: "a"}}, "num_labels=3 must be the 1 class"),
         ("detr", "sparseprior_vit", {}, {"id2label": ["a"]}, "id2label=.* must be a map of 0, 1, 2"),
         ("rt_detr", "sparseprior_vit", {}, {"encoder_in_channels": [1]}, r"encoder_in_channels=\[1\] follows from the"),
         ("upernet", "sparseprior_vit", {"num_hidden_layers": 3}, {}, "maps of 4 layers; this 'sparseprior_vit' has 3"),
