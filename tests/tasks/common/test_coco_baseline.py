@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-pytest.importorskip("mmcv.ops", reason="the extra `dense` is not installed", exc_type=ImportError)
+pytest.importorskip("pycocotools", reason="the extra `heads` is not installed")
 
 from pycocotools.coco import COCO
 
