@@ -41,6 +41,7 @@ WORK = [
     (["tasks.video.motion", "OUT/motion"], r"\[video\]"),
     (["tasks.robotics.demonstrate", "lift", "OUT/lift.hdf5"], "make robotics"),
     (["tasks.robotics.demonstrate", "pusht", "OUT/pusht.zarr"], "make robotics"),
+    (["tasks.robotics.convert", "tests/fixtures/lerobot_v3", "OUT/again.lerobot"], r"make robotics|\[robotics\]"),
     (["tasks.robotics.evaluate", str(BEFORE / "policy")], r"make robotics|\[robotics\]"),
     (
         ["tasks.robotics.train", "--config", "configs/robotics/smoke.yaml#pusht_image", "data.path=OUT/there.zarr"],

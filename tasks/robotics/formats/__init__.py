@@ -104,13 +104,21 @@ def check_settings(settings: Mapping[str, Any], source: str | Path, environment:
         raise ValueError(f"{source} has no images of camera {missing[0]!r}")
 
 
-def write_demonstrations(path: Path, episodes: Sequence[Path], settings: dict[str, Any]) -> None:
+def write_demonstrations(
+    path: Path,
+    episodes: Sequence[Path],
+    settings: dict[str, Any],
+    held: Sequence[bool] | None = None,
+    images: str = "video",
+) -> None:
     """Write a file of episodes, whole or not at all, in the layout of the task: HDF5 for arms, zarr for PushT.
 
     Args:
         path: the new file; a name that ends in .lerobot becomes a LeRobotDataset.
         episodes: files of `Episode.save`, in order; one is in memory at a time.
         settings: the environment's.
+        held: which episodes are for validation; None: every tenth.
+        images: of a LeRobotDataset, as in `write_lerobot`.
 
     Raises:
         OSError: if the path exists.
@@ -118,9 +126,9 @@ def write_demonstrations(path: Path, episodes: Sequence[Path], settings: dict[st
     check_new(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == LEROBOT:
-        write_lerobot(path, (Episode.load(source) for source in episodes), settings)
+        write_lerobot(path, (Episode.load(source) for source in episodes), settings, images, held=held)
         return
-    (write_zarr if settings["environment"] == "pusht" else write_hdf5)(path, episodes, settings)
+    (write_zarr if settings["environment"] == "pusht" else write_hdf5)(path, episodes, settings, held)
 
 
 def _difference(stored: Any, current: Any) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tasks.common.command import first_line
+from tasks.robotics.formats.episode import Episode
 
 SPLITS = {"train": "train", "validation": "valid"}  # our names and those of both layouts
 VALID_EVERY = 10  # every tenth episode is for validation
@@ -106,6 +107,29 @@ class Demonstrations(ABC):
         self._check_finite(f"{episode}/{key}", values)
         return values.astype(np.uint8, copy=False) if image else values
 
+    def episode(self, name: str) -> Episode:
+        """One episode with all that the layout holds of it.
+
+        Of what is not there, executed actions are the chosen ones, states are empty, rewards 0, and the last step is
+        the one that is done.
+        """
+        length, rest = self.lengths[name], self._recorded(self._file(), name)
+        actions = self.read(name, ACTIONS)
+        executed = self.read(name, EXECUTED) if self._has_executed(self._file(), name) else actions
+        rewards, dones = rest.get("rewards", np.zeros(length)), rest.get("dones", np.arange(length) == length - 1)
+        for key, values in (("states", rest.get("states")), ("rewards", rewards)):
+            if values is not None:
+                self._check_finite(f"{name}/{key}", values)
+        return Episode(
+            seed=self.seeds[name],
+            actions=actions.astype(np.float64),
+            executed=executed.astype(np.float64),
+            states=np.asarray(rest.get("states", np.zeros((length, 0))), dtype=np.float64),
+            rewards=np.asarray(rewards, dtype=np.float64).reshape(length),
+            dones=np.asarray(dones).astype(bool).reshape(length),
+            observations={key: self.read(name, key) for key in self.shapes},
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_handle": None}
 
@@ -123,6 +147,13 @@ class Demonstrations(ABC):
 
     @abstractmethod
     def _read(self, file: Any, episode: str, key: str, start: int, stop: int) -> np.ndarray: ...
+
+    @abstractmethod
+    def _has_executed(self, file: Any, episode: str) -> bool: ...
+
+    @abstractmethod
+    def _recorded(self, file: Any, episode: str) -> dict[str, np.ndarray]:
+        """What there is of states (T, S), rewards (T,) and dones (T,) of an episode."""
 
     def _fail(self, what: str) -> BrokenDemonstrations:
         return BrokenDemonstrations(f"{self.path}: {what}")

@@ -14,7 +14,7 @@ class Episode:
     """One demonstration of T steps.
 
     Attributes:
-        seed: seed of the environment's reset.
+        seed: seed of the environment's reset; None if nobody knows it.
         actions: float64 (T, A), the chosen actions.
         executed: float64 (T, A), the executed actions: the same with noise.
         states: float64 (T, S), the simulator's own state before each action.
@@ -23,7 +23,7 @@ class Episode:
         observations: by key, before each action: (T, ...).
     """
 
-    seed: int
+    seed: int | None
     actions: np.ndarray
     executed: np.ndarray
     states: np.ndarray
@@ -37,7 +37,7 @@ class Episode:
         with scratch.open("wb") as file:
             np.savez(
                 file,
-                seed=self.seed,
+                **({} if self.seed is None else {"seed": self.seed}),
                 actions=self.actions,
                 executed=self.executed,
                 states=self.states,
@@ -53,6 +53,6 @@ class Episode:
         """Read what `save` wrote."""
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        seed = int(arrays.pop("seed"))
+        seed = int(arrays.pop("seed")) if "seed" in arrays else None
         observations = {name.removeprefix("obs/"): arrays.pop(name) for name in list(arrays) if name.startswith("obs/")}
         return cls(seed=seed, observations=observations, **arrays)

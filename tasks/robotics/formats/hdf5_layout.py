@@ -161,13 +161,22 @@ class HDF5Demonstrations(Demonstrations):
         position = values[:, :3] - np.array(BASE_POSITIONS[self.settings["environment"]])
         return np.concatenate([position, matrix_to_6d(matrix_from_axis_angle(values[:, 3:6])), values[:, 6:]], axis=1)
 
+    def _has_executed(self, file: Any, episode: str) -> bool:
+        return EXECUTED in file["data"][episode]
 
-def write_hdf5(path: Path, episodes: Sequence[Path], settings: dict[str, Any]) -> None:
+    def _recorded(self, file: Any, episode: str) -> dict[str, np.ndarray]:
+        group = file["data"][episode]
+        return {key: group[key][:] for key in ("states", "rewards", "dones") if key in group}
+
+
+def write_hdf5(
+    path: Path, episodes: Sequence[Path], settings: dict[str, Any], held: Sequence[bool] | None = None
+) -> None:
     """`write_demonstrations` for arms."""
     h5py = import_package("h5py")
     arguments = {
         "env_name": settings["environment"],
-        "env_version": settings["versions"].get("robosuite"),
+        "env_version": settings.get("versions", {}).get("robosuite"),
         "type": ROBOSUITE_TYPE,
         "env_kwargs": {"controller_configs": settings["controller"], "control_freq": settings["control_hz"]},
         "settings": settings,
@@ -182,7 +191,8 @@ def write_hdf5(path: Path, episodes: Sequence[Path], settings: dict[str, Any]) -
             episode = Episode.load(source)
             group = data.create_group(f"demo_{index}")
             group.attrs["num_samples"] = len(episode.actions)
-            group.attrs["seed"] = episode.seed
+            if episode.seed is not None:
+                group.attrs["seed"] = episode.seed
             arrays = {
                 ACTIONS: episode.actions.astype(np.float32),
                 EXECUTED: episode.executed,
@@ -198,9 +208,9 @@ def write_hdf5(path: Path, episodes: Sequence[Path], settings: dict[str, Any]) -
                 )
                 group.create_dataset(key, data=values, fletcher32=True, **options)
             data.attrs["total"] += len(episode.actions)
-        valid = validation_episodes(len(episodes))
+        valid = validation_episodes(len(episodes)) if held is None else held
         for split, name in SPLITS.items():
-            names = [f"demo_{index}" for index, held in enumerate(valid) if held == (split == "validation")]
+            names = [f"demo_{index}" for index, out in enumerate(valid) if out == (split == "validation")]
             file.create_dataset(f"mask/{name}", data=np.array(names, dtype="S"))
 
 

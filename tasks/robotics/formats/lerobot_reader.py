@@ -307,6 +307,22 @@ class LeRobotDemonstrations(Demonstrations):
             raise ValueError(f"images have shape {images.shape[1:]}, not {shape}")
         return images
 
+    def _has_executed(self, file: Any, episode: str) -> bool:
+        return EXECUTED_ACTION in self._numbers
+
+    def _recorded(self, file: Any, episode: str) -> dict[str, np.ndarray]:
+        parquet = import_package("pyarrow.parquet")
+        place = self._places[self.episodes.index(episode)]
+        first, last = place["dataset_from_index"], place["dataset_to_index"]
+        names = {"states": "states", "rewards": "next.reward", "dones": "next.success"}
+        names = {key: name for key, name in names.items() if name in self._features}
+        table = parquet.read_table(
+            self.path / self._data_file(place),
+            columns=[*names.values()],
+            filters=[("index", ">=", first), ("index", "<", last)],
+        )
+        return {key: _array(table[name], self._features[name][1]) for key, name in names.items()}
+
     def _stored_images(self, place: Mapping[str, Any], feature: str, start: int, stop: int) -> np.ndarray:
         """Images that are kept in the table itself."""
         parquet = import_package("pyarrow.parquet")

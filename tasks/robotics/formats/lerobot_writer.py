@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ def write_lerobot(
     settings: Mapping[str, Any],
     images: str = "video",
     megabytes: tuple[float, float] = (DATA_MEGABYTES, VIDEO_MEGABYTES),
+    held: Sequence[bool] | None = None,
 ) -> None:
     """Write a data set, whole or not at all.
 
@@ -73,6 +74,7 @@ def write_lerobot(
         settings: the environment's.
         images: "video", H.264 with a small loss, or "image", PNG without.
         megabytes: after which files of data and of videos are closed.
+        held: which episodes are for validation; None: every tenth.
 
     Raises:
         ValueError: for another kind of images, sides that are odd in a video, or no episode.
@@ -87,7 +89,7 @@ def write_lerobot(
                 writer.add(episode)
         finally:
             writer.close()
-        writer.finish()
+        writer.finish(held)
 
 
 class _Writer:
@@ -159,7 +161,8 @@ class _Writer:
                 self._number(feature, "float32", sum(sizes.values()), names_of(sizes))
         self._number("action", "float32", episode.actions.shape[1])
         self._number("executed_action", "float64", episode.executed.shape[1])
-        self._number("states", "float64", episode.states.shape[1])
+        if episode.states.shape[1]:
+            self._number("states", "float64", episode.states.shape[1])
         self._number("next.reward", "float32", 1)
         self._number("next.done", "bool", 1)
         self._number("next.success", "bool", 1)
@@ -195,7 +198,7 @@ class _Writer:
             **columns,
             "action": episode.actions.astype(np.float32),
             "executed_action": episode.executed.astype(np.float64),
-            "states": episode.states.astype(np.float64),
+            **({"states": episode.states.astype(np.float64)} if episode.states.shape[1] else {}),
             "next.reward": episode.rewards.astype(np.float32),
             "next.done": steps == length - 1,
             "next.success": episode.dones.astype(bool),
@@ -239,8 +242,8 @@ class _Writer:
         for video in self.videos.values():
             video.close()
 
-    def finish(self) -> None:
-        """Write everything in meta/."""
+    def finish(self, held: Sequence[bool] | None = None) -> None:
+        """Write everything in meta/; `held` as in `write_lerobot`."""
         if not self.rows:
             raise ValueError("there is no episode to write")
         pa, parquet = import_package("pyarrow"), import_package("pyarrow.parquet")
@@ -254,7 +257,7 @@ class _Writer:
             assert video.frames
         numbers = {name: number_statistics(np.concatenate(parts)) for name, parts in self.numbers.items()}
         pictures = {name: histogram.statistics() for name, histogram in self.histograms.items()}
-        valid = validation_episodes(len(self.rows))
+        valid = validation_episodes(len(self.rows)) if held is None else held
         info = {
             "codebase_version": VERSION,
             "robot_type": ROBOTS.get(self.settings["environment"]),

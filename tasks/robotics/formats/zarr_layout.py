@@ -121,8 +121,24 @@ class ZarrDemonstrations(Demonstrations):
         first = self._starts[episode]
         return view(file[f"data/{name}"][first + start : first + stop])
 
+    def _has_executed(self, file: Any, episode: str) -> bool:
+        return "data/executed_action" in file
 
-def write_zarr(path: Path, episodes: Sequence[Path], settings: dict[str, Any]) -> None:
+    def _recorded(self, file: Any, episode: str) -> dict[str, np.ndarray]:
+        rows = slice(self._starts[episode], self._starts[episode] + self.lengths[episode])
+        found = {"states": file["data/state"][rows]}
+        if "data/reward" in file:
+            rewards = self._array(file, "data/reward")[rows].reshape(-1)
+            # The task is solved when the reward is 1; files of earlier versions do not say it otherwise.
+            found |= {"rewards": rewards, "dones": rewards >= 1}
+        if "data/done" in file:
+            found["dones"] = self._array(file, "data/done")[rows].reshape(-1)
+        return found
+
+
+def write_zarr(
+    path: Path, episodes: Sequence[Path], settings: dict[str, Any], held: Sequence[bool] | None = None
+) -> None:
     """`write_demonstrations` for PushT."""
     zarr = import_package("zarr")
     from numcodecs import GZip
@@ -139,8 +155,9 @@ def write_zarr(path: Path, episodes: Sequence[Path], settings: dict[str, Any]) -
                 "state": episode.states.astype(np.float32),
                 "action": episode.actions.astype(np.float32),
                 "executed_action": episode.executed,
-                "keypoint": seen["keypoints"].reshape(-1, 8, 2),
+                "keypoint": seen["keypoints"].reshape(len(episode.actions), -1, 2),
                 "reward": episode.rewards.astype(np.float32),
+                "done": episode.dones,
                 **({"img": seen["image"]} if "image" in seen else {}),
             }
             for name, part in values.items():
@@ -154,11 +171,13 @@ def write_zarr(path: Path, episodes: Sequence[Path], settings: dict[str, Any]) -
                         config={"write_empty_chunks": True},
                     )
                 arrays[name][ends[index] - len(part) : ends[index]] = part
+        seeds = [Episode.load(source).seed for source in episodes]
         meta = {
             "episode_ends": ends.astype(np.int64),
-            "seed": np.array([Episode.load(source).seed for source in episodes], dtype=np.int64),
-            "valid": validation_episodes(len(episodes)),
+            "valid": validation_episodes(len(episodes)) if held is None else np.array(held, dtype=bool),
         }
+        if None not in seeds:
+            meta["seed"] = np.array(seeds, dtype=np.int64)
         for name, numbers in meta.items():
             array = root.create_array(
                 f"meta/{name}",
