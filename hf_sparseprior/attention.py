@@ -87,11 +87,16 @@ class PriorAttention(nn.Module):
         self.support_key = json.dumps(
             [self.num_supports, prior["support"], layer_idx, self.heads, self.time], sort_keys=True
         )
-        self._plans: dict[tuple[str, tuple[int, ...], int, bool, str], AttentionPlan] = {}
+        self._plans: dict[tuple[str, tuple[int, ...], int, bool, str, Time], AttentionPlan] = {}
 
     def active_decay(self) -> Decay | None:
         """The decay of the next forward: the prior's own, or that of the active adapter."""
         return self.decay_bias if self.decay_adapter is None else self.decay_adapter.active_decay()
+
+    def active_time(self) -> Time:
+        """How the next forward sees the frames of a clip: as the prior does, or the active adapter."""
+        own = None if self.decay_adapter is None else self.decay_adapter.active_time()
+        return self.time if own is None else own
 
     def plan(
         self,
@@ -111,7 +116,7 @@ class PriorAttention(nn.Module):
         # A grid decides the tables, so a symbolic size becomes a number here: one compiled graph per grid.
         sides = tuple(operator.index(side) for side in grid)
         prefix = operator.index(num_prefix_tokens)
-        return self._constant_plan(self.support_key, decay_key, sides, prefix, dense, layout)
+        return self._constant_plan(self.support_key, decay_key, sides, prefix, dense, layout, self.active_time())
 
     # Offsets come from Python integers and a private random generator, which a compiler does not trace.
     # dynamo guards on `support_key`: layers share this code, and nothing else tells their compiled graphs apart.
@@ -124,8 +129,9 @@ class PriorAttention(nn.Module):
         num_prefix_tokens: int,
         dense: bool,
         layout: str,
+        time: Time,
     ) -> AttentionPlan:
-        key = (decay_key, grid, num_prefix_tokens, dense, layout)
+        key = (decay_key, grid, num_prefix_tokens, dense, layout, time)
         if key not in self._plans:
             if len(self._plans) >= self.MAX_PLANS:
                 self._plans.pop(next(iter(self._plans)))
@@ -133,7 +139,7 @@ class PriorAttention(nn.Module):
             if dense:
                 support = resolve_support(None, self.num_supports, math.prod(grid), grid)
             elif self.layer_idx == 0:
-                for note in support_notes(support, self.num_supports, grid, num_prefix_tokens, self.time):
+                for note in support_notes(support, self.num_supports, grid, num_prefix_tokens, time):
                     logger.info(note)
             self._plans[key] = AttentionPlan(
                 self.num_supports,
@@ -144,7 +150,7 @@ class PriorAttention(nn.Module):
                 self.layer_idx,
                 self.heads,
                 layout,
-                self.time,
+                time,
             )
         return self._plans[key]
 

@@ -38,9 +38,9 @@ from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
 from hf_sparseprior.decay import DECAYS, Decay, make_decay, resolve_decay
 from hf_sparseprior.files import read_json_object
 from hf_sparseprior.model_card import add_requirement
-from hf_sparseprior.prior import is_prior_weight, parse_prior
-from hf_sparseprior.resolved import ResolvedDecay
-from hf_sparseprior.supports import own_grid
+from hf_sparseprior.prior import is_prior_weight, parse_prior, resolve_prior
+from hf_sparseprior.resolved import ResolvedDecay, Time
+from hf_sparseprior.supports import check_time
 
 ATTACHED = "_sparse_prior_adapters"  # the attribute of a stock model whose priors serve adapters alone
 PEFT_ROOT = "base_model.model."  # what a PeftModel puts before the names of its model
@@ -66,6 +66,10 @@ DECAY_HELP = (
     "prior, e.g. {'name': 'violin', 'curves': ['hilbert', 'hilbert_t'], 'init': 'moving'}. Unless it says otherwise, "
     "`init` is 'identity', which leaves the model's output as it is to 1e-5. Saved with every setting."
 )
+TIME_HELP = (
+    "How the decay sees the frames of a clip that attention sees together, as `time` of a prior: 'frame', 'clip' or "
+    "'axes'. None: as the model's prior does, per frame without one."
+)
 LAYERS_HELP = "Numbers of the attention layers that get the decay, from 0, of those that take one. None: all."
 HEADS_HELP = (
     "Written when the adapter is made: the heads of each attention layer of its model. Another model is refused."
@@ -83,6 +87,7 @@ class _DecayFields:
     adapter_type: ClassVar[AdapterType]
 
     decay: str | dict[str, Any] = field(default="violin", metadata={"help": DECAY_HELP})
+    time: str | None = field(default=None, metadata={"help": TIME_HELP})
     decay_layers: list[int] | None = field(default=None, metadata={"help": LAYERS_HELP})
     decay_heads: list[int] | None = field(default=None, metadata={"help": HEADS_HELP})
     base_prior: dict[str, Any] | None = field(default=None, metadata={"help": BASE_HELP})
@@ -91,6 +96,8 @@ class _DecayFields:
         super().__post_init__()  # type: ignore[misc]
         self.peft_type = self.adapter_type
         self.decay = _resolve_adapter_decay(self.decay)
+        if self.time is not None:
+            check_time(self.time)
         _check_layers(self.decay_layers)
 
     @classmethod
@@ -119,6 +126,7 @@ class ViolinAdapterConfig(_DecayFields, PeftConfig):
 
     Args:
         decay: name, or dict of a name and settings; "violin" with init "identity" is the default.
+        time: how the decay sees the frames of a clip, "frame", "clip" or "axes"; None for as the model's prior does.
         decay_layers: numbers of the layers that get it; None for all.
         decay_heads: the heads of each layer of the model, written when the adapter is made; not to be given.
         base_prior: the support and the extras of the model, written when the adapter is made; not to be given.
@@ -142,7 +150,7 @@ class LoraViolinConfig(_DecayFields, LoraConfig):
     """Config of LoRA, or DoRA, with a learned decay in the same adapter, for one file and one name.
 
     Args:
-        decay, decay_layers, decay_heads, base_prior: as in `ViolinAdapterConfig`.
+        decay, time, decay_layers, decay_heads, base_prior: as in `ViolinAdapterConfig`.
         The other fields are those of peft's `LoraConfig`.
     """
 
@@ -150,7 +158,7 @@ class LoraViolinConfig(_DecayFields, LoraConfig):
 
     @classmethod
     def from_lora(cls, config: LoraConfig, **settings: Any) -> LoraViolinConfig:
-        """A config of LoRA or DoRA with a decay added; `settings` are `decay` and `decay_layers`."""
+        """A config of LoRA or DoRA with a decay added; `settings` are `decay`, `time` and `decay_layers`."""
         given = {item.name: getattr(config, item.name) for item in dataclasses.fields(config) if item.init}
         return cls(**{**given, **settings})
 
@@ -186,13 +194,15 @@ class DecayLayer(nn.Module, BaseTunerLayer):
         super().__init__()
         self.num_heads = num_heads
         self.decay_biases = nn.ModuleDict()
+        self.times: dict[str, Time] = {}
         self._disable_adapters = False
         self._active_adapter: list[str] = []
         self.merged_adapters: list[str] = []
         self._attention = (attention,)  # in a tuple, because it is no child of this module
 
-    def add(self, adapter_name: str, decay: ResolvedDecay) -> None:
-        """Give an adapter a new decay; `decay` is resolved."""
+    def add(self, adapter_name: str, decay: ResolvedDecay, time: Time) -> None:
+        """Give an adapter a new decay; `decay` is resolved, `time` as in a prior."""
+        self.times[adapter_name] = time
         self.decay_biases[adapter_name] = make_decay(decay, self.num_heads)
         self._move_adapter_to_device_of_base_layer(adapter_name)
 
@@ -202,6 +212,14 @@ class DecayLayer(nn.Module, BaseTunerLayer):
             for name in self._active_adapter:
                 if name in self.decay_biases:
                     return self.decay_biases[name]  # type: ignore[return-value]
+        return None
+
+    def active_time(self) -> Time | None:
+        """How the decay of the active adapter sees the frames of a clip; None without one."""
+        if not self._disable_adapters:
+            for name in self._active_adapter:
+                if name in self.decay_biases:
+                    return self.times[name]
         return None
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
@@ -296,7 +314,7 @@ class _DecayTuner:
         if isinstance(target, PriorAttention):
             if target.decay_adapter is None:
                 target.decay_adapter = DecayLayer(parent, target.num_heads)
-            target.decay_adapter.add(adapter_name, peft_config.decay)
+            target.decay_adapter.add(adapter_name, peft_config.decay, peft_config.time or target.time)
         else:
             super()._create_and_replace(  # type: ignore[misc]
                 peft_config, adapter_name, target, target_name, parent, current_key=current_key, **options
@@ -307,7 +325,7 @@ class _DecayTuner:
         configs: dict[str, Any] = self.peft_config  # type: ignore[attr-defined]
         # In a copy, because the user may give the same config to another model.
         configs[adapter_name] = copy.copy(configs[adapter_name])
-        configs[adapter_name].decay = resolve_decay(configs[adapter_name].decay, _patch_grid(model))
+        configs[adapter_name].decay = _resolve_over_time(configs[adapter_name], model)
         try:
             super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]
             configs[adapter_name].decay_heads = [module.num_heads for module in _attention_layers(model).values()]
@@ -405,13 +423,30 @@ def remove_decays(model: nn.Module) -> None:
         detach(model, attached)
 
 
+def _resolve_over_time(config: Any, model: Any) -> ResolvedDecay:
+    """The decay of an adapter, for the grid of a model and the time that it sees.
+
+    Raises:
+        ValueError: for a `time` that the model or the decay does not have.
+    """
+    layer = next(iter(_attention_layers(model).values()), None)
+    own: Time = "frame" if layer is None else layer.time
+    time = own if config.time is None else check_time(config.time)
+    if layer is not None and layer.prior["support"]["name"] != "dense" and time != own:
+        raise ValueError(f"time={time!r} must be {own!r}, as the support of {type(model).__name__} sees time")
+    try:
+        resolved = resolve_prior({"decay": config.decay, "time": time}, 1, _patch_grid(model))
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("prior: ")) from None
+    assert resolved["decay"] is not None
+    return resolved["decay"]
+
+
 def _patch_grid(model: Any) -> tuple[int, ...]:
-    """The patch grid that a model is configured for, of which its decays have one."""
+    """The patch grid that a model is configured for."""
     if not any(isinstance(module, SparsePriorAttention) for module in model.modules()):
-        grid = find_encoder(model).attention_grid
-    else:
-        grid = next((stage.grid for stage in model.config.stages if len(stage.grid) == 3), model.config.grid)
-    return own_grid(grid, next((layer.time for layer in _attention_layers(model).values()), "frame"))
+        return find_encoder(model).attention_grid
+    return next((stage.grid for stage in model.config.stages if len(stage.grid) == 3), model.config.grid)
 
 
 def _attention_layers(model: nn.Module) -> dict[str, PriorAttention]:
