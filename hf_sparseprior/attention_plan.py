@@ -6,20 +6,30 @@ counted with both signs.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .decay import DECAYS
-from .masks import Pairs, key_lists, mask_from_offsets, pruning_ratio
+from .masks import (
+    Pairs,
+    check_bytes,
+    key_lists,
+    mask_from_offsets,
+    pruning_ratio,
+    repeated_lists,
+    repeated_pruning_ratio,
+)
 from .registry import registering
 from .relative_offsets import relative_table
 from .resolved import DecayTensors, ResolvedDecay, ResolvedSupport, Time
-from .supports import own_grid, seen_pairs
+from .supports import frame_pairs, own_grid, seen_pairs
 from .token_order import RASTER, lists_in_raster, mask_in_raster, order_ranks, with_prefix
 from .windows import window_places, window_regions, windowed_mask
 
@@ -76,7 +86,9 @@ class AttentionPlan:
         self.layer = layer
         # None stands for the dense support: no mask, no offsets.
         self.offsets: list[list[int]] | None = None
-        self.pairs: Pairs = None  # pairs off the diagonals
+        self._pairs: Pairs = None
+        # Offsets, pairs and ranks of a frame, where they are the same in and between all frames of a clip.
+        self.of_frame: tuple[list[list[int]], Pairs, np.ndarray | None] | None = None
         # Rank of each patch in the order in which offsets and pairs number them, (H or 1, N); None: that in which the
         # patches come.
         self.ranks: np.ndarray | None = None
@@ -84,11 +96,24 @@ class AttentionPlan:
         self.layout_ranks = None if layout == RASTER else order_ranks(layout, self.own_grid)  # (1, N)
         self.density = 1.0
         if support["name"] != "dense":
-            self.offsets, self.pairs, ranks = seen_pairs(
-                support, num_heads=num_heads, grid=grid, time=time, layer=layer, heads=heads
-            )
-            self.ranks = ranks if layout == RASTER else None
-            self.density = 1.0 - pruning_ratio(self.offsets, self.num_tokens, num_prefix_tokens, self.pairs) / 100.0
+            sizes: Any = {"num_heads": num_heads, "grid": grid, "time": time, "layer": layer, "heads": heads}
+            self._list_pairs = functools.partial(seen_pairs, support, **sizes)
+            self.of_frame = frame_pairs(support, **sizes)
+            if self.of_frame is None:
+                self.offsets, self._pairs, ranks = self._list_pairs()
+                self.ranks = ranks if layout == RASTER else None
+                left_out = pruning_ratio(self.offsets, self.num_tokens, num_prefix_tokens, self._pairs)
+            else:  # as `seen_pairs` gives them, which lists the pairs where they are asked for
+                self.offsets = [[] for _ in self.of_frame[0]]
+                left_out = repeated_pruning_ratio(*self.of_frame[:2], height * width, frames, num_prefix_tokens)
+            self.density = 1.0 - left_out / 100.0
+        # Attributes, not properties: a compiler that has the plan as a constant reads nothing else.
+        self.repeats_frame = self.of_frame is not None
+        self.has_pairs = self._pairs is not None or self.repeats_frame
+        self.list_bytes = 0  # memory of the lists of keys over all frames, where they are those of a frame
+        if self.repeats_frame:
+            keys = num_prefix_tokens + frames * _frame_keys(self).shape[-1]
+            self.list_bytes = 4 * self.num_heads * self.num_tokens * keys
         self.tables: dict[tuple[str, torch.device], Tensor] = {}
         # The arguments as text: `from_key` makes the same plan again.
         self.key = json.dumps(
@@ -100,6 +125,15 @@ class AttentionPlan:
         """The plan whose `key` this is."""
         num_heads, grid, *rest = json.loads(key)
         return cls(num_heads, tuple(grid), *rest)
+
+    @property
+    def pairs(self) -> Pairs:
+        """Pairs off the diagonals; those of all frames are listed anew each time.
+
+        Raises:
+            ValueError: if the lists would take too much memory.
+        """
+        return self._pairs if self.of_frame is None else self._list_pairs()[1]
 
     @property
     def visits(self) -> np.ndarray | None:
@@ -202,6 +236,9 @@ def _positions_float32(plan: AttentionPlan) -> np.ndarray:
 @registering("table", TABLES, "mask")
 def _mask(plan: AttentionPlan) -> np.ndarray:
     """Bool (H, T, T), True = attended."""
+    if plan.frames > 1:
+        size = "x".join(map(str, (plan.frames, plan.grid[0] // plan.frames, plan.grid[1])))
+        check_bytes(plan.num_heads * plan.total**2, f"a mask of all pairs over {size} patches would")
     mask = mask_from_offsets(_offsets(plan), plan.num_tokens, plan.num_prefix_tokens, plan.pairs)
     return mask if plan.ranks is None else mask_in_raster(mask, plan.ranks, plan.num_prefix_tokens)
 
@@ -209,8 +246,22 @@ def _mask(plan: AttentionPlan) -> np.ndarray:
 @registering("table", TABLES, "keys")
 def _keys(plan: AttentionPlan) -> np.ndarray:
     """The tokens that each patch sees, int32 (H, N, K), see `key_lists`."""
+    if plan.of_frame is not None:
+        check_bytes(plan.list_bytes, f"lists of the keys of {plan.num_tokens} patches would")
+        return repeated_lists(_frame_keys(plan), plan.frames, plan.num_prefix_tokens)
     lists = key_lists(_offsets(plan), plan.num_tokens, plan.num_prefix_tokens, plan.pairs)
     return lists if plan.ranks is None else lists_in_raster(lists, plan.ranks, plan.num_prefix_tokens)
+
+
+@registering("table", TABLES, "frame_keys")
+def _frame_keys(plan: AttentionPlan) -> np.ndarray:
+    """The places that each place of a frame sees in all frames, int64 (H, N / frames, K), -1 after the last."""
+    assert plan.of_frame is not None
+    offsets, pairs, ranks = plan.of_frame
+    # With a prefix token, which every place sees, none sees itself for want of another.
+    lists = key_lists(offsets, plan.num_tokens // plan.frames, 1, pairs)
+    lists = lists if ranks is None else lists_in_raster(lists, ranks, 1)
+    return np.maximum(lists[:, :, 1:].astype(np.int64) - 1, -1)
 
 
 @registering("table", TABLES, "attended")

@@ -86,7 +86,7 @@ class AttentionRequest(NamedTuple):
     @property
     def has_lists(self) -> bool:
         """Whether pairs lie off the diagonals that all images share."""
-        return self.key_ids is not None or self.plan.pairs is not None
+        return self.key_ids is not None or self.plan.has_pairs
 
 
 # ---- what a request asks for that some backends cannot do -----------------------------------------------------------
@@ -118,7 +118,7 @@ def leaves_diagonals(request: AttentionRequest) -> str | None:
         return "only some patches of the grid are there, others in each image"
     if request.key_ids is not None:
         return "a predictor chose the keys of each image"
-    if request.plan.pairs is not None:
+    if request.plan.has_pairs:
         return f"support {request.plan.support['name']!r} has pairs off its diagonals"
     return None
 
@@ -179,7 +179,7 @@ def listed_mask(key_ids: Tensor, num_prefix_tokens: int, total: int) -> Tensor:
 def _subset_mask(plan: AttentionPlan, token_ids: Tensor) -> Tensor:
     """Mask (B, H, T, T) for `token_ids` (B, n); a token with -1 sees all tokens and is seen by all."""
     prefix, patches = plan.num_prefix_tokens, token_ids.clamp_min(0)
-    if plan.pairs is None:
+    if not plan.has_pairs:
         attended = plan_table(plan, "attended", token_ids.device)
         places = patches if plan.ranks is None else plan_table(plan, "ranks", token_ids.device)[:, patches]
         distances = (places.unsqueeze(-1) - places.unsqueeze(-2)).abs()

@@ -12,9 +12,20 @@ from .attention_request import AttentionRequest, is_transformed, key_lists, list
 from .backend_choice import Crossover, register_backend
 from .decay import prefix_weights
 
+# Bytes of a layer's lists over a clip from which on `frames` runs, which lists one frame. It takes some twice the time
+# of the C++ kernel, but a model of 12 layers would keep 3 GiB of lists.
+LONGEST = 1 << 28
+
 
 def gather_can_run(request: AttentionRequest) -> str | None:
     """Requests whose pairs can be listed before the logits are known."""
+    if request.key_ids is None and (size := request.plan.list_bytes) > LONGEST:
+        return f"lists of keys that are the same in every frame would take {size / 2**30:.2f} GiB in each layer"
+    return not_listed(request)
+
+
+def not_listed(request: AttentionRequest) -> str | None:
+    """Why the pairs of a request cannot be listed before the logits are known, however long the lists; None if so."""
     if request.plan.offsets is None and request.key_ids is None:
         return "every patch sees every token"
     if request.plan.mask_fill == "zero" and request.plan.offsets is not None:
@@ -41,11 +52,16 @@ def gather(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
         factor = listed_decay(request, key_ids, dtype)
     out = GatheredAttention.apply(q[:, :, prefix:], k, v, key_ids, factor)
     if prefix:
-        logits = q[:, :, :prefix] @ k.transpose(-1, -2)
-        if request.decay is not None and (gamma_H := prefix_weights(request.decay, dtype)) is not None:
-            logits = logits * gamma_H.view(-1, 1, 1)
-        out = torch.cat([torch.softmax(logits, -1) @ v, out], 2)
+        out = torch.cat([prefix_rows(request, q, k, v), out], 2)
     return out.to(request.q.dtype), None
+
+
+def prefix_rows(request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The output of the prefix tokens, which see every token. q is scaled already."""
+    logits = q[:, :, : request.plan.num_prefix_tokens] @ k.transpose(-1, -2)
+    if request.decay is not None and (gamma_H := prefix_weights(request.decay, q.dtype)) is not None:
+        logits = logits * gamma_H.view(-1, 1, 1)
+    return torch.softmax(logits, -1) @ v
 
 
 GATHERED_BLOCK = 1 << 22  # numbers in the gathered keys of a block

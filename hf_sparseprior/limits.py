@@ -18,6 +18,7 @@ LIMITS = {
     "tokens": 1 << 17,
     "labels": 1 << 20,
     "weights": 32 * 10**9,
+    "table_bytes": 1 << 30,  # of a layer's lists or mask of pairs over a clip; a model of 12 layers keeps 12 of them
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .checks import check_percentage
+from .limits import check_limit
 
 Pairs = Sequence[np.ndarray] | None
 
@@ -112,28 +113,97 @@ def key_lists(
 
     K is the largest number that any patch of any head has. Nothing here grows with N x N.
     """
-    position = np.arange(num_tokens)
-    lines, columns = [], []
+    found: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}  # heads often have the same pairs
+    each = []
     for head, own in enumerate(offsets):
-        signed = np.array(sorted({sign * o for o in own for sign in (1, -1)}), dtype=np.int64)
-        keys = position[:, None] + signed[None]
-        row, place = np.nonzero((keys >= 0) & (keys < num_tokens))
-        column = keys[row, place]
-        alone = np.array(self_rows(own, num_tokens, num_prefix_tokens), dtype=np.int64)
-        if pairs is not None:
-            alone = lonely_rows(own, pairs[head], num_tokens, num_prefix_tokens)
-            row, column = np.concatenate([row, pairs[head][:, 0]]), np.concatenate([column, pairs[head][:, 1]])
-        lines += [head * num_tokens + row, head * num_tokens + alone]
-        columns += [column, alone]
-    line, column = np.concatenate(lines), np.concatenate(columns)
-    order = np.lexsort((column, line))
-    line, column = line[order], column[order]
-    counts = np.bincount(line, minlength=len(offsets) * num_tokens)
-    place = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
-    lists = np.full((len(offsets) * num_tokens, num_prefix_tokens + counts.max(initial=0)), -1, dtype=np.int32)
-    lists[:, :num_prefix_tokens] = np.arange(num_prefix_tokens)
-    lists[line, num_prefix_tokens + place] = num_prefix_tokens + column
-    return lists.reshape(len(offsets), num_tokens, -1)
+        others = None if pairs is None else pairs[head]
+        key = (tuple(own), id(others))
+        if key not in found:
+            found[key] = _rows_and_keys(own, num_tokens, num_prefix_tokens, others)
+        each.append(found[key])
+    most = max((np.bincount(row).max(initial=0) for row, _ in found.values()), default=0)
+    lists = np.full((len(offsets), num_tokens, num_prefix_tokens + most), -1, dtype=np.int32)
+    lists[:, :, :num_prefix_tokens] = np.arange(num_prefix_tokens)
+    for own_lists, (row, column) in zip(lists, each, strict=True):
+        counts = np.bincount(row, minlength=num_tokens)
+        place = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        own_lists[row, num_prefix_tokens + place] = num_prefix_tokens + column
+    return lists
+
+
+def _rows_and_keys(
+    offsets: Sequence[int], num_tokens: int, num_prefix_tokens: int, pairs: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of the patches that one head attends to, int64 (n,) each, row after row, columns in order."""
+    signed = np.array(sorted({sign * o for o in offsets for sign in (1, -1)}), dtype=np.int64)
+    keys = np.arange(num_tokens)[:, None] + signed[None]
+    row, place = np.nonzero((keys >= 0) & (keys < num_tokens))
+    alone = np.asarray(_lonely(offsets, pairs, num_tokens, num_prefix_tokens), dtype=np.int64)
+    numbers = [row * num_tokens + keys[row, place], alone * (num_tokens + 1)]
+    if pairs is not None:
+        numbers.append(pairs[:, 0] * num_tokens + pairs[:, 1])
+    row, column = np.divmod(np.sort(np.concatenate(numbers)), num_tokens)
+    return row, column
+
+
+def repeated_lists(lists: np.ndarray, frames: int, num_prefix_tokens: int) -> np.ndarray:
+    """`key_lists` over a clip, of lists of the places (H, S, K) that each place of a frame sees in all of its frames.
+
+    -1 stands for none. A place that sees none sees itself, in its own frame, unless there are prefix tokens.
+    """
+    heads, places, _ = lists.shape
+    none = frames * places
+    shifts = places * np.arange(frames)[:, None]
+    keys = np.where(lists[:, :, None] < 0, none, lists[:, :, None] + shifts).reshape(heads, places, -1)
+    keys = np.sort(keys, axis=-1)[:, :, : frames * int((lists >= 0).sum(-1).max(initial=0))]
+    alone = (lists < 0).all(-1)
+    if alone.any() and not num_prefix_tokens and not keys.shape[-1]:
+        keys = np.full((heads, places, 1), none)
+    tokens = np.where(keys == none, -1, keys + num_prefix_tokens).astype(np.int32)
+    prefix = np.broadcast_to(np.arange(num_prefix_tokens, dtype=np.int32), (heads, places, num_prefix_tokens))
+    whole = np.concatenate([prefix, tokens], -1)[:, None].repeat(frames, 1)
+    if not num_prefix_tokens:
+        head, place = np.nonzero(alone)
+        whole[head, :, place, 0] = place[:, None] + shifts.T
+    return whole.reshape(heads, none, -1)
+
+
+def repeated_nonzeros(
+    offsets: Sequence[int], num_tokens: int, frames: int, num_prefix_tokens: int = 0, pairs: np.ndarray | None = None
+) -> int:
+    """`count_nonzeros` of one head whose pairs are those of a frame, in and between all frames of a clip."""
+    alone = len(_lonely(offsets, pairs, num_tokens, num_prefix_tokens))
+    of_frame = count_nonzeros(offsets, num_tokens, 0, pairs) - len(_lonely(offsets, pairs, num_tokens, 0))
+    patches, total = frames * num_tokens, num_prefix_tokens + frames * num_tokens
+    return frames**2 * of_frame + frames * alone + total**2 - patches**2
+
+
+def _lonely(
+    offsets: Sequence[int], pairs: np.ndarray | None, num_tokens: int, num_prefix_tokens: int
+) -> Sequence[int] | np.ndarray:
+    if pairs is None:
+        return self_rows(offsets, num_tokens, num_prefix_tokens)
+    return lonely_rows(offsets, pairs, num_tokens, num_prefix_tokens)
+
+
+def check_listed(pairs: Sequence[int], heads: int, what: str) -> None:
+    """Raise ValueError if lists of pairs would take more memory than the limit.
+
+    Args:
+        pairs: how many pairs each list has. heads: of the layer, some of which may share a list.
+        what: names the support and the grid.
+    """
+    most = max(pairs, default=0)
+    # Two int64 for each pair, and of them the keys of each patch, int32, for each head.
+    check_bytes(16 * sum(pairs) + 4 * heads * most, f"{what}: lists of up to {most} pairs a head")
+
+
+def check_bytes(size: int, what: str) -> None:
+    """Raise ValueError if a layer's table of pairs over a clip would take more memory than the limit."""
+    figure = (
+        f"{what} take {size / 2**30:.2f} GiB in each layer (offsets with time='clip' need none): {size} bytes must be"
+    )
+    check_limit("table_bytes", size, figure)
 
 
 def count_nonzeros(
@@ -172,6 +242,19 @@ def pruning_ratio(
     """Percentage of the heads * T^2 pairs that are not computed (Fibottention appendix E.1)."""
     total = len(offsets) * (num_prefix_tokens + num_tokens) ** 2
     return 100.0 * (total - attended_pairs(offsets, num_tokens, num_prefix_tokens, pairs)) / total
+
+
+def repeated_pruning_ratio(
+    offsets: Sequence[Sequence[int]], pairs: Pairs, num_tokens: int, frames: int, num_prefix_tokens: int = 0
+) -> float:
+    """`pruning_ratio` over a clip of which offsets and pairs are those of each frame; see `repeated_nonzeros`."""
+    total = len(offsets) * (num_prefix_tokens + frames * num_tokens) ** 2
+    others = [None] * len(offsets) if pairs is None else pairs
+    kept = sum(
+        repeated_nonzeros(own, num_tokens, frames, num_prefix_tokens, other)
+        for own, other in zip(offsets, others, strict=True)
+    )
+    return 100.0 * (total - kept) / total
 
 
 def unpruned_pairs(pruning_ratio: float, num_tokens: int) -> int:

@@ -24,6 +24,7 @@ from .backend_choice import BACKENDS, choose_backend
 # Importing a backend registers it. Errors list backends in this order.
 from .backend_dense import leading_weights
 from .backend_diagonal import diagonal  # noqa: F401
+from .backend_frames import frames  # noqa: F401
 from .backend_gather import gather  # noqa: F401
 from .backend_kernels import cpp  # noqa: F401
 from .checks import check_integer

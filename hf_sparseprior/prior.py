@@ -22,12 +22,12 @@ from .decay import DECAYS, resolve_decay
 from .extras import EXTRAS, ModuleSpec, resolve_extras, resolve_module
 from .locality import LocalityBranch  # noqa: F401  registers itself
 from .low_rank import MIXERS, Mixer
-from .masks import pruning_ratio
+from .masks import pruning_ratio, repeated_pruning_ratio
 from .predictor import PREDICTORS, Predictor
 from .relative_position import RelativePosition  # noqa: F401  registers its kinds
 from .resolved import TIMES, ResolvedModule, ResolvedPrior, Time
 from .sparsifiner import Sparsifiner  # noqa: F401  registers itself
-from .supports import SUPPORTS, check_time, own_grid, resolve_support, seen_pairs, support_pattern
+from .supports import SUPPORTS, check_time, frame_pairs, own_grid, resolve_support, seen_pairs, support_pattern
 from .token_order import RASTER
 from .token_pruning import TokenPruning
 
@@ -350,12 +350,9 @@ def prior_pruning_ratio(
         settings, kind = found
         kept = kind.cost_in_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
         return 100.0 * (1.0 - kept / (num_tokens + num_prefix_tokens) ** 2)
-    offsets, pairs, _ = seen_pairs(
-        prior["support"],
-        num_heads=num_heads,
-        grid=grid,
-        time=prior.get("time", "frame"),
-        layer=layer,
-        heads=heads,
-    )
+    sizes: dict[str, Any] = {"num_heads": num_heads, "grid": grid, "layer": layer, "heads": heads}
+    sizes["time"] = prior.get("time", "frame")
+    if (of_frame := frame_pairs(prior["support"], **sizes)) is not None:
+        return repeated_pruning_ratio(*of_frame[:2], math.prod(grid[1:]), grid[0], num_prefix_tokens)
+    offsets, pairs, _ = seen_pairs(prior["support"], **sizes)
     return pruning_ratio(offsets, num_tokens, num_prefix_tokens, pairs)

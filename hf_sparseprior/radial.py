@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .checks import check_boolean, check_within
+from .masks import check_listed
 from .pattern import Pattern, register_support
 
 
@@ -38,9 +39,23 @@ def radial(num_heads: int, clip: Sequence[int], *, decay_factor: float = 1.0, fi
     check_within("decay_factor", decay_factor, 0.0, 1.0, "above 0 and at most 1")
     if not decay_factor:
         raise ValueError(f"decay_factor={decay_factor!r} must be above 0 and at most 1")
-    pairs = radial_pairs(clip[0], math.prod(clip[1:]), decay_factor, first_frame)
-    others = pairs[pairs[:, 0] != pairs[:, 1]]
-    return Pattern(offsets=[[0] for _ in range(num_heads)], pairs=lambda layer: [others] * num_heads)
+    frames, patches = clip[0], math.prod(clip[1:])
+    listed = radial_count(frames, patches, decay_factor, first_frame)
+    check_listed([listed], num_heads, f"support 'radial' over {'x'.join(map(str, clip))} patches")
+
+    def pairs(layer: int) -> list[np.ndarray]:
+        found = radial_pairs(frames, patches, decay_factor, first_frame)
+        return [found[found[:, 0] != found[:, 1]]] * num_heads
+
+    return Pattern(offsets=[[0] for _ in range(num_heads)], pairs=pairs)
+
+
+def radial_count(frames: int, num_tokens: int, decay_factor: float, first_frame: bool) -> int:
+    """How many pairs `radial_pairs` lists."""
+    counts = [len(_band(distance, num_tokens, decay_factor)) for distance in range(frames)]
+    whole = counts[0]
+    banded = frames * whole + 2 * sum((frames - distance) * counts[distance] for distance in range(1, frames))
+    return banded + first_frame * sum(whole - count for count in counts[1:])
 
 
 def radial_pairs(frames: int, num_tokens: int, decay_factor: float, first_frame: bool) -> np.ndarray:

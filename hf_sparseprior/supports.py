@@ -22,6 +22,7 @@ from .fibottention import fibottention  # noqa: F401  the file registers its sup
 from .masks import (
     Pairs,
     attended_pairs,
+    check_listed,
     count_nonzeros,
     key_lists,
     mask_from_offsets,
@@ -56,6 +57,7 @@ __all__ = [
     "build_mask",
     "check_time",
     "count_nonzeros",
+    "frame_pairs",
     "has_pairs",
     "head_offsets",
     "key_lists",
@@ -251,16 +253,49 @@ def seen_pairs(
     """
     name, _ = split_spec(support, "support", SUPPORTS)
     own = own_grid(grid, "clip" if name == "dense" else time)
-    sizes: dict[str, Any] = {"num_heads": num_heads, "num_tokens": math.prod(own), "grid": own, "layer": layer}
-    offsets, pairs = support_of_heads(support, heads=heads, **sizes)
-    ranks = layer_ranks(support, heads=heads, **sizes)
+    offsets, pairs, ranks = _support_of_grid(support, num_heads, own, layer, heads)
     if math.prod(own) == math.prod(grid):
         return offsets, pairs, ranks
+    repeats = grid[0] ** 2 if time == "frame" else grid[0]
+    others: Sequence[np.ndarray | None] = [None] * len(offsets) if pairs is None else pairs
+    listed = {
+        (tuple(head), id(other)): repeats * count_nonzeros(head, math.prod(own), 0, other)
+        for head, other in zip(offsets, others, strict=True)
+    }
+    size = "x".join(map(str, grid))
+    check_listed([*listed.values()], len(offsets), f"support {name!r} with time={time!r} over {size} patches")
     # Offsets of one frame would cross from a frame into the next. Those along time stay in their patch.
     pairs = pairs_in_frames(offsets, math.prod(own), grid[0], pairs, ranks, same_frame=time == "axes")
     if time == "frame":
         return [[] for _ in offsets], pairs, None
     return [[o * math.prod(own) for o in head if 0 < o < grid[0]] for head in offsets], pairs, None
+
+
+def _support_of_grid(
+    support: SupportSpec, num_heads: int, grid: Sequence[int], layer: int, heads: Sequence[int] | None
+) -> tuple[list[list[int]], Pairs, np.ndarray | None]:
+    """Offsets and further pairs of a layer's heads, and the ranks of their order, over one grid."""
+    sizes: dict[str, Any] = {"num_heads": num_heads, "num_tokens": math.prod(grid), "grid": grid, "layer": layer}
+    return *support_of_heads(support, heads=heads, **sizes), layer_ranks(support, heads=heads, **sizes)
+
+
+def frame_pairs(
+    support: SupportSpec,
+    *,
+    num_heads: int,
+    grid: Sequence[int],
+    time: Time = "frame",
+    layer: int = 0,
+    heads: Sequence[int] | None = None,
+) -> tuple[list[list[int]], Pairs, np.ndarray | None] | None:
+    """Offsets, pairs and ranks of one frame, if those of a clip are the same in and between all of its frames.
+
+    Arguments are as in `seen_pairs`, which lists the pairs of all frames. None: they are not the same.
+    """
+    name, _ = split_spec(support, "support", SUPPORTS)
+    if len(grid) == 2 or grid[0] == 1 or time != "frame" or name == "dense":
+        return None
+    return _support_of_grid(support, num_heads, grid[1:], layer, heads)
 
 
 def check_time(time: Any) -> Time:

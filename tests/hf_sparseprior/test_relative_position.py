@@ -204,7 +204,7 @@ def test_extras_add_up():
     torch.testing.assert_close(weights, expected)
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("reference", "sdpa")])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("reference", "sdpa", "frames")])
 def test_sparse_backends_refuse_a_bias(backend):
     layer = layer_with("fibottention+swin_rpb")
     with pytest.raises(ValueError, match="cannot run this attention: a bias is added to the logits of all pairs"):

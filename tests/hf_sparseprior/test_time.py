@@ -10,10 +10,13 @@ import torch
 
 import hf_sparseprior as sp
 from hf_sparseprior.attention_plan import AttentionPlan, plan_table
-from hf_sparseprior.backend_choice import BACKENDS
+from hf_sparseprior.attention_request import AttentionRequest
+from hf_sparseprior.backend_choice import BACKENDS, choose_backend
 from hf_sparseprior.curves import CLIP_CURVES, CURVES, curve_rank, register_curve
 from hf_sparseprior.decay import DECAYS, Decay, make_decay, register_decay, resolve_decay
+from hf_sparseprior.ops import run_plan
 from hf_sparseprior.prior import parse_prior, prior_name, resolve_prior
+from hf_sparseprior.radial import radial_count, radial_pairs
 from hf_sparseprior.resolved import TIMES
 from hf_sparseprior.supports import build_mask, head_offsets, own_grid, resolve_support, support_notes
 
@@ -184,6 +187,7 @@ def test_every_backend_agrees_over_a_clip(support, decay, time):
         tried.append(backend)
     others = {"sdpa"} if decay is None else set()  # whatever the pairs
     others |= {"diagonal"} if time == "clip" and support != "bigbird" else {"gather"}
+    others |= {"frames"} if time == "frame" else set()
     assert {"reference"} | (others if support != "zero" else set()) <= set(tried), tried
     for backend in tried[1:]:
         for own, expected in zip(results[backend], results["reference"], strict=True):
@@ -221,6 +225,105 @@ def test_pairs_along_axes_take_no_table_of_all_pairs():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 9408**2 / 2  # a mask of booleans of one head has twice as many bytes
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 7])
+@pytest.mark.parametrize("name", SUPPORTS)
+def test_what_is_made_of_one_frame_is_that_of_all(name, prefix):
+    """Lists of keys, the share of pairs, and attention with them, where some places see no other."""
+    lonely = {"name": "fibottention", "w_min": 8, "w_max": 9}
+    for spec in (SUPPORTS[name], lonely):
+        support = resolve_support(spec, HEADS, 15, GRID[1:])
+        plan = AttentionPlan(HEADS, GRID, prefix, support, None, 1)
+        mask = plan.build_table("mask")
+        assert plan.of_frame is not None and plan.density == pytest.approx(mask.mean(), rel=1e-12)
+        lists = plan.build_table("keys")
+        expected = [[np.flatnonzero(row).tolist() for row in own[prefix:]] for own in mask]
+        assert [[row[row >= 0].tolist() for row in own] for own in lists] == expected
+        assert ((lists[..., 1:] < 0) | (lists[..., :-1] >= 0)).all()  # -1 stands after the last
+        if spec.get("mask_fill") == "zero":
+            continue
+        leaves = [tensor.requires_grad_() for tensor in inputs(TOKENS + prefix)]
+        request = AttentionRequest(*leaves, plan)
+        found, expected = (run_plan(request, backend)[0] for backend in ("frames", "reference"))
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        gradients = [torch.autograd.grad(out.square().sum(), leaves) for out in (found, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-9)
+
+
+def test_second_derivatives_of_what_is_made_of_one_frame():
+    found = []
+    for backend in ("reference", "frames"):
+        made = made_decay("violin", "frame")
+        leaves = [tensor.requires_grad_() for tensor in inputs(TOKENS + 1)] + [made.beta, made.alpha]
+        settings = {"num_prefix_tokens": 1, "layer": 1, "grid": GRID, "backend": backend}
+        out = sp.ops.attention(*leaves[:3], SUPPORTS["each"], made(), **settings)
+        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(one.square().sum() for one in first), leaves))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-7, atol=1e-9)
+
+
+def test_one_frame_of_a_clip_is_listed_in_a_compiled_graph(monkeypatch):
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", "frames")
+    torch.manual_seed(0)
+    config = sp.SparsePriorTimesformerConfig(
+        hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=16, image_size=24, patch_size=8,
+        num_frames=3, attention_type="joint_space_time", prior={"support": "bigbird", "decay": "violin"},
+    )  # fmt: skip
+    model, pixels = sp.SparsePriorTimesformerModel(config), torch.randn(1, 3, 3, 24, 24)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    outputs = [one(pixels).last_hidden_state for one in (model, compiled)]
+    torch.testing.assert_close(*outputs)
+    gradients = [
+        torch.autograd.grad(out.square().sum(), list(model.parameters()), allow_unused=True) for out in outputs
+    ]
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_one_frame_of_a_long_clip_is_listed():
+    """96 frames of 14x14 patches: lists of their keys would take 0.65 GiB a layer, of pairs 2, a mask 4."""
+    config = {"name": "fibottention", "w_min": 5, "w_max": 65}
+    support = resolve_support(config, 12, 196, (14, 14))
+    tracemalloc.start()
+    plan = AttentionPlan(12, (96, 14, 14), 1, support, None, 0)
+    q = torch.zeros(1, 12, 18817, 1)
+    assert choose_backend(AttentionRequest(q, q, q, plan)) == "frames"
+    rows = plan.build_table("frame_keys")
+    assert tracemalloc.get_traced_memory()[1] < 20e6 and rows.shape[:2] == (12, 196)
+    tracemalloc.stop()
+    assert plan.list_bytes > 2**29 and 0.01 < plan.density < 0.03
+    assert "would take 0.65 GiB" in BACKENDS["gather"].can_run(AttentionRequest(q, q, q, plan))
+
+
+def test_what_would_not_fit_is_refused_with_its_size(monkeypatch):
+    support = resolve_support({"name": "fibottention", "w_min": 5, "w_max": 65}, 12, 196, (14, 14))
+    plan = AttentionPlan(12, (96, 14, 14), 1, support, None, 0)
+    refused = "GiB in each layer .offsets with time='clip' need none.: [0-9]+ bytes must be at most 1073741824; the env"
+    with pytest.raises(ValueError, match=f"^a mask of all pairs over 96x14x14 patches would take 3.96 {refused}"):
+        plan.build_table("mask")
+    with pytest.raises(ValueError, match=f"lists of up to [0-9]+ pairs a head take 1.[0-9]+ {refused}"):
+        plan.pairs  # noqa: B018
+    longer = AttentionPlan(12, (160, 14, 14), 1, support, None, 0)
+    with pytest.raises(ValueError, match=f"lists of the keys of 31360 patches would take 1.[0-9]+ {refused}"):
+        longer.build_table("keys")
+    with pytest.raises(
+        ValueError, match=f"^prior: support 'radial' over 96x14x14 patches: lists of up to .* {refused}"
+    ):
+        resolve_prior("radial", 12, (96, 14, 14))
+    monkeypatch.setenv("SPARSEPRIOR_MAX_TABLE_BYTES", "100000")
+    with pytest.raises(
+        ValueError, match="must be at most 100000; the environment variable SPARSEPRIOR_MAX_TABLE_BYTES"
+    ):
+        resolve_prior("radial", HEADS, (8, 14, 14))
+
+
+@pytest.mark.parametrize("first_frame", [True, False])
+@pytest.mark.parametrize("factor", [1.0, 0.3, 0.05])
+def test_radial_pairs_are_counted_before_they_are_listed(factor, first_frame):
+    for frames, patches in ((1, 6), (2, 5), (9, 4), (17, 3)):
+        listed = radial_pairs(frames, patches, factor, first_frame)
+        assert radial_count(frames, patches, factor, first_frame) == len(listed) == len(np.unique(listed, axis=0))
 
 
 # ---- radial attention -----------------------------------------------------------------------------------------------
