@@ -2,7 +2,11 @@
 
 For each model it draws, frame by frame, the attention of the class token (or the mean of all patches') in one layer,
 and the patches that hold most of it. The size of the frames need not be that of training: support and decay are those
-of the larger grid, and positions are interpolated to it. An animation shows all frames that were read.
+of the larger grid, and positions are interpolated to it. An animation shows all frames that were seen.
+
+A model of images sees each frame alone. A SparsePriorTimesformer sees the clip, by default as many frames as it is
+configured for. With divided and space-only attention a map is what the layer gives in space within one frame; with
+joint attention the maps of all frames together are what one query gives.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from hf_sparseprior.analysis.image_maps import Panel, darkened, draw_panels, wit
 from hf_sparseprior.analysis.layers import attention_weights
 from hf_sparseprior.base_config import as_pair
 from hf_sparseprior.families import family_of
+from hf_sparseprior.image_processor import takes_clips
 from tasks.analysis.maps import chosen
 from tasks.analysis.runs import (
     SavedModel,
@@ -89,12 +94,27 @@ def frame_size(saved: SavedModel, size: tuple[int, int] | None) -> tuple[int, in
     config = saved.model.config
     if family_of(config) is None:
         raise ValueError(f"{saved.name} is a model of transformers; make it ours: python -m hf_sparseprior convert")
-    saved.attention.grid  # noqa: B018  refuses models whose layers do not see the whole image
+    if not takes_clips(config):
+        saved.attention.grid  # noqa: B018  refuses models whose layers do not see the whole image
     height, width = size or as_pair(config.image_size)
     patch = as_pair(config.patch_size)
     if height % patch[0] or width % patch[1]:
         raise ValueError(f"--size {height}x{width} must be a multiple of the {patch[0]}x{patch[1]} patch")
     return height, width
+
+
+def clip_maps(saved: SavedModel, pixel_values: Sequence[Tensor], layer: int, device: str) -> list[Tensor]:
+    """Attention over the patches of each frame in one layer of a model of clips, as `frame_maps` gives it."""
+    config, prefix = saved.model.config, saved.attention.num_prefix_tokens
+    patch, frames = as_pair(config.patch_size), len(pixel_values)
+    grid = (pixel_values[0].shape[1] // patch[0], pixel_values[0].shape[2] // patch[1])
+    weights = attention_weights(saved.model, torch.stack(list(pixel_values))[None].to(device))[layer].float().cpu()
+    look = class_token_map if prefix else mean_query_map
+    if not config.is_joint:
+        return list(look(weights, grid, prefix))
+    # The tokens of a joint clip are each patch's frames in a row: a grid of patches by frames.
+    maps = look(weights[0], (grid[0] * grid[1], frames), prefix)
+    return list(maps.movedim(-1, 0).unflatten(-1, grid))
 
 
 def frame_maps(saved: SavedModel, pixel_values: Tensor, layer: int, device: str) -> Tensor:
@@ -112,11 +132,18 @@ def work_on(saved: SavedModel, frames: Sequence[Image.Image], arguments: argpars
     layers = len(saved.attention.layers)
     (layer,) = chosen([arguments.layer or layers], layers, 1, "--layer")
     prepare = preparation(saved, size={"height": height, "width": width}, do_center_crop=False)
-    images, maps = [], []
-    for frame in tqdm(frames, desc=saved.name, disable=None, leave=False):
-        pixel_values = prepare(frame)
-        images.append(shown_image(saved, pixel_values))
-        maps.append(frame_maps(saved, pixel_values, layer, arguments.device))
+    if takes_clips(saved.model.config):
+        count = min(arguments.frames or saved.model.config.num_frames, len(frames))
+        frames = [frames[place] for place in np.linspace(0, len(frames) - 1, count).round().astype(int)]
+        prepared = [prepare(frame).reshape(-1, height, width) for frame in frames]  # each as a clip of its own
+        images = [shown_image(saved, pixel_values) for pixel_values in prepared]
+        maps = clip_maps(saved, prepared, layer, arguments.device)
+    else:
+        images, maps = [], []
+        for frame in tqdm(frames, desc=saved.name, disable=None, leave=False):
+            pixel_values = prepare(frame)
+            images.append(shown_image(saved, pixel_values))
+            maps.append(frame_maps(saved, pixel_values, layer, arguments.device))
     shown = sorted({round(place) for place in np.linspace(0, len(frames) - 1, min(SHOWN, len(frames)))})
     heads = chosen(arguments.heads, len(maps[0]), 0, "--heads") if arguments.heads else []
     means, kept = [one.mean(0) for one in maps], [most_of(one.mean(0), arguments.mass) for one in maps]
@@ -153,7 +180,12 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
     parser = model_parser("frames", __doc__)
     parser.add_argument("--clip", type=Path, required=True, metavar="FILE", help="a video file")
-    parser.add_argument("--frames", type=int, metavar="N", help="read N frames, spread evenly; default all")
+    parser.add_argument(
+        "--frames",
+        type=int,
+        metavar="N",
+        help="read N frames, spread evenly; default all, of a model of clips as many as its own",
+    )
     parser.add_argument("--size", type=parse_size, metavar="HEIGHTxWIDTH", help="of the frames; default the model's")
     parser.add_argument("--layer", type=int, metavar="N", help="default the last")
     parser.add_argument("--heads", type=int, nargs="+", metavar="N", help="also these heads, one row for each")

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tasks.analysis.runs import SavedModel, add_data_arguments, check_counts, open_images, write_analysis
+from tasks.analysis.runs import (
+    SavedModel,
+    add_data_arguments,
+    check_counts,
+    check_takes_images,
+    open_images,
+    write_analysis,
+)
 from tasks.common.images.sources import decode
 
 
@@ -43,6 +50,7 @@ def parse_query(text: str) -> tuple[int, int]:
 
 def chosen_images(saved: SavedModel, arguments: argparse.Namespace) -> dict[str, Image.Image]:
     """The images of --images and --indices by a name for files."""
+    check_takes_images(saved)
     images = {Path(file).stem: decode(str(file), str(file)) for file in arguments.images}
     if len(images) < len(arguments.images):
         raise ValueError("--images: two files of the same name would give the same picture")

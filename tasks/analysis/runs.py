@@ -20,6 +20,7 @@ from hf_sparseprior.adapters.saved_adapter import load_adapter
 from hf_sparseprior.analysis.layers import AttentionLayers, find_attention
 from hf_sparseprior.families import FAMILIES
 from hf_sparseprior.files import read_json_object
+from hf_sparseprior.image_processor import takes_clips
 from hf_sparseprior.pretrained import load_whole_model
 from hf_sparseprior.saved_config import check_saved_config
 from hf_sparseprior.saved_processor import load_image_processor
@@ -165,8 +166,18 @@ def normalisation(processor: Any) -> tuple[Any, Any]:
     return (processor.image_mean, processor.image_std) if getattr(processor, "do_normalize", False) else (0.0, 1.0)
 
 
+def check_takes_images(saved: SavedModel) -> None:
+    """Raise ValueError for a model of clips."""
+    if takes_clips(saved.model.config):
+        raise ValueError(
+            f"{saved.folder} is a model of clips, and this is measured on single images; of the analyses "
+            "tasks.analysis.frames and tasks.analysis.decay take it"
+        )
+
+
 def open_images(saved: SavedModel, arguments: argparse.Namespace) -> tuple[ImageDataset, str]:
     """The images that `add_data_arguments` asked for, ready for the model, and what they are."""
+    check_takes_images(saved)
     config = DataConfig(**load_data_section(saved.folder, arguments.config, arguments.set))
     config = as_trained(config, saved.processor)
     data = load_data(config)

@@ -7,8 +7,13 @@ import pytest
 import torch
 from PIL import Image
 
-from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTModel
-from tasks.analysis import frames
+from hf_sparseprior import (
+    SparsePriorTimesformerConfig,
+    SparsePriorTimesformerModel,
+    SparsePriorViTConfig,
+    SparsePriorViTModel,
+)
+from tasks.analysis import attention, decay, diversity, frames
 
 av = pytest.importorskip("av")
 
@@ -58,6 +63,69 @@ def test_frames_larger_than_those_of_training_are_drawn(clip, folder, tmp_path, 
     np.testing.assert_allclose(rows[3][0].heat, expected[1], rtol=1e-3, atol=1e-4)
     with Image.open(next(tmp_path.glob("*.gif"))) as animation:
         assert animation.size == (60, 12) and animation.n_frames >= 1
+
+
+@pytest.mark.parametrize("pooling", ["class_token", "mean"])
+@pytest.mark.parametrize("kind", ["divided_space_time", "joint_space_time", "space_only"])
+def test_a_model_of_clips_sees_the_clip(kind, pooling, clip, tmp_path, monkeypatch, capsys):
+    """By default as many frames as it is configured for; maps are those of its weights, place by place."""
+    seen = []
+    monkeypatch.setattr(frames, "draw_panels", lambda rows, labels, path, heading: seen.extend(rows) or path)
+    torch.manual_seed(0)
+    sizes = {
+        "image_size": (12, 20),
+        "patch_size": 4,
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = SparsePriorTimesformerConfig(
+        intermediate_size=8, prior="violin", num_frames=3, attention_type=kind, pooling=pooling,
+        use_class_token=pooling == "class_token", **sizes,
+    )  # fmt: skip
+    model = SparsePriorTimesformerModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "model")
+    given = ["--clip", str(clip), "--heads", "2", "--out", str(tmp_path / "out")]
+    assert frames.main([str(tmp_path / "model"), *given]) == 0
+    found = json.loads((tmp_path / "out" / "frames.json").read_text())["models"][0]
+    assert found["frames"] == 3 and [len(row) for row in seen] == [3] * 4
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (config.image_mean, config.image_std))
+    read = [frames.read_frames(clip, None)[place] for place in (0, 3, 6)]
+    pixels = [torch.from_numpy(np.asarray(one.resize((20, 12), Image.Resampling.BICUBIC)) / 255.0) for one in read]
+    pixels = torch.stack([(one.permute(2, 0, 1).float() - mean) / std for one in pixels])
+    weights = model(pixels[None], output_attentions=True).attentions[-1].detach().numpy()
+    prefix = int(pooling == "class_token")
+    for frame in range(3):
+        for row, column in np.ndindex(3, 5):
+            place = prefix + 5 * row + column
+            if kind == "joint_space_time":
+                own, place = weights[0], prefix + 3 * (5 * row + column) + frame
+            else:
+                own = weights[frame]
+            given = own[:, 0, place] if prefix else own[:, :, place].mean(1)
+            assert seen[1][frame].heat[row, column] == pytest.approx(given.mean(), rel=1e-3, abs=1e-5)
+            assert seen[3][frame].heat[row, column] == pytest.approx(given[1], rel=1e-3, abs=1e-5)
+    assert frames.main([str(tmp_path / "model"), *given_frames(clip, tmp_path, "5")]) == 0
+    assert decay.main([str(tmp_path / "model"), "--out", str(tmp_path / "decay")]) == 0
+    layers = json.loads((tmp_path / "decay" / "decay.json").read_text())["models"][0]["layers"]
+    betas = [layer.attention.decay_bias.beta for layer in model.layers]
+    np.testing.assert_allclose([layer["beta"] for layer in layers], torch.stack(betas).detach(), rtol=1e-5)
+    image = tmp_path / "image.png"
+    Image.new("RGB", (20, 12)).save(image)
+    capsys.readouterr()
+    for command, own in ((attention, ["--images", str(image)]), (diversity, ["--set", "data.source=digits"])):
+        assert command.main([str(tmp_path / "model"), "--out", str(tmp_path / "none"), *own]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        own_line = "model is a model of clips, and this is measured on single images; of" in error
+        assert own_line or "cannot be analysed in this way: its layers see 3 frames of 3x5 patches together" in error
+    assert json.loads((tmp_path / "five" / "frames.json").read_text())["models"][0]["frames"] == 5
+
+
+def given_frames(clip, folder, count):
+    return ["--clip", str(clip), "--frames", count, "--out", str(folder / "five")]
 
 
 def test_most_of_the_attention_is_the_fewest_patches_that_hold_it():
