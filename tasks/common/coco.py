@@ -27,13 +27,18 @@ class CocoFile:
     content: Mapping[str, Any]
 
     def masks(self, image: Mapping[str, Any]) -> np.ndarray:
-        """Masks of an image's objects, bool (objects, height, width), from polygons and run lengths."""
+        """Masks of an image's objects, bool (objects, height, width), from polygons and run lengths.
+
+        An object without segmentation has that of its box.
+        """
         from pycocotools import mask as coco_mask
 
         height, width = image["height"], image["width"]
         found = []
         for annotation in self.annotations[image["id"]]:
-            outline = annotation["segmentation"]
+            left, top, across, down = annotation["bbox"]
+            corners = [left, top, left + across, top, left + across, top + down, left, top + down]
+            outline = annotation.get("segmentation") or [corners]
             if isinstance(outline, list):
                 outline = coco_mask.merge(coco_mask.frPyObjects(outline, height, width))
             elif isinstance(outline["counts"], list):
@@ -42,8 +47,8 @@ class CocoFile:
         return np.stack(found) if found else np.zeros((0, height, width), dtype=bool)
 
 
-def read_coco(path: Path) -> CocoFile:
-    """Read an annotation file.
+def read_coco(path: Path, with_mask: bool = True) -> CocoFile:
+    """Read an annotation file. `with_mask`: whether every annotation has to have a mask.
 
     Raises:
         OSError: if it is missing.
@@ -64,7 +69,7 @@ def read_coco(path: Path) -> CocoFile:
             if not isinstance(entry["file_name"], str) or min(int(entry["height"]), int(entry["width"])) < 1:
                 raise ValueError(f"image {entry['id']!r} needs a file_name, height and width")
         for annotation in content["annotations"]:
-            _check_annotation(annotation, images, categories)
+            _check_annotation(annotation, images, categories, with_mask)
             if not annotation.get("iscrowd"):
                 annotations[annotation["image_id"]].append(annotation)
     except ValueError as error:
@@ -76,14 +81,16 @@ def read_coco(path: Path) -> CocoFile:
     return CocoFile(path, list(images.values()), annotations, categories, content)
 
 
-def _check_annotation(annotation: Mapping[str, Any], images: Mapping[Any, Any], categories: Mapping[Any, str]) -> None:
+def _check_annotation(
+    annotation: Mapping[str, Any], images: Mapping[Any, Any], categories: Mapping[Any, str], with_mask: bool
+) -> None:
     for key, known, table in (("image_id", images, "images"), ("category_id", categories, "categories")):
         if annotation[key] not in known:
             raise ValueError(
                 f"annotation {annotation.get('id')} has {key} {annotation[key]!r}, which is not among {table}"
             )
     image = images[annotation["image_id"]]
-    if damage := annotation_damage(dict(annotation), image["height"], image["width"]):
+    if damage := annotation_damage(dict(annotation), image["height"], image["width"], with_mask):
         raise ValueError(f"annotation {annotation.get('id')} of {image['file_name']} {damage}")
 
 

@@ -86,11 +86,12 @@ class Objects(Dataset):
     Args:
         folder: of the data. split: train, validation or test.
         with_objects: leave images without objects out, as detectors do in training.
+        with_mask: whether every object has to have a mask; without one it is that of the box.
     """
 
-    def __init__(self, folder: Path, split: str, with_objects: bool = False) -> None:
+    def __init__(self, folder: Path, split: str, with_objects: bool = False, with_mask: bool = True) -> None:
         self.folder = folder / "images" / SPLITS[split]
-        self.coco: CocoFile = read_coco(folder / "annotations" / f"instances_{SPLITS[split]}.json")
+        self.coco: CocoFile = read_coco(folder / "annotations" / f"instances_{SPLITS[split]}.json", with_mask)
         self.classes = list(self.coco.categories.values())
         self.numbers = {key: number for number, key in enumerate(self.coco.categories)}
         self.images = [entry for entry in self.coco.images if self.coco.annotations[entry["id"]] or not with_objects]
@@ -157,7 +158,11 @@ class Prepared(Dataset):
 
 def read_source(kind: Kind, folder: Path, split: str) -> Any:
     """The images and annotations of a split as a kind of head learns from them."""
-    return PixelClasses(folder, split) if kind.finds == "classes" else Objects(folder, split, split == "train")
+    return (
+        PixelClasses(folder, split)
+        if kind.finds == "classes"
+        else Objects(folder, split, split == "train", kind.finds == "masks")
+    )
 
 
 def same_classes(sources: Sequence[Any]) -> list[str]:

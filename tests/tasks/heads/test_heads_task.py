@@ -324,6 +324,30 @@ def test_polygons_and_packed_run_lengths_are_masks_too(shapes, tmp_path):
     assert all(np.array_equal(mask, expected) for mask in coco.masks(coco.images[0]))
 
 
+def test_heads_that_find_boxes_need_no_masks(shapes, tmp_path):
+    root = tmp_path / "shapes"
+    shutil.copytree(shapes, root)
+    for split in ("training", "validation", "test"):
+        path = root / "annotations" / f"instances_{split}.json"
+        content = json.loads(path.read_text())
+        for number, annotation in enumerate(content["annotations"]):
+            annotation["segmentation"] = []
+            if number % 2:
+                del annotation["segmentation"]
+        path.write_text(json.dumps(content))
+    for name in ("mask2former", "maskformer"):
+        with pytest.raises(ValueError, match=r"annotation 1 of 0\.png has a polygon that is not pairs"):
+            heads_data.read_source(KINDS[name], root, "test")
+    without, whole = (heads_data.read_source(KINDS["detr"], folder, "test") for folder in (root, shapes))
+    for index in range(len(whole)):
+        (masks, *found), (expected, *others) = without.annotation(index), whole.annotation(index)
+        assert all(np.array_equal(*pair) for pair in zip(found, others, strict=True))
+        assert np.array_equal(masks, expected)  # the shapes are squares
+    assert constant_objects(KINDS["detr"], without, without) == constant_objects(KINDS["detr"], whole, whole)
+    arguments = write(tmp_path, tiny_config(root, "detr", max_steps=2))
+    assert train.main([*arguments, f"trainer.output_dir={tmp_path / 'run'}"]) == 0
+
+
 # ---- metrics --------------------------------------------------------------------------------------------------------
 
 
@@ -407,6 +431,14 @@ def test_a_report_records_a_head_and_does_no_run_twice(shapes, tmp_path, capfd, 
     file.unlink()
     assert report.main(arguments) == 2
     assert "small.yaml#detr ended with exit status 1" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_the_table_is_that_of_the_records():
+    records = [json.loads((report.OUT / "smoke" / f"{name}.json").read_text()) for name in KINDS]
+    assert report.table(records) == (report.OUT / "smoke.md").read_text()
+    for name, found in zip(KINDS, records, strict=True):
+        assert found["head"] == name and found["config"] == f"configs/heads/smoke.yaml#{name}" and found["seconds"] > 0
+        assert 0 < found[f"constant_{KINDS[name].metric}"] < 1
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def build(config, overrides=()):
     loaded = load_config("segmentation", config, ["model.backbone.pretrained=None", *overrides])
     init_default_scope("mmseg")
     for part in ("backbone", "neck", "decode_head", "auxiliary_head"):  # one process has nothing to synchronise
-        if "norm_cfg" in loaded.model.get(part, {}):
+        if "norm_cfg" in (loaded.model.get(part) or {}):
             loaded.model[part].norm_cfg = {"type": "BN"}
     torch.manual_seed(0)
     model = MODELS.build(loaded.model).eval()
