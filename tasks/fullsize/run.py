@@ -120,11 +120,12 @@ def do_group(group: Group, groups: Sequence[Group], settings: Settings, server: 
         if need.memory_gib is None:
             need = sibling_need(run, [read_json(each) for each in settings.records.glob("*.json")])
         record["first_need"] = need.rounded()
-        if problem := need.over(settings.memory_gib, settings.minutes):
+        known = old.get("small") if old.get("key") == group.key else None
+        if not known and (problem := need.over(settings.memory_gib, settings.minutes)):
             record |= {"status": REFUSED, "reason": problem}
         else:
-            if old.get("key") == group.key and old.get("small"):
-                record["small"] = old["small"]
+            if known:  # what is done stays done, whatever the limits are now
+                record["small"] = known
             else:
                 record["small"] = do_steps(run, runs, Batch(min(SMALL, run.images)), folder, settings, server)
             record |= {"status": DONE, "parameters": record["small"]["parameters"] or record["parameters"]}

@@ -95,6 +95,23 @@ def test_what_needs_too_much_is_refused_with_its_figure_before_it_starts(tmp_pat
     assert record["reason"].endswith("5.0 allowed")
 
 
+def test_what_was_done_stays_done_where_the_limits_are_lower(tmp_path):
+    write_configs(tmp_path / "configs", {"huge": {}}, model={"preset": "deit3_huge"})
+    assert start(tmp_path, "--memory-gib", "4") == 0
+    (place,) = (tmp_path / "out" / "records").glob("*.json")
+    record = json.loads(place.read_text())
+    small = {
+        "images": 2, "parts": 1, "parameters": 632_000_000, "losses": [7.0, 6.9], "resumed_from": "checkpoint-1",
+        "killed": True, "evaluated": {"test_accuracy": 0.0}, "seconds_per_step": 9.0, "train_seconds": 20.0,
+        "seconds": 60.0, "peak_gib": 13.0, "arguments": "",
+    }  # fmt: skip
+    place.write_text(json.dumps({**record, "status": "done", "small": small}))
+    assert start(tmp_path, "--memory-gib", "5") == 0
+    again = json.loads(place.read_text())
+    assert again["status"] == "done" and again["small"] == small and "reason" not in again
+    assert again["whole"]["status"] == "refused" and "5.0 allowed" in again["whole"]["reason"]
+
+
 def test_a_configuration_that_another_process_does_is_left_to_it(tmp_path):
     write_configs(tmp_path / "configs", {"dense": {}})
     with locked(tmp_path / "out" / "records" / "classification_table_dense.lock") as mine:
