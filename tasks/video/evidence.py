@@ -2,7 +2,8 @@
 
 RECORDS is the folder of records of a comparison of motion clips. Accuracies, mean and deviation over seeds: of all nine
 classes, of panning, of playing (backward, paused, forward), and of the direction, in clips that play and are said to
-play. The last three are compared with the first row, seed by seed. MOTION.md and motion.png are written into RECORDS.
+play; the last two are compared with the first row, seed by seed. Then of all nine classes in the clips of each video.
+MOTION.md and motion.png are written into RECORDS.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from hf_sparseprior.analysis import pictures
 from hf_sparseprior.files import read_json_object, write_text
 from tasks.common.command import run_command
 from tasks.common.comparison_table import spread
+from tasks.common.metrics import unpack_correct
 from tasks.common.paired import RULE, Difference, differences, verdict
 from tasks.common.results import read_results
 from tasks.common.tables import markdown_table, plus_minus
+from tasks.video.motion import CLASSES, KINDS, MotionConfig
 
 PLAYING, DIRECTION = "test_accuracy_of_backward_forward_paused", "test_direction_accuracy"
 # Metrics, what they are called, and chance.
@@ -76,7 +79,26 @@ def table(records: Records) -> str:
             difference = found[metric].get(row)
             cells += ["-", "-"] if difference is None else [points(difference), verdict(difference)]
         rows.append([row, *cells])
-    return f"{markdown_table(['row', *columns], rows)}\n\n{RULE}"
+    parts = {row: [by_video(own) for own in runs] for row, runs in records.items()}
+    videos = list(next(iter(parts.values()))[0])
+    cells = [[row, *(spread([own[video] for own in runs]) for video in videos)] for row, runs in parts.items()]
+    by_videos = markdown_table(["nine classes, %, in clips of", *videos], cells)
+    return f"{markdown_table(['row', *columns], rows)}\n\n{RULE}\n\n{by_videos}"
+
+
+def by_video(record: Mapping[str, Any]) -> dict[str, float]:
+    """Accuracy of the nine classes in the test clips of each video.
+
+    Raises:
+        ValueError: for a record that does not tell which of its clips are right, or has others than its config says.
+    """
+    config = MotionConfig(**record["config"]["data"]["motion"])
+    videos = sorted(KINDS[config.videos])
+    right = unpack_correct(record["test_correct"])
+    if len(right) != len(CLASSES) * len(videos) * config.test:
+        raise ValueError(f"a record of {len(right)} test clips must have {config.test} of each class and video")
+    shares = right.reshape(len(CLASSES), len(videos), config.test).mean((0, 2))  # clips are sorted by class and name
+    return dict(zip(videos, map(float, shares), strict=True))
 
 
 def points(difference: Difference) -> str:

@@ -3,8 +3,16 @@
 import json
 import statistics
 
+import numpy as np
+import pytest
+
+pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
+
+from tasks.common.metrics import pack_correct
 from tasks.common.paired import differences
-from tasks.video.evidence import DIRECTION, PLAYING, compared, main, read_records
+from tasks.video.evidence import DIRECTION, PLAYING, by_video, compared, main, read_records
+from tasks.video.motion import CLASSES
+from tasks.video.rendered import SCENES
 
 ROWS = {
     "dense": [(0.6, 0.9, 0.7, 0.8), (0.62, 0.92, 0.72, 0.81), (0.61, 0.91, 0.73, 0.82)],
@@ -19,7 +27,10 @@ def write_records(folder, rows):
         (folder / row).mkdir(parents=True)
         for seed, values in enumerate(seeds):
             metrics = {name: value for name, value in zip(NAMES, values, strict=True) if value is not None}
-            record = {"seed": seed, "metrics": metrics, "results_version": 2}
+            right = np.random.default_rng([seed, len(row)]).integers(0, 2, 9 * 3 * 2)
+            data = {"motion": {"videos": "rendered", "test": 2}}
+            record = {"seed": seed, "metrics": metrics, "results_version": 2, "config": {"data": data}}
+            record["test_correct"] = pack_correct(np.ones(9 * 3 * 2, int), right)
             (folder / row / f"seed{seed}.json").write_text(json.dumps(record))
     (folder / "summary.json").write_text(json.dumps({row: [] for row in rows}))
 
@@ -29,10 +40,9 @@ def test_the_table_has_every_factor_and_what_is_told(tmp_path, capsys):
     assert main([str(tmp_path)]) == 0
     text = (tmp_path / "MOTION.md").read_text()
     assert text in capsys.readouterr().out + "\n" and (tmp_path / "motion.png").is_file()
-    cells = {
-        line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1:] for line in text.splitlines() if " | " in line
-    }
-    assert list(cells) == ["row", *ROWS]
+    lines = [line.removeprefix("| ").split(" | ") for line in text.splitlines() if " | " in line]
+    assert [line[0] for line in lines] == ["row", *ROWS, "nine classes, %, in clips of", *ROWS]
+    cells = {name: rest for name, *rest in lines[: len(ROWS) + 1]}
     for row, seeds in ROWS.items():
         for place, cell in enumerate(cells[row][:4]):
             values = [100 * own[place] for own in seeds if own[place] is not None]
@@ -47,7 +57,9 @@ def test_differences_are_those_of_the_comparisons(tmp_path):
     write_records(tmp_path, ROWS)
     records = read_records(tmp_path)
     assert list(records) == list(ROWS) and [own["seed"] for own in records["dense"]] == [0, 1, 2]
-    assert compared(records, PLAYING) == differences(records, "dense", PLAYING)
+    found, wanted = compared(records, PLAYING), differences(records, "dense", PLAYING)
+    assert {row: own.by_seed for row, own in found.items()} == {row: own.by_seed for row, own in wanted.items()}
+    assert all(own.image_errors == {} for own in found.values())  # those are of all nine classes
     assert set(compared(records, DIRECTION)) == {"sparse"}
 
 
@@ -57,3 +69,17 @@ def test_other_folders_are_refused_in_one_line(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert "has no summary.json" in lines[0] and "something else than motion clips" in lines[1] and len(lines) == 2
+
+
+def test_accuracy_by_video_is_that_of_the_names_of_the_clips(tmp_path):
+    clips = sorted((kind, f"{video}_{number:03d}") for kind in CLASSES for video in SCENES for number in range(4))
+    right = np.random.default_rng(0).integers(0, 2, len(clips))
+    motion = {"videos": "rendered", "test": 4}
+    record = {"config": {"data": {"motion": motion}}, "test_correct": pack_correct(np.ones_like(right), right)}
+    found = by_video(record)
+    for video in SCENES:
+        own = [own for own, (_, name) in zip(right, clips, strict=True) if name.startswith(video)]
+        assert found[video] == pytest.approx(np.mean(own))
+    record["config"]["data"]["motion"]["test"] = 5
+    with pytest.raises(ValueError, match="a record of 108 test clips must have 5 of each"):
+        by_video(record)
