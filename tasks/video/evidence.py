@@ -81,8 +81,8 @@ def table(records: Records) -> str:
         rows.append([row, *cells])
     parts = {row: [by_video(own) for own in runs] for row, runs in records.items()}
     videos = list(next(iter(parts.values()))[0])
-    cells = [[row, *(spread([own[video] for own in runs]) for video in videos)] for row, runs in parts.items()]
-    by_videos = markdown_table(["nine classes, %, in clips of", *videos], cells)
+    shares = [[row, *(spread([own[video] for own in runs]) for video in videos)] for row, runs in parts.items()]
+    by_videos = markdown_table(["nine classes, %, in clips of", *videos], shares)
     return f"{markdown_table(['row', *columns], rows)}\n\n{RULE}\n\n{by_videos}"
 
 
