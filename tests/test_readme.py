@@ -116,10 +116,13 @@ def test_a_number_that_is_changed_on_one_side_is_found():
 FOLDERS = sorted(path.parent for path in ROOT.glob("tasks/*/results/*/table.md"))
 
 
+JUDGED = ("test_accuracy", "test_knn_accuracy", "test_mIoU", "test_coco/bbox_mAP")
+
+
 def accuracy(file: Path) -> float:
-    """Of a record: on the test images, of k-NN where nothing else was judged."""
+    """Of a record: what its task is judged by, on the test images."""
     metrics = json.loads(file.read_text())["metrics"]
-    return float(metrics.get("test_accuracy", metrics.get("test_knn_accuracy")))
+    return next(float(metrics[name]) for name in JUDGED if name in metrics)
 
 
 def accuracies(folder: Path) -> dict[str, tuple[float, float]]:

@@ -12,8 +12,11 @@ pytest.importorskip("mmcv.ops", reason="the extra `dense` is not installed")
 pytest.importorskip("mmseg", reason="the extra `dense` is not installed")
 pytest.importorskip("mmdet", reason="the extra `dense` is not installed")
 
+from tasks.common.compare import all_records
+from tasks.common.comparison_table import table
 from tasks.common.mm import compare
 from tasks.common.mm.config import load_config, run_identity
+from tasks.common.mm.task import task_named
 from tasks.common.mm.train import run
 from tasks.common.results import read_results
 from tasks.common.run_folder import folder_differences
@@ -30,6 +33,7 @@ ROOT = Path(__file__).parents[4]
 MAINS = {"segmentation": compare_segmentation, "detection": compare_detection}
 METRICS = {"segmentation": ("test_mIoU",), "detection": ("test_coco/bbox_mAP", "test_coco/segm_mAP")}
 TINY = {"segmentation": tiny_segmentation.OVERRIDES, "detection": tiny_detection.OVERRIDES}
+RECORDED = sorted(path.parent for task in MAINS for path in ROOT.glob(f"tasks/{task}/results/*/table.md"))
 TIMES = ("seconds", "seconds_per_step", "data_wait", "config", "hardware")
 FILE = """
 _base_ = ["{base}"]
@@ -242,3 +246,20 @@ def test_a_damaged_record_is_refused(finished, data, tmp_path, capsys):
     file.write_text(file.read_text()[:-40])
     assert MAINS[task](arguments(task, tmp_path, data)) == 2
     assert "seed0.json is not a whole record" in capsys.readouterr().err
+
+
+def test_there_are_records():
+    assert {folder.parts[-3] for folder in RECORDED} == {*MAINS}
+
+
+@pytest.mark.parametrize("folder", RECORDED, ids=lambda folder: f"{folder.parts[-3]}-{folder.name}")
+def test_records_that_are_kept_are_of_todays_configurations(folder):
+    task = task_named(folder.parts[-3])
+    comparison = compare.load_comparison(task, ROOT / "configs" / task.name / f"{folder.name}.py")
+    found = all_records(comparison, folder)
+    assert sum(map(len, found.values())) == len([*folder.glob("*/seed*.json")]) >= 8
+    for runs in found.values():
+        assert [record["seed"] for record in runs] == comparison.seeds
+        for record in runs:
+            assert record["metrics"][task.metric] > 2 * record["baseline"][task.metric]
+    assert table(found, task.metric, task.also) in (folder / "table.md").read_text()
