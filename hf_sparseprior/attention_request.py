@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from .attention_plan import AttentionPlan, decay_positions, plan_table
 from .decay import decay_weights, prefix_weights
+from .masks import check_bytes
 from .resolved import DecayTensors
 
 
@@ -286,9 +287,24 @@ def key_lists(request: AttentionRequest) -> Tensor:
     return plan_table(request.plan, "keys", request.q.device)[None] if request.key_ids is None else request.key_ids
 
 
+def copies_of_lists(request: AttentionRequest) -> int:
+    """How many numbers are kept for each key in a list: its own and, with a decay, M; in training what M is made of."""
+    if request.decay is None:
+        return 1
+    beta_CH = request.decay["beta"]
+    return 2 + (2 * beta_CH.shape[0] if torch.is_grad_enabled() and beta_CH.requires_grad else 0)
+
+
 def listed_decay(request: AttentionRequest, key_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """M at the listed pairs, (1 or B, H, n, K). Its value at places without a key has no effect."""
+    """M at the listed pairs, (1 or B, H, n, K). Its value at places without a key has no effect.
+
+    Raises:
+        ValueError: if it would take too much memory over the frames of a clip.
+    """
     assert request.decay is not None
+    if request.plan.frames > 1 and request.key_ids is None:
+        size = 4 * copies_of_lists(request) * key_ids.numel()
+        check_bytes(size, f"a decay at the listed pairs of {request.plan.num_tokens} patches would")
     prefix, positions = request.plan.num_prefix_tokens, token_positions(request)
     patches = (key_ids - prefix).clamp_min(0).long()
     beta_CH = request.decay["beta"]

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention_request import AttentionRequest, is_transformed, key_lists, listed_decay, needs_all_logits
+from .attention_request import (
+    AttentionRequest,
+    copies_of_lists,
+    is_transformed,
+    key_lists,
+    listed_decay,
+    needs_all_logits,
+)
 from .backend_choice import Crossover, register_backend
 from .decay import prefix_weights
 
@@ -19,7 +26,7 @@ LONGEST = 1 << 28
 
 def gather_can_run(request: AttentionRequest) -> str | None:
     """Requests whose pairs can be listed before the logits are known."""
-    if request.key_ids is None and (size := request.plan.list_bytes) > LONGEST:
+    if request.key_ids is None and (size := request.plan.list_bytes * copies_of_lists(request)) > LONGEST:
         return f"lists of keys that are the same in every frame would take {size / 2**30:.2f} GiB in each layer"
     return not_listed(request)
 

@@ -318,6 +318,29 @@ def test_what_would_not_fit_is_refused_with_its_size(monkeypatch):
         resolve_prior("radial", HEADS, (8, 14, 14))
 
 
+def test_a_decay_counts_in_what_would_not_fit(monkeypatch):
+    """M at the listed pairs, and in training what it is made of: two numbers for each curve."""
+    support = resolve_support(SUPPORTS["fibottention"], HEADS, 15, GRID[1:])
+    q, k, v = (tensor.float() for tensor in inputs(TOKENS))
+    made = make_decay(resolve_decay(DECAY_SPECS["violin"], GRID[1:]), HEADS)
+    plan = AttentionPlan(HEADS, GRID, 0, support, made.settings, 1)
+    request = AttentionRequest(q, k, v, plan, made())
+    monkeypatch.setattr("hf_sparseprior.backend_gather.LONGEST", 7 * plan.list_bytes)
+    assert "would take 0.00 GiB" in BACKENDS["gather"].can_run(request)  # 8 times the lists, of 3 curves
+    with torch.no_grad():
+        assert BACKENDS["gather"].can_run(request) is None
+    assert BACKENDS["frames"].can_run(request) is None
+    monkeypatch.setenv("SPARSEPRIOR_MAX_TABLE_BYTES", str(7 * plan.list_bytes))
+    monkeypatch.setattr("hf_sparseprior.backend_gather.LONGEST", 2**40)
+    with pytest.raises(
+        ValueError, match=r"^a decay at the listed pairs of 60 patches would take .* bytes must be at most"
+    ):
+        run_plan(request, "gather")
+    with torch.no_grad():
+        run_plan(request, "gather")
+    run_plan(request, "frames")
+
+
 @pytest.mark.parametrize("first_frame", [True, False])
 @pytest.mark.parametrize("factor", [1.0, 0.3, 0.05])
 def test_radial_pairs_are_counted_before_they_are_listed(factor, first_frame):
