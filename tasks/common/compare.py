@@ -58,7 +58,7 @@ from tasks.common.config import (
     read_layers,
 )
 from tasks.common.environment import command_line
-from tasks.common.hf_run import HFTask, run, task_module
+from tasks.common.hf_run import HFTask, task_module
 from tasks.common.paired import ACCURACY
 from tasks.common.processes import started
 from tasks.common.queue import Job, Queue, RunsFailed
@@ -84,7 +84,7 @@ RECORDED_LATER = (
     *("method", "trainable_parameters", "adapter_bytes", "pretrained_sha256", "decay_change_at_start"),
     *("mean_decay_change", "mean_decay_change_at_start", "max_alpha_change", "alpha_change_at_start"),
     *("attention_flops", "results_version", "test_correct", "standard_errors", "k_nn_above", "compression"),
-    *("baseline", "classes"),
+    *("baseline", "classes", "demonstrations_sha256"),
 )
 # Sections whose overrides reach the runs of `first` too; the others say what the rows are.
 SHARED_WITH_FIRST = ("data", "augmentation", "trainer")
@@ -322,6 +322,13 @@ def do_run(
     return record
 
 
+def run(
+    task: HFTask, config: Config, command: str | None = None, callbacks: Sequence[TrainerCallback] = ()
+) -> dict[str, Any]:
+    """A run as its task does it. Returns the content of results.json."""
+    return task.run(config, command=command, callbacks=callbacks)
+
+
 def make_queue(task: Any, jobs: int, rows: Sequence[Row], records: Sequence[Mapping[str, Any] | None]) -> Queue:
     """A queue that does `jobs` runs at a time. The records, None for runs still to do, say how long runs take."""
     if jobs < 1:
@@ -352,6 +359,7 @@ def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[st
             assert record is not None
             found.setdefault(name, []).append(record)
     check_one_checkpoint(record for runs in found.values() for record in runs)
+    check_one_file(record for runs in found.values() for record in runs)
     return found
 
 
@@ -370,6 +378,20 @@ def check_one_checkpoint(records: Iterable[Mapping[str, Any]]) -> None:
                 f"runs with model.pretrained={folder} started from {len(checksums)} checkpoints "
                 f"({', '.join(sorted(checksums))}), not from one; remove the records of the others or choose another "
                 "--records"
+            )
+
+
+def check_one_file(records: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError if runs with one `data.path` learned from different demonstrations."""
+    found: dict[str, set[str]] = {}
+    for record in records:
+        if (checksum := record.get("demonstrations_sha256")) is not None:
+            found.setdefault(record["config"]["data"]["path"], set()).add(checksum)
+    for path, checksums in found.items():
+        if len(checksums) > 1:
+            raise ValueError(
+                f"runs with data.path={path} learned from {len(checksums)} files ({', '.join(sorted(checksums))}), not "
+                "from one; remove the records of the others or choose another --records"
             )
 
 
@@ -435,8 +457,8 @@ def builds_on(task: HFTask, config: Config, earlier: Config) -> bool:
 
 
 def check_start(task: HFTask, pending: Sequence[Config], records: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError or OSError if a run cannot start from its `model.pretrained`, or if its weights are not those of
-    the records.
+    """Raise ValueError or OSError if a run cannot start from its `model.pretrained`, or if its weights or
+    demonstrations are not those of the records.
 
     Args:
         task: the task of all runs.
@@ -444,14 +466,17 @@ def check_start(task: HFTask, pending: Sequence[Config], records: Sequence[Mappi
         records: records of the runs that are done.
     """
     for config in pending:
-        task.check_start(config["model"])
-    starts = {config["model"].get("pretrained"): config for config in pending}
+        task.check_start(config.get("model", {}))
+    starts = {config.get("model", {}).get("pretrained"): config for config in pending}
     check_one_checkpoint(
         [
             *records,
-            *({"config": c, "pretrained_sha256": task.start_sha256(c["model"])} for c in starts.values()),
+            *({"config": c, "pretrained_sha256": task.start_sha256(c.get("model", {}))} for c in starts.values()),
         ]
     )
+    files = {config["data"].get("path"): config for config in pending}
+    pending_files = ({"config": c, "demonstrations_sha256": task.data_sha256(c)} for c in files.values())
+    check_one_file([*records, *pending_files])
 
 
 def check_folder(config: Config, way_out: str = "remove it or choose another --out") -> None:

@@ -12,17 +12,23 @@ import numpy as np
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.files import write_text
 from tasks.common.locks import REPORT_LOCK, turn
+from tasks.common.metrics import unpack_correct
 from tasks.common.paired import ACCURACY, Difference, difference_summary, difference_table, differences
 from tasks.common.results import write_results
-from tasks.common.tables import count_of_seeds, markdown_table, plus_minus
+from tasks.common.tables import count_of_seeds, markdown_table, plus_minus, wilson_interval
+
+SUCCESS = "test_success"  # of robots
+# Of PushT: the reward is the share that is covered divided by 0.95, at most 1.
+COVERAGE = {"test_max_reward": "highest reward of an episode", "test_final_coverage": "covered at the end"}
 
 
 def table(results: dict[str, list[dict[str, Any]]], metric: str = ACCURACY, also: Sequence[str] = ()) -> str:
     """Accuracy, interactions kept, parameters and time of each variant, as a Markdown table.
 
     It has more columns if they say something: other metrics, `also`; what was trained, if that is not everything; how
-    far the mask is from none after training (the largest of all seeds), with a decay; multiply-adds of attention, if
-    runs recorded them; the best constant predictor, if there is one.
+    far the mask is from none after training (the largest of all seeds), with a decay; solved episodes of robots with
+    their interval, and what PushT's block covers; multiply-adds of attention, if runs recorded them; the best constant
+    predictor, if there is one.
     """
     results = {name: runs for name, runs in results.items() if runs}
     records = [record for runs in results.values() for record in runs]
@@ -36,6 +42,10 @@ def table(results: dict[str, list[dict[str, Any]]], metric: str = ACCURACY, also
     columns += [f"{label(name)} of the best constant predictor, %" for name in constants]
     columns += ["of the moving average, %"] if averaged else []
     columns += ["max abs(M - 1)"] if decayed else []
+    solved = metric == SUCCESS
+    columns += ["solved, 95 % interval (Wilson)"] if solved else []
+    covered = list(COVERAGE) if all({*COVERAGE} <= {*record["metrics"]} for record in records) else []
+    columns += [f"{label(name)}, %" for name in covered]
     counted = any(record.get("attention_flops") is not None for record in records)
     columns += ["interactions kept, %", *(["MHSA, MFLOPs"] if counted else []), "parameters"]
     columns += ["trained", "adapter, kB"] if tuned else []
@@ -51,6 +61,8 @@ def table(results: dict[str, list[dict[str, Any]]], metric: str = ACCURACY, also
         if decayed:
             changes = _known(record.get("max_decay_change") for record in runs)
             cells.append(f"{max(changes):.2g}" if changes else "-")
+        cells += [solved_episodes(runs)] if solved else []
+        cells += [spread([record["metrics"][name] for record in runs]) for name in covered]
         cells.append(f"{100 - runs[0]['pruning_ratio']:.1f}")
         if counted:
             flops = runs[0].get("attention_flops")
@@ -74,6 +86,7 @@ def label(metric: str) -> str:
         "test_knn_accuracy": "k-NN test accuracy",
         "test_coco/bbox_mAP": "test box AP",
         "test_coco/segm_mAP": "test mask AP",
+        **COVERAGE,
     }
     return named.get(metric, metric.replace("_", " "))
 
@@ -82,6 +95,13 @@ def _constant(runs: Sequence[dict[str, Any]], metric: str) -> str:
     """What predicts the same for every image, which is the same for all seeds."""
     found = sorted({f"{100 * record['baseline'][metric]:.2f}" for record in runs if metric in record["baseline"]})
     return " to ".join(dict.fromkeys((found[0], found[-1]))) if found else "-"
+
+
+def solved_episodes(runs: Sequence[dict[str, Any]]) -> str:
+    """How many episodes of all seeds together were solved, and what the share may be."""
+    right = np.concatenate([unpack_correct(record["test_correct"]) for record in runs])
+    low, high = wilson_interval(int(right.sum()), len(right))
+    return f"{right.sum()} of {len(right)}, {100 * low:.0f} to {100 * high:.0f} %"
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

@@ -207,6 +207,16 @@ class HFTask:
         config["trainer"].setdefault("output_dir", default_output_dir(self.name, path))
         return config
 
+    def data_sha256(self, config: Config) -> str | None:
+        """SHA-256 of what `data.path` holds, where comparisons check it; None: they do not."""
+        return None
+
+    def run(
+        self, config: Config, command: str | None = None, callbacks: Sequence[TrainerCallback] = ()
+    ) -> dict[str, Any]:
+        """`run` of a configuration of this task."""
+        return run(self, config, command=command, callbacks=callbacks)
+
 
 def task_module(name: str) -> str:
     """The module of the task of this name."""

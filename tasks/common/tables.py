@@ -1,8 +1,10 @@
-"""Numbers as text: Markdown tables, means with their spread."""
+"""Numbers as text: Markdown tables, means with their spread, shares with their interval."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+
+from scipy.stats import binomtest
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -14,6 +16,12 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 def plus_minus(mean: float, deviation: float | None, sign: str = "") -> str:
     """ "70.35 ± 0.12", or the mean alone without a deviation. With sign="+" a number of 0 or more has a plus."""
     return f"{mean:{sign}.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
+
+
+def wilson_interval(right: int, count: int) -> tuple[float, float]:
+    """95 % interval of a share of `count` trials (Wilson 1927)."""
+    interval = binomtest(right, count).proportion_ci(confidence_level=0.95, method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def count_of_seeds(count: int) -> str:

@@ -75,6 +75,8 @@ class TrainerConfig:
         null: at the end only.
     validation_batches: batches of which the validation loss is the mean.
     validation_episodes: rollouts on validation seeds that choose the saved policy; 0: the last step's is saved.
+    test_episodes: rollouts on the seeds of evaluation when the policy is trained, as `evaluate` plays them; 0: none.
+    test_steps: actions after which such an episode has failed; null: the environment's horizon.
     save_steps: updates between two checkpoints; null: as validate_steps.
     nonfinite_loss: at a loss or weights that are not finite, "stop" before anything is saved, or "continue".
     disable_tqdm: no progress line.
@@ -97,6 +99,8 @@ class TrainerConfig:
     validate_steps: int | None = None
     validation_batches: int = 4
     validation_episodes: int = 0
+    test_episodes: int = 0
+    test_steps: int | None = None
     save_steps: int | None = None
     nonfinite_loss: str = STOP
     disable_tqdm: bool = False
@@ -105,9 +109,10 @@ class TrainerConfig:
         """Check the fields."""
         check_text("trainer.output_dir", self.output_dir)
         check_setting("trainer.nonfinite_loss", self.nonfinite_loss)
-        for name in ("seed", "warmup_steps", "validation_episodes"):
+        for name in ("seed", "warmup_steps", "validation_episodes", "test_episodes"):
             check_integer(f"trainer.{name}", getattr(self, name), 0)
         counts = ("steps", "epochs", "batch_size", "log_steps", "validation_batches", "validate_steps", "save_steps")
+        counts += ("test_steps",)
         for name in counts:
             if getattr(self, name) is not None:
                 check_integer(f"trainer.{name}", getattr(self, name), 1)
@@ -124,6 +129,8 @@ class TrainerConfig:
             raise ValueError(f"trainer.betas={self.betas!r} must be two numbers in [0, 1)")
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise ValueError(f"trainer.mixed_precision={self.mixed_precision!r} must be one of no, bf16, fp16")
+        if self.test_steps is not None and not self.test_episodes:
+            raise ValueError(f"trainer.test_steps={self.test_steps} is of trainer.test_episodes, which are 0")
         if self.validation_episodes > TEST_SEED - VALIDATION_SEED:
             raise ValueError(f"trainer.validation_episodes={self.validation_episodes} reaches the seeds of evaluation")
 

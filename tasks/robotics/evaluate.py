@@ -85,6 +85,13 @@ def evaluate(
         ValueError, OSError: for bad values, files, and an environment with other settings than the demonstrations'.
     """
     check_alone("evaluate")
+    return judge(run, rollouts, out, show_progress, jobs)
+
+
+def judge(
+    run: Path, rollouts: Rollouts, out: Path | None = None, show_progress: bool = False, jobs: int = 1
+) -> dict[str, Any]:
+    """`evaluate`, in a process that may be one of several of which it alone plays."""
     if jobs < 1:
         raise ValueError(f"--jobs {jobs} must be 1 or more")
     folder, out = policy_folder(run), out or default_folder(run, rollouts.untrained)

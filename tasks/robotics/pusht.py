@@ -102,6 +102,25 @@ class PushT(Environment):
         info = {"success": bool(success), "coverage": self._coverage, "contacts": info["n_contacts"]}
         return self._observe(), float(reward), bool(success), info
 
+    def pull(self, action: np.ndarray) -> None:
+        """What `step` does with the bodies, bit for bit, without measuring and observing anything: for imagined steps.
+
+        gym-pusht's own loop computes with arrays.
+        """
+        env = self._env
+        target, agent = np.clip(action, 0, TABLE).tolist(), env.agent
+        for _ in range(int(1 / (env.dt * env.control_hz))):
+            (x, y), (speed_x, speed_y) = agent.position, agent.velocity
+            agent.velocity = (
+                speed_x + (env.k_p * (target[0] - x) + env.k_v * (0 - speed_x)) * env.dt,
+                speed_y + (env.k_p * (target[1] - y) + env.k_v * (0 - speed_y)) * env.dt,
+            )
+            env.space.step(env.dt)
+
+    def ignore_contacts(self) -> None:
+        """Count no contacts in the episode that has begun. It takes time, and changes nothing of what happens."""
+        self._env.collision_handeler.post_solve = lambda arbiter, space, data: None
+
     def success(self) -> bool:
         """Whether more than 95 % of the target is covered."""
         return self._coverage > self._env.success_threshold

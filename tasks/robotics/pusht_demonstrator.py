@@ -58,8 +58,7 @@ class PushTDemonstrator:
         self.environment = environment
         self._imagined = PushT((), 96)
         self._imagined.reset(0)
-        # Half the time of an imagined step.
-        self._imagined._env._get_coverage = lambda: 0.0
+        self._imagined.ignore_contacts()
         goal = self._imagined._env.goal_pose
         self._imagined.restore(np.array([*np.zeros(2), *goal]))
         self._goal = self._imagined.keypoints()
@@ -137,7 +136,7 @@ class PushTDemonstrator:
         self._imagined.restore(np.array([*push.start, *state[2:]]))
         costs: list[float] = []
         for target in push.targets:
-            self._imagined.step(target)
+            self._imagined.pull(target)
             costs.append(self._cost(self._imagined))
             if costs[-1] > stop:
                 break

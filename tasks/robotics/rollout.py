@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import binomtest
 
+from tasks.common.tables import wilson_interval
 from tasks.robotics.environments import Environment, make_environment
 from tasks.robotics.formats import check_settings
 from tasks.robotics.policy import CrosswayPolicy
@@ -105,9 +105,3 @@ def summary(episodes: Sequence[Episode]) -> dict[str, Any]:
     if all(episode.coverage is not None for episode in episodes):
         found["final_coverage"] = float(np.mean([episode.coverage for episode in episodes]))
     return found
-
-
-def wilson_interval(solved: int, episodes: int) -> tuple[float, float]:
-    """95 % interval of a success rate (Wilson 1927)."""
-    interval = binomtest(solved, episodes).proportion_ci(confidence_level=0.95, method="wilson")
-    return float(interval.low), float(interval.high)

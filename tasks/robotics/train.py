@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import PartialState
+from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.pretrained import check_saved_folder, load_changed_model, saved_family
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.common.command import run_command, tell_data, train_parser
-from tasks.common.models import FAMILY_KEYS
+from tasks.common.metrics import pack_correct
+from tasks.common.models import FAMILY_KEYS, decay_change
 from tasks.common.results import Results, finite_or_null
 from tasks.common.run_folder import (
     MODEL,
@@ -29,8 +33,9 @@ from tasks.common.run_folder import (
     last_whole_checkpoint,
     owned,
 )
-from tasks.robotics.config import check_config, load_config
+from tasks.robotics.config import TrainerConfig, check_config, load_config
 from tasks.robotics.data import Windows, check_shapes, fit_normalizer, read_episodes
+from tasks.robotics.evaluate import Rollouts, judge
 from tasks.robotics.formats import Demonstrations, demonstrations_sha256, open_demonstrations
 from tasks.robotics.plots import draw_history
 from tasks.robotics.policy import CrosswayPolicy, policy_sha256
@@ -41,13 +46,19 @@ CURVES = "curves.png"
 DEMONSTRATIONS = "demonstrations"  # additional section of run_config.json: what the file of demonstrations held
 
 
-def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite: bool = False) -> dict[str, Any]:
-    """Train, choose the policy on validation seeds if asked to, write results, policy and picture.
+def run(
+    config: dict[str, dict[str, Any]],
+    command: str | None = None,
+    overwrite: bool = False,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> dict[str, Any]:
+    """Train, choose the policy on validation seeds and test it if asked to, write results, policy and pictures.
 
     Args:
         config: as `load_config` returns it; `trainer.output_dir` is where everything goes.
         command: for results.json.
         overwrite: throw away what an earlier run with another configuration left in the folder.
+        callbacks: their `on_step_end` hears of every step.
 
     Returns:
         The content of results.json.
@@ -67,6 +78,7 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
             training.load(Path(checkpoint))
         if training.accelerator.is_main_process:
             tell_episodes(training, episodes)
+        training.callbacks = callbacks
         try:
             training.run()
         finally:
@@ -77,11 +89,15 @@ def run(config: dict[str, dict[str, Any]], command: str | None = None, overwrite
         results.details |= {
             "environment": demonstrations.environment,
             "episodes": episodes,
+            "data": described(demonstrations.environment["name"], episodes, training.config.test_episodes),
+            "data_wait": None,  # windows are in memory
             "demonstrations_sha256": identity.get(DEMONSTRATIONS, {}).get("sha256"),
         }
         if training.accelerator.is_main_process:
             results.details["model_sha256"] = policy_sha256(out / MODEL)
             draw_history(training.history, out / CURVES, f"{demonstrations.environment['name']}, {out.name}")
+            if training.config.test_episodes:
+                test(out, training.config, results)
             # This comes last: a run counts as finished only when everything else exists.
             results.write(out / RESULTS)
         training.accelerator.wait_for_everyone()
@@ -116,6 +132,19 @@ def make_training(config: dict[str, dict[str, Any]], demonstrations: Demonstrati
     return training, {"train": len(train), "validation": len(held_out)}
 
 
+def test(out: Path, trainer: TrainerConfig, results: Results) -> None:
+    """Play the episodes of evaluation and add to the results what came of them.
+
+    Those that were played before an interruption are not played again.
+    """
+    rollouts = Rollouts(episodes=trainer.test_episodes, max_steps=trainer.test_steps)
+    found = judge(out, rollouts, show_progress=not trainer.disable_tqdm)
+    metrics = {key: value for key, value in found["metrics"].items() if key != "success_interval"}
+    results.metrics |= {f"test_{key}": value for key, value in metrics.items()}
+    solved = np.array([each["success"] for each in found["episodes"]])
+    results.details["test_correct"] = pack_correct(np.ones(len(solved), bool), solved)
+
+
 def tell_episodes(training: Training, episodes: dict[str, int]) -> None:
     """Print what is trained on and what validates the policy. `evaluate` tests it on seeds of its own."""
     simulated = training.config.validation_episodes
@@ -145,10 +174,32 @@ def results_of(training: Training, config: dict[str, dict[str, Any]], command: s
         history=training.history,
         details={
             "windows": len(training.train),
-            "prior": next((policy.encoder(key).config.prior_name for key in policy.config.cameras), None),
+            **about_encoders(policy),
             "parameters_by_part": parameters,
         },
     )
+
+
+def described(task: str, episodes: dict[str, int], tested: int) -> str:
+    """The data of a run in words."""
+    return f"{task}: {episodes['train']} training demonstrations, {episodes['validation']} for validation" + (
+        f", {tested} held-out episodes" if tested else ""
+    )
+
+
+def about_encoders(policy: CrosswayPolicy) -> dict[str, Any]:
+    """Prior, share of pairs left out (mean over cameras) and decay (largest change) of the encoders; None without."""
+    encoders = [policy.encoder(key) for key in policy.config.cameras]
+    if not encoders:
+        return {"prior": None}
+    config = encoders[0].config
+    changes = [change for each in encoders if (change := decay_change(each)["max_decay_change"]) is not None]
+    return {
+        "prior": config.prior_name,
+        "prior_settings": config.prior,
+        "pruning_ratio": float(np.mean([each.config.pruning_ratio for each in encoders])),
+        "max_decay_change": max(changes, default=None),
+    }
 
 
 def run_identity(config: dict[str, dict[str, Any]], out: Path, overwrite: bool) -> dict[str, dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from accelerate.utils import gather_object
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import get_cosine_schedule_with_warmup
+from transformers import TrainerCallback, TrainerControl, TrainerState, get_cosine_schedule_with_warmup
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_sparseprior.files import sync, whole_folder, write_text
@@ -81,6 +82,7 @@ class Training:
         self.policy: CrosswayPolicy = self.accelerator.unwrap_model(self.model)
         self.average = WeightAverage(self.policy, config.ema_decay)
         self.simulator: Any = None
+        self.callbacks: Sequence[TrainerCallback] = ()  # hear of every step, `on_step_end` alone
         self.about: dict[str, Any] = {}
         self.history: list[dict[str, Any]] = []
         self.best: dict[str, Any] | None = None
@@ -115,6 +117,9 @@ class Training:
             self.seconds += elapsed
             self.step_seconds += elapsed
             progress.update()
+            state = TrainerState(global_step=self.step, max_steps=self.steps)
+            for callback in self.callbacks:
+                callback.on_step_end(None, state, TrainerControl())  # without arguments
             if self.step % self.config.log_steps == 0 or self.step == self.steps:
                 entry = {key: sum(losses[key] for losses in self.running) / len(self.running) for key in LOGGED}
                 self.history.append({"step": self.step, **entry})

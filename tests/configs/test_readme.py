@@ -12,6 +12,7 @@ import tasks.classification.vtab.plan
 import tasks.heads.task
 import tasks.pretraining.compare
 import tasks.pretraining.task
+import tasks.robotics.compare
 import tasks.robotics.config
 import tasks.video.compare
 import tasks.video.config
@@ -29,6 +30,7 @@ LOADERS = {
     "tasks.video.train": tasks.video.config.load_config,
     "tasks.video.compare": tasks.video.compare.load_comparison,
     "tasks.robotics.train": tasks.robotics.config.load_config,
+    "tasks.robotics.compare": tasks.robotics.compare.load_comparison,
 }
 MM = ("tasks.segmentation.train", "tasks.detection.train")  # Python files, which their own tests build
 WORD = "[A-Z]{3,}"  # to be filled in

@@ -6,7 +6,7 @@ from PIL import Image
 
 from tasks.robotics import demonstrate as command
 from tasks.robotics.demonstrate import AFTER_SUCCESS, demonstrate, main, make_demonstrator, record, replay
-from tasks.robotics.environments import gl_library
+from tasks.robotics.environments import gl_library, make_environment
 from tasks.robotics.formats import open_demonstrations
 from tasks.robotics.video import contact_sheet, write_video
 
@@ -40,6 +40,24 @@ def test_pusht_demonstrations_solve_the_task(environment):
     solved = [record(pusht, demonstrator, seed) for seed in range(3)]
     assert sum(episode is not None for episode in solved) >= 2
     assert all(episode.rewards[-1] == 1 for episode in solved if episode is not None)
+
+
+def test_imagined_steps_move_pusher_and_block_as_real_ones_do(environment):
+    """Bit for bit, in and out of contact: pushes towards the block, away from it, and against the walls."""
+    real, imagined = environment("pusht"), make_environment("pusht")
+    generator, touched = np.random.default_rng(0), 0
+    for seed in range(3):
+        for each in (real, imagined):
+            each.reset(seed)
+        imagined.ignore_contacts()
+        for step in range(25):
+            target = real.state()[2:4] + generator.normal(0, 20, 2) if step % 5 else generator.uniform(-50, 560, 2)
+            touched += real.step(target)[3]["contacts"] > 0
+            imagined.pull(target)
+            assert np.array_equal(real.state(), imagined.state())
+            assert np.array_equal(real.keypoints(), imagined.keypoints())
+            assert real._env.agent.velocity == imagined._env.agent.velocity
+    assert touched > 10
 
 
 def test_the_same_seed_gives_the_same_demonstration(environment):

@@ -1,0 +1,200 @@
+"""Comparisons of policies: rows are trained, play the held-out episodes, and go on where they stopped."""
+
+import json
+import math
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+for package in ("diffusers", "gym_pusht", "zarr"):
+    pytest.importorskip(package, reason="the robotics extra is not installed")
+
+from hf_sparseprior.supports import head_offsets  # noqa: E402
+from tasks.common.compare import all_records  # noqa: E402
+from tasks.common.metrics import pack_correct, unpack_correct  # noqa: E402
+from tasks.robotics import compare, evaluate, training  # noqa: E402
+from tasks.robotics.config import TrainerConfig, check_config  # noqa: E402
+from tasks.robotics.environments import make_environment  # noqa: E402
+from tasks.robotics.policy import CrosswayPolicy  # noqa: E402
+from tasks.robotics.rollout import rollout  # noqa: E402
+from tests.configs import shipped  # noqa: E402
+from tests.tasks.robotics.tiny import write_pusht  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_accelerator")]
+CONFIG = shipped.path("robotics/table6_small.yaml#pusht")
+ROWS = ["dense", "fibottention"]
+TINY = [
+    *("policy.widths=[16, 32]", "policy.step_embedding_size=8", "policy.groups=4", "policy.sampling_steps=2"),
+    *("policy.image_size=null", "policy.crop=72", "policy.decoder_width=8", "encoder.hidden_size=16"),
+    *("encoder.num_hidden_layers=2", "encoder.num_attention_heads=2", "encoder.intermediate_size=32"),
+    *("trainer.steps=4", "trainer.batch_size=8", "trainer.log_steps=2", "trainer.validate_steps=2"),
+    *("trainer.warmup_steps=2", "trainer.test_episodes=2", "trainer.disable_tqdm=true"),
+]
+
+
+@pytest.fixture(scope="module")
+def demonstrations(tmp_path_factory):
+    return write_pusht(tmp_path_factory.mktemp("demonstrations"), cameras=("image",))
+
+
+def command(folder, demonstrations, *more, override=()):
+    out = ["--out", str(folder / "runs"), "--records", str(folder / "records")]
+    return [f"data.path={demonstrations}", *TINY, *override, "--config", str(CONFIG), *out, "--variants", *ROWS, *more]
+
+
+@pytest.fixture(scope="module")
+def whole(demonstrations, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    assert compare.main(command(folder, demonstrations, "--seeds", "0")) == 0
+    return folder
+
+
+def records(folder, demonstrations):
+    comparison = compare.load_comparison(CONFIG, [f"data.path={demonstrations}", *TINY])
+    return all_records(comparison, folder / "records")
+
+
+@pytest.mark.parametrize("task", ["lift", "can", "pusht"])
+def test_rows_of_table_6_in_small_differ_in_their_priors_alone(task):
+    """Windows are those that the full table takes first: 5 up to a third of the patches."""
+    configs = compare.load_comparison(shipped.path(f"robotics/table6_small.yaml#{task}")).configs
+    windows = {}
+    for name, config in configs.items():
+        policy = check_config(config)[1]
+        shared = {key: value for key, value in config["encoder"].items() if key != "prior"}
+        assert {**config, "encoder": shared} == {**configs["dense"], "encoder": shared}
+        trainer = check_config(config)[2]
+        assert trainer.test_episodes == 50 and trainer.test_steps == {"lift": 150, "can": 300, "pusht": None}[task]
+        encoder = policy.encoder_config(policy.cameras[0])
+        patches = (encoder.image_size[0] // 8) * (encoder.image_size[1] // 8)
+        settings = encoder.prior["support"] | {"num_heads": encoder.num_attention_heads, "num_tokens": patches}
+        windows[name] = settings["name"]
+        if name.startswith("fibottention"):
+            shown = {key: settings[key] for key in ("num_heads", "num_tokens", "w_min", "w_max")}
+            modified = name.endswith("modified")
+            expected = head_offsets("fibottention", num_heads=4, num_tokens=49, w_min=5, w_max=16, modified=modified)
+            assert head_offsets("fibottention", **shown, modified=settings["modified"]) == expected
+    assert list(windows.values()) == ["dense", "bigbird", "fibottention", "fibottention"]
+
+
+def test_a_record_says_what_the_saved_policy_does_in_the_held_out_episodes(whole, demonstrations):
+    found = records(whole, demonstrations)
+    assert list(found) == ROWS
+    with make_environment("pusht", ("image",)) as environment:
+        for name, (record,) in found.items():
+            policy = CrosswayPolicy.from_pretrained(whole / "runs" / name / "seed0" / "model")
+            with evaluate.one_thread():
+                played = [rollout(policy, environment, seed) for seed in (100_000, 100_001)]
+            assert unpack_correct(record["test_correct"]).tolist() == [each.success for each in played]
+            metrics = record["metrics"]
+            assert metrics["test_success"] == np.mean([each.success for each in played])
+            assert metrics["test_max_reward"] == np.mean([each.max_reward for each in played])
+            assert metrics["test_final_coverage"] == np.mean([each.coverage for each in played])
+            assert record["prior"] == name and record["demonstrations_sha256"]
+    kept = {name: 1 - record["pruning_ratio"] / 100 for name, (record,) in found.items()}
+    assert kept["dense"] == 1 > kept["fibottention"] > 0
+
+
+def test_rows_of_a_seed_begin_alike(whole):
+    first = [json.loads((whole / "runs" / name / "seed0/results.json").read_text()) for name in ROWS]
+    assert first[0]["parameters"] == first[1]["parameters"] and first[0]["windows"] == first[1]["windows"]
+    assert first[0]["history"][0]["loss"] == pytest.approx(first[1]["history"][0]["loss"], rel=0.2)
+
+
+def test_a_killed_comparison_plays_the_rest(whole, demonstrations, tmp_path, monkeypatch):
+    """It ends after the first episode of a run that is trained: neither training nor that episode is done again."""
+    played, updates, update = [], [], training.Training._update
+
+    def told(policy, simulator, seed, *arguments):
+        played.append(seed)
+        if len(played) == 2:
+            raise KeyboardInterrupt
+        return rollout(policy, simulator, seed, *arguments)
+
+    monkeypatch.setattr(evaluate, "rollout", told)
+    monkeypatch.setattr(training.Training, "_update", lambda loop: updates.append(loop.step) or update(loop))
+    only = command(tmp_path, demonstrations, "--seeds", "0")
+    only.remove("fibottention")
+    assert compare.main(only) != 0
+    assert played == [100_000, 100_001] and updates == [0, 1, 2, 3]
+    assert not (tmp_path / "records").exists()
+    assert compare.main(only) == 0
+    assert played == [100_000, 100_001, 100_001] and updates == [0, 1, 2, 3]
+    mine, other = records(tmp_path, demonstrations)["dense"], records(whole, demonstrations)["dense"]
+    assert [each["metrics"] for each in mine] == [each["metrics"] for each in other]
+    assert compare.main(only) == 0 and len(played) == 3  # nothing is left
+
+
+def test_the_table_has_intervals_of_the_solved_episodes(whole, demonstrations, tmp_path):
+    shutil.copytree(whole / "records", tmp_path / "records")
+    for seed, solved in ((0, [True, False]), (1, [True, True])):
+        for name in ROWS:
+            record = json.loads((whole / f"records/{name}/seed0.json").read_text())
+            record["seed"] = record["config"]["trainer"]["seed"] = seed
+            outcome = np.array(solved if name == "dense" else [False, False])
+            record["test_correct"] = pack_correct(np.ones(2, bool), outcome)
+            record["metrics"]["test_success"] = float(outcome.mean())
+            (tmp_path / f"records/{name}/seed{seed}.json").write_text(json.dumps(record))
+    assert compare.main(command(tmp_path, demonstrations, "--seeds", "0", "1")) == 0
+    table = (tmp_path / "records/table.md").read_text()
+    header, dense, sparse = (table.splitlines()[line].split(" | ") for line in (0, 2, 3))
+    column = header.index("solved, 95 % interval (Wilson)")
+    assert dense[1] == "75.00 ± 35.36"
+    for row, right in ((dense, 3), (sparse, 0)):
+        low, high = wilson(right, 4)
+        assert row[column] == f"{right} of 4, {100 * low:.0f} to {100 * high:.0f} %"
+    assert {"highest reward of an episode, %", "covered at the end, %"} <= set(header)
+    differences = json.loads((tmp_path / "records/differences.json").read_text())
+    assert differences["rows"]["fibottention"]["by_seed"] == {"0": -0.5, "1": -1.0}
+
+
+def wilson(right, count, z=1.959963984540054):
+    share = right / count
+    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return centre - half, centre + half
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trainer.test_episodes=0", r"trainer\.test_episodes=0 must be 1 or more"),
+        ("trainer.test_episodes=-1", r"trainer\.test_episodes=-1 must"),
+        ("trainer.test_steps=0", r"trainer\.test_steps=0 must"),
+        ("encoder.pretrained=folder", r"encoder\.pretrained='folder' is not for comparisons"),
+        ("policy.observations={agent_pos: [2]}", r"policy\.observations names no camera"),
+        ("trainer.seed=3", r"trainer\.seed is the comparison's to choose"),
+    ],
+)
+def test_what_is_no_comparison_is_refused_in_one_line(override, says, demonstrations, tmp_path, capsys):
+    assert compare.main(command(tmp_path, demonstrations, override=[override])) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1 and re.search(says, said[0])
+
+
+def test_rows_of_other_demonstrations_are_refused_before_they_run(whole, tmp_path, capsys):
+    other = write_pusht(tmp_path, cameras=("image",), episodes=11)
+    shutil.copytree(whole / "records", tmp_path / "records")
+    for name in ROWS:
+        path = tmp_path / f"records/{name}/seed0.json"
+        record = json.loads(path.read_text())
+        record["config"]["data"]["path"] = str(other)
+        path.write_text(json.dumps(record))
+    assert compare.main(command(tmp_path, other, "--seeds", "0", "1")) == 2
+    assert re.search(r"learned from 2 files \(\w+, \w+\), not from one", capsys.readouterr().err)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_two_processes_do_what_one_does(whole, demonstrations, tmp_path):
+    assert compare.main(command(tmp_path, demonstrations, "--seeds", "0", "--jobs", "2")) == 0
+    mine, other = records(tmp_path, demonstrations), records(whole, demonstrations)
+    for name in ROWS:
+        assert mine[name][0]["metrics"] == other[name][0]["metrics"]
+        assert mine[name][0]["test_correct"] == other[name][0]["test_correct"]
+
+
+def test_steps_of_no_episodes_are_refused():
+    with pytest.raises(ValueError, match=r"trainer\.test_steps=5 is of trainer\.test_episodes, which are 0"):
+        TrainerConfig(test_steps=5)
