@@ -112,8 +112,7 @@ class TrainerConfig:
         for name in ("seed", "warmup_steps", "validation_episodes", "test_episodes"):
             check_integer(f"trainer.{name}", getattr(self, name), 0)
         counts = ("steps", "epochs", "batch_size", "log_steps", "validation_batches", "validate_steps", "save_steps")
-        counts += ("test_steps",)
-        for name in counts:
+        for name in (*counts, "test_steps"):
             if getattr(self, name) is not None:
                 check_integer(f"trainer.{name}", getattr(self, name), 1)
         for name in ("learning_rate", "ema_power"):
