@@ -249,12 +249,17 @@ def repeated_pruning_ratio(
 ) -> float:
     """`pruning_ratio` over a clip of which offsets and pairs are those of each frame; see `repeated_nonzeros`."""
     total = len(offsets) * (num_prefix_tokens + frames * num_tokens) ** 2
-    others = [None] * len(offsets) if pairs is None else pairs
-    kept = sum(
-        repeated_nonzeros(own, num_tokens, frames, num_prefix_tokens, other)
-        for own, other in zip(offsets, others, strict=True)
+    return 100.0 * (total - repeated_pairs(offsets, pairs, num_tokens, frames, num_prefix_tokens)) / total
+
+
+def repeated_pairs(
+    offsets: Sequence[Sequence[int]], pairs: Pairs, num_tokens: int, frames: int, num_prefix_tokens: int = 0
+) -> int:
+    """`attended_pairs` over a clip of which offsets and pairs are those of each frame; see `repeated_nonzeros`."""
+    return sum(
+        repeated_nonzeros(own, num_tokens, frames, num_prefix_tokens, None if pairs is None else pairs[head])
+        for head, own in enumerate(offsets)
     )
-    return 100.0 * (total - kept) / total
 
 
 def unpruned_pairs(pruning_ratio: float, num_tokens: int) -> int:

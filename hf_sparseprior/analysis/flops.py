@@ -18,10 +18,12 @@ Symbols: N patch tokens, P prefix tokens, T = P + N, L layers, h heads, d width,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from hf_sparseprior.checks import check_integer
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
@@ -30,10 +32,10 @@ from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.extras import EXTRAS
 from hf_sparseprior.families import family_of
 from hf_sparseprior.layer_sizes import LayerSizes
-from hf_sparseprior.masks import Pairs, attended_pairs
+from hf_sparseprior.masks import Pairs, attended_pairs, repeated_pairs
 from hf_sparseprior.prior import PriorSpec, predictor_or_mixer, prior_name, pruning_of, resolve_prior
 from hf_sparseprior.resolved import ResolvedDecay, ResolvedPrior
-from hf_sparseprior.supports import Pattern, seen_pairs, support_of_heads, support_pattern
+from hf_sparseprior.supports import Pattern, frame_pairs, seen_pairs, support_of_heads, support_pattern
 
 
 @dataclass(frozen=True)
@@ -295,10 +297,29 @@ def layer_patterns(
     return patterns
 
 
+@dataclass(frozen=True)
+class FramePattern(Pattern):
+    """The pattern of one frame, which is the same in and between all `frames` of a clip."""
+
+    frames: int = 1
+
+
 def _clip_pattern(prior: ResolvedPrior, num_heads: int, grid: tuple[int, ...]) -> Pattern:
     """The pattern over a clip; neither the layer nor shuffling changes a count."""
-    offsets, pairs, _ = seen_pairs(prior["support"], num_heads=num_heads, grid=grid, time=prior.get("time", "frame"))
-    return Pattern(offsets, None if pairs is None else lambda layer: list(pairs))
+    sizes: dict[str, Any] = {"num_heads": num_heads, "grid": grid, "time": prior.get("time", "frame")}
+    if (of_frame := frame_pairs(prior["support"], **sizes)) is not None:
+        return FramePattern(of_frame[0], _listed(of_frame[1]), grid[0])
+    offsets, pairs, _ = seen_pairs(prior["support"], **sizes)
+    return Pattern(offsets, _listed(pairs))
+
+
+def _listed(pairs: Pairs) -> Callable[[int], list[np.ndarray]] | None:
+    return None if pairs is None else lambda layer: list(pairs)
+
+
+def frames_of(pattern: Pattern) -> int:
+    """In how many frames a pattern is repeated."""
+    return pattern.frames if isinstance(pattern, FramePattern) else 1
 
 
 def layer_tokens(prior: ResolvedPrior, num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
@@ -415,7 +436,9 @@ def attended_in_layer(
     if found is not None:
         settings, kind = found
         return heads * kind.cost_in_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
-    return attended_pairs(pattern.offsets, num_tokens, num_prefix_tokens, pattern.layer_pairs(layer))
+    frames = frames_of(pattern)
+    sizes = (num_tokens // frames, frames, num_prefix_tokens)
+    return repeated_pairs(pattern.offsets, pattern.layer_pairs(layer), *sizes)
 
 
 def _decay_sums(
@@ -425,7 +448,8 @@ def _decay_sums(
     sums = {"build": 0, "apply": 0}
     for layer, pattern in enumerate(patterns, start=first):
         pairs = pattern.layer_pairs(layer)
-        for key, value in decay_operations(decay, pattern.offsets, grid, prefix, pairs=pairs).items():
+        counted = decay_operations(decay, pattern.offsets, grid, prefix, pairs=pairs, frames=frames_of(pattern))
+        for key, value in counted.items():
             sums[key] += value
     return sums
 
@@ -437,8 +461,11 @@ def decay_operations(
     num_prefix_tokens: int,
     num_layers: int = 1,
     pairs: Pairs = None,
+    frames: int = 1,
 ) -> dict[str, int]:
     """Elementary operations of a decay in `num_layers` layers, each counted as one.
+
+    Offsets and pairs are those of one of the `frames` of the grid, where these are several.
 
     "build" is M at the attended pairs of patches, once a step. It takes for each head, pair and curve a multiplication
     of distance and log gamma, an exponential, and an addition or the division of the mean. "apply" is for each image:
@@ -448,12 +475,13 @@ def decay_operations(
     num_tokens = math.prod(grid)
     prefix_pairs = len(offsets) * ((num_tokens + num_prefix_tokens) ** 2 - num_tokens**2)
     # Not `attended_pairs`: if a patch has no partner but itself, M is 1 and is not computed.
-    weighed = sum(num_tokens if offset == 0 else 2 * (num_tokens - offset) for own in offsets for offset in own)
-    weighed += sum(map(len, pairs or ()))
+    places = num_tokens // frames
+    weighed = sum(places if offset == 0 else 2 * (places - offset) for own in offsets for offset in own)
+    weighed = frames**2 * (weighed + sum(map(len, pairs or ())))
     curves = DECAYS[decay["name"]].positions(decay, (1, 1)).shape[0]
     apply = weighed + prefix_pairs * decay["learn_prefix"]
     if decay["learn_alpha"]:
-        apply += attended_pairs(offsets, num_tokens, num_prefix_tokens, pairs)
+        apply += repeated_pairs(offsets, pairs, places, frames, num_prefix_tokens)
     return {"build": num_layers * 3 * curves * weighed, "apply": num_layers * apply}
 
 

@@ -68,3 +68,28 @@ def test_a_decay_over_a_clip():
     alone = model_flops(config("space_only", "violin")).decay
     assert frame == clip and frame["build"] == 25 * alone["build"] and alone["apply"] > 0
     assert model_flops(config("space_only", "violin"), image_size=(24, 20)).grid == (6, 5)
+
+
+@pytest.mark.parametrize("prior", ["fibottention+violin", "bigbird+violin", "window+manhattan"])
+def test_what_is_counted_of_one_frame_is_what_all_pairs_give(prior):
+    """The decay's operations by loops over the pairs of the mask, without those that are there for want of others."""
+    own = config("joint_space_time", prior)
+    support = {**own.prior["support"], "shuffle_seed": None}
+    mask = build_mask(support, num_heads=3, num_tokens=75, num_prefix_tokens=1, grid=(5, 3, 5))
+    found = model_flops(own)
+    curves = {"violin": len(own.prior["decay"].get("curves", [0])), "manhattan": 1}[own.prior["decay"]["name"]]
+    weighed = int(mask[:, 1:, 1:].sum())
+    assert found.attended_pairs == [int(mask.sum())] * 2
+    assert found.decay["build"] == 2 * 3 * curves * weighed
+    assert found.decay["apply"] == 2 * (weighed + int(mask.sum()))  # M and alpha
+
+
+def test_long_clips_are_counted_without_a_list_of_their_pairs():
+    support = {"name": "fibottention", "w_min": 5, "w_max": 65}
+    sizes = {"image_size": 224, "patch_size": 16, "num_frames": 96, "hidden_size": 768, "num_attention_heads": 12}
+    own = config("joint_space_time", {"support": support, "decay": "violin"}, **sizes)
+    one = sp.SparsePriorTimesformerConfig(**{**own.to_dict(), "num_frames": 1})
+    mask = build_mask({**support, "shuffle_seed": None}, num_heads=12, num_tokens=196, num_prefix_tokens=1)
+    of_frame, prefix = int(mask[:, 1:, 1:].sum()), 12 * (2 * 96 * 196 + 1)
+    assert model_flops(own).attended_pairs == [96**2 * of_frame + prefix] * 2
+    assert model_flops(one).attended_pairs == [int(mask.sum())] * 2
