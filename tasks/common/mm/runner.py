@@ -201,7 +201,7 @@ def name_what_is_not_taken(model: Any) -> None:
                 padded = f"; {setting}=32 pads images to multiples of 32" if setting else ""
                 advice = "; test_dataloader.batch_size=1 takes each alone" if len({*sizes}) > 1 else padded
                 raise ValueError(
-                    f"the model does not take {data['data_samples'][least].img_path} at "
+                    f"the model does not take {getattr(data['data_samples'][least], 'img_path', 'an image')} at "
                     f"{'x'.join(map(str, sizes[least]))} pixels ({first_line(error)}){advice}"
                 ) from error
 
