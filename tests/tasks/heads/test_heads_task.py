@@ -433,6 +433,14 @@ def test_a_report_records_a_head_and_does_no_run_twice(shapes, tmp_path, capfd, 
     assert "small.yaml#detr ended with exit status 1" in capfd.readouterr().err.splitlines()[-1]
 
 
+def test_the_table_is_that_of_the_records():
+    records = [json.loads((report.OUT / "smoke" / f"{name}.json").read_text()) for name in KINDS]
+    assert report.table(records) == (report.OUT / "smoke.md").read_text()
+    for name, found in zip(KINDS, records, strict=True):
+        assert found["head"] == name and found["config"] == f"configs/heads/smoke.yaml#{name}" and found["seconds"] > 0
+        assert 0 < found[f"constant_{KINDS[name].metric}"] < 1
+
+
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
