@@ -128,13 +128,14 @@ def accuracy(file: Path) -> float:
 def accuracies(folder: Path) -> dict[str, tuple[float, float]]:
     """Mean and spread of every row of a folder of records, from what its runs say.
 
-    A row of a sweep that goes on has fewer runs than the others, and no place in the table yet.
+    A row of a sweep that goes on has fewer runs than the others, and no place in the table yet. A single run has no
+    spread.
     """
     runs: dict[str, list[float]] = {}
     for file in sorted(folder.glob("*/seed*.json")):
         runs.setdefault(file.parent.name, []).append(100 * accuracy(file))
     whole = max(map(len, runs.values()), default=0)
-    return {row: (statistics.mean(v), statistics.stdev(v)) for row, v in runs.items() if len(v) == whole}
+    return {row: (statistics.mean(v), statistics.stdev(v)) for row, v in runs.items() if len(v) == whole > 1}
 
 
 def by_seed(row: Path) -> str:

@@ -199,11 +199,18 @@ def collect(settings: Settings, reasons: Mapping[tuple[str, int, int], str]) -> 
                     entry |= {"rounds": len(record["seconds"]), "resident": record["memory"]["resident"]}
                 else:
                     prediction = predicted(settings, row, frames, pixels)
-                    reason = reasons.get((row, frames, pixels)) or too_much(settings, prediction) or "not measured"
-                    entry |= {"left_out": reason, "predicted": prediction}
+                    reason = reasons.get((row, frames, pixels)) or too_much(settings, prediction)
+                    entry |= {"left_out": reason or not_measured(prediction), "predicted": prediction}
                 entry["tokens"] = frames * patches(settings, pixels)
                 entries.append(entry)
     return entries
+
+
+def not_measured(prediction: Mapping[str, float] | None) -> str:
+    """What a table says of a measurement that was not done yet."""
+    if prediction is None:
+        return "not measured"
+    return f"not measured: would take {prediction['seconds']:.2g} s and {prediction['gib']:.2g} GiB"
 
 
 def patches(settings: Settings, pixels: int) -> int:
@@ -243,6 +250,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1, help="of each process; default: %(default)s")
     parser.add_argument("--memory-gib", type=float, default=12.0, help="of each process; default: %(default)s")
     parser.add_argument("--seconds", type=float, default=40.0, help="of a call, at most; default: %(default)s")
+    parser.add_argument("--report", action="store_true", help="measure nothing: table and picture of what there is")
     parser.add_argument("--rounds", type=int, default=3, help=f"one where a call takes over {LONG:g} s")
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/benchmark/video"), help="folder of records and tables"
@@ -291,7 +299,7 @@ def run(arguments: argparse.Namespace) -> None:
     with locked(arguments.out / "lock") as mine:
         if not mine:
             raise ValueError(f"another process measures in {arguments.out}; two at a time would disturb each other")
-        entries = collect(settings, measure_all(settings))
+        entries = collect(settings, {} if arguments.report else measure_all(settings))
         threads = f"{settings.threads} thread{'s' * (settings.threads > 1)}"
         heading = f"{settings.preset}, {settings.dtype}, {threads}"
         limits = f"{heading}. A process was allowed {settings.memory_gib:g} GiB, a call {settings.seconds:g} s."

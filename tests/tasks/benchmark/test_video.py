@@ -74,7 +74,7 @@ def test_memory_is_limited_and_that_of_dense_attention_written_out_is_its_matrix
     assert "allocate" in answer(server, Clips("joint", "transformers", 48, 224, **MODEL), memory_gib=1.0)["error"]
 
 
-def test_predictions_follow_the_shorter_clips(settings):
+def test_predictions_follow_the_shorter_clips(settings, tmp_path, capsys):
     """Of a call that takes 0.3 + 0.05 F^2 seconds and 0.1 + 0.03 F^2 GiB."""
     for frames in video.PROBES:
         gib = 0.1 + 0.03 * frames**2
@@ -90,9 +90,12 @@ def test_predictions_follow_the_shorter_clips(settings):
     assert video.too_much(settings, None) is None and video.too_much(settings, {"seconds": 6.9, "gib": 2.9}) is None
     # It is not begun, and the table says so.
     assert video.measure(settings, None, "joint/dense", 12, 32, 0) == "does not run: needs 4.4 GiB, 3 are allowed"
+    assert video.main([*command(tmp_path, "--memory-gib", "3", "--seconds", "7", "--report")]) == 0
+    text = capsys.readouterr().out
+    assert "| joint/dense | not measured: would take 2.1 s and 1.2 GiB |" in text and "not measured | - |" in text
+    assert (tmp_path / "clips.png").is_file() and len(list((tmp_path / "records").rglob("*.json"))) == 3
     entries = {(entry["row"], entry["frames"]): entry for entry in video.collect(settings, {})}
-    assert entries["joint/dense", 6]["left_out"] == "not measured" and entries["joint/dense", 6]["predicted"]
-    assert entries["divided/dense", 6]["predicted"] is None
+    assert entries["joint/dense", 6]["predicted"] and entries["divided/dense", 6]["predicted"] is None
 
 
 def test_two_at_a_time_are_refused(tmp_path, capsys):
