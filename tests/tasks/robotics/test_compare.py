@@ -13,6 +13,7 @@ for package in ("diffusers", "gym_pusht", "zarr"):
 
 from hf_sparseprior.supports import head_offsets  # noqa: E402
 from tasks.common.compare import all_records  # noqa: E402
+from tasks.common.comparison_table import table  # noqa: E402
 from tasks.common.metrics import pack_correct, unpack_correct  # noqa: E402
 from tasks.robotics import compare, evaluate, training  # noqa: E402
 from tasks.robotics.config import TrainerConfig, check_config  # noqa: E402
@@ -23,6 +24,7 @@ from tests.configs import shipped  # noqa: E402
 from tests.tasks.robotics.tiny import write_pusht  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_accelerator")]
+ROOT = shipped.CONFIGS.parent
 CONFIG = shipped.path("robotics/table6_small.yaml#pusht")
 ROWS = ["dense", "fibottention"]
 TINY = [
@@ -77,6 +79,16 @@ def test_rows_of_table_6_in_small_differ_in_their_priors_alone(task):
             expected = head_offsets("fibottention", num_heads=4, num_tokens=49, w_min=5, w_max=16, modified=modified)
             assert head_offsets("fibottention", **shown, modified=settings["modified"]) == expected
     assert list(windows.values()) == ["dense", "bigbird", "fibottention", "fibottention"]
+
+
+def test_kept_records_are_of_the_configurations_as_they_are_now():
+    folders = [path for path in (ROOT / "tasks/robotics/results/table6_small").iterdir() if path.is_dir()]
+    assert folders
+    for folder in folders:
+        comparison = compare.load_comparison(shipped.path(f"robotics/table6_small.yaml#{folder.name}"))
+        kept = all_records(comparison, folder)
+        assert sum(map(len, kept.values())) == len(list(folder.glob("*/seed*.json"))) > 0
+        assert table(kept, "test_success") in (folder / "table.md").read_text()
 
 
 def test_a_record_says_what_the_saved_policy_does_in_the_held_out_episodes(whole, demonstrations):
