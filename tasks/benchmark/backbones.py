@@ -159,6 +159,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, heading: str) -> Path:
             axis.set_xticks(sizes, [str(size) for size in sizes])
             axis.xaxis.set_minor_locator(plt.NullLocator())
             axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
             axis.spines[["top", "right"]].set_visible(False)
             axis.grid(alpha=0.25)
     axes[0, 0].set_ylabel("seconds an image")
