@@ -71,7 +71,8 @@ def test_memory_is_limited_and_that_of_dense_attention_written_out_is_its_matrix
     fused = answer(server, Clips("joint", "dense", 24, 112, **MODEL))["memory"]
     matrix = 4 * HEADS * tokens**2
     assert 2 * matrix < stock["call"] < 2.6 * matrix and fused["call"] < matrix
-    assert "allocate" in answer(server, Clips("joint", "transformers", 48, 224, **MODEL), memory_gib=1.0)["error"]
+    error = answer(server, Clips("joint", "transformers", 48, 224, **MODEL), memory_gib=1.0)["error"]
+    assert any(word in error for word in ("allocate", "bad_alloc", "MemoryError"))  # torch's, C++'s or Python's
 
 
 def test_predictions_follow_the_shorter_clips(settings, tmp_path, capsys):

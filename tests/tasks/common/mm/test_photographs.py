@@ -159,17 +159,19 @@ def test_a_folder_that_fails_half_way_is_not_there(tmp_path, monkeypatch):
 def test_segmentation_and_detection_read_it(folder):
     pytest.importorskip("mmcv.ops", reason="the extra `dense` is not installed")
     from mmdet.registry import DATASETS as DETECTION
+    from mmengine.registry import DefaultScope
     from mmseg.registry import DATASETS as SEGMENTATION
 
     import tasks.detection.registered
     import tasks.segmentation.registered  # noqa: F401
 
-    images = SEGMENTATION.build({"type": "FolderSegmentation", "data_root": str(folder), "split": "test"})
+    with DefaultScope.overwrite_default_scope("mmseg"):  # other tests leave one of theirs
+        images = SEGMENTATION.build({"type": "FolderSegmentation", "data_root": str(folder), "split": "test"})
     assert images.metainfo["classes"] == ("background", *CLASSES)
-    objects = DETECTION.build(
-        {
-            "type": "CheckedCocoDataset", "data_root": str(folder), "metainfo": {"classes": THINGS}, "test_mode": True,
-            "ann_file": "annotations/instances_test.json", "data_prefix": {"img": "images/test/"},
-        }
-    )  # fmt: skip
+    settings = {
+        "type": "CheckedCocoDataset", "data_root": str(folder), "metainfo": {"classes": THINGS}, "test_mode": True,
+        "ann_file": "annotations/instances_test.json", "data_prefix": {"img": "images/test/"},
+    }  # fmt: skip
+    with DefaultScope.overwrite_default_scope("mmdet"):
+        objects = DETECTION.build(settings)
     assert len(images) == len(objects) == len(list(Path(folder, "images", "test").iterdir()))
