@@ -121,6 +121,9 @@ class Comparison:
         """What is done before the first of these rows runs; the arguments as in `do_first`."""
         do_first(self, [row.config for row in pending], records, command, queue)
 
+    def draw(self, out: Path, records: Path) -> None:
+        """Pictures besides those of the table: none. The arguments as in `run_comparison`."""
+
 
 def load_comparison(task: HFTask, path: str | Path, overrides: Sequence[str] = ()) -> Comparison:
     """Read a comparison and check every configuration in it before anything runs.
@@ -589,6 +592,7 @@ def do_comparison(
         if PartialState().is_main_process and (found := all_records(comparison, records)):
             first = next(iter(comparison.configs))
             write_comparison(found, records, first, comparison.task.metric, comparison.task.also)
+            comparison.draw(out, records)
         if failed is not None:
             raise failed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -42,21 +43,27 @@ def constant_metrics(config: Config) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def draw_predictions(model: Any, dataset: Any, path: Path) -> Path:
-    """The first images of a data set with the true boxes and masks, and below them the predicted ones with scores."""
-    model.eval()
+def draw_predictions(models: Mapping[str, Any], dataset: Any, path: Path) -> Path:
+    """The first images of a data set with the true boxes and masks, and below them those that each model predicts, with
+    scores.
+    """
     shown, classes = min(SHOWN, len(dataset)), dataset.metainfo["classes"]
-    figure, axes = pyplot().subplots(2, shown, figsize=(2.6 * shown, 5.6), layout="constrained", squeeze=False)
+    rows = 1 + len(models)
+    figure, axes = pyplot().subplots(
+        rows, shown, figsize=(2.6 * shown, 2.8 * rows), layout="constrained", squeeze=False
+    )
     for column, index in zip(axes.T, range(shown), strict=True):
-        sample = model.test_step(pseudo_collate([dataset[index]]))[0]
-        image = read_image(sample.img_path)[..., ::-1]  # mm reads BGR
-        truth, found = sample.gt_instances, sample.pred_instances
-        found = found[found.scores >= MIN_SCORE].cpu().numpy()
+        samples = [model.eval().test_step(pseudo_collate([dataset[index]]))[0] for model in models.values()]
+        image = read_image(samples[0].img_path)[..., ::-1]  # mm reads BGR
+        truth = samples[0].gt_instances
         masks = truth.masks.masks if "masks" in truth else no_masks(truth, image)
         draw_instances(column[0], image, masks.astype(bool), np.asarray(truth.bboxes), truth.labels.numpy(), classes)
-        masks = found.masks if "masks" in found else no_masks(found, image)
-        draw_instances(column[1], image, masks, found.bboxes, found.labels, classes, found.scores)
-    for axis, heading in zip(axes[:, 0], ("truth", f"predictions with scores of {MIN_SCORE} and more"), strict=True):
+        for axis, sample in zip(column[1:], samples, strict=True):
+            found = sample.pred_instances[sample.pred_instances.scores >= MIN_SCORE].cpu().numpy()
+            masks = found.masks if "masks" in found else no_masks(found, image)
+            draw_instances(axis, image, masks, found.bboxes, found.labels, classes, found.scores)
+    headings = ("truth", *(f"{heading}, scores of {MIN_SCORE} and more" for heading in models))
+    for axis, heading in zip(axes[:, 0], headings, strict=True):
         axis.set_title(heading, fontsize=10, loc="left")
     return save(figure, path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,23 @@ def constant_predictor(config: Config) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def draw_predictions(model: Any, dataset: Any, path: Path) -> Path:
-    """The first images of a data set: as they are, with the true classes, and with the predicted ones."""
-    model.eval()
+def draw_predictions(models: Mapping[str, Any], dataset: Any, path: Path) -> Path:
+    """The first images of a data set: as they are, with the true classes, and with those that each model predicts."""
     plt, shown = pyplot(), min(SHOWN, len(dataset))
     classes, palette = dataset.metainfo["classes"], np.array(dataset.metainfo["palette"], dtype=np.uint8)
-    figure, axes = plt.subplots(shown, 3, figsize=(7.5, 2.35 * shown), layout="constrained", squeeze=False)
+    columns = 2 + len(models)
+    figure, axes = plt.subplots(
+        shown, columns, figsize=(2.5 * columns, 2.35 * shown), layout="constrained", squeeze=False
+    )
     seen: set[int] = set()
     for row, index in zip(axes, range(shown), strict=True):
         item = dataset[index]
-        sample = model.test_step(pseudo_collate([item]))[0]
+        samples = [model.eval().test_step(pseudo_collate([item]))[0] for model in models.values()]
         image = item["inputs"].permute(1, 2, 0).numpy()[..., ::-1]  # mm reads BGR
-        truth, predicted = (part.data.squeeze(0).cpu().numpy() for part in (sample.gt_sem_seg, sample.pred_sem_seg))
+        maps = [samples[0].gt_sem_seg, *(sample.pred_sem_seg for sample in samples)]
         row[0].imshow(image)
-        for axis, labels in ((row[1], truth), (row[2], predicted)):
+        for axis, part in zip(row[1:], maps, strict=True):
+            labels = part.data.squeeze(0).cpu().numpy()
             colours = np.full((*labels.shape, 3), 255, dtype=np.uint8)
             known = labels != IGNORED
             colours[known] = palette[labels[known]]
@@ -72,7 +76,7 @@ def draw_predictions(model: Any, dataset: Any, path: Path) -> Path:
             seen.update(np.unique(labels[known]).tolist())
         for axis in row:
             axis.set_axis_off()
-    for axis, heading in zip(axes[0], ("image", "truth", "prediction"), strict=True):
+    for axis, heading in zip(axes[0], ("image", "truth", *models), strict=True):
         axis.set_title(heading, fontsize=10)
     handles = [plt.Rectangle((0, 0), 1, 1, color=palette[index] / 255, label=classes[index]) for index in sorted(seen)]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,12 +38,15 @@ from tasks.common.mm.config import (
     read_file,
     run_identity,
 )
-from tasks.common.mm.task import Task
+from tasks.common.mm.evaluate import runner_of
+from tasks.common.mm.runner import whole_model
+from tasks.common.mm.saving import CONFIG, WEIGHTS
+from tasks.common.mm.task import PICTURE, Task
 from tasks.common.mm.train import run
 from tasks.common.processes import check_alone
 from tasks.common.queue import Job, Queue
 from tasks.common.results import write_results
-from tasks.common.run_folder import RESULTS
+from tasks.common.run_folder import MODEL, RESULTS
 from tasks.common.upgrade import nested_names
 
 SEED = "randomness.seed"
@@ -77,6 +81,29 @@ class MMComparison(compare.Comparison):
         """See whether all data is there; nothing runs before the rows."""
         for row in pending:
             check_data(row.config)
+
+    def draw(self, out: Path, records: Path) -> None:
+        """predictions.png: what the rows of the first seed predict for the first test images, side by side.
+
+        Rows whose model is not there, because only their record is, are left out. A picture that is newer than all
+        models stays.
+        """
+        rows = [self.row(name, self.seeds[0], out, records) for name in self.configs]
+        found = {row.name: row.folder / MODEL for row in rows if (row.folder / RESULTS).is_file()}
+        picture = records / PICTURE
+        newest = max(((folder / WEIGHTS).stat().st_mtime for folder in found.values()), default=0.0)
+        if not found or (picture.is_file() and picture.stat().st_mtime > newest):
+            return
+        models, dataset = {}, None
+        with TemporaryDirectory() as logs:
+            for name, folder in found.items():
+                config = load_config(self.task.name, folder / CONFIG)
+                config[WORK_DIR] = logs
+                runner = runner_of(config, folder)
+                models[name] = whole_model(runner)
+                dataset = dataset or runner.test_dataloader.dataset
+            self.task.draw(models, dataset, picture)
+        print(f"picture: {picture}")
 
 
 class MMRow:

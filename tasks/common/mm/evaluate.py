@@ -10,7 +10,7 @@ from mmengine.config import Config
 
 from hf_sparseprior.files import file_sha256
 from tasks.common.mm.config import WORK_DIR, as_json, check_data, load_config
-from tasks.common.mm.runner import build_runner, classes_of, whole_model
+from tasks.common.mm.runner import QuietRunner, build_runner, classes_of, whole_model
 from tasks.common.mm.saving import CONFIG, WEIGHTS, fill_model
 from tasks.common.mm.task import MM_SPLITS, Task
 from tasks.common.mm.tta import with_tta
@@ -39,15 +39,7 @@ def evaluate(
     out = out or evaluation_folder(folder)
     check_place(out, "--out")
     config[WORK_DIR] = str(out)
-    part = MM_SPLITS[split]
-    for name in ("dataloader", "evaluator"):
-        config[f"test_{name}"] = config[f"{part}_{name}"]
-    check_data(Config({"test_dataloader": config.test_dataloader}))
-    for key in ("train_dataloader", "train_cfg", "optim_wrapper", "param_scheduler", "val_dataloader", "val_cfg"):
-        config.pop(key, None)
-    config.pop("val_evaluator", None)
-    runner = build_runner(with_tta(config) if tta else config)
-    fill_model(whole_model(runner), folder)
+    runner = runner_of(config, folder, split, tta)
     results = Results(
         task=task.name,
         metrics=task.metrics(split, runner.test()),
@@ -63,5 +55,20 @@ def evaluate(
     results.details["classes"] = classes_of(runner)
     if tta:
         return results.write(out / f"results_{split}_tta.json")
-    task.draw(whole_model(runner), runner.test_dataloader.dataset, out / f"predictions_{split}.png")
+    models = {"prediction": whole_model(runner)}
+    task.draw(models, runner.test_dataloader.dataset, out / f"predictions_{split}.png")
     return results.write(out / f"results_{split}.json")
+
+
+def runner_of(config: Config, folder: Path, split: str = "test", tta: bool = False) -> QuietRunner:
+    """A runner of a saved model for one split alone. The config, as saved with it, is changed."""
+    part = MM_SPLITS[split]
+    for name in ("dataloader", "evaluator"):
+        config[f"test_{name}"] = config[f"{part}_{name}"]
+    check_data(Config({"test_dataloader": config.test_dataloader}))
+    for key in ("train_dataloader", "train_cfg", "optim_wrapper", "param_scheduler", "val_dataloader", "val_cfg"):
+        config.pop(key, None)
+    config.pop("val_evaluator", None)
+    runner = build_runner(with_tta(config) if tta else config)
+    fill_model(whole_model(runner), folder)
+    return runner

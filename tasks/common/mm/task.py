@@ -16,7 +16,7 @@ class Task:
     """What a task adds to a run.
 
     name: name of the task's folder.
-    draw: draws predictions of a model for a dataset's first images into a file.
+    draw: draws what models, by their headings, predict for a dataset's first images into a file.
     baseline: metrics of the best constant predictor on the test dataset of an mm Config, by the framework's own metric,
         as results.json has them.
     metric: the one that comparisons judge, as results.json names it. also: others that they judge.
@@ -24,7 +24,7 @@ class Task:
     """
 
     name: str
-    draw: Callable[[Any, Any, Any], Any]
+    draw: Callable[[Mapping[str, Any], Any, Any], Any]
     baseline: Callable[[Any], dict[str, Any]]
     metric: str
     also: Sequence[str] = ()

@@ -104,7 +104,7 @@ def _train(
         return results.content()
     save_model(out / MODEL, config, whole_model(runner), runner.test_dataloader.dataset.metainfo)
     results.details["model_sha256"] = file_sha256(out / MODEL / WEIGHTS)
-    task.draw(whole_model(runner), runner.test_dataloader.dataset, out / PICTURE)
+    task.draw({"prediction": whole_model(runner)}, runner.test_dataloader.dataset, out / PICTURE)
     return results.write(out / RESULTS)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 pytest.importorskip("mmengine", reason="the extra `dense` is not installed")
 pytest.importorskip("mmcv.ops", reason="the extra `dense` is not installed")
@@ -112,6 +113,17 @@ def test_every_run_leaves_a_record_and_tables_show_them(finished):
         assert (folder / "records" / f"results{end}.png").stat().st_size > 1000
 
 
+def test_the_picture_has_a_part_for_each_row(finished):
+    """Image and truth, or the truth alone, and a prediction more than the picture of one run."""
+    task, folder = finished
+    with Image.open(folder / "records" / "predictions.png") as picture:
+        both = picture.size
+    with Image.open(folder / "out" / "dense" / "seed0" / "predictions.png") as picture:
+        one = picture.size
+    axis, parts = (0, 4 / 3) if task == "segmentation" else (1, 3 / 2)
+    assert both[axis] == pytest.approx(parts * one[axis], rel=0.05) and both[1 - axis] == pytest.approx(one[1 - axis])
+
+
 @on_segmentation
 def test_a_row_is_a_run_of_train_bit_for_bit(finished, data, tmp_path):
     task, folder = finished
@@ -128,10 +140,12 @@ def test_a_row_is_a_run_of_train_bit_for_bit(finished, data, tmp_path):
 
 def test_a_finished_comparison_is_not_done_again_and_a_lost_record_is_written_from_the_run(finished, data, monkeypatch):
     task, folder = finished
-    before = records(folder)
+    before, picture = records(folder), folder / "records" / "predictions.png"
+    drawn = picture.stat().st_mtime_ns
     with monkeypatch.context() as patch:
         forbid(patch)
         assert MAINS[task](arguments(task, folder, data)) == 0
+    assert picture.stat().st_mtime_ns == drawn
     lost = folder / "records" / "both" / "seed1.json"
     lost.unlink()
     assert MAINS[task](arguments(task, folder, data)) == 0
