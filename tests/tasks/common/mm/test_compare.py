@@ -263,7 +263,7 @@ def test_a_damaged_record_is_refused(finished, data, tmp_path, capsys):
 
 
 def test_there_are_records():
-    assert "segmentation" in {folder.parts[-3] for folder in RECORDED}
+    assert {folder.parts[-3] for folder in RECORDED} == {*MAINS}
 
 
 @pytest.mark.parametrize("folder", RECORDED, ids=lambda folder: f"{folder.parts[-3]}-{folder.name}")
