@@ -64,9 +64,12 @@ def sections(page: Path) -> Iterator[str]:
 
 
 def linked_records(page: Path, section: str) -> list[Path]:
-    """The records that a section links to: RESULTS.md files and tables of runs."""
+    """The records that a section links to: RESULTS.md files and tables of runs.
+
+    What tests/tasks/video/test_evidence.py compares with its records is one too.
+    """
     links = (page.parent / link for link in re.findall(r"\]\(([^)#]+)\)", section))
-    return [link.resolve() for link in links if link.name in ("RESULTS.md", "table.md") and link.is_file()]
+    return [link.resolve() for link in links if link.name in ("RESULTS.md", "table.md", "MOTION.md") and link.is_file()]
 
 
 def tables(section: str) -> Iterator[list[str]]:

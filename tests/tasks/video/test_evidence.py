@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
 
 from tasks.common.metrics import pack_correct
 from tasks.common.paired import differences
-from tasks.video.evidence import DIRECTION, PLAYING, by_video, compared, main, read_records
+from tasks.video.evidence import DIRECTION, PLAYING, by_video, compared, main, read_records, table
 from tasks.video.motion import CLASSES
 from tasks.video.rendered import SCENES
 
+ROOT = Path(__file__).parents[3]
 ROWS = {
     "dense": [(0.6, 0.9, 0.7, 0.8), (0.62, 0.92, 0.72, 0.81), (0.61, 0.91, 0.73, 0.82)],
     "sparse": [(0.5, 0.9, 0.5, 0.6), (0.53, 0.92, 0.53, 0.6), (0.5, 0.91, 0.52, 0.63)],
@@ -83,3 +85,14 @@ def test_accuracy_by_video_is_that_of_the_names_of_the_clips(tmp_path):
     record["config"]["data"]["motion"]["test"] = 5
     with pytest.raises(ValueError, match="a record of 108 test clips must have 5 of each"):
         by_video(record)
+
+
+@pytest.mark.parametrize(
+    "page", sorted(ROOT.glob("tasks/video/results/*/MOTION.md")), ids=lambda page: page.parent.name
+)
+def test_the_page_in_the_repository_is_that_of_its_records(page):
+    assert page.read_text() == table(read_records(page.parent)) + "\n"
+
+
+def test_there_is_such_a_page():
+    assert (ROOT / "tasks/video/results/motion_rendered/MOTION.md").is_file()
