@@ -24,7 +24,6 @@ from .masks import (
     mask_from_offsets,
     pruning_ratio,
     repeated_lists,
-    repeated_pruning_ratio,
 )
 from .registry import registering
 from .relative_offsets import relative_table
@@ -105,14 +104,16 @@ class AttentionPlan:
                 left_out = pruning_ratio(self.offsets, self.num_tokens, num_prefix_tokens, self._pairs)
             else:  # as `seen_pairs` gives them, which lists the pairs where they are asked for
                 self.offsets = [[] for _ in self.of_frame[0]]
-                left_out = repeated_pruning_ratio(*self.of_frame[:2], height * width, frames, num_prefix_tokens)
+                offsets, pairs, _ = self.of_frame
+                left_out = pruning_ratio(offsets, height * width, num_prefix_tokens, pairs, frames)
             self.density = 1.0 - left_out / 100.0
         # Attributes, not properties: a compiler that has the plan as a constant reads nothing else.
         self.repeats_frame = self.of_frame is not None
         self.has_pairs = self._pairs is not None or self.repeats_frame
         self.list_bytes = 0  # memory of the lists of keys over all frames, where they are those of a frame
-        if self.repeats_frame:
-            keys = num_prefix_tokens + frames * _frame_keys(self).shape[-1]
+        if self.of_frame is not None:
+            self.frame_keys = frame_key_lists(*self.of_frame, height * width)
+            keys = num_prefix_tokens + frames * self.frame_keys.shape[-1]
             self.list_bytes = 4 * self.num_heads * self.num_tokens * keys
         self.tables: dict[tuple[str, torch.device], Tensor] = {}
         # The arguments as text: `from_key` makes the same plan again.
@@ -248,18 +249,26 @@ def _keys(plan: AttentionPlan) -> np.ndarray:
     """The tokens that each patch sees, int32 (H, N, K), see `key_lists`."""
     if plan.of_frame is not None:
         check_bytes(plan.list_bytes, f"lists of the keys of {plan.num_tokens} patches would")
-        return repeated_lists(_frame_keys(plan), plan.frames, plan.num_prefix_tokens)
+        return repeated_lists(plan.frame_keys, plan.frames, plan.num_prefix_tokens)
     lists = key_lists(_offsets(plan), plan.num_tokens, plan.num_prefix_tokens, plan.pairs)
     return lists if plan.ranks is None else lists_in_raster(lists, plan.ranks, plan.num_prefix_tokens)
 
 
 @registering("table", TABLES, "frame_keys")
 def _frame_keys(plan: AttentionPlan) -> np.ndarray:
-    """The places that each place of a frame sees in all frames, int64 (H, N / frames, K), -1 after the last."""
-    assert plan.of_frame is not None
-    offsets, pairs, ranks = plan.of_frame
+    """The places that each place of a frame sees in all frames, see `frame_key_lists`."""
+    return plan.frame_keys
+
+
+def frame_key_lists(
+    offsets: Sequence[Sequence[int]], pairs: Pairs, ranks: np.ndarray | None, num_tokens: int
+) -> np.ndarray:
+    """The places of a frame of S patches that each of them sees in all frames, int64 (H, S, K), -1 after the last.
+
+    Arguments are what `frame_pairs` returns, and S.
+    """
     # With a prefix token, which every place sees, none sees itself for want of another.
-    lists = key_lists(offsets, plan.num_tokens // plan.frames, 1, pairs)
+    lists = key_lists(offsets, num_tokens, 1, pairs)
     lists = lists if ranks is None else lists_in_raster(lists, ranks, 1)
     return np.maximum(lists[:, :, 1:].astype(np.int64) - 1, -1)
 

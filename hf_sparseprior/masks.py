@@ -168,16 +168,6 @@ def repeated_lists(lists: np.ndarray, frames: int, num_prefix_tokens: int) -> np
     return whole.reshape(heads, none, -1)
 
 
-def repeated_nonzeros(
-    offsets: Sequence[int], num_tokens: int, frames: int, num_prefix_tokens: int = 0, pairs: np.ndarray | None = None
-) -> int:
-    """`count_nonzeros` of one head whose pairs are those of a frame, in and between all frames of a clip."""
-    alone = len(_lonely(offsets, pairs, num_tokens, num_prefix_tokens))
-    of_frame = count_nonzeros(offsets, num_tokens, 0, pairs) - len(_lonely(offsets, pairs, num_tokens, 0))
-    patches, total = frames * num_tokens, num_prefix_tokens + frames * num_tokens
-    return frames**2 * of_frame + frames * alone + total**2 - patches**2
-
-
 def _lonely(
     offsets: Sequence[int], pairs: np.ndarray | None, num_tokens: int, num_prefix_tokens: int
 ) -> Sequence[int] | np.ndarray:
@@ -207,20 +197,26 @@ def check_bytes(size: int, what: str) -> None:
 
 
 def count_nonzeros(
-    offsets: Sequence[int], num_tokens: int, num_prefix_tokens: int = 0, pairs: np.ndarray | None = None
+    offsets: Sequence[int],
+    num_tokens: int,
+    num_prefix_tokens: int = 0,
+    pairs: np.ndarray | None = None,
+    frames: int = 1,
 ) -> int:
-    """Attended pairs of one head in closed form: sum of 2 (N - o), N for the diagonal, other pairs, and the prefix."""
-    patches = sum(num_tokens if o == 0 else 2 * (num_tokens - o) for o in offsets)
-    total = num_prefix_tokens + num_tokens
-    alone = len(self_rows(offsets, num_tokens, num_prefix_tokens))
-    if pairs is not None:
-        alone = len(lonely_rows(offsets, pairs, num_tokens, num_prefix_tokens))
-        patches += len(pairs)
-    return patches + alone + total**2 - num_tokens**2
+    """Attended pairs of one head in closed form: sum of 2 (N - o), N for the diagonal, other pairs, and the prefix.
+
+    With `frames`, offsets, pairs and N are those of a frame, the same in and between all frames of a clip.
+    """
+    patches = sum(num_tokens if o == 0 else 2 * (num_tokens - o) for o in offsets) + (
+        0 if pairs is None else len(pairs)
+    )
+    alone = len(_lonely(offsets, pairs, num_tokens, num_prefix_tokens))
+    prefix = (num_prefix_tokens + frames * num_tokens) ** 2 - (frames * num_tokens) ** 2
+    return frames**2 * patches + frames * alone + prefix
 
 
 def attended_pairs(
-    offsets: Sequence[Sequence[int]], num_tokens: int, num_prefix_tokens: int, pairs: Pairs = None
+    offsets: Sequence[Sequence[int]], num_tokens: int, num_prefix_tokens: int, pairs: Pairs = None, frames: int = 1
 ) -> int:
     """Query-key pairs that all heads of a layer attend to, at a cost of O(number of offsets and other pairs).
 
@@ -229,37 +225,27 @@ def attended_pairs(
         num_tokens: patch tokens N.
         num_prefix_tokens: P; 0 counts the patch tokens only.
         pairs: those off the diagonals, as `layer_pairs` returns them.
+        frames: of a clip, if all of the above but P is of one frame; see `count_nonzeros`.
     """
     return sum(
-        count_nonzeros(own, num_tokens, num_prefix_tokens, None if pairs is None else pairs[head])
+        count_nonzeros(own, num_tokens, num_prefix_tokens, None if pairs is None else pairs[head], frames)
         for head, own in enumerate(offsets)
     )
 
 
 def pruning_ratio(
-    offsets: Sequence[Sequence[int]], num_tokens: int, num_prefix_tokens: int = 0, pairs: Pairs = None
+    offsets: Sequence[Sequence[int]],
+    num_tokens: int,
+    num_prefix_tokens: int = 0,
+    pairs: Pairs = None,
+    frames: int = 1,
 ) -> float:
-    """Percentage of the heads * T^2 pairs that are not computed (Fibottention appendix E.1)."""
-    total = len(offsets) * (num_prefix_tokens + num_tokens) ** 2
-    return 100.0 * (total - attended_pairs(offsets, num_tokens, num_prefix_tokens, pairs)) / total
+    """Percentage of the heads * T^2 pairs that are not computed (Fibottention appendix E.1).
 
-
-def repeated_pruning_ratio(
-    offsets: Sequence[Sequence[int]], pairs: Pairs, num_tokens: int, frames: int, num_prefix_tokens: int = 0
-) -> float:
-    """`pruning_ratio` over a clip of which offsets and pairs are those of each frame; see `repeated_nonzeros`."""
+    Arguments are as in `attended_pairs`.
+    """
     total = len(offsets) * (num_prefix_tokens + frames * num_tokens) ** 2
-    return 100.0 * (total - repeated_pairs(offsets, pairs, num_tokens, frames, num_prefix_tokens)) / total
-
-
-def repeated_pairs(
-    offsets: Sequence[Sequence[int]], pairs: Pairs, num_tokens: int, frames: int, num_prefix_tokens: int = 0
-) -> int:
-    """`attended_pairs` over a clip of which offsets and pairs are those of each frame; see `repeated_nonzeros`."""
-    return sum(
-        repeated_nonzeros(own, num_tokens, frames, num_prefix_tokens, None if pairs is None else pairs[head])
-        for head, own in enumerate(offsets)
-    )
+    return 100.0 * (total - attended_pairs(offsets, num_tokens, num_prefix_tokens, pairs, frames)) / total
 
 
 def unpruned_pairs(pruning_ratio: float, num_tokens: int) -> int:

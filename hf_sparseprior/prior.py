@@ -22,7 +22,7 @@ from .decay import DECAYS, resolve_decay
 from .extras import EXTRAS, ModuleSpec, resolve_extras, resolve_module
 from .locality import LocalityBranch  # noqa: F401  registers itself
 from .low_rank import MIXERS, Mixer
-from .masks import pruning_ratio, repeated_pruning_ratio
+from .masks import pruning_ratio
 from .predictor import PREDICTORS, Predictor
 from .relative_position import RelativePosition  # noqa: F401  registers its kinds
 from .resolved import TIMES, ResolvedModule, ResolvedPrior, Time
@@ -353,6 +353,7 @@ def prior_pruning_ratio(
     sizes: dict[str, Any] = {"num_heads": num_heads, "grid": grid, "layer": layer, "heads": heads}
     sizes["time"] = prior.get("time", "frame")
     if (of_frame := frame_pairs(prior["support"], **sizes)) is not None:
-        return repeated_pruning_ratio(*of_frame[:2], math.prod(grid[1:]), grid[0], num_prefix_tokens)
+        offsets, pairs, _ = of_frame
+        return pruning_ratio(offsets, math.prod(grid[1:]), num_prefix_tokens, pairs, frames=grid[0])
     offsets, pairs, _ = seen_pairs(prior["support"], **sizes)
     return pruning_ratio(offsets, num_tokens, num_prefix_tokens, pairs)

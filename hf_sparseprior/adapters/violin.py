@@ -208,18 +208,20 @@ class DecayLayer(nn.Module, BaseTunerLayer):
 
     def active_decay(self) -> Decay | None:
         """The decay of the active adapter; None if it has none in this layer, or if adapters are disabled."""
-        if not self._disable_adapters:
-            for name in self._active_adapter:
-                if name in self.decay_biases:
-                    return self.decay_biases[name]  # type: ignore[return-value]
-        return None
+        name = self._active_name()
+        return None if name is None else self.decay_biases[name]  # type: ignore[return-value]
 
     def active_time(self) -> Time | None:
         """How the decay of the active adapter sees the frames of a clip; None without one."""
+        name = self._active_name()
+        return None if name is None else self.times[name]
+
+    def _active_name(self) -> str | None:
+        """The active adapter that has a decay in this layer."""
         if not self._disable_adapters:
             for name in self._active_adapter:
                 if name in self.decay_biases:
-                    return self.times[name]
+                    return name
         return None
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:

@@ -32,7 +32,7 @@ from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.extras import EXTRAS
 from hf_sparseprior.families import family_of
 from hf_sparseprior.layer_sizes import LayerSizes
-from hf_sparseprior.masks import Pairs, attended_pairs, repeated_pairs
+from hf_sparseprior.masks import Pairs, attended_pairs
 from hf_sparseprior.prior import PriorSpec, predictor_or_mixer, prior_name, pruning_of, resolve_prior
 from hf_sparseprior.resolved import ResolvedDecay, ResolvedPrior
 from hf_sparseprior.supports import Pattern, frame_pairs, seen_pairs, support_of_heads, support_pattern
@@ -437,8 +437,7 @@ def attended_in_layer(
         settings, kind = found
         return heads * kind.cost_in_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
     frames = frames_of(pattern)
-    sizes = (num_tokens // frames, frames, num_prefix_tokens)
-    return repeated_pairs(pattern.offsets, pattern.layer_pairs(layer), *sizes)
+    return attended_pairs(pattern.offsets, num_tokens // frames, num_prefix_tokens, pattern.layer_pairs(layer), frames)
 
 
 def _decay_sums(
@@ -481,7 +480,7 @@ def decay_operations(
     curves = DECAYS[decay["name"]].positions(decay, (1, 1)).shape[0]
     apply = weighed + prefix_pairs * decay["learn_prefix"]
     if decay["learn_alpha"]:
-        apply += repeated_pairs(offsets, pairs, places, frames, num_prefix_tokens)
+        apply += attended_pairs(offsets, places, num_prefix_tokens, pairs, frames)
     return {"build": num_layers * 3 * curves * weighed, "apply": num_layers * apply}
 
 
