@@ -2,9 +2,9 @@
 
 A forward pass of one image without gradients, as `backbone` of mmsegmentation and mmdetection runs it. Every
 measurement is a process of its own: it makes the model and the image, calls once to make tables, and then times calls.
-Memory is the resident peak of these calls beyond model and image; on CUDA the allocator's. Rounds go through all sizes,
-models and priors and then start again, so that an early end leaves a fair comparison, and ratios to dense are taken
-round by round.
+Memory is what torch allocates beyond model and image: tables that stay, and the peak of a call. Rounds go through all
+sizes, models and priors and then start again, so that an early end leaves a fair comparison, and ratios to dense are
+taken round by round.
 
 OUT/records.json holds every measurement as soon as it is done, OUT/table.md the medians, OUT/backbones.png a picture.
 The same command goes on where it was stopped; more models, priors, sizes or rounds may be asked for then. A measurement
@@ -130,7 +130,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         line += [report.milliseconds(row["seconds"]), str(row["seconds"]["rounds"])]
         line += [f"{ratio['median']:.2f} ({ratio['lower']:.2f}-{ratio['upper']:.2f})" if ratio else "-"]
         cells.append([*line, f"{row['memory'] / 2**20:.0f}", row.get("failed", row["ran"])])
-    columns = ("backbone", "px", "prior", "ms (quartiles)", "rounds", "times dense", "peak MiB", "attention ran on")
+    columns = ("backbone", "px", "prior", "ms (quartiles)", "rounds", "times dense", "MiB", "attention ran on")
     return markdown_table(columns, cells)
 
 
@@ -163,7 +163,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, heading: str) -> Path:
             axis.spines[["top", "right"]].set_visible(False)
             axis.grid(alpha=0.25)
     axes[0, 0].set_ylabel("seconds an image")
-    axes[1, 0].set_ylabel("peak memory, MiB")
+    axes[1, 0].set_ylabel("memory of a call, MiB")
     figure.suptitle(heading, fontsize=10)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
