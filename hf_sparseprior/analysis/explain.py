@@ -32,6 +32,7 @@ from hf_sparseprior.sequences import SEQUENCES
 from hf_sparseprior.supports import (
     SUPPORTS,
     build_mask,
+    frame_pairs,
     layer_order,
     own_grid,
     resolve_support,
@@ -43,6 +44,7 @@ from hf_sparseprior.token_order import RASTER
 
 # Patches of a 64x64 grid; beyond that the N x N pictures take minutes and gigabytes.
 LARGEST_PICTURE = 4096
+QUERIES = 1024  # of which larger decays are shown, spread evenly
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -183,26 +185,32 @@ def explain_support(support: ResolvedSupport, arguments: argparse.Namespace, tim
     tokens = math.prod(grid)
     in_order: Any = {**support, "shuffle_seed": None}
     sizes: Any = {"num_heads": heads, "grid": grid, "time": time}
-    offsets, pairs, ranks = seen_pairs(in_order, layer=arguments.layer or 0, **sizes)
+    ranks, frames, where = None, 1, ""
+    if (of_frame := frame_pairs(in_order, layer=arguments.layer or 0, **sizes)) is not None:
+        # Counted in one frame: the pairs of a long clip fill the memory.
+        (offsets, pairs), frames, where = of_frame[:2], grid[0], ", in one frame"
+    else:
+        offsets, pairs, ranks = seen_pairs(in_order, layer=arguments.layer or 0, **sizes)
+    places = tokens // frames
     _print_heading(support, arguments)
-    print(f"{'support':>7}  {'nonzeros':>8}  {'empty rows':>10}  offsets")
+    print(f"{'support':>7}  {'nonzeros':>8}  {'empty rows':>10}  offsets{where}")
     for number, own in enumerate(offsets, start=1):
         shown = " ".join(map(str, own)) if len(own) <= 16 else f"{own[0]} .. {own[-1]} ({len(own)})"
-        empty, kept = len(self_rows(own, tokens, 0)), count_nonzeros(own, tokens)
-        if pairs is not None:
-            others = pairs[number - 1]
-            empty, kept = len(lonely_rows(own, others, tokens, 0)), count_nonzeros(own, tokens, 0, others)
+        others = None if pairs is None else pairs[number - 1]
+        empty = frames * len(self_rows(own, places, 0) if others is None else lonely_rows(own, others, places, 0))
+        if others is not None:
             shown = f"{shown} and {len(others)} other pairs".removeprefix(" and ")
-        print(f"{number:>7}  {kept:>8}  {empty:>10}  {shown or '-'}")
-    patch_nonzeros = attended_pairs(offsets, tokens, 0, pairs)
-    nonzeros = attended_pairs(offsets, tokens, prefix, pairs)
-    flops = attention_flops(offsets, tokens, prefix, arguments.head_dim, arguments.layers, pairs=pairs)
-    patch_flops = attention_flops(offsets, tokens, 0, arguments.head_dim, arguments.layers, pairs=pairs)
+        print(f"{number:>7}  {count_nonzeros(own, places, 0, others, frames):>8}  {empty:>10}  {shown or '-'}")
+    patch_nonzeros, nonzeros = (attended_pairs(offsets, places, extra, pairs, frames) for extra in (0, prefix))
+    flops, patch_flops = (
+        attention_flops(offsets, places, extra, arguments.head_dim, arguments.layers, pairs=pairs, frames=frames)
+        for extra in (prefix, 0)
+    )
     dense = dense_attention_flops(heads, tokens + prefix, arguments.head_dim, arguments.layers)
     print(
         f"\nnonzeros       {patch_nonzeros} patch tokens only, {nonzeros} with prefix tokens\n"
-        f"pruning ratio  {pruning_ratio(offsets, tokens, 0, pairs):.3f} % patch tokens only, "
-        f"{pruning_ratio(offsets, tokens, prefix, pairs):.3f} % with prefix tokens\n"
+        f"pruning ratio  {pruning_ratio(offsets, places, 0, pairs, frames):.3f} % patch tokens only, "
+        f"{pruning_ratio(offsets, places, prefix, pairs, frames):.3f} % with prefix tokens\n"
         f"multiply-adds  {flops / 1e9:.4f} G with prefix tokens ({patch_flops / 1e9:.4f} G patch tokens only), "
         f"dense {dense / 1e9:.4f} G: {100 * flops / dense:.2f} %\n"
         f"               ({arguments.layers} layers, head width {arguments.head_dim}, Q K^T and softmax V)"
@@ -217,7 +225,7 @@ def explain_support(support: ResolvedSupport, arguments: argparse.Namespace, tim
         print(f"note: {note}")
     if arguments.no_picture:
         return []
-    pruned = pruning_ratio(offsets, tokens, prefix, pairs)
+    pruned = pruning_ratio(offsets, places, prefix, pairs, frames)
     return _draw_support(support, offsets, ranks is not None, pruned, arguments, sizes)
 
 
@@ -304,6 +312,21 @@ def initial_mask(beta: float, positions: Tensor) -> np.ndarray:
     return decay_weights(betas, pair_distances(positions, torch.float64), torch.float64)[0].numpy()
 
 
+def _summary(beta: float, positions: Tensor) -> tuple[np.ndarray, float, float]:
+    """`initial_mask`, the smallest M in it, and the mean; of many patches those of some queries, and no mask."""
+    tokens = positions.shape[-1]
+    if tokens <= LARGEST_PICTURE:
+        mask = initial_mask(beta, positions)
+        return mask, float(mask.min()), float(mask.mean())
+    betas = torch.full((positions.shape[0], 1), beta, dtype=torch.float64)
+    smallest, total = math.inf, 0.0
+    for query in np.linspace(0, tokens - 1, QUERIES).round().astype(int):
+        distances = (positions - positions[..., query : query + 1]).abs().sum(1)
+        row = decay_weights(betas, distances, torch.float64)
+        smallest, total = min(smallest, float(row.min())), total + float(row.mean())
+    return np.empty((0, 0)), smallest, total / QUERIES
+
+
 def _shorten(offsets: list[int]) -> str:
     return " ".join(map(str, offsets)) if len(offsets) <= 8 else f"{len(offsets)} offsets"
 
@@ -325,8 +348,7 @@ def explain_decay(decay: Any, arguments: argparse.Namespace, time: Time = "frame
     print(f"{'curve':<10}  {'first ranks':<24}  {'mean step':>9}  {'smallest M':>10}  {'mean M':>7}")
     masks = {}
     for index, curve in enumerate(curves):
-        mask = initial_mask(beta, positions[index : index + 1])
-        masks[curve] = mask
+        masks[curve], smallest, mean = _summary(beta, positions[index : index + 1])
         first, step = "-", "-"
         if curve in curve_names():
             rank = curve_rank(curve, own)
@@ -334,9 +356,11 @@ def explain_decay(decay: Any, arguments: argparse.Namespace, time: Time = "frame
             order = np.stack(np.unravel_index(np.argsort(rank.ravel()), own))
             steps = np.abs(np.diff(order, axis=1)).sum(0)
             step = f"{steps.mean():.3f}" if len(steps) else "-"
-        print(f"{curve:<10}  {first:<24}  {step:>9}  {mask.min():>10.4f}  {mask.mean():>7.4f}")
-    masks["mean"] = initial_mask(beta, positions)
-    print(f"{'mean':<10}  {'':<24}  {'':>9}  {masks['mean'].min():>10.4f}  {masks['mean'].mean():>7.4f}")
+        print(f"{curve:<10}  {first:<24}  {step:>9}  {smallest:>10.4f}  {mean:>7.4f}")
+    masks["mean"], smallest, mean = _summary(beta, positions)
+    print(f"{'mean':<10}  {'':<24}  {'':>9}  {smallest:>10.4f}  {mean:>7.4f}")
+    if tokens > LARGEST_PICTURE:
+        print(f"(M of {QUERIES} of {tokens} queries, spread evenly)")
     scalars = sum(parameter.numel() for parameter in make_decay(decay, arguments.heads).parameters())
     print(f"\n{scalars} learned scalars a layer, {scalars * arguments.layers} in {arguments.layers} layers")
     if arguments.no_picture or tokens == 1:

@@ -91,16 +91,17 @@ def attention_flops(
     num_layers: int = 1,
     convention: str = "multiply_adds",
     pairs: Pairs = None,
+    frames: int = 1,
 ) -> int:
     """FLOPs of Q K^T, softmax and (softmax) V over a support in `num_layers` layers.
 
     Args:
-        offsets, num_tokens, num_prefix_tokens, pairs: as in `supports.attended_pairs`.
+        offsets, num_tokens, num_prefix_tokens, pairs, frames: as in `supports.attended_pairs`.
         head_dim: d_h.
         num_layers: L.
         convention: one of CONVENTIONS.
     """
-    kept = attended_pairs(offsets, num_tokens, num_prefix_tokens, pairs)
+    kept = attended_pairs(offsets, num_tokens, num_prefix_tokens, pairs, frames)
     return num_layers * sum(attention_parts(kept, head_dim, convention).values())
 
 

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from hf_sparseprior.__main__ import main
-from hf_sparseprior.analysis import pictures
+from hf_sparseprior.analysis import explain, pictures
 from hf_sparseprior.curves import CURVES
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.supports import SUPPORTS, build_mask
@@ -53,6 +53,31 @@ def test_a_clip_is_explained_and_drawn_over_time(time, capsys, tmp_path):
     size = f"3x4x5_{time}"
     pictured = {f"support_fibottention_{size}.png", f"clip_fibottention_{size}.png", f"decay_violin_{size}.png"}
     assert written == {*pictured, f"curves_violin_{size}.png"} and all(name in text for name in written)
+
+
+@pytest.mark.parametrize("prior", ["fibottention", "window", "bigbird"])
+def test_a_long_clip_is_counted_in_one_frame(prior, capsys, monkeypatch):
+    """Its pairs are never listed, and their number is that of the same model's FLOPs."""
+    monkeypatch.setattr(explain, "seen_pairs", None)
+    assert main(["explain", prior, "--heads", "4", "--grid", "96x28x28", "--no-picture"]) == 0
+    text = capsys.readouterr().out
+    sizes = {"num_heads": 4, "num_tokens": 784, "grid": (28, 28)}
+    of_frame = build_mask({"name": prior, "shuffle_seed": None}, **sizes)
+    alone = np.eye(784, dtype=bool) & (of_frame.sum(-1) == 1)[..., None]  # patches that see themselves alone
+    nonzeros = 96**2 * (of_frame & ~alone).sum() + 96 * (of_frame & alone).sum()
+    assert f"nonzeros       {nonzeros} patch tokens only" in text
+
+
+def test_a_large_decay_is_shown_by_some_of_its_queries(capsys, monkeypatch):
+    arguments = ["explain", "violin", "--heads", "2", "--grid", "4x16x16", "--no-picture"]
+    assert main([*arguments[:-1], "--no-picture"]) == 0
+    whole = capsys.readouterr().out
+    monkeypatch.setattr(explain, "LARGEST_PICTURE", 1000)
+    monkeypatch.setattr(explain, "QUERIES", 1024)  # all of them
+    assert main(arguments) == 0
+    found = capsys.readouterr().out
+    assert "(M of 1024 of 1024 queries" in found
+    assert found.replace("(M of 1024 of 1024 queries, spread evenly)\n", "") == whole
 
 
 def test_what_a_patch_sees_is_drawn_frame_by_frame(tmp_path, monkeypatch):
