@@ -18,6 +18,7 @@ from hf_sparseprior.configuration_sparseprior_iformer import SparsePriorIformerC
 from hf_sparseprior.configuration_sparseprior_swin import SparsePriorSwinConfig
 from hf_sparseprior.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
+from hf_sparseprior.mixed_sizes import MixedSizesCollator, mixed_size_processor
 from hf_sparseprior.modeling_sparseprior_timesformer import (
     SparsePriorTimesformerForVideoClassification,
     SparsePriorTimesformerModel,
@@ -53,6 +54,7 @@ from hf_sparseprior.version import __version__
 
 __all__ = [
     "LoraViolinConfig",
+    "MixedSizesCollator",
     "SparsePriorConvitBackbone",
     "SparsePriorConvitConfig",
     "SparsePriorConvitForImageClassification",
@@ -78,6 +80,7 @@ __all__ = [
     "curves",
     "from_pretrained",
     "load_prior",
+    "mixed_size_processor",
     "ops",
     "remove_prior",
     "sequences",

@@ -20,6 +20,7 @@ from .extras import make_extras, make_module
 from .layer_sizes import HEAD_WIDTH, HEADS, WIDTH, LayerSizes, UnitAxes, whole_layer
 from .low_rank import MIXERS, Mixer
 from .ops import run_plan
+from .packing import Packing, joined
 from .predictor import PREDICTORS, Predictor
 from .relative_position import RelativePosition
 from .resolved import ResolvedPrior, Time
@@ -44,7 +45,8 @@ class PriorAttention(nn.Module):
     """
 
     # How many grids a layer keeps plans for; a model that sees many resolutions must not collect masks without limit.
-    MAX_PLANS = 8
+    # As many as MOST_PLANS while their tables take no more than PLANS_BYTES: those of a batch of small images.
+    MAX_PLANS, MOST_PLANS, PLANS_BYTES = 8, 256, 1 << 24
     # False for an attention of its own kind, to which neither a prior nor an adapter adds anything.
     takes_prior: ClassVar[bool] = True
     OWN_UNITS: ClassVar[tuple[str, ...]] = (HEADS, HEAD_WIDTH)
@@ -133,7 +135,7 @@ class PriorAttention(nn.Module):
     ) -> AttentionPlan:
         key = (decay_key, grid, num_prefix_tokens, dense, layout, time)
         if key not in self._plans:
-            if len(self._plans) >= self.MAX_PLANS:
+            while len(self._plans) >= self.MAX_PLANS and self._plans_are_many():
                 self._plans.pop(next(iter(self._plans)))
             support = self.prior["support"]
             if dense:
@@ -153,6 +155,11 @@ class PriorAttention(nn.Module):
                 time,
             )
         return self._plans[key]
+
+    def _plans_are_many(self) -> bool:
+        """Whether the oldest plan has to go for a new one."""
+        tables = (table.nbytes for plan in self._plans.values() for table in plan.tables.values())
+        return len(self._plans) >= self.MOST_PLANS or sum(tables) > self.PLANS_BYTES
 
     def attend(self, request: AttentionRequest, backend: str = "auto") -> tuple[Tensor, Tensor | None]:
         """Attention of projected queries, keys and values with the layer's prior.
@@ -257,7 +264,7 @@ class SparsePriorAttention(PriorAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        grid: tuple[int, ...],
+        grid: tuple[int, ...] | Packing,
         num_prefix_tokens: int = 0,
         output_attentions: bool = False,
         backend: str = "auto",
@@ -265,12 +272,14 @@ class SparsePriorAttention(PriorAttention):
         keep_mask: Tensor | None = None,
         weight_rows: int | None = None,
         layout: str = RASTER,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Any]:
         """Self-attention.
 
         Args:
-            hidden_states: (B, T, hidden_size), prefix tokens first, then the patches.
-            grid: (height, width) of the patches, or (frames, height, width) of those of a clip, frame after frame.
+            hidden_states: (B, T, hidden_size), prefix tokens first, then the patches; (1, total, hidden_size) of the
+                images of a `Packing`.
+            grid: (height, width) of the patches, or (frames, height, width) of those of a clip, frame after frame; or
+                the packing of images of several sizes.
             num_prefix_tokens: number of tokens before the patches.
             output_attentions: also return the attention weights.
             backend: forces a backend of `hf_sparseprior.ops`.
@@ -278,17 +287,45 @@ class SparsePriorAttention(PriorAttention):
             layout: the order in which the patches come, as in `AttentionPlan`.
 
         Returns:
-            (B, T, hidden_size), and the weights or None: (B, H, T, T), or (B, H, weight_rows, T) with `weight_rows`.
+            As `hidden_states`, and the weights or None: (B, H, T, T), or (B, H, weight_rows, T) with `weight_rows`. Of
+            a packing they are a list, one for each grid.
         """
-        batch, total = hidden_states.shape[:2]
-        key_shape = (batch, total, self.num_heads, self.key_dim)
-        q = self.q_proj(hidden_states).view(key_shape).transpose(1, 2)
-        k = self.k_proj(hidden_states).view(key_shape).transpose(1, 2)
-        v = self.v_proj(hidden_states).view(batch, total, self.num_heads, self.head_dim).transpose(1, 2)
+        widths = (self.key_dim, self.key_dim, self.head_dim)
+        q, k, v = (
+            projection(hidden_states).unflatten(-1, (self.num_heads, width))
+            for projection, width in zip((self.q_proj, self.k_proj, self.v_proj), widths, strict=True)
+        )
+        options = (output_attentions, backend, token_ids, keep_mask, weight_rows, layout)
+        if isinstance(grid, Packing):
+            parts = (grid.parts(tokens, num_prefix_tokens) for tokens in (q, k, v))
+            found = [
+                self._attend_heads(*tokens, own, num_prefix_tokens, *options)
+                for *tokens, own in zip(*parts, grid.grids, strict=True)
+            ]
+            out, weights = joined([out for out, _ in found]), [weights for _, weights in found]
+        else:
+            out, weights = self._attend_heads(q, k, v, grid, num_prefix_tokens, *options)
+        return self.o_proj(out), weights
+
+    def _attend_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: tuple[int, ...],
+        num_prefix_tokens: int,
+        output_attentions: bool,
+        backend: str,
+        token_ids: Tensor | None,
+        keep_mask: Tensor | None,
+        weight_rows: int | None,
+        layout: str,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Heads (B, T, H, D) of one grid: their outputs side by side, (B, T, H * D), and the weights."""
         request = AttentionRequest(
-            q,
-            k,
-            v,
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
             self.plan(grid, num_prefix_tokens, layout=layout),
             scale=self.logit_scale,
             dropout_p=self.attention_dropout if self.training else 0.0,
@@ -298,4 +335,4 @@ class SparsePriorAttention(PriorAttention):
             weight_rows=weight_rows,
         )
         out, weights = self.attend(request, backend)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, total, self.num_heads * self.head_dim)), weights
+        return out.transpose(1, 2).flatten(2), weights

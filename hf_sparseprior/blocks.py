@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from transformers.activations import ACT2FN
 
 from .extras import make_extras
 from .layer_sizes import MLP_WIDTH, WIDTH, UnitAxes
+from .packing import Packing
 from .resolved import ResolvedModule
 
 
@@ -42,11 +44,15 @@ class MLP(nn.Module):
         self.fc2 = nn.Linear(hidden_width, width, bias=bias)
         self.locality = make_extras(extras, "MLP", hidden_width)
 
-    def forward(self, hidden_states: Tensor, grid: tuple[int, int], num_prefix_tokens: int) -> Tensor:
+    def forward(self, hidden_states: Tensor, grid: tuple[int, int] | Packing, num_prefix_tokens: int) -> Tensor:
         """Turn (B, T, C) into (B, T, C)."""
         hidden_states = self.activation(self.fc1(hidden_states))
         for branch in self.locality.values():
-            hidden_states = branch(hidden_states, grid, num_prefix_tokens)
+            if isinstance(grid, Packing):
+                own = functools.partial(branch, num_prefix_tokens=num_prefix_tokens)
+                hidden_states = grid.by_grid(own, hidden_states, num_prefix_tokens)
+            else:
+                hidden_states = branch(hidden_states, grid, num_prefix_tokens)
         return self.fc2(hidden_states)
 
 
@@ -72,15 +78,16 @@ class DropPath(nn.Module):
         super().__init__()
         self.rate = rate
 
-    def forward(self, branch: Tensor) -> Tensor:
-        """Turn (B, ...) into (B, ...)."""
+    def forward(self, branch: Tensor, grid: Any = None, num_prefix_tokens: int = 0) -> Tensor:
+        """Turn (B, ...) into (B, ...), or (1, total, C) of the images of a `Packing`, given as `grid`, likewise."""
         if not self.training or self.rate == 0.0:
             return branch
-        keep = 1.0 - self.rate
-        shape = (branch.shape[0], *(1,) * (branch.dim() - 1))
+        keep, packed = 1.0 - self.rate, isinstance(grid, Packing)
+        shape = (len(grid.order),) if packed else (branch.shape[0], *(1,) * (branch.dim() - 1))
         dtype = torch.promote_types(branch.dtype, torch.float32)
         kept = torch.empty(shape, dtype=dtype, device=branch.device).bernoulli_(keep)
-        return branch * (kept / (keep or 1.0)).to(branch.dtype)
+        factors = (kept / (keep or 1.0)).to(branch.dtype)
+        return branch * (grid.image_factors(factors, num_prefix_tokens) if packed else factors)
 
     def extra_repr(self) -> str:
         """What `print(model)` shows of the layer."""
@@ -93,10 +100,9 @@ def patch_grid(pixel_values: Tensor, num_channels: int, patch: tuple[int, int]) 
     Raises:
         ValueError: for another shape, or sides that are no multiples of the patch.
     """
-    if pixel_values.dim() != 4 or pixel_values.shape[1] != num_channels:
-        raise ValueError(
-            f"pixel_values of shape {tuple(pixel_values.shape)} must be (batch, {num_channels}, height, width)"
-        )
+    if not torch.is_tensor(pixel_values) or pixel_values.dim() != 4 or pixel_values.shape[1] != num_channels:
+        given = f"shape {tuple(pixel_values.shape)}" if torch.is_tensor(pixel_values) else type(pixel_values).__name__
+        raise ValueError(f"pixel_values of {given} must be (batch, {num_channels}, height, width)")
     height, width = pixel_values.shape[2:]
     if height % patch[0] or width % patch[1] or not height or not width:
         raise ValueError(

@@ -7,7 +7,10 @@ Shape letters: B batch, C hidden size, N patch tokens, P prefix tokens, T = P + 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +30,7 @@ from .extras import make_extras
 from .families import Family, register_family
 from .feature_maps import FeatureBackbone, make_resampling, whole_patches
 from .layer_sizes import WIDTH, UnitAxes
+from .packing import Packing, is_packed, joined, read_images
 from .prior import pruning_of
 from .token_order import RASTER
 from .token_pruning import EViT, TokenPruning, Tokens
@@ -39,11 +43,13 @@ class SparsePriorViTModelOutput(BaseModelOutputWithPooling):
     token_ids: int64 (B, n), which patches of the grid the tokens of `last_hidden_state` after the prefix are, -1 for a
     token without a place in it; None: all patches. kept: (B, N), 1 for patches that are kept, 0 for patches that
     training treats as dropped. auxiliary_losses: losses of training, by name, weighted.
+    token_mask: bool (B, T), which tokens an image has, if images have several sizes; all else is 0 where it has none.
     """
 
     token_ids: Tensor | None = None
     kept: Tensor | None = None
     auxiliary_losses: dict[str, Tensor] | None = None
+    token_mask: Tensor | None = None
 
 
 @dataclass
@@ -55,7 +61,7 @@ class SparsePriorViTImageClassifierOutput(ModelOutput):
     class_logits, distillation_logits: (B, num_labels) of the two heads, with a distillation classifier.
     token_logits: (B, N, num_labels) of the patch tokens, with a token classifier.
     hidden_states: L + 1 of (B, T, C). attentions: L of (B, H, T, T).
-    token_ids, kept, auxiliary_losses: as in `SparsePriorViTModelOutput`.
+    token_ids, kept, auxiliary_losses, token_mask: as in `SparsePriorViTModelOutput`.
     """
 
     loss: Tensor | None = None
@@ -68,6 +74,7 @@ class SparsePriorViTImageClassifierOutput(ModelOutput):
     token_ids: Tensor | None = None
     kept: Tensor | None = None
     auxiliary_losses: dict[str, Tensor] | None = None
+    token_mask: Tensor | None = None
 
 
 class SparsePriorViTStem(nn.Module):
@@ -209,19 +216,19 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: Tensor,
-        grid: tuple[int, int],
+        grid: tuple[int, int] | Packing,
         num_prefix_tokens: int,
         output_attentions: bool = False,
         token_ids: Tensor | None = None,
         kept: Tensor | None = None,
         pruning: EViT | None = None,
         layout: str = RASTER,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Any, Tensor | None]:
         """A block.
 
         Args:
-            hidden_states: (B, T, C).
-            grid: (height, width) of the patches.
+            hidden_states: (B, T, C); (1, total, C) of the images of a packing.
+            grid: (height, width) of the patches, or the packing of images of several sizes.
             num_prefix_tokens: P.
             output_attentions: also return the attention weights.
             token_ids, kept: as `token_ids` and `keep_mask` of `AttentionRequest`.
@@ -229,8 +236,8 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
             layout: the order in which the patches come, as in `AttentionPlan`.
 
         Returns:
-            The tokens, the attention weights (B, H, T, T) if they are wanted, and the token_ids of the tokens that are
-            left.
+            The tokens, the attention weights (B, H, T, T) if they are wanted, of a packing for each grid, and the
+            token_ids of the tokens that are left.
         """
         # attn_implementation="eager" is transformers' word for the written-out form.
         backend = "reference" if self.config._attn_implementation == "eager" else "auto"
@@ -245,12 +252,12 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
             1 if pruning is not None and not output_attentions else None,
             layout,
         )
-        branch = self.drop_path(self.layerscale_attention(self.dropout(out)))
+        branch = self.drop_path(self.layerscale_attention(self.dropout(out)), grid, num_prefix_tokens)
         hidden_states = torch.add(hidden_states, branch, alpha=self.residual_scale)
         if pruning is not None:
             hidden_states, token_ids = pruning(hidden_states, weights[:, :, 0], token_ids, num_prefix_tokens)
         out = self.mlp(self.layernorm_after(hidden_states), grid, num_prefix_tokens)
-        branch = self.drop_path(self.layerscale_mlp(self.dropout(out)))
+        branch = self.drop_path(self.layerscale_mlp(self.dropout(out)), grid, num_prefix_tokens)
         hidden_states = torch.add(hidden_states, branch, alpha=self.residual_scale)
         return hidden_states, weights if output_attentions else None, token_ids
 
@@ -277,6 +284,32 @@ class SparsePriorViTPreTrainedModel(BasePreTrainedModel):
         if embeddings.position_embeddings is None:
             return {}
         return {"embeddings.position_embeddings": embeddings.resized_positions(config.grid)}
+
+
+class Moves:
+    """Moves patches between raster order and the layout of the layers.
+
+    Args:
+        model: knows how. plans: for each grid that the images have. grid: the grid, or the packing of several.
+    """
+
+    def __init__(self, model: SparsePriorViTModel, plans: Sequence[AttentionPlan], grid: Any) -> None:
+        self.model, self.plans, self.grid = model, plans, grid
+
+    def patches(self, tokens: Tensor, back: bool = False) -> Tensor:
+        """Tokens with their patches moved into the layout, or back."""
+        move = self.model.move_patches
+        if not isinstance(self.grid, Packing):
+            return move(tokens, self.plans[0], back=back)
+        parts = self.grid.parts(tokens, self.model.config.num_prefix_tokens)
+        return joined([move(part, plan, back=back) for part, plan in zip(parts, self.plans, strict=True)])
+
+    def weights_back(self, weights: Any) -> Any:
+        """Attention weights of tokens in the layout, in raster order."""
+        move = self.model.move_weights_back
+        if not isinstance(self.grid, Packing):
+            return move(weights, self.plans[0])
+        return [move(own, plan) for own, plan in zip(weights, self.plans, strict=True)]
 
 
 class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
@@ -318,11 +351,21 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         tokens are left.
         """
         hidden_states, grid = self.embeddings(pixel_values, token_sources)
+        return self.encode_tokens(hidden_states, grid, output_attentions, output_hidden_states)
+
+    def encode_tokens(
+        self,
+        hidden_states: Tensor,
+        grid: Any,
+        output_attentions: bool,
+        output_hidden_states: bool,
+    ) -> tuple[Tensor, Any, tuple[Tensor, ...] | None, tuple[Any, ...] | None, Tokens]:
+        """The blocks: as `encode`, from embedded tokens, whose grid may be a `Packing`."""
         prefix, layout, tokens = self.config.num_prefix_tokens, self.config.layout, Tokens()
         states, attentions = [hidden_states], []
-        plan = self.moving_plan(hidden_states, grid)
-        if plan is not None:
-            hidden_states = self.move_patches(hidden_states, plan)
+        moves = self.moves(hidden_states, grid)
+        if moves is not None:
+            hidden_states = moves.patches(hidden_states)
         for index, layer in enumerate(self.layers):
             pruning = None
             if (module := self.active_pruning()) is not None:
@@ -334,11 +377,11 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
             )
             tokens = tokens._replace(token_ids=token_ids)
             if output_hidden_states:
-                states.append(hidden_states if plan is None else self.move_patches(hidden_states, plan, back=True))
+                states.append(hidden_states if moves is None else moves.patches(hidden_states, back=True))
             if weights is not None:
-                attentions.append(weights if plan is None else self.move_weights_back(weights, plan))
-        if plan is not None:
-            hidden_states = states[-1] if output_hidden_states else self.move_patches(hidden_states, plan, back=True)
+                attentions.append(weights if moves is None else moves.weights_back(weights))
+        if moves is not None:
+            hidden_states = states[-1] if output_hidden_states else moves.patches(hidden_states, back=True)
         return (
             hidden_states,
             grid,
@@ -346,6 +389,12 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
             tuple(attentions) if output_attentions else None,
             tokens,
         )
+
+    def moves(self, tokens: Tensor, grid: Any) -> Moves | None:
+        """How patches get into the layout that the layers have, and back; None: they stay as they are."""
+        grids = grid.grids if isinstance(grid, Packing) else [grid]
+        plans: list[Any] = [self.moving_plan(tokens, own) for own in grids]
+        return None if plans[0] is None else Moves(self, plans, grid)
 
     def moving_plan(self, tokens: Tensor, grid: tuple[int, int]) -> AttentionPlan | None:
         """The plan in whose layout the layers have the embedding's tokens (B, T, C); None: they stay as they are."""
@@ -370,29 +419,49 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
 
     def forward(
         self,
-        pixel_values: Tensor,
+        pixel_values: Tensor | Sequence[Tensor],
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         token_sources: Tensor | None = None,
+        pixel_attention_mask: Tensor | None = None,
+        spatial_shapes: Tensor | None = None,
+        pixel_mask: Tensor | None = None,
     ) -> SparsePriorViTModelOutput | tuple:
         """Encode images.
 
         Args:
-            pixel_values: (B, channels, height, width), sides multiples of the patch size.
+            pixel_values: (B, channels, height, width), sides multiples of the patch size. Images of several sizes: a
+                list of them, or as `packing.read_images` says.
             output_attentions: also return the weights (B, H, T, T) of every layer.
             output_hidden_states: also return the L + 1 hidden states (B, T, C). With token pruning T differs between
                 layers, in weights and hidden states.
             return_dict: False for a tuple.
             token_sources: int64 (B, N), the image of the batch that each patch is taken from (MixToken); None: its own.
+            pixel_attention_mask, spatial_shapes, pixel_mask: of images of several sizes, as in `packing.read_images`.
 
         Returns:
             last_hidden_state (B, T, C) after the last norm; pooler_output (B, C), the class token or the average of
-            the patch tokens (those that are kept), or (B, 2C), both of them.
+            the patch tokens (those that are kept), or (B, 2C), both of them. Of images of several sizes T is that of
+            the largest, the rest is 0, and `token_mask` says which tokens there are.
+
+        Raises:
+            ValueError: for images that do not fit, and for several sizes with a prior that drops tokens.
         """
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
+        sizes: Any = {
+            "pixel_attention_mask": pixel_attention_mask,
+            "spatial_shapes": spatial_shapes,
+            "pixel_mask": pixel_mask,
+        }
+        if is_packed(pixel_values, **sizes):
+            if token_sources is not None:
+                raise ValueError("token_sources mixes patches of images of one size, and these have several")
+            packed = self.encode_packed(pixel_values, sizes, output_attentions, output_hidden_states)
+            return packed if return_dict else packed.to_tuple()
+        assert torch.is_tensor(pixel_values)
         hidden_states, _, states, attentions, tokens = self.encode(
             pixel_values, output_attentions, output_hidden_states, token_sources
         )
@@ -407,6 +476,34 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
             auxiliary_losses=(pruning.auxiliary_losses(tokens) or None) if pruning is not None else None,
         )
         return output if return_dict else output.to_tuple()
+
+    def encode_packed(
+        self,
+        pixel_values: Any,
+        sizes: dict[str, Tensor | None],
+        output_attentions: bool,
+        output_hidden_states: bool,
+    ) -> SparsePriorViTModelOutput:
+        """`forward` for images of several sizes, in one sequence."""
+        if self.active_pruning() is not None:
+            raise ValueError(
+                f"prior {self.config.prior_name!r} drops tokens, as images of several sizes cannot; give images of one "
+                "size"
+            )
+        config, prefix = self.config, self.config.num_prefix_tokens
+        images, packing = read_images(pixel_values, config.num_channels, as_pair(config.patch_size), **sizes)
+        tokens = joined([self.embeddings(group)[0] for group in images])
+        hidden_states, _, states, attentions, _ = self.encode_tokens(
+            tokens, packing, output_attentions, output_hidden_states
+        )
+        last = self.layernorm(hidden_states)
+        return SparsePriorViTModelOutput(
+            last_hidden_state=packing.padded_tokens(last, prefix),
+            pooler_output=packing.in_batch_order([self.pool(part) for part in packing.parts(last, prefix)]),
+            hidden_states=states and tuple([packing.padded_tokens(state, prefix) for state in states]),
+            attentions=attentions and tuple([packing.padded(weights, 2, 3) for weights in attentions]),
+            token_mask=packing.token_mask(prefix, tokens.device),
+        )
 
     def pool(self, last_hidden_state: Tensor, kept: Tensor | None = None) -> Tensor:
         """Pool (B, T, C) to (B, C) or, with "class_token_and_mean", (B, 2C); means are over the patches in `kept`."""
@@ -449,23 +546,27 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
 
     def forward(
         self,
-        pixel_values: Tensor,
+        pixel_values: Tensor | Sequence[Tensor],
         labels: Tensor | None = None,
         distillation_targets: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         token_sources: Tensor | None = None,
+        pixel_attention_mask: Tensor | None = None,
+        spatial_shapes: Tensor | None = None,
+        pixel_mask: Tensor | None = None,
     ) -> SparsePriorViTImageClassifierOutput | tuple:
         """Classify images.
 
         (The Trainer expects every argument with "label" in its name in each batch.)
 
         Args:
-            pixel_values: (B, channels, height, width).
+            pixel_values: (B, channels, height, width), or images of several sizes, as in `SparsePriorViTModel`.
             labels: (B,) class indices (cross entropy), or what `config.problem_type` asks for.
             distillation_targets: (B,) a teacher's decisions for the distillation head; default: `labels`.
-            output_attentions, output_hidden_states, return_dict, token_sources: as in `SparsePriorViTModel`.
+            output_attentions, output_hidden_states, return_dict, token_sources, pixel_attention_mask, spatial_shapes,
+            pixel_mask: as in `SparsePriorViTModel`.
 
         Returns:
             logits (B, num_labels), with the loss if labels are given. With a distillation classifier loss and logits
@@ -482,13 +583,21 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
             output_hidden_states=output_hidden_states,
             return_dict=True,
             token_sources=token_sources,
+            pixel_attention_mask=pixel_attention_mask,
+            spatial_shapes=spatial_shapes,
+            pixel_mask=pixel_mask,
         )
         logits = self.classifier(encoded.pooler_output)
         class_logits = distillation_logits = token_logits = None
         if self.token_classifier is not None:
             token_logits = self.token_classifier(encoded.last_hidden_state[:, self.config.num_prefix_tokens :])
+            if (mask := encoded.token_mask) is not None:
+                present = mask[:, self.config.num_prefix_tokens :, None]
+                token_logits = token_logits.masked_fill(~present, -math.inf)
             if not self.training and self.config.token_logits_weight:
                 logits = logits + self.config.token_logits_weight * token_logits.amax(1)
+            if mask is not None:
+                token_logits = token_logits.masked_fill(~present, 0.0)
         if self.distillation_classifier is not None:
             class_logits, distillation_logits = logits, self.distillation_classifier(encoded.last_hidden_state[:, 1])
             logits = (class_logits + distillation_logits) / 2
@@ -511,6 +620,7 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
             token_ids=encoded.token_ids,
             kept=encoded.kept,
             auxiliary_losses=encoded.auxiliary_losses,
+            token_mask=encoded.token_mask,
         )
         return output if return_dict else output.to_tuple()
 

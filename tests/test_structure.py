@@ -16,7 +16,7 @@ TASKS = {path.name for path in (ROOT / "tasks").iterdir() if (path / "__init__.p
 FLOORS = [
     (
         *("checks", "limits", "config_keys", "json_types", "registry", "resolved", "version"),
-        *("files", "loading", "families", "layer_sizes"),
+        *("files", "loading", "families", "layer_sizes", "packing"),
     ),
     ("sequences", "curves", "token_order", "masks", "relative_offsets", "windows"),
     ("pattern", "fibottention", "support_baselines", "radial", "supports"),
@@ -37,7 +37,7 @@ FLOORS = [
     ("prior",),
     ("attention",),
     ("image_processor", "model_card", "hub"),
-    ("base_config", "blocks", "feature_maps"),
+    ("base_config", "blocks", "mixed_sizes", "feature_maps"),
     (
         *("configuration_sparseprior_vit", "configuration_sparseprior_timesformer", "configuration_sparseprior_swin"),
         "configuration_sparseprior_convit",

@@ -211,6 +211,13 @@ def test_plans_are_kept_and_bounded():
     before = layer(tokens(), (4, 4), 1)[0]
     for width in range(1, 3 * layer.MAX_PLANS):
         layer(tokens((1, width), 0), (1, width), 0)
+    assert len(layer._plans) == 3 * layer.MAX_PLANS + 1  # small ones
+    layer.MOST_PLANS = 20
+    layer(tokens((2, 2), 0), (2, 2), 0)
+    assert len(layer._plans) == 20
+    layer.PLANS_BYTES = 100
+    for width in range(30, 40):
+        layer(tokens((1, width), 0), (1, width), 0)
         assert len(layer._plans) <= layer.MAX_PLANS
     assert torch.equal(layer(tokens(), (4, 4), 1)[0], before)
 
