@@ -296,22 +296,19 @@ class SparsePriorAttention(PriorAttention):
             for projection, width in zip((self.q_proj, self.k_proj, self.v_proj), widths, strict=True)
         )
         options = (output_attentions, backend, token_ids, keep_mask, weight_rows, layout)
-        if isinstance(grid, Packing):
-            parts = (grid.parts(tokens, num_prefix_tokens) for tokens in (q, k, v))
-            found = [
-                self._attend_heads(*tokens, own, num_prefix_tokens, *options)
-                for *tokens, own in zip(*parts, grid.grids, strict=True)
-            ]
-            out, weights = joined([out for out, _ in found]), [weights for _, weights in found]
-        else:
-            out, weights = self._attend_heads(q, k, v, grid, num_prefix_tokens, *options)
-        return self.o_proj(out), weights
+        if not isinstance(grid, Packing):
+            out, weights = self._attend_heads((q, k, v), grid, num_prefix_tokens, *options)
+            return self.o_proj(out), weights
+        heads = zip(*(grid.parts(tokens, num_prefix_tokens) for tokens in (q, k, v)), strict=True)
+        found = [
+            self._attend_heads(own, sides, num_prefix_tokens, *options)
+            for own, sides in zip(heads, grid.grids, strict=True)
+        ]
+        return self.o_proj(joined([out for out, _ in found])), [weights for _, weights in found]
 
     def _attend_heads(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        heads: tuple[Tensor, ...],
         grid: tuple[int, ...],
         num_prefix_tokens: int,
         output_attentions: bool,
@@ -321,11 +318,12 @@ class SparsePriorAttention(PriorAttention):
         weight_rows: int | None,
         layout: str,
     ) -> tuple[Tensor, Tensor | None]:
-        """Heads (B, T, H, D) of one grid: their outputs side by side, (B, T, H * D), and the weights."""
+        """Outputs of the heads side by side, (B, T, H * D), and weights, of q, k, v (B, T, H, D) of one grid."""
+        q, k, v = (tokens.transpose(1, 2) for tokens in heads)
         request = AttentionRequest(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
+            q,
+            k,
+            v,
             self.plan(grid, num_prefix_tokens, layout=layout),
             scale=self.logit_scale,
             dropout_p=self.attention_dropout if self.training else 0.0,

@@ -368,7 +368,7 @@ class SparsePriorTimesformerModel(SparsePriorTimesformerPreTrainedModel, SparseP
         series = patches.unflatten(axis, (plan.frames, -1)).transpose(axis, axis + 1).flatten(axis, axis + 1)
         return torch.cat([prefix, series], axis)
 
-    def forward(
+    def forward(  # type: ignore[override]  # clips of one batch have one size
         self,
         pixel_values: Tensor,
         output_attentions: bool | None = None,

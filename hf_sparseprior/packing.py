@@ -136,6 +136,8 @@ def read_images(
         if extra := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{extra[0]} is for a tensor of pixel_values, not for a list of images")
         images = [checked_image(image, number, num_channels, patch) for number, image in enumerate(pixel_values)]
+    elif not torch.is_tensor(pixel_values):
+        raise ValueError(f"pixel_values of {type(pixel_values).__name__} must be a tensor or a list of images")
     elif pixel_mask is not None:
         if spatial_shapes is not None or pixel_attention_mask is not None:
             raise ValueError("pixel_mask (padded images) excludes spatial_shapes and pixel_attention_mask (patches)")
