@@ -577,15 +577,18 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
+        sizes = {
+            "pixel_attention_mask": pixel_attention_mask,
+            "spatial_shapes": spatial_shapes,
+            "pixel_mask": pixel_mask,
+        }
         encoded = self.vit(
             pixel_values,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             return_dict=True,
             token_sources=token_sources,
-            pixel_attention_mask=pixel_attention_mask,
-            spatial_shapes=spatial_shapes,
-            pixel_mask=pixel_mask,
+            **{name: value for name, value in sizes.items() if value is not None},  # which a model of clips has not
         )
         logits = self.classifier(encoded.pooler_output)
         class_logits = distillation_logits = token_logits = None
