@@ -5,9 +5,8 @@ python -m tasks.common.mm.scenes data/scenes
 python -m tasks.detection.compare --config configs/detection/scenes_priors.py
 """
 
-_base_ = ["smoke.py"]
+_base_ = ["smoke.py", "../mm/four_priors.py"]
 steps, warmup = 150, 20
-seeds = [0, 1, 2]
 optim_wrapper = dict(optimizer=dict(lr=2e-3))
 param_scheduler = [
     dict(type="LinearLR", start_factor=0.01, by_epoch=False, begin=0, end=warmup),
@@ -16,9 +15,3 @@ param_scheduler = [
 # The last step counts; nothing is chosen on the validation scenes.
 train_cfg = dict(max_iters=steps, val_interval=steps)
 default_hooks = dict(checkpoint=dict(interval=50, max_keep_ckpts=1))
-cells = dict(
-    dense=dict(model=dict(backbone=dict(prior="dense"))),
-    fibottention=dict(model=dict(backbone=dict(prior="fibottention"))),
-    violin=dict(model=dict(backbone=dict(prior="violin"))),
-    both=dict(model=dict(backbone=dict(prior="fibottention+violin"))),
-)

@@ -24,10 +24,18 @@ def path(name: str) -> Path:
 def cells(name: str) -> list[str]:
     """FILE#CELL for each cell of a file, or its name alone. mmengine's Python files are read without running them."""
     if name.endswith(".py"):
-        assigned = (node for node in ast.parse(path(name).read_text()).body if isinstance(node, ast.Assign))
-        keys = [key.arg for node in assigned if ast.unparse(node.targets[0]) == "cells" for key in node.value.keywords]
-        return [f"{name}#{key}" for key in keys] or [name]
+        return [f"{name}#{key}" for key in mm_cells(path(name))] or [name]
     return [f"{name}#{cell}" if cell else name for cell in read_cells(path(name))]
+
+
+def mm_cells(file: Path) -> list[str]:
+    """The cells of a Python file, its own or those of its bases."""
+    assigned = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Assign)]
+    values = {ast.unparse(node.targets[0]): node.value for node in assigned}
+    if "cells" in values:
+        return [key.arg for key in values["cells"].keywords]
+    bases = ast.literal_eval(values["_base_"]) if "_base_" in values else []
+    return [cell for base in bases for cell in mm_cells(file.parent / base)]
 
 
 def runs(name: str) -> list[str]:
