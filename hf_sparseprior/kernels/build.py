@@ -30,7 +30,7 @@ logger = logging.getLogger("hf_sparseprior.kernels")
 FOLDER = Path(__file__).parent
 # The ones that take longest come first.
 SOURCES = tuple(FOLDER / f"{name}_cpu.cpp" for name in ("diagonal", "operators", "decayed", "listed", "predicted"))
-HEADERS = (FOLDER / "operators.h", FOLDER / "vectors.h")
+HEADERS = (FOLDER / "kernels.h", FOLDER / "vectors.h")
 COMPILERS = ("g++", "clang++", "c++")
 # The machine's own instructions, because the library never leaves it. No fast-math: -inf and the rounding of exp are
 # needed.

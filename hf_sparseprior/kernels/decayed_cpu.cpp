@@ -12,11 +12,8 @@
 // Work is cut into pieces of (head, group of images) of a fixed size, and their sums are added in the order of the
 // pieces, so the result does not depend on the number of threads.
 
-#include <ATen/Parallel.h>
-
 #include <vector>
 
-#include "operators.h"
 #include "vectors.h"
 
 namespace sparseprior {
@@ -36,16 +33,12 @@ struct Problem {
   int64_t B, H, P, N, T, D, C, A;
   int64_t size, keys;  // floats of a packed row, keys in whole vectors
   float scale;
-  Values values;
   const float *positions, *log_gamma, *alpha, *prefix_gamma;  // (C, A, N), (C, H), (H), (H)
 
-  Problem(
-      const Tensor& q, const Tensor& positions_, const Tensor& log_gamma_, const Tensor& alpha_,
-      const Tensor& prefix_gamma_, int64_t prefix, double scale_)
-      : B(q.size(0)), H(q.size(1)), P(prefix), N(q.size(2) - prefix), T(q.size(2)), D(q.size(3)),
-        C(positions_.size(0)), A(positions_.size(1)), size(L * vectors(D)), keys(L * vectors(T)), scale((float)scale_),
-        positions(values.of<float>(positions_)), log_gamma(values.of<float>(log_gamma_)),
-        alpha(values.of<float>(alpha_)), prefix_gamma(values.of<float>(prefix_gamma_)) {}
+  explicit Problem(const DecayedInputs& inputs)
+      : B(inputs.B), H(inputs.H), P(inputs.P), N(inputs.T - inputs.P), T(inputs.T), D(inputs.q.width), C(inputs.C),
+        A(inputs.A), size(packed_width(D)), keys(packed_width(T)), scale(inputs.scale), positions(inputs.positions),
+        log_gamma(inputs.log_gamma), alpha(inputs.alpha), prefix_gamma(inputs.prefix_gamma) {}
   int64_t group(int64_t arrays) const {
     return std::clamp<int64_t>(GROUP_BYTES / (arrays * keys * size * (int64_t)sizeof(float)), 1, MAX_GROUP);
   }
@@ -424,12 +417,12 @@ void backward_group(const Problem& x, int64_t h, int64_t b0, int64_t b1, const B
   }
 }
 
-// ---- operators ------------------------------------------------------------------------------------------------------
+// ---- both passes ----------------------------------------------------------------------------------------------------
 
 template <typename F>
 void for_groups(const Problem& x, int64_t arrays, const F& run) {
   const int64_t group = x.group(arrays), groups = x.groups(arrays);
-  at::parallel_for(0, x.H * groups, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(x.H * groups, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t b0 = i % groups * group;
       run(i, i / groups, b0, std::min(x.B, b0 + group));
@@ -437,50 +430,23 @@ void for_groups(const Problem& x, int64_t arrays, const F& run) {
   });
 }
 
-void check_decay(
-    const Tensor& q, int64_t prefix, const Tensor& positions, const Tensor& log_gamma, const Tensor& alpha,
-    const Tensor& prefix_gamma) {
-  TORCH_CHECK(
-      positions.dim() == 3 && positions.size(0) > 0 && positions.size(1) > 0, "positions of shape ", positions.sizes(),
-      " must be (curves, axes, patches)");
-  check_is(positions, {positions.size(0), positions.size(1), q.size(2) - prefix}, at::kFloat, "positions");
-  check_is(log_gamma, {positions.size(0), q.size(1)}, at::kFloat, "log_gamma");
-  check_is(alpha, {q.size(1)}, at::kFloat, "alpha");
-  check_is(prefix_gamma, {q.size(1)}, at::kFloat, "prefix_gamma");
-}
-
 }  // namespace
 
-Tensor decayed_forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& positions, const Tensor& log_gamma,
-    const Tensor& alpha, const Tensor& prefix_gamma, int64_t prefix, double scale) {
-  check_inputs(q, k, v, prefix);
-  check_decay(q, prefix, positions, log_gamma, alpha, prefix_gamma);
-  const Problem x(q, positions, log_gamma, alpha, prefix_gamma, prefix, scale);
-  Tensor out = like_projection(q);
-  const View qv(q), kv(k), vv(v), outv(out);
+int64_t decayed_groups(const DecayedInputs& inputs) { return Problem(inputs).groups(BACKWARD_ARRAYS); }
+
+void decayed_forward(const DecayedInputs& inputs, const View& out) {
+  const Problem x(inputs);
   for_groups(x, FORWARD_ARRAYS, [&](int64_t, int64_t h, int64_t b0, int64_t b1) {
-    forward_group(x, h, b0, b1, qv, kv, vv, outv);
+    forward_group(x, h, b0, b1, inputs.q, inputs.k, inputs.v, out);
   });
-  return out;
 }
 
-// Gradients of q, k, v, log_gamma, alpha and prefix_gamma.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decayed_backward(
-    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& positions,
-    const Tensor& log_gamma, const Tensor& alpha, const Tensor& prefix_gamma, int64_t prefix, double scale) {
-  check_inputs(q, k, v, prefix);
-  check_decay(q, prefix, positions, log_gamma, alpha, prefix_gamma);
-  check_like(q, grad, "grad");
-  const Problem x(q, positions, log_gamma, alpha, prefix_gamma, prefix, scale);
-  Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
-  const Tensor sums = q.new_empty({x.H, x.groups(BACKWARD_ARRAYS), 2 + x.C}, q.options().dtype(at::kFloat));
-  const Backward f{View(q), View(k), View(v), View(grad), View(dq), View(dk), View(dv)};
+void decayed_backward(const DecayedInputs& inputs, const DecayedGradients& f) {
+  const Problem x(inputs);
+  const Backward views{inputs.q, inputs.k, inputs.v, f.grad, f.dq, f.dk, f.dv};
   for_groups(x, BACKWARD_ARRAYS, [&](int64_t i, int64_t h, int64_t b0, int64_t b1) {
-    backward_group(x, h, b0, b1, f, sums.data_ptr<float>() + i * (2 + x.C));
+    backward_group(x, h, b0, b1, views, f.sums + i * (2 + x.C));
   });
-  const Tensor total = sums.sum(1);  // (H, 2 + C)
-  return {dq, dk, dv, total.slice(1, 2).t().contiguous(), total.select(1, 0).contiguous(), total.select(1, 1).contiguous()};
 }
 
 }  // namespace sparseprior

@@ -16,11 +16,8 @@
 //
 // Sums over pieces are taken in the order of the pieces, so the result does not depend on the number of threads.
 
-#include <ATen/Parallel.h>
-
 #include <vector>
 
-#include "operators.h"
 #include "vectors.h"
 
 namespace sparseprior {
@@ -68,7 +65,9 @@ struct Head {
   }
 };
 
-struct Problem {
+}  // namespace
+
+struct DiagonalProblem {
   int64_t B, H, P, N, D, size;  // size: floats of a packed row
   int64_t padded, chunk, chunks, rows;  // rows in whole blocks; rows of a piece; pieces of a head; rows of the largest
   int64_t columns = 0, most_packed = 0, most_columns = 0, farthest = 0;  // farthest: the largest offset
@@ -79,49 +78,20 @@ struct Problem {
   // tokens and for patches with themselves only.
   const float *pair_weights = nullptr, *prefix_weights = nullptr, *self_weights = nullptr;
   const int64_t* begin = nullptr;
-  Values values;
   std::vector<Head> heads;
   std::vector<float> zeros;  // a row
 
-  Problem(
-      const Tensor& q, const Tensor& offsets, const Tensor& counts, int64_t prefix, double scale_, bool zero_fill_,
-      const optional<Tensor>& pairs, const optional<Tensor>& pair_begin, const optional<Tensor>& prefix_weight,
-      const optional<Tensor>& self_weight)
-      : B(q.size(0)), H(q.size(1)), P(prefix), N(q.size(2) - prefix), D(q.size(3)), size(L * vectors(q.size(3))),
-        scale((float)scale_), zero_fill(zero_fill_), decayed(pairs.has_value()), zeros(size) {
-    padded = (N + L - 1) / L * L;
+  explicit DiagonalProblem(const DiagonalInputs& inputs)
+      : B(inputs.B), H(inputs.H), P(inputs.P), N(inputs.T - inputs.P), D(inputs.q.width),
+        size(packed_width(inputs.q.width)), scale(inputs.scale), zero_fill(inputs.zero_fill),
+        decayed(inputs.decayed), pair_weights(inputs.pair_weights),
+        prefix_weights(inputs.prefix_weights), self_weights(inputs.self_weights), begin(inputs.pair_begin), zeros(size) {
+    padded = packed_width(N);
     large = B * H * (P + N) * size * (int64_t)sizeof(float) > LARGE_BYTES;
-    chunk = in_place(View(q)) ? CHUNK : PACKED_CHUNK;
+    chunk = in_place(inputs.q) ? CHUNK : PACKED_CHUNK;
     rows = std::min(chunk, padded);
     chunks = (N + chunk - 1) / chunk;
-    check_is(counts, {H}, at::kInt, "counts");
-    const int32_t* count = values.of<int32_t>(counts);
-    int64_t total = 0;
-    for (int64_t h = 0; h < H; ++h) {
-      TORCH_CHECK(count[h] >= 0, "counts must be 0 or more, got ", count[h]);
-      total += count[h];
-    }
-    check_is(offsets, {total}, at::kInt, "offsets");
-    const int32_t* signed_offsets = values.of<int32_t>(offsets);
-    if (decayed) {
-      TORCH_CHECK(
-          pair_begin && prefix_weight && self_weight,
-          "pair_weights come with pair_begin, prefix_weight and self_weight");
-      check_is(*pairs, {pairs->numel()}, at::kFloat, "pair_weights");
-      check_is(*pair_begin, {total}, at::kLong, "pair_begin");
-      check_is(*prefix_weight, {H}, at::kFloat, "prefix_weight");
-      check_is(*self_weight, {H}, at::kFloat, "self_weight");
-      pair_weights = values.of<float>(*pairs);
-      begin = values.of<int64_t>(*pair_begin);
-      prefix_weights = values.of<float>(*prefix_weight);
-      self_weights = values.of<float>(*self_weight);
-      for (int64_t i = 0; i < total; ++i) {
-        const int64_t length = std::max<int64_t>(0, N - std::abs((int64_t)signed_offsets[i]));
-        TORCH_CHECK(
-            begin[i] >= 0 && begin[i] + length <= pairs->numel(), "pair_begin ", begin[i], " and the ", length,
-            " pairs of an offset must be within pair_weights of length ", pairs->numel());
-      }
-    }
+    const int32_t *count = inputs.counts, *signed_offsets = inputs.offsets;
     heads.resize(H);
     int64_t first = 0;
     for (int64_t h = 0; h < H; ++h) {
@@ -201,6 +171,10 @@ struct Problem {
     return (column < P ? lanes(0, rows) : head.valid(column - P, j0, rows, N).mask()) ? floor_value : vec{};
   }
 };
+
+namespace {
+
+using Problem = DiagonalProblem;
 
 // 16 rows; with a step of 0, the same row 16 times.
 struct Block {
@@ -375,7 +349,7 @@ struct Piece {
     const int64_t bytes = view.width * (view.half ? 2 : 4);
     for (int64_t t = x.P + std::max<int64_t>(from, 0); t < x.P + std::min(to, x.N); ++t) {
       for (int64_t head = 0; head < x.H; ++head) {
-        const char* row = view.half ? (const char*)view.of<at::BFloat16>(b, head, t) : (const char*)view.of<float>(b, head, t);
+        const char* row = view.half ? (const char*)view.of<Half>(b, head, t) : (const char*)view.of<float>(b, head, t);
         for (int64_t i = 0; i < bytes; i += 64) (void)*(const volatile char*)(row + i);
       }
     }
@@ -437,7 +411,7 @@ inline void mix(
     mix<V>(columns, count, factors, rows, size, scratch, false, scratch, size);
     write_rows(scratch, to, piece.b, piece.h, x.P + j0, rows);
   } else if (to.half) {
-    at::BFloat16* out = to.of<at::BFloat16>(piece.b, piece.h, x.P + j0);
+    Half* out = to.of<Half>(piece.b, piece.h, x.P + j0);
     mix<V>(columns, count, factors, rows, size, scratch, x.large, out, to.token);
   } else {
     mix<V>(columns, count, factors, rows, size, scratch, x.large, to.of<float>(piece.b, piece.h, x.P + j0), to.token);
@@ -446,12 +420,7 @@ inline void mix(
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-struct Forward {
-  View q, k, v, out;
-  const float *drop, *v_sum;              // null if there is none
-  float *probs, *logits, *floors, *rows;  // null if nothing is kept
-  float* partial;  // for each piece and prefix token: maximum, sum and weighted sum of v of its softmax over the piece
-};
+using Forward = DiagonalForward;
 
 // Logits of a block of rows become the factors of their values, in place.
 vec softmax(const Piece& piece, const Forward& f, int64_t j0, float* s) {
@@ -594,16 +563,7 @@ void forward_prefix(const Problem& x, const Forward& f, int64_t b, int64_t h) {
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-struct Backward {
-  View q, k, v, out, grad, dq, dk, dv;
-  const float *drop, *v_sum, *probs, *logits, *floors, *rows;
-  float *pair_grads, *weight_grads;  // gradients of the scaled products of pairs, and of their weights
-  float* row_grads;                  // the same of the prefix rows' products
-  // For each piece: gradients of the prefix tokens' q, k, v, the sum of floor * gradient of the rows, and the gradient
-  // of the prefix weight.
-  float* sums;
-  int64_t sums_size;
-};
+using Backward = DiagonalBackward;
 inline int64_t sums_size(const Problem& x) { return (3 * x.P + 1) * x.size + 1; }
 
 // Gradients of the queries of a piece, and of the products of all its pairs.
@@ -614,8 +574,8 @@ void backward_rows(const Piece& piece, const Backward& f, const Scratch& own) {
   const int64_t P = x.P, size = V ? L * V : x.size, first = piece.first, end = piece.end;
   float *prefix_q = own.prefix.data(), *prefix_g = prefix_q + P * size, *prefix_out = prefix_g + P * size;
   const float factor = x.prefix_factor(piece.h);
-  float* sums = f.sums + (piece.bh * x.chunks + piece.chunk) * f.sums_size;
-  std::fill_n(sums, f.sums_size, 0.0f);
+  float* sums = f.sums + (piece.bh * x.chunks + piece.chunk) * sums_size(x);
+  std::fill_n(sums, sums_size(x), 0.0f);
   float *dq_prefix = sums, *dk_prefix = sums + P * size, *dv_prefix = sums + 2 * P * size, *floor_sum = sums + 3 * P * size;
   vec prefix_sum = vec{};
   piece.prefix(f.q, prefix_q);
@@ -695,15 +655,15 @@ void backward_rows(const Piece& piece, const Backward& f, const Scratch& own) {
     }
     mix<V>(piece, j0, keys.ahead(j0), head.columns, ds, f.dq, own.result.data());
   }
-  sums[f.sums_size - 1] = sum(prefix_sum);
+  sums[sums_size(x) - 1] = sum(prefix_sum);
 }
 
 // Prefix tokens among themselves, and the sums of all pieces; the first piece's sums become the whole.
 void backward_prefix(const Problem& x, const Backward& f, int64_t b, int64_t h) {
   const int64_t P = x.P, size = x.size;
-  float* sums = f.sums + (b * x.H + h) * x.chunks * f.sums_size;
+  float* sums = f.sums + (b * x.H + h) * x.chunks * sums_size(x);
   for (int64_t chunk = 1; chunk < x.chunks; ++chunk) {
-    for (int64_t i = 0; i < f.sums_size; ++i) sums[i] += sums[chunk * f.sums_size + i];
+    for (int64_t i = 0; i < sums_size(x); ++i) sums[i] += sums[chunk * sums_size(x) + i];
   }
   float *dq = sums, *dk = sums + P * size, *dv = sums + 2 * P * size, *floor_sum = sums + 3 * P * size;
   const Buffer q(P * size), k(P * size), v(P * size), g(P * size), out(P * size);
@@ -721,7 +681,7 @@ void backward_prefix(const Problem& x, const Backward& f, int64_t b, int64_t h) 
       const float drop = f.drop ? f.drop[x.pairs() + pair] : 1.0f, kept = f.rows[pair] * drop;
       const float ds = f.rows[pair] * (drop * dot(gradient, v.data() + t * size, size) - delta);
       const float scaled = ds * x.prefix_factor(h);
-      sums[f.sums_size - 1] += ds * dot(query, k.data() + t * size, size) * x.scale;
+      sums[sums_size(x) - 1] += ds * dot(query, k.data() + t * size, size) * x.scale;
       f.row_grads[pair] = scaled;
       add_row(size, scaled, k.data() + t * size, dq + p * size);
       add_row(size, scaled, query, dk + t * size);
@@ -768,7 +728,7 @@ void backward_keys(const Piece& piece, const Backward& f, const Scratch& own) {
         return load_lanes(f.pair_grads + column + j0, low, high);
       });
   gather(
-      f.grad, f.dv, x.zero_fill ? f.sums + piece.bh * x.chunks * f.sums_size + 3 * P * size : nullptr,
+      f.grad, f.dv, x.zero_fill ? f.sums + piece.bh * x.chunks * sums_size(x) + 3 * P * size : nullptr,
       [&](int64_t key, int64_t keys) {
         const vec p = load_lanes(f.rows + key, 0, keys);
         return f.drop ? p * load_lanes(f.drop + x.pairs() + key, 0, keys) : p;
@@ -797,17 +757,17 @@ void backward_weights(const Problem& x, const Backward& f, int64_t h, float* d_p
       }
     }
   }
-  for (int64_t b = 0; b < x.B; ++b) d_prefix += f.sums[((b * x.H + h) * x.chunks + 1) * f.sums_size - 1];
+  for (int64_t b = 0; b < x.B; ++b) d_prefix += f.sums[((b * x.H + h) * x.chunks + 1) * sums_size(x) - 1];
 }
 
-// ---- operators ------------------------------------------------------------------------------------------------------
+// ---- both passes ----------------------------------------------------------------------------------------------------
 
 // Pieces in the order of memory: all heads of some rows, then the next rows. The work reads `own_inputs` at a piece's
 // rows, and `seen` at the offsets too.
 template <typename F>
 void for_pieces(
     const Problem& x, std::initializer_list<const View*> own_inputs, std::initializer_list<const View*> seen, const F& run) {
-  at::parallel_for(0, x.B * x.chunks * x.H, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(x.B * x.chunks * x.H, 1, [&](int64_t begin, int64_t end) {
     const Scratch own(x);
     for (int64_t i = begin; i < end; ++i) {
       const Piece piece(x, i);
@@ -824,78 +784,37 @@ void for_pieces(
 }
 template <typename F>
 void for_heads(const Problem& x, const F& run) {
-  at::parallel_for(0, x.B * x.H, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(x.B * x.H, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) run(i / x.H, i % x.H);
   });
 }
 
-float* data(const Tensor& x) { return x.numel() ? x.data_ptr<float>() : nullptr; }
-// Factors of the pairs' weights, null if nothing is dropped.
-const float* factors(Problem& x, const optional<Tensor>& drop) {
-  if (!drop) return nullptr;
-  check_is(*drop, {x.pairs() + x.B * x.H * x.P * (x.P + x.N)}, at::kFloat, "drop");
-  return x.values.of<float>(*drop);
-}
-
-// Sums of all values of a head, as packed rows.
-Tensor sum_of_values(const Tensor& v, int64_t size) {
-  const Tensor sums = v.new_zeros({v.size(0), v.size(1), size}, v.options().dtype(at::kFloat));
-  sums.narrow(2, 0, v.size(3)).copy_(v.sum(2, false, at::kFloat));
-  return sums;
-}
-
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> diagonal_forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& offsets, const Tensor& counts, int64_t prefix,
-    double scale, bool zero_fill, const optional<Tensor>& pair_weights, const optional<Tensor>& pair_begin,
-    const optional<Tensor>& prefix_weight, const optional<Tensor>& self_weight, const optional<Tensor>& drop, bool keep) {
-  check_inputs(q, k, v, prefix);
-  Problem x(q, offsets, counts, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight, self_weight);
-  const auto floats = q.options().dtype(at::kFloat);
-  Tensor out = like_projection(q);
-  Tensor probs = q.new_empty({keep ? x.pairs() : 0}, floats);
-  Tensor logits = q.new_empty({keep && pair_weights ? x.pairs() : 0}, floats);
-  Tensor floors = q.new_empty({keep && zero_fill ? x.B * x.H * x.padded : 0}, floats);
-  Tensor rows = q.new_empty({keep ? x.B : 0, x.H, prefix, prefix + x.N}, floats);
-  const Tensor partial = q.new_empty({x.B * x.H * x.chunks * prefix * (2 + x.size)}, floats);
-  const Tensor v_sum = zero_fill ? sum_of_values(v, x.size) : q.new_empty({0}, floats);
-  const Forward f{View(q), View(k), View(v), View(out), factors(x, drop), data(v_sum),
-                  data(probs), data(logits), data(floors), data(rows), data(partial)};
+Diagonal::Diagonal(const DiagonalInputs& inputs) : problem_(std::make_unique<DiagonalProblem>(inputs)) {}
+Diagonal::~Diagonal() = default;
+
+int64_t Diagonal::pairs() const { return problem_->pairs(); }
+int64_t Diagonal::floors() const { return problem_->B * problem_->H * problem_->padded; }
+int64_t Diagonal::partial() const {
+  const Problem& x = *problem_;
+  return x.B * x.H * x.chunks * x.P * (2 + x.size);
+}
+int64_t Diagonal::sums() const {
+  const Problem& x = *problem_;
+  return x.B * x.H * x.chunks * sums_size(x);
+}
+
+void Diagonal::forward(const DiagonalForward& f) const {
+  const Problem& x = *problem_;
   for_pieces(x, {&f.q}, {&f.k, &f.v}, [&](const Piece& piece, const Scratch& own) {
     x.size == 64 ? forward_piece<4>(piece, f, own) : forward_piece<0>(piece, f, own);
   });
-  if (prefix) for_heads(x, [&](int64_t b, int64_t h) { forward_prefix(x, f, b, h); });
-  return {out, probs, logits, floors, rows};
+  if (x.P) for_heads(x, [&](int64_t b, int64_t h) { forward_prefix(x, f, b, h); });
 }
 
-// Gradients of q, k, v and, with a decay, of pair_weights, prefix_weight and self_weight (otherwise empty).
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> diagonal_backward(
-    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& offsets,
-    const Tensor& counts, int64_t prefix, double scale, bool zero_fill, const optional<Tensor>& pair_weights,
-    const optional<Tensor>& pair_begin, const optional<Tensor>& prefix_weight, const optional<Tensor>& self_weight,
-    const optional<Tensor>& drop, const Tensor& probs, const Tensor& logits, const Tensor& floors, const Tensor& rows) {
-  check_inputs(q, k, v, prefix);
-  check_like(q, grad, "grad");
-  check_like(q, out, "out");
-  Problem x(q, offsets, counts, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight, self_weight);
-  check_is(probs, {x.pairs()}, at::kFloat, "probs");
-  check_is(logits, {pair_weights ? x.pairs() : 0}, at::kFloat, "logits");
-  check_is(floors, {zero_fill ? x.B * x.H * x.padded : 0}, at::kFloat, "floors");
-  check_is(rows, {x.B, x.H, prefix, prefix + x.N}, at::kFloat, "rows");
-  const auto floats = q.options().dtype(at::kFloat);
-  Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
-  const Tensor pair_grads = q.new_empty({x.pairs()}, floats);
-  const Tensor weight_grads = q.new_empty({pair_weights ? x.pairs() : 0}, floats);
-  const Tensor row_grads = q.new_empty({x.B, x.H, prefix, prefix + x.N}, floats);
-  const Tensor sums = q.new_empty({x.B * x.H * x.chunks * sums_size(x)}, floats);
-  const Tensor v_sum = zero_fill ? sum_of_values(v, x.size) : q.new_empty({0}, floats);
-  Tensor d_pairs = q.new_zeros({pair_weights ? pair_weights->numel() : 0}, floats);
-  Tensor d_prefix = q.new_zeros({pair_weights ? x.H : 0}, floats), d_self = d_prefix.new_zeros(d_prefix.sizes());
-  const Backward f{View(q), View(k), View(v), View(out), View(grad), View(dq), View(dk), View(dv), factors(x, drop),
-                   data(v_sum), x.values.of<float>(probs), x.values.of<float>(logits), x.values.of<float>(floors),
-                   x.values.of<float>(rows), data(pair_grads), data(weight_grads), data(row_grads), data(sums),
-                   sums_size(x)};
+void Diagonal::backward(const DiagonalBackward& f) const {
+  const Problem& x = *problem_;
   for_pieces(x, {&f.grad}, {&f.k, &f.v}, [&](const Piece& piece, const Scratch& own) {
     x.size == 64 ? backward_rows<4>(piece, f, own) : backward_rows<0>(piece, f, own);
   });
@@ -903,15 +822,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> diagonal_backward(
   for_pieces(x, {}, {&f.q, &f.grad}, [&](const Piece& piece, const Scratch& own) {
     x.size == 64 ? backward_keys<4>(piece, f, own) : backward_keys<0>(piece, f, own);
   });
-  if (pair_weights) {
-    at::parallel_for(0, x.H, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t h = begin; h < end; ++h) {
-        float *prefix_data = d_prefix.data_ptr<float>(), *self_data = d_self.data_ptr<float>();
-        backward_weights(x, f, h, d_pairs.data_ptr<float>(), prefix_data[h], self_data[h]);
-      }
-    });
-  }
-  return {dq, dk, dv, d_pairs, d_prefix, d_self};
+  if (!x.decayed) return;
+  parallel_for(x.H, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t h = begin; h < end; ++h) backward_weights(x, f, h, f.d_pairs, f.d_prefix[h], f.d_self[h]);
+  });
 }
 
 }  // namespace sparseprior

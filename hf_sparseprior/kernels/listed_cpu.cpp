@@ -9,11 +9,8 @@
 // A piece of work is a head of all images if they share a factor, otherwise of one image. Nothing is added across
 // pieces, so the result does not depend on the number of threads.
 
-#include <ATen/Parallel.h>
-
 #include <vector>
 
-#include "operators.h"
 #include "vectors.h"
 
 namespace sparseprior {
@@ -23,21 +20,15 @@ struct Lists {
   int64_t B, H, P, N, T, D, K;
   int64_t size, places;  // floats of a packed row; places of the longest list in whole vectors
   float scale;
-  Values values;
-  const int32_t* keys;                                 // (1 or B, H, N, K)
-  const float *factor = nullptr, *prefix = nullptr;    // (1 or B, H, N, K), (H)
-  bool own_keys, own_factor;                           // whether each image has its own
+  const int32_t* keys;             // (1 or B, H, N, K)
+  const float *factor, *prefix;    // (1 or B, H, N, K), (H)
+  bool own_keys, own_factor;       // whether each image has its own
 
-  Lists(
-      const Tensor& q, const Tensor& keys_, const optional<Tensor>& factor_, const optional<Tensor>& prefix_,
-      int64_t prefix_tokens, double scale_)
-      : B(q.size(0)), H(q.size(1)), P(prefix_tokens), N(q.size(2) - prefix_tokens), T(q.size(2)), D(q.size(3)),
-        K(keys_.size(3)), size(L * vectors(D)), places(L * vectors(std::max(K, T * (int64_t)(P > 0)))),
-        scale((float)scale_), keys(values.of<int32_t>(keys_)), own_keys(keys_.size(0) > 1),
-        own_factor(factor_ && factor_->size(0) > 1) {
-    if (factor_) factor = values.of<float>(*factor_);
-    if (prefix_) prefix = values.of<float>(*prefix_);
-  }
+  explicit Lists(const ListedInputs& inputs)
+      : B(inputs.B), H(inputs.H), P(inputs.P), N(inputs.T - inputs.P), T(inputs.T), D(inputs.q.width), K(inputs.K),
+        size(packed_width(D)), places(packed_width(std::max(K, T * (int64_t)(P > 0)))), scale(inputs.scale),
+        keys(inputs.keys), factor(inputs.factor), prefix(inputs.prefix_factor), own_keys(inputs.own_keys),
+        own_factor(inputs.own_factor) {}
   // Images that one piece of work goes through.
   int64_t images() const { return factor && !own_factor ? std::max<int64_t>(B, 1) : 1; }
 };
@@ -251,7 +242,7 @@ void backward_head(const Lists& x, int64_t b, int64_t h, const Gradients& g) {
 template <typename F>
 void for_heads(const Lists& x, const F& run) {
   const int64_t images = x.images(), pieces = x.H * (x.B / images);
-  at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(pieces, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t b0 = i / x.H * images;
       for (int64_t b = b0; b < b0 + images; ++b) run(b, i % x.H);
@@ -259,66 +250,17 @@ void for_heads(const Lists& x, const F& run) {
   });
 }
 
-// ---- operators ------------------------------------------------------------------------------------------------------
-
-void check_lists(
-    const Tensor& q, int64_t prefix, const Tensor& keys, const optional<Tensor>& factor,
-    const optional<Tensor>& prefix_factor) {
-  const int64_t N = q.size(2) - prefix;
-  TORCH_CHECK(
-      keys.dim() == 4 && (keys.size(0) == 1 || keys.size(0) == q.size(0)) && keys.size(1) == q.size(1) &&
-          keys.size(2) == N && keys.size(3) > 0 && keys.scalar_type() == at::kInt,
-      "keys of shape ", keys.sizes(), " and dtype ", keys.scalar_type(), " must be int32 (1 or batch, heads, patches, places)");
-  if (keys.numel()) {  // a wrong number would be read as an address
-    const auto [low, high] = keys.aminmax();
-    TORCH_CHECK(
-        low.item<int>() >= -1 && high.item<int>() < q.size(2), "keys from ", low.item<int>(), " to ", high.item<int>(),
-        " must be tokens, 0 to ", q.size(2) - 1, ", or -1");
-    TORCH_CHECK(keys.select(3, 0).min().item<int>() >= 0, "a list of keys is empty");
-  }
-  if (factor) {
-    TORCH_CHECK(
-        factor->dim() == 4 && (factor->size(0) == 1 || factor->size(0) == q.size(0)) &&
-            factor->sizes().slice(1) == keys.sizes().slice(1) && factor->scalar_type() == at::kFloat,
-        "factor of shape ", factor->sizes(), " and dtype ", factor->scalar_type(),
-        " must be float32 (1 or batch, heads, patches, places)");
-  }
-  if (prefix_factor) check_is(*prefix_factor, {q.size(1)}, at::kFloat, "prefix_factor");
-}
-
 }  // namespace
 
-Tensor listed_forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, const optional<Tensor>& factor,
-    const optional<Tensor>& prefix_factor, int64_t prefix, double scale) {
-  check_inputs(q, k, v, prefix);
-  check_lists(q, prefix, keys, factor, prefix_factor);
-  const Lists x(q, keys, factor, prefix_factor, prefix, scale);
-  Tensor out = like_projection(q);
-  const View qv(q), kv(k), vv(v), outv(out);
-  for_heads(x, [&](int64_t b, int64_t h) {
-    forward_head(x, b, h, qv, kv, vv, outv);
-  });
-  return out;
+void listed_forward(const ListedInputs& inputs, const View& out) {
+  const Lists x(inputs);
+  for_heads(x, [&](int64_t b, int64_t h) { forward_head(x, b, h, inputs.q, inputs.k, inputs.v, out); });
 }
 
-// Gradients of q, k, v, factor and prefix_factor; the last two are empty if there is no factor.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> listed_backward(
-    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys,
-    const optional<Tensor>& factor, const optional<Tensor>& prefix_factor, int64_t prefix, double scale) {
-  check_inputs(q, k, v, prefix);
-  check_lists(q, prefix, keys, factor, prefix_factor);
-  check_like(q, grad, "grad");
-  const Lists x(q, keys, factor, prefix_factor, prefix, scale);
-  const auto floats = q.options().dtype(at::kFloat);
-  Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
-  const Tensor d_factor = factor ? q.new_zeros(factor->sizes(), floats) : q.new_empty({0}, floats);
-  const Tensor d_prefix = q.new_zeros({x.B, x.H}, floats);
-  const Gradients g{
-      View(q), View(k), View(v), View(grad), View(dq), View(dk), View(dv),
-      factor ? d_factor.data_ptr<float>() : nullptr, prefix_factor ? d_prefix.data_ptr<float>() : nullptr};
+void listed_backward(const ListedInputs& inputs, const ListedGradients& f) {
+  const Lists x(inputs);
+  const Gradients g{inputs.q, inputs.k, inputs.v, f.grad, f.dq, f.dk, f.dv, f.factor, f.prefix};
   for_heads(x, [&](int64_t b, int64_t h) { backward_head(x, b, h, g); });
-  return {dq, dk, dv, d_factor, prefix_factor ? d_prefix.sum(0) : q.new_empty({0}, floats)};
 }
 
 }  // namespace sparseprior

@@ -1,11 +1,315 @@
-// Makes the operators on CPUs known to torch.
+// The kernels as operators of torch: shapes are checked, memory is made, and torch's threads do the work. Everything of
+// torch is in this file.
 
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <sys/mman.h>
 #include <torch/library.h>
 
-#include "operators.h"
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "kernels.h"
 
 namespace sparseprior {
+
+void run_parallel(
+    int64_t count, int64_t grain, void (*work)(const void* context, int64_t begin, int64_t end), const void* context) {
+  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) { work(context, begin, end); });
+}
+
 namespace {
+
+using at::Tensor;
+using std::optional;
+
+// ---- tensors --------------------------------------------------------------------------------------------------------
+
+View view(const Tensor& x) {
+  return {(char*)x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), x.stride(3), x.size(3),
+          x.scalar_type() == at::kBFloat16};
+}
+
+// Values of small tensors of any strides, which live as long as this object.
+class Values {
+ public:
+  template <typename T>
+  const T* of(const Tensor& x) {
+    kept_.push_back(x.contiguous());
+    return kept_.back().const_data_ptr<T>();
+  }
+  const float* of(const optional<Tensor>& x) { return x ? of<float>(*x) : nullptr; }
+
+ private:
+  std::vector<Tensor> kept_;
+};
+
+void check_is(const Tensor& x, at::IntArrayRef sizes, at::ScalarType dtype, const char* name) {
+  TORCH_CHECK(
+      x.sizes() == sizes && x.scalar_type() == dtype, name, " of shape ", x.sizes(), " and dtype ", x.scalar_type(),
+      " must be ", sizes, " and ", dtype);
+}
+void check_like(const Tensor& q, const Tensor& other, const char* name) {
+  TORCH_CHECK(
+      other.sizes() == q.sizes() && other.scalar_type() == q.scalar_type(), name, " of shape ", other.sizes(),
+      " and dtype ", other.scalar_type(), " must be as q, ", q.sizes(), " and ", q.scalar_type());
+}
+void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int64_t prefix) {
+  TORCH_CHECK(q.dim() == 4, "q of shape ", q.sizes(), " must be (batch, heads, tokens, head width)");
+  TORCH_CHECK(
+      q.scalar_type() == at::kFloat || q.scalar_type() == at::kBFloat16, "q of dtype ", q.scalar_type(),
+      " must be float32 or bfloat16");
+  check_like(q, k, "k");
+  check_like(q, v, "v");
+  TORCH_CHECK(prefix >= 0 && prefix < q.size(2), prefix, " prefix tokens must be fewer than the tokens, ", q.size(2));
+}
+
+// An empty tensor (B, H, T, D) like q, in memory (B, T, H, D), as projections need it. The first touch of each page of
+// new memory costs more than all work on it here, so large tensors ask for large pages.
+Tensor like_projection(const Tensor& q) {
+  const Tensor x = q.new_empty({q.size(0), q.size(2), q.size(1), q.size(3)});
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t PAGE = 2 << 20;
+  const uintptr_t start = (uintptr_t)x.data_ptr(), begin = (start + PAGE - 1) / PAGE * PAGE;
+  const uintptr_t end = (start + x.nbytes()) / PAGE * PAGE;
+  if (end >= begin + 2 * PAGE) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+#endif
+  return x.transpose(1, 2);
+}
+
+Tensor floats(const Tensor& like, at::IntArrayRef sizes) { return like.new_empty(sizes, like.options().dtype(at::kFloat)); }
+Tensor zeros(const Tensor& like, at::IntArrayRef sizes) { return like.new_zeros(sizes, like.options().dtype(at::kFloat)); }
+float* data(const Tensor& x) { return x.numel() ? x.data_ptr<float>() : nullptr; }
+
+// ---- along diagonals ------------------------------------------------------------------------------------------------
+
+// The optional arguments of a decay: all or none.
+struct DiagonalWeights {
+  const optional<Tensor>&pairs, &begin, &prefix, &self;
+};
+
+DiagonalInputs diagonal_inputs(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& offsets, const Tensor& counts, int64_t prefix,
+    double scale, bool zero_fill, const DiagonalWeights& weights, Values& values) {
+  check_inputs(q, k, v, prefix);
+  const int64_t H = q.size(1), N = q.size(2) - prefix;
+  check_is(counts, {H}, at::kInt, "counts");
+  const int32_t* count = values.of<int32_t>(counts);
+  int64_t total = 0;
+  for (int64_t h = 0; h < H; ++h) {
+    TORCH_CHECK(count[h] >= 0, "counts must be 0 or more, got ", count[h]);
+    total += count[h];
+  }
+  check_is(offsets, {total}, at::kInt, "offsets");
+  const int32_t* signed_offsets = values.of<int32_t>(offsets);
+  DiagonalInputs inputs{view(q), view(k), view(v), q.size(0), H, q.size(2), prefix, signed_offsets, count, (float)scale,
+                        zero_fill, weights.pairs.has_value(), nullptr, nullptr, nullptr, nullptr};
+  if (!weights.pairs) return inputs;
+  TORCH_CHECK(
+      weights.begin && weights.prefix && weights.self,
+      "pair_weights come with pair_begin, prefix_weight and self_weight");
+  check_is(*weights.pairs, {weights.pairs->numel()}, at::kFloat, "pair_weights");
+  check_is(*weights.begin, {total}, at::kLong, "pair_begin");
+  check_is(*weights.prefix, {H}, at::kFloat, "prefix_weight");
+  check_is(*weights.self, {H}, at::kFloat, "self_weight");
+  inputs.pair_weights = values.of<float>(*weights.pairs);
+  inputs.pair_begin = values.of<int64_t>(*weights.begin);
+  inputs.prefix_weights = values.of<float>(*weights.prefix);
+  inputs.self_weights = values.of<float>(*weights.self);
+  for (int64_t i = 0; i < total; ++i) {
+    const int64_t length = std::max<int64_t>(0, N - std::abs((int64_t)signed_offsets[i])), begin = inputs.pair_begin[i];
+    TORCH_CHECK(
+        begin >= 0 && begin + length <= weights.pairs->numel(), "pair_begin ", begin, " and the ", length,
+        " pairs of an offset must be within pair_weights of length ", weights.pairs->numel());
+  }
+  return inputs;
+}
+
+// Factors of the pairs' weights, null if nothing is dropped.
+const float* factors(const Diagonal& problem, const DiagonalInputs& x, const optional<Tensor>& drop, Values& values) {
+  if (drop) check_is(*drop, {problem.pairs() + x.B * x.H * x.P * x.T}, at::kFloat, "drop");
+  return values.of(drop);
+}
+
+// Sums of all values of a head, as packed rows.
+Tensor sum_of_values(const Tensor& v) {
+  const Tensor sums = zeros(v, {v.size(0), v.size(1), packed_width(v.size(3))});
+  sums.narrow(2, 0, v.size(3)).copy_(v.sum(2, false, at::kFloat));
+  return sums;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> diagonal_forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& offsets, const Tensor& counts, int64_t prefix,
+    double scale, bool zero_fill, const optional<Tensor>& pair_weights, const optional<Tensor>& pair_begin,
+    const optional<Tensor>& prefix_weight, const optional<Tensor>& self_weight, const optional<Tensor>& drop, bool keep) {
+  Values values;
+  const DiagonalWeights weights{pair_weights, pair_begin, prefix_weight, self_weight};
+  const DiagonalInputs x = diagonal_inputs(q, k, v, offsets, counts, prefix, scale, zero_fill, weights, values);
+  const Diagonal problem(x);
+  const Tensor out = like_projection(q);
+  const Tensor probs = floats(q, {keep ? problem.pairs() : 0});
+  const Tensor logits = floats(q, {keep && pair_weights ? problem.pairs() : 0});
+  const Tensor floors = floats(q, {keep && zero_fill ? problem.floors() : 0});
+  const Tensor rows = floats(q, {keep ? x.B : 0, x.H, prefix, x.T});
+  const Tensor partial = floats(q, {problem.partial()}), v_sum = zero_fill ? sum_of_values(v) : floats(q, {0});
+  problem.forward({x.q, x.k, x.v, view(out), factors(problem, x, drop, values), data(v_sum), data(probs), data(logits),
+                   data(floors), data(rows), data(partial)});
+  return {out, probs, logits, floors, rows};
+}
+
+// Gradients of q, k, v and, with a decay, of pair_weights, prefix_weight and self_weight (otherwise empty).
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> diagonal_backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& offsets,
+    const Tensor& counts, int64_t prefix, double scale, bool zero_fill, const optional<Tensor>& pair_weights,
+    const optional<Tensor>& pair_begin, const optional<Tensor>& prefix_weight, const optional<Tensor>& self_weight,
+    const optional<Tensor>& drop, const Tensor& probs, const Tensor& logits, const Tensor& floors, const Tensor& rows) {
+  Values values;
+  const DiagonalWeights weights{pair_weights, pair_begin, prefix_weight, self_weight};
+  const DiagonalInputs x = diagonal_inputs(q, k, v, offsets, counts, prefix, scale, zero_fill, weights, values);
+  check_like(q, grad, "grad");
+  check_like(q, out, "out");
+  const Diagonal problem(x);
+  const int64_t pairs = problem.pairs(), weighed = pair_weights ? pairs : 0;
+  check_is(probs, {pairs}, at::kFloat, "probs");
+  check_is(logits, {weighed}, at::kFloat, "logits");
+  check_is(floors, {zero_fill ? problem.floors() : 0}, at::kFloat, "floors");
+  check_is(rows, {x.B, x.H, prefix, x.T}, at::kFloat, "rows");
+  const Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
+  const Tensor pair_grads = floats(q, {pairs}), weight_grads = floats(q, {weighed});
+  const Tensor row_grads = floats(q, {x.B, x.H, prefix, x.T}), sums = floats(q, {problem.sums()});
+  const Tensor v_sum = zero_fill ? sum_of_values(v) : floats(q, {0});
+  const Tensor d_pairs = zeros(q, {pair_weights ? pair_weights->numel() : 0});
+  const Tensor d_prefix = zeros(q, {pair_weights ? x.H : 0}), d_self = zeros(q, {pair_weights ? x.H : 0});
+  problem.backward({x.q, x.k, x.v, view(out), view(grad), view(dq), view(dk), view(dv),
+                    factors(problem, x, drop, values), data(v_sum), values.of<float>(probs), values.of<float>(logits),
+                    values.of<float>(floors), values.of<float>(rows), data(pair_grads), data(weight_grads),
+                    data(row_grads), data(sums), data(d_pairs), data(d_prefix), data(d_self)});
+  return {dq, dk, dv, d_pairs, d_prefix, d_self};
+}
+
+// ---- dense with a decay ---------------------------------------------------------------------------------------------
+
+DecayedInputs decayed_inputs(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& positions, const Tensor& log_gamma,
+    const Tensor& alpha, const Tensor& prefix_gamma, int64_t prefix, double scale, Values& values) {
+  check_inputs(q, k, v, prefix);
+  TORCH_CHECK(
+      positions.dim() == 3 && positions.size(0) > 0 && positions.size(1) > 0, "positions of shape ", positions.sizes(),
+      " must be (curves, axes, patches)");
+  const int64_t H = q.size(1), T = q.size(2), C = positions.size(0), A = positions.size(1);
+  check_is(positions, {C, A, T - prefix}, at::kFloat, "positions");
+  check_is(log_gamma, {C, H}, at::kFloat, "log_gamma");
+  check_is(alpha, {H}, at::kFloat, "alpha");
+  check_is(prefix_gamma, {H}, at::kFloat, "prefix_gamma");
+  return {view(q), view(k), view(v), q.size(0), H, T, prefix, C, A, values.of<float>(positions),
+          values.of<float>(log_gamma), values.of<float>(alpha), values.of<float>(prefix_gamma), (float)scale};
+}
+
+Tensor decayed_forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& positions, const Tensor& log_gamma,
+    const Tensor& alpha, const Tensor& prefix_gamma, int64_t prefix, double scale) {
+  Values values;
+  const DecayedInputs x = decayed_inputs(q, k, v, positions, log_gamma, alpha, prefix_gamma, prefix, scale, values);
+  const Tensor out = like_projection(q);
+  sparseprior::decayed_forward(x, view(out));
+  return out;
+}
+
+// Gradients of q, k, v, log_gamma, alpha and prefix_gamma.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decayed_backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& positions,
+    const Tensor& log_gamma, const Tensor& alpha, const Tensor& prefix_gamma, int64_t prefix, double scale) {
+  Values values;
+  const DecayedInputs x = decayed_inputs(q, k, v, positions, log_gamma, alpha, prefix_gamma, prefix, scale, values);
+  check_like(q, grad, "grad");
+  const Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
+  const Tensor sums = floats(q, {x.H, decayed_groups(x), 2 + x.C});
+  sparseprior::decayed_backward(x, {view(grad), view(dq), view(dk), view(dv), data(sums)});
+  const Tensor total = sums.sum(1);  // (H, 2 + C)
+  return {dq, dk, dv, total.slice(1, 2).t().contiguous(), total.select(1, 0).contiguous(), total.select(1, 1).contiguous()};
+}
+
+// ---- over lists of keys ---------------------------------------------------------------------------------------------
+
+ListedInputs listed_inputs(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, const optional<Tensor>& factor,
+    const optional<Tensor>& prefix_factor, int64_t prefix, double scale, Values& values) {
+  check_inputs(q, k, v, prefix);
+  const int64_t B = q.size(0), H = q.size(1), T = q.size(2);
+  TORCH_CHECK(
+      keys.dim() == 4 && (keys.size(0) == 1 || keys.size(0) == B) && keys.size(1) == H && keys.size(2) == T - prefix &&
+          keys.size(3) > 0 && keys.scalar_type() == at::kInt,
+      "keys of shape ", keys.sizes(), " and dtype ", keys.scalar_type(), " must be int32 (1 or batch, heads, patches, places)");
+  if (keys.numel()) {  // a wrong number would be read as an address
+    const auto [low, high] = keys.aminmax();
+    TORCH_CHECK(
+        low.item<int>() >= -1 && high.item<int>() < T, "keys from ", low.item<int>(), " to ", high.item<int>(),
+        " must be tokens, 0 to ", T - 1, ", or -1");
+    TORCH_CHECK(keys.select(3, 0).min().item<int>() >= 0, "a list of keys is empty");
+  }
+  if (factor) {
+    TORCH_CHECK(
+        factor->dim() == 4 && (factor->size(0) == 1 || factor->size(0) == B) &&
+            factor->sizes().slice(1) == keys.sizes().slice(1) && factor->scalar_type() == at::kFloat,
+        "factor of shape ", factor->sizes(), " and dtype ", factor->scalar_type(),
+        " must be float32 (1 or batch, heads, patches, places)");
+  }
+  if (prefix_factor) check_is(*prefix_factor, {H}, at::kFloat, "prefix_factor");
+  return {view(q), view(k), view(v), B, H, T, prefix, keys.size(3), values.of<int32_t>(keys), values.of(factor),
+          values.of(prefix_factor), keys.size(0) > 1, factor && factor->size(0) > 1, (float)scale};
+}
+
+Tensor listed_forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, const optional<Tensor>& factor,
+    const optional<Tensor>& prefix_factor, int64_t prefix, double scale) {
+  Values values;
+  const ListedInputs x = listed_inputs(q, k, v, keys, factor, prefix_factor, prefix, scale, values);
+  const Tensor out = like_projection(q);
+  sparseprior::listed_forward(x, view(out));
+  return out;
+}
+
+// Gradients of q, k, v, factor and prefix_factor; the last two are empty if there is no factor.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> listed_backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys,
+    const optional<Tensor>& factor, const optional<Tensor>& prefix_factor, int64_t prefix, double scale) {
+  Values values;
+  const ListedInputs x = listed_inputs(q, k, v, keys, factor, prefix_factor, prefix, scale, values);
+  check_like(q, grad, "grad");
+  const Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
+  const Tensor d_factor = factor ? zeros(q, factor->sizes()) : floats(q, {0});
+  const Tensor d_prefix = zeros(q, {x.B, x.H});
+  sparseprior::listed_backward(
+      x, {view(grad), view(dq), view(dk), view(dv), factor ? d_factor.data_ptr<float>() : nullptr,
+          prefix_factor ? d_prefix.data_ptr<float>() : nullptr});
+  return {dq, dk, dv, d_factor, prefix_factor ? d_prefix.sum(0) : floats(q, {0})};
+}
+
+// ---- predicted keys -------------------------------------------------------------------------------------------------
+
+Tensor predicted_keys(
+    const Tensor& coefficients, const Tensor& basis, int64_t prefix, int64_t budget, double threshold) {
+  TORCH_CHECK(
+      coefficients.dim() == 4 && coefficients.scalar_type() == at::kFloat && basis.dim() == 2 &&
+          basis.scalar_type() == at::kFloat && basis.size(0) == coefficients.size(3) &&
+          basis.size(1) == coefficients.size(2),
+      "coefficients of shape ", coefficients.sizes(), " and basis of shape ", basis.sizes(),
+      " must be float32 (batch, heads, patches, rows) and (rows, patches)");
+  const int64_t N = basis.size(1), R = basis.size(0);
+  TORCH_CHECK(
+      prefix >= 0 && budget >= 1 && budget <= N && prefix + N < std::numeric_limits<int32_t>::max(),
+      "prefix=", prefix, " must be 0 or more, budget=", budget, " 1 to the ", N, " patches");
+  const Tensor c = coefficients.contiguous(), padded = zeros(basis, {R, packed_width(N)});
+  padded.narrow(1, 0, N).copy_(basis);
+  const Tensor keys = c.new_empty({c.size(0), c.size(1), N, prefix + budget}, c.options().dtype(at::kInt));
+  sparseprior::predicted_keys(
+      c.data_ptr<float>(), padded.data_ptr<float>(), c.numel() / std::max<int64_t>(R, 1), N, R, prefix, budget,
+      (float)threshold, keys.data_ptr<int32_t>());
+  return keys;
+}
+
+// ---- operators ------------------------------------------------------------------------------------------------------
 
 TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
   m.def(

@@ -7,14 +7,11 @@
 //
 // Shapes: B batch, H heads, N patches, R rows of the basis, P prefix tokens.
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <vector>
 
-#include "operators.h"
 #include "vectors.h"
 
 namespace sparseprior {
@@ -65,7 +62,7 @@ struct Row {
   std::vector<int32_t> order, found;
 
   explicit Row(int64_t N_)
-      : N(N_), size(L * ((N_ + L - 1) / L)), scores(size), order(size), found(size + L) {}
+      : N(N_), size(packed_width(N_)), scores(size), order(size), found(size + L) {}
 
   // scores = c W, of the coefficients above the threshold; `basis` has rows of `size`.
   void score(const float* c, const float* basis, int64_t R, float threshold) {
@@ -152,39 +149,22 @@ struct Row {
 
 }  // namespace
 
-Tensor predicted_keys(
-    const Tensor& coefficients, const Tensor& basis, int64_t prefix, int64_t budget, double threshold) {
-  TORCH_CHECK(
-      coefficients.dim() == 4 && coefficients.scalar_type() == at::kFloat && basis.dim() == 2 &&
-          basis.scalar_type() == at::kFloat && basis.size(0) == coefficients.size(3) &&
-          basis.size(1) == coefficients.size(2),
-      "coefficients of shape ", coefficients.sizes(), " and basis of shape ", basis.sizes(),
-      " must be float32 (batch, heads, patches, rows) and (rows, patches)");
-  const int64_t N = basis.size(1), R = basis.size(0), places = prefix + budget;
-  TORCH_CHECK(
-      prefix >= 0 && budget >= 1 && budget <= N && prefix + N < std::numeric_limits<int32_t>::max(),
-      "prefix=", prefix, " must be 0 or more, budget=", budget, " 1 to the ", N, " patches");
-  const Tensor c = coefficients.contiguous();
-  const int64_t size = Row(N).size, rows = c.numel() / std::max<int64_t>(R, 1);
-  Tensor padded = basis.new_zeros({R, size});
-  padded.narrow(1, 0, N).copy_(basis);
-  Tensor keys = c.new_empty({c.size(0), c.size(1), N, places}, c.options().dtype(at::kInt));
-  const float* coefficient = c.data_ptr<float>();
-  const float* weights = padded.data_ptr<float>();
-  int32_t* out = keys.data_ptr<int32_t>();
-  at::parallel_for(0, rows, 64, [&](int64_t begin, int64_t end) {
+void predicted_keys(
+    const float* coefficients, const float* basis, int64_t rows, int64_t N, int64_t R, int64_t prefix, int64_t budget,
+    float threshold, int32_t* keys) {
+  const int64_t places = prefix + budget;
+  parallel_for(rows, 64, [&](int64_t begin, int64_t end) {
     Row row(N);
     for (int64_t j = begin; j < end; ++j) {
-      row.score(coefficient + j * R, weights, R, (float)threshold);
+      row.score(coefficients + j * R, basis, R, threshold);
       const int64_t count = row.select(budget);
-      int32_t* own = out + j * places;
+      int32_t* own = keys + j * places;
       for (int64_t i = 0; i < prefix; ++i) own[i] = (int32_t)i;
       for (int64_t i = 0; i < count; ++i) own[prefix + i] = row.found[i] + (int32_t)prefix;
       for (int64_t i = prefix + count; i < places; ++i) own[i] = -1;
       if (!prefix && !count) own[0] = (int32_t)(j % N);
     }
   });
-  return keys;
 }
 
 }  // namespace sparseprior

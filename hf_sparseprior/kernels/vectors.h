@@ -3,8 +3,6 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <sys/mman.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -15,13 +13,13 @@
 #include <cstring>
 #include <limits>
 #include <new>
-#include <vector>
+
+#include "kernels.h"
 
 namespace sparseprior {
 
 #define SPARSEPRIOR_INLINE inline __attribute__((always_inline))
 
-constexpr int L = 16;  // lanes
 constexpr float MINUS_INF = -std::numeric_limits<float>::infinity();
 
 typedef float vec __attribute__((vector_size(64)));
@@ -64,7 +62,7 @@ inline void finish_streams() {
 #endif
 }
 
-SPARSEPRIOR_INLINE vec load(const at::BFloat16* p) {
+SPARSEPRIOR_INLINE vec load(const Half* p) {
   vech half;
   std::memcpy(&half, p, sizeof half);
   const vecu bits = __builtin_convertvector(half, vecu) << 16;
@@ -84,11 +82,11 @@ SPARSEPRIOR_INLINE vech to_half(vec x) {
   return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), vech);
 #endif
 }
-SPARSEPRIOR_INLINE void store(at::BFloat16* p, vec x) {
+SPARSEPRIOR_INLINE void store(Half* p, vec x) {
   const vech half = to_half(x);
   std::memcpy(p, &half, sizeof half);
 }
-SPARSEPRIOR_INLINE void stream(at::BFloat16* p, vec x) {
+SPARSEPRIOR_INLINE void stream(Half* p, vec x) {
 #if defined(__AVX__)
   const vech half = to_half(x);
   __m256i bits;
@@ -304,26 +302,6 @@ class Buffer {
   float* data_;
 };
 
-// A tensor (B, H, T, D) of float32 or bfloat16 with any strides.
-struct View {
-  char* data;
-  int64_t batch, head, token, lane, width;
-  bool half;
-
-  explicit View(const at::Tensor& x)
-      : data((char*)x.data_ptr()), batch(x.stride(0)), head(x.stride(1)), token(x.stride(2)), lane(x.stride(3)),
-        width(x.size(3)), half(x.scalar_type() == at::kBFloat16) {}
-
-  template <typename T>
-  T* of(int64_t b, int64_t h, int64_t t) const {
-    return (T*)data + b * batch + h * head + t * token;
-  }
-  // Elements are neighbours and fill whole vectors.
-  bool whole() const { return lane == 1 && width % L == 0; }
-};
-
-inline int64_t vectors(int64_t width) { return (width + L - 1) / L; }
-
 template <typename T>
 inline void read_row(const T* from, int64_t lane, int64_t width, float* to) {
   int64_t i = 0;
@@ -352,7 +330,7 @@ inline void read_rows(
   for (int64_t t = begin; t < end; ++t) {
     float* row = to + (t - first) * size;
     if (x.half) {
-      read_row(x.of<at::BFloat16>(b, h, t), x.lane, x.width, row);
+      read_row(x.of<Half>(b, h, t), x.lane, x.width, row);
     } else {
       read_row(x.of<float>(b, h, t), x.lane, x.width, row);
     }
@@ -364,61 +342,11 @@ inline void write_rows(const float* from, const View& x, int64_t b, int64_t h, i
   const int64_t size = L * vectors(x.width);
   for (int64_t r = 0; r < count; ++r) {
     if (x.half) {
-      write_row(from + r * size, x.lane, x.width, x.of<at::BFloat16>(b, h, first + r));
+      write_row(from + r * size, x.lane, x.width, x.of<Half>(b, h, first + r));
     } else {
       write_row(from + r * size, x.lane, x.width, x.of<float>(b, h, first + r));
     }
   }
-}
-
-// Values of small tensors of any strides, which live as long as this object.
-class Values {
- public:
-  template <typename T>
-  const T* of(const at::Tensor& x) {
-    kept_.push_back(x.contiguous());
-    return kept_.back().const_data_ptr<T>();
-  }
-
- private:
-  std::vector<at::Tensor> kept_;
-};
-
-inline void check_is(const at::Tensor& x, at::IntArrayRef sizes, at::ScalarType dtype, const char* name) {
-  TORCH_CHECK(
-      x.sizes() == sizes && x.scalar_type() == dtype, name, " of shape ", x.sizes(), " and dtype ", x.scalar_type(),
-      " must be ", sizes, " and ", dtype);
-}
-inline void check_like(const at::Tensor& q, const at::Tensor& other, const char* name) {
-  TORCH_CHECK(
-      other.sizes() == q.sizes() && other.scalar_type() == q.scalar_type(), name, " of shape ", other.sizes(),
-      " and dtype ", other.scalar_type(), " must be as q, ", q.sizes(), " and ", q.scalar_type());
-}
-inline void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t prefix) {
-  TORCH_CHECK(q.dim() == 4, "q of shape ", q.sizes(), " must be (batch, heads, tokens, head width)");
-  TORCH_CHECK(
-      q.scalar_type() == at::kFloat || q.scalar_type() == at::kBFloat16, "q of dtype ", q.scalar_type(),
-      " must be float32 or bfloat16");
-  check_like(q, k, "k");
-  check_like(q, v, "v");
-  TORCH_CHECK(prefix >= 0 && prefix < q.size(2), prefix, " prefix tokens must be fewer than the tokens, ", q.size(2));
-}
-
-// An empty tensor of q's dtype. The first touch of each page of new memory costs more than all work on it here, so large
-// tensors ask for large pages.
-inline at::Tensor empty_like(const at::Tensor& q, at::IntArrayRef sizes) {
-  at::Tensor x = q.new_empty(sizes);
-#ifdef MADV_HUGEPAGE
-  constexpr uintptr_t PAGE = 2 << 20;
-  const uintptr_t begin = ((uintptr_t)x.data_ptr() + PAGE - 1) / PAGE * PAGE, end = ((uintptr_t)x.data_ptr() + x.nbytes()) / PAGE * PAGE;
-  if (end >= begin + 2 * PAGE) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
-#endif
-  return x;
-}
-
-// A tensor (B, H, T, D), in memory as (B, T, H, D), as projections need it.
-inline at::Tensor like_projection(const at::Tensor& q) {
-  return empty_like(q, {q.size(0), q.size(2), q.size(1), q.size(3)}).transpose(1, 2);
 }
 
 }  // namespace sparseprior

@@ -3,6 +3,8 @@
 import itertools
 import logging
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -221,3 +223,41 @@ def test_the_trial_runs_every_operator(cpp):
     subprocess.run([sys.executable, "-c", build.TRIAL, str(library)], check=True)
     for name in ("diagonal_forward", "decayed_forward", "listed_forward", "predicted_keys"):
         assert f"call.{name}(" in build.TRIAL
+
+
+def test_one_file_alone_knows_torch(tmp_path):
+    """The kernels compile without torch's headers, and run under a program that lends them no threads."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        assert not os.environ.get("CI_NEEDS_KERNELS"), "g++ is not installed"
+        pytest.skip("g++ is not installed")
+    sources = [source for source in build.SOURCES if source.stem != "operators_cpu"]
+    assert len(sources) == 4
+    for path in (*sources, *build.HEADERS):
+        assert not re.search("torch|ATen|at::", re.sub("//.*", "", path.read_text())), path
+    (tmp_path / "main.cpp").write_text(PROGRAM)
+    command = [compiler, "-O0", "-std=c++20", "-march=native", "-Wno-psabi", "-Wno-unknown-pragmas"]
+    command += ["-I", str(build.FOLDER), "-o", str(tmp_path / "main"), str(tmp_path / "main.cpp"), *map(str, sources)]
+    subprocess.run(command, check=True, capture_output=True)
+    said = subprocess.run([tmp_path / "main"], check=True, capture_output=True, text=True).stdout.split()
+    # One head, three tokens of width 1, q = k = 0: each sees the two others alike in the lists, and all three where it is dense. v = 1, 2, 6.
+    assert [float(word) for word in said] == pytest.approx([4.0, 3.5, 1.5, 3.0, 3.0, 3.0], abs=1e-6)
+
+
+PROGRAM = """
+#include <cstdio>
+#include "kernels.h"
+using namespace sparseprior;
+void sparseprior::run_parallel(
+    int64_t count, int64_t, void (*work)(const void*, int64_t, int64_t), const void* context) { work(context, 0, count); }
+int main() {
+  float zero[3] = {0, 0, 0}, values[3] = {1, 2, 6}, out[3];
+  const View q{(char*)zero, 3, 3, 1, 1, 1, false}, v{(char*)values, 3, 3, 1, 1, 1, false}, to{(char*)out, 3, 3, 1, 1, 1, false};
+  const int32_t keys[6] = {1, 2, 0, 2, 0, 1};
+  listed_forward({q, q, v, 1, 1, 3, 0, 2, keys, nullptr, nullptr, false, false, 1.0f}, to);
+  for (float x : out) std::printf("%g ", x);
+  const float positions[3] = {0, 1, 2}, log_gamma = -1, one = 1;
+  decayed_forward({q, q, v, 1, 1, 3, 0, 1, 1, positions, &log_gamma, &one, &one, 1.0f}, to);
+  for (float x : out) std::printf("%g ", x);
+}
+"""

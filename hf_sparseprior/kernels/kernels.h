@@ -1,0 +1,156 @@
+// The kernels: C++ that takes addresses and sizes and knows no framework. operators_cpu.cpp makes them operators of torch:
+// it checks shapes, makes the memory, and lends them torch's threads.
+//
+// Shapes: B batch, H heads, T = P + N tokens, P prefix tokens, N patches, D head width.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+
+namespace sparseprior {
+
+constexpr int L = 16;  // lanes of a vector
+
+inline int64_t vectors(int64_t width) { return (width + L - 1) / L; }
+// Floats of a row that is packed in whole vectors.
+inline int64_t packed_width(int64_t width) { return L * vectors(width); }
+
+// bfloat16, rounded to nearest, ties to even.
+struct Half {
+  uint16_t bits;
+
+  Half() = default;
+  explicit Half(float x) {
+    uint32_t own;
+    std::memcpy(&own, &x, sizeof own);
+    bits = x != x ? 0x7fc0 : (uint16_t)((own + 0x7fff + ((own >> 16) & 1)) >> 16);
+  }
+  explicit operator float() const {
+    const uint32_t own = (uint32_t)bits << 16;
+    float x;
+    std::memcpy(&x, &own, sizeof x);
+    return x;
+  }
+};
+
+// A tensor (B, H, T, D) of float32 or bfloat16 with any strides, counted in elements.
+struct View {
+  char* data;
+  int64_t batch, head, token, lane, width;
+  bool half;
+
+  template <typename T>
+  T* of(int64_t b, int64_t h, int64_t t) const {
+    return (T*)data + b * batch + h * head + t * token;
+  }
+  // Elements are neighbours and fill whole vectors.
+  bool whole() const { return lane == 1 && width % L == 0; }
+};
+
+// Does work on 0..count with the caller's threads, each at least `grain` at a time. Whoever links the kernels has it.
+void run_parallel(
+    int64_t count, int64_t grain, void (*work)(const void* context, int64_t begin, int64_t end), const void* context);
+
+template <typename F>
+void parallel_for(int64_t count, int64_t grain, const F& work) {
+  run_parallel(
+      count, grain, [](const void* own, int64_t begin, int64_t end) { (*(const F*)own)(begin, end); }, &work);
+}
+
+// ---- along diagonals ------------------------------------------------------------------------------------------------
+
+// Small arrays are contiguous, and must live as long as what is made of them. Offsets are signed, head after head, and
+// counts (H) say how many each head has.
+struct DiagonalInputs {
+  View q, k, v;
+  int64_t B, H, T, P;
+  const int32_t *offsets, *counts;
+  float scale;
+  bool zero_fill, decayed;
+  // With a decay: weights of pairs, of which there may be none, where in them those of an offset begin, and one number a
+  // head (H) for pairs with prefix tokens and for patches with themselves only.
+  const float* pair_weights;
+  const int64_t* pair_begin;
+  const float *prefix_weights, *self_weights;
+};
+struct DiagonalForward {
+  View q, k, v, out;
+  const float *drop, *v_sum;              // null if there is none; v_sum: packed rows (B, H), sums of v
+  float *probs, *logits, *floors, *rows;  // null if nothing is kept
+  float* partial;  // for each piece and prefix token: maximum, sum and weighted sum of v of its softmax over the piece
+};
+struct DiagonalBackward {
+  View q, k, v, out, grad, dq, dk, dv;
+  const float *drop, *v_sum, *probs, *logits, *floors, *rows;
+  float *pair_grads, *weight_grads;  // gradients of the scaled products of pairs, and of their weights
+  float* row_grads;                  // the same of the prefix rows' products
+  // For each piece: gradients of the prefix tokens' q, k, v, the sum of floor * gradient of the rows, and the gradient
+  // of the prefix weight.
+  float* sums;
+  float *d_pairs, *d_prefix, *d_self;  // gradients of the weights, zeros at first, with a decay
+};
+
+struct DiagonalProblem;
+
+class Diagonal {
+ public:
+  explicit Diagonal(const DiagonalInputs& inputs);
+  ~Diagonal();
+  // Numbers of floats: of per-pair arrays (probs, logits, pair_grads, weight_grads), of floors, of partial and of sums.
+  int64_t pairs() const;
+  int64_t floors() const;
+  int64_t partial() const;
+  int64_t sums() const;
+  void forward(const DiagonalForward& f) const;
+  void backward(const DiagonalBackward& f) const;
+
+ private:
+  std::unique_ptr<DiagonalProblem> problem_;
+};
+
+// ---- dense with a decay ---------------------------------------------------------------------------------------------
+
+struct DecayedInputs {
+  View q, k, v;
+  int64_t B, H, T, P, C, A;  // C curves, A axes of a position
+  const float *positions, *log_gamma, *alpha, *prefix_gamma;  // (C, A, N), (C, H), (H), (H)
+  float scale;
+};
+struct DecayedGradients {
+  View grad, dq, dk, dv;
+  float* sums;  // (H, groups, 2 + C): of alpha, prefix_gamma and log_gamma
+};
+
+// In how many groups of images the sums of the backward pass come.
+int64_t decayed_groups(const DecayedInputs& inputs);
+void decayed_forward(const DecayedInputs& inputs, const View& out);
+void decayed_backward(const DecayedInputs& inputs, const DecayedGradients& f);
+
+// ---- over lists of keys ---------------------------------------------------------------------------------------------
+
+struct ListedInputs {
+  View q, k, v;
+  int64_t B, H, T, P, K;  // K places of a list
+  const int32_t* keys;    // (1 or B, H, N, K), -1 after the last, none empty
+  const float *factor, *prefix_factor;  // (1 or B, H, N, K), (H); null: 1
+  bool own_keys, own_factor;            // whether each image has its own
+  float scale;
+};
+struct ListedGradients {
+  View grad, dq, dk, dv;
+  float *factor, *prefix;  // as `factor`, zeros at first, and (B, H); null if they are not wanted
+};
+
+void listed_forward(const ListedInputs& inputs, const View& out);
+void listed_backward(const ListedInputs& inputs, const ListedGradients& f);
+
+// ---- predicted keys -------------------------------------------------------------------------------------------------
+
+// The keys of `rows` rows of N patches each, (rows, prefix + budget). coefficients: (rows, R). basis: R packed rows of N.
+void predicted_keys(
+    const float* coefficients, const float* basis, int64_t rows, int64_t N, int64_t R, int64_t prefix, int64_t budget,
+    float threshold, int32_t* keys);
+
+}  // namespace sparseprior
