@@ -222,7 +222,7 @@ def build(compiler: Sequence[str], library: Path) -> None:
 
 def _build(compiler: Sequence[str], library: Path) -> None:
     name = Path(compiler[0]).name
-    logger.warning("compiling the CPU kernels with %s, once on this machine, about a minute", name)
+    logger.warning("compiling the CPU kernels with %s, once on this machine, less than a minute", name)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix=f"{library.stem}.build-", dir=library.parent) as scratch:
         output = Path(scratch) / library.name
