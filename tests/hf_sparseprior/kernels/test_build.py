@@ -240,7 +240,8 @@ def test_one_file_alone_knows_torch(tmp_path):
     command += ["-I", str(build.FOLDER), "-o", str(tmp_path / "main"), str(tmp_path / "main.cpp"), *map(str, sources)]
     subprocess.run(command, check=True, capture_output=True)
     said = subprocess.run([tmp_path / "main"], check=True, capture_output=True, text=True).stdout.split()
-    # One head, three tokens of width 1, q = k = 0: each sees the two others alike in the lists, and all three where it is dense. v = 1, 2, 6.
+    # One head, three tokens of width 1, q = k = 0 and v = 1, 2, 6: each sees the two others alike where there are lists,
+    # and all three where it is dense.
     assert [float(word) for word in said] == pytest.approx([4.0, 3.5, 1.5, 3.0, 3.0, 3.0], abs=1e-6)
 
 
