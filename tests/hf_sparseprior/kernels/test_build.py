@@ -240,8 +240,8 @@ def test_one_file_alone_knows_torch(tmp_path):
     command += ["-I", str(build.FOLDER), "-o", str(tmp_path / "main"), str(tmp_path / "main.cpp"), *map(str, sources)]
     subprocess.run(command, check=True, capture_output=True)
     said = subprocess.run([tmp_path / "main"], check=True, capture_output=True, text=True).stdout.split()
-    # One head, three tokens of width 1, q = k = 0 and v = 1, 2, 6: each sees the two others alike where there are lists,
-    # and all three where it is dense.
+    # One head, three tokens of width 1, q = k = 0 and v = 1, 2, 6: each sees the two others alike with lists,
+    # and all three in dense attention.
     assert [float(word) for word in said] == pytest.approx([4.0, 3.5, 1.5, 3.0, 3.0, 3.0], abs=1e-6)
 
 
@@ -249,11 +249,12 @@ PROGRAM = """
 #include <cstdio>
 #include "kernels.h"
 using namespace sparseprior;
-void sparseprior::run_parallel(
-    int64_t count, int64_t, void (*work)(const void*, int64_t, int64_t), const void* context) { work(context, 0, count); }
+using Work = void(const void*, int64_t, int64_t);
+void sparseprior::run_parallel(int64_t count, int64_t, Work* work, const void* context) { work(context, 0, count); }
+View view(float* data) { return {(char*)data, 3, 3, 1, 1, 1, false}; }
 int main() {
   float zero[3] = {0, 0, 0}, values[3] = {1, 2, 6}, out[3];
-  const View q{(char*)zero, 3, 3, 1, 1, 1, false}, v{(char*)values, 3, 3, 1, 1, 1, false}, to{(char*)out, 3, 3, 1, 1, 1, false};
+  const View q = view(zero), v = view(values), to = view(out);
   const int32_t keys[6] = {1, 2, 0, 2, 0, 1};
   listed_forward({q, q, v, 1, 1, 3, 0, 2, keys, nullptr, nullptr, false, false, 1.0f}, to);
   for (float x : out) std::printf("%g ", x);
