@@ -107,6 +107,11 @@ class Comparison:
     seeds: list[int]
     first: list[Config] = field(default_factory=list)
 
+    @property
+    def metric(self) -> str:
+        """What its rows are judged by."""
+        return self.task.metric
+
     def row(self, name: str, seed: int, out: Path, records: Path) -> Row:
         """One run of it; the other arguments as in `run_comparison`."""
         return Row(self, name, seed, out, records)
@@ -287,7 +292,7 @@ class Row:
     """
 
     def __init__(self, comparison: Comparison, name: str, seed: int, out: Path, records: Path) -> None:
-        self.task, self.name, self.seed = comparison.task, name, seed
+        self.task, self.metric, self.name, self.seed = comparison.task, comparison.metric, name, seed
         self.config = copy.deepcopy(comparison.configs[name])
         self.config["trainer"].update(seed=seed, output_dir=str(out / name / f"seed{seed}"))
         self.file = records / name / f"seed{seed}.json"
@@ -297,7 +302,7 @@ class Row:
 
     def record(self) -> dict[str, Any] | None:
         """Its record, None if it is not done; an error if that is of another configuration."""
-        return read_record(self.file, self.config, self.task.metric)
+        return read_record(self.file, self.config, self.metric)
 
     def check_folder(self) -> None:
         """Raise ValueError if its folder belongs to another run."""
@@ -305,21 +310,26 @@ class Row:
 
     def run(self, command: str | None) -> dict[str, Any]:
         """Do it in this process. Returns its record."""
-        return do_run(self.task, self.config, self.file, command)
+        return do_run(self.task, self.config, self.file, command, metric=self.metric)
 
     def job(self, command: str | None) -> Job:
         """What a queue does for it."""
-        arguments = (self.task, self.config, self.file, command or command_line())
+        arguments = (self.task, self.config, self.file, command or command_line(), self.metric)
         folder = Path(self.config["trainer"]["output_dir"])
         return Job(str(self), self.name, folder, do_run, arguments, lambda: self.record() is not None)
 
 
 def do_run(
-    task: HFTask, config: Config, file: Path | None, command: str | None, callbacks: Sequence[TrainerCallback] = ()
+    task: HFTask,
+    config: Config,
+    file: Path | None,
+    command: str | None,
+    metric: str | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> dict[str, Any]:
-    """Do a run and write its record, if it has a file for one. Returns the record."""
+    """Do a run and write its record, if it has a file for one. Returns the record, which has the metric (the task's)."""
     results = run(task, config, command=command, callbacks=callbacks)
-    record = record_of(results, Path(config["trainer"]["output_dir"]) / RESULTS, task.metric)
+    record = record_of(results, Path(config["trainer"]["output_dir"]) / RESULTS, metric or task.metric)
     if file is not None and PartialState().is_main_process:
         write_results(file, record)
     return record
@@ -431,9 +441,9 @@ def do_first(
         name = f"first [{number}/{len(todo)}] {config['trainer']['output_dir']}"
         if queue is None:
             print(name, file=sys.stderr, flush=True)
-            do_run(task, config, None, command)
+            do_run(task, config, None, command, metric=comparison.metric)
             continue
-        arguments = (task, config, None, command or command_line())
+        arguments = (task, config, None, command or command_line(), comparison.metric)
         folder = Path(config["trainer"]["output_dir"])
         queue.run([Job(name, name, folder, do_run, arguments, partial(_is_finished, config, mine=True))])
     check_start(task, [config for config in pending if waits(config)], records)
@@ -556,11 +566,15 @@ def compare_parser(name: str, config: str, keys: str, overrides: str) -> argpars
     return parser
 
 
-def compare_main(task: HFTask, argv: list[str] | None = None) -> int:
-    """`python -m tasks.TASK.compare`; a bad value prints one line and returns 2."""
+def compare_main(
+    task: HFTask,
+    argv: list[str] | None = None,
+    load: Callable[[HFTask, str, Sequence[str]], Comparison] = load_comparison,
+) -> int:
+    """`python -m tasks.TASK.compare`; a bad value prints one line and returns 2. `load` reads the comparison."""
     parser = compare_parser(task.name, "YAML file with base, seeds, variants and first", "section.key=value", OVERRIDES)
     arguments = parser.parse_intermixed_args(argv)
-    return do_comparison(parser.prog, task.name, arguments, partial(load_comparison, task))
+    return do_comparison(parser.prog, task.name, arguments, partial(load, task))
 
 
 def do_comparison(
@@ -591,7 +605,7 @@ def do_comparison(
             failed = error
         if PartialState().is_main_process and (found := all_records(comparison, records)):
             first = next(iter(comparison.configs))
-            write_comparison(found, records, first, comparison.task.metric, comparison.task.also)
+            write_comparison(found, records, first, comparison.metric, comparison.task.also)
             comparison.draw(out, records)
         if failed is not None:
             raise failed

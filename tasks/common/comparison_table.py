@@ -36,7 +36,8 @@ def table(results: dict[str, list[dict[str, Any]]], metric: str = ACCURACY, also
     averaged = any("test_ema_accuracy" in record["metrics"] for record in records)
     decayed = any(record.get("max_decay_change") is not None for record in records)
     tuned = any(record.get("method", "full") != "full" for record in records)
-    columns = ["run" if tuned else "prior", f"{label(metric)}, %, mean ± std of {seeds}"]
+    heads = {record.get("config", {}).get("head", {}).get("name") for record in records}
+    columns = ["head" if len(heads) > 1 else "run" if tuned else "prior", f"{label(metric)}, %, mean ± std of {seeds}"]
     columns += [f"{label(other)}, %" for other in also]
     constants = [name for name in (metric, *also) if any(name in record.get("baseline", {}) for record in records)]
     columns += [f"{label(name)} of the best constant predictor, %" for name in constants]

@@ -7,7 +7,7 @@ from tasks.heads.kinds import Kind, ObjectScore, indexed
 
 
 def constant_objects(kind: Kind, train: Objects, test: Objects) -> dict[str, float]:
-    """Metrics of the constant predictor of the training images on the test images, their names `constant_METRIC`."""
+    """Metrics of the constant predictor of the training images on the test images, by their names in results.json."""
     from tasks.common.coco_baseline import fit_constant  # needs an extra, which `--help` does not
 
     predictor = fit_constant(indexed(train.coco), list(train.coco.categories))
@@ -16,4 +16,4 @@ def constant_objects(kind: Kind, train: Objects, test: Objects) -> dict[str, flo
         found = predictor.predict(image["height"], image["width"])
         places = found["masks" if kind.finds == "masks" else "bboxes"]
         score.add(image, found["scores"], found["labels"], places)
-    return {f"constant_{name}": value for name, value in score.metrics().items()}
+    return {f"test_{name}": value for name, value in score.metrics().items()}

@@ -51,7 +51,7 @@ class PixelClasses(Dataset):
             raise OSError(f"{names} is missing; it holds one class a line")
         lines = names.read_text(encoding="utf-8").splitlines()
         self.classes = [line.strip() for line in lines if line.strip()]
-        own = SPLITS[split]
+        self.split, own = split, SPLITS[split]
         self.annotations = folder / "annotations" / own
         self.files = sorted(file for file in (folder / "images" / own).glob("*") if file.suffix.lower() in SUFFIXES)
         if not self.files:

@@ -144,7 +144,10 @@ class Measure:
                     number += 1
         model.train(training)
         if self.kind.finds == "classes":
-            self.details = {"IoU": score.by_class(source.classes), "constant_mIoU": constant_score(score.counts)}
+            self.details = {
+                "IoU": score.by_class(source.classes),
+                "baseline": {f"{source.split}_mIoU": constant_score(score.counts)},
+            }
         return {"loss": total / number, **score.metrics()}
 
     def _score(self, score: Any, source: Any, number: int, found: Any) -> None:
@@ -201,7 +204,7 @@ def prepare(config: Config, arguments: Any) -> PreparedRun:
     def test(trainer: HeadTrainer) -> Tested:
         metrics = trainer.measured(datasets["test"], "test")
         if kind.finds != "classes":
-            measure.details = constant_objects(kind, sources["train"], sources["test"])
+            measure.details = {"baseline": constant_objects(kind, sources["train"], sources["test"])}
         if trainer.weight_average is not None:
             measure(trainer.accelerator.unwrap_model(trainer.model), datasets["test"])  # whose findings are drawn
         kept = {name: value for name, value in metrics.items() if not name.endswith("_loss")}

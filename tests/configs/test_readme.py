@@ -9,6 +9,7 @@ import pytest
 import tasks.classification.compare
 import tasks.classification.config
 import tasks.classification.vtab.plan
+import tasks.heads.compare
 import tasks.heads.task
 import tasks.pretraining.compare
 import tasks.pretraining.task
@@ -24,6 +25,7 @@ LOADERS = {
     "tasks.classification.train": tasks.classification.config.load_config,
     "tasks.classification.compare": tasks.classification.compare.load_comparison,
     "tasks.classification.vtab.sweep": tasks.classification.vtab.plan.load_sweep,
+    "tasks.heads.compare": tasks.heads.compare.load_comparison,
     "tasks.heads.train": tasks.heads.task.HEADS.load_config,
     "tasks.pretraining.compare": tasks.pretraining.compare.load_comparison,
     "tasks.pretraining.train": tasks.pretraining.task.PRETRAINING.load_config,

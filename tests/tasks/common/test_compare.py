@@ -449,10 +449,10 @@ class Dies(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed_once(task, config, file, command, callbacks=()):
+def killed_once(task, config, file, command, metric=None, callbacks=()):
     """What a queue's process calls for a run."""
     done = Path(config["trainer"]["output_dir"]).parents[1] / "killed"
-    return compare.do_run(task, config, file, command, [*callbacks, Dies(done)])
+    return compare.do_run(task, config, file, command, metric, [*callbacks, Dies(done)])
 
 
 def test_a_queue_gives_the_same_records_though_a_run_is_killed(finished, tmp_path, capsys, monkeypatch):
