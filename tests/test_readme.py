@@ -119,7 +119,10 @@ def test_a_number_that_is_changed_on_one_side_is_found():
 FOLDERS = sorted(path.parent for path in ROOT.glob("tasks/*/results/*/table.md"))
 
 
-JUDGED = ("test_accuracy", "test_knn_accuracy", "test_mIoU", "test_coco/bbox_mAP")
+JUDGED = (
+    *("test_accuracy", "test_knn_accuracy", "test_mIoU", "test_coco/bbox_mAP"),
+    *("test_box_mAP", "test_mask_mAP"),
+)
 
 
 def accuracy(file: Path) -> float:

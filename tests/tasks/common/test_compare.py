@@ -495,7 +495,7 @@ def test_a_queue_starts_seeds_in_turn_and_only_what_is_missing(finished, tmp_pat
     write_results(tmp_path / "records" / "violin" / "seed0.json", results["violin"][0])
     comparison = load_comparison(path)
     comparison.seeds = [1, 0]
-    monkeypatch.setattr(compare, "do_run", lambda *args: None)
+    monkeypatch.setattr(compare, "do_run", lambda *args, **_: None)
     run_comparison(comparison, tmp_path / "out", tmp_path / "records", jobs=2)
     assert started == ["dense, seed 1", "violin, seed 1", "dense, seed 0"]
 
