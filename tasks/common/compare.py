@@ -327,7 +327,9 @@ def do_run(
     metric: str | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> dict[str, Any]:
-    """Do a run and write its record, if it has a file for one. Returns the record, which has the metric (the task's)."""
+    """Do a run and write its record, if it has a file for one. Returns the record, which has the metric, by default the
+    task's.
+    """
     results = run(task, config, command=command, callbacks=callbacks)
     record = record_of(results, Path(config["trainer"]["output_dir"]) / RESULTS, metric or task.metric)
     if file is not None and PartialState().is_main_process:

@@ -1,7 +1,7 @@
-"""Compare heads, or priors under one head, over seeds: python -m tasks.heads.compare --config FILE [section.key=value ...]
+"""Compare heads, or priors under one head, over seeds: python -m tasks.heads.compare --config FILE [section.key=value]
 
-What FILE holds, and what happens after a kill: tasks/common/compare.py. All rows are judged by the metric of their heads:
-test_mIoU (upernet), test_mask_mAP (mask2former, maskformer) or test_box_mAP (DETR and its relatives).
+What FILE holds, and what happens after a kill: tasks/common/compare.py. All rows are judged by the metric of their
+heads: test_mIoU (upernet), test_mask_mAP (mask2former, maskformer) or test_box_mAP (DETR and its relatives).
 """
 
 from __future__ import annotations
