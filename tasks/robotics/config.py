@@ -77,6 +77,7 @@ class TrainerConfig:
     validation_episodes: rollouts on validation seeds that choose the saved policy; 0: the last step's is saved.
     test_episodes: rollouts on the seeds of evaluation when the policy is trained, as `evaluate` plays them; 0: none.
     test_steps: actions after which such an episode has failed; null: the environment's horizon.
+    test_seed: seed of the first such episode, TEST_SEED or more; null: TEST_SEED. `evaluate` begins with it, too.
     save_steps: updates between two checkpoints; null: as validate_steps.
     nonfinite_loss: at a loss or weights that are not finite, "stop" before anything is saved, or "continue".
     disable_tqdm: no progress line.
@@ -101,6 +102,7 @@ class TrainerConfig:
     validation_episodes: int = 0
     test_episodes: int = 0
     test_steps: int | None = None
+    test_seed: int | None = None
     save_steps: int | None = None
     nonfinite_loss: str = STOP
     disable_tqdm: bool = False
@@ -115,6 +117,9 @@ class TrainerConfig:
         for name in (*counts, "test_steps"):
             if getattr(self, name) is not None:
                 check_integer(f"trainer.{name}", getattr(self, name), 1)
+        if self.test_seed is not None:
+            # Demonstrations and the choice of a checkpoint have the seeds below.
+            check_integer("trainer.test_seed", self.test_seed, TEST_SEED)
         for name in ("learning_rate", "ema_power"):
             check_finite(f"trainer.{name}", getattr(self, name), zero=False)
         if self.max_grad_norm is not None:
@@ -128,8 +133,9 @@ class TrainerConfig:
             raise ValueError(f"trainer.betas={self.betas!r} must be two numbers in [0, 1)")
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise ValueError(f"trainer.mixed_precision={self.mixed_precision!r} must be one of no, bf16, fp16")
-        if self.test_steps is not None and not self.test_episodes:
-            raise ValueError(f"trainer.test_steps={self.test_steps} is of trainer.test_episodes, which are 0")
+        for name in ("test_steps", "test_seed"):
+            if (value := getattr(self, name)) is not None and not self.test_episodes:
+                raise ValueError(f"trainer.{name}={value} is of trainer.test_episodes, which are 0")
         if self.validation_episodes > TEST_SEED - VALIDATION_SEED:
             raise ValueError(f"trainer.validation_episodes={self.validation_episodes} reaches the seeds of evaluation")
 

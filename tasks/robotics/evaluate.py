@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
+from hf_sparseprior.checks import check_integer
 from hf_sparseprior.files import file_sha256
 from tasks.common.command import run_command
 from tasks.common.environment import environment
@@ -46,14 +47,14 @@ class Rollouts:
     """Which episodes a policy is judged by.
 
     episodes: how many; their seeds are `seed`, `seed` + 1, ...
-    seed: seed of the first episode.
+    seed: seed of the first episode; None: the run's `trainer.test_seed`, by default TEST_SEED.
     untrained: the same policy with random weights instead, for comparison.
     max_steps: actions of an episode; None: the environment's horizon.
     sampler, sampling_steps: replace the policy's own.
     """
 
     episodes: int = 50
-    seed: int = TEST_SEED
+    seed: int | None = None
     untrained: bool = False
     max_steps: int | None = None
     sampler: str | None = None
@@ -103,7 +104,7 @@ def judge(
     results = Results(
         task="robotics",
         metrics=summary(found),
-        config={"rollouts": asdict(rollouts)},
+        config={"rollouts": asdict(rollouts) | {"seed": first_seed(policy, rollouts)}},
         parameters=sum(parameter.numel() for parameter in policy.parameters()),
         seconds=round(time.monotonic() - started, 2),
         details={
@@ -141,6 +142,17 @@ def draw(
     draw_episodes(pictured, out / "episodes.png", heading)
     longest = max(len(episode.frames) for episode in pictured)
     return write_video(out / "episodes.mp4", [side_by_side(pictured, index) for index in range(longest)], fps).name
+
+
+def first_seed(policy: CrosswayPolicy, rollouts: Rollouts) -> int:
+    """Seed of the first episode.
+
+    Raises:
+        ValueError: if that in policy.json is none.
+    """
+    if rollouts.seed is not None:
+        return rollouts.seed
+    return check_integer(f"{POLICY_FILE}: about.test_seed", policy.about.get("test_seed", TEST_SEED), 0)
 
 
 def conditions(policy: CrosswayPolicy, folder: Path, rollouts: Rollouts) -> dict[str, Any]:
@@ -196,7 +208,7 @@ def run_episodes(
         if problem := picture_problem(simulator):
             print(f"no pictures: {problem}", file=sys.stderr)
         wanted = [
-            Wanted(rollouts.seed + number, FRAME_SIZE if number < PICTURED and not problem else 0)
+            Wanted(first_seed(policy, rollouts) + number, FRAME_SIZE if number < PICTURED and not problem else 0)
             for number in range(rollouts.episodes)
         ]
         store.prepare()
@@ -277,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, help="folder of a run, or of a saved policy")
     parser.add_argument("--episodes", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=TEST_SEED, help=f"of the first episode; default {TEST_SEED}")
+    parser.add_argument("--seed", type=int, help=f"of the first episode; default: trainer.test_seed or {TEST_SEED}")
     parser.add_argument("--untrained", action="store_true", help="random weights instead of the trained ones")
     parser.add_argument("--max-steps", type=int, help="actions of an episode; default: the environment's horizon")
     parser.add_argument("--sampler", help="ddpm or ddim instead of the policy's own")

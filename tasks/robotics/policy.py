@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ class CrosswayPolicy(nn.Module):
             {key: config.encoder_family.base(config.encoder_config(key)) for key in config.cameras}
         )
         features = sum(self.encoder(key).config.pooled_size for key in config.cameras)
-        features += sum(config.observations[key][0] for key in config.states)
+        features += sum(config.observations[key][0] for key in config.states if key in config.seen)
         self.unet = ConditionalUNet1D(
             config.action_size,
             config.observation_steps * features,
@@ -124,17 +124,18 @@ class CrosswayPolicy(nn.Module):
 
     # ---- observations -----------------------------------------------------------------------------------------------
 
-    def normalized(self, observations: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Observations of every key, normalised, with the steps in the batch dimension.
+    def normalized(self, observations: Mapping[str, Tensor], keys: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Observations of these keys (all), normalised, with the steps in the batch dimension.
 
         Args:
             observations: images uint8 (B, O, height, width, 3), as recorded or already scaled; others (B, O, D).
+            keys: of the configuration's.
 
         Returns:
             Images (B * O, 3, height, width) and others (B * O, D), in about [-1, 1].
         """
         result = {}
-        for key in self.config.observations:
+        for key in self.config.observations if keys is None else keys:
             if key not in observations:
                 raise ValueError(f"observation {key!r} is missing; given: {', '.join(observations)}")
             values = observations[key].flatten(0, 1)
@@ -160,7 +161,7 @@ class CrosswayPolicy(nn.Module):
             crops: `places` of `cropped` for each camera, in training; None: drawn.
         """
         features, losses = [], {}
-        for key in self.config.observations:
+        for key in self.config.seen:
             values = normalized[key]
             if key in self.encoders:
                 if self.config.crop is not None:
@@ -245,7 +246,7 @@ class CrosswayPolicy(nn.Module):
         Raises:
             ValueError: for another number of generators than B.
         """
-        condition, _ = self.encode(self.normalized(observations))
+        condition, _ = self.encode(self.normalized(observations, self.config.seen))
         size = (len(condition), self.config.horizon, self.config.action_size)
         clean = denoise(
             lambda actions, steps: self.unet(actions, steps, condition)[0],
@@ -278,7 +279,7 @@ class CrosswayPolicy(nn.Module):
         batch = {
             key: torch.as_tensor(np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value).to(device)
             for key, value in obs_dict.items()
-            if key in self.config.observations
+            if key in self.config.seen
         }
         plan = self.plan(batch, generator)
         first = self.config.observation_steps - 1
@@ -301,7 +302,7 @@ class CrosswayPolicy(nn.Module):
             ValueError: for observations that are missing or of another shape, and another B than before.
         """
         self._remember(batch)
-        stacked = {key: torch.stack([step[key] for step in self._seen], 1) for key in self.config.observations}
+        stacked = {key: torch.stack([step[key] for step in self._seen], 1) for key in self.config.seen}
         return self.predict_action(stacked, generator)["action"]
 
     def select_action(self, batch: Mapping[str, Tensor | np.ndarray], generator: Generators = None) -> Tensor:
@@ -320,7 +321,7 @@ class CrosswayPolicy(nn.Module):
 
     def _remember(self, batch: Mapping[str, Tensor | np.ndarray]) -> None:
         newest, episodes = {}, None
-        for key, shape in self.config.observations.items():
+        for key, shape in self.config.seen.items():
             if key not in batch:
                 raise ValueError(f"observation {key!r} is missing; given: {', '.join(batch)}")
             value = torch.as_tensor(batch[key])

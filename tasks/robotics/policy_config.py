@@ -19,6 +19,8 @@ class PolicyConfig:
     """What a policy is made of.
 
     observations: {key: shape}: (height, width, 3) for a camera as it is recorded, (D,) for anything else.
+    privileged: keys of observations, no images, that are for training alone: it has to give them back from the U-Net's
+        middle features, as the others. The policy does not see them, and needs none of them to act.
     action_size: A.
     observation_steps: how many observations it sees. horizon: how many actions it plans. action_steps: how many of them
         it executes, from the action that belongs to the last observation on.
@@ -36,6 +38,7 @@ class PolicyConfig:
     """
 
     observations: dict[str, Sequence[int]] = field(default_factory=dict)
+    privileged: Sequence[str] = ()
     action_size: int = 10
     observation_steps: int = 2
     horizon: int = 16
@@ -77,6 +80,7 @@ class PolicyConfig:
         self.observations = {key: list(shape) for key, shape in self.observations.items()}
         if not self.observations:
             raise ValueError("policy.observations is empty; name the observations with their shapes")
+        self._check_privileged()
         if self.observation_steps - 1 + self.action_steps > self.horizon:
             raise ValueError(
                 f"policy.horizon={self.horizon} must hold observation_steps={self.observation_steps} - 1 and "
@@ -91,6 +95,21 @@ class PolicyConfig:
             )
         self._check_unet()
         self._check_images()
+
+    def _check_privileged(self) -> None:
+        if not isinstance(self.privileged, (list, tuple)):
+            raise ValueError(f"policy.privileged={self.privileged!r} must be a list of keys")
+        self.privileged = list(self.privileged)
+        for key in self.privileged:
+            if key not in self.observations or len(self.observations[key]) != 1:
+                known = [name for name, shape in self.observations.items() if len(shape) == 1]
+                raise ValueError(
+                    f"policy.privileged: {key!r} must be one of {', '.join(known)}, observations without images"
+                )
+        if self.privileged and not self.reconstruction_weight:
+            raise ValueError(f"policy.privileged={self.privileged} needs reconstruction_weight above 0")
+        if not self.seen:
+            raise ValueError(f"policy.privileged={self.privileged} leaves the policy nothing to see")
 
     def _check_unet(self) -> None:
         convolutions = sum(a * b for a, b in zip([self.action_size, *self.widths], self.widths, strict=False))
@@ -135,6 +154,11 @@ class PolicyConfig:
                 raise ValueError(f"policy.decoder_positions={self.decoder_positions!r} must be a multiple of 4")
             if any(side % 2 for key in self.cameras for side in self.decoded_shape(key)):
                 raise ValueError("policy.reconstruction_size: decoded images must have even sides")
+
+    @property
+    def seen(self) -> dict[str, Sequence[int]]:
+        """The observations that the policy sees, with their shapes."""
+        return {key: shape for key, shape in self.observations.items() if key not in self.privileged}
 
     @property
     def cameras(self) -> list[str]:

@@ -17,10 +17,10 @@ from shapely.geometry import LineString, Point, Polygon
 
 from tasks.robotics.pusht import TABLE, PushT
 
-NOISE = 2.0  # standard deviation of the noise on the targets that are executed; recorded targets have none
+NOISE = 4.0  # standard deviation of the noise on the targets that are executed; recorded targets have none
 
 _RADIUS = 15.0  # the pusher's
-_CONTACTS = 48  # points along the outline
+_CONTACTS = 24  # points along the outline
 _CHECKED = 8  # how many of the imagined pushes are imagined again with the way back
 _GAP = 6.0  # between pusher and block at the start of a push
 _ADVANCE, _FINE_ADVANCE = 12.0, 4.0  # of the pusher's target in a step of a push, and of a short, last push
@@ -62,6 +62,8 @@ class PushTDemonstrator:
         goal = self._imagined._env.goal_pose
         self._imagined.restore(np.array([*np.zeros(2), *goal]))
         self._goal = self._imagined.keypoints()
+        self._imagined.restore(np.zeros(5))
+        self._contacts, self._normals = _contacts(_outline(self._imagined), _CONTACTS)
 
     def reset(self, seed: int) -> None:
         """Forget the plan."""
@@ -90,7 +92,7 @@ class PushTDemonstrator:
     def _plan(self) -> None:
         """The best push from here and the way to it."""
         state = self.environment.state()
-        block = self._outline()
+        block = _outline(self.environment)
         pushes = sorted(self._pushes(state, block), key=lambda push: push.cost)
         best, best_cost = None, np.inf
         for push in pushes[:_CHECKED]:
@@ -108,19 +110,12 @@ class PushTDemonstrator:
 
     def _pushes(self, state: np.ndarray, block: Polygon) -> list[_Push]:
         """Pushes at points along the outline, each with the length that helps most."""
-        outline = np.array(shapely.geometry.polygon.orient(block).exterior.coords)
-        edges = np.diff(outline, axis=0)
-        lengths = np.linalg.norm(edges, axis=1)
-        ends = np.cumsum(lengths)
-        distances = (np.arange(_CONTACTS) + self._generator.uniform()) * ends[-1] / _CONTACTS
+        turn = np.array([[np.cos(state[4]), np.sin(state[4])], [-np.sin(state[4]), np.cos(state[4])]])
+        contacts, normals = self._contacts @ turn + state[2:4], self._normals @ turn
         now = self._cost(self.environment)
         advance = _FINE_ADVANCE if now < _FINE else _ADVANCE
         pushes = []
-        for distance in distances:
-            edge = int(np.searchsorted(ends, distance))
-            along = edges[edge] / lengths[edge]
-            contact = outline[edge] + along * (distance - ends[edge] + lengths[edge])
-            inward = np.array([-along[1], along[0]])  # left of an outline that runs counterclockwise
+        for contact, inward in zip(contacts, normals, strict=True):
             start = contact - inward * (_RADIUS + _GAP)
             if (start < _MARGIN).any() or (start > TABLE - _MARGIN).any() or block.distance(Point(start)) < _RADIUS + 1:
                 continue
@@ -145,11 +140,6 @@ class PushTDemonstrator:
     def _cost(self, environment: PushT) -> float:
         """Mean distance between the corners of the block and those of the target."""
         return float(np.linalg.norm(environment.keypoints() - self._goal, axis=1).mean())
-
-    def _outline(self) -> Polygon:
-        """The block as one polygon."""
-        bar, stem = self.environment.keypoints().reshape(2, 4, 2)
-        return shapely.union(Polygon(bar).buffer(0.01), Polygon(stem).buffer(0.01)).simplify(0.5)
 
     def _way_around(self, start: np.ndarray, end: np.ndarray, block: Polygon) -> list[np.ndarray] | None:
         """The shortest way for the pusher past the block: corners and the end, or None if there is none."""
@@ -181,3 +171,22 @@ class PushTDemonstrator:
                     step = float(np.linalg.norm(points[following] - points[point]))
                     heapq.heappush(queue, (length + step, following, [*way, following]))
         return None
+
+
+def _outline(environment: PushT) -> Polygon:
+    """The block as one polygon."""
+    bar, stem = environment.keypoints().reshape(2, 4, 2)
+    return shapely.union(Polygon(bar).buffer(0.01), Polygon(stem).buffer(0.01)).simplify(0.5)
+
+
+def _contacts(block: Polygon, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Points along an outline at equal distances (count, 2), and the directions into the block there (count, 2)."""
+    outline = np.array(shapely.geometry.polygon.orient(block).exterior.coords)
+    edges = np.diff(outline, axis=0)
+    lengths = np.linalg.norm(edges, axis=1)
+    ends = np.cumsum(lengths)
+    distances = (np.arange(count) + 0.5) * ends[-1] / count
+    edge = np.searchsorted(ends, distances)
+    along = edges[edge] / lengths[edge, None]
+    contacts = outline[edge] + along * (distances - ends[edge] + lengths[edge])[:, None]
+    return contacts, np.stack([-along[:, 1], along[:, 0]], 1)  # left of an outline that runs counterclockwise

@@ -80,7 +80,7 @@ def rollout(
     if picture_size:
         episode.frames.append(environment.render(picture_size))
     while not episode.success and episode.steps < horizon:
-        stacked = {key: np.stack([step[key] for step in seen]) for key in policy.config.observations}
+        stacked = {key: np.stack([step[key] for step in seen]) for key in policy.config.seen}
         for action in policy.act(stacked, generator)[: horizon - episode.steps]:
             observation, reward, episode.success, info = environment.step(action)
             seen.append(observation)

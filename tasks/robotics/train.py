@@ -127,6 +127,8 @@ def make_training(config: dict[str, dict[str, Any]], demonstrations: Demonstrati
         "demonstrations": Path(data.path).name,
         "seed": trainer.seed,
     }
+    if trainer.test_seed is not None:
+        training.about["test_seed"] = trainer.test_seed
     if trainer.validation_episodes:
         training.simulator = make_matching_environment(training.about, str(data.path))
     return training, {"train": len(train), "validation": len(held_out)}

@@ -102,6 +102,6 @@ def feature_parts(policy: CrosswayPolicy) -> dict[str, tuple[str, int, int | Non
         for key, size in sizes.items():
             parts[key] = feature, first, size
             first += size
-    if unknown := [key for key in policy.config.observations if key not in parts]:
+    if unknown := [key for key in policy.config.seen if key not in parts]:
         raise ValueError(f"observation {unknown[0]!r} of {name} is not among those that lerobot is shown")
-    return {key: parts[key] for key in policy.config.observations}
+    return {key: parts[key] for key in policy.config.seen}

@@ -32,7 +32,7 @@ TINY = [
     *("policy.image_size=null", "policy.crop=72", "policy.decoder_width=8", "encoder.hidden_size=16"),
     *("encoder.num_hidden_layers=2", "encoder.num_attention_heads=2", "encoder.intermediate_size=32"),
     *("trainer.steps=4", "trainer.batch_size=8", "trainer.log_steps=2", "trainer.validate_steps=2"),
-    *("trainer.warmup_steps=2", "trainer.test_episodes=2", "trainer.disable_tqdm=true"),
+    *("trainer.warmup_steps=2", "trainer.test_episodes=2", "trainer.test_seed=123456", "trainer.disable_tqdm=true"),
 ]
 
 
@@ -98,7 +98,7 @@ def test_a_record_says_what_the_saved_policy_does_in_the_held_out_episodes(whole
         for name, (record,) in found.items():
             policy = CrosswayPolicy.from_pretrained(whole / "runs" / name / "seed0" / "model")
             with evaluate.one_thread():
-                played = [rollout(policy, environment, seed) for seed in (100_000, 100_001)]
+                played = [rollout(policy, environment, seed) for seed in (123_456, 123_457)]
             assert unpack_correct(record["test_correct"]).tolist() == [each.success for each in played]
             metrics = record["metrics"]
             assert metrics["test_success"] == np.mean([each.success for each in played])
@@ -107,6 +107,19 @@ def test_a_record_says_what_the_saved_policy_does_in_the_held_out_episodes(whole
             assert record["prior"] == name and record["demonstrations_sha256"]
     kept = {name: 1 - record["pruning_ratio"] / 100 for name, (record,) in found.items()}
     assert kept["dense"] == 1 > kept["fibottention"] > 0
+
+
+def test_evaluate_begins_with_the_seed_of_the_run(whole, tmp_path, capsys):
+    """The run's own episodes are there; with another seed, others are played."""
+    run = whole / "runs" / "dense" / "seed0"
+    assert evaluate.main([str(run), "--episodes", "2"]) == 0
+    found = json.loads((run / "evaluation" / "results_test.json").read_text())
+    assert [each["seed"] for each in found["episodes"]] == [123_456, 123_457] and found["played_now"] == 0
+    assert found["config"]["rollouts"]["seed"] == 123_456
+    out = ["--max-steps", "2", "--out", str(tmp_path)]
+    assert evaluate.main([str(run), "--episodes", "1", "--seed", "7", *out]) == 0
+    other = json.loads((tmp_path / "results_test.json").read_text())
+    assert [each["seed"] for each in other["episodes"]] == [7]
 
 
 def test_rows_of_a_seed_begin_alike(whole):
@@ -130,10 +143,10 @@ def test_a_killed_comparison_plays_the_rest(whole, demonstrations, tmp_path, mon
     only = command(tmp_path, demonstrations, "--seeds", "0")
     only.remove("fibottention")
     assert compare.main(only) != 0
-    assert played == [100_000, 100_001] and updates == [0, 1, 2, 3]
+    assert played == [123_456, 123_457] and updates == [0, 1, 2, 3]
     assert not (tmp_path / "records").exists()
     assert compare.main(only) == 0
-    assert played == [100_000, 100_001, 100_001] and updates == [0, 1, 2, 3]
+    assert played == [123_456, 123_457, 123_457] and updates == [0, 1, 2, 3]
     mine, other = records(tmp_path, demonstrations)["dense"], records(whole, demonstrations)["dense"]
     assert [each["metrics"] for each in mine] == [each["metrics"] for each in other]
     assert compare.main(only) == 0 and len(played) == 3  # nothing is left
@@ -181,7 +194,7 @@ def wilson(right, count, z=1.959963984540054):
     ],
 )
 def test_what_is_no_comparison_is_refused_in_one_line(override, says, demonstrations, tmp_path, capsys):
-    assert compare.main(command(tmp_path, demonstrations, override=[override])) == 2
+    assert compare.main(command(tmp_path, demonstrations, override=["trainer.test_seed=null", override])) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1 and re.search(says, said[0])
 
@@ -207,6 +220,13 @@ def test_two_processes_do_what_one_does(whole, demonstrations, tmp_path):
         assert mine[name][0]["test_correct"] == other[name][0]["test_correct"]
 
 
-def test_steps_of_no_episodes_are_refused():
-    with pytest.raises(ValueError, match=r"trainer\.test_steps=5 is of trainer\.test_episodes, which are 0"):
-        TrainerConfig(test_steps=5)
+@pytest.mark.parametrize("name", ["test_steps", "test_seed"])
+def test_settings_of_no_episodes_are_refused(name):
+    with pytest.raises(ValueError, match=rf"trainer\.{name}=200000 is of trainer\.test_episodes, which are 0"):
+        TrainerConfig(**{name: 200_000})
+
+
+@pytest.mark.parametrize("seed", [99_999, 50_000, -1, 2e5, True])
+def test_seeds_of_demonstrations_and_of_choices_are_not_for_evaluation(seed):
+    with pytest.raises(ValueError, match=rf"trainer\.test_seed={seed} must be an integer of 100000 or more"):
+        TrainerConfig(test_episodes=5, test_seed=seed)

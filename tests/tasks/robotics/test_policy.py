@@ -166,6 +166,48 @@ def test_losses_of_a_prior_count():
     assert losses["loss"].item() == pytest.approx(parts.item(), rel=1e-5)
 
 
+PRIVILEGED = {
+    "observations": {"agentview_image": [40, 40, 3], "position": [3], "object": [5]},
+    "privileged": ["object"],
+}
+
+
+def test_what_is_privileged_teaches_and_is_not_seen(tmp_path):
+    """No plan depends on it, none needs it, and its error trains the encoder of the image."""
+    policy = tiny_policy(**PRIVILEGED)
+    seen = observations(policy.config)
+    other = {**seen, "object": 100 * seen["object"]}
+    without = {key: value for key, value in seen.items() if key != "object"}
+    policy.eval()
+    expected = policy.plan(seen, generator())
+    assert torch.equal(policy.plan(other, generator()), expected) and torch.equal(
+        policy.plan(without, generator()), expected
+    )
+    step = {key: value[:, 0] for key, value in without.items()}
+    assert policy.select_action(step).shape == (2, 4)
+    policy.save_pretrained(tmp_path / "model")
+    again = CrosswayPolicy.from_pretrained(tmp_path / "model")
+    assert again.config.privileged == ["object"]
+    assert torch.equal(again.plan(without, generator()), expected)
+    plain = tiny_policy(observations={key: PRIVILEGED["observations"][key] for key in ("agentview_image", "position")})
+    assert plain.unet.state_dict().keys() == policy.unet.state_dict().keys()
+    shapes = [[value.shape for value in each.unet.state_dict().values()] for each in (plain, policy)]
+    assert shapes[0] == shapes[1]
+    policy.train()
+    drawn = {"noise": torch.randn(2, 16, 4), "steps": torch.tensor([3, 60])}
+    drawn["crops"] = {"agentview_image": torch.zeros(4, 2)}
+    losses = policy(seen, torch.randn(2, 16, 4), **drawn)
+    wanted = policy.normalizer("object", seen["object"].flatten(0, 1))
+    assert losses["object"].item() > 0 and wanted.shape == (4, 5)
+    changed = policy(other, torch.randn(2, 16, 4), **drawn)
+    assert changed["object"].item() > losses["object"].item() + 1
+    losses["object"].backward()
+    encoder = policy.encoder("agentview_image")
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in encoder.layers.parameters())
+    with pytest.raises(ValueError, match="observation 'object' is missing"):
+        policy(without, torch.randn(2, 16, 4))
+
+
 @pytest.mark.slow
 def test_one_batch_is_learned_by_heart():
     """Two images, two plans: each image needs its own."""
@@ -337,6 +379,17 @@ def test_an_encoder_that_is_gone_is_named(tmp_path):
         ({"horizon": 10**9}, "policy.horizon=1000000000 must be at most 131072.*SPARSEPRIOR_MAX_WIDTH"),
         ({"widths": [131072, 131072]}, "with kernel_size=3 give .* weights, .* at most 32000000000"),
         ({"observations": {"state": [10**9]}}, "policy.state=1000000000 must be at most 131072"),
+        ({"privileged": "position"}, "policy.privileged='position' must be a list of keys"),
+        (
+            {"privileged": ["object"]},
+            "policy.privileged: 'object' must be one of position, observations without images",
+        ),
+        ({"privileged": ["hand_image"]}, "policy.privileged: 'hand_image' must be one of position"),
+        (
+            {"privileged": ["position"], "reconstruction_weight": 0},
+            r"privileged=\['position'\] needs reconstruction_wei",
+        ),
+        ({"observations": {"a": [3]}, "privileged": ["a"]}, r"privileged=\['a'\] leaves the policy nothing to see"),
     ],
 )
 def test_bad_configurations_are_refused(options, message):
