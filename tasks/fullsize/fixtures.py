@@ -100,6 +100,9 @@ def write_tiny_imagenet(folder: Path) -> None:
     (root / "val" / "val_annotations.txt").write_text("".join(lines))
 
 
+CIFAR_IMAGES = 2000  # of the training split, for two steps of any of the recipes
+
+
 def _cifar(classes: int, column: str) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         import io
@@ -113,7 +116,7 @@ def _cifar(classes: int, column: str) -> Callable[[Path], None]:
             picture.save(file, "PNG")
             encoded.append({"bytes": file.getvalue(), "path": None})
         features = Features({"img": ImageFeature(), column: ClassLabel(names=[f"class{n}" for n in range(classes)])})
-        for split, each in (("train", 4), ("test", 1)):
+        for split, each in (("train", CIFAR_IMAGES // classes), ("test", 1)):
             labels = [label for label in range(classes) for _ in range(each)]
             rows = {"img": [encoded[number % PICTURES] for number in range(len(labels))], column: labels}
             Dataset.from_dict(rows, features=features).to_parquet(folder / f"{split}.parquet")
