@@ -37,7 +37,7 @@ class Scripted:
 
     def __init__(self, actions):
         self.actions, self.seen = iter(actions), []
-        self.config = SimpleNamespace(observation_steps=2, observations={"agent_pos": [2], "keypoints": [16]})
+        self.config = SimpleNamespace(observation_steps=2, seen={"agent_pos": [2], "keypoints": [16]})
 
     def act(self, observations, generator):
         self.seen.append(observations)
