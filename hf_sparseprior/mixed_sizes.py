@@ -17,7 +17,7 @@ from transformers import AutoImageProcessor
 from .base_config import as_pair
 from .checks import check_integer
 from .files import write_text
-from .image_processor import PROCESSOR
+from .image_processor import PROCESSOR, image_processor_settings
 from .packing import as_patches, checked_image
 
 
@@ -40,17 +40,12 @@ def mixed_size_processor(config: Any, max_num_patches: int | None = None) -> Any
         raise ValueError(f"patch_size={[height, width]} must be square for images of several sizes")
     most = math.prod(config.grid) if max_num_patches is None else check_integer("max_num_patches", max_num_patches, 1)
     settings = {
+        **image_processor_settings(config),
         "image_processor_type": "Siglip2ImageProcessor",
         "patch_size": height,
         "max_num_patches": most,
-        "do_resize": True,
-        "resample": 3,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(config.image_mean),
-        "image_std": list(config.image_std),
     }
+    del settings["size"]
     with tempfile.TemporaryDirectory() as folder:  # AutoImageProcessor chooses the class that runs here
         write_text(Path(folder) / PROCESSOR, json.dumps(settings) + "\n")
         return AutoImageProcessor.from_pretrained(folder)

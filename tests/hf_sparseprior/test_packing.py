@@ -161,6 +161,11 @@ def test_the_processor_of_transformers_gives_what_the_model_takes(tmp_path):
     assert collated["pixel_values"].shape[1] == shapes[0][0] * shapes[0][1]
     with torch.no_grad():
         torch.testing.assert_close(model(**collated).logits[0], model(tensors[:1]).logits[0], atol=1e-4, rtol=1e-4)
+    # Other modes become RGB, as in the processor of images of one size.
+    for mode in ("RGBA", "L", "P"):
+        converted = processor([picture.convert(mode) for picture in pictures], return_tensors="pt")
+        rgb = processor([picture.convert(mode).convert("RGB") for picture in pictures], return_tensors="pt")
+        assert torch.equal(converted["pixel_values"], rgb["pixel_values"])
     processor.save_pretrained(tmp_path)
     model.save_pretrained(tmp_path)
     classify = pipeline("image-classification", model=str(tmp_path))
