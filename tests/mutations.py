@@ -82,10 +82,16 @@ MUTATIONS = (
     ),
     Mutation(
         "gather forgets the softmax's sum in its gradient",
-        "(probs * grad_probs).sum(-1, keepdim=True)",
-        "0.0",
+        "grad_logits = probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True))",
+        "grad_logits = probs * grad_probs",
         "test_ops.py test_backend_*.py",
         "gather",
+    ),
+    Mutation(
+        "frames forgets the softmax's sum in its gradient",
+        "grad_scores = probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True))",
+        "grad_scores = probs * grad_probs",
+        "test_time.py",
     ),
     # Supports, sequences and curves.
     Mutation(
