@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoImageProcessor
 
 from .base_config import as_pair
 from .checks import check_integer
@@ -35,6 +34,8 @@ def mixed_size_processor(config: Any, max_num_patches: int | None = None) -> Any
     Raises:
         ValueError: for patches that are not square, and a number below 1.
     """
+    from transformers import AutoImageProcessor  # importing the package does not need it
+
     height, width = as_pair(config.patch_size)
     if height != width:
         raise ValueError(f"patch_size={[height, width]} must be square for images of several sizes")

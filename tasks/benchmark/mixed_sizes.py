@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hf_sparseprior.base_config import as_pair
 from hf_sparseprior.families import preset_family
-from hf_sparseprior.packing import Packing
+from hf_sparseprior.packing import read_images
 from tasks.benchmark import report
 from tasks.benchmark.model import preset_config
 from tasks.benchmark.timing import SetUp, measure
@@ -51,12 +51,7 @@ def draw_grids(kind: str, images: int, patches: int, seed: int) -> list[tuple[in
 
 def set_ups(model: Any, images: list[Tensor], trains: bool) -> dict[str, SetUp]:
     """What is timed, by name. A training pass sums the logits and has gradients for the weights."""
-    patch = as_pair(model.config.patch_size)
-    sizes = [(image.shape[1] // patch[0], image.shape[2] // patch[1]) for image in images]
-    packing, first, groups = Packing.of(sizes), 0, []
-    for count in packing.counts:
-        groups.append(torch.stack([images[place] for place in packing.order[first : first + count]]))
-        first += count
+    groups, _ = read_images(images, model.config.num_channels, as_pair(model.config.patch_size))
     largest = max(images, key=lambda image: image.shape[1] * image.shape[2])
     batches: dict[str, list[Any]] = {
         PACKED: [images],
