@@ -16,6 +16,7 @@
 //
 // Sums over pieces are taken in the order of the pieces, so the result does not depend on the number of threads.
 
+#include <type_traits>
 #include <vector>
 
 #include "vectors.h"
@@ -27,9 +28,12 @@ namespace {
 constexpr int64_t PACKED_CHUNK = 256, CHUNK = 128;
 constexpr int64_t LARGE_BYTES = 2 << 20;  // bytes of one of q, k, v, out
 
-// Whether rows are read in place. At a distance of whole pages all of them would use the same sets of a cache.
+// Whether rows of this type are read in place. At a distance of whole pages all of them would use the same sets of a
+// cache.
+template <typename E>
 inline bool in_place(const View& view) {
-  return view.whole() && !view.half && view.token * (int64_t)sizeof(float) % 4096 != 0;
+  return view.lane == 1 && view.half == std::is_same_v<E, Half> && view.width % (L * Elements<E>::VECTORS) == 0 &&
+         view.token * (int64_t)sizeof(E) % 4096 != 0;
 }
 
 // Rows of a block that have a key in a column.
@@ -79,7 +83,7 @@ struct DiagonalProblem {
   const float *pair_weights = nullptr, *prefix_weights = nullptr, *self_weights = nullptr;
   const int64_t* begin = nullptr;
   std::vector<Head> heads;
-  std::vector<float> zeros;  // a row
+  std::vector<float> zeros;  // a row, of either type
 
   explicit DiagonalProblem(const DiagonalInputs& inputs)
       : B(inputs.B), H(inputs.H), P(inputs.P), N(inputs.T - inputs.P), D(inputs.q.width),
@@ -88,7 +92,7 @@ struct DiagonalProblem {
         prefix_weights(inputs.prefix_weights), self_weights(inputs.self_weights), begin(inputs.pair_begin), zeros(size) {
     padded = packed_width(N);
     large = B * H * (P + N) * size * (int64_t)sizeof(float) > LARGE_BYTES;
-    chunk = in_place(inputs.q) ? CHUNK : PACKED_CHUNK;
+    chunk = in_place<float>(inputs.q) || in_place<Half>(inputs.q) ? CHUNK : PACKED_CHUNK;
     rows = std::min(chunk, padded);
     chunks = (N + chunk - 1) / chunk;
     const int32_t *count = inputs.counts, *signed_offsets = inputs.offsets;
@@ -177,14 +181,16 @@ namespace {
 using Problem = DiagonalProblem;
 
 // 16 rows; with a step of 0, the same row 16 times.
+template <typename E>
 struct Block {
-  const float* data;
+  const E* data;
   int64_t step;
 };
 // Patches of a tensor from j0 on: in place if possible, otherwise packed.
-inline Block block_of(const Problem& x, const View& view, int64_t b, int64_t h, int64_t j0, float* scratch) {
-  if (j0 <= -L || j0 >= x.N) return {x.zeros.data(), 0};
-  if (j0 >= 0 && j0 + L <= x.N && in_place(view)) return {view.of<float>(b, h, x.P + j0), view.token};
+template <typename E>
+inline Block<E> block_of(const Problem& x, const View& view, int64_t b, int64_t h, int64_t j0, E* scratch) {
+  if (j0 <= -L || j0 >= x.N) return {(const E*)x.zeros.data(), 0};
+  if (j0 >= 0 && j0 + L <= x.N && in_place<E>(view)) return {view.of<E>(b, h, x.P + j0), view.token};
   read_rows(view, b, h, x.P + j0, x.P + j0 + L, x.P, x.P + x.N, scratch);
   return {scratch, x.size};
 }
@@ -192,14 +198,18 @@ inline Block block_of(const Problem& x, const View& view, int64_t b, int64_t h, 
 // The loops that take nearly all time. V: vectors of a packed row, 0 if it is only known at run time.
 
 // Dot products of 16 rows with 16 rows.
-template <int V>
-SPARSEPRIOR_INLINE vec dots(int64_t size, Block a, Block b) {
+template <int V, typename E>
+SPARSEPRIOR_INLINE vec dots(int64_t size, Block<E> a, Block<E> b) {
+  typedef Elements<E> Own;
+  constexpr int64_t STEP = L * Own::VECTORS;
   vec x[L];
 #pragma GCC unroll 16
   for (int r = 0; r < L; ++r) {
-    x[r] = load(a.data) * load(b.data);
+    x[r] = Own::dot(vec{}, Own::read(a.data), Own::read(b.data));
 #pragma GCC unroll 8
-    for (int64_t i = L; i < (V ? L * V : size); i += L) x[r] += load(a.data + i) * load(b.data + i);
+    for (int64_t i = STEP; i < (V ? L * V : size); i += STEP) {
+      x[r] = Own::dot(x[r], Own::read(a.data + i), Own::read(b.data + i));
+    }
     a.data += a.step;
     b.data += b.step;
   }
@@ -207,23 +217,25 @@ SPARSEPRIOR_INLINE vec dots(int64_t size, Block a, Block b) {
 }
 
 // The same for 4 columns at once, which reads each row of `a` once.
-template <int V>
-SPARSEPRIOR_INLINE void dots4(int64_t size, Block a, const Block columns[4], vec out[4]) {
-  Block b[4];
+template <int V, typename E>
+SPARSEPRIOR_INLINE void dots4(int64_t size, Block<E> a, const Block<E> columns[4], vec out[4]) {
+  typedef Elements<E> Own;
+  constexpr int64_t STEP = L * Own::VECTORS;
+  Block<E> b[4];
   std::copy_n(columns, 4, b);
   vec part[4];
   for (int group = 0; group < 4; ++group) {  // 4 rows: block c of 4 lanes is column c's
     vec x[L];
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
-      const vec first = load(a.data);
+      const typename Own::Register first = Own::read(a.data);
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c) x[4 * c + r] = first * load(b[c].data);
+      for (int c = 0; c < 4; ++c) x[4 * c + r] = Own::dot(vec{}, first, Own::read(b[c].data));
 #pragma GCC unroll 8
-      for (int64_t i = L; i < (V ? L * V : size); i += L) {
-        const vec own = load(a.data + i);
+      for (int64_t i = STEP; i < (V ? L * V : size); i += STEP) {
+        const typename Own::Register own = Own::read(a.data + i);
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; ++c) x[4 * c + r] += own * load(b[c].data + i);
+        for (int c = 0; c < 4; ++c) x[4 * c + r] = Own::dot(x[4 * c + r], own, Own::read(b[c].data + i));
       }
       a.data += a.step;
 #pragma GCC unroll 4
@@ -240,8 +252,9 @@ SPARSEPRIOR_INLINE void dots4(int64_t size, Block a, const Block columns[4], vec
 }
 
 // Dot products of a block's rows with every column's: out (columns, 16).
-template <int V>
-SPARSEPRIOR_INLINE void column_dots(int64_t size, const Block& rows, const Block* columns, int64_t count, float* out) {
+template <int V, typename E>
+SPARSEPRIOR_INLINE void column_dots(
+    int64_t size, const Block<E>& rows, const Block<E>* columns, int64_t count, float* out) {
   int64_t c = 0;
   for (; c + 4 <= count; c += 4, out += 4 * L) {
     vec x[4];
@@ -252,29 +265,32 @@ SPARSEPRIOR_INLINE void column_dots(int64_t size, const Block& rows, const Block
 }
 
 // A block of rows as the sum of columns times their factors (columns, 16), of C columns and S vectors of each row;
-// before: the start of the sum, packed; null for zero.
-template <int C, int S, typename T>
+// before: the start of the sum, packed; null for zero. Sums of Half are packed as registers have them.
+template <int C, int S, typename E, typename T>
 inline void mix_slab(
-    const Block* columns, const float* factors, int64_t rows, const float* before, int64_t size, bool past_cache, T* out,
-    int64_t step) {
-  Block own[C];
+    const Block<E>* columns, const float* factors, int64_t rows, const float* before, int64_t size, bool past_cache,
+    T* out, int64_t step) {
+  typedef Elements<E> Own;
+  Block<E> own[C];
   std::copy_n(columns, C, own);
   for (int64_t r = 0; r < rows; ++r, out += step) {
     vec x[S];
     for (int s = 0; s < S; ++s) x[s] = before ? load(before + r * size + L * s) : vec{};
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
-      for (int s = 0; s < S; ++s) x[s] += factors[L * c + r] * load(own[c].data + L * s);
+      for (int s = 0; s < S; s += Own::VECTORS) Own::add(x + s, factors[L * c + r], Own::read(own[c].data + L * s));
       own[c].data += own[c].step;
     }
-    for (int s = 0; s < S; ++s) past_cache ? stream(out + L * s, x[s]) : store(out + L * s, x[s]);
+    for (int s = 0; s < S; s += Own::VECTORS) {
+      past_cache ? Own::write_past_cache(out + L * s, x + s) : Own::write(out + L * s, x + s);
+    }
   }
 }
-template <int C, int V, typename T>
+template <int C, int V, typename E, typename T>
 inline void mix_columns(
-    const Block* columns, const float* factors, int64_t rows, const float* before, int64_t size, bool past_cache, T* out,
-    int64_t step) {
-  Block own[C];
+    const Block<E>* columns, const float* factors, int64_t rows, const float* before, int64_t size, bool past_cache,
+    T* out, int64_t step) {
+  Block<E> own[C];
   for (int64_t i = 0; i < (V ? L * V : size);) {
     for (int c = 0; c < C; ++c) own[c] = {columns[c].data + i, columns[c].step};
     const float* sum = before ? before + i : nullptr;
@@ -282,16 +298,17 @@ inline void mix_columns(
       mix_slab<C, 4>(own, factors, rows, sum, size, past_cache, out + i, step);
       i += 4 * L;
     } else {
-      mix_slab<C, 1>(own, factors, rows, sum, size, past_cache, out + i, step);
-      i += L;
+      constexpr int ONE = Elements<E>::VECTORS;
+      mix_slab<C, ONE>(own, factors, rows, sum, size, past_cache, out + i, step);
+      i += L * ONE;
     }
   }
 }
 // For any number of columns: four at a time into `scratch`, then the rest.
-template <int V, typename T>
+template <int V, typename E, typename T>
 inline void mix(
-    const Block* columns, int64_t count, const float* factors, int64_t rows, int64_t size, float* scratch, bool past_cache,
-    T* out, int64_t step) {
+    const Block<E>* columns, int64_t count, const float* factors, int64_t rows, int64_t size, float* scratch,
+    bool past_cache, T* out, int64_t step) {
   const float* before = nullptr;
   for (; count > 5; count -= 4, columns += 4, factors += 4 * L, before = scratch) {
     mix_columns<4, V>(columns, factors, rows, before, size, false, scratch, size);
@@ -305,8 +322,8 @@ inline void mix(
   }
 }
 // total += sum over `count` rows of factor * row.
-template <int V>
-inline void add_rows(int64_t size, int64_t count, const float* factors, const Block& rows, float* total) {
+template <int V, typename E>
+inline void add_rows(int64_t size, int64_t count, const float* factors, const Block<E>& rows, float* total) {
   for (int64_t i = 0; i < (V ? L * V : size); i += L) {
     vec x = load(total + i);
     for (int64_t r = 0; r < count; ++r) x += factors[r] * load(rows.data + r * rows.step + i);
@@ -314,7 +331,7 @@ inline void add_rows(int64_t size, int64_t count, const float* factors, const Bl
   }
 }
 inline void add_row(int64_t size, float factor, const float* row, float* total) {
-  add_rows<0>(size, 1, &factor, {row, 0}, total);
+  add_rows<0>(size, 1, &factor, Block<float>{row, 0}, total);
 }
 
 // Memory of one thread. Keys and values of a piece are used by turns, so that what neighbouring rows share of one of
@@ -338,10 +355,12 @@ struct Piece {
         end(std::min(x_.N, first + x_.chunk)) {}
   int64_t rows(int64_t j0) const { return std::min<int64_t>(L, end - j0); }
   float* block(const Buffer& pairs, int64_t j0) const { return pairs.data() + (j0 - first) * (head.columns + 1); }
-  Block block(const View& view, int64_t j0, const Scratch& own) const {
-    return block_of(x, view, b, h, j0, own.block.data());
+  template <typename E>
+  Block<E> block(const View& view, int64_t j0, const Scratch& own) const {
+    return block_of(x, view, b, h, j0, (E*)own.block.data());
   }
-  void prefix(const View& view, float* to) const { read_rows(view, b, h, 0, x.P, 0, x.P, to); }
+  template <typename E>
+  void prefix(const View& view, E* to) const { read_rows(view, b, h, 0, x.P, 0, x.P, to); }
   // Reads patches from..to of all heads one after the other, which the hardware foresees; the rows of one head, far
   // apart, would be waited for.
   void bring_near(const View& view, int64_t from, int64_t to) const {
@@ -357,16 +376,17 @@ struct Piece {
 };
 
 // The rows of a tensor that a piece needs, as columns: the prefix tokens and the rows at the head's offsets.
+template <typename E>
 class Rows {
  public:
   Rows(const Piece& piece, const View& view, const Buffer& memory)
-      : piece_(piece), view_(view), prefix_(memory.data()), memory_(prefix_ + piece.x.P * piece.x.size),
-        packed_(!in_place(view)), columns_(piece.head.columns + 1) {
+      : piece_(piece), view_(view), prefix_((E*)memory.data()), memory_(prefix_ + piece.x.P * piece.x.size),
+        packed_(!in_place<E>(view)), columns_(piece.head.columns + 1) {
     const Problem& x = piece.x;
     piece.prefix(view, prefix_);
     for (int64_t p = 0; p < x.P; ++p) columns_[p] = prefix(p);
     if (!packed_) return;
-    float* to = memory_;
+    E* to = memory_;
     for (const auto& [from, to_row] : piece.head.ranges) {
       const int64_t begin = x.P + piece.first + from;
       read_rows(view, piece.b, piece.h, begin, begin + to_row - from, x.P, x.P + x.N, to);
@@ -374,47 +394,47 @@ class Rows {
     }
   }
   // For a block from row j0 on: rows j + offset (ahead) or j - offset for each column, and a last column of one row.
-  const Block* ahead(int64_t j0, const float* last = nullptr) { return columns(j0, 1, piece_.head.ahead, last); }
-  const Block* behind(int64_t j0, const float* last = nullptr) { return columns(j0, -1, piece_.head.behind, last); }
-  Block prefix(int64_t p) const { return {prefix_ + p * piece_.x.size, 0}; }
-  Block own(int64_t j0) const { return block(j0, 0, piece_.head.own, piece_.head.count); }
+  const Block<E>* ahead(int64_t j0, const E* last = nullptr) { return columns(j0, 1, piece_.head.ahead, last); }
+  const Block<E>* behind(int64_t j0, const E* last = nullptr) { return columns(j0, -1, piece_.head.behind, last); }
+  Block<E> prefix(int64_t p) const { return {prefix_ + p * piece_.x.size, 0}; }
+  Block<E> own(int64_t j0) const { return block(j0, 0, piece_.head.own, piece_.head.count); }
 
  private:
-  const Block* columns(int64_t j0, int64_t sign, const std::vector<int64_t>& places, const float* last) {
+  const Block<E>* columns(int64_t j0, int64_t sign, const std::vector<int64_t>& places, const E* last) {
     const Head& head = piece_.head;
-    Block* to = columns_.data() + piece_.x.P;
+    Block<E>* to = columns_.data() + piece_.x.P;
     for (int64_t c = 0; c < head.count; ++c) to[c] = block(j0, sign * head.offsets[c], places[c], c);
     to[head.count] = {last, 0};
     return columns_.data();
   }
   // place: that of row first + shift among the packed rows. slot: that of a block at an edge, if rows are in place.
-  Block block(int64_t j0, int64_t shift, int64_t place, int64_t slot) const {
+  Block<E> block(int64_t j0, int64_t shift, int64_t place, int64_t slot) const {
     const Problem& x = piece_.x;
     if (packed_) return {memory_ + (place + j0 - piece_.first) * x.size, x.size};
     return block_of(x, view_, piece_.b, piece_.h, j0 + shift, memory_ + slot * L * x.size);
   }
   const Piece& piece_;
   const View& view_;
-  float *prefix_, *memory_;  // memory: packed rows, or blocks at the edges
+  E *prefix_, *memory_;  // memory: packed rows, or blocks at the edges
   bool packed_;
-  std::vector<Block> columns_;
+  std::vector<Block<E>> columns_;
 };
 
 // A piece's block of rows from j0 on, mixed from columns, into a tensor.
-template <int V>
+template <int V, typename E>
 inline void mix(
-    const Piece& piece, int64_t j0, const Block* columns, int64_t count, const float* factors, const View& to,
+    const Piece& piece, int64_t j0, const Block<E>* columns, int64_t count, const float* factors, const View& to,
     float* scratch) {
   const Problem& x = piece.x;
   const int64_t size = V ? L * V : x.size, rows = piece.rows(j0);
-  if (!to.whole()) {
-    mix<V>(columns, count, factors, rows, size, scratch, false, scratch, size);
-    write_rows(scratch, to, piece.b, piece.h, x.P + j0, rows);
-  } else if (to.half) {
+  if (std::is_same_v<E, Half> || (to.whole() && to.half)) {
     Half* out = to.of<Half>(piece.b, piece.h, x.P + j0);
     mix<V>(columns, count, factors, rows, size, scratch, x.large, out, to.token);
-  } else {
+  } else if (to.whole()) {
     mix<V>(columns, count, factors, rows, size, scratch, x.large, to.of<float>(piece.b, piece.h, x.P + j0), to.token);
+  } else {
+    mix<V>(columns, count, factors, rows, size, scratch, false, scratch, size);
+    write_rows(scratch, to, piece.b, piece.h, x.P + j0, rows);
   }
 }
 
@@ -458,20 +478,20 @@ vec softmax(const Piece& piece, const Forward& f, int64_t j0, float* s) {
   return floor_value;
 }
 
-template <int V>
+template <int V, typename E>
 void forward_piece(const Piece& piece, const Forward& f, const Scratch& own) {
   const Problem& x = piece.x;
   const Head& head = piece.head;
   const int64_t P = x.P, size = V ? L * V : x.size, first = piece.first, end = piece.end;
   const float factor = x.prefix_factor(piece.h), *v_sum = x.zero_fill ? f.v_sum + piece.bh * size : nullptr;
-  float* prefix_q = own.prefix.data();
+  E* prefix_q = (E*)own.prefix.data();
   piece.prefix(f.q, prefix_q);
 
-  Rows keys(piece, f.k, own.packed);
+  Rows<E> keys(piece, f.k, own.packed);
   for (int64_t j0 = first; j0 < end; j0 += L) {
     const int64_t rows = piece.rows(j0);
     float* s = piece.block(own.scores, j0);
-    column_dots<V>(size, piece.block(f.q, j0, own), keys.ahead(j0), head.columns, s);
+    column_dots<V>(size, piece.block<E>(f.q, j0, own), keys.ahead(j0), head.columns, s);
     for (int64_t c = 0; c < head.columns; ++c) {
       vec value = load(s + L * c);
       if (f.logits) store(f.logits + x.at(piece.b, piece.h, c) + j0, value * x.scale);
@@ -486,16 +506,16 @@ void forward_piece(const Piece& piece, const Forward& f, const Scratch& own) {
       store(s + L * c, value);
     }
     for (int64_t p = 0; p < P; ++p) {  // these rows as keys of the prefix tokens
-      const vec value = dots<V>(size, keys.own(j0), {prefix_q + p * size, 0}) * factor;
+      const vec value = dots<V>(size, keys.own(j0), Block<E>{prefix_q + p * size, 0}) * factor;
       store(own.rows.data() + p * x.rows + j0 - first, lanes(0, rows) ? value : splat(MINUS_INF));
     }
   }
 
-  Rows values(piece, f.v, own.packed);
+  Rows<E> values(piece, f.v, own.packed);
   for (int64_t j0 = first; j0 < end; j0 += L) {
     float* s = piece.block(own.scores, j0);
     store(s + L * head.columns, softmax(piece, f, j0, s));
-    mix<V>(piece, j0, values.ahead(j0, v_sum), head.columns + x.zero_fill, s, f.out, own.result.data());
+    mix<V>(piece, j0, values.ahead(j0, (const E*)v_sum), head.columns + x.zero_fill, s, f.out, own.result.data());
   }
   float* partial = f.partial + (piece.bh * x.chunks + piece.chunk) * P * (2 + size);
   for (int64_t p = 0; p < P; ++p, partial += 2 + size) {
@@ -567,12 +587,12 @@ using Backward = DiagonalBackward;
 inline int64_t sums_size(const Problem& x) { return (3 * x.P + 1) * x.size + 1; }
 
 // Gradients of the queries of a piece, and of the products of all its pairs.
-template <int V>
+template <int V, typename E>
 void backward_rows(const Piece& piece, const Backward& f, const Scratch& own) {
   const Problem& x = piece.x;
   const Head& head = piece.head;
   const int64_t P = x.P, size = V ? L * V : x.size, first = piece.first, end = piece.end;
-  float *prefix_q = own.prefix.data(), *prefix_g = prefix_q + P * size, *prefix_out = prefix_g + P * size;
+  E *prefix_q = (E*)own.prefix.data(), *prefix_g = prefix_q + P * size, *prefix_out = prefix_g + P * size;
   const float factor = x.prefix_factor(piece.h);
   float* sums = f.sums + (piece.bh * x.chunks + piece.chunk) * sums_size(x);
   std::fill_n(sums, sums_size(x), 0.0f);
@@ -585,18 +605,18 @@ void backward_rows(const Piece& piece, const Backward& f, const Scratch& own) {
   // By `dots`, as the gradients of the probabilities from which they are subtracted: where one key has all the weight, the
   // difference is then exactly 0, whatever large number it is multiplied with.
   for (int64_t p = 0; p < P; ++p) {
-    row_deltas[p] = dots<V>(size, {prefix_out + p * size, 0}, {prefix_g + p * size, 0})[0];
+    row_deltas[p] = dots<V>(size, Block<E>{prefix_out + p * size, 0}, Block<E>{prefix_g + p * size, 0})[0];
   }
 
-  Rows values(piece, f.v, own.packed);
+  Rows<E> values(piece, f.v, own.packed);
   for (int64_t j0 = first; j0 < end; j0 += L) {
     const int64_t rows = piece.rows(j0);
     float *ds = piece.block(own.scores, j0), *kept = own.others.data();
-    const Block g = piece.block(f.grad, j0, own);
+    const Block<E> g = piece.block<E>(f.grad, j0, own);
     vec floor_value = vec{}, delta = vec{};
     if (x.zero_fill) {
       floor_value = load(f.floors + piece.bh * x.padded + j0);
-      delta = floor_value * dots<V>(size, g, {f.v_sum + piece.bh * size, 0});
+      delta = floor_value * dots<V>(size, g, Block<E>{(const E*)f.v_sum + piece.bh * size, 0});
       float floors[L];
       store(floors, floor_value);
       add_rows<V>(size, rows, floors, g, floor_sum);
@@ -633,22 +653,22 @@ void backward_rows(const Piece& piece, const Backward& f, const Scratch& own) {
       add_rows<V>(size, rows, kept + L * p, g, dv_prefix + p * size);
       // These rows as keys of the prefix rows.
       const int64_t key = x.row(piece.b, piece.h, p) + P + j0;
-      vec dp = dots<V>(size, values.own(j0), {prefix_g + p * size, 0});
+      vec dp = dots<V>(size, values.own(j0), Block<E>{prefix_g + p * size, 0});
       if (f.drop) dp *= load_lanes(f.drop + x.pairs() + key, 0, rows);
       store(own.rows.data() + p * x.rows + j0 - first, load_lanes(f.rows + key, 0, rows) * (dp - row_deltas[p]));
     }
   }
 
-  Rows keys(piece, f.k, own.packed);
+  Rows<E> keys(piece, f.k, own.packed);
   for (int64_t j0 = first; j0 < end; j0 += L) {
     const int64_t rows = piece.rows(j0);
     const float* ds = piece.block(own.scores, j0);
     for (int64_t p = 0; p < P; ++p) {
-      add_rows<V>(size, rows, ds + L * p, piece.block(f.q, j0, own), dk_prefix + p * size);
-      const Block k = keys.own(j0);
+      add_rows<V>(size, rows, ds + L * p, piece.block<E>(f.q, j0, own), dk_prefix + p * size);
+      const Block<E> k = keys.own(j0);
       float* row = own.rows.data() + p * x.rows + j0 - first;
       const vec value = load(row);
-      if (x.decayed) prefix_sum += value * dots<V>(size, k, {prefix_q + p * size, 0}) * x.scale;
+      if (x.decayed) prefix_sum += value * dots<V>(size, k, Block<E>{prefix_q + p * size, 0}) * x.scale;
       store(row, value * factor);
       std::copy_n(row, rows, f.row_grads + x.row(piece.b, piece.h, p) + P + j0);
       add_rows<V>(size, rows, row, k, dq_prefix + p * size);
@@ -697,7 +717,7 @@ void backward_prefix(const Problem& x, const Backward& f, int64_t b, int64_t h) 
 }
 
 // Gradients of the keys and values of a piece, gathered from the rows that see them.
-template <int V>
+template <int V, typename E>
 void backward_keys(const Piece& piece, const Backward& f, const Scratch& own) {
   const Problem& x = piece.x;
   const Head& head = piece.head;
@@ -706,7 +726,7 @@ void backward_keys(const Piece& piece, const Backward& f, const Scratch& own) {
   // For every pair of a key: its entry in arrays over (column, row) and over (prefix token, key).
   const auto gather = [&](const View& from, const View& to, const float* base, const auto& prefix_factor,
                           const auto& pair_factor) {
-    Rows seeing(piece, from, own.packed);
+    Rows<E> seeing(piece, from, own.packed);
     store(factors + L * head.columns, splat(1.0f));
     for (int64_t m0 = piece.first; m0 < piece.end; m0 += L) {
       const int64_t keys = piece.rows(m0);
@@ -719,7 +739,7 @@ void backward_keys(const Piece& piece, const Backward& f, const Scratch& own) {
         const int64_t low = std::max(seen.from, -j0), high = std::max(low, std::min(seen.to, x.N - j0));
         store(factors + L * (P + c), pair_factor(x.at(piece.b, piece.h, P + c), j0, low, high));
       }
-      mix<V>(piece, m0, seeing.behind(m0, base), head.columns + (base ? 1 : 0), factors, to, own.result.data());
+      mix<V>(piece, m0, seeing.behind(m0, (const E*)base), head.columns + (base ? 1 : 0), factors, to, own.result.data());
     }
   };
   gather(
@@ -789,6 +809,19 @@ void for_heads(const Problem& x, const F& run) {
   });
 }
 
+// A pass for rows of any width and of 64, which are packed or read in place; then for those of Half in place.
+constexpr decltype(&forward_piece<0, float>) FORWARD[] = {
+    forward_piece<0, float>, forward_piece<4, float>, forward_piece<0, Half>, forward_piece<4, Half>};
+constexpr decltype(&backward_rows<0, float>) BACKWARD_ROWS[] = {
+    backward_rows<0, float>, backward_rows<4, float>, backward_rows<0, Half>, backward_rows<4, Half>};
+constexpr decltype(&backward_keys<0, float>) BACKWARD_KEYS[] = {
+    backward_keys<0, float>, backward_keys<4, float>, backward_keys<0, Half>, backward_keys<4, Half>};
+int shape(const Problem& x, std::initializer_list<const View*> views) {
+  // Sums of v and of gradients, which "zero" needs as rows, are float32.
+  const bool halves = !x.zero_fill && std::all_of(views.begin(), views.end(), [](const View* view) { return in_place<Half>(*view); });
+  return 2 * halves + (x.size == 64);
+}
+
 }  // namespace
 
 Diagonal::Diagonal(const DiagonalInputs& inputs) : problem_(std::make_unique<DiagonalProblem>(inputs)) {}
@@ -807,20 +840,22 @@ int64_t Diagonal::sums() const {
 
 void Diagonal::forward(const DiagonalForward& f) const {
   const Problem& x = *problem_;
+  const int own_shape = shape(x, {&f.q, &f.k, &f.v, &f.out});
   for_pieces(x, {&f.q}, {&f.k, &f.v}, [&](const Piece& piece, const Scratch& own) {
-    x.size == 64 ? forward_piece<4>(piece, f, own) : forward_piece<0>(piece, f, own);
+    FORWARD[own_shape](piece, f, own);
   });
   if (x.P) for_heads(x, [&](int64_t b, int64_t h) { forward_prefix(x, f, b, h); });
 }
 
 void Diagonal::backward(const DiagonalBackward& f) const {
   const Problem& x = *problem_;
+  const int own_shape = shape(x, {&f.q, &f.k, &f.v, &f.out, &f.grad, &f.dq, &f.dk, &f.dv});
   for_pieces(x, {&f.grad}, {&f.k, &f.v}, [&](const Piece& piece, const Scratch& own) {
-    x.size == 64 ? backward_rows<4>(piece, f, own) : backward_rows<0>(piece, f, own);
+    BACKWARD_ROWS[own_shape](piece, f, own);
   });
   for_heads(x, [&](int64_t b, int64_t h) { backward_prefix(x, f, b, h); });
   for_pieces(x, {}, {&f.q, &f.grad}, [&](const Piece& piece, const Scratch& own) {
-    x.size == 64 ? backward_keys<4>(piece, f, own) : backward_keys<0>(piece, f, own);
+    BACKWARD_KEYS[own_shape](piece, f, own);
   });
   if (!x.decayed) return;
   parallel_for(x.H, 1, [&](int64_t begin, int64_t end) {

@@ -97,6 +97,82 @@ SPARSEPRIOR_INLINE void stream(Half* p, vec x) {
 #endif
 }
 
+// ---- a row's elements in whole registers ------------------------------------------------------------------------------
+
+// A register of Half holds 32 of them. Its even and its odd elements are a vector each, for two instructions; a row's
+// order comes back when it is stored.
+template <typename E>
+struct Elements;
+template <>
+struct Elements<float> {
+  typedef vec Register;
+  static constexpr int VECTORS = 1;  // of a register
+
+  SPARSEPRIOR_INLINE static Register read(const float* p) { return load(p); }
+  SPARSEPRIOR_INLINE static vec dot(vec sum, Register a, Register b) { return sum + a * b; }
+  SPARSEPRIOR_INLINE static void add(vec* x, float factor, Register a) { x[0] += factor * a; }
+  template <typename T>
+  SPARSEPRIOR_INLINE static void write(T* p, const vec* x) { store(p, x[0]); }
+  template <typename T>
+  SPARSEPRIOR_INLINE static void write_past_cache(T* p, const vec* x) { stream(p, x[0]); }
+};
+template <>
+struct Elements<Half> {
+  typedef vecu Register;
+  static constexpr int VECTORS = 2;
+
+  SPARSEPRIOR_INLINE static Register read(const Half* p) {
+    vecu x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+  }
+  SPARSEPRIOR_INLINE static vec even(Register a) { return as_floats(a << 16); }
+  SPARSEPRIOR_INLINE static vec odd(Register a) { return as_floats(a & 0xffff0000); }
+  // Products of Half are exact in float32, in which they are added.
+  SPARSEPRIOR_INLINE static vec dot(vec sum, Register a, Register b) {
+#if defined(__AVX512BF16__)
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    return sum + even(a) * even(b) + odd(a) * odd(b);
+#endif
+  }
+  SPARSEPRIOR_INLINE static void add(vec* x, float factor, Register a) {
+    x[0] += factor * even(a);
+    x[1] += factor * odd(a);
+  }
+  SPARSEPRIOR_INLINE static Register rounded(const vec* x) {
+#if defined(__AVX512BF16__)
+    const __m512i apart = (__m512i)_mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]);
+    const __m512i by_turns = {
+        0x0011000100100000, 0x0013000300120002, 0x0015000500140004, 0x0017000700160006,
+        0x0019000900180008, 0x001b000b001a000a, 0x001d000d001c000c, 0x001f000f001e000e};
+    return (Register)_mm512_permutexvar_epi16(by_turns, apart);
+#else
+    return __builtin_convertvector(to_half(x[0]), vecu) | __builtin_convertvector(to_half(x[1]), vecu) << 16;
+#endif
+  }
+  SPARSEPRIOR_INLINE static void write(Half* p, const vec* x) {
+    const Register own = rounded(x);
+    std::memcpy(p, &own, sizeof own);
+  }
+  SPARSEPRIOR_INLINE static void write_past_cache(Half* p, const vec* x) {
+    stream((float*)p, as_floats(rounded(x)));
+  }
+  // What is not a row yet stays apart.
+  SPARSEPRIOR_INLINE static void write(float* p, const vec* x) {
+    store(p, x[0]);
+    store(p + L, x[1]);
+  }
+  SPARSEPRIOR_INLINE static void write_past_cache(float* p, const vec* x) { write(p, x); }
+
+ private:
+  SPARSEPRIOR_INLINE static vec as_floats(Register a) {
+    vec x;
+    std::memcpy(&x, &a, sizeof x);
+    return x;
+  }
+};
+
 SPARSEPRIOR_INLINE vec maximum(vec a, vec b) { return a > b ? a : b; }
 SPARSEPRIOR_INLINE vec minimum(vec a, vec b) { return a < b ? a : b; }
 
@@ -336,6 +412,15 @@ inline void read_rows(
     }
   }
   std::memset(to + (end - first) * size, 0, (last - end) * size * sizeof(float));
+}
+
+// The same of Half whose elements are neighbours, as they are.
+inline void read_rows(
+    const View& x, int64_t b, int64_t h, int64_t first, int64_t last, int64_t low, int64_t high, Half* to) {
+  const int64_t begin = std::clamp(low, first, last), end = std::clamp(high, begin, last);
+  std::fill_n(to, (begin - first) * x.width, Half{});
+  for (int64_t t = begin; t < end; ++t) std::copy_n(x.of<Half>(b, h, t), x.width, to + (t - first) * x.width);
+  std::fill_n(to + (end - first) * x.width, (last - end) * x.width, Half{});
 }
 
 inline void write_rows(const float* from, const View& x, int64_t b, int64_t h, int64_t first, int64_t count) {

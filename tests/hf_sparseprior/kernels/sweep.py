@@ -45,7 +45,11 @@ LAYOUTS = ["projection", "contiguous", "row elements apart", "one element", "one
 
 def one_call(values, seed):
     grid, prefix = (values.randint(1, 9), values.randint(1, 9)), values.randint(0, 5)
-    sizes = {"heads": values.randint(1, 4), "batch": values.randint(0, 3), "width": values.randint(1, 130)}
+    sizes = {
+        "heads": values.randint(1, 4),
+        "batch": values.randint(0, 3),
+        "width": values.choice([values.randint(1, 130), 32, 64]),
+    }
     if values.random() < 0.07:  # several pieces of rows, and memory that no cache keeps
         grid, sizes = (values.randint(16, 26), 25), {"heads": 4, "batch": 4, "width": values.choice([24, 64, 70])}
     dtype = values.choice([torch.float32, torch.bfloat16])

@@ -1,7 +1,11 @@
 """The C++ kernel along diagonals against `reference` in float64, and its building, choice and tracing."""
 
 import itertools
+import os
+import platform
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -31,16 +35,56 @@ def test_agrees_with_the_reference(cpp, pattern, mask_fill, decay, dtype):
         cpp.check(leaves, {"name": pattern, "mask_fill": mask_fill}, decay, grid, prefix)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("decay", [None, "violin"])
 @pytest.mark.parametrize("mask_fill", MASK_FILLS)
 @pytest.mark.parametrize("prefix", [0, 1, 5])
-def test_several_pieces_of_rows(cpp, prefix, mask_fill, decay):
+def test_several_pieces_of_rows(cpp, prefix, mask_fill, decay, dtype):
     """One piece, one and a row, two, two and a part of a block; with packed rows and with rows in place."""
     packed, in_place = ((16, 16), (1, 257), (16, 32), (17, 31)), ((8, 8), (5, 13), (8, 16), (9, 15))
-    for width, grids in ((20, packed), (16, in_place)):
+    register = 64 // dtype.itemsize  # elements
+    for width, grids in ((20, packed), (register, in_place)):
         for grid in grids:
-            leaves = cpp.make(grid, prefix, width=width, decay=decay)
+            leaves = cpp.make(grid, prefix, width=width, decay=decay, dtype=dtype)
             cpp.check(leaves, {"name": "fibottention", "mask_fill": mask_fill}, decay, grid, prefix)
+
+
+@pytest.mark.parametrize("width", [32, 48, 64, 96, 128, 160])
+def test_bfloat16_is_float32_rounded_once(cpp, width):
+    """In place or packed: products and sums of bfloat16 are those of float32, and only results are rounded."""
+    grid, prefix, decay = (11, 13), 2, "violin"
+    leaves = cpp.make(grid, prefix, width=width, decay=decay, dtype=torch.bfloat16)
+    for support in ("fibottention", {"name": "window", "w": 9}):
+        halves = cpp.attend(leaves, support, decay, grid, prefix)
+        wide = {name: leaf.float() for name, leaf in leaves.items()}
+        exact = cpp.attend(wide, support, decay, grid, prefix)
+        spacing = torch.finfo(torch.bfloat16).eps * 2 ** exact.abs().log2().floor()
+        # Half a unit in the last place, and what two orders of summation in float32 differ by.
+        assert ((halves.float() - exact).abs() <= 0.5 * spacing + 2e-6).all()
+        assert (halves.float() != exact).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["-mno-avx512bf16", "-mno-avx512f"])
+def test_other_instructions_give_the_same(flags):
+    """As a processor without them has it. Kernels are built for the one they are on, so in a process of its own."""
+    if platform.machine() != "x86_64":
+        pytest.skip(f"{flags} is for x86_64")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "several_pieces or rounded",
+    ]
+    process = subprocess.run(
+        command, env={**os.environ, "SPARSEPRIOR_CXXFLAGS": flags}, capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0 and " passed" in process.stdout and "skipped" not in process.stdout, process.stdout
 
 
 @pytest.mark.slow
@@ -53,8 +97,8 @@ def test_offsets_further_apart_than_a_piece(cpp, prefix, mask_fill, decay):
     support = {"name": "fibottention", "w_min": 900, "w_max": 900, "mask_fill": mask_fill}
     offsets = layer_offsets(resolve_support(support, 2, 900), num_heads=2, num_tokens=900, layer=1)
     assert max(b - a for own in offsets for a, b in itertools.pairwise(own)) > 256
-    for width in (4, 16):  # packed, in place
-        cpp.check(cpp.make(grid, prefix, width=width, decay=decay), support, decay, grid, prefix)
+    for width, dtype in ((4, torch.float32), (16, torch.float32), (32, torch.bfloat16)):  # packed, in place twice
+        cpp.check(cpp.make(grid, prefix, width=width, decay=decay, dtype=dtype), support, decay, grid, prefix)
 
 
 @pytest.mark.slow
