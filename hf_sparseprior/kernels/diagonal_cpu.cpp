@@ -818,7 +818,8 @@ constexpr decltype(&backward_keys<0, float>) BACKWARD_KEYS[] = {
     backward_keys<0, float>, backward_keys<4, float>, backward_keys<0, Half>, backward_keys<4, Half>};
 int shape(const Problem& x, std::initializer_list<const View*> views) {
   // Sums of v and of gradients, which "zero" needs as rows, are float32.
-  const bool halves = !x.zero_fill && std::all_of(views.begin(), views.end(), [](const View* view) { return in_place<Half>(*view); });
+  const auto fits = [](const View* view) { return in_place<Half>(*view); };
+  const bool halves = !x.zero_fill && std::all_of(views.begin(), views.end(), fits);
   return 2 * halves + (x.size == 64);
 }
 

@@ -9,6 +9,7 @@
 // A piece of work is a head of all images if they share a factor, otherwise of one image. Nothing is added across
 // pieces, so the result does not depend on the number of threads.
 
+#include <type_traits>
 #include <vector>
 
 #include "vectors.h"
@@ -49,84 +50,94 @@ Row row_of(const Lists& x, int64_t b, int64_t h, int64_t t) {
   return {keys, factor, 1.0f, std::find(keys, keys + x.K, -1) - keys};
 }
 
-// Rows of a tensor of one head as float32 in whole vectors: in place if they are stored like that, otherwise packed.
+// Whether the rows of a tensor are whole registers of Half.
+bool half_registers(const View& x) { return x.half && x.lane == 1 && x.width % (2 * L) == 0; }
+
+// Rows of a tensor of one head in whole registers: in place if they are stored like that, otherwise packed in float32.
+template <typename E>
 class Rows {
  public:
   Rows(const View& x, int64_t b, int64_t h, int64_t tokens)
-      : in_place_(!x.half && x.whole()), step_(in_place_ ? x.token : L * vectors(x.width)),
-        copy_(in_place_ ? 0 : tokens * step_) {
-    if (in_place_) {
-      data_ = x.of<float>(b, h, 0);
-    } else {
-      read_rows(x, b, h, 0, tokens, 0, tokens, copy_.data());
-      data_ = copy_.data();
-    }
+      : in_place_(std::is_same_v<E, Half> || (!x.half && x.whole())),
+        step_(in_place_ ? x.token : packed_width(x.width)), copy_(in_place_ ? 0 : tokens * step_), data_(in_place_ ? x.of<E>(b, h, 0) : (E*)copy_.data()) {
+    if (!in_place_) read_rows(x, b, h, 0, tokens, 0, tokens, copy_.data());
   }
-  SPARSEPRIOR_INLINE const float* operator[](int64_t t) const { return data_ + t * step_; }
+  SPARSEPRIOR_INLINE const E* operator[](int64_t t) const { return data_ + t * step_; }
 
  private:
   bool in_place_;
   int64_t step_;
   Buffer copy_;
-  const float* data_;
+  const E* data_;
 };
 
 SPARSEPRIOR_INLINE int64_t key(const Row& row, int64_t i) { return row.keys ? row.keys[i] : i; }
 
 // out[i] = query . rows[key i]; S vectors a row, 0 if that is not known at compile time.
-template <int S>
-void products(const Row& row, const float* query, const Rows& rows, int64_t size, float* out) {
-  vec own[S ? S : 1];
-  for (int s = 0; s < S; ++s) own[s] = load(query + L * s);
+template <int S, typename E>
+void products(const Row& row, const E* query, const Rows<E>& rows, int64_t size, float* out) {
+  typedef Elements<E> Own;
+  constexpr int64_t STEP = L * Own::VECTORS, COUNT = S / Own::VECTORS;
+  typename Own::Register own[S ? COUNT : 1];
+  for (int64_t e = 0; e < COUNT; ++e) own[e] = Own::read(query + STEP * e);
   for (int64_t i = 0; i < row.count; i += L) {
     vec x[L];
     for (int64_t lane = 0; lane < L; ++lane) {
-      const float* other = rows[key(row, std::min(i + lane, row.count - 1))];
+      const E* other = rows[key(row, std::min(i + lane, row.count - 1))];
+      x[lane] = vec{};
       if constexpr (S > 0) {
-        x[lane] = own[0] * load(other);
-#pragma GCC unroll 8
-        for (int s = 1; s < S; ++s) x[lane] += own[s] * load(other + L * s);
+#pragma GCC unroll 4
+        for (int64_t e = 0; e < COUNT; ++e) x[lane] = Own::dot(x[lane], own[e], Own::read(other + STEP * e));
       } else {
-        x[lane] = load(query) * load(other);
-        for (int64_t e = L; e < size; e += L) x[lane] += load(query + e) * load(other + e);
+        for (int64_t e = 0; e < size; e += STEP) {
+          x[lane] = Own::dot(x[lane], Own::read(query + e), Own::read(other + e));
+        }
       }
     }
     store(out + i, sums(x));
   }
 }
-void products(const Row& row, const float* query, const Rows& rows, int64_t size, float* out) {
+template <typename E>
+void products(const Row& row, const E* query, const Rows<E>& rows, int64_t size, float* out) {
   switch (size / L) {
-    case 1: return products<1>(row, query, rows, size, out);
     case 2: return products<2>(row, query, rows, size, out);
     case 4: return products<4>(row, query, rows, size, out);
     default: return products<0>(row, query, rows, size, out);
   }
 }
 
-// out = sum of share[i] * rows[key i].
-template <int S>
-SPARSEPRIOR_INLINE void mixture(const Row& row, const float* share, const Rows& rows, int64_t first, float* out) {
-  vec even[S], odd[S];
+// S vectors of out = sum of share[i] * rows[key i].
+template <int S, typename E>
+SPARSEPRIOR_INLINE void mixture(const Row& row, const float* share, const Rows<E>& rows, int64_t first, float* out) {
+  typedef Elements<E> Own;
+  constexpr int STEP = Own::VECTORS;
+  vec even[S], odd[S];  // the terms of even and of odd i
   for (int s = 0; s < S; ++s) even[s] = odd[s] = vec{};
   int64_t i = 0;
   for (; i + 2 <= row.count; i += 2) {
-    const float *a = rows[key(row, i)] + first, *b = rows[key(row, i + 1)] + first;
+    const E *a = rows[key(row, i)] + first, *b = rows[key(row, i + 1)] + first;
 #pragma GCC unroll 4
-    for (int s = 0; s < S; ++s) {
-      even[s] += share[i] * load(a + L * s);
-      odd[s] += share[i + 1] * load(b + L * s);
+    for (int s = 0; s < S; s += STEP) {
+      Own::add(even + s, share[i], Own::read(a + L * s));
+      Own::add(odd + s, share[i + 1], Own::read(b + L * s));
     }
   }
   if (i < row.count) {
-    const float* a = rows[key(row, i)] + first;
-    for (int s = 0; s < S; ++s) even[s] += share[i] * load(a + L * s);
+    const E* a = rows[key(row, i)] + first;
+    for (int s = 0; s < S; s += STEP) Own::add(even + s, share[i], Own::read(a + L * s));
   }
-  for (int s = 0; s < S; ++s) store(out + first + L * s, even[s] + odd[s]);
+  for (int s = 0; s < S; s += STEP) {
+    for (int own = s; own < s + STEP; ++own) even[own] += odd[own];
+    Own::in_order(even + s);
+    for (int own = s; own < s + STEP; ++own) store(out + first + L * own, even[own]);
+  }
 }
-void mixture(const Row& row, const float* share, const Rows& rows, int64_t size, float* out) {
+template <typename E>
+void mixture(const Row& row, const float* share, const Rows<E>& rows, int64_t size, float* out) {
+  constexpr int ONE = Elements<E>::VECTORS;
   int64_t first = 0;
   for (; first + 4 * L <= size; first += 4 * L) mixture<4>(row, share, rows, first, out);
-  for (; first < size; first += L) mixture<1>(row, share, rows, first, out);
+  for (; first < size; first += L * ONE) mixture<ONE>(row, share, rows, first, out);
 }
 
 // Adds share[i] * value to rows[key i].
@@ -165,14 +176,15 @@ float softmax(const Row& row, float scale, float* scores) {
   return 1.0f / sum(total);
 }
 
+template <typename E>
 void forward_head(
     const Lists& x, int64_t b, int64_t h, const View& q, const View& k, const View& v, const View& out) {
-  const Rows keys(k, b, h, x.T), values(v, b, h, x.T);
+  const Rows<E> keys(k, b, h, x.T), values(v, b, h, x.T);
   const Buffer query(x.size), scores(x.places), result(x.size);
   for (int64_t t = 0; t < x.T; ++t) {
     const Row row = row_of(x, b, h, t);
-    read_rows(q, b, h, t, t + 1, 0, x.T, query.data());
-    products(row, query.data(), keys, x.size, scores.data());
+    read_rows(q, b, h, t, t + 1, 0, x.T, (E*)query.data());
+    products(row, (const E*)query.data(), keys, x.size, scores.data());
     const float share = softmax(row, x.scale, scores.data());
     mixture(row, scores.data(), values, x.size, result.data());
     for (int64_t e = 0; e < x.size; e += L) store(result.data() + e, load(result.data() + e) * share);
@@ -213,10 +225,13 @@ void row_gradients(const Row& row, float scale, float* p, float* ds, float* e, f
   *d_same += sum(same);
 }
 
+template <typename E>
 void backward_head(const Lists& x, int64_t b, int64_t h, const Gradients& g) {
-  const Rows keys(g.k, b, h, x.T), values(g.v, b, h, x.T);
-  const Buffer query(x.size), grad(x.size), result(x.size), p(x.places), ds(x.places), e(x.places),
+  const Rows<E> keys(g.k, b, h, x.T), values(g.v, b, h, x.T);
+  constexpr bool HALVES = std::is_same_v<E, Half>;
+  const Buffer query(x.size), grad(x.size), halves(x.size), result(x.size), p(x.places), ds(x.places), e(x.places),
       dk(x.T * x.size), dv(x.T * x.size);
+  E *own_query = (E*)(HALVES ? halves : query).data(), *own_grad = HALVES ? own_query + x.size : (E*)grad.data();
   std::fill_n(dk.data(), x.T * x.size, 0.0f);
   std::fill_n(dv.data(), x.T * x.size, 0.0f);
   float prefix_sum = 0.0f, unused = 0.0f;
@@ -224,8 +239,12 @@ void backward_head(const Lists& x, int64_t b, int64_t h, const Gradients& g) {
     const Row row = row_of(x, b, h, t);
     read_rows(g.q, b, h, t, t + 1, 0, x.T, query.data());
     read_rows(g.grad, b, h, t, t + 1, 0, x.T, grad.data());
-    products(row, query.data(), keys, x.size, p.data());
-    products(row, grad.data(), values, x.size, ds.data());
+    if constexpr (HALVES) {
+      read_rows(g.q, b, h, t, t + 1, 0, x.T, own_query);
+      read_rows(g.grad, b, h, t, t + 1, 0, x.T, own_grad);
+    }
+    products(row, own_query, keys, x.size, p.data());
+    products(row, own_grad, values, x.size, ds.data());
     float* d_factor = nullptr;
     if (g.factor && t >= x.P) d_factor = g.factor + (((x.own_factor ? b : 0) * x.H + h) * x.N + t - x.P) * x.K;
     row_gradients(row, x.scale, p.data(), ds.data(), e.data(), d_factor, t < x.P ? &prefix_sum : &unused);
@@ -254,13 +273,18 @@ void for_heads(const Lists& x, const F& run) {
 
 void listed_forward(const ListedInputs& inputs, const View& out) {
   const Lists x(inputs);
-  for_heads(x, [&](int64_t b, int64_t h) { forward_head(x, b, h, inputs.q, inputs.k, inputs.v, out); });
+  const View &q = inputs.q, &k = inputs.k, &v = inputs.v;
+  const bool halves = half_registers(q) && half_registers(k) && half_registers(v);
+  const auto run = halves ? forward_head<Half> : forward_head<float>;
+  for_heads(x, [&](int64_t b, int64_t h) { run(x, b, h, q, k, v, out); });
 }
 
 void listed_backward(const ListedInputs& inputs, const ListedGradients& f) {
   const Lists x(inputs);
   const Gradients g{inputs.q, inputs.k, inputs.v, f.grad, f.dq, f.dk, f.dv, f.factor, f.prefix};
-  for_heads(x, [&](int64_t b, int64_t h) { backward_head(x, b, h, g); });
+  const bool halves = half_registers(g.q) && half_registers(g.k) && half_registers(g.v) && half_registers(g.grad);
+  const auto run = halves ? backward_head<Half> : backward_head<float>;
+  for_heads(x, [&](int64_t b, int64_t h) { run(x, b, h, g); });
 }
 
 }  // namespace sparseprior

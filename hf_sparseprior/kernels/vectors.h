@@ -109,8 +109,10 @@ struct Elements<float> {
   static constexpr int VECTORS = 1;  // of a register
 
   SPARSEPRIOR_INLINE static Register read(const float* p) { return load(p); }
+  SPARSEPRIOR_INLINE static Register all(const float* word) { return splat(*word); }
   SPARSEPRIOR_INLINE static vec dot(vec sum, Register a, Register b) { return sum + a * b; }
   SPARSEPRIOR_INLINE static void add(vec* x, float factor, Register a) { x[0] += factor * a; }
+  SPARSEPRIOR_INLINE static void in_order(vec*) {}
   template <typename T>
   SPARSEPRIOR_INLINE static void write(T* p, const vec* x) { store(p, x[0]); }
   template <typename T>
@@ -126,6 +128,12 @@ struct Elements<Half> {
     std::memcpy(&x, p, sizeof x);
     return x;
   }
+  // The same two elements in each lane.
+  SPARSEPRIOR_INLINE static Register all(const float* word) {
+    uint32_t bits;
+    std::memcpy(&bits, word, sizeof bits);
+    return vecu{} + bits;
+  }
   SPARSEPRIOR_INLINE static vec even(Register a) { return as_floats(a << 16); }
   SPARSEPRIOR_INLINE static vec odd(Register a) { return as_floats(a & 0xffff0000); }
   // Products of Half are exact in float32, in which they are added.
@@ -140,6 +148,13 @@ struct Elements<Half> {
     x[0] += factor * even(a);
     x[1] += factor * odd(a);
   }
+  // Even and odd elements become the first and the last of the row.
+  SPARSEPRIOR_INLINE static void in_order(vec* x) {
+    const vec low = SPARSEPRIOR_SHUFFLE(x[0], x[1], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    x[1] = SPARSEPRIOR_SHUFFLE(x[0], x[1], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    x[0] = low;
+  }
+  // Lane i has element i of x[0], then that of x[1].
   SPARSEPRIOR_INLINE static Register rounded(const vec* x) {
 #if defined(__AVX512BF16__)
     const __m512i apart = (__m512i)_mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]);
@@ -173,8 +188,14 @@ struct Elements<Half> {
   }
 };
 
+// b if one of them is no number.
+#if defined(__AVX512F__)
+SPARSEPRIOR_INLINE vec maximum(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
+SPARSEPRIOR_INLINE vec minimum(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
 SPARSEPRIOR_INLINE vec maximum(vec a, vec b) { return a > b ? a : b; }
 SPARSEPRIOR_INLINE vec minimum(vec a, vec b) { return a < b ? a : b; }
+#endif
 
 inline float sum(vec x) {
   float total = 0;

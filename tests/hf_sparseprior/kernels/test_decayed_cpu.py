@@ -23,11 +23,12 @@ def test_agrees_with_the_reference(cpp, decay, dtype):
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_any_gamma(cpp, decay):
-    """From gamma = 0.05, whose powers leave float32 and are taken one by one, to gamma = 1."""
+    """From gamma = 0.0001, whose powers leave float32, to gamma = 1."""
     grid = (14, 14)
     betas = [-3.0, -1.0, 0.0, 1.0, 3.0, 8.0, 20.0, *(sum(init_values(name)[2:]) / 2 for name in INIT_PRESETS)]
-    if decay == "violin":  # just below and above where the kernel changes to exponentials, at gamma^97.5 = exp(-40)
-        betas += [0.676, 0.683]
+    if decay == "violin":
+        # Just below and above where positions are cut in two, gamma^195 = exp(-80), and where 16 parts are not enough.
+        betas += [0.676, 0.683, -6.55, -6.57, -9.0]
     leaves = cpp.make(grid, 1, decay=decay, width=16)
     for beta in betas:
         cpp.check({**leaves, "beta": torch.full_like(leaves["beta"], beta)}, "dense", decay, grid, 1)
@@ -35,6 +36,24 @@ def test_any_gamma(cpp, decay):
     cpp.check({**leaves, "beta": mixed}, "dense", decay, grid, 1)
     for alpha in (0.0, -1.5):
         cpp.check({**leaves, "alpha": torch.full_like(leaves["alpha"], alpha)}, "dense", decay, grid, 1)
+
+
+@pytest.mark.parametrize("beta", [-2.0, 0.0, 1.0, 2.0, 3.0])
+def test_many_positions(cpp, beta):
+    """Blocks of fewer rows, and positions in several segments, of which rows of one block have different ones."""
+    grid = (26, 25)
+    leaves = cpp.make(grid, 2, decay="violin", width=16, heads=1)
+    cpp.check({**leaves, "beta": leaves["beta"] + beta - 3}, "dense", "violin", grid, 2)
+
+
+def test_bfloat16_is_near_float32(cpp):
+    """Where products are of bfloat16, probabilities are rounded too, as torch's dense attention does: two roundings."""
+    grid = (14, 14)
+    leaves = cpp.make(grid, 1, decay="violin", width=64, dtype=torch.bfloat16)
+    halves = cpp.attend(leaves, "dense", "violin", grid, 1).float()
+    exact = cpp.attend({name: leaf.float() for name, leaf in leaves.items()}, "dense", "violin", grid, 1)
+    rounding = (exact.bfloat16().float() - exact).square().mean()
+    assert 0 < (halves - exact).square().mean() <= 2.5 * rounding
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
