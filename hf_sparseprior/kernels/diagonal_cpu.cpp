@@ -205,7 +205,7 @@ SPARSEPRIOR_INLINE vec dots(int64_t size, Block<E> a, Block<E> b) {
   vec x[L];
 #pragma GCC unroll 16
   for (int r = 0; r < L; ++r) {
-    x[r] = Own::dot(vec{}, Own::read(a.data), Own::read(b.data));
+    x[r] = Own::product(Own::read(a.data), Own::read(b.data));
 #pragma GCC unroll 8
     for (int64_t i = STEP; i < (V ? L * V : size); i += STEP) {
       x[r] = Own::dot(x[r], Own::read(a.data + i), Own::read(b.data + i));
@@ -230,7 +230,7 @@ SPARSEPRIOR_INLINE void dots4(int64_t size, Block<E> a, const Block<E> columns[4
     for (int r = 0; r < 4; ++r) {
       const typename Own::Register first = Own::read(a.data);
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c) x[4 * c + r] = Own::dot(vec{}, first, Own::read(b[c].data));
+      for (int c = 0; c < 4; ++c) x[4 * c + r] = Own::product(first, Own::read(b[c].data));
 #pragma GCC unroll 8
       for (int64_t i = STEP; i < (V ? L * V : size); i += STEP) {
         const typename Own::Register own = Own::read(a.data + i);

@@ -84,12 +84,13 @@ void products(const Row& row, const E* query, const Rows<E>& rows, int64_t size,
     vec x[L];
     for (int64_t lane = 0; lane < L; ++lane) {
       const E* other = rows[key(row, std::min(i + lane, row.count - 1))];
-      x[lane] = vec{};
       if constexpr (S > 0) {
+        x[lane] = Own::product(own[0], Own::read(other));
 #pragma GCC unroll 4
-        for (int64_t e = 0; e < COUNT; ++e) x[lane] = Own::dot(x[lane], own[e], Own::read(other + STEP * e));
+        for (int64_t e = 1; e < COUNT; ++e) x[lane] = Own::dot(x[lane], own[e], Own::read(other + STEP * e));
       } else {
-        for (int64_t e = 0; e < size; e += STEP) {
+        x[lane] = Own::product(Own::read(query), Own::read(other));
+        for (int64_t e = STEP; e < size; e += STEP) {
           x[lane] = Own::dot(x[lane], Own::read(query + e), Own::read(other + e));
         }
       }

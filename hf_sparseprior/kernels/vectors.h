@@ -110,6 +110,7 @@ struct Elements<float> {
 
   SPARSEPRIOR_INLINE static Register read(const float* p) { return load(p); }
   SPARSEPRIOR_INLINE static Register all(const float* word) { return splat(*word); }
+  SPARSEPRIOR_INLINE static vec product(Register a, Register b) { return a * b; }
   SPARSEPRIOR_INLINE static vec dot(vec sum, Register a, Register b) { return sum + a * b; }
   SPARSEPRIOR_INLINE static void add(vec* x, float factor, Register a) { x[0] += factor * a; }
   SPARSEPRIOR_INLINE static void in_order(vec*) {}
@@ -144,6 +145,7 @@ struct Elements<Half> {
     return sum + even(a) * even(b) + odd(a) * odd(b);
 #endif
   }
+  SPARSEPRIOR_INLINE static vec product(Register a, Register b) { return dot(vec{}, a, b); }
   SPARSEPRIOR_INLINE static void add(vec* x, float factor, Register a) {
     x[0] += factor * even(a);
     x[1] += factor * odd(a);
