@@ -32,8 +32,7 @@ constexpr int64_t LARGE_BYTES = 2 << 20;  // bytes of one of q, k, v, out
 // cache.
 template <typename E>
 inline bool in_place(const View& view) {
-  return view.lane == 1 && view.half == std::is_same_v<E, Half> && view.width % (L * Elements<E>::VECTORS) == 0 &&
-         view.token * (int64_t)sizeof(E) % 4096 != 0;
+  return whole_registers<E>(view) && view.token * (int64_t)sizeof(E) % 4096 != 0;
 }
 
 // Rows of a block that have a key in a column.

@@ -50,15 +50,12 @@ Row row_of(const Lists& x, int64_t b, int64_t h, int64_t t) {
   return {keys, factor, 1.0f, std::find(keys, keys + x.K, -1) - keys};
 }
 
-// Whether the rows of a tensor are whole registers of Half.
-bool half_registers(const View& x) { return x.half && x.lane == 1 && x.width % (2 * L) == 0; }
-
 // Rows of a tensor of one head in whole registers: in place if they are stored like that, otherwise packed in float32.
 template <typename E>
 class Rows {
  public:
   Rows(const View& x, int64_t b, int64_t h, int64_t tokens)
-      : in_place_(std::is_same_v<E, Half> || (!x.half && x.whole())),
+      : in_place_(whole_registers<E>(x)),
         step_(in_place_ ? x.token : packed_width(x.width)), copy_(in_place_ ? 0 : tokens * step_), data_(in_place_ ? x.of<E>(b, h, 0) : (E*)copy_.data()) {
     if (!in_place_) read_rows(x, b, h, 0, tokens, 0, tokens, copy_.data());
   }
@@ -275,7 +272,7 @@ void for_heads(const Lists& x, const F& run) {
 void listed_forward(const ListedInputs& inputs, const View& out) {
   const Lists x(inputs);
   const View &q = inputs.q, &k = inputs.k, &v = inputs.v;
-  const bool halves = half_registers(q) && half_registers(k) && half_registers(v);
+  const bool halves = whole_registers<Half>(q) && whole_registers<Half>(k) && whole_registers<Half>(v);
   const auto run = halves ? forward_head<Half> : forward_head<float>;
   for_heads(x, [&](int64_t b, int64_t h) { run(x, b, h, q, k, v, out); });
 }
@@ -283,7 +280,8 @@ void listed_forward(const ListedInputs& inputs, const View& out) {
 void listed_backward(const ListedInputs& inputs, const ListedGradients& f) {
   const Lists x(inputs);
   const Gradients g{inputs.q, inputs.k, inputs.v, f.grad, f.dq, f.dk, f.dv, f.factor, f.prefix};
-  const bool halves = half_registers(g.q) && half_registers(g.k) && half_registers(g.v) && half_registers(g.grad);
+  const std::initializer_list<const View*> seen = {&g.q, &g.k, &g.v, &g.grad};
+  const bool halves = std::all_of(seen.begin(), seen.end(), [](const View* x) { return whole_registers<Half>(*x); });
   const auto run = halves ? backward_head<Half> : backward_head<float>;
   for_heads(x, [&](int64_t b, int64_t h) { run(x, b, h, g); });
 }

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <type_traits>
 
 #include "kernels.h"
 
@@ -189,6 +190,12 @@ struct Elements<Half> {
     return x;
   }
 };
+
+// Whether the rows of a tensor are whole registers of this type.
+template <typename E>
+inline bool whole_registers(const View& view) {
+  return view.lane == 1 && view.half == std::is_same_v<E, Half> && view.width % (L * Elements<E>::VECTORS) == 0;
+}
 
 // b if one of them is no number.
 #if defined(__AVX512F__)
