@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -110,12 +111,18 @@ class AttentionPlan:
         # Attributes, not properties: a compiler that has the plan as a constant reads nothing else.
         self.repeats_frame = self.of_frame is not None
         self.has_pairs = self._pairs is not None or self.repeats_frame
+        # Of pairs (j, j + o), over all heads.
+        self.offset_pairs = sum(self.num_tokens - offset for head in self.offsets or () for offset in head)
         self.list_bytes = 0  # memory of the lists of keys over all frames, where they are those of a frame
         if self.of_frame is not None:
             self.frame_keys = frame_key_lists(*self.of_frame, height * width)
             keys = num_prefix_tokens + frames * self.frame_keys.shape[-1]
             self.list_bytes = 4 * self.num_heads * self.num_tokens * keys
         self.tables: dict[tuple[str, torch.device], Tensor] = {}
+        # What the decay's positions follow from, where they are the same for all heads.
+        self.decay_key = None
+        if decay is not None and self.ranks is None:
+            self.decay_key = DECAYS[decay["name"]], json.dumps([decay, grid, layout, time], sort_keys=True)
         # The arguments as text: `from_key` makes the same plan again.
         self.key = json.dumps(
             [num_heads, grid, num_prefix_tokens, support, decay, layer, heads, layout, time], sort_keys=True
@@ -163,6 +170,11 @@ class AttentionPlan:
         return places if kind == "in_windows" else np.argsort(places, axis=1)
 
 
+# Tables of the decay's positions, which all layers of a model have in common, for as long as a plan has them.
+OF_DECAY = ("positions", "positions_int32", "positions_float32", "positions_in_order")
+_shared_tables: weakref.WeakValueDictionary[tuple, Tensor] = weakref.WeakValueDictionary()
+
+
 def plan_table(plan: AttentionPlan, name: str, device: torch.device) -> Tensor:
     """A table of a plan on a device, made once for each.
 
@@ -172,11 +184,17 @@ def plan_table(plan: AttentionPlan, name: str, device: torch.device) -> Tensor:
         return _table_in_graph(plan.key, name, str(device))
     if (table := plan.tables.get((name, device))) is not None:
         return table
-    # A table made under inference_mode could not be used in a later training step.
-    with torch.inference_mode(False):
-        table = torch.tensor(plan.build_table(name)).to(device)
-    if type(table) is Tensor:  # a table made while tracing with fake tensors must not outlive the trace
-        plan.tables[(name, device)] = table
+    shared = (name, device, *plan.decay_key) if name in OF_DECAY and plan.decay_key is not None else None
+    table = None if shared is None else _shared_tables.get(shared)
+    if table is None:
+        # A table made under inference_mode could not be used in a later training step.
+        with torch.inference_mode(False):
+            table = torch.tensor(plan.build_table(name)).to(device)
+        if type(table) is not Tensor:  # one made while tracing with fake tensors must not outlive the trace
+            return table
+        if shared is not None:
+            _shared_tables[shared] = table
+    plan.tables[(name, device)] = table
     return table
 
 
@@ -324,6 +342,15 @@ def _offset_counts(plan: AttentionPlan) -> np.ndarray:
 def _offset_begin(plan: AttentionPlan) -> np.ndarray:
     """Where the signed offsets of each head begin, and the end of the last, int32 (H + 1,)."""
     return np.cumsum([0, *(sum(map(len, head)) for head in _signed(plan))]).astype(np.int32)
+
+
+@registering("table", TABLES, "positions_in_order")
+def _positions_in_order(plan: AttentionPlan) -> np.ndarray:
+    """Positions of the decay in the order in which the offsets count, float32 (1 or H, C, A, N)."""
+    positions = _positions(plan).astype(np.float32)
+    if plan.ranks is None:
+        return positions[None]
+    return np.stack([positions[..., patches] for patches in _patches_in_order(plan)])
 
 
 @registering("table", TABLES, "pair_distances")

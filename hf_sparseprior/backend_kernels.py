@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attention_plan import plan_table
+from .attention_plan import AttentionPlan, plan_table
 from .attention_request import (
     AttentionRequest,
     drops_unformed_pairs,
@@ -23,7 +23,7 @@ from .attention_request import (
 )
 from .backend_choice import Crossover, register_backend
 from .backend_gather import gather_can_run
-from .compiled_kernels import decayed_cpu, diagonal_cpu, kernels_missing, listed_cpu, triton_device
+from .compiled_kernels import decayed_cpu, diagonal_cpu, kernels_missing, listed_cpu, triton_device, weights_cpu
 from .decay import DECAYS, log_gamma, prefix_weights
 
 
@@ -133,17 +133,27 @@ def _listed_kernel(request: AttentionRequest) -> Tensor:
     return listed_cpu.listed_attention(request.q, request.k, request.v, key_ids, prefix, scale, factor, prefix_factor)
 
 
+def _pair_weights(plan: AttentionPlan, scalars: DecayScalars) -> Tensor:
+    """Weights of the pairs of each offset, head after head, in the order of "pair_begin"."""
+    device = scalars.alpha.device
+    if device.type == "cpu":
+        names = ("positions_in_order", "signed_offsets", "offset_counts", "pair_begin")
+        tables = (plan_table(plan, name, device) for name in names)
+        return weights_cpu.pair_weights(*tables, scalars.log_gamma, scalars.alpha, plan.offset_pairs)
+    distances, pairs = (plan_table(plan, name, device) for name in ("pair_distances", "pair_counts"))
+    log_gamma = scalars.log_gamma.repeat_interleave(pairs, dim=1, output_size=distances.shape[1])
+    alpha = scalars.alpha.repeat_interleave(pairs, output_size=distances.shape[1])
+    return torch.exp(distances * log_gamma).mean(0) * alpha
+
+
 def _diagonal_kernel(request: AttentionRequest, kernel: Callable[..., Tensor], heads_table: str) -> Tensor:
     """Attention along diagonals. `heads_table` names the table by which the kernel knows the offsets of a head."""
     plan, device = request.plan, request.q.device
     weights = {}
     if request.decay is not None:
         scalars = _decay_scalars(request)
-        distances, pairs = (plan_table(plan, name, device) for name in ("pair_distances", "pair_counts"))
-        log_gamma = scalars.log_gamma.repeat_interleave(pairs, dim=1, output_size=distances.shape[1])
-        alpha = scalars.alpha.repeat_interleave(pairs, output_size=distances.shape[1])
         weights = {
-            "pair_weights": torch.exp(distances * log_gamma).mean(0) * alpha,
+            "pair_weights": _pair_weights(plan, scalars),
             "pair_begin": plan_table(plan, "pair_begin", device),
             "prefix_weight": scalars.alpha * scalars.prefix_gamma,
             "self_weight": scalars.alpha,

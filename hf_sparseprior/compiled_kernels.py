@@ -4,10 +4,11 @@ from __future__ import annotations
 
 try:
     from hf_sparseprior.kernels import API_VERSION as INSTALLED_VERSION
-    from hf_sparseprior.kernels import decayed_cpu, diagonal_cpu, listed_cpu, predicted_cpu, triton_device
+    from hf_sparseprior.kernels import decayed_cpu, diagonal_cpu, listed_cpu, predicted_cpu, triton_device, weights_cpu
 except ImportError:
     INSTALLED_VERSION = None  # type: ignore[assignment]
     decayed_cpu = diagonal_cpu = listed_cpu = predicted_cpu = triton_device = None  # type: ignore[assignment]
+    weights_cpu = None  # type: ignore[assignment]
 
 # The kernels' interface that this code was written for. The installed package may have another version than a saved
 # model.

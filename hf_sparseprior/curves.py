@@ -16,6 +16,7 @@ import numpy as np
 CURVES: dict[str, Callable[[int, int], np.ndarray]] = {}
 CLIP_CURVES: dict[str, Callable[[int, int, int], np.ndarray]] = {}  # those of CURVES that exist in three dimensions
 TRANSPOSED_SUFFIX = "_t"
+Side = tuple[int, int]
 Vector = tuple[int, int, int]
 
 
@@ -142,35 +143,41 @@ def hilbert_curve(height: int, width: int) -> np.ndarray:
     It always starts along the first row, as on a square. The usual generalisation starts along the longer side;
     then the curve and its transpose would be the same on every grid that is not square.
     """
-    visits = np.fromiter(_hilbert_visits(0, 0, 0, width, height, 0), dtype=(np.int64, 2), count=height * width)
-    return _rank_from_order(visits[:, 0], visits[:, 1], height, width)
+    rows, columns = _hilbert_visits((0, width), (height, 0), {}).T
+    return _rank_from_order(rows, columns, height, width)
 
 
-def _hilbert_visits(row: int, col: int, a_row: int, a_col: int, b_row: int, b_col: int) -> Iterator[tuple[int, int]]:
-    """Visit the rectangle at (row, col) that a (the main direction) and b span; each lies along one axis."""
-    length, breadth = abs(a_row + a_col), abs(b_row + b_col)
-    da = ((a_row > 0) - (a_row < 0), (a_col > 0) - (a_col < 0))
-    db = ((b_row > 0) - (b_row < 0), (b_col > 0) - (b_col < 0))
+def _hilbert_visits(a: Side, b: Side, known: dict[tuple[Side, Side], np.ndarray]) -> np.ndarray:
+    """The patches of a rectangle in the order of the curve, (n, 2), seen from its first.
+
+    a (the main direction) and b are its sides, vectors (rows, columns) along one axis each. `known` has the rectangles
+    that were visited before: a curve is made of few different ones.
+    """
+    if (a, b) in known:
+        return known[a, b]
+    length, breadth = abs(sum(a)), abs(sum(b))
+    da, db = np.sign(a), np.sign(b)
     if breadth == 1 or length == 1:
-        step = da if breadth == 1 else db
-        for n in range(length * breadth):
-            yield row + n * step[0], col + n * step[1]
-        return
-    a2_row, a2_col, b2_row, b2_col = a_row // 2, a_col // 2, b_row // 2, b_col // 2
-    if 2 * length > 3 * breadth:  # long: two rectangles, one after the other
-        if abs(a2_row + a2_col) % 2 and length > 2:  # an even first part joins without a diagonal step
-            a2_row, a2_col = a2_row + da[0], a2_col + da[1]
-        yield from _hilbert_visits(row, col, a2_row, a2_col, b_row, b_col)
-        yield from _hilbert_visits(row + a2_row, col + a2_col, a_row - a2_row, a_col - a2_col, b_row, b_col)
-        return
-    if abs(b2_row + b2_col) % 2 and breadth > 2:
-        b2_row, b2_col = b2_row + db[0], b2_col + db[1]
-    # One step up along b, a long one along a, one step down.
-    yield from _hilbert_visits(row, col, b2_row, b2_col, a2_row, a2_col)
-    yield from _hilbert_visits(row + b2_row, col + b2_col, a_row, a_col, b_row - b2_row, b_col - b2_col)
-    last_row = row + (a_row - da[0]) + (b2_row - db[0])
-    last_col = col + (a_col - da[1]) + (b2_col - db[1])
-    yield from _hilbert_visits(last_row, last_col, -b2_row, -b2_col, a2_row - a_row, a2_col - a_col)
+        visits = np.arange(length * breadth)[:, None] * (da if breadth == 1 else db)
+    else:
+        long = 2 * length > 3 * breadth
+        a2, b2 = np.array(a) // 2, np.array(b) // 2
+        # An even first part joins without a diagonal step.
+        if long:  # two rectangles, one after the other
+            a2 += da * (abs(a2.sum()) % 2 and length > 2)
+            parts = [((0, 0), a2, b), (a2, a - a2, b)]
+        else:  # one step up along b, a long one along a, one step down
+            b2 += db * (abs(b2.sum()) % 2 and breadth > 2)
+            parts = [((0, 0), b2, a2), (b2, a, b - b2), (a - da + b2 - db, -b2, a2 - a)]
+        visits = np.concatenate(
+            [first + _hilbert_visits(_side(own), _side(other), known) for first, own, other in parts]
+        )
+    known[a, b] = visits
+    return visits
+
+
+def _side(vector: Sequence[int]) -> Side:
+    return int(vector[0]), int(vector[1])
 
 
 # ---- three dimensions -----------------------------------------------------------------------------------------------

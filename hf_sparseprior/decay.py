@@ -313,7 +313,12 @@ class ViolinDecay(Decay):
     def positions(cls, settings: Settings, grid: tuple[int, ...]) -> np.ndarray:
         """Ranks along each curve, (C, 1, N)."""
         curves = check_curves(settings.get("curves", cls.SETTINGS["curves"]))
-        return np.stack([curve_rank(curve, grid).reshape(1, -1) for curve in curves])
+        ranks: dict[str, np.ndarray] = {}
+        for curve in curves:
+            base = curve.removesuffix(TRANSPOSED_SUFFIX)
+            square = base in ranks and grid[-2] == grid[-1]
+            ranks[curve] = ranks[base].swapaxes(-1, -2) if square else curve_rank(curve, grid)
+        return np.stack([rank.reshape(1, -1) for rank in ranks.values()])
 
 
 @register_decay("manhattan")

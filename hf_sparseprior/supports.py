@@ -166,11 +166,15 @@ def layer_offsets(
     support: SupportSpec, *, num_heads: int, num_tokens: int, layer: int, grid: Sequence[int] | None = None
 ) -> list[list[int]]:
     """Offsets of each head of one layer, shuffled as the support's `shuffle_seed` says."""
-    offsets = head_offsets(support, num_heads=num_heads, num_tokens=num_tokens, grid=grid)
+    pattern = support_pattern(support, num_heads=num_heads, num_tokens=num_tokens, grid=grid)
+    return _shuffled(support, pattern.offsets, layer)
+
+
+def _shuffled(support: SupportSpec, offsets: list[list[int]], layer: int) -> list[list[int]]:
     seed = COMMON_SETTINGS["shuffle_seed"]
     if not isinstance(support, str):
         seed = support.get("shuffle_seed", seed)
-    return [offsets[number] for number in layer_order(num_heads, layer, seed)]
+    return [offsets[number] for number in layer_order(len(offsets), layer, seed)]
 
 
 def layer_pairs(
@@ -200,8 +204,9 @@ def support_of_heads(
         num_heads: for which the support is made.
         heads: numbers of those that the layer has, from 0; None: all.
     """
-    sizes: dict[str, Any] = {"num_heads": num_heads, "num_tokens": num_tokens, "layer": layer, "grid": grid}
-    offsets, pairs = layer_offsets(support, **sizes), layer_pairs(support, **sizes)
+    pattern = support_pattern(support, num_heads=num_heads, num_tokens=num_tokens, grid=grid)
+    offsets = _shuffled(support, pattern.offsets, layer)
+    pairs = None if pattern.pairs is None else pattern.pairs(layer)
     if heads is None:
         return offsets, pairs
     return [offsets[head] for head in heads], None if pairs is None else [pairs[head] for head in heads]

@@ -29,7 +29,8 @@ logger = logging.getLogger("hf_sparseprior.kernels")
 
 FOLDER = Path(__file__).parent
 # The ones that take longest come first.
-SOURCES = tuple(FOLDER / f"{name}_cpu.cpp" for name in ("diagonal", "operators", "decayed", "listed", "predicted"))
+NAMES = ("diagonal", "operators", "decayed", "listed", "predicted", "weights")
+SOURCES = tuple(FOLDER / f"{name}_cpu.cpp" for name in NAMES)
 HEADERS = (FOLDER / "kernels.h", FOLDER / "vectors.h")
 COMPILERS = ("g++", "clang++", "c++")
 # The machine's own instructions, because the library never leaves it. No fast-math: -inf and the rounding of exp are
@@ -50,6 +51,7 @@ outs = [
     call.listed_forward(x, x, x, index(1, 1, 2, 1), None, None, 0, 1.0),
 ]
 assert all((out - 1).abs().max() < 1e-5 for out in outs)
+assert call.pair_weights(x, index(1), index(1) + 1, index(1).long(), -torch.ones(1, 1), ones, 4).shape == (4,)
 assert call.predicted_keys(x, torch.ones(4, 2), 0, 1, 0.0).shape == (1, 1, 2, 1)
 """
 

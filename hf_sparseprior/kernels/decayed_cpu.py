@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_sparseprior.kernels.calling import call, records
 from hf_sparseprior.kernels.diagonal_cpu import like_projection
 from hf_sparseprior.kernels.second_derivatives import decayed, gradients
 
@@ -41,7 +42,8 @@ def decayed_attention(
         (B, H, T, D), in memory as (B, T, H, D).
     """
     scalars = (log_gamma, alpha, prefix_gamma)
-    return torch.ops.hf_sparseprior.decayed_forward(q, k, v, positions, *scalars, num_prefix_tokens, scale)
+    arguments = (q, k, v, positions, *scalars, num_prefix_tokens, scale)
+    return call(torch.ops.hf_sparseprior.decayed_forward, records(q, k, v, *scalars), *arguments)
 
 
 def register() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_sparseprior.kernels.build import load
+from hf_sparseprior.kernels.calling import call, records
 from hf_sparseprior.kernels.second_derivatives import gradients, offset_pairs, on_diagonals
 
 ROWS = 16  # rows of a block; arrays over pairs are padded to whole blocks
@@ -34,13 +35,14 @@ def ready() -> str | None:
     """None if the operators are available, otherwise why not. Compiles them at the first use on a machine."""
     reason = load()
     if reason is None and not _registered:
-        from hf_sparseprior.kernels import decayed_cpu, listed_cpu, predicted_cpu
+        from hf_sparseprior.kernels import decayed_cpu, listed_cpu, predicted_cpu, weights_cpu
 
         _registered.append(True)
         _register()
         decayed_cpu.register()
         listed_cpu.register()
         predicted_cpu.register()
+        weights_cpu.register()
     return reason
 
 
@@ -83,11 +85,9 @@ def diagonal_attention(
         size = _pairs(q, offsets, num_prefix_tokens) + batch * heads * num_prefix_tokens * tokens
         keep = torch.rand(size, device=q.device) >= dropout_p
         drop = keep.to(torch.float32) / max(1.0 - dropout_p, 1e-30)
-    inputs = (q, k, v, pair_weights, prefix_weight, self_weight)
-    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    return torch.ops.hf_sparseprior.diagonal_forward(
-        q, k, v, offsets, counts, num_prefix_tokens, scale, zero_fill, *weights, drop, trains
-    )[0]
+    trains = records(q, k, v, pair_weights, prefix_weight, self_weight)
+    arguments = (q, k, v, offsets, counts, num_prefix_tokens, scale, zero_fill, *weights, drop, trains)
+    return call(torch.ops.hf_sparseprior.diagonal_forward, trains, *arguments)[0]
 
 
 def _register() -> None:

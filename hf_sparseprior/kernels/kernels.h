@@ -110,6 +110,21 @@ class Diagonal {
   std::unique_ptr<DiagonalProblem> problem_;
 };
 
+// ---- weights along diagonals ------------------------------------------------------------------------------------------
+
+// Offsets, counts and begin as of DiagonalInputs, of whose pair_weights these are the values.
+struct WeightInputs {
+  int64_t H, N, C, A;                             // C curves, A axes of a position
+  const float *positions, *log_gamma, *alpha;     // (1 or H, C, A, N), (C, H), (H)
+  const int32_t *offsets, *counts;
+  const int64_t* begin;
+  bool own_positions;  // whether each head has its own
+};
+
+void pair_weights(const WeightInputs& inputs, float* out);
+// grad: of the weights. d_log_gamma (C, H), d_alpha (H).
+void pair_weights_backward(const WeightInputs& inputs, const float* grad, float* d_log_gamma, float* d_alpha);
+
 // ---- dense with a decay ---------------------------------------------------------------------------------------------
 
 struct DecayedInputs {

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_sparseprior.kernels.calling import call, records
 from hf_sparseprior.kernels.decayed_cpu import fake_forward, setup_context
 from hf_sparseprior.kernels.diagonal_cpu import like_projection
 from hf_sparseprior.kernels.second_derivatives import gradients, listed
@@ -38,7 +39,9 @@ def listed_attention(
     Returns:
         (B, H, T, D), in memory as (B, T, H, D).
     """
-    return torch.ops.hf_sparseprior.listed_forward(q, k, v, keys, factor, prefix_factor, num_prefix_tokens, scale)
+    arguments = (q, k, v, keys, factor, prefix_factor, num_prefix_tokens, scale)
+    trains = records(q, k, v, factor, prefix_factor)
+    return call(torch.ops.hf_sparseprior.listed_forward, trains, *arguments)
 
 
 def register() -> None:

@@ -188,6 +188,63 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> diagonal_backward(
   return {dq, dk, dv, d_pairs, d_prefix, d_self};
 }
 
+// ---- weights along diagonals ------------------------------------------------------------------------------------------
+
+WeightInputs weight_inputs(
+    const Tensor& positions, const Tensor& offsets, const Tensor& counts, const Tensor& begin, const Tensor& log_gamma,
+    const Tensor& alpha, int64_t pairs, Values& values) {
+  const int64_t H = counts.numel();
+  TORCH_CHECK(
+      positions.dim() == 4 && (positions.size(0) == 1 || positions.size(0) == H) && positions.size(1) > 0 &&
+          positions.size(2) > 0,
+      "positions of shape ", positions.sizes(), " must be (1 or heads, curves, axes, patches)");
+  const int64_t C = positions.size(1), A = positions.size(2), N = positions.size(3);
+  check_is(positions, {positions.size(0), C, A, N}, at::kFloat, "positions");
+  check_is(counts, {H}, at::kInt, "counts");
+  check_is(offsets, {offsets.numel()}, at::kInt, "offsets");
+  check_is(begin, {offsets.numel()}, at::kLong, "pair_begin");
+  check_is(log_gamma, {C, H}, at::kFloat, "log_gamma");
+  check_is(alpha, {H}, at::kFloat, "alpha");
+  const WeightInputs x{H, N, C, A, values.of<float>(positions), values.of<float>(log_gamma), values.of<float>(alpha),
+                       values.of<int32_t>(offsets), values.of<int32_t>(counts), values.of<int64_t>(begin),
+                       positions.size(0) > 1};
+  int64_t total = 0;
+  for (int64_t h = 0; h < H; ++h) {
+    TORCH_CHECK(x.counts[h] >= 0, "counts must be 0 or more, got ", x.counts[h]);
+    total += x.counts[h];
+  }
+  TORCH_CHECK(total == offsets.numel(), "counts of ", total, " offsets must be of the ", offsets.numel(), " there are");
+  for (int64_t i = 0; i < total; ++i) {
+    const int64_t length = std::max<int64_t>(0, N - std::abs((int64_t)x.offsets[i]));
+    TORCH_CHECK(
+        x.begin[i] >= 0 && x.begin[i] + length <= pairs, "pair_begin ", x.begin[i], " and the ", length,
+        " pairs of an offset must be within ", pairs, " pairs");
+  }
+  return x;
+}
+
+Tensor pair_weights(
+    const Tensor& positions, const Tensor& offsets, const Tensor& counts, const Tensor& begin, const Tensor& log_gamma,
+    const Tensor& alpha, int64_t pairs) {
+  Values values;
+  const WeightInputs x = weight_inputs(positions, offsets, counts, begin, log_gamma, alpha, pairs, values);
+  const Tensor out = zeros(alpha, {pairs});
+  sparseprior::pair_weights(x, data(out));
+  return out;
+}
+
+// Gradients of log_gamma and alpha.
+std::tuple<Tensor, Tensor> pair_weights_backward(
+    const Tensor& grad, const Tensor& positions, const Tensor& offsets, const Tensor& counts, const Tensor& begin,
+    const Tensor& log_gamma, const Tensor& alpha) {
+  Values values;
+  check_is(grad, {grad.numel()}, at::kFloat, "grad");
+  const WeightInputs x = weight_inputs(positions, offsets, counts, begin, log_gamma, alpha, grad.numel(), values);
+  const Tensor d_log_gamma = floats(alpha, {x.C, x.H}), d_alpha = floats(alpha, {x.H});
+  sparseprior::pair_weights_backward(x, values.of<float>(grad), data(d_log_gamma), data(d_alpha));
+  return {d_log_gamma, d_alpha};
+}
+
 // ---- dense with a decay ---------------------------------------------------------------------------------------------
 
 DecayedInputs decayed_inputs(
@@ -322,6 +379,12 @@ TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
       "Tensor? self_weight, Tensor? drop, Tensor probs, Tensor logits, Tensor floors, Tensor rows) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
+      "pair_weights(Tensor positions, Tensor offsets, Tensor counts, Tensor pair_begin, Tensor log_gamma, Tensor alpha, "
+      "int pairs) -> Tensor");
+  m.def(
+      "pair_weights_backward(Tensor grad, Tensor positions, Tensor offsets, Tensor counts, Tensor pair_begin, "
+      "Tensor log_gamma, Tensor alpha) -> (Tensor, Tensor)");
+  m.def(
       "decayed_forward(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor log_gamma, Tensor alpha, "
       "Tensor prefix_gamma, int prefix, float scale) -> Tensor");
   m.def(
@@ -340,6 +403,8 @@ TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
 TORCH_LIBRARY_IMPL(hf_sparseprior, CPU, m) {
   m.impl("diagonal_forward", diagonal_forward);
   m.impl("diagonal_backward", diagonal_backward);
+  m.impl("pair_weights", pair_weights);
+  m.impl("pair_weights_backward", pair_weights_backward);
   m.impl("decayed_forward", decayed_forward);
   m.impl("decayed_backward", decayed_backward);
   m.impl("listed_forward", listed_forward);

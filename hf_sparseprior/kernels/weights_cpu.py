@@ -1,0 +1,88 @@
+"""Weights of the pairs along diagonals under a decay by the C++ kernel, as PyTorch operators with gradients.
+
+Shapes as in weights_cpu.cpp: H heads, N patches, C curves, A axes of a position, S signed offsets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_sparseprior.kernels.calling import call, records
+from hf_sparseprior.kernels.second_derivatives import gradients, offset_pairs
+
+
+def pair_weights(
+    positions: Tensor,
+    offsets: Tensor,
+    counts: Tensor,
+    pair_begin: Tensor,
+    log_gamma: Tensor,
+    alpha: Tensor,
+    pairs: int,
+) -> Tensor:
+    """The `pair_weights` of `diagonal_attention`: alpha * mean over curves of gamma to the power of the distance.
+
+    Args:
+        positions: float32 (1 or H, C, A, N), integers; the distance of two patches is the sum over the axes.
+        offsets, counts, pair_begin: as in `diagonal_attention`.
+        log_gamma: float32 (C, H), at most 0. alpha: float32 (H,).
+        pairs: how many weights there are, N - o for each pair of offsets +-o.
+
+    Returns:
+        float32 (pairs,).
+    """
+    arguments = (positions, offsets, counts, pair_begin, log_gamma, alpha, pairs)
+    return call(torch.ops.hf_sparseprior.pair_weights, records(log_gamma, alpha), *arguments)
+
+
+def register() -> None:
+    """Register shapes for tracing, and gradients."""
+    torch.library.register_fake("hf_sparseprior::pair_weights", _fake)
+    torch.library.register_fake("hf_sparseprior::pair_weights_backward", _fake_backward)
+    torch.library.register_autograd("hf_sparseprior::pair_weights", _backward, setup_context=_setup_context)
+
+
+def _fake(
+    positions: Tensor, offsets: Tensor, counts: Tensor, pair_begin: Tensor, log_gamma: Tensor, alpha: Tensor, pairs: int
+) -> Tensor:
+    return alpha.new_empty(pairs)
+
+
+def _fake_backward(grad: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(tensors[-2]), torch.empty_like(tensors[-1])
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:-1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None) -> tuple:
+    if grad is None:
+        return (None,) * 7
+    *tables, log_gamma, alpha = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph=True
+        names = ("positions", "offsets", "counts", "pair_begin")
+        options = dict(zip(names, tables, strict=True))
+        found = gradients(weigh, (log_gamma, alpha), grad, **options, pairs=grad.shape[0])
+    else:
+        found = torch.ops.hf_sparseprior.pair_weights_backward(grad, *tables, log_gamma, alpha)
+    return None, None, None, None, *found, None
+
+
+def weigh(
+    log_gamma: Tensor, alpha: Tensor, *, positions: Tensor, offsets: Tensor, counts: Tensor, pair_begin: Tensor,
+    pairs: int,
+) -> Tensor:  # fmt: skip
+    """What `pair_weights` computes, by PyTorch operations."""
+    heads, patches = counts.shape[0], positions.shape[-1]
+    number, row, key = offset_pairs(offsets, patches)
+    number, row, key = (x[key >= row] for x in (number, row, key))
+    head = torch.arange(heads, device=counts.device).repeat_interleave(counts)[number]
+    own = positions.expand(heads, -1, -1, -1)[head, :, :, row] - positions.expand(heads, -1, -1, -1)[head, :, :, key]
+    powers = torch.exp(own.abs().sum(-1) * log_gamma.t()[head])  # (pairs, C)
+    weights = powers.mean(-1) * alpha[head]
+    return alpha.new_zeros(pairs).index_put((pair_begin[number] + row,), weights)
