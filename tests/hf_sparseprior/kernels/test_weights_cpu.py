@@ -1,0 +1,178 @@
+"""The C++ kernel of weights along diagonals, against a loop over pairs in float64, and how operators are called."""
+
+import math
+
+import pytest
+import torch
+
+from hf_sparseprior.attention_plan import AttentionPlan, plan_table
+from hf_sparseprior.kernels import diagonal_cpu, weights_cpu
+from hf_sparseprior.kernels.calling import call, records
+from hf_sparseprior.prior import resolve_prior
+
+NAMES = ("positions_in_order", "signed_offsets", "offset_counts", "pair_begin")
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_there():
+    if reason := diagonal_cpu.ready():
+        pytest.skip(reason)
+
+
+def make_plan(grid, support, decay, heads=3):
+    prior = resolve_prior({"support": support, "decay": decay}, heads, grid)
+    return AttentionPlan(heads, grid, 1, prior["support"], prior["decay"], 2)
+
+
+PLANS = {
+    "violin": lambda: make_plan((7, 9), "fibottention", "violin"),
+    "manhattan": lambda: make_plan((6, 6), {"name": "fibottention", "modified": True}, "manhattan"),
+    "two_axes": lambda: AttentionPlan(2, (3, 4, 5), 0, *two_axes(), 0, time="clip"),
+    "orders": lambda: make_plan((6, 8), {"name": "fibottention", "order": ["hilbert", "z", "snake_t"]}, "violin"),
+    "fewer_than_a_vector": lambda: make_plan((2, 5), {"name": "fibottention", "w_min": 5}, "violin"),
+}
+
+
+def two_axes():
+    prior = resolve_prior({"support": "fibottention", "decay": "manhattan", "time": "clip"}, 2, (3, 4, 5))
+    return prior["support"], prior["decay"]
+
+
+def arguments_of(plan, seed=0):
+    tables = [plan_table(plan, name, torch.device("cpu")) for name in NAMES]
+    curves, heads = tables[0].shape[1], plan.num_heads
+    generator = torch.Generator().manual_seed(seed)
+    log_gamma = -(torch.rand(curves, heads, generator=generator) ** 4)
+    return tables, log_gamma, torch.rand(heads, generator=generator) + 0.5
+
+
+def by_hand(plan, tables, log_gamma, alpha):
+    """The weights in a loop over the pairs, in Python's floats."""
+    positions, offsets, counts, begin = tables
+    weights, first = [math.nan] * plan.offset_pairs, 0
+    for head, count in enumerate(counts.tolist()):
+        own = positions[head if positions.shape[0] > 1 else 0].tolist()
+        for number in range(first, first + count):
+            offset = int(offsets[number])
+            for row in range(plan.num_tokens - offset if offset >= 0 else 0):
+                terms = [
+                    math.exp(float(log_gamma[c, head]) * sum(abs(axis[row + offset] - axis[row]) for axis in curve))
+                    for c, curve in enumerate(own)
+                ]
+                weights[int(begin[number]) + row] = float(alpha[head]) * sum(terms) / len(terms)
+        first += count
+    return torch.tensor(weights, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_weights_and_gradients(name):
+    plan = PLANS[name]()
+    assert plan.offset_pairs > 10
+    assert name != "orders" or plan_table(plan, NAMES[0], torch.device("cpu")).shape[0] == plan.num_heads
+    tables, *scalars = arguments_of(plan)
+    leaves = [x.clone().requires_grad_() for x in scalars]
+    found = weights_cpu.pair_weights(*tables, *leaves, plan.offset_pairs)
+    torch.testing.assert_close(found.double(), by_hand(plan, tables, *scalars), rtol=1e-5, atol=1e-30)
+
+    grad = torch.randn(plan.offset_pairs, generator=torch.Generator().manual_seed(1))
+    found.backward(grad)
+    exact = [x.double().requires_grad_() for x in scalars]
+    options = dict(zip(("positions", "offsets", "counts", "pair_begin"), tables, strict=True))
+    weights_cpu.weigh(*exact, **options, pairs=plan.offset_pairs).backward(grad.double())
+    for leaf, other in zip(leaves, exact, strict=True):
+        assert other.grad.abs().max() > 0.01
+        torch.testing.assert_close(leaf.grad.double(), other.grad, rtol=2e-5, atol=2e-5)
+
+
+def test_a_gamma_of_zero_leaves_only_patches_at_a_distance_of_zero():
+    plan = PLANS["violin"]()
+    tables, log_gamma, alpha = arguments_of(plan)
+    log_gamma[:] = -1e30  # as `decay.log_gamma` gives it
+    weights = weights_cpu.pair_weights(*tables, log_gamma, alpha, plan.offset_pairs)
+    assert weights.max() < 1e-30 and torch.isfinite(weights).all()
+
+
+def test_second_derivatives():
+    plan = PLANS["fewer_than_a_vector"]()
+    tables, *scalars = arguments_of(plan)
+    options = dict(zip(("positions", "offsets", "counts", "pair_begin"), tables, strict=True))
+    found = []
+    for weigh, kind in ((weights_cpu.weigh, torch.float64), (None, torch.float32)):
+        leaves = [x.to(kind).requires_grad_() for x in scalars]
+        if weigh is None:
+            weights = weights_cpu.pair_weights(*tables, *leaves, plan.offset_pairs)
+        else:
+            weights = weigh(*leaves, **options, pairs=plan.offset_pairs)
+        first = torch.autograd.grad((weights**2).sum(), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum((x**2).sum() for x in first), leaves))
+    for exact, own in zip(*found, strict=True):
+        assert exact.abs().max() > 0.01
+        torch.testing.assert_close(own.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_threads_change_no_bit():
+    plan = make_plan((20, 20), "fibottention", "violin", heads=6)
+    tables, *scalars = arguments_of(plan)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            leaves = [x.clone().requires_grad_() for x in scalars]
+            weights = weights_cpu.pair_weights(*tables, *leaves, plan.offset_pairs)
+            weights.sum().backward()
+            results.append([weights.detach(), *(leaf.grad for leaf in leaves)])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+def test_torch_knows_the_operators():
+    plan = PLANS["violin"]()
+    tables, *scalars = arguments_of(plan)
+    leaves = [x.requires_grad_() for x in scalars]
+    torch.library.opcheck(torch.ops.hf_sparseprior.pair_weights.default, (*tables, *leaves, plan.offset_pairs))
+
+
+CHANGES = {
+    "positions of shape": {0: lambda x: x[0]},
+    "counts of": {2: lambda x: x - 1},
+    "pair_begin": {3: lambda x: x + 1},
+    "log_gamma of shape": {4: lambda x: x.t()},
+    "alpha of shape": {5: lambda x: x.double()},
+    "counts must be 0 or more": {2: lambda x: -x},
+}
+
+
+@pytest.mark.parametrize("message", CHANGES)
+def test_what_does_not_fit_is_refused(message):
+    plan = PLANS["violin"]()
+    tables, *scalars = arguments_of(plan)
+    arguments = [*tables, *scalars, plan.offset_pairs]
+    for place, change in CHANGES[message].items():
+        arguments[place] = change(arguments[place])
+    with pytest.raises(RuntimeError, match=message):
+        weights_cpu.pair_weights(*arguments)
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------------
+
+
+def test_only_calls_that_record_go_through_autograd():
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2)
+    assert records(y, x, None) and not records(y, None)
+    with torch.no_grad():
+        assert not records(x)
+    assert call(torch.mul, True, x, y).requires_grad
+    assert not call(torch.mul, False, x, y).requires_grad
+
+
+def test_layers_of_a_model_share_what_follows_from_the_decay():
+    device = torch.device("cpu")
+    plans = [make_plan((6, 6), "fibottention", "violin") for _ in range(2)]
+    other = make_plan((6, 7), "fibottention", "violin")
+    first, second, third = (plan_table(plan, "positions_in_order", device) for plan in (*plans, other))
+    assert first is second and first.shape != third.shape
+    assert torch.equal(first[0].long(), torch.tensor(plans[0].build_table("positions")))
+    # Orders of heads are a plan's own.
+    own = [plan_table(PLANS["orders"](), "positions_in_order", device) for _ in range(2)]
+    assert own[0] is not own[1] and torch.equal(*own)
