@@ -50,16 +50,15 @@ def predicted_keys(
         Integers (B, H, n, P + budget): the prefix tokens, then patches with nonzero scores, then -1. A patch without
         any key, which is possible with P = 0, sees itself.
     """
-    if basis.dim() == 2 and not _kernel_refuses_scores(coefficients, basis):
+    if basis.dim() == 2 and coefficients.dtype == basis.dtype == torch.float32 and kernel_predicts(coefficients):
         return predicted_cpu.predicted_keys(coefficients, basis, num_prefix_tokens, budget, threshold)
     scores = torch.where(coefficients > threshold, coefficients, 0.0) @ basis
     return keys_of_scores(scores, num_prefix_tokens, budget)
 
 
-def _kernel_refuses_scores(coefficients: Tensor, basis: Tensor) -> bool:
-    if kernels_missing() or not coefficients.dtype == basis.dtype == torch.float32:
-        return True
-    return diagonal_cpu.can_run(coefficients) is not None
+def kernel_predicts(q: Tensor) -> bool:
+    """Whether the C++ kernels of the prediction can run with this tensor (B, H, n, D)."""
+    return not kernels_missing() and diagonal_cpu.can_run(q) is None
 
 
 def keys_of_scores(scores: Tensor, num_prefix_tokens: int, budget: int) -> Tensor:

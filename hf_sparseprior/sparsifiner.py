@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from .attention_plan import AttentionPlan
 from .attention_request import AttentionRequest
 from .checks import check_boolean, check_integer, check_within
-from .key_selection import keys_of_scores, predicted_keys
+from .compiled_kernels import predicted_cpu
+from .key_selection import kernel_predicts, keys_of_scores, predicted_keys
 from .limits import check_sides, check_size
 from .low_rank import resize_tokens
 from .predictor import Predictor, register_predictor
@@ -233,10 +234,19 @@ class Sparsifiner(Predictor):
         """The keys alone, without the scores of all pairs if a kernel can do without them."""
         plan = request.plan
         with torch.autocast(request.q.device.type, enabled=False):
-            down = self.coefficients(request)
+            down = self._compiled_coefficients(request)
+            down = self.coefficients(request) if down is None else down
             basis = self._basis_of(plan, request.token_ids, down.dtype)
             budget = self._places(plan, basis.shape[-1])
             return predicted_keys(down, basis, plan.num_prefix_tokens, budget, self.settings["threshold"])
+
+    def _compiled_coefficients(self, request: AttentionRequest) -> Tensor | None:
+        """`coefficients` by a kernel; None if there is none for these tensors."""
+        q, k, plan = request.q, request.k, request.plan
+        if request.token_ids is not None or self.w_down.dtype != torch.float32 or not kernel_predicts(q):
+            return None
+        down = resize_tokens(self.w_down, self.grid, plan.grid) * self._sum_kept(plan.grid)
+        return predicted_cpu.predicted_coefficients(q, k, down, plan.num_prefix_tokens, request.logit_scale)
 
     def _places(self, plan: AttentionPlan, patches: int) -> int:
         """B, but at most the number of patches."""

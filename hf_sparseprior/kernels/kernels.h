@@ -163,6 +163,15 @@ void listed_backward(const ListedInputs& inputs, const ListedGradients& f);
 
 // ---- predicted keys -------------------------------------------------------------------------------------------------
 
+struct CoefficientInputs {
+  View q, k;
+  int64_t B, H, T, P, R;
+  const float* down;  // (R, N)
+  float scale;
+  float* out;  // (B, H, N, R)
+};
+void predicted_coefficients(const CoefficientInputs& inputs);
+
 // The keys of `rows` rows of N patches each, (rows, prefix + budget). coefficients: (rows, R). basis: R packed rows of N.
 void predicted_keys(
     const float* coefficients, const float* basis, int64_t rows, int64_t N, int64_t R, int64_t prefix, int64_t budget,

@@ -47,7 +47,7 @@ Row row_of(const Lists& x, int64_t b, int64_t h, int64_t t) {
   const int64_t place = (h * x.N + t - x.P) * x.K;
   const int32_t* keys = x.keys + (x.own_keys ? b : 0) * x.H * x.N * x.K + place;
   const float* factor = x.factor ? x.factor + (x.own_factor ? b : 0) * x.H * x.N * x.K + place : nullptr;
-  return {keys, factor, 1.0f, std::find(keys, keys + x.K, -1) - keys};
+  return {keys, factor, 1.0f, keys[x.K - 1] < 0 ? std::find(keys, keys + x.K, -1) - keys : x.K};
 }
 
 // Rows of a tensor of one head in whole registers: in place if they are stored like that, otherwise packed in float32.
@@ -177,16 +177,21 @@ float softmax(const Row& row, float scale, float* scores) {
 template <typename E>
 void forward_head(
     const Lists& x, int64_t b, int64_t h, const View& q, const View& k, const View& v, const View& out) {
+  constexpr int64_t BLOCK = 64;  // rows that are read and written together
   const Rows<E> keys(k, b, h, x.T), values(v, b, h, x.T);
-  const Buffer query(x.size), scores(x.places), result(x.size);
-  for (int64_t t = 0; t < x.T; ++t) {
-    const Row row = row_of(x, b, h, t);
-    read_rows(q, b, h, t, t + 1, 0, x.T, (E*)query.data());
-    products(row, (const E*)query.data(), keys, x.size, scores.data());
-    const float share = softmax(row, x.scale, scores.data());
-    mixture(row, scores.data(), values, x.size, result.data());
-    for (int64_t e = 0; e < x.size; e += L) store(result.data() + e, load(result.data() + e) * share);
-    write_rows(result.data(), out, b, h, t, 1);
+  const Buffer queries(BLOCK * x.size), results(BLOCK * x.size), scores(x.places);
+  for (int64_t t0 = 0; t0 < x.T; t0 += BLOCK) {
+    const int64_t count = std::min(BLOCK, x.T - t0);
+    read_rows(q, b, h, t0, t0 + count, 0, x.T, (E*)queries.data());
+    for (int64_t r = 0; r < count; ++r) {
+      const Row row = row_of(x, b, h, t0 + r);
+      float* result = results.data() + r * x.size;
+      products(row, (const E*)queries.data() + r * x.size, keys, x.size, scores.data());
+      const float share = softmax(row, x.scale, scores.data());
+      mixture(row, scores.data(), values, x.size, result);
+      for (int64_t e = 0; e < x.size; e += L) store(result + e, load(result + e) * share);
+    }
+    write_rows(results.data(), out, b, h, t0, count);
   }
 }
 

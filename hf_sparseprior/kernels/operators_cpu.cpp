@@ -345,6 +345,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> listed_backward(
 
 // ---- predicted keys -------------------------------------------------------------------------------------------------
 
+Tensor predicted_coefficients(const Tensor& q, const Tensor& k, const Tensor& down, int64_t prefix, double scale) {
+  check_inputs(q, k, k, prefix);
+  TORCH_CHECK(
+      down.dim() == 2 && down.scalar_type() == at::kFloat && down.size(0) > 0 && down.size(1) == q.size(2) - prefix,
+      "down of shape ", down.sizes(), " and dtype ", down.scalar_type(), " must be float32 (rows, patches), of ",
+      q.size(2) - prefix, " patches");
+  Values values;
+  const Tensor out = floats(q, {q.size(0), q.size(1), q.size(2) - prefix, down.size(0)});
+  sparseprior::predicted_coefficients(
+      {view(q), view(k), q.size(0), q.size(1), q.size(2), prefix, down.size(0), values.of<float>(down), (float)scale,
+       data(out)});
+  return out;
+}
+
 Tensor predicted_keys(
     const Tensor& coefficients, const Tensor& basis, int64_t prefix, int64_t budget, double threshold) {
   TORCH_CHECK(
@@ -397,6 +411,7 @@ TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
   m.def(
       "listed_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor keys, Tensor? factor, "
       "Tensor? prefix_factor, int prefix, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("predicted_coefficients(Tensor q, Tensor k, Tensor down, int prefix, float scale) -> Tensor");
   m.def("predicted_keys(Tensor coefficients, Tensor basis, int prefix, int budget, float threshold) -> Tensor");
 }
 
@@ -409,6 +424,7 @@ TORCH_LIBRARY_IMPL(hf_sparseprior, CPU, m) {
   m.impl("decayed_backward", decayed_backward);
   m.impl("listed_forward", listed_forward);
   m.impl("listed_backward", listed_backward);
+  m.impl("predicted_coefficients", predicted_coefficients);
   m.impl("predicted_keys", predicted_keys);
 }
 

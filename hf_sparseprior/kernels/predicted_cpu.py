@@ -1,9 +1,24 @@
-"""The keys that Sparsifiner predicts, by the C++ kernel, as a PyTorch operator with a fake kernel."""
+"""The keys that Sparsifiner predicts, by the C++ kernel, as PyTorch operators with fake kernels."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+
+def predicted_coefficients(q: Tensor, k: Tensor, down: Tensor, num_prefix_tokens: int, scale: float) -> Tensor:
+    """A_down of the patches, softmax(scale * q (W_down k)^T) (Sparsifiner Eq. 1), before the threshold.
+
+    Args:
+        q, k: (B, H, T, D) float32 or bfloat16, any strides; prefix tokens come first and are left out.
+        down: (R, N) float32, W_down on the grid.
+        num_prefix_tokens: P.
+        scale: factor of the logits.
+
+    Returns:
+        float32 (B, H, N, R), without gradients.
+    """
+    return torch.ops.hf_sparseprior.predicted_coefficients(q, k, down, num_prefix_tokens, scale)
 
 
 def predicted_keys(
@@ -28,6 +43,12 @@ def predicted_keys(
 def register() -> None:
     """Shapes for tracing."""
     torch.library.register_fake("hf_sparseprior::predicted_keys", _fake)
+    torch.library.register_fake("hf_sparseprior::predicted_coefficients", _fake_coefficients)
+
+
+def _fake_coefficients(q: Tensor, k: Tensor, down: Tensor, num_prefix_tokens: int, scale: float) -> Tensor:
+    shape = (*q.shape[:2], q.shape[2] - num_prefix_tokens, down.shape[0])
+    return q.new_empty(shape, dtype=torch.float32)
 
 
 def _fake(coefficients: Tensor, basis: Tensor, num_prefix_tokens: int, budget: int, threshold: float) -> Tensor:

@@ -206,20 +206,31 @@ SPARSEPRIOR_INLINE vec maximum(vec a, vec b) { return a > b ? a : b; }
 SPARSEPRIOR_INLINE vec minimum(vec a, vec b) { return a < b ? a : b; }
 #endif
 
-inline float sum(vec x) {
-  float total = 0;
-  for (int i = 0; i < L; ++i) total += x[i];
-  return total;
+// Lanes at a distance of 8, 4, 2 and 1, round the end.
+template <int DISTANCE>
+SPARSEPRIOR_INLINE vec turned(vec x) {
+  constexpr int D = DISTANCE;
+  return SPARSEPRIOR_SHUFFLE(
+      x, x, D % 16, (D + 1) % 16, (D + 2) % 16, (D + 3) % 16, (D + 4) % 16, (D + 5) % 16, (D + 6) % 16, (D + 7) % 16,
+      (D + 8) % 16, (D + 9) % 16, (D + 10) % 16, (D + 11) % 16, (D + 12) % 16, (D + 13) % 16, (D + 14) % 16,
+      (D + 15) % 16);
+}
+SPARSEPRIOR_INLINE float sum(vec x) {
+  x += turned<8>(x);
+  x += turned<4>(x);
+  x += turned<2>(x);
+  return x[0] + x[1];
 }
 inline float dot(const float* a, const float* b, int64_t size) {
   vec x = vec{};
   for (int64_t i = 0; i < size; i += L) x += load(a + i) * load(b + i);
   return sum(x);
 }
-inline float maximum(vec x) {
-  float top = x[0];
-  for (int i = 1; i < L; ++i) top = std::max(top, x[i]);
-  return top;
+SPARSEPRIOR_INLINE float maximum(vec x) {
+  x = maximum(x, turned<8>(x));
+  x = maximum(x, turned<4>(x));
+  x = maximum(x, turned<2>(x));
+  return std::max(x[0], x[1]);
 }
 
 // -1 in lanes from..to.

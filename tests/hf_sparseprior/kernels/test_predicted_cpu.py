@@ -8,7 +8,7 @@ import torch
 
 from hf_sparseprior import compiled_kernels
 from hf_sparseprior.attention import SparsePriorAttention
-from hf_sparseprior.attention_request import listed_mask
+from hf_sparseprior.attention_request import AttentionRequest, listed_mask
 from hf_sparseprior.kernels import diagonal_cpu, predicted_cpu
 from hf_sparseprior.prior import resolve_prior
 
@@ -176,3 +176,58 @@ def test_every_case_of_prefix_and_budget_ends_with_empty_places():
         keys = predicted_cpu.predicted_keys(coefficients, basis, prefix, budget, 0.05)
         empty = keys < 0
         assert (empty.long().diff(dim=-1) >= 0).all() and not empty[..., 0].any()
+
+
+# ---- coefficients ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "prefix", "dtype"),
+    [
+        (64, 32, 1, torch.float32),
+        (64, 32, 0, torch.bfloat16),
+        (5, 1, 2, torch.float32),
+        (33, 3, 1, torch.float32),
+        (16, 50, 0, torch.float32),
+    ],
+)
+def test_coefficients_agree_with_float64(width, rows, prefix, dtype):
+    generator = torch.Generator().manual_seed(width + rows)
+    q, k = (torch.randn(2, 17 + prefix, 3, width, generator=generator).to(dtype).transpose(1, 2) for _ in range(2))
+    down = torch.randn(rows, 17, generator=generator)
+    found = predicted_cpu.predicted_coefficients(q, k, down, prefix, 0.3)
+    own_q, own_k = (x[:, :, prefix:].double() for x in (q, k))
+    expected = torch.softmax(0.3 * own_q @ (down.double() @ own_k).mT, -1)
+    assert found.dtype == torch.float32 and found.shape == (2, 3, 17, rows)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+    torch.library.opcheck(torch.ops.hf_sparseprior.predicted_coefficients.default, (q, k, down, prefix, 0.3))
+
+
+def test_a_layer_takes_its_coefficients_from_the_kernel():
+    layer = SparsePriorAttention(12, 3, resolve_prior(PRIOR, 3, (5, 5)))
+    q, k = (torch.randn(2, 26, 3, 4).transpose(1, 2) for _ in range(2))
+    request = AttentionRequest(q, k, q, layer.plan((5, 5), 1))
+    found = layer.predictor._compiled_coefficients(request)
+    torch.testing.assert_close(found, layer.predictor.coefficients(request), rtol=1e-4, atol=1e-6)
+    assert layer.predictor._compiled_coefficients(request._replace(q=q.double(), k=k.double())) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.zeros(1, 2, 8, 4)}, "k of shape"),
+        ({"down": torch.zeros(3, 8)}, "of 9 patches"),
+        ({"down": torch.zeros(0, 8)}, "must be float32"),
+        ({"num_prefix_tokens": 9}, "9 prefix tokens"),
+    ],
+)
+def test_coefficients_of_what_does_not_fit_are_refused(change, message):
+    arguments = {
+        "q": torch.zeros(1, 2, 9, 4),
+        "k": torch.zeros(1, 2, 9, 4),
+        "down": torch.zeros(3, 9),
+        "num_prefix_tokens": 0,
+        "scale": 1.0,
+    }
+    with pytest.raises(RuntimeError, match=message):
+        predicted_cpu.predicted_coefficients(**{**arguments, **change})
