@@ -60,7 +60,7 @@ def read_records(out: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]
     if not isinstance(stored, dict) or not isinstance(records, list):
         raise ValueError(f"{path} is damaged; remove it or choose another --out")
     cpu = report.environment()["hardware"]["cpu"]
-    pairs = [(key, stored.get(key), settings[key]) for key in SAME]
+    pairs = [(key, stored.get(key), value) for key, value in settings.items()]
     pairs.append(("cpu", content.get("hardware", {}).get("cpu"), cpu))
     different = [f"{key}: {there!r} there, {here!r} here" for key, there, here in pairs if there != here]
     if different:

@@ -27,7 +27,7 @@ from hf_sparseprior.supports import resolve_support
 LAYOUTS = ("projection", "packed", "contiguous")
 PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
 CPU = torch.device("cpu")
-DENSE, COPY, FRESH_COPY = "dense_sdpa", "copy_bound", "copy_fresh"
+DENSE, COPY, FRESH_COPY, WIDE = "dense_sdpa", "copy_bound", "copy_fresh", "cpp_float32"
 # Largest difference to the expected values, as a share of the largest of them.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 CHECKED_ROWS = 32  # query rows that are checked; all rows, if there are up to four times as many
@@ -117,13 +117,15 @@ class Contender:
     """A way to compute attention.
 
     can_run: of a problem and whether gradients are wanted; None, or why it cannot run. prepare: turns a problem into
-    the function of (q, k, v) that is timed. dense: whether it computes dense attention instead of the support's.
+    the function of (q, k, v) that is timed. dense: whether it computes dense attention instead of the support's. dtype:
+    in which it gets the inputs, if not in the benchmark's.
     """
 
     about: str
     can_run: Callable[[Problem, bool], str | None]
     prepare: Callable[[Problem], Callable[[Tensor, Tensor, Tensor], Tensor]]
     dense: bool = False
+    dtype: torch.dtype | None = None
 
 
 def contenders() -> dict[str, Contender]:
@@ -131,6 +133,7 @@ def contenders() -> dict[str, Contender]:
     others = {
         DENSE: Contender("scaled_dot_product_attention, no support, no decay", _always, _run_dense, dense=True),
         "flex": Contender("FlexAttention, compiled, block mask of the support", _flex_can_run, _run_flex),
+        WIDE: _wide_contender(),
     }
     if taken := [name for name in (*others, COPY, FRESH_COPY) if name in BACKENDS]:
         raise ValueError(f"backends {taken} of the library are called like contenders of the benchmark")
@@ -159,6 +162,23 @@ def _backend_contender(name: str) -> Contender:
         return lambda q, k, v: run_plan(AttentionRequest(q, k, v, problem.plan, problem.decay), backend=name)[0]
 
     return Contender((BACKENDS[name].run.__doc__ or name).split("\n")[0], can_run, prepare)
+
+
+def _wide_contender() -> Contender:
+    """The C++ kernels on float32, next to those on half precision."""
+    own = _backend_contender("cpp")
+
+    def can_run(problem: Problem, trains: bool) -> str | None:
+        if problem.q.dtype == torch.float32:
+            return "the inputs are float32, so it would be `cpp` once more"
+        return own.can_run(_in_dtype(problem, torch.float32), trains)
+
+    return Contender("`cpp` on the same inputs in float32", can_run, own.prepare, dtype=torch.float32)
+
+
+def _in_dtype(problem: Problem, dtype: torch.dtype) -> Problem:
+    q, k, v = (x.detach().to(dtype).requires_grad_(x.requires_grad) for x in (problem.q, problem.k, problem.v))
+    return replace(problem, q=q, k=k, v=v, grad_out=problem.grad_out.to(dtype))
 
 
 def chosen_backend(problem: Problem, trains: bool) -> str:
@@ -286,6 +306,7 @@ def timed_call(problem: Problem, contender: Contender, trains: bool) -> Callable
     # A plan of its own, so that no contender finds the tables of another one.
     plan = AttentionPlan.from_key(problem.plan.key)
     problem = replace(problem, plan=plan, decay=None if contender.dense else problem.decay)
+    problem = problem if contender.dtype is None else _in_dtype(problem, contender.dtype)
     function = contender.prepare(problem)
     check(problem, function, trains, dense=contender.dense)
 

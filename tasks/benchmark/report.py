@@ -110,9 +110,12 @@ def check_positive(**values: float) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be above 0")
 
 
-def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    """--dtype, --device, --threads."""
-    parser.add_argument("--dtype", default="float32", help=f"{', '.join(DTYPES)}")
+def add_machine_arguments(parser: argparse.ArgumentParser, dtype: bool = True) -> None:
+    """--dtype, --device, --threads, --keep-memory; without `dtype`, the command has its own."""
+    if dtype:
+        parser.add_argument("--dtype", default="float32", help=f"{', '.join(DTYPES)}")
+    else:
+        parser.set_defaults(dtype="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
     parser.add_argument(

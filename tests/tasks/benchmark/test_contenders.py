@@ -117,7 +117,7 @@ def test_the_copy_bound_allocates_nothing_unless_it_should(trains):
 
 def test_contenders_come_from_the_registry(monkeypatch):
     monkeypatch.setitem(BACKENDS, "new", BACKENDS["reference"])
-    assert set(contenders.contenders()) == {*BACKENDS, contenders.DENSE, "flex"}
+    assert set(contenders.contenders()) == {*BACKENDS, contenders.DENSE, contenders.WIDE, "flex"}
     monkeypatch.setitem(BACKENDS, "flex", BACKENDS["reference"])
     with pytest.raises(ValueError, match="flex"):
         contenders.contenders()
