@@ -295,6 +295,12 @@ def copies_of_lists(request: AttentionRequest) -> int:
     return 2 + (2 * beta_CH.shape[0] if torch.is_grad_enabled() and beta_CH.requires_grad else 0)
 
 
+def check_listed_decay(request: AttentionRequest, numbers: int) -> None:
+    """ValueError if `numbers` of float32 for the listed pairs over the frames of a clip would take too much memory."""
+    if request.plan.frames > 1 and request.key_ids is None:
+        check_bytes(4 * numbers, f"a decay at the listed pairs of {request.plan.num_tokens} patches would")
+
+
 def listed_decay(request: AttentionRequest, key_ids: Tensor, dtype: torch.dtype) -> Tensor:
     """M at the listed pairs, (1 or B, H, n, K). Its value at places without a key has no effect.
 
@@ -302,9 +308,7 @@ def listed_decay(request: AttentionRequest, key_ids: Tensor, dtype: torch.dtype)
         ValueError: if it would take too much memory over the frames of a clip.
     """
     assert request.decay is not None
-    if request.plan.frames > 1 and request.key_ids is None:
-        size = 4 * copies_of_lists(request) * key_ids.numel()
-        check_bytes(size, f"a decay at the listed pairs of {request.plan.num_tokens} patches would")
+    check_listed_decay(request, copies_of_lists(request) * key_ids.numel())
     prefix, positions = request.plan.num_prefix_tokens, token_positions(request)
     patches = (key_ids - prefix).clamp_min(0).long()
     beta_CH = request.decay["beta"]

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from .attention_plan import AttentionPlan, plan_table
 from .attention_request import (
     AttentionRequest,
+    check_listed_decay,
     drops_unformed_pairs,
     in_order,
     in_raster,
@@ -127,10 +128,24 @@ def _listed_kernel(request: AttentionRequest) -> Tensor:
     key_ids, factor, prefix_factor = key_lists(request).int(), None, None
     if request.decay is not None:
         scalars = _decay_scalars(request)
-        factor = listed_decay(request, key_ids, torch.float32) * scalars.alpha.view(-1, 1, 1)
+        factor = _listed_weights(request, scalars, key_ids)
         prefix_factor = scalars.alpha * scalars.prefix_gamma
     prefix, scale = request.plan.num_prefix_tokens, request.logit_scale
     return listed_cpu.listed_attention(request.q, request.k, request.v, key_ids, prefix, scale, factor, prefix_factor)
+
+
+def _listed_weights(request: AttentionRequest, scalars: DecayScalars, key_ids: Tensor) -> Tensor:
+    """Factors of the logits of listed pairs, (1 or B, H, n, K)."""
+    assert request.decay is not None
+    learned = DECAYS[request.decay["name"]].learns_positions(request.decay)
+    if request.token_ids is not None or learned:  # positions of each image, or such as have gradients
+        return listed_decay(request, key_ids, torch.float32) * scalars.alpha.view(-1, 1, 1)
+    check_listed_decay(request, 2 * key_ids.numel())  # keys and factors
+    positions = plan_table(request.plan, "positions_float32", key_ids.device)
+    prefix = request.plan.num_prefix_tokens
+    return weights_cpu.listed_weights(
+        positions, key_ids, prefix, scalars.log_gamma, scalars.alpha, scalars.prefix_gamma
+    )
 
 
 def _pair_weights(plan: AttentionPlan, scalars: DecayScalars) -> Tensor:

@@ -110,7 +110,7 @@ class Diagonal {
   std::unique_ptr<DiagonalProblem> problem_;
 };
 
-// ---- weights along diagonals ------------------------------------------------------------------------------------------
+// ---- weights of pairs -------------------------------------------------------------------------------------------------
 
 // Offsets, counts and begin as of DiagonalInputs, of whose pair_weights these are the values.
 struct WeightInputs {
@@ -124,6 +124,18 @@ struct WeightInputs {
 void pair_weights(const WeightInputs& inputs, float* out);
 // grad: of the weights. d_log_gamma (C, H), d_alpha (H).
 void pair_weights_backward(const WeightInputs& inputs, const float* grad, float* d_log_gamma, float* d_alpha);
+
+struct ListedWeightInputs {
+  int64_t G, H, N, P, K, C, A;  // G lists of keys: 1, or one for each image
+  const float* positions;       // (C, A, N)
+  const int32_t* keys;          // (G, H, N, K), -1 where there is none
+  const float *log_gamma, *alpha, *prefix_gamma;  // (C, H), (H), (H)
+};
+
+// out (G, H, N, K), 0 where there is no key.
+void listed_weights(const ListedWeightInputs& inputs, float* out);
+void listed_weights_backward(
+    const ListedWeightInputs& inputs, const float* grad, float* d_log_gamma, float* d_alpha, float* d_prefix_gamma);
 
 // ---- dense with a decay ---------------------------------------------------------------------------------------------
 

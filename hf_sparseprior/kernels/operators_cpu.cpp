@@ -188,7 +188,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> diagonal_backward(
   return {dq, dk, dv, d_pairs, d_prefix, d_self};
 }
 
-// ---- weights along diagonals ------------------------------------------------------------------------------------------
+// ---- weights of pairs -------------------------------------------------------------------------------------------------
 
 WeightInputs weight_inputs(
     const Tensor& positions, const Tensor& offsets, const Tensor& counts, const Tensor& begin, const Tensor& log_gamma,
@@ -243,6 +243,52 @@ std::tuple<Tensor, Tensor> pair_weights_backward(
   const Tensor d_log_gamma = floats(alpha, {x.C, x.H}), d_alpha = floats(alpha, {x.H});
   sparseprior::pair_weights_backward(x, values.of<float>(grad), data(d_log_gamma), data(d_alpha));
   return {d_log_gamma, d_alpha};
+}
+
+ListedWeightInputs listed_weight_inputs(
+    const Tensor& positions, const Tensor& keys, int64_t prefix, const Tensor& log_gamma, const Tensor& alpha,
+    const Tensor& prefix_gamma, Values& values) {
+  TORCH_CHECK(
+      positions.dim() == 3 && positions.size(0) > 0 && positions.size(1) > 0 && positions.scalar_type() == at::kFloat,
+      "positions of shape ", positions.sizes(), " must be float32 (curves, axes, patches)");
+  const int64_t C = positions.size(0), A = positions.size(1), N = positions.size(2);
+  TORCH_CHECK(
+      keys.dim() == 4 && keys.size(2) == N && keys.scalar_type() == at::kInt, "keys of shape ", keys.sizes(), " and dtype ",
+      keys.scalar_type(), " must be int32 (images, heads, ", N, " patches, places)");
+  const int64_t H = keys.size(1);
+  if (keys.numel()) {  // a wrong number would be read as an address
+    const auto [low, high] = keys.aminmax();
+    TORCH_CHECK(
+        low.item<int>() >= -1 && high.item<int>() < prefix + N, "keys from ", low.item<int>(), " to ", high.item<int>(),
+        " must be tokens, 0 to ", prefix + N - 1, ", or -1");
+  }
+  check_is(log_gamma, {C, H}, at::kFloat, "log_gamma");
+  check_is(alpha, {H}, at::kFloat, "alpha");
+  check_is(prefix_gamma, {H}, at::kFloat, "prefix_gamma");
+  return {keys.size(0), H, N, prefix, keys.size(3), C, A, values.of<float>(positions), values.of<int32_t>(keys),
+          values.of<float>(log_gamma), values.of<float>(alpha), values.of<float>(prefix_gamma)};
+}
+
+Tensor listed_weights(
+    const Tensor& positions, const Tensor& keys, int64_t prefix, const Tensor& log_gamma, const Tensor& alpha,
+    const Tensor& prefix_gamma) {
+  Values values;
+  const ListedWeightInputs x = listed_weight_inputs(positions, keys, prefix, log_gamma, alpha, prefix_gamma, values);
+  const Tensor out = floats(alpha, keys.sizes());
+  sparseprior::listed_weights(x, data(out));
+  return out;
+}
+
+// Gradients of log_gamma, alpha and prefix_gamma.
+std::tuple<Tensor, Tensor, Tensor> listed_weights_backward(
+    const Tensor& grad, const Tensor& positions, const Tensor& keys, int64_t prefix, const Tensor& log_gamma,
+    const Tensor& alpha, const Tensor& prefix_gamma) {
+  Values values;
+  check_is(grad, keys.sizes(), at::kFloat, "grad");
+  const ListedWeightInputs x = listed_weight_inputs(positions, keys, prefix, log_gamma, alpha, prefix_gamma, values);
+  const Tensor d_log_gamma = floats(alpha, {x.C, x.H}), d_alpha = floats(alpha, {x.H}), d_prefix = floats(alpha, {x.H});
+  sparseprior::listed_weights_backward(x, values.of<float>(grad), data(d_log_gamma), data(d_alpha), data(d_prefix));
+  return {d_log_gamma, d_alpha, d_prefix};
 }
 
 // ---- dense with a decay ---------------------------------------------------------------------------------------------
@@ -399,6 +445,12 @@ TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
       "pair_weights_backward(Tensor grad, Tensor positions, Tensor offsets, Tensor counts, Tensor pair_begin, "
       "Tensor log_gamma, Tensor alpha) -> (Tensor, Tensor)");
   m.def(
+      "listed_weights(Tensor positions, Tensor keys, int prefix, Tensor log_gamma, Tensor alpha, Tensor prefix_gamma) "
+      "-> Tensor");
+  m.def(
+      "listed_weights_backward(Tensor grad, Tensor positions, Tensor keys, int prefix, Tensor log_gamma, Tensor alpha, "
+      "Tensor prefix_gamma) -> (Tensor, Tensor, Tensor)");
+  m.def(
       "decayed_forward(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor log_gamma, Tensor alpha, "
       "Tensor prefix_gamma, int prefix, float scale) -> Tensor");
   m.def(
@@ -420,6 +472,8 @@ TORCH_LIBRARY_IMPL(hf_sparseprior, CPU, m) {
   m.impl("diagonal_backward", diagonal_backward);
   m.impl("pair_weights", pair_weights);
   m.impl("pair_weights_backward", pair_weights_backward);
+  m.impl("listed_weights", listed_weights);
+  m.impl("listed_weights_backward", listed_weights_backward);
   m.impl("decayed_forward", decayed_forward);
   m.impl("decayed_backward", decayed_backward);
   m.impl("listed_forward", listed_forward);

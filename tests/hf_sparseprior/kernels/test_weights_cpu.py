@@ -154,6 +154,95 @@ def test_what_does_not_fit_is_refused(message):
         weights_cpu.pair_weights(*arguments)
 
 
+# ---- lists ----------------------------------------------------------------------------------------------------------
+
+
+def lists_of(seed, images=1, heads=2, patches=11, places=18, prefix=2, curves=3, axes=2):
+    """Positions, lists of random length and scalars."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.randint(0, 30, (curves, axes, patches), generator=generator).float()
+    keys = torch.randint(0, patches + prefix, (images, heads, patches, places), generator=generator).int()
+    lengths = torch.randint(1, places + 1, (images, heads, patches, 1), generator=generator)
+    keys[torch.arange(places) >= lengths] = -1
+    log_gamma = -(torch.rand(curves, heads, generator=generator) ** 4)
+    alpha, prefix_gamma = torch.rand(2, heads, generator=generator) + 0.2
+    return positions, keys, prefix, log_gamma, alpha, prefix_gamma
+
+
+def lists_by_hand(positions, keys, prefix, log_gamma, alpha, prefix_gamma):
+    out = torch.zeros(keys.shape, dtype=torch.float64)
+    places, curves = positions.tolist(), positions.shape[0]
+    for image, head, row, place in torch.cartesian_prod(*map(torch.arange, keys.shape)).tolist():
+        key = int(keys[image, head, row, place])
+        if key < 0:
+            continue
+        weight = float(prefix_gamma[head])
+        if key >= prefix:
+            distances = [sum(abs(axis[row] - axis[key - prefix]) for axis in curve) for curve in places]
+            weight = sum(math.exp(float(log_gamma[c, head]) * distances[c]) for c in range(curves)) / curves
+        out[image, head, row, place] = float(alpha[head]) * weight
+    return out
+
+
+@pytest.mark.parametrize(
+    "case", [{}, {"images": 3}, {"prefix": 0, "axes": 1, "places": 5}, {"places": 16, "curves": 1}]
+)
+def test_lists_and_their_gradients(case):
+    positions, keys, prefix, *scalars = lists_of(len(case), **case)
+    leaves = [x.clone().requires_grad_() for x in scalars]
+    found = weights_cpu.listed_weights(positions, keys, prefix, *leaves)
+    torch.testing.assert_close(found.double(), lists_by_hand(positions, keys, prefix, *scalars), rtol=1e-5, atol=1e-30)
+
+    grad = torch.randn(keys.shape, generator=torch.Generator().manual_seed(1))
+    found.backward(grad)
+    exact = [x.double().requires_grad_() for x in scalars]
+    weights = weights_cpu.weigh_lists(*exact, positions=positions.double(), keys=keys, prefix=prefix)
+    weights.backward(grad.double())
+    assert exact[0].grad.abs().max() > 0.01 and (prefix == 0 or exact[2].grad.abs().max() > 0.01)
+    for leaf, other in zip(leaves, exact, strict=True):
+        torch.testing.assert_close(leaf.grad.double(), other.grad, rtol=2e-5, atol=2e-5)
+
+
+def test_second_derivatives_of_lists():
+    positions, keys, prefix, *scalars = lists_of(7)
+    found = []
+    for weigh, kind in ((weights_cpu.weigh_lists, torch.float64), (None, torch.float32)):
+        leaves = [x.to(kind).requires_grad_() for x in scalars]
+        if weigh is None:
+            weights = weights_cpu.listed_weights(positions, keys, prefix, *leaves)
+        else:
+            weights = weigh(*leaves, positions=positions.to(kind), keys=keys, prefix=prefix)
+        first = torch.autograd.grad((weights**2).sum(), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum((x**2).sum() for x in first), leaves))
+    for exact, own in zip(*found, strict=True):
+        assert exact.abs().max() > 0.01
+        torch.testing.assert_close(own.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_torch_knows_the_operator_of_lists():
+    positions, keys, prefix, *scalars = lists_of(3)
+    leaves = [x.requires_grad_() for x in scalars]
+    torch.library.opcheck(torch.ops.hf_sparseprior.listed_weights.default, (positions, keys, prefix, *leaves))
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "message"),
+    [
+        (0, lambda x: x[0], "positions of shape"),
+        (1, lambda x: x.long(), "keys of shape"),
+        (1, lambda x: x + 3, "keys from"),
+        (1, lambda x: x - 1, "keys from -2"),
+        (3, lambda x: x.t(), "log_gamma of shape"),
+        (5, lambda x: x[:1], "prefix_gamma of shape"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(place, change, message):
+    arguments = list(lists_of(2))
+    arguments[place] = change(arguments[place])
+    with pytest.raises(RuntimeError, match=message):
+        weights_cpu.listed_weights(*arguments)
+
+
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
