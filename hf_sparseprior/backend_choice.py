@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_plan import AttentionPlan
 from .attention_request import AttentionRequest
 
 logger = logging.getLogger("hf_sparseprior.ops")
@@ -21,11 +20,22 @@ class Crossover(NamedTuple):
     """From where on a sparse path is faster than the dense path that it replaces."""
 
     tokens: int  # the fewest patches
-    density: float  # the largest share of the pairs
+    density: float  # the largest share of the pairs in a large call
+    # What a call costs more than the dense path's, whatever its size, counted in pairs of heads of width 64 that the
+    # dense path would compute in that time. Of small calls only a smaller share of the pairs is worth it.
+    pairs: int = 0
+
+    def largest_density(self, request: AttentionRequest) -> float:
+        """The largest share of the pairs with which the sparse path is faster."""
+        if not self.pairs:
+            return self.density
+        batch, heads, tokens, width = request.q.shape
+        return self.density * (1 - self.pairs / max(1.0, batch * heads * tokens**2 * width / 64))
 
 
-# (device type, whether gradients are wanted, dense backend that would run instead)
-CrossoverKey = tuple[str, bool, str]
+# (device type, whether gradients are wanted, dense backend that would run instead), and if a fourth part follows, the
+# dtype for which alone it holds.
+CrossoverKey = tuple[str, bool, str] | tuple[str, bool, str, torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ def register_backend(
         dense: whether it forms all pairs. The others compete with the dense backend of the highest priority that can
             run.
         crossovers: from where on it is faster than a dense backend, by (device type, whether gradients are wanted,
-            dense backend). Without an entry it counts as faster everywhere.
+            dense backend), or for one dtype by (..., dtype). Without an entry it counts as faster everywhere.
 
     Raises:
         ValueError: if the name is taken.
@@ -82,24 +92,22 @@ def unregister_backend(name: str) -> None:
     _by_priority.remove(name)
 
 
-def slower_than_dense(
-    backend: Backend, plan: AttentionPlan, device_type: str, trains: bool, dense_path: str, listed: int | None = None
-) -> str | None:
-    """Why a backend would be slower than the dense backend `dense_path`; None if it would not.
-
-    `listed` is how many keys a predictor has listed for each patch.
-    """
-    if plan.offsets is None and listed is None:
+def slower_than_dense(backend: Backend, request: AttentionRequest, trains: bool, dense_path: str) -> str | None:
+    """Why a backend would be slower than the dense backend `dense_path`; None if it would not."""
+    plan, device_type = request.plan, request.q.device.type
+    if plan.offsets is None and request.key_ids is None:
         return None
-    density = plan.density if listed is None else listed / plan.total
-    device_type = device_type if device_type in ("cpu", "cuda") else "cuda"
-    limits = backend.crossovers.get((device_type, trains, dense_path))
+    density = plan.density if request.key_ids is None else request.key_ids.shape[-1] / plan.total
+    key = (device_type if device_type in ("cpu", "cuda") else "cuda", trains, dense_path)
+    limits = backend.crossovers.get((*key, request.q.dtype)) or backend.crossovers.get(key)
     if limits is None:
         return None
     if plan.num_tokens < limits.tokens:
         return f"dense is faster below {limits.tokens} patches"
-    if density > limits.density:
-        return f"dense is faster with more than {100 * limits.density:.1f} % of the pairs"
+    if density > (largest := limits.largest_density(request)):
+        if largest <= 0:
+            return "dense is faster in so small a call"
+        return f"dense is faster with more than {100 * largest:.1f} % of the pairs"
     return None
 
 
@@ -128,12 +136,11 @@ def choose_backend(request: AttentionRequest, backend: str = "auto") -> str:
         return backend
     q, k, v = request.q, request.k, request.v
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    listed = None if request.key_ids is None else request.key_ids.shape[-1]
     dense_path = _dense_path(request)
     refused: list[tuple[str, str]] = []
     for name in _by_priority:
         candidate = BACKENDS[name]
-        reason = slower_than_dense(candidate, request.plan, q.device.type, trains, dense_path, listed)
+        reason = slower_than_dense(candidate, request, trains, dense_path)
         reason = reason or candidate.can_run(request)
         if reason is None:
             if not torch.compiler.is_compiling() and logger.isEnabledFor(logging.DEBUG):

@@ -186,19 +186,23 @@ def _diagonal_kernel(request: AttentionRequest, kernel: Callable[..., Tensor], h
     return in_raster(plan, out)
 
 
-# Medians, measured interleaved on two cores in float32: Fibottention and windows of growing width, 4 to 1024 patches, 6
-# heads of 64, batches of 1 to 8. The same limits came out for lists of keys (2 to 50 % of the keys, 64 to 1024 patches,
-# on one busy core).
+# Medians, measured interleaved on one core of an AMD EPYC: windows of growing width, 4 to 400 patches, 6 heads of 64,
+# batches of 1 and 8, against the faster of `sdpa` and `reference`, and with VIOLIN's decay against `reference`.
+# `tasks.benchmark.chooser` checks them.
 register_backend(
     "cpp",
     can_run=cpp_can_run,
     run=cpp,
     priority=50,
     crossovers={
-        ("cpu", False, "sdpa"): Crossover(16, 0.5),
-        ("cpu", True, "sdpa"): Crossover(36, 0.45),
-        ("cpu", False, "reference"): Crossover(1, 0.65),
-        ("cpu", True, "reference"): Crossover(1, 0.6),
+        ("cpu", False, "sdpa"): Crossover(1, 0.57, pairs=300),
+        ("cpu", True, "sdpa"): Crossover(1, 0.48, pairs=4600),
+        ("cpu", False, "sdpa", torch.bfloat16): Crossover(1, 0.77),
+        ("cpu", True, "sdpa", torch.bfloat16): Crossover(9, 0.6),
+        ("cpu", False, "reference"): Crossover(1, 0.8),
+        ("cpu", True, "reference"): Crossover(1, 0.55),
+        ("cpu", False, "reference", torch.bfloat16): Crossover(1, 1.0),
+        ("cpu", True, "reference", torch.bfloat16): Crossover(1, 0.65),
     },
 )
 # Not measured. On a GPU nothing sparse beats ideal dense attention below some 400 tokens.

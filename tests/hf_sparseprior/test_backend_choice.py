@@ -8,7 +8,8 @@ import torch
 
 from hf_sparseprior import compiled_kernels
 from hf_sparseprior.attention_plan import AttentionPlan
-from hf_sparseprior.backend_choice import BACKENDS, slower_than_dense
+from hf_sparseprior.attention_request import AttentionRequest
+from hf_sparseprior.backend_choice import BACKENDS, Backend, Crossover, slower_than_dense
 from hf_sparseprior.compiled_kernels import diagonal_cpu, triton_device
 from hf_sparseprior.supports import MASK_FILLS, SUPPORTS, resolve_support
 from tests.hf_sparseprior.attention_cases import DECAY_VARIANTS, ON_DIAGONALS, PATTERNS, call, make_leaves, refusal
@@ -112,8 +113,8 @@ def test_the_compiled_kernel_is_chosen_where_it_is_faster(chosen, monkeypatch):
     assert "layer 2: sdpa" in chosen("dense", None, 4)
     assert "layer 2: cpp" in chosen("dense", DECAY_VARIANTS[1], 4)
     assert "layer 2: cpp" in chosen("fibottention", None, 14)
-    assert "not cpp: dense is faster below 36 patches" in chosen("fibottention", None, 3)
-    assert "not cpp: dense is faster with more than 45.0 %" in chosen({"name": "window", "w": 120}, None, 14)
+    assert "not cpp: dense is faster in so small a call" in chosen("fibottention", None, 3)
+    assert "not cpp: dense is faster with more than 3" in chosen({"name": "window", "w": 120}, None, 14)
     assert "not cpp: the C++ kernel has no dropout of dense attention" in chosen(
         "dense", DECAY_VARIANTS[1], 4, dropout_p=0.1
     )
@@ -121,23 +122,61 @@ def test_the_compiled_kernel_is_chosen_where_it_is_faster(chosen, monkeypatch):
     assert "layer 2: diagonal" in (message := chosen("fibottention", None, 20)) and "not cpp: no compiler" in message
 
 
+def request_of(plan, device_type="cpu", dtype=torch.float32, batch=2):
+    """A call without values; what is not a CPU counts as a GPU."""
+    device = "cpu" if device_type == "cpu" else "meta"
+    q = torch.empty(batch, plan.num_heads, plan.total, 8, dtype=dtype, device=device)
+    return AttentionRequest(q, q, q, plan)
+
+
 def test_every_crossover_is_of_a_sparse_path_and_a_dense_one():
-    crossovers = [(name, *key, limits) for name in BACKENDS for key, limits in BACKENDS[name].crossovers.items()]
+    crossovers = [(name, key, limits) for name in BACKENDS for key, limits in BACKENDS[name].crossovers.items()]
     assert {name for name, *_ in crossovers} == {name for name in BACKENDS if not BACKENDS[name].dense}
-    for name, device_type, trains, dense_path, limits in crossovers:
+    checked = 0
+    for name, (device_type, trains, dense_path, *dtype), limits in crossovers:
         assert BACKENDS[dense_path].dense and device_type in ("cpu", "cuda")
+        assert 0 < limits.density <= 1 and all(isinstance(own, torch.dtype) for own in dtype)
         if limits.tokens > 1:
             support = resolve_support({"name": "window", "w": 1}, 3, 2)
             below = AttentionPlan(3, (1, limits.tokens - 1), 0, support, None, 0)
-            reason = slower_than_dense(BACKENDS[name], below, device_type, trains, dense_path)
+            request = request_of(below, device_type, *dtype)
+            reason = slower_than_dense(BACKENDS[name], request, trains, dense_path)
             assert reason == f"dense is faster below {limits.tokens} patches"
+            checked += 1
+    assert checked > 10
+
+
+def test_small_calls_are_worth_a_smaller_share_of_the_pairs():
+    limits = Crossover(1, 0.5, pairs=1000)
+    plan = AttentionPlan(4, (1, 10), 0, resolve_support("dense", 4, 10), None, 0)
+    # (batch, 4 heads, 10 tokens, width 8): 400 pairs of width 8 in each image are 50 of width 64.
+    assert limits.largest_density(request_of(plan, batch=200)) == pytest.approx(0.5 * (1 - 1000 / 10_000))
+    assert limits.largest_density(request_of(plan, batch=20)) == 0
+    assert limits.largest_density(request_of(plan, batch=1)) < 0
+    assert Crossover(1, 0.5).largest_density(request_of(plan, batch=1)) == 0.5
+
+
+def test_a_crossover_of_a_dtype_is_its_own():
+    support = resolve_support({"name": "window", "w": 120}, 3, 196)  # 85 % of the pairs
+    plan = AttentionPlan(3, (14, 14), 0, support, None, 0)
+    backend = Backend(
+        lambda request: None,
+        lambda request: (request.q, None),
+        1,
+        crossovers={
+            ("cpu", False, "sdpa"): Crossover(1, 0.5),
+            ("cpu", False, "sdpa", torch.bfloat16): Crossover(1, 0.9),
+        },
+    )
+    assert "more than 50.0 %" in slower_than_dense(backend, request_of(plan), False, "sdpa")
+    assert slower_than_dense(backend, request_of(plan, dtype=torch.bfloat16), False, "sdpa") is None
 
 
 def test_triton_is_for_cuda_and_many_patches():
     support = resolve_support("fibottention", 3, 1024)
-    many, few = (AttentionPlan(3, grid, 1, support, None, 0) for grid in ((32, 32), (4, 4)))
-    assert slower_than_dense(BACKENDS["triton"], many, "cuda", True, "sdpa") is None
-    assert slower_than_dense(BACKENDS["triton"], few, "cuda", True, "sdpa") == "dense is faster below 400 patches"
+    many, few = (request_of(AttentionPlan(3, grid, 1, support, None, 0), "cuda") for grid in ((32, 32), (4, 4)))
+    assert slower_than_dense(BACKENDS["triton"], many, True, "sdpa") is None
+    assert slower_than_dense(BACKENDS["triton"], few, True, "sdpa") == "dense is faster below 400 patches"
     for dtype in (torch.float32, torch.float64):  # the device is said before anything else
         assert "not for cpu" in triton_device.can_run(torch.zeros(1, 1, 1, 8, dtype=dtype))
 
