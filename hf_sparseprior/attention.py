@@ -193,6 +193,7 @@ class PriorAttention(nn.Module):
             top_k=top_k,
             renormalise=self.predictor is None or self.predictor.renormalise,
             need_weights=request.need_weights or bool(on_values),
+            training=self.training,
         )
         out, weights = run_plan(filled, backend)
         for position in on_values:

@@ -46,6 +46,8 @@ class AttentionRequest(NamedTuple):
         need_weights: also return the attention weights.
         weight_rows: with `need_weights`, return only the weights of the first `weight_rows` tokens, which are prefix
             tokens. They are the weights before dropout, and not all weights are formed.
+        training: gradients count as wanted, recorded now or not. Activation checkpointing calls a layer without and
+            then with them, and both calls have to take the same backend, which draws what is dropped.
     """
 
     q: Tensor
@@ -63,6 +65,7 @@ class AttentionRequest(NamedTuple):
     top_k: int | None = None
     need_weights: bool = False
     weight_rows: int | None = None
+    training: bool = False
 
     @property
     def compute_dtype(self) -> torch.dtype:

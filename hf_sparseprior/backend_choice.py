@@ -136,6 +136,7 @@ def choose_backend(request: AttentionRequest, backend: str = "auto") -> str:
         return backend
     q, k, v = request.q, request.k, request.v
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    trains = trains or request.training
     dense_path = _dense_path(request)
     refused: list[tuple[str, str]] = []
     for name in _by_priority:
