@@ -99,6 +99,23 @@ def test_wrong_outputs_and_gradients_are_caught(tokens):
         contenders.check(problem, without_gradient, trains=True, dense=False)
 
 
+def test_the_kernel_on_float32_runs_next_to_half_precision(monkeypatch):
+    wide = contenders.contenders()[contenders.WIDE]
+    single, half = (
+        make_problem(Setting(heads=2, width=16, dtype=dtype), Size(49, 1), trains=True)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert "float32" in wide.can_run(single, True)
+    if reason := wide.can_run(half, True):
+        pytest.skip(reason)
+    seen, own = [], contenders.run_plan
+    monkeypatch.setattr(
+        contenders, "run_plan", lambda request, **options: seen.append(request.q.dtype) or own(request, **options)
+    )
+    gradients = contenders.timed_call(half, wide, trains=True)()
+    assert set(seen) == {torch.float32} and all(gradient.dtype == torch.float32 for gradient in gradients)
+
+
 def test_layouts():
     strides = {
         name: make_problem(Setting(heads=2, width=4, layout=name), Size(9, 1), trains=False).q.stride()
