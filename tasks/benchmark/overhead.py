@@ -1,0 +1,165 @@
+"""What attention costs besides its work: python -m tasks.benchmark.overhead
+
+First, small calls: microseconds of one layer's attention over few patches, without gradients, next to
+`scaled_dot_product_attention` over all pairs. A call has the layer's part (decay, plan), the choice of the backend, and
+the operator.
+
+Second, new image sizes: milliseconds that the plans and tables of all layers of a model take when a size comes for the
+first time. Times are taken around `AttentionPlan` and its tables, in forward passes at sizes that the model has not seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from hf_sparseprior.attention import PriorAttention
+from hf_sparseprior.attention_plan import AttentionPlan
+from hf_sparseprior.attention_request import AttentionRequest
+from hf_sparseprior.backend_choice import choose_backend
+from hf_sparseprior.families import preset_family
+from hf_sparseprior.prior import parse_prior, resolve_prior
+from tasks.benchmark import report
+from tasks.benchmark.model import preset_config
+from tasks.benchmark.timing import interleave, spread
+from tasks.common.command import run_command
+from tasks.common.results import write_results
+
+DENSE = "scaled_dot_product_attention"
+PATCH = 16  # pixels: the distance of two sizes with other grids
+
+
+def small_calls(priors: list[str], side: int, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Seconds of a layer's attention over side x side patches and a class token, by prior: spreads of the rounds."""
+    dtype, device = report.machine_of(arguments)
+    heads, width = arguments.heads, arguments.width
+    drawn = torch.randn(3, 1, side * side + 1, heads, width, generator=torch.Generator().manual_seed(0))
+    q, k, v = (tokens.to(device, dtype).transpose(1, 2) for tokens in drawn)
+    calls: dict[str, Callable[[], object]] = {DENSE: lambda: F.scaled_dot_product_attention(q, k, v)}
+    chosen = {DENSE: ""}
+    for prior in priors:
+        resolved = resolve_prior(parse_prior(prior), heads, (side, side))
+        layer = PriorAttention(heads, resolved, head_dim=width).to(device).eval()
+
+        def call(layer: PriorAttention = layer) -> object:
+            return layer.attend(AttentionRequest(q, k, v, layer.plan((side, side), 1)))
+
+        decay = layer.active_decay()
+        request = AttentionRequest(q, k, v, layer.plan((side, side), 1), None if decay is None else decay())
+        calls[prior], chosen[prior] = call, choose_backend(request)
+    seconds = interleave(calls, device, arguments.budget, arguments.rounds)
+    return {name: {"seconds": spread(values), "backend": chosen[name]} for name, values in seconds.items()}
+
+
+@contextmanager
+def timed_plans() -> Iterator[list[float]]:
+    """Seconds spent on plans and their tables inside, as the only element of the list."""
+    spent = [0.0]
+
+    def timed(function: Callable) -> Callable:
+        def call(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                spent[0] += time.perf_counter() - start
+
+        return call
+
+    init, build = AttentionPlan.__init__, AttentionPlan.build_table
+    AttentionPlan.__init__, AttentionPlan.build_table = timed(init), timed(build)  # type: ignore[method-assign]
+    try:
+        yield spent
+    finally:
+        AttentionPlan.__init__, AttentionPlan.build_table = init, build  # type: ignore[method-assign]
+
+
+def new_sizes(prior: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """Spread of the seconds for plans of a model at sizes around --pixels that it has not seen."""
+    dtype, device = report.machine_of(arguments)
+    torch.manual_seed(0)
+    config = preset_config(arguments.preset, 224, prior)
+    model = preset_family(arguments.preset).classifier(config).to(device, dtype).eval()
+    seconds = []
+    for number in range(arguments.sizes + 1):  # the first one warms up
+        pixels = arguments.pixels - PATCH * ((arguments.sizes - number) if number else arguments.sizes + 1)
+        images = torch.zeros(1, config.num_channels, pixels, pixels, device=device, dtype=dtype)
+        with timed_plans() as spent:
+            model(images)
+        seconds.append(spent[0])
+    return spread(seconds[1:])
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, print and write."""
+    counts = {name: getattr(arguments, name) for name in ("heads", "width", "rounds", "budget", "sizes")}
+    report.check_positive(**counts, side=arguments.side)
+    if arguments.pixels < PATCH * (arguments.sizes + 2):
+        raise ValueError(
+            f"--pixels {arguments.pixels} must be at least {PATCH * (arguments.sizes + 2)} for {arguments.sizes} sizes"
+        )
+    for prior in arguments.priors:
+        preset_config(arguments.preset, 224, prior)
+    report.machine_of(arguments)
+    results = report.provenance("overhead", arguments)
+    report.print_provenance(results)
+    with torch.no_grad():
+        results["calls"] = small_calls(arguments.priors, arguments.side, arguments)
+        results["plans"] = {}
+        for prior in arguments.priors:
+            results["plans"][prior] = new_sizes(prior, arguments)
+            print(f"{prior}: plans of a new size {1e3 * results['plans'][prior]['median']:.2f} ms", flush=True)
+    rows = [
+        [name, own["backend"], *(f"{1e6 * own['seconds'][key]:.1f}" for key in ("median", "lower", "upper"))]
+        for name, own in results["calls"].items()
+    ]
+    print(f"\none layer, {arguments.side**2} patches, microseconds")
+    print(report.text_table(["", "backend", "median", "first quartile", "third quartile"], rows))
+    rows = [
+        [name, *(f"{1e3 * own[key]:.2f}" for key in ("median", "lower", "upper"))]
+        for name, own in results["plans"].items()
+    ]
+    print(f"\nplans of a new size, {arguments.preset} around {arguments.pixels} px, milliseconds")
+    print(report.text_table(["", "median", "first quartile", "third quartile"], rows))
+    write_results(arguments.out, results)
+    print(f"\n{arguments.out}")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.benchmark.overhead",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--priors", nargs="+", default=["fibottention", "violin", "fibottention+violin", "bigbird"])
+    parser.add_argument("--side", type=int, default=4, help="of the patch grid of a small call")
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--width", type=int, default=64, help="of a head")
+    parser.add_argument("--preset", default="vit_tiny")
+    parser.add_argument("--pixels", type=int, default=1024, help="the largest new size")
+    parser.add_argument("--sizes", type=int, default=5, help="how many new sizes")
+    parser.add_argument("--rounds", type=int, default=30, help="of small calls, at most")
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds for these rounds")
+    parser.add_argument("--out", type=Path, default=Path("outputs/benchmark/overhead.json"))
+    report.add_machine_arguments(parser)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    return run_command(parser.prog, lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
