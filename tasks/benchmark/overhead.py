@@ -4,8 +4,9 @@ First, small calls: microseconds of one layer's attention over few patches, with
 `scaled_dot_product_attention` over all pairs. A call has the layer's part (decay, plan), the choice of the backend, and
 the operator.
 
-Second, new image sizes: milliseconds that the plans and tables of all layers of a model take when a size comes for the
-first time. Times are taken around `AttentionPlan` and its tables, in forward passes at sizes that the model has not seen.
+Second, new image sizes: milliseconds that the plans and tables of all layers of a model take when a size comes for
+the first time. Times are taken around `AttentionPlan` and its tables, in forward passes at sizes that are new to the
+model.
 """
 
 from __future__ import annotations
