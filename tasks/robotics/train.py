@@ -221,6 +221,8 @@ def run_identity(config: dict[str, dict[str, Any]], out: Path, overwrite: bool) 
         if known is None or not path.exists():
             return config
     sha256 = demonstrations_sha256(path) if path.exists() else None
+    if known not in (None, sha256) and sha256 is not None and known == demonstrations_sha256(path, dated=True):
+        sha256 = known
     if known not in (None, sha256) and not overwrite:
         raise ValueError(
             f"data.path={path} holds other demonstrations than those that {out} was trained on; "

@@ -1,5 +1,6 @@
 """Training on a small file of demonstrations: it learns, stops, goes on and refuses what does not fit."""
 
+import gzip
 import hashlib
 import json
 import shutil
@@ -131,6 +132,30 @@ def test_a_zarr_folder_is_known_by_names_and_content(tmp_path):
     assert first == hashlib.sha256(listed.encode()).hexdigest()
     (tmp_path / "data" / "a").rename(tmp_path / "data" / "c")
     assert demonstrations_sha256(tmp_path) != first
+
+
+def test_the_same_demonstrations_recorded_at_another_time_are_the_same(tmp_path):
+    found = {}
+    for name, content, mtime in (("first", b"1", 1), ("second", b"1", 2), ("other", b"2", 1)):
+        (tmp_path / name / "data").mkdir(parents=True)
+        (tmp_path / name / "data" / "0.0").write_bytes(gzip.compress(content, mtime=mtime))
+        found[name] = demonstrations_sha256(tmp_path / name)
+    assert found["first"] == found["second"] != found["other"]
+    assert len({demonstrations_sha256(tmp_path / name, dated=True) for name in found}) == 3
+
+
+def test_a_run_that_noted_a_dated_checksum_goes_on(tmp_path):
+    chunk, out = tmp_path / "data.zarr" / "0.0", tmp_path / "run"
+    chunk.parent.mkdir()
+    chunk.write_bytes(gzip.compress(b"1", mtime=1))
+    out.mkdir()
+    config = {"data": {"path": str(chunk.parent)}}
+    noted = {"sha256": demonstrations_sha256(chunk.parent, dated=True)}
+    (out / RUN_CONFIG).write_text(json.dumps({**config, train.DEMONSTRATIONS: noted}))
+    assert train.run_identity(config, out, False)[train.DEMONSTRATIONS] == noted
+    chunk.write_bytes(gzip.compress(b"2", mtime=1))
+    with pytest.raises(ValueError, match="other demonstrations"):
+        train.run_identity(config, out, False)
 
 
 @pytest.mark.parametrize("task", ["lift", "can"])
