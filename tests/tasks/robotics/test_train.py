@@ -151,7 +151,7 @@ def test_a_run_that_noted_a_dated_checksum_goes_on(tmp_path):
     out.mkdir()
     config = {"data": {"path": str(chunk.parent)}}
     noted = {"sha256": demonstrations_sha256(chunk.parent, dated=True)}
-    (out / RUN_CONFIG).write_text(json.dumps({**config, train.DEMONSTRATIONS: noted}))
+    (out / train.RUN_CONFIG).write_text(json.dumps({**config, train.DEMONSTRATIONS: noted}))
     assert train.run_identity(config, out, False)[train.DEMONSTRATIONS] == noted
     chunk.write_bytes(gzip.compress(b"2", mtime=1))
     with pytest.raises(ValueError, match="other demonstrations"):
