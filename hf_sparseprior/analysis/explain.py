@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_sparseprior.analysis import pictures
+from hf_sparseprior.analysis import explain_time, pictures
 from hf_sparseprior.analysis.decays import position_names
 from hf_sparseprior.analysis.flops import attention_flops, dense_attention_flops
 from hf_sparseprior.attention_plan import AttentionPlan
@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, JSON value")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for the pictures (default: this one)")
     parser.add_argument("--no-picture", action="store_true", help="numbers only")
+    explain_time.add_arguments(parser)
 
 
 def _names() -> str:
@@ -106,6 +107,7 @@ def run(arguments: argparse.Namespace) -> list[Path]:
     check_sides("--grid", arguments.grid, arguments.grid)
     if arguments.layer is not None:
         check_integer("--layer", arguments.layer, 0)
+    explain_time.check_arguments(arguments)
     if not arguments.no_picture and math.prod(arguments.grid) > LARGEST_PICTURE:
         raise ValueError(f"a picture needs {LARGEST_PICTURE} patches or fewer; give --no-picture for numbers alone")
     slots = parse_prior(arguments.prior)
@@ -126,6 +128,8 @@ def run(arguments: argparse.Namespace) -> list[Path]:
         print(f"note: {extra['name']} ({_shown(extra)}) is not in these numbers")
     for path in written:
         print(f"picture: {path}")
+    if arguments.time:
+        explain_time.explain_time(slots, arguments)
     return written
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-Call = Callable[[], object]
+from hf_sparseprior.analysis.costs_measured import Call, seconds_per_call, traced_bytes
+
 SetUp = Callable[[], Call]
 
 # A turn repeats short calls until it takes about this long; in shorter turns the clock and a cold cache show. Next to
@@ -33,22 +34,6 @@ PROBE_CALLS = 3
 
 
 # ---- time -----------------------------------------------------------------------------------------------------------
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done everything."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def seconds_per_call(call: Call, calls: int, device: torch.device) -> float:
-    """Mean seconds of `calls` calls in a row."""
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    synchronize(device)
-    return (time.perf_counter() - start) / calls
 
 
 def turn_order(names: Sequence[str], number: int) -> list[str]:
@@ -134,32 +119,6 @@ def measure_memory(set_up: SetUp, device: torch.device) -> tuple[Call, Memory]:
     set_up_peak, kept = traced_bytes(prepare, device)
     call_peak, _ = traced_bytes(calls[0], device)
     return calls[0], Memory(set_up_peak, kept, call_peak)
-
-
-def traced_bytes(function: Call, device: torch.device) -> tuple[int, int]:
-    """(peak, what stays): bytes that torch allocates while `function` runs, beyond those at its start.
-
-    CUDA: the allocator's own counters. CPU: torch's allocator keeps none, but reports each allocation to the profiler,
-    those inside operators and compiled kernels too, so the running sum is exact to the byte. The resident size of the
-    process, the other way to ask, depends on pages that earlier calls left to malloc. Not seen: what libraries take
-    from malloc themselves (packed matrices of a matrix product, some MB at most).
-    """
-    if device.type == "cuda":
-        synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        function()
-        synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each of its steps
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        function()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    total = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        peak = max(peak, total)
-    return peak, total
 
 
 def free_memory(device: torch.device) -> int:

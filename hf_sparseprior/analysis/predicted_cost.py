@@ -1,0 +1,188 @@
+"""Time and memory of a model on this machine, predicted from models of the same layers that are less deep.
+
+Layers of one kind cost the same. So a model with two layers of each kind is timed, and for each kind one with two more;
+what these add is what layers cost, and the rest is what the depth does not change (patches, classifier). They run at
+the size that is asked for, by turns, some seconds in all, and the whole model is never made. Costs of single operations
+would have to be known for every shape, backend and dtype, and leave out what one does to the caches of the next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from hf_sparseprior.analysis.costs_measured import seconds_per_call, traced_bytes
+from hf_sparseprior.extras import EXTRAS
+from hf_sparseprior.families import family_of
+from hf_sparseprior.token_pruning import TokenPruning
+
+LEAST = 2  # layers of a kind; the first one alone keeps less in memory at once than those after it
+MORE = 2  # layers of a kind that are added
+LEAST_SECONDS = 0.005  # of a turn, in which short calls are repeated
+LEAST_ROUNDS = 3
+WARM_UP = 1.0  # seconds
+PASSES = ("forward", "training")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call costs: median seconds with quartiles of the rounds, and the peak of what torch allocates in it.
+
+    Inputs and weights do not count, nor does the state of an optimizer.
+    """
+
+    seconds: float
+    lower: float
+    upper: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A less deep model: what of its config differs, and how many times its cost counts in that of the whole."""
+
+    changes: Mapping[str, Any]
+    share: float
+
+
+def twins(config: PretrainedConfig) -> list[Twin]:
+    """The models whose costs, each times its share, add up to that of the whole.
+
+    Raises:
+        ValueError: if the cost of a layer depends on its number.
+    """
+    for prior in config.prior if isinstance(config.prior, list) else [config.prior]:
+        for extra in prior["extras"]:
+            if issubclass(EXTRAS[extra["name"]], TokenPruning):
+                raise ValueError(
+                    f"{extra['name']} drops tokens between layers, so their costs differ; it is not predicted"
+                )
+    if getattr(config, "compressed", None):
+        raise ValueError("layers of a compressed model differ in width; its cost is not predicted")
+    if (depths := getattr(config, "depths", None)) is not None:
+        fields = _stages
+    elif (local := getattr(config, "num_local_layers", None)) is not None:
+        depths, fields = [local, config.num_hidden_layers - local], _local_and_plain
+    elif family_of(config) is not None and family_of(config).title in ("SparsePriorViT", "SparsePriorTimesformer"):
+        depths, fields = [config.num_hidden_layers], _layers
+    else:
+        return [Twin({}, 1.0)]  # its layers are no few kinds, and it is measured whole
+    least = [min(LEAST, depth) for depth in depths]
+    shares = [(depth - one) / MORE for depth, one in zip(depths, least, strict=True)]
+    found = [Twin(fields(least), 1.0 - sum(shares))]
+    for kind, share in enumerate(shares):
+        if share:
+            found.append(Twin(fields([one + MORE * (kind == other) for other, one in enumerate(least)]), share))
+    return found
+
+
+def _stages(depths: Sequence[int]) -> dict[str, Any]:
+    return {"depths": list(depths)}
+
+
+def _local_and_plain(depths: Sequence[int]) -> dict[str, Any]:
+    return {"num_local_layers": depths[0], "num_hidden_layers": sum(depths)}
+
+
+def _layers(depths: Sequence[int]) -> dict[str, Any]:
+    return {"num_hidden_layers": depths[0]}
+
+
+def predicted_costs(
+    config: PretrainedConfig,
+    images: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    passes: Sequence[str] = PASSES,
+    budget: float = 10.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Cost]:
+    """Costs of a classification model of this config, for square images of its size or clips of its frames.
+
+    Args:
+        config: of a family of the package. It is not changed.
+        images: how many at once.
+        device, dtype: where and in what the model runs.
+        passes: "forward", without gradients, and "training": forward, backward and a step of AdamW.
+        budget: seconds for the rounds of each pass, which end earlier when ten are done, but not before the third.
+        say: is told what is done.
+
+    Returns:
+        {pass: cost}.
+
+    Raises:
+        ValueError: if the cost of a layer depends on its number.
+    """
+    own = twins(config)
+    layers = ", ".join(" ".join(f"{key}={value}" for key, value in twin.changes.items()) or "all" for twin in own)
+    say(f"timing {len(own)} models ({layers})")
+    found = {}
+    for name in passes:
+        calls, peaks = [], []
+        for twin in own:
+            call = _call_of(config, twin, images, device, dtype, name == "training")
+            call()  # makes tables and state
+            peaks.append(traced_bytes(call, device)[0])
+            calls.append(call)
+        rounds = _rounds(calls, device, budget)
+        shares = torch.tensor([twin.share for twin in own], dtype=torch.float64)
+        seconds = torch.tensor(rounds, dtype=torch.float64) @ shares
+        lower, median, upper = torch.quantile(seconds, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+        # A layer that keeps nothing adds nothing; then the largest peak is that of any depth.
+        memory = max(max(peaks), round(sum(twin.share * peak for twin, peak in zip(own, peaks, strict=True))))
+        found[name] = Cost(median, lower, upper, memory)
+        say(f"{name}: {len(rounds)} rounds")
+    return found
+
+
+def _call_of(
+    config: PretrainedConfig, twin: Twin, images: int, device: torch.device, dtype: torch.dtype, trains: bool
+) -> Callable[[], object]:
+    family = family_of(config)
+    assert family is not None
+    outputs = ("out_features", "out_indices", "stage_names")  # of a backbone, by the number of a layer
+    fields = {**{key: value for key, value in config.to_dict().items() if key not in outputs}, **twin.changes}
+    torch.manual_seed(0)
+    model = family.classifier(family.config_class.from_dict(fields)).to(device, dtype).train(trains)
+    size = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
+    frames = (config.num_frames,) if family.takes == "clips" else ()
+    inputs = torch.randn(images, *frames, config.num_channels, *size, device=device, dtype=dtype)
+    labels = torch.randint(config.num_labels, (images,), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True) if trains else None
+
+    def step() -> None:
+        model(pixel_values=inputs, labels=labels).loss.backward()
+        assert optimizer is not None
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def forward() -> object:
+        with torch.no_grad():
+            return model(pixel_values=inputs).logits
+
+    return step if trains else forward
+
+
+def _rounds(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[list[float]]:
+    """Seconds a call, for each round and call."""
+    end = time.perf_counter() + WARM_UP  # a processor and an allocator that have just been woken are slower
+    while True:
+        once = [seconds_per_call(call, 1, device) for call in calls]
+        if time.perf_counter() >= end:
+            break
+    repeats = [max(1, round(LEAST_SECONDS / max(own, 1e-6))) for own in once]
+    rounds: list[list[float]] = []
+    start = time.perf_counter()
+    while len(rounds) < 10:
+        spent = time.perf_counter() - start
+        if len(rounds) >= LEAST_ROUNDS and spent * (len(rounds) + 1) / len(rounds) > budget:
+            break
+        order = list(range(len(calls)))[:: 1 if len(rounds) % 2 else -1]
+        timed = {number: seconds_per_call(calls[number], repeats[number], device) for number in order}
+        rounds.append([timed[number] for number in range(len(calls))])
+    return rounds

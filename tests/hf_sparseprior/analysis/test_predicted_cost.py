@@ -1,0 +1,122 @@
+"""Costs predicted from less deep models, against the whole model."""
+
+import pytest
+import torch
+
+from hf_sparseprior.__main__ import main
+from hf_sparseprior.analysis.costs_measured import traced_bytes
+from hf_sparseprior.analysis.predicted_cost import PASSES, Twin, _call_of, predicted_costs, twins
+from hf_sparseprior.families import preset_family, presets
+
+CPU = torch.device("cpu")
+PRESETS = [("images", name) for name in presets()] + [("clips", name) for name in ("vit_tiny", "vit_large")]
+
+
+@pytest.mark.parametrize(("takes", "preset"), PRESETS)
+def test_shares_make_up_every_depth(takes, preset):
+    """What is linear in the number of layers of each kind comes out exactly."""
+    config = preset_family(preset, takes).make_config(preset)
+    own = twins(config)
+    assert sum(twin.share for twin in own) == pytest.approx(1)
+    if not own[0].changes:
+        assert len(own) == 1 and preset.startswith("iformer")
+        return
+    for key in own[0].changes:
+        values = [torch.tensor(twin.changes[key], dtype=torch.float64) for twin in own]
+        total = sum(twin.share * value for twin, value in zip(own, values, strict=True))
+        torch.testing.assert_close(total, torch.tensor(getattr(config, key), dtype=torch.float64))
+        assert all((value <= torch.tensor(getattr(config, key)) + 2).all() for value in values)
+
+
+SMALL = {
+    "vit_tiny": {
+        "image_size": 32,
+        "patch_size": 8,
+        "hidden_size": 24,
+        "num_attention_heads": 3,
+        "intermediate_size": 48,
+    },
+    "swin_tiny": {"image_size": 56, "embed_dim": 12, "num_heads": [1, 1, 2, 2], "depths": [2, 2, 5, 2]},
+    "convit_tiny": {"image_size": 32, "patch_size": 8},
+    "iformer_tiny": {"image_size": 64},
+}
+
+
+@pytest.mark.parametrize("prior", ["dense", "fibottention"])
+@pytest.mark.parametrize("preset", SMALL)
+def test_memory_is_that_of_the_whole_model(preset, prior):
+    config = preset_family(preset).make_config(preset, prior=prior, num_labels=3, **SMALL[preset])
+    before = config.to_dict()
+    found = predicted_costs(config, 2, CPU, budget=0.01)
+    assert config.to_dict() == before and tuple(found) == PASSES
+    for name, cost in found.items():
+        call = _call_of(config, Twin({}, 1.0), 2, CPU, torch.float32, name == "training")
+        call()
+        assert cost.bytes == pytest.approx(traced_bytes(call, CPU)[0], rel=0.02)
+        assert cost.lower <= cost.seconds <= cost.upper and cost.seconds > 0
+
+
+def test_seconds_follow_the_layers(monkeypatch):
+    """With a clock that knows what a layer and the rest take."""
+    from hf_sparseprior.analysis import predicted_cost
+
+    config = preset_family("swin_tiny").make_config("swin_tiny")
+    took = {"depths": (0.1, [3.0, 2.0, 5.0, 7.0])}
+
+    def rounds(calls, device, budget):
+        rest, layers = took["depths"]
+        return [[rest + sum(n * own for n, own in zip(call.depths, layers, strict=True)) for call in calls]] * 3
+
+    class Call:
+        def __init__(self, depths):
+            self.depths = depths
+
+        def __call__(self):
+            return None
+
+    monkeypatch.setattr(predicted_cost, "_rounds", rounds)
+    monkeypatch.setattr(predicted_cost, "_call_of", lambda config, twin, *rest: Call(twin.changes["depths"]))
+    monkeypatch.setattr(predicted_cost, "traced_bytes", lambda call, device: (100 + sum(call.depths), 0))
+    [cost] = predicted_cost.predicted_costs(config, 1, CPU, passes=("forward",)).values()
+    assert cost.seconds == pytest.approx(0.1 + 2 * 3 + 2 * 2 + 6 * 5 + 2 * 7) and cost.bytes == 112
+
+
+def test_what_cannot_be_predicted_is_refused():
+    for prior in ("evit", "dynamicvit"):
+        config = preset_family("vit_tiny").make_config("vit_tiny", prior=f"fibottention+{prior}")
+        with pytest.raises(ValueError, match=f"{prior} drops tokens between layers"):
+            twins(config)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["fibottention", "--heads", "3", "--head-dim", "8", "--layers", "5"],
+        ["violin", "--model", "vit_tiny", "--images", "2", "--dtype", "bfloat16"],
+        ["fibottention", "--prefix", "0", "--heads", "2", "--head-dim", "8"],
+    ],
+)
+def test_the_command_prints_time_and_memory(options, capsys, monkeypatch):
+    from hf_sparseprior.analysis import predicted_cost
+
+    monkeypatch.setattr(predicted_cost, "WARM_UP", 0.0)
+    assert main(["explain", *options, "--time", "--grid", "4x4", "--no-picture"]) == 0
+    said = capsys.readouterr()
+    assert "predicted" in said.out and "forward " in said.out and "MiB besides weights and images" in said.out
+    assert "timing 2 models" in said.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--images", "2"], "--images=2 belongs to --time"),
+        (["--model", "vit_tiny"], "--model=vit_tiny belongs to --time"),
+        (["--time", "--images", "0"], "--images"),
+        (["--time", "--model", "resnet"], "resnet"),
+        (["--time", "--prefix", "2"], "--prefix=2"),
+        (["--time", "--grid", "2x4x4"], "needs --model"),
+    ],
+)
+def test_bad_values_are_refused(options, message, capsys):
+    assert main(["explain", "fibottention", "--no-picture", *options]) == 2
+    assert message in capsys.readouterr().err
