@@ -152,9 +152,15 @@ def _pair_weights(plan: AttentionPlan, scalars: DecayScalars) -> Tensor:
     """Weights of the pairs of each offset, head after head, in the order of "pair_begin"."""
     device = scalars.alpha.device
     if device.type == "cpu":
-        names = ("positions_in_order", "signed_offsets", "offset_counts", "pair_begin")
-        tables = (plan_table(plan, name, device) for name in names)
-        return weights_cpu.pair_weights(*tables, scalars.log_gamma, scalars.alpha, plan.offset_pairs)
+        return weights_cpu.pair_weights(
+            plan_table(plan, "positions_in_order", device),
+            plan_table(plan, "signed_offsets", device),
+            plan_table(plan, "offset_counts", device),
+            plan_table(plan, "pair_begin", device),
+            scalars.log_gamma,
+            scalars.alpha,
+            plan.offset_pairs,
+        )
     distances, pairs = (plan_table(plan, name, device) for name in ("pair_distances", "pair_counts"))
     log_gamma = scalars.log_gamma.repeat_interleave(pairs, dim=1, output_size=distances.shape[1])
     alpha = scalars.alpha.repeat_interleave(pairs, output_size=distances.shape[1])

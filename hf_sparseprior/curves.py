@@ -161,14 +161,15 @@ def _hilbert_visits(a: Side, b: Side, known: dict[tuple[Side, Side], np.ndarray]
         visits = np.arange(length * breadth)[:, None] * (da if breadth == 1 else db)
     else:
         long = 2 * length > 3 * breadth
-        a2, b2 = np.array(a) // 2, np.array(b) // 2
+        a1, b1 = np.array(a), np.array(b)
+        a2, b2 = a1 // 2, b1 // 2
         # An even first part joins without a diagonal step.
         if long:  # two rectangles, one after the other
             a2 += da * (abs(a2.sum()) % 2 and length > 2)
-            parts = [((0, 0), a2, b), (a2, a - a2, b)]
+            parts = [(0 * a1, a2, b1), (a2, a1 - a2, b1)]
         else:  # one step up along b, a long one along a, one step down
             b2 += db * (abs(b2.sum()) % 2 and breadth > 2)
-            parts = [((0, 0), b2, a2), (b2, a, b - b2), (a - da + b2 - db, -b2, a2 - a)]
+            parts = [(0 * a1, b2, a2), (b2, a1, b1 - b2), (a1 - da + b2 - db, -b2, a2 - a1)]
         visits = np.concatenate(
             [first + _hilbert_visits(_side(own), _side(other), known) for first, own, other in parts]
         )
@@ -176,7 +177,7 @@ def _hilbert_visits(a: Side, b: Side, known: dict[tuple[Side, Side], np.ndarray]
     return visits
 
 
-def _side(vector: Sequence[int]) -> Side:
+def _side(vector: np.ndarray) -> Side:
     return int(vector[0]), int(vector[1])
 
 

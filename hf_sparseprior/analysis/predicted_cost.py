@@ -68,7 +68,7 @@ def twins(config: PretrainedConfig) -> list[Twin]:
         fields = _stages
     elif (local := getattr(config, "num_local_layers", None)) is not None:
         depths, fields = [local, config.num_hidden_layers - local], _local_and_plain
-    elif family_of(config) is not None and family_of(config).title in ("SparsePriorViT", "SparsePriorTimesformer"):
+    elif (family := family_of(config)) is not None and family.title in ("SparsePriorViT", "SparsePriorTimesformer"):
         depths, fields = [config.num_hidden_layers], _layers
     else:
         return [Twin({}, 1.0)]  # its layers are no few kinds, and it is measured whole

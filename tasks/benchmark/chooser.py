@@ -54,7 +54,8 @@ MOST_PAIRS = 2**24  # of all images and heads, so that the dense backends end in
 
 def draw(count: int, seed: int) -> list[dict[str, Any]]:
     """`count` settings, always the same for a seed; the first of more are those of fewer."""
-    own, drawn = random.Random(seed), []
+    own = random.Random(seed)
+    drawn: list[dict[str, Any]] = []
     while len(drawn) < count:
         support = own.choice(SUPPORTS)
         setting = {

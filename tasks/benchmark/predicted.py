@@ -56,7 +56,7 @@ def compared(model: tuple[str, str, int, int], arguments: argparse.Namespace) ->
     entries = []
     for name in PASSES:
         found = measured[name]["contenders"][prior]
-        own = {"preset": preset, "prior": prior, "pixels": pixels, "images": images, "pass": name}
+        own: dict[str, Any] = {"preset": preset, "prior": prior, "pixels": pixels, "images": images, "pass": name}
         own |= {"predicted": costs[name].seconds, "measured": found["seconds"]["median"]}
         own |= {"predicted_bytes": costs[name].bytes, "measured_bytes": found["memory"]["call"]}
         own["error"] = 100 * (own["predicted"] / own["measured"] - 1)
