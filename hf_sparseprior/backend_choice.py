@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .attention_request import AttentionRequest
 
@@ -104,11 +105,22 @@ def slower_than_dense(backend: Backend, request: AttentionRequest, trains: bool,
         return None
     if plan.num_tokens < limits.tokens:
         return f"dense is faster below {limits.tokens} patches"
-    if density > (largest := limits.largest_density(request)):
+    largest = limits.largest_density(request)
+    if density > limits.density or _known(density > largest):
+        if torch.compiler.is_compiling():
+            return "dense is faster"  # a number here would make a graph of this batch alone
         if largest <= 0:
             return "dense is faster in so small a call"
         return f"dense is faster with more than {100 * largest:.1f} % of the pairs"
     return None
+
+
+def _known(condition: bool) -> bool:
+    """The condition; in a graph for any batch only if it holds for every one.
+
+    Otherwise the graph would be for those batches alone where it comes out as it did.
+    """
+    return statically_known_true(condition) if torch.compiler.is_compiling() else condition
 
 
 def forced_backend(backend: str) -> tuple[str, str]:

@@ -95,7 +95,7 @@ def measured_alone(server: Any, arguments: tuple[Any, ...], limit: int, seconds:
     process.start()
     theirs.close()
     try:
-        while not connection.wait([mine, process.sentinel], 0.5):
+        while not connection.wait([mine, process.sentinel], max(0.0, min(0.5, end - time.monotonic()))):
             if stop.requested:
                 return None
             if time.monotonic() > end:

@@ -5,8 +5,9 @@ from itertools import product
 
 import pytest
 import torch
+import torch._dynamo.testing
 
-from hf_sparseprior import compiled_kernels
+from hf_sparseprior import compiled_kernels, ops
 from hf_sparseprior.attention_plan import AttentionPlan
 from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.backend_choice import BACKENDS, Backend, Crossover, slower_than_dense
@@ -154,6 +155,27 @@ def test_small_calls_are_worth_a_smaller_share_of_the_pairs():
     assert limits.largest_density(request_of(plan, batch=20)) == 0
     assert limits.largest_density(request_of(plan, batch=1)) < 0
     assert Crossover(1, 0.5).largest_density(request_of(plan, batch=1)) == 0.5
+
+
+def test_a_graph_for_any_batch_chooses_once(monkeypatch):
+    """Where small calls are better done dense, the choice in a graph does not bind it to the batch of its first call."""
+    monkeypatch.setenv("SPARSEPRIOR_KERNELS", "0")
+    limits = {("cpu", False, "sdpa"): Crossover(1, 0.9, pairs=600)}
+    monkeypatch.setitem(BACKENDS, "diagonal", dataclasses.replace(BACKENDS["diagonal"], crossovers=limits))
+    plan = AttentionPlan(3, (4, 4), 0, resolve_support({"name": "window", "w": 2}, 3, 16), None, 0)
+    small, large = (slower_than_dense(BACKENDS["diagonal"], request_of(plan, batch=b), False, "sdpa") for b in (2, 64))
+    assert small == "dense is faster in so small a call" and large is None
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def attend(q):
+        return ops.run_plan(AttentionRequest(q, q, q, plan))[0]
+
+    compiled = torch.compile(attend, backend=counter, dynamic=True, fullgraph=True)
+    for batch in (2, 64, 5):
+        q = torch.randn(batch, 3, 16, 8)
+        torch.testing.assert_close(compiled(q), attend(q))
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
 
 
 def test_a_crossover_of_a_dtype_is_its_own():

@@ -405,7 +405,7 @@ def test_lists_are_gathered_where_that_was_faster(side, budget, chosen, caplog, 
     monkeypatch.delenv("SPARSEPRIOR_BACKEND", raising=False)
     caplog.set_level("DEBUG", "hf_sparseprior.ops")
     prior = resolve_prior({"predictor": {"name": "sparsifiner", "budget": budget}}, 1, (side, side))
-    attention = PriorAttention(1, prior, head_dim=4)
+    attention = PriorAttention(1, prior, head_dim=4).eval()
     q, k, v = (tensor.detach().float() for tensor in inputs(tokens=side**2, heads=1, width=4))
     with torch.no_grad():
         attend(attention, q, k, v, (side, side), 1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_sparseprior import ops
+from hf_sparseprior.analysis import costs_measured
 from tasks.benchmark import timing
 from tests.processes import Started
 
@@ -30,7 +31,8 @@ class Clock:
 def sleeper(monkeypatch):
     """Makes calls that take so many seconds of the clock."""
     clock = Clock()
-    monkeypatch.setattr(timing, "time", clock)
+    for module in (timing, costs_measured):
+        monkeypatch.setattr(module, "time", clock)
 
     def make(log, name, seconds=0.006):
         def call():
