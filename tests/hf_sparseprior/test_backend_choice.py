@@ -158,7 +158,7 @@ def test_small_calls_are_worth_a_smaller_share_of_the_pairs():
 
 
 def test_a_graph_for_any_batch_chooses_once(monkeypatch):
-    """Where small calls are better done dense, the choice in a graph does not bind it to the batch of its first call."""
+    """Where small calls are better done dense, the choice does not bind a graph to the batch of its first call."""
     monkeypatch.setenv("SPARSEPRIOR_KERNELS", "0")
     limits = {("cpu", False, "sdpa"): Crossover(1, 0.9, pairs=600)}
     monkeypatch.setitem(BACKENDS, "diagonal", dataclasses.replace(BACKENDS["diagonal"], crossovers=limits))
