@@ -61,6 +61,9 @@ def heads(folder: Path) -> list[str]:
 
     content = tiny_config(write_shapes(folder / "shapes"), "detr", **contract.TRAINER)
     content["trainer"] |= {"per_device_train_batch_size": 6, "dataloader_drop_last": True}  # six of seven images
+    # Some gradients of DETR are hardly more than what rounding leaves. Adam divides them by their own size, and then
+    # the order of sums decides about whole steps.
+    content["trainer"] |= {"adam_epsilon": 1e-3}
     del content["trainer"]["use_cpu"]
     content["model"]["drop_path_rate"] = 0.0
     content["head"] |= {"dropout": 0.0}
@@ -160,7 +163,8 @@ def test_two_processes_go_on_after_a_kill_and_end_like_one(
     torch.testing.assert_close(own, one, rtol=0, atol=1e-4)
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one" / "model").glob("*.safetensors"))
     assert files
+    close = 1e-6 if task == "heads" else 2e-4
     for file in files:
         weights = load_file(tmp_path / "one" / file)
         for name, value in load_file(tmp_path / "two" / file).items():
-            torch.testing.assert_close(value, weights[name], rtol=0, atol=2e-4, msg=name)
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=close, msg=name)
