@@ -5,8 +5,10 @@ All have the same random weights, and encode the same image into tokens after th
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -124,13 +126,15 @@ class Tokens(nn.Module):
         return self.model(pixel_values=pixel_values).last_hidden_state
 
 
-def in_torch(problem: Problem, make: Callable[[Problem], nn.Module], compiled: bool = False) -> Prepared:
+def in_torch(
+    problem: Problem, make: Callable[[Problem], nn.Module], compiled: bool = False, runs_on: str = ""
+) -> Prepared:
     """A module, eager or compiled for this size without a break."""
     module = make(problem).to(getattr(torch, problem.dtype))
     image = problem.image.to(getattr(torch, problem.dtype))
     run: Any = torch.compile(module, fullgraph=True, dynamic=False) if compiled else module
     weights = sum(parameter.nbytes for parameter in module.parameters())
-    return Prepared(lambda: lambda: run(image), {}, weights, "torch.compile" if compiled else "")
+    return Prepared(lambda: lambda: run(image), {}, weights, "torch.compile" if compiled else runs_on)
 
 
 def encodes(problem: Problem, prior: Any) -> nn.Module:
@@ -167,7 +171,7 @@ def merging_rival(keep: float) -> Rival:
     """Token merging that leaves this share of the patches."""
     return Rival(
         f"token merging that leaves {100 * keep:.0f} % of the patches after the last layer, eager",
-        partial(in_torch, make=partial(merges, keep=keep)),
+        partial(in_torch, make=partial(merges, keep=keep), runs_on="sdpa"),
         partial(plainly, make=partial(merges, keep=keep, plain=True)),
         compared=1,
     )
@@ -181,8 +185,11 @@ Load = Callable[[Problem, Path], Call]  # a file of ONNX into another program, w
 def export(problem: Problem, folder: Path) -> Path:
     """The dense model as an ONNX file for this size, float32."""
     file = folder / "model.onnx"
-    module = encodes(problem, DENSE)
-    program = torch.onnx.export(module, (problem.image,), dynamo=True, verbose=False)
+    module = encodes(problem, DENSE).eval()
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it names operators of torchvision, which nothing needs
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch about itself
+        program = torch.onnx.export(module, (problem.image,), dynamo=True, verbose=False)
     assert program is not None
     program.save(file, external_data=True)
     return file
