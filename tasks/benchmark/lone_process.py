@@ -92,7 +92,8 @@ def measured_alone(
             return mine.recv()
         except EOFError:
             process.join()
-            return {"failed": f"the process ended with {process.exitcode}"}
+            # A stop is sent to all processes of a command by some who send it.
+            return None if stop.requested else {"failed": f"the process ended with {process.exitcode}"}
     finally:
         process.kill()
         process.join()

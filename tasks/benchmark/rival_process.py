@@ -15,7 +15,7 @@ import torch
 
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.benchmark import lone_process
-from tasks.benchmark.contenders_of_rivals import RIVALS, TOLERANCES, Prepared, Problem, Rival, as_tokens
+from tasks.benchmark.contenders_of_rivals import RIVALS, Prepared, Problem, Rival, as_tokens
 from tasks.benchmark.timing import Call, Memory, SetUp, measure_memory
 
 CPU = torch.device("cpu")
@@ -88,8 +88,8 @@ def difference(rival: Rival, problem: Problem, output: Any) -> float:
     if tokens.shape != plain.shape:
         raise RuntimeError(f"wrong: tokens {tuple(tokens.shape)}, plainly computed {tuple(plain.shape)}")
     found = float((tokens - plain)[:, : rival.compared].abs().max())
-    if not found <= TOLERANCES[problem.dtype]:
-        raise RuntimeError(f"wrong: {found:.2g} from what is plainly computed, {TOLERANCES[problem.dtype]:g} allowed")
+    if not found <= (allowed := rival.tolerances[problem.dtype]):
+        raise RuntimeError(f"wrong: {found:.2g} from what is plainly computed, {allowed:g} allowed")
     return found
 
 

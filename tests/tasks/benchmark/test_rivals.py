@@ -2,15 +2,19 @@
 
 import dataclasses
 import json
+import multiprocessing
+import os
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from hf_sparseprior import SparsePriorViTConfig
-from tasks.benchmark import contenders_of_rivals, records, rival_process, rivals
+from hf_sparseprior.backend_choice import BACKENDS
+from tasks.benchmark import contenders_of_rivals, lone_process, records, rival_process, rivals
 from tasks.benchmark.contenders_of_rivals import RIVALS, Problem, encodes, encodes_windows, in_torch, plainly
 from tasks.benchmark.plain_attention import PLAIN, plain_attention
 from tasks.benchmark.rivals import main, summary
@@ -135,7 +139,7 @@ def test_plain_attention_does_not_stay_and_knows_what_it_cannot(small):
     problem = Problem("vit_tiny", 64, "float32", 1)
     with pytest.raises(ValueError, match="written without decay"), plain_attention():
         encodes(problem, "violin")(problem.image)
-    assert PLAIN not in contenders_of_rivals.plain_attention.__globals__["register_backend"].__globals__["BACKENDS"]
+    assert PLAIN not in BACKENDS
 
 
 def test_memory_of_other_programs_is_what_stays_and_the_peak_of_a_call():
@@ -146,8 +150,9 @@ def test_memory_of_other_programs_is_what_stays_and_the_peak_of_a_call():
         return lambda: np.ones(50 << 20, dtype=np.uint8).sum()
 
     _, memory = rival_process.measure_resident(set_up, torch.device("cpu"))
-    assert memory.kept == pytest.approx(30 << 20, abs=4 << 20)
-    assert memory.call == pytest.approx(50 << 20, abs=4 << 20)
+    # The C library may keep what the first call gave back, so only the sum is certain.
+    assert memory.kept + memory.call == pytest.approx(80 << 20, abs=4 << 20)
+    assert memory.kept > 26 << 20
 
 
 # ---- the folder -----------------------------------------------------------------------------------------------------
@@ -183,7 +188,7 @@ def test_a_command_that_was_stopped_goes_on(folder, monkeypatch, capsys):
         asked.append((arguments[0]["rival"], arguments[0]["round"]))
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return {**before[0], "seconds": 0.5}
+        return {**{key: before[0][key] for key in HERE}, "seconds": 0.5}
 
     monkeypatch.setattr(rivals.lone_process, "measured_alone", alone)
     assert main([*QUICK, "--rounds", "2", "--out", str(folder)]) == 130
@@ -194,6 +199,22 @@ def test_a_command_that_was_stopped_goes_on(folder, monkeypatch, capsys):
     assert len(asked) == 3
     assert main([*QUICK, "--rounds", "3", "--for-seconds", "1e-9", "--out", str(folder)]) == 0
     assert len(asked) == 3 and "stopped with 2 of 2 to do; the same command goes on" in capsys.readouterr().out
+
+
+def test_a_process_that_a_stop_ended_is_no_result():
+    """`timeout` and schedulers send SIGTERM to the process that measures, too."""
+    stop = SimpleNamespace(requested=False)
+
+    class Server:
+        def Pipe(self, duplex):
+            return multiprocessing.Pipe(duplex)
+
+        def Process(self, target, args, daemon):
+            stop.requested = stops
+            return multiprocessing.get_context("fork").Process(target=os._exit, args=(7,))
+
+    for stops, expected in ((True, None), (False, {"failed": "the process ended with 7"})):
+        assert lone_process.measured_alone(Server(), print, (), 1 << 40, 60.0, stop) == expected
 
 
 def test_refusals_are_results_and_a_missing_package_is_looked_for_again(tmp_path, monkeypatch, capsys):
