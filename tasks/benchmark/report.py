@@ -292,15 +292,15 @@ def _draw_panel(axis: Any, panel: Panel, styles: Mapping[str, dict[str, Any]]) -
     sizes = sorted({size for points in panel.lines.values() for size, _ in points})
     axis.set_xticks(sizes, [str(size) for size in sizes])
     axis.xaxis.set_minor_locator(pyplot().NullLocator())
-    _label_milliseconds(axis)
+    label_numbers(axis)
     axis.set_title("\n".join(filter(None, (panel.title, panel.remark))), fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
     return handles
 
 
-def _label_milliseconds(axis: Any) -> None:
-    """Plain numbers: powers of ten, and 2 and 5 between them where these are few."""
+def label_numbers(axis: Any) -> None:
+    """Plain numbers on a logarithmic y axis: powers of ten, and 2 and 5 between them where these are few."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = axis.get_ylim()

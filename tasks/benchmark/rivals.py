@@ -146,6 +146,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, heading: str) -> Path:
                     axis.plot([r["pixels"] for r in own], [r["times_dense"]["median"] for r in own], **style)
             axis.set_title(f"{model}, {dtype}", fontsize=10)
             records.label_sizes(axis, sizes)
+            report.label_numbers(axis)
         line[0].set_ylabel("times dense eager")
     for axis in axes[-1]:
         axis.set_xlabel("pixels a side")
@@ -161,7 +162,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, heading: str) -> Path:
 
 def _styles() -> dict[str, dict[str, Any]]:
     """How each contender is drawn; compiled ones as their eager form, dashed."""
-    colours = {DENSE: pictures.INK, "fibottention": pictures.ACCENT}
+    colours = {DENSE: pictures.INK, "fibottention": pictures.ACCENT, "window": report.BOUND_COLOUR}
     free = iter(zip(report.COLOURS, report.MARKERS, strict=False))
     styles: dict[str, dict[str, Any]] = {}
     for name in RIVALS:

@@ -206,15 +206,18 @@ def test_a_process_that_a_stop_ended_is_no_result():
     stop = SimpleNamespace(requested=False)
 
     class Server:
+        def __init__(self, stops):
+            self.stops = stops
+
         def Pipe(self, duplex):
             return multiprocessing.Pipe(duplex)
 
         def Process(self, target, args, daemon):
-            stop.requested = stops
+            stop.requested = self.stops
             return multiprocessing.get_context("fork").Process(target=os._exit, args=(7,))
 
     for stops, expected in ((True, None), (False, {"failed": "the process ended with 7"})):
-        assert lone_process.measured_alone(Server(), print, (), 1 << 40, 60.0, stop) == expected
+        assert lone_process.measured_alone(Server(stops), print, (), 1 << 40, 60.0, stop) == expected
 
 
 def test_refusals_are_results_and_a_missing_package_is_looked_for_again(tmp_path, monkeypatch, capsys):
