@@ -273,7 +273,7 @@ RIVALS: dict[str, Rival] = {
         onnxruntime_call,
         "onnxruntime",
         dtypes=("float32",),
-        refusal="ONNX Runtime has no bfloat16 kernels for this model on CPU",
+        refusal="ONNX Runtime has no bfloat16 kernels on CPU: Conv is not implemented",
     ),
     "openvino": exported_rival("dense attention in OpenVINO", openvino_call, "openvino"),
     "tome_90": merging_rival(0.9),

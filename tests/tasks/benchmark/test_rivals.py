@@ -226,7 +226,7 @@ def test_refusals_are_results_and_a_missing_package_is_looked_for_again(tmp_path
     assert main(one) == 0
     assert [(r["dtype"], r["round"], r["failed"]) for r in measured(tmp_path)] == [
         ("float32", 0, "onnxruntime is missing: make benchmark"),
-        ("bfloat16", 0, "ONNX Runtime has no bfloat16 kernels for this model on CPU"),
+        ("bfloat16", 0, "ONNX Runtime has no bfloat16 kernels on CPU: Conv is not implemented"),
     ]
     text = (tmp_path / "table.md").read_text()
     assert "| onnxruntime is missing: make benchmark |" in text and "| ONNX Runtime has no bfloat16 kernels" in text
