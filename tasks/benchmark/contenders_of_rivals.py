@@ -37,8 +37,9 @@ BFLOAT16 = "bfloat16"
 # pattern differ by 4.6 to 5.9 in ViT-S; bfloat16 differs by up to 0.4 where it is right.
 TOLERANCES = {"float32": 1e-3, BFLOAT16: 1.0}
 # Merging is judged by the class token: where two edges are equally good another one may be taken, and later tokens have
-# other places. It depends little on what is merged: by 0.1 to 0.3 with 90 % of the tokens, 0.4 to 0.5 with 50 %.
-MERGING_TOLERANCES = {"float32": 1e-3, BFLOAT16: 0.25}
+# other places; from 1024 px on that happens, and moves it by 0.001. What is merged moves it little, too: by 0.1 to 0.3
+# with 90 % of the tokens, 0.4 to 0.5 with 50 %.
+MERGING_TOLERANCES = {"float32": 0.02, BFLOAT16: 0.25}
 
 
 @dataclass(frozen=True)
