@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # A file's tests stay in one process, which trains what they share once; tests/conftest.py puts the longest files first.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check test lint sanitize mutations smoke install video heads dense robotics clean
+.PHONY: demo check test lint sanitize mutations smoke install video heads dense robotics benchmark clean
 
 demo: install
 	$(RUN) -m tasks.classification.demo
@@ -21,7 +21,7 @@ check: lint
 
 # The kernels are compiled and the code is checked while pip, which uses one core, installs what the tasks need.
 test: $(VENV)/packages
-	@$(MAKE) lint & lint=$$!; $(MAKE) video && $(MAKE) heads && $(MAKE) dense && $(MAKE) robotics; tasks=$$?; wait $$lint && exit $$tasks
+	@$(MAKE) lint & lint=$$!; $(MAKE) video && $(MAKE) heads && $(MAKE) dense && $(MAKE) robotics && $(MAKE) benchmark; tasks=$$?; wait $$lint && exit $$tasks
 	$(PYTEST)
 
 lint: install
@@ -69,6 +69,7 @@ video: $(VENV)/video
 heads: $(VENV)/heads
 dense: $(VENV)/dense
 robotics: $(VENV)/robotics
+benchmark: $(VENV)/benchmark
 
 $(VENV)/video: $(VENV)/packages
 	$(PIP) --editable '.[video]'
@@ -97,6 +98,12 @@ $(VENV)/robotics: $(VENV)/packages
 	$(PIP) --editable '.[robotics]'
 	$(PIP) --no-deps robosuite gym-pusht
 	-$(RUN) -m hf_sparseprior doctor --require robotics
+	touch $@
+
+# ONNX Runtime and OpenVINO, next to which `tasks.benchmark.rivals` times our models.
+$(VENV)/benchmark: $(VENV)/packages
+	$(PIP) --editable '.[benchmark]'
+	$(RUN) -m hf_sparseprior doctor --require benchmark
 	touch $@
 
 clean:

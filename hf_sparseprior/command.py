@@ -35,6 +35,7 @@ INSTALLS = {
         ),
         "make robotics",
     ),
+    **dict.fromkeys(("onnx", "onnxruntime", "onnxscript", "openvino"), "make benchmark"),
 }
 TRACEBACK = "SPARSEPRIOR_TRACEBACK"  # environment variable; 1 shows the traceback of a user's error, too
 

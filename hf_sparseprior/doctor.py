@@ -37,6 +37,10 @@ OPTIONAL = {
     "diffusers": ("policies of robots", "make robotics"),
     "h5py": ("demonstrations of Lift and Can", "make robotics"),
     "zarr": ("demonstrations of PushT", "make robotics"),
+    "onnx": ("models in other programs", "make benchmark"),
+    "onnxscript": ("models in other programs", "make benchmark"),
+    "onnxruntime": ("rivals in the benchmark", "make benchmark"),
+    "openvino": ("rivals in the benchmark", "make benchmark"),
 }
 # The extras that `--require` accepts, and the command that their packages name.
 REQUIRABLE = {
@@ -44,6 +48,7 @@ REQUIRABLE = {
     "heads": "make heads",
     "dense": "make dense",
     "robotics": "make robotics",
+    "benchmark": "make benchmark",
 }
 
 # Values of MUJOCO_GL and the library of each, in the order in which they are tried. Both render without a screen.

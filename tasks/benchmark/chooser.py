@@ -27,15 +27,15 @@ from hf_sparseprior.backend_choice import BACKENDS
 from hf_sparseprior.files import write_text
 from hf_sparseprior.training import StopRequest
 from tasks.benchmark import report
-from tasks.benchmark.backbones import read_records
 from tasks.benchmark.contenders import Problem, Setting, Size, chosen_backend, contenders, make_problem, timed_call
+from tasks.benchmark.records import LOCK, RECORDS, TABLE, read_records
 from tasks.benchmark.timing import measure
 from tasks.common.command import RunStopped, run_command
 from tasks.common.locks import locked
 from tasks.common.results import write_results
 from tasks.common.tables import markdown_table
 
-RECORDS, TABLE, PICTURE, LOCK = "records.json", "table.md", "chooser.png", "run.lock"
+PICTURE = "chooser.png"
 SAME = ("device", "threads", "keep_memory", "seed")
 ALLOWED = 1.1  # times the fastest
 SUPPORTS: tuple[Any, ...] = (

@@ -117,6 +117,11 @@ def add_machine_arguments(parser: argparse.ArgumentParser, dtype: bool = True) -
     else:
         parser.set_defaults(dtype="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    add_cpu_arguments(parser)
+
+
+def add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
+    """--threads and --keep-memory."""
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
     parser.add_argument(
         "--keep-memory",
@@ -137,12 +142,21 @@ def machine_of(arguments: argparse.Namespace) -> tuple[torch.dtype, torch.device
         raise ValueError(f"--device {arguments.device!r} must be cpu or cuda")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device 'cuda': there is no CUDA device")
+    set_cpu(arguments)
+    return getattr(torch, arguments.dtype), torch.device(arguments.device)
+
+
+def set_cpu(arguments: argparse.Namespace) -> None:
+    """Set torch's threads and the allocator as `add_cpu_arguments` asked for.
+
+    Raises:
+        ValueError: for a value that is not allowed.
+    """
     if arguments.threads is not None:
         check_positive(threads=arguments.threads)
         torch.set_num_threads(arguments.threads)
     if arguments.keep_memory and not keep_freed_memory():
         raise ValueError("--keep-memory: this C library has no such setting")
-    return getattr(torch, arguments.dtype), torch.device(arguments.device)
 
 
 def from_yaml(flag: str, text: str) -> Any:
@@ -278,15 +292,15 @@ def _draw_panel(axis: Any, panel: Panel, styles: Mapping[str, dict[str, Any]]) -
     sizes = sorted({size for points in panel.lines.values() for size, _ in points})
     axis.set_xticks(sizes, [str(size) for size in sizes])
     axis.xaxis.set_minor_locator(pyplot().NullLocator())
-    _label_milliseconds(axis)
+    label_numbers(axis)
     axis.set_title("\n".join(filter(None, (panel.title, panel.remark))), fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
     return handles
 
 
-def _label_milliseconds(axis: Any) -> None:
-    """Plain numbers: powers of ten, and 2 and 5 between them where these are few."""
+def label_numbers(axis: Any) -> None:
+    """Plain numbers on a logarithmic y axis: powers of ten, and 2 and 5 between them where these are few."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = axis.get_ylim()

@@ -26,6 +26,9 @@ PACKAGES = (
     "onedl-mmengine",
     "onedl-mmsegmentation",
     "onedl-mmdetection",
+    "onnx",
+    "onnxruntime",
+    "openvino",
 )
 
 
