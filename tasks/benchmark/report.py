@@ -303,6 +303,8 @@ def label_numbers(axis: Any) -> None:
     """Plain numbers on a logarithmic y axis: powers of ten, and 2 and 5 between them where these are few."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
+    if axis.get_yscale() != "log":  # it has no lines
+        return
     low, high = axis.get_ylim()
     axis.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 300 else (1.0, 2.0, 5.0)))
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
