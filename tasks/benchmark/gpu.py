@@ -99,18 +99,19 @@ def copy_bandwidth(device: torch.device, size: int = COPY_BYTES) -> float:
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
-def make_plan(support: Any, decay: Any, tokens: int) -> AttentionPlan:
-    """The plan of one layer on a square grid."""
-    side = int(tokens**0.5)
-    prior = resolve_prior({"support": support, "decay": decay or "none"}, HEADS, (side, side))
-    return AttentionPlan(HEADS, (side, side), PREFIX, prior["support"], prior["decay"], 0)
+def make_plan(support: Any, decay: Any, tokens: int, heads: int | None = None) -> AttentionPlan:
+    """The plan of one layer on a square grid; `heads`: how many, by default `HEADS`."""
+    side, heads = int(tokens**0.5), heads or HEADS
+    prior = resolve_prior({"support": support, "decay": decay or "none"}, heads, (side, side))
+    return AttentionPlan(heads, (side, side), PREFIX, prior["support"], prior["decay"], 0)
 
 
-def make_inputs(batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def make_inputs(
+    batch: int, tokens: int, dtype: torch.dtype, device: torch.device, heads: int | None = None
+) -> list[Tensor]:
     """q, k, v as projections give them, (B, T, H, D) transposed."""
-    return [
-        torch.randn(batch, tokens + PREFIX, HEADS, WIDTH, device=device, dtype=dtype).transpose(1, 2) for _ in range(3)
-    ]
+    shape = (batch, tokens + PREFIX, heads or HEADS, WIDTH)
+    return [torch.randn(shape, device=device, dtype=dtype).transpose(1, 2) for _ in range(3)]
 
 
 def make_decay(plan: AttentionPlan, device: torch.device) -> DecayTensors | None:
@@ -118,7 +119,7 @@ def make_decay(plan: AttentionPlan, device: torch.device) -> DecayTensors | None
     if plan.decay is None:
         return None
     settings = {key: value for key, value in plan.decay.items() if key != "name"}
-    return DECAYS[plan.decay["name"]](HEADS, **settings).to(device)()
+    return DECAYS[plan.decay["name"]](plan.num_heads, **settings).to(device)()
 
 
 def flex_call(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
