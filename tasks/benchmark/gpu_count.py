@@ -3,9 +3,9 @@
 Nothing here is a time. Each case is one layer's attention, forward and backward, at B = 1. It is looked at twice, in
 processes of their own:
 
-- `compile`: every launch is compiled by Triton for compute capability 9.0 (H100, H200) instead of run. ptxas, which comes
-  with Triton, says how many registers a thread takes and how many bytes spill; Triton says how much shared memory a block
-  takes. How many blocks fit on a multiprocessor follows.
+- `compile`: every launch is compiled by Triton for compute capability 9.0 (H100, H200) instead of run. ptxas, which
+  comes with Triton, says how many registers a thread takes and how many bytes spill; Triton says how much shared memory
+  a block takes. How many blocks fit on a multiprocessor follows.
 - `trace`: every launch is run by Triton's interpreter, which is told to note the addresses that each program reads and
   writes. A sector has 32 bytes, as on the device.
 
@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Launch = dict[str, Any]
@@ -48,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fibottention and violin": {"support": FIBOTTENTION, "decay": {"name": "violin"}},
     "violin": {"support": "dense", "decay": {"name": "violin"}},
 }
-LARGEST_DENSE = 1024  # patches: in the interpreter all pairs of more would take minutes
+LARGEST_DENSE = 400  # patches: in the interpreter all pairs of more would take minutes
 # Operations of torch that start nothing on the device.
 NO_LAUNCH = ("empty", "view", "transpose", "permute", "detach", "slice", "select", "as_strided", "unsqueeze", "expand")
 NO_LAUNCH += ("alias", "t.", "squeeze", "_to_copy", "lift", "set_", "split", "unbind", "is_same_size")
@@ -84,22 +85,21 @@ class TorchLaunches(TorchDispatchMode):
     def __init__(self, launches: list[Launch]) -> None:
         super().__init__()
         self.launches = launches
-        self.inside = False  # of an operator of ours; what is around it, as the table of the weights, is not the kernels'
+        self.inside = False  # of an operator of ours
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        ours = "hf_sparseprior" in str(func) and "triton" in str(func)
-        self.inside = self.inside or ours
-        out = func(*args, **(kwargs or {}))
-        if ours:
+        if "hf_sparseprior" in str(func) and "triton" in str(func):
+            self.inside = True
+            with self:  # the function that the operator stands for, because the mode sees nothing within operators
+                out = OPDEFS[func.name().split(".")[0]]._init_fn(*args, **(kwargs or {}))
             self.inside = False
-        elif self.inside and not any(str(func).startswith(f"aten.{name}") for name in NO_LAUNCH):
-            sizes = [size_of(x) for x in (*args, out) if isinstance(x, torch.Tensor)]
-            self.launches.append({"name": f"torch {func.__name__.split('.')[0]}", "memory": sum(sizes), "cache": sum(sizes)})
+            return out
+        out = func(*args, **(kwargs or {}))
+        if self.inside and not any(str(func).startswith(f"aten.{name}") for name in NO_LAUNCH):
+            size = sum(x.numel() * x.element_size() for x in (*args, out) if isinstance(x, torch.Tensor))
+            name = f"torch {func.__name__.split('.')[0]}"
+            self.launches.append({"name": name, "memory": size, "cache": size})
         return out
-
-
-def size_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def passes(case: dict[str, Any], tokens: int, dtype: torch.dtype, heads: int, launches: list[Launch]) -> None:
@@ -185,10 +185,12 @@ class Addresses:
         self.cache = 0
 
     def note(self, kind: str, pointers: np.ndarray, mask: np.ndarray) -> None:
+        """Addresses that are read or written, where `mask`."""
         chosen = pointers[np.broadcast_to(mask, pointers.shape)]
         self.program[kind].append(np.unique(chosen // SECTOR))
 
     def next_program(self) -> None:
+        """What was noted belongs to one program."""
         for kind, found in self.program.items():
             if found:
                 sectors = np.unique(np.concatenate(found))
@@ -199,10 +201,12 @@ class Addresses:
                 self.gather(kind)
 
     def gather(self, kind: str) -> None:
+        """Join what programs have touched."""
         self.launch[kind] = np.unique(np.concatenate([self.launch[kind], *self.waiting[kind]]))
         self.waiting[kind].clear()
 
     def sizes(self) -> dict[str, int]:
+        """Bytes of the launch."""
         self.next_program()
         for kind in self.waiting:
             self.gather(kind)
@@ -280,7 +284,7 @@ def run_worker(way: str, names: Sequence[str], sizes: Sequence[int], dtype: str,
 
 
 def count(names: Sequence[str], sizes: Sequence[int], dtype: str = "bfloat16", heads: int = 12) -> list[dict[str, Any]]:
-    """Cases with their launches: {"case", "tokens", "launches": [{"pass", "name", "memory", "cache", ...}]}, in copies."""
+    """Cases with their launches, bytes in copies: [{"case", "tokens", "launches": [{"pass", "name", ...}]}]."""
     compiled = run_worker("compile", names, sizes, dtype, heads)
     traced = run_worker("trace", names, sizes, dtype, heads)
     rows = []
@@ -291,5 +295,6 @@ def count(names: Sequence[str], sizes: Sequence[int], dtype: str = "bfloat16", h
                 raise RuntimeError(f"{by_compiler['name']} was compiled where {by_trace['name']} ran")
             bytes_in_copies = {kind: by_trace[kind] / other["copy"] for kind in ("memory", "cache")}
             launches.append({**by_compiler, **bytes_in_copies})
-        rows.append({"case": one["case"], "tokens": one["tokens"], "dtype": dtype, "heads": heads, "launches": launches})
+        about = {"case": one["case"], "tokens": one["tokens"], "dtype": dtype, "heads": heads}
+        rows.append({**about, "launches": launches})
     return rows
