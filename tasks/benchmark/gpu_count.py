@@ -1,7 +1,7 @@
 """What the Triton kernels need, counted without a GPU: python -m tasks.benchmark.gpu --count
 
-Nothing here is a time. Each case is one layer's attention, forward and backward, at B = 1. It is looked at twice, in
-processes of their own:
+Nothing here is a time. Each case is one layer's attention, forward and backward, of one image or more. It is looked at
+twice, in processes of their own:
 
 - `compile`: every launch is compiled by Triton for compute capability 9.0 (H100, H200) instead of run. ptxas, which
   comes with Triton, says how many registers a thread takes and how many bytes spill; Triton says how much shared memory
@@ -48,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fibottention, zero fill": {"support": {**FIBOTTENTION, "mask_fill": "zero"}},
     "fibottention and violin": {"support": FIBOTTENTION, "decay": {"name": "violin"}},
     "violin": {"support": "dense", "decay": {"name": "violin"}},
+    "violin, 8 images": {"support": "dense", "decay": {"name": "violin"}, "images": 8},
 }
 LARGEST_DENSE = 400  # patches: in the interpreter all pairs of more would take minutes
 # Operations of torch that start nothing on the device.
@@ -65,7 +66,8 @@ def attention_of(case: dict[str, Any], tokens: int, dtype: torch.dtype, heads: i
     from tasks.benchmark import gpu
 
     plan = gpu.make_plan(case["support"], case.get("decay"), tokens, heads)
-    inputs = [x.requires_grad_() for x in gpu.make_inputs(1, tokens, dtype, torch.device("cpu"), heads)]
+    images = case.get("images", 1)
+    inputs = [x.requires_grad_() for x in gpu.make_inputs(images, tokens, dtype, torch.device("cpu"), heads)]
     decay = gpu.make_decay(plan, torch.device("cpu"))
     scalars = [x for x in (decay or {}).values() if isinstance(x, torch.Tensor) and x.requires_grad]
     held: list[torch.Tensor] = []
@@ -216,6 +218,7 @@ class Addresses:
 @contextlib.contextmanager
 def tracing(launches: list[Launch]) -> Iterator[None]:
     """Launches run in the interpreter, and what they touch is noted."""
+    from triton import language
     from triton.runtime import interpreter
 
     builder, now = interpreter.interpreter_builder, Addresses()
@@ -243,6 +246,16 @@ def tracing(launches: list[Launch]) -> Iterator[None]:
             run(self, *arguments, grid=grid, **options)
         launches.append({"name": self.fn.__name__, **now.sizes()})
 
+    replace = getattr(interpreter, "_patch_lang", None)
+
+    def unless_replaced(function: Any) -> Any:
+        """Half the time goes into replacing triton.language anew in each function that a kernel calls."""
+        seen = [value for value in function.__globals__.values() if value is language or value is language.core]
+        fresh = any(language.core.is_builtin(module.load) for module in seen)
+        return replace(function) if fresh else interpreter._LangPatchScope()
+
+    if replace is not None and hasattr(interpreter, "_LangPatchScope"):
+        interpreter._patch_lang = unless_replaced
     kind.create_masked_load, kind.create_masked_store, kind.set_grid_idx = masked_load, masked_store, next_program
     # The loads and stores without a mask end in those with one.
     interpreter.InterpretedFunction.run = run_and_note
@@ -265,7 +278,7 @@ def worker(way: str, names: Sequence[str], sizes: Sequence[int], dtype: torch.dt
                 # All heads of a dense layer are alike.
                 own = 1 if dense and way == "trace" else heads
                 passes(CASES[name], tokens, dtype, own, found)
-                unit = 4 * own * (tokens + 1) * 64 * dtype.itemsize
+                unit = 4 * CASES[name].get("images", 1) * own * (tokens + 1) * 64 * dtype.itemsize
                 print(json.dumps({"case": name, "tokens": tokens, "copy": unit, "launches": found}), flush=True)
 
 

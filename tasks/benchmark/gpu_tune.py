@@ -22,7 +22,7 @@ BETTER = 0.97  # of the default's time, or the default stays
 def trying(key: str, sizes: triton_sizes.Sizes) -> Iterator[None]:
     """A call within uses these sizes, whatever the table says."""
     before = triton_sizes.tuned
-    triton_sizes.tuned = lambda device: {key: sizes}  # type: ignore[assignment]
+    triton_sizes.tuned = lambda device: {key: sizes}
     try:
         yield
     finally:

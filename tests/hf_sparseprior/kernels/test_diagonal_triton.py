@@ -92,9 +92,13 @@ def test_a_short_sequence_is_one_launch_each_way(kernels, launched, prefix, deca
 
 
 def test_nothing_waits_for_the_device(kernels):
-    """No operation that a CUDA graph cannot hold: none that brings a number from the device or has a size of its own."""
+    """A CUDA graph can hold it: nothing brings a number from the device, and no size follows from one."""
     waiting = ("_local_scalar_dense", "item", "nonzero", "unique", "_to_copy", "copy_", "is_nonzero", "masked_select")
-    for support, decay, dropout_p in ((FEW, "manhattan", 0.0), (FEW, None, 0.2), ({**FEW, "mask_fill": "zero"}, None, 0)):
+    for support, decay, dropout_p in (
+        (FEW, "manhattan", 0.0),
+        (FEW, None, 0.2),
+        ({**FEW, "mask_fill": "zero"}, None, 0),
+    ):
         leaves = kernels.make((3, 3), 1, decay=decay)
         for name in ("diagonal_triton", "diagonal_triton_backward"):
 

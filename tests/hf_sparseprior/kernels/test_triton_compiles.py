@@ -51,6 +51,7 @@ for dtype, prefix, zero_fill, weights, dropout_p, one_launch in [
     (torch.float16, 0, True, decay, 0.0, True),
 ]:
     diagonal_triton.ONE_LAUNCH_TOKENS = 1000 * one_launch
+    decayed_triton.TABLE_IMAGES = 1 + one_launch  # with a table of the decay, and without
     q, k, v = (torch.randn(1, 2, prefix + 9, 16, dtype=dtype, requires_grad=True) for _ in range(3))
     out = diagonal_triton.diagonal_attention(
         q, k, v, offsets, begin, prefix, 0.1, zero_fill, *(weights or [None] * 4), dropout_p=dropout_p
