@@ -29,6 +29,8 @@ VARIABLE = "SPARSEPRIOR_TRITON_TABLE"
 
 Sizes = dict[str, int]
 
+TRIED: dict[str, Sizes] = {}  # by `entry_key`, what a tuner tries now; it goes before the table
+
 
 def block_sizes(kernel: str, q: Tensor) -> Sizes:
     """Sizes of a block as the kernels along diagonals take them: WIDTH, ROWS, COLUMNS and num_warps.
@@ -41,7 +43,8 @@ def block_sizes(kernel: str, q: Tensor) -> Sizes:
     columns = triton.next_power_of_2(width)
     default = DEFAULTS[kernel]
     chosen = {"ROWS": min(MAX_ROWS, default["elements"] // columns), "num_warps": default["num_warps"]}
-    chosen |= tuned(device_key(q.device)).get(entry_key(kernel, q.element_size(), columns), {})
+    key = entry_key(kernel, q.element_size(), columns)
+    chosen |= TRIED.get(key) or tuned(device_key(q.device)).get(key, {})
     return {"WIDTH": width, "COLUMNS": columns, **chosen}
 
 

@@ -158,7 +158,8 @@ def window_call(
     """A sliding window and its inputs: the patches alone where the package knows no prefix tokens."""
     prefix = plan.num_prefix_tokens if rival.about.startswith("FlexAttention") else 0
     own = [x[:, :, plan.num_prefix_tokens - prefix :] for x in inputs]
-    problem = Problem(AttentionPlan(plan.num_heads, plan.grid, prefix, plan.support, None, 0), *own, own[0], None)
+    q, k, v = own
+    problem = Problem(AttentionPlan(plan.num_heads, plan.grid, prefix, plan.support, None, 0), q, k, v, q, None)
     if reason := rival.can_run(problem, train):
         raise ValueError(reason)
     return rival.prepare(problem), own
@@ -326,7 +327,7 @@ def check_graph(tokens: int, dtype: torch.dtype, device: torch.device) -> dict[s
     cases = [("support", FIBOTTENTION, None), ("support, violin", FIBOTTENTION, VIOLIN), ("violin", "dense", VIOLIN)]
     for name, support, decay in cases:
         plan, inputs = make_plan(support, decay, tokens), make_inputs(2, tokens, dtype, device)
-        run = contender("triton", plan, inputs, train=True)()
+        run: Callable[[], Any] = contender("triton", plan, inputs, train=True)()
         expected = [x.clone() for x in run()]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -52,8 +52,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 LARGEST_DENSE = 400  # patches: in the interpreter all pairs of more would take minutes
 # Operations of torch that start nothing on the device.
-NO_LAUNCH = ("empty", "view", "transpose", "permute", "detach", "slice", "select", "as_strided", "unsqueeze", "expand")
-NO_LAUNCH += ("alias", "t.", "squeeze", "_to_copy", "lift", "set_", "split", "unbind", "is_same_size")
+NO_LAUNCH = (
+    *("empty", "new_empty", "view", "transpose", "permute", "detach", "slice", "select", "as_strided", "unsqueeze"),
+    *("expand", "alias", "t.", "squeeze", "lift", "split", "unbind"),
+)
 
 
 # ---- one case -------------------------------------------------------------------------------------------------------
@@ -67,16 +69,16 @@ def attention_of(case: dict[str, Any], tokens: int, dtype: torch.dtype, heads: i
 
     plan = gpu.make_plan(case["support"], case.get("decay"), tokens, heads)
     images = case.get("images", 1)
-    inputs = [x.requires_grad_() for x in gpu.make_inputs(images, tokens, dtype, torch.device("cpu"), heads)]
+    q, k, v = (x.requires_grad_() for x in gpu.make_inputs(images, tokens, dtype, torch.device("cpu"), heads))
     decay = gpu.make_decay(plan, torch.device("cpu"))
     scalars = [x for x in (decay or {}).values() if isinstance(x, torch.Tensor) and x.requires_grad]
     held: list[torch.Tensor] = []
 
     def run(backward: bool) -> None:
         if not backward:
-            held[:] = [run_plan(AttentionRequest(*inputs, plan, decay), backend="triton")[0]]
+            held[:] = [run_plan(AttentionRequest(q, k, v, plan, decay), backend="triton")[0]]
             return
-        torch.autograd.grad(held[0], [*inputs, *scalars], torch.ones_like(held[0]))
+        torch.autograd.grad(held[0], [q, k, v, *scalars], torch.ones_like(held[0]))
 
     return run
 
@@ -246,7 +248,7 @@ def tracing(launches: list[Launch]) -> Iterator[None]:
             run(self, *arguments, grid=grid, **options)
         launches.append({"name": self.fn.__name__, **now.sizes()})
 
-    replace = getattr(interpreter, "_patch_lang", None)
+    replace: Any = getattr(interpreter, "_patch_lang", None)
 
     def unless_replaced(function: Any) -> Any:
         """Half the time goes into replacing triton.language anew in each function that a kernel calls."""
