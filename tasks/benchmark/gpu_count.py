@@ -99,8 +99,11 @@ class TorchLaunches(TorchDispatchMode):
             self.inside = False
             return out
         out = func(*args, **(kwargs or {}))
-        if self.inside and not any(str(func).startswith(f"aten.{name}") for name in NO_LAUNCH):
-            size = sum(x.numel() * x.element_size() for x in (*args, out) if isinstance(x, torch.Tensor))
+        fills = "zeros" in str(func)  # reads nothing, though it has an argument
+        tensors = [x for x in ((out,) if fills else (*args, out)) if isinstance(x, torch.Tensor)]
+        empty = not (isinstance(out, torch.Tensor) and out.numel())
+        if self.inside and not empty and not any(str(func).startswith(f"aten.{name}") for name in NO_LAUNCH):
+            size = sum(x.numel() * x.element_size() for x in tensors)
             name = f"torch {func.__name__.split('.')[0]}"
             self.launches.append({"name": name, "memory": size, "cache": size})
         return out
