@@ -536,7 +536,7 @@ def main(argv: list[str] | None = None, device: str = "cuda") -> int:
             print(f"{PROGRAM}: {reason}", file=sys.stderr)
             return 2
         return benchmark(arguments, torch.device(device))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
 

@@ -133,11 +133,12 @@ def resources(ptx: str) -> dict[str, int]:
         options = ["-v", "-lineinfo", "--regAllocOptLevel=2", f"--gpu-name={sm_arch_from_capability(CAPABILITY)}"]
         command = [get_ptxas(CAPABILITY).path, *options, str(source), "-o", str(source.with_suffix(".o"))]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    numbers = {
-        name: re.search(pattern, said)
-        for name, pattern in (("registers", r"Used (\d+) registers"), ("spilled", r"(\d+) bytes spill stores"))
-    }
-    return {name: int(found.group(1)) if found else 0 for name, found in numbers.items()}
+    found = {}
+    for name, pattern in (("registers", r"Used (\d+) registers"), ("spilled", r"(\d+) bytes spill stores")):
+        if (number := re.search(pattern, said)) is None:
+            raise RuntimeError(f"ptxas says nothing of what is {name}: {said.strip()[:200]!r}")
+        found[name] = int(number.group(1))
+    return found
 
 
 def blocks_at_once(registers: int, shared: int, warps: int) -> int:
@@ -280,8 +281,8 @@ def worker(way: str, names: Sequence[str], sizes: Sequence[int], dtype: torch.dt
                 if dense and tokens > LARGEST_DENSE:
                     continue
                 found.clear()
-                # All heads of a dense layer are alike.
-                own = 1 if dense and way == "trace" else heads
+                # All heads of a dense layer are alike. Two, because tables of one are contiguous whatever they are.
+                own = min(2, heads) if dense and way == "trace" else heads
                 passes(CASES[name], tokens, dtype, own, found)
                 unit = 4 * CASES[name].get("images", 1) * own * (tokens + 1) * 64 * dtype.itemsize
                 print(json.dumps({"case": name, "tokens": tokens, "copy": unit, "launches": found}), flush=True)
@@ -305,12 +306,13 @@ def count(names: Sequence[str], sizes: Sequence[int], dtype: str = "bfloat16", h
     """Cases with their launches, bytes in copies: [{"case", "tokens", "launches": [{"pass", "name", ...}]}]."""
     compiled = run_worker("compile", names, sizes, dtype, heads)
     traced = run_worker("trace", names, sizes, dtype, heads)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for one, other in zip(compiled, traced, strict=True):
         launches = []
+        names = [[launch["name"] for launch in way["launches"]] for way in (one, other)]
+        if names[0] != names[1]:
+            raise RuntimeError(f"{one['case']}: {', '.join(names[0])} were compiled, {', '.join(names[1])} ran")
         for by_compiler, by_trace in zip(one["launches"], other["launches"], strict=True):
-            if by_compiler["name"] != by_trace["name"]:
-                raise RuntimeError(f"{by_compiler['name']} was compiled where {by_trace['name']} ran")
             bytes_in_copies = {kind: by_trace[kind] / other["copy"] for kind in ("memory", "cache")}
             launches.append({**by_compiler, **bytes_in_copies})
         about = {"case": one["case"], "tokens": one["tokens"], "dtype": dtype, "heads": heads}

@@ -1,9 +1,6 @@
 """What is counted without a GPU: against bytes and registers worked out by hand."""
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import numpy as np
@@ -75,26 +72,19 @@ def test_the_file_says_that_no_gpu_ran(counted):
 
 
 @needs_triton
-@pytest.mark.slow
-def test_spills_are_seen():
-    """A kernel that holds more than 255 registers a thread, compiled in a process of its own."""
-    code = """
-import torch, triton, triton.language as tl
-from tasks.benchmark import gpu_count
-
-@triton.jit
-def wide(x, y, SIZE: tl.constexpr):
-    at = tl.arange(0, SIZE)
-    one, two = tl.load(x + at), tl.load(x + SIZE + at)
-    tl.debug_barrier()
-    tl.store(y + at, tl.cumsum(one) * two + tl.cumsum(two) * one)
-
-found = []
-with gpu_count.compiling(found):
-    wide[(1,)](torch.empty(1 << 15), torch.empty(1 << 14), SIZE=1 << 14, num_warps=1)
-print(found[0]["registers"], found[0]["spilled"])
+@pytest.mark.parametrize(("limit", "spills"), [(24, True), (255, False)])
+def test_registers_and_spills_are_ptxas(limit, spills):
+    """64 numbers are read before the first is written, so that with 24 registers most of them spill."""
+    count = 64
+    body = [f"ld.volatile.global.u32 %r{i},[%rd1+{4 * i}];" for i in range(count)]
+    body += [f"st.volatile.global.u32 [%rd1+{4 * i}],%r{count - 1 - i};" for i in range(count)]
+    ptx = f""".version 8.0
+.target sm_90
+.address_size 64
+.visible .entry k(.param .u64 p) .maxnreg {limit} {{
+.reg .b64 %rd<2>; .reg .b32 %r<{count}>; ld.param.u64 %rd1,[p];
+{" ".join(body)} ret; }}
 """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    registers, spilled = map(int, done.stdout.split()[-2:])
-    assert registers == 255 and spilled > 0
+    found = gpu_count.resources(ptx)
+    assert (found["registers"] == limit and found["spilled"] > 100) if spills else found["registers"] >= count
+    assert spills or found["spilled"] == 0
