@@ -53,8 +53,8 @@ def test_bytes_and_launches_of_a_small_layer(counted):
     assert names == {"forward": ["_forward_tokens"], "backward": ["_backward_tokens"]}
     # q, k, v and the output once; 8 bytes of softmax for each row of 512; some tables of 32 bytes.
     assert 1 + 8 / 512 <= gpu_report.total(row, "forward", "memory") < 1.06
-    # Backward also reads the output and its gradient (expanded from one number here), and writes three.
-    assert 1.75 <= gpu_report.total(row, "backward", "memory") < 2.1
+    # q, k, v, the output and its gradient are read once, three gradients are written once: 8 tensors are 2 copies.
+    assert 2 + 8 / 512 <= gpu_report.total(row, "backward", "memory") < 2.1
     for launch in row["launches"]:
         assert launch["spilled"] == 0 and 16 <= launch["registers"] <= 255 and 0 < launch["occupancy"] <= 1
     # What torch itself starts is counted too: the sum of v forward, that of the parts backward.
