@@ -151,7 +151,7 @@ def _listed_weights(request: AttentionRequest, scalars: DecayScalars, key_ids: T
 def _pair_weights(plan: AttentionPlan, scalars: DecayScalars) -> Tensor:
     """Weights of the pairs of each offset, head after head, in the order of "pair_begin"."""
     device = scalars.alpha.device
-    if device.type == "cpu":
+    if device.type == "cpu" and diagonal_cpu.ready() is None:
         return weights_cpu.pair_weights(
             plan_table(plan, "positions_in_order", device),
             plan_table(plan, "signed_offsets", device),

@@ -3,7 +3,8 @@
 Y = softmax(alpha_h * scale * Q K^T * M) V, M_ij = mean over curves c of gamma_c^|position_c(i) - position_c(j)| (VIOLIN
 Eqs. 12 and 13), computed as in flash attention 2: softmax runs over the blocks of keys one after the other, and the
 backward pass computes probabilities again from the softmax of each row. Blocks of M are made from the positions
-where they are needed. Nothing of size T x T is ever in memory.
+where they are needed, and nothing of size T x T is in memory. Only for many images of few tokens, where each would make
+the same M again, it is made once for all (`_decay_table`).
 
 Products of blocks are computed in the dtype of q and summed in float32; products of float32 are exact (no tf32). Sums
 over blocks are taken in the order of the blocks, so that two runs give the same bits.
@@ -41,6 +42,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # And it multiplies by numpy, where the order of a sum depends on the processor and the shapes. On a GPU it is the same
 # in all kernels; that is why gradients are exactly 0 where one key has all the weight.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+# M is made once for all images if there are so many, and if it takes no more than a third of the L2 cache of an H100 or
+# H200. At 12 heads that is up to 591 tokens. Not measured on a GPU.
+TABLE_IMAGES, TABLE_BYTES = 8, 1 << 24
 
 # Rows and keys of a block, forward and backward, by bytes of an element and padded head width. It is a fixed table
 # without autotuning: tuning at the first use of each shape would take seconds in every process and could give other
@@ -116,10 +121,29 @@ def _distances(positions, curve, rows, keys, patches, AXES: tl.constexpr, PREFIX
 
 @triton.jit
 def _decay_block(
+    table, positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches,
+    CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
+):  # fmt: skip
+    """M (rows, keys) of tokens, from the table if there is one.
+
+    M is symmetric, so the backward pass calls it with (keys, rows) in the same way.
+    """
+    if table is None:
+        return _new_decay_block(
+            positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX
+        )
+    else:
+        tokens = patches + PREFIX
+        pointers = table + head * tokens * tokens + rows[:, None] * tokens + keys[None, :]
+        return tl.load(pointers, mask=(rows < tokens)[:, None] & (keys < tokens)[None, :], other=0.0)
+
+
+@triton.jit
+def _new_decay_block(
     positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches,
     CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
 ):  # fmt: skip
-    """M (rows, keys) of tokens. M is symmetric, so the backward pass calls it with (keys, rows) in the same way."""
+    """M (rows, keys) of tokens, from their positions."""
     total = tl.zeros((rows.shape[0], keys.shape[0]), tl.float32)
     for curve in range(CURVES):
         rate = tl.load(log_gamma + curve * heads + head) * LOG2E
@@ -132,9 +156,27 @@ def _decay_block(
 
 
 @triton.jit
+def _forward_decay(
+    table, positions, log_gamma, prefix_gamma, heads, patches, CURVES: tl.constexpr, AXES: tl.constexpr,
+    PREFIX: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """M of a block of rows and of keys of one head: table is float32 (H, T, T)."""
+    tokens = patches + PREFIX
+    across = tl.cdiv(tokens, KEYS)
+    blocks = tl.cdiv(tokens, ROWS) * across
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    rows = (block // across) * ROWS + tl.arange(0, ROWS)
+    keys = (block % across) * KEYS + tl.arange(0, KEYS)
+    decay = _new_decay_block(positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX)
+    pointers = table + head * tokens * tokens + rows[:, None] * tokens + keys[None, :]
+    tl.store(pointers, decay, mask=(rows < tokens)[:, None] & (keys < tokens)[None, :])
+
+
+@triton.jit
 def _forward_rows(
-    q, k, v, out, stats, positions, log_gamma, alpha, prefix_gamma, seed, q_strides, k_strides, v_strides, out_strides,
-    heads, patches, scale, dropout_p, CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
+    q, k, v, out, stats, table, positions, log_gamma, alpha, prefix_gamma, seed, q_strides, k_strides, v_strides,
+    out_strides, heads, patches, scale, dropout_p, CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Output of a block of rows, and what `load_softmax` gives the backward pass."""
@@ -152,7 +194,9 @@ def _forward_rows(
         valid = keys < tokens
         k_rows = load_block(k, k_strides, batch, head, keys, valid, WIDTH, COLUMNS)
         v_rows = load_block(v, v_strides, batch, head, keys, valid, WIDTH, COLUMNS)
-        decay = _decay_block(positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX)
+        decay = _decay_block(
+            table, positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX
+        )
         logits = _product(q_rows, tl.trans(k_rows)) * scale * (head_alpha * decay)
         logits = tl.where(valid[None, :], logits, float("-inf"))
         higher = tl.maximum(high, tl.max(logits, 1))
@@ -168,15 +212,17 @@ def _forward_rows(
 
 @triton.jit
 def _row_pairs(
-    q_rows, g_rows, high, share, rows, exists, keys, k, v, positions, log_gamma, prefix_gamma, head_alpha, seed,
-    k_strides, v_strides, slot, batch, head, heads, patches, scale, dropout_p,
+    q_rows, g_rows, high, share, rows, exists, keys, k, v, table, positions, log_gamma, prefix_gamma, head_alpha,
+    seed, k_strides, v_strides, slot, batch, head, heads, patches, scale, dropout_p,
     CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """For rows and keys: M, the scaled product of q and k, the probability and its gradient, and the rows of k."""
     valid = keys < patches + PREFIX
     k_rows = load_block(k, k_strides, batch, head, keys, valid, WIDTH, COLUMNS)
     v_rows = load_block(v, v_strides, batch, head, keys, valid, WIDTH, COLUMNS)
-    decay = _decay_block(positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX)
+    decay = _decay_block(
+        table, positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX
+    )
     product = _product(q_rows, tl.trans(k_rows)) * scale
     pairs = exists[:, None] & valid[None, :]
     prob = probability(product * (head_alpha * decay), pairs, high[:, None], share[:, None])
@@ -186,9 +232,9 @@ def _row_pairs(
 
 @triton.jit
 def _backward_delta(
-    grad, q, k, v, stats, delta, positions, log_gamma, alpha, prefix_gamma, seed, grad_strides, q_strides, k_strides,
-    v_strides, heads, patches, scale, dropout_p, CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    grad, q, k, v, stats, delta, table, positions, log_gamma, alpha, prefix_gamma, seed, grad_strides, q_strides,
+    k_strides, v_strides, heads, patches, scale, dropout_p, CURVES: tl.constexpr, AXES: tl.constexpr,
+    PREFIX: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """delta of a block of rows: float32 (B, H, T), for each row the mean gradient of its probabilities, weighted by
     them.
@@ -211,9 +257,9 @@ def _backward_delta(
     total = tl.zeros((ROWS,), tl.float32)
     for start in range(0, tokens, KEYS):
         _, _, prob, d_prob, _ = _row_pairs(
-            q_rows, g_rows, high, share, rows, exists, start + tl.arange(0, KEYS), k, v, positions, log_gamma,
-            prefix_gamma, head_alpha, seed, k_strides, v_strides, slot, batch, head, heads, patches, scale, dropout_p,
-            CURVES, AXES, PREFIX, WIDTH, COLUMNS,
+            q_rows, g_rows, high, share, rows, exists, start + tl.arange(0, KEYS), k, v, table, positions,
+            log_gamma, prefix_gamma, head_alpha, seed, k_strides, v_strides, slot, batch, head, heads, patches, scale,
+            dropout_p, CURVES, AXES, PREFIX, WIDTH, COLUMNS,
         )  # fmt: skip
         weighted += tl.sum(prob * d_prob, 1)
         total += tl.sum(prob, 1)
@@ -222,7 +268,7 @@ def _backward_delta(
 
 @triton.jit
 def _backward_rows(
-    grad, q, k, v, stats, dq, delta, decay_parts, positions, log_gamma, alpha, prefix_gamma, seed,
+    grad, q, k, v, stats, dq, delta, decay_parts, table, positions, log_gamma, alpha, prefix_gamma, seed,
     grad_strides, q_strides, k_strides, v_strides, out_strides, heads, patches, scale, dropout_p,
     CURVES: tl.constexpr, CURVE_COLUMNS: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -249,8 +295,8 @@ def _backward_rows(
     for start in range(0, tokens, KEYS):
         keys = start + tl.arange(0, KEYS)
         decay, product, prob, d_prob, k_rows = _row_pairs(
-            q_rows, g_rows, high, share, rows, exists, keys, k, v, positions, log_gamma, prefix_gamma, head_alpha, seed,
-            k_strides, v_strides, slot, batch, head, heads, patches, scale, dropout_p,
+            q_rows, g_rows, high, share, rows, exists, keys, k, v, table, positions, log_gamma, prefix_gamma,
+            head_alpha, seed, k_strides, v_strides, slot, batch, head, heads, patches, scale, dropout_p,
             CURVES, AXES, PREFIX, WIDTH, COLUMNS,
         )  # fmt: skip
         slope = prob * (d_prob - delta_rows[:, None])
@@ -278,7 +324,7 @@ def _backward_rows(
 
 @triton.jit
 def _backward_keys(
-    grad, q, k, v, stats, delta, dk, dv, positions, log_gamma, alpha, prefix_gamma, seed,
+    grad, q, k, v, stats, delta, dk, dv, table, positions, log_gamma, alpha, prefix_gamma, seed,
     grad_strides, q_strides, k_strides, v_strides, out_strides, heads, patches, scale, dropout_p,
     CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -301,7 +347,7 @@ def _backward_keys(
         high, share = load_softmax(stats, slot * tokens + rows, valid)
         delta_rows = tl.load(delta + slot * tokens + rows, mask=valid, other=0.0)
         decay = head_alpha * _decay_block(
-            positions, log_gamma, prefix_gamma, head, heads, keys, rows, patches, CURVES, AXES, PREFIX
+            table, positions, log_gamma, prefix_gamma, head, heads, keys, rows, patches, CURVES, AXES, PREFIX
         )
         product = _product(k_rows, tl.trans(q_rows)) * scale
         prob = probability(product * decay, valid[None, :], high[None, :], share[None, :])
@@ -328,6 +374,24 @@ def _sizes(q: Tensor, positions: Tensor, prefix: int, direction: str) -> dict[st
     }  # fmt: skip
 
 
+def _decay_table(
+    q: Tensor, positions: Tensor, log_gamma: Tensor, prefix_gamma: Tensor | None, prefix: int, sizes: dict[str, int]
+) -> Tensor | None:
+    """M as float32 (H, T, T), the same numbers that each block would make; None where a table would not pay.
+
+    A block of M is made with one exponential for each pair and curve, more than attention itself has. Read, it is four
+    bytes for each pair, from the L2 cache, where all images find the same ones.
+    """
+    batch, heads, tokens, _ = q.shape
+    if batch < TABLE_IMAGES or 4 * heads * tokens**2 > TABLE_BYTES:
+        return None
+    table = q.new_empty((heads, tokens, tokens), dtype=torch.float32)
+    own = {name: sizes[name] for name in ("CURVES", "AXES", "PREFIX", "ROWS", "KEYS", "num_warps")}
+    blocks = triton.cdiv(tokens, sizes["ROWS"]) * triton.cdiv(tokens, sizes["KEYS"])
+    _forward_decay[(heads * blocks,)](table, positions, log_gamma, prefix_gamma, heads, tokens - prefix, **own)
+    return table
+
+
 @torch.library.custom_op("hf_sparseprior::decayed_triton", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, log_gamma: Tensor, alpha: Tensor, prefix_gamma: Tensor | None,
@@ -339,9 +403,11 @@ def _forward(
     if slots == 0:
         return out, stats
     sizes = _sizes(q, positions, prefix, "forward")
+    log_gamma = log_gamma.contiguous()
     with torch.cuda.device_of(q):
+        table = _decay_table(q, positions, log_gamma, prefix_gamma, prefix, sizes)
         _forward_rows[(slots * triton.cdiv(tokens, sizes["ROWS"]),)](
-            q, k, v, out, stats, positions, log_gamma.contiguous(), alpha, prefix_gamma, seed,
+            q, k, v, out, stats, table, positions, log_gamma, alpha, prefix_gamma, seed,
             q.stride(), k.stride(), v.stride(), out.stride(), q.shape[1], tokens - prefix, scale, dropout_p, **sizes,
         )  # fmt: skip
     return out, stats
@@ -365,11 +431,13 @@ def _backward(
     blocks = triton.cdiv(tokens, sizes["ROWS"])
     delta = q.new_empty(q.shape[:3], dtype=torch.float32)
     parts = stats.new_empty(batch, heads, blocks, curves + 2) if learns_decay else None
-    decay = (positions, log_gamma.contiguous(), alpha, prefix_gamma, seed)
+    log_gamma = log_gamma.contiguous()
     inputs = (grad.stride(), q.stride(), k.stride(), v.stride())
     strides = (*inputs, dq.stride())
     numbers = (heads, tokens - prefix, scale, dropout_p)
     with torch.cuda.device_of(q):
+        table = _decay_table(q, positions, log_gamma, prefix_gamma, prefix, sizes)
+        decay = (table, positions, log_gamma, alpha, prefix_gamma, seed)
         _backward_delta[(batch * heads * blocks,)](grad, q, k, v, stats, delta, *decay, *inputs, *numbers, **sizes)
         _backward_rows[(batch * heads * blocks,)](
             grad, q, k, v, stats, dq, delta, parts, *decay, *strides, *numbers,

@@ -96,13 +96,13 @@ def store_row(x, strides, batch, head, token, values, WIDTH: tl.constexpr, COLUM
 
 
 @triton.jit
-def sum_parts(parts, blocks, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum of (blocks, D) in the order of blocks, (COLUMNS,)."""
+def sum_parts(parts, stride, blocks, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sum of (blocks, D) in the order of blocks, (COLUMNS,); a block's part is `stride` elements after the last."""
     columns = tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, blocks, ROWS):
         part = start + tl.arange(0, ROWS)
-        pointers = parts + part[:, None] * WIDTH + columns[None, :]
+        pointers = parts + part[:, None] * stride + columns[None, :]
         total += tl.sum(tl.load(pointers, mask=row_mask(part < blocks, WIDTH, COLUMNS), other=0.0), 0)
     return total
 

@@ -117,8 +117,9 @@ class Contender:
     """A way to compute attention.
 
     can_run: of a problem and whether gradients are wanted; None, or why it cannot run. prepare: turns a problem into
-    the function of (q, k, v) that is timed. dense: whether it computes dense attention instead of the support's. dtype:
-    in which it gets the inputs, if not in the benchmark's.
+    the function of (q, k, v) that is timed. dense: whether it computes dense attention instead of the support's. seen:
+    which keys it sees instead of the support's, of a plan and rows, bool (H or 1, R, T). dtype: in which it gets the
+    inputs, if not in the benchmark's.
     """
 
     about: str
@@ -126,11 +127,15 @@ class Contender:
     prepare: Callable[[Problem], Callable[[Tensor, Tensor, Tensor], Tensor]]
     dense: bool = False
     dtype: torch.dtype | None = None
+    seen: Callable[[AttentionPlan, Tensor], Tensor] | None = None
 
 
 def contenders() -> dict[str, Contender]:
     """All contenders by name: dense attention, every registered backend by its own name, and what else people use."""
+    from tasks.benchmark.window_contenders import windows
+
     others = {
+        **windows(),
         DENSE: Contender("scaled_dot_product_attention, no support, no decay", _always, _run_dense, dense=True),
         "flex": Contender("FlexAttention, compiled, block mask of the support", _flex_can_run, _run_flex),
         WIDE: _wide_contender(),
@@ -308,7 +313,7 @@ def timed_call(problem: Problem, contender: Contender, trains: bool) -> Callable
     problem = replace(problem, plan=plan, decay=None if contender.dense else problem.decay)
     problem = problem if contender.dtype is None else _in_dtype(problem, contender.dtype)
     function = contender.prepare(problem)
-    check(problem, function, trains, dense=contender.dense)
+    check(problem, function, trains, contender.dense, contender.seen)
 
     def forward() -> Tensor:
         with torch.no_grad():
@@ -321,11 +326,17 @@ def timed_call(problem: Problem, contender: Contender, trains: bool) -> Callable
     return forward_backward if trains else forward
 
 
-def check(problem: Problem, function: Callable, trains: bool, dense: bool) -> None:
+def check(
+    problem: Problem,
+    function: Callable,
+    trains: bool,
+    dense: bool,
+    seen: Callable[[AttentionPlan, Tensor], Tensor] | None = None,
+) -> None:
     """Compare the output of some rows with `expected_rows`, and every gradient of a loss over these rows."""
     rows = checked_rows(problem.plan)
     doubles = {leaf: leaf.detach().double().requires_grad_(trains) for leaf in problem.leaves}
-    expected = expected_rows(problem, rows, doubles, dense)
+    expected = expected_rows(problem, rows, doubles, dense, None if seen is None else seen(problem.plan, rows))
     with torch.set_grad_enabled(trains):
         out = function(problem.q, problem.k, problem.v)
     _compare(out[:, :, rows], expected, problem.q.dtype, "the output")
@@ -347,7 +358,9 @@ def checked_rows(plan: AttentionPlan) -> Tensor:
     return torch.cat([torch.arange(plan.num_prefix_tokens), patches]).unique()
 
 
-def expected_rows(problem: Problem, rows: Tensor, doubles: dict[Tensor, Tensor], dense: bool) -> Tensor:
+def expected_rows(
+    problem: Problem, rows: Tensor, doubles: dict[Tensor, Tensor], dense: bool, seen: Tensor | None = None
+) -> Tensor:
     """Attention of some query rows as it is defined, in float64: softmax over whole rows of logits.
 
     Args:
@@ -355,6 +368,7 @@ def expected_rows(problem: Problem, rows: Tensor, doubles: dict[Tensor, Tensor],
         rows: token numbers (R,).
         doubles: the problem's tensors in float64.
         dense: whether to leave the support out.
+        seen: which keys the rows see, bool (H or 1, R, T), instead of the support's.
 
     Returns:
         (B, H, R, D).
@@ -368,7 +382,9 @@ def expected_rows(problem: Problem, rows: Tensor, doubles: dict[Tensor, Tensor],
     if problem.decay is not None:
         decay = {key: doubles.get(x, x) if isinstance(x, Tensor) else x for key, x in problem.decay.items()}
         logits = logits * _decay_rows(plan, cast("DecayTensors", decay), rows, of_patches)
-    if plan.offsets is not None and not dense:
+    if seen is not None:
+        logits = logits.masked_fill(~seen.to(device), -math.inf)
+    elif plan.offsets is not None and not dense:
         # Numbers of the tokens in the order of each head, (H, T).
         numbers = keys.expand(plan.num_heads, -1)
         if plan.ranks is not None:

@@ -1,8 +1,13 @@
 """Attention and whole models on a CUDA GPU: python -m tasks.benchmark.gpu
 
-It checks the Triton kernels against `reference` in float64. Then it times operators and models in one process, where
-contenders take turns. It prints one table: medians with their spread, the ratio to the copy bound (read Q, K, V and
-write O once, at the bandwidth that a copy reaches here) and how many times faster than flash attention over all pairs.
+It checks the Triton kernels against `reference` in float64, alone and in a CUDA graph. It tries sizes of a block and
+keeps the fastest (`hf_sparseprior.kernels.triton_sizes`). Then it times operators and models in one process, where
+contenders take turns. OUT/RESULTS.md has medians with their spread, the ratio to the copy bound (read Q, K, V and
+write O once, at the bandwidth that a copy reaches here) and how many times faster than flash attention over all pairs,
+next to the project's targets. OUT/records.json has everything as soon as it is known. No step begins after --budget
+seconds; the same command goes on then.
+
+--count needs no GPU: it counts what the kernels read and write, their launches, registers and shared memory.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,22 +30,35 @@ from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassific
 from hf_sparseprior.attention_plan import AttentionPlan, plan_table
 from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.decay import DECAYS
+from hf_sparseprior.files import read_json_object, write_text
 from hf_sparseprior.ops import run_plan
 from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.resolved import DecayTensors
-from tasks.benchmark import timing
+from tasks.benchmark import gpu_count, gpu_report, timing, window_contenders
+from tasks.benchmark.contenders import Contender, Problem
 from tasks.common.environment import command_line, environment
 from tasks.common.results import write_results
 
 Call = timing.Call
 
 HEADS, WIDTH, PREFIX = 12, 64, 1
-BATCHES = {196: 128, 1024: 32, 4096: 8, 16384: 8}
-FIBOTTENTION = {"name": "fibottention", "w_min": 5, "w_max": 65}
+PROGRAM = "python -m tasks.benchmark.gpu"
+FOLDER = Path(__file__).parent / "results" / "gpu"
+# Images by patches; those that say most about the targets come first.
+BATCHES = {4096: 8, 196: 128, 16384: 8, 1024: 32, 65536: 1}
+TUNED_TOKENS, COUNTED_TOKENS = 4096, (196, 1024, 4096)
+FIBOTTENTION = gpu_count.FIBOTTENTION
 VIOLIN = {"name": "violin"}
+# What is timed: support and decay. With w_max N // 3 no band of keys is narrow.
+PARTS: dict[str, tuple[Any, Any]] = {
+    "fibottention": (FIBOTTENTION, None),
+    "fibottention, w_max N // 3": ({"name": "fibottention", "w_min": 5}, None),
+    "violin": ("dense", VIOLIN),
+}
+LARGEST_PAIRS = 20000  # patches: what forms all pairs in memory is not asked to do more
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
-CONTENDERS = ("triton", "flash", "masked", "flex", "reference")
+CONTENDERS = ("triton", "flash", "masked", "flex", "reference", *window_contenders.windows())
 # Hidden size, layers and heads of ViT-S and ViT-B; the MLP is four times as wide.
 SIZES = {"ViT-S": (384, 12, 6), "ViT-B": (768, 12, 12)}
 TURN_SECONDS = 0.02
@@ -99,18 +118,19 @@ def copy_bandwidth(device: torch.device, size: int = COPY_BYTES) -> float:
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
-def make_plan(support: Any, decay: Any, tokens: int) -> AttentionPlan:
-    """The plan of one layer on a square grid."""
-    side = int(tokens**0.5)
-    prior = resolve_prior({"support": support, "decay": decay or "none"}, HEADS, (side, side))
-    return AttentionPlan(HEADS, (side, side), PREFIX, prior["support"], prior["decay"], 0)
+def make_plan(support: Any, decay: Any, tokens: int, heads: int | None = None) -> AttentionPlan:
+    """The plan of one layer on a square grid; `heads`: how many, by default `HEADS`."""
+    side, heads = int(tokens**0.5), heads or HEADS
+    prior = resolve_prior({"support": support, "decay": decay or "none"}, heads, (side, side))
+    return AttentionPlan(heads, (side, side), PREFIX, prior["support"], prior["decay"], 0)
 
 
-def make_inputs(batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def make_inputs(
+    batch: int, tokens: int, dtype: torch.dtype, device: torch.device, heads: int | None = None
+) -> list[Tensor]:
     """q, k, v as projections give them, (B, T, H, D) transposed."""
-    return [
-        torch.randn(batch, tokens + PREFIX, HEADS, WIDTH, device=device, dtype=dtype).transpose(1, 2) for _ in range(3)
-    ]
+    shape = (batch, tokens + PREFIX, heads or HEADS, WIDTH)
+    return [torch.randn(shape, device=device, dtype=dtype).transpose(1, 2) for _ in range(3)]
 
 
 def make_decay(plan: AttentionPlan, device: torch.device) -> DecayTensors | None:
@@ -118,7 +138,7 @@ def make_decay(plan: AttentionPlan, device: torch.device) -> DecayTensors | None
     if plan.decay is None:
         return None
     settings = {key: value for key, value in plan.decay.items() if key != "name"}
-    return DECAYS[plan.decay["name"]](HEADS, **settings).to(device)()
+    return DECAYS[plan.decay["name"]](plan.num_heads, **settings).to(device)()
 
 
 def flex_call(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -132,17 +152,30 @@ def flex_call(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Callable[
     return lambda q, k, v: compiled(q, k, v, block_mask=block_mask)
 
 
+def window_call(
+    rival: Contender, plan: AttentionPlan, inputs: list[Tensor], train: bool
+) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """A sliding window and its inputs: the patches alone where the package knows no prefix tokens."""
+    prefix = plan.num_prefix_tokens if rival.about.startswith("FlexAttention") else 0
+    own = [x[:, :, plan.num_prefix_tokens - prefix :] for x in inputs]
+    q, k, v = own
+    problem = Problem(AttentionPlan(plan.num_heads, plan.grid, prefix, plan.support, None, 0), q, k, v, q, None)
+    if reason := rival.can_run(problem, train):
+        raise ValueError(reason)
+    return rival.prepare(problem), own
+
+
 def contender(name: str, plan: AttentionPlan, inputs: list[Tensor], train: bool) -> Callable[[], Call]:
     """Set-up of one way to compute a layer's attention, forward or forward and backward."""
 
     def set_up() -> Call:
-        decay = make_decay(plan, inputs[0].device)
+        decay, given = make_decay(plan, inputs[0].device), inputs
         if name == "flash":
             run: Callable[..., Any] = F.scaled_dot_product_attention
         elif name == "flex":
-            if decay is not None:
-                raise ValueError("FlexAttention is not set up for a decay")
             run = flex_call(plan, *inputs)
+        elif name in (windows := window_contenders.windows()):
+            run, given = window_call(windows[name], plan, inputs, train)
         else:
             backend = {"masked": "sdpa"}.get(name, name)
             run = lambda q, k, v: run_plan(AttentionRequest(q, k, v, plan, decay), backend=backend)[0]  # noqa: E731
@@ -150,34 +183,42 @@ def contender(name: str, plan: AttentionPlan, inputs: list[Tensor], train: bool)
 
             def forward() -> Any:
                 with torch.no_grad():
-                    return run(*inputs)
+                    return run(*given)
 
             return forward
-        leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in inputs]
+        leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in given]
         scalars = [x for x in (decay or {}).values() if isinstance(x, Tensor) and x.requires_grad and name != "flash"]
-        gradient = torch.randn_like(inputs[0])
+        gradient = torch.randn_like(given[0])
         return lambda: torch.autograd.grad(run(*leaves), [*leaves, *scalars], gradient)
 
     return set_up
 
 
+def fitting(names: list[str], decay: Any, tokens: int) -> list[str]:
+    """The contenders that are for this part: with a decay those over all pairs, otherwise those over a support."""
+    if decay is not None:
+        return [name for name in names if name in ("triton", "flash", "reference")]
+    # A mask of all pairs of so many patches and heads does not fit.
+    unable = ("reference", *(("masked", "flex") if tokens > LARGEST_PAIRS else ()))
+    return [name for name in names if name not in unable]
+
+
 def operators(
-    tokens: int, batch: int, names: list[str], dtype: torch.dtype, rounds: int, device: torch.device
-) -> Iterator[dict[str, Any]]:
-    """Rows of the table for one number of tokens."""
+    tokens: int, batch: int, part: str, train: bool, names: list[str], dtype: torch.dtype, rounds: int,
+    device: torch.device,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Rows of the table for one number of tokens, one of `PARTS` and one pass."""
     inputs = make_inputs(batch, tokens, dtype, device)
-    for part, support, decay in (("fibottention", FIBOTTENTION, None), ("violin", "dense", VIOLIN)):
-        plan = make_plan(support, decay, tokens)
-        fitting = [name for name in names if decay is None or name not in ("masked", "flex")]
-        fitting = [name for name in fitting if decay is not None or name != "reference"]
-        for train in (False, True):
-            set_ups = {name: contender(name, plan, inputs, train) for name in fitting}
-            pass_name = "forward+backward" if train else "forward"
-            for name, result in measure(set_ups, rounds, device).items():
-                size = {"tokens": tokens, "batch": batch, "bytes": 4 * inputs[0].numel() * inputs[0].element_size()}
-                yield {"part": part, "pass": pass_name, "contender": name, **size, **result}
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+    support, decay = PARTS[part]
+    plan = make_plan(support, decay, tokens)
+    set_ups = {name: contender(name, plan, inputs, train) for name in fitting(names, decay, tokens)}
+    size = {"tokens": tokens, "batch": batch, "bytes": 4 * inputs[0].numel() * inputs[0].element_size()}
+    for name, result in measure(set_ups, rounds, device).items():
+        yield {
+            "part": part, "pass": "forward+backward" if train else "forward", "contender": name, **size, **result,
+        }  # fmt: skip
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
@@ -280,83 +321,224 @@ def check(tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, fl
     return worst
 
 
-# ---- command --------------------------------------------------------------------------------------------------------
+def check_graph(tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Forward and backward replayed from a CUDA graph, for each setting the largest difference from a plain call: 0."""
+    worst = {}
+    cases = [("support", FIBOTTENTION, None), ("support, violin", FIBOTTENTION, VIOLIN), ("violin", "dense", VIOLIN)]
+    for name, support, decay in cases:
+        plan, inputs = make_plan(support, decay, tokens), make_inputs(2, tokens, dtype, device)
+        run: Callable[[], Any] = contender("triton", plan, inputs, train=True)()
+        expected = [x.clone() for x in run()]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = run()
+        graph.replay()
+        torch.cuda.synchronize()
+        worst[f"CUDA graph, {name}"] = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+    return worst
 
 
-def table(rows: list[dict[str, Any]], bandwidth: float) -> list[str]:
-    """Lines of the printed table; adds the ratios to the rows."""
-    head = f"{'what':<22}{'pass':<18}{'tokens':>7}{'batch':>6}  {'contender':<14}{'ms':>9}{'10..90 %':>20}"
-    lines = [head + f"{'x copy':>8}{'x flash':>9}"]
-    for row in rows:
-        start = f"{row['part']:<22}{row['pass']:<18}{row['tokens']:>7}{row['batch']:>6}  {row['contender']:<14}"
-        if "failed" in row:
-            lines.append(f"{start}{row['failed']}")
-            continue
-        same = [r for r in rows if all(r[key] == row[key] for key in ("part", "pass", "tokens", "batch"))]
-        dense = next((r for r in same if r["contender"] in ("flash", "dense") and "median" in r), None)
-        row["times_faster_than_dense"] = dense["median"] / row["median"] if dense else None
-        if row["pass"] == "forward":
-            row["times_copy_bound"] = row["median"] * bandwidth / row["bytes"]
-        copy = f"{row['times_copy_bound']:.1f}" if "times_copy_bound" in row else "-"
-        faster = f"{row['times_faster_than_dense']:.2f}" if dense else "-"
-        spread = f"{1e3 * row['low']:.3f}..{1e3 * row['high']:.3f}"
-        lines.append(f"{start}{1e3 * row['median']:>9.3f}{spread:>20}{copy:>8}{faster:>9}")
-    return lines
+# ---- steps ----------------------------------------------------------------------------------------------------------
+
+RECORDS, COUNTED, TEXT = "records.json", "counted.json", "RESULTS.md"
+SAME = ("hardware_name", "torch", "dtype", "heads", "width")  # what all records of a folder share
+Step = Callable[[dict[str, Any]], None]
+
+
+def steps(arguments: argparse.Namespace, device: torch.device) -> dict[str, Step]:
+    """What is done, by name, in order: checks, sizes of blocks, the copy bound, operators, models.
+
+    A step adds to the records. Forward passes come first, because the targets are about them.
+    """
+    dtype, smallest = DTYPES[arguments.dtype], min(arguments.tokens)
+    found: dict[str, Step] = {}
+
+    def checking(name: str) -> Step:
+        def run(records: dict[str, Any]) -> None:
+            records["checked"][name] = check(smallest, DTYPES[name], device)
+            for setting, error in records["checked"][name].items():
+                if not error <= TOLERANCE[DTYPES[name]]:
+                    raise WrongError(f"WRONG {name}, {setting}: relative difference {error:.1e}")
+
+        return run
+
+    def graphs(records: dict[str, Any]) -> None:
+        records["checked"]["CUDA graph"] = check_graph(smallest, dtype, device)
+        for setting, error in records["checked"]["CUDA graph"].items():
+            if error != 0:
+                raise WrongError(f"WRONG {setting}: a difference of {error:.1e}")
+
+    def tune(records: dict[str, Any]) -> None:
+        records["tuned"] = tune_blocks(TUNED_TOKENS, BATCHES[TUNED_TOKENS], dtype, arguments.rounds, device)
+
+    def copy(records: dict[str, Any]) -> None:
+        records["copy_bytes_per_second"] = copy_bandwidth(device, arguments.copy_bytes)
+
+    def measuring(tokens: int, part: str, train: bool) -> Step:
+        batch = arguments.batch or BATCHES.get(tokens, 8)
+
+        def run(records: dict[str, Any]) -> None:
+            names, rounds = arguments.contenders, arguments.rounds
+            records["rows"] += operators(tokens, batch, part, train, names, dtype, rounds, device)
+
+        return run
+
+    for name in dict.fromkeys(("float32", arguments.dtype)):
+        found[f"check {name}"] = checking(name)
+    if device.type == "cuda":
+        found["check CUDA graphs"] = graphs
+        found["tune"] = tune
+    found["copy"] = copy
+    for train in (False, True):
+        for tokens in arguments.tokens:
+            for part in PARTS:
+                pass_name = "forward+backward" if train else "forward"
+                found[f"{part}, {tokens}, {pass_name}"] = measuring(tokens, part, train)
+    if arguments.models:
+        found["models"] = lambda records: records["rows"].extend(models(arguments.rounds, dtype, device))
+    return found
+
+
+class WrongError(RuntimeError):
+    """A kernel gives something else than `reference`: nothing is timed then."""
+
+
+def tune_blocks(
+    tokens: int, batch: int, dtype: torch.dtype, rounds: int, device: torch.device
+) -> dict[str, dict[str, Any]]:
+    """Try sizes of a block on one call of each kernel, and keep the fastest in the user's table."""
+    from hf_sparseprior.kernels import triton_sizes
+    from tasks.benchmark import gpu_tune
+
+    plan, inputs = make_plan(FIBOTTENTION, None, tokens), make_inputs(batch, tokens, dtype, device)
+    found = {}
+    for kernel, train in (("diagonal_forward", False), ("diagonal_backward", True)):
+        run = contender("triton", plan, inputs, train)()
+        found[kernel] = gpu_tune.fastest(kernel, inputs[0], run, lambda calls: measure(calls, rounds, device))
+    chosen = {result["key"]: result["chosen"] for result in found.values() if result["chosen"]}
+    if chosen and (key := triton_sizes.device_key(device)):
+        print(f"block sizes: {triton_sizes.keep_tuned(key, chosen)}")
+    return found
+
+
+def open_records(out: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """The records of a folder so far, or new ones.
+
+    Raises:
+        ValueError: if they are of another GPU, torch, dtype or shape.
+    """
+    path = out / RECORDS
+    records = read_json_object(path) if path.exists() else {}
+    pairs = [(key, records.get(key), about[key]) for key in SAME]
+    different = [f"{key}: {there!r} there, {here!r} here" for key, there, here in pairs if there != here]
+    if records and different:
+        raise ValueError(f"{path} has other measurements ({'; '.join(different)}); choose another --out")
+    new = {"task": "benchmark", "checked": {}, "done": [], "failed": {}, "rows": [], **environment()}
+    return records or {**about, **new}
+
+
+def write(out: Path, records: dict[str, Any]) -> None:
+    """Everything of a folder that follows from its records and from what was counted."""
+    if records:
+        gpu_report.add_ratios(records["rows"], records.get("copy_bytes_per_second", 0.0))
+        write_results(out / RECORDS, records)
+        gpu_report.draw_measured(records["rows"], out / "measured.png")
+    counted = read_json_object(out / COUNTED)["cases"] if (out / COUNTED).exists() else []
+    write_text(out / TEXT, gpu_report.results_text(records, counted))
 
 
 def benchmark(arguments: argparse.Namespace, device: torch.device) -> int:
-    """Check, measure, print, write."""
-    dtype = DTYPES[arguments.dtype]
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU: numbers without meaning"
-    print(f"{hardware}, torch {torch.__version__}, {arguments.dtype}\n{command_line()}")
-    checked = {}
-    for name in dict.fromkeys(("float32", arguments.dtype)):
-        checked[name] = check(min(arguments.tokens), DTYPES[name], device)
-        for setting, error in checked[name].items():
-            right = error <= TOLERANCE[DTYPES[name]]
-            print(f"{'ok   ' if right else 'WRONG'} {name}, {setting}: relative difference {error:.1e}")
-            if not right:
-                return 1
-    bandwidth = copy_bandwidth(device, arguments.copy_bytes)
-    print(f"copy: {bandwidth / 1e9:.0f} GB/s read and written")
-    rows: list[dict[str, Any]] = []
-    for tokens in arguments.tokens:
-        batch = arguments.batch or BATCHES.get(tokens, 8)
-        rows += operators(tokens, batch, arguments.contenders, dtype, arguments.rounds, device)
-    if arguments.models:
-        rows += models(arguments.rounds, dtype, device)
-    print("\n".join(table(rows, bandwidth)))
-    results = {
-        "task": "benchmark", "dtype": arguments.dtype, "heads": HEADS, "width": WIDTH, "rounds": arguments.rounds,
-        "copy_bytes_per_second": bandwidth, "checked": checked, "rows": rows, "command": command_line(),
-        **environment(),
+    """Check, tune, measure, draw, write, within the budget; a later call does what is left."""
+    began, out = time.monotonic(), arguments.out
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU: numbers without meaning"
+    about = {
+        "hardware_name": name, "torch": torch.__version__, "dtype": arguments.dtype, "heads": HEADS, "width": WIDTH,
+        "command": command_line(),
     }  # fmt: skip
-    write_results(arguments.out, results)
-    print(arguments.out)
+    out.mkdir(parents=True, exist_ok=True)
+    records = open_records(out, about)
+    print(f"{name}, torch {torch.__version__}, {arguments.dtype}\n{about['command']}")
+    for step, run in steps(arguments, device).items():
+        if step in records["done"]:
+            continue
+        if time.monotonic() - began > arguments.budget:
+            print(f"--budget {arguments.budget:g} s are over; the same command goes on with: {step}")
+            return 3
+        try:
+            run(records)
+        except WrongError as error:
+            print(error, file=sys.stderr)
+            return 1
+        except Exception as error:  # as of a contender: which step failed and why is part of the result
+            records["failed"][step] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+        records["done"].append(step)
+        write(out, records)
+        print(f"{time.monotonic() - began:5.0f} s  {step}  {records['failed'].get(step, '')}", flush=True)
+    print(gpu_report.measured_table(records["rows"]))
+    print(out / TEXT)
     return 0
 
 
-def main(argv: list[str] | None = None, device: str = "cuda") -> int:
-    """Command line; without a CUDA device it prints one line and returns 2."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.benchmark.gpu", description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(BATCHES), help="patch tokens, square numbers")
+# ---- command --------------------------------------------------------------------------------------------------------
+
+
+def count_only(arguments: argparse.Namespace) -> int:
+    """Count, draw and write; no GPU is needed."""
+    cases = gpu_count.count(arguments.cases, arguments.tokens, arguments.dtype)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    counted = {"command": command_line(), "cases": cases, **environment()}
+    write_results(arguments.out / COUNTED, counted)
+    gpu_report.draw_counted(cases, arguments.out / "counted.png")
+    path = arguments.out / RECORDS
+    write(arguments.out, read_json_object(path) if path.exists() else {})
+    print(gpu_report.counted_tables(cases))
+    print(arguments.out / TEXT)
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Arguments of the command line, checked."""
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+    parser.add_argument("--count", action="store_true", help="count bytes, launches and registers; needs no GPU")
+    parser.add_argument("--cases", nargs="+", choices=gpu_count.CASES, default=list(gpu_count.CASES), help="of --count")
+    parser.add_argument("--tokens", type=int, nargs="+", help="patch tokens, square numbers")
     parser.add_argument("--batch", type=int, help=f"default by tokens: {BATCHES}")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--budget", type=float, default=420.0, help="seconds after which no step begins")
     parser.add_argument("--no-models", dest="models", action="store_false", help="operators only")
     parser.add_argument("--copy-bytes", type=int, default=COPY_BYTES)
-    parser.add_argument("--out", type=Path, default=Path("outputs/benchmark/gpu.json"))
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the results; it is gone on with")
     arguments = parser.parse_args(argv)
+    arguments.tokens = arguments.tokens or list(COUNTED_TOKENS if arguments.count else BATCHES)
     for tokens in arguments.tokens:
         if tokens < 1 or int(tokens**0.5) ** 2 != tokens:
             parser.error(f"--tokens {tokens} must be a square number, 1 or more")
     if arguments.rounds < 1:
         parser.error(f"--rounds {arguments.rounds} must be 1 or more")
-    if device == "cuda" and not torch.cuda.is_available():
-        print(f"{parser.prog}: needs a CUDA GPU, and torch {torch.__version__} finds none here", file=sys.stderr)
+    return arguments
+
+
+def main(argv: list[str] | None = None, device: str = "cuda") -> int:
+    """Command line; without a CUDA device and without --count it prints one line and returns 2."""
+    arguments = parse(argv)
+    try:
+        if arguments.count:
+            return count_only(arguments)
+        if device == "cuda" and not torch.cuda.is_available():
+            reason = f"needs a CUDA GPU, and torch {torch.__version__} finds none here; --count needs none"
+            print(f"{PROGRAM}: {reason}", file=sys.stderr)
+            return 2
+        return benchmark(arguments, torch.device(device))
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
-    return benchmark(arguments, torch.device(device))
 
 
 if __name__ == "__main__":

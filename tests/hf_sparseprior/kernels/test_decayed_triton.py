@@ -23,6 +23,42 @@ def test_agrees_with_the_reference(kernels, decay):
         kernels.check(leaves, "dense", decay, grid, prefix)
 
 
+@pytest.fixture
+def with_table(monkeypatch):
+    """M is made once for all images, as for many images of few tokens."""
+    decayed_triton = pytest.importorskip("hf_sparseprior.kernels.decayed_triton")
+    made, table = [], decayed_triton._decay_table
+    monkeypatch.setattr(decayed_triton, "TABLE_IMAGES", 1)
+    monkeypatch.setattr(decayed_triton, "_decay_table", lambda *inputs: made.append(table(*inputs)) or made[-1])
+    return made
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_a_table_of_the_decay_changes_no_bit(kernels, with_table, monkeypatch, decay):
+    decayed_triton = pytest.importorskip("hf_sparseprior.kernels.decayed_triton")
+    for grid, prefix in (((5, 7), 1), ((2, 3), 0)):
+        leaves = kernels.make(grid, prefix, decay=decay, batch=2)
+        monkeypatch.setattr(decayed_triton, "TABLE_IMAGES", 2)
+        read = kernels.run(leaves, "dense", decay, grid, prefix)
+        tokens = prefix + grid[0] * grid[1]
+        assert [tuple(table.shape) for table in with_table] == [(2, tokens, tokens)] * 2
+        monkeypatch.setattr(decayed_triton, "TABLE_IMAGES", 3)
+        made = kernels.run(leaves, "dense", decay, grid, prefix)
+        assert with_table[2:] == [None, None]
+        assert [name for name in made if not torch.equal(made[name], read[name])] == []
+        with_table.clear()
+
+
+def test_a_table_agrees_with_the_reference_and_has_a_limit(kernels, with_table, monkeypatch):
+    leaves = kernels.make((5, 7), 2, decay="violin")
+    kernels.check(leaves, "dense", "violin", (5, 7), 2)
+    assert with_table and all(table is not None for table in with_table)
+    with_table.clear()
+    monkeypatch.setattr("hf_sparseprior.kernels.decayed_triton.TABLE_BYTES", 4 * 2 * 37**2 - 1)
+    kernels.run(leaves, "dense", "violin", (5, 7), 2)
+    assert with_table == [None, None]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(kernels, dtype):
     grid = (14, 14) if kernels.native else (5, 7)

@@ -13,10 +13,30 @@ from hf_sparseprior.ops import attention
 from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.supports import MASK_FILLS
 
+diagonal_triton = pytest.importorskip("hf_sparseprior.kernels.diagonal_triton")
 pytestmark = pytest.mark.slow
 
 HALF = [torch.bfloat16, torch.float16]
 FEW = {"name": "window", "w": 2, "diagonal": False}  # few offsets: in the interpreter each costs milliseconds
+
+
+@pytest.fixture
+def launched(kernels, monkeypatch):
+    """Names of the kernels that were launched, in order."""
+    names = []
+    for name in ("_forward_tokens", "_forward_prefix", "_backward_rows", "_backward_tokens", "_backward_prefix"):
+        kernel = getattr(diagonal_triton, name)
+
+        class Spy:
+            def __init__(self, name, kernel):
+                self.name, self.kernel = name, kernel
+
+            def __getitem__(self, grid):
+                names.append(self.name)
+                return self.kernel[grid]
+
+        monkeypatch.setattr(diagonal_triton, name, Spy(name, kernel))
+    return names
 
 
 @pytest.mark.parametrize("decay", [None, "violin"])
@@ -36,6 +56,58 @@ def test_several_blocks_of_rows(kernels, mask_fill, prefix):
     grid = (64, 65) if kernels.native else (10, 7)  # blocks of 64 rows forward and 32 backward at this width
     leaves = kernels.make(grid, prefix, heads=1, width=33, decay="manhattan")
     kernels.check(leaves, {**FEW, "mask_fill": mask_fill}, "manhattan", grid, prefix)
+
+
+@pytest.fixture(params=["parts", "delta before", "parts and delta before"])
+def other_launches(request, monkeypatch):
+    """The launches of long sequences and of many neighbours, at sizes that the interpreter can do."""
+    if "parts" in request.param:
+        monkeypatch.setattr(diagonal_triton, "ONE_LAUNCH_TOKENS", 0)
+    if "delta" in request.param:
+        monkeypatch.setattr(diagonal_triton, "NEIGHBOURS", 0)
+    return request.param
+
+
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize("mask_fill", MASK_FILLS)
+def test_other_launches_agree_with_the_reference(kernels, other_launches, mask_fill, prefix):
+    for decay, support in ((None, "fibottention"), ("manhattan", "window")):
+        leaves = kernels.make((10, 7), prefix, heads=1, width=33, decay=decay)
+        support = {**FEW, "mask_fill": mask_fill} if support == "window" else {"name": support, "mask_fill": mask_fill}
+        kernels.check(leaves, support, decay, (10, 7), prefix)
+
+
+def test_each_way_launches_what_it_should(kernels, other_launches, launched):
+    kernels.run(kernels.make((3, 3), 1), FEW, None, (3, 3), 1)
+    before = ["_backward_rows"] if "delta" in other_launches else []
+    forward, backward = (["_forward_prefix"], ["_backward_prefix"]) if "parts" in other_launches else ([], [])
+    assert launched == ["_forward_tokens", *forward, *before, "_backward_tokens", *backward]
+
+
+@pytest.mark.parametrize("decay", [None, "manhattan"])
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_a_short_sequence_is_one_launch_each_way(kernels, launched, prefix, decay):
+    kernels.run(kernels.make((3, 3), prefix, decay=decay), FEW, decay, (3, 3), prefix)
+    assert launched == ["_forward_tokens", "_backward_tokens"]
+
+
+def test_nothing_waits_for_the_device(kernels):
+    """A CUDA graph can hold it: nothing brings a number from the device, and no size follows from one."""
+    waiting = ("_local_scalar_dense", "item", "nonzero", "unique", "_to_copy", "copy_", "is_nonzero", "masked_select")
+    for support, decay, dropout_p in (
+        (FEW, "manhattan", 0.0),
+        (FEW, None, 0.2),
+        ({**FEW, "mask_fill": "zero"}, None, 0),
+    ):
+        leaves = kernels.make((3, 3), 1, decay=decay)
+        for name in ("diagonal_triton", "diagonal_triton_backward"):
+
+            def run(leaves=leaves, support=support, decay=decay, dropout_p=dropout_p):
+                own = {key: leaf.detach().requires_grad_() for key, leaf in leaves.items()}
+                kernels.attend(own, support, decay, (3, 3), 1, dropout_p=dropout_p).sum().backward()
+
+            seen = operations_within(name, operator_arguments(run, name))
+            assert seen and not [one for one in seen if one.split(".")[1] in waiting], seen
 
 
 @pytest.mark.parametrize("width", [1, 16, 130])
@@ -196,6 +268,34 @@ def operator_arguments(run, name):
     with Mode():
         run()
     return tuple(x.detach().clone() if isinstance(x, torch.Tensor) else x for x in seen[0])
+
+
+def operations_within(name, arguments):
+    """Names of torch's operations within the operator `name`; the kernels themselves are not among them."""
+    from torch._library.custom_ops import OPDEFS
+    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+    from triton.runtime import interpreter, jit
+
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def unseen(run):
+        def run_unseen(*arguments, **options):
+            with _disable_current_modes():
+                return run(*arguments, **options)
+
+        return run_unseen
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (interpreter.InterpretedFunction, jit.JITFunction):
+            patch.setattr(kind, "run", unseen(kind.run))
+        with Mode():
+            OPDEFS[f"hf_sparseprior::{name}"]._init_fn(*arguments)
+    return seen
 
 
 @pytest.mark.parametrize("mask_fill", MASK_FILLS)

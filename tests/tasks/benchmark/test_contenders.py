@@ -8,7 +8,7 @@ from hf_sparseprior.backend_choice import BACKENDS
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.ops import run_plan
 from hf_sparseprior.supports import SUPPORTS, has_pairs
-from tasks.benchmark import contenders
+from tasks.benchmark import contenders, window_contenders
 from tasks.benchmark.contenders import Setting, Size, make_problem
 from tasks.benchmark.timing import traced_bytes
 
@@ -134,7 +134,8 @@ def test_the_copy_bound_allocates_nothing_unless_it_should(trains):
 
 def test_contenders_come_from_the_registry(monkeypatch):
     monkeypatch.setitem(BACKENDS, "new", BACKENDS["reference"])
-    assert set(contenders.contenders()) == {*BACKENDS, contenders.DENSE, contenders.WIDE, "flex"}
+    rivals = set(window_contenders.windows())
+    assert set(contenders.contenders()) == {*BACKENDS, contenders.DENSE, contenders.WIDE, "flex", *rivals}
     monkeypatch.setitem(BACKENDS, "flex", BACKENDS["reference"])
     with pytest.raises(ValueError, match="flex"):
         contenders.contenders()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_sparseprior.backend_choice import BACKENDS
-from tasks.benchmark import gpu, timing
+from tasks.benchmark import gpu, gpu_report, timing
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -45,22 +45,90 @@ def test_runs_from_check_to_table(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(gpu, "WIDTH", 8)
     monkeypatch.setattr(gpu, "SIZES", {"ViT-S": (16, 1, 2), "ViT-B": (16, 1, 2)})
     monkeypatch.setattr(gpu, "TURN_SECONDS", 0.0)
-    out = tmp_path / "gpu.json"
     options = ["--tokens", "9", "--batch", "1", "--rounds", "1", "--copy-bytes", "4096", "--no-models"]
-    contenders = ["--contenders", "triton", "flash", "masked", "reference"]
+    contenders = ["--contenders", "triton", "flash", "masked", "reference", "flash_window"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert gpu.main([*options, *contenders, "--out", str(out)], device) == 0
-    results = json.loads(out.read_text())
+    arguments = [*options, *contenders, "--out", str(tmp_path)]
+    # No time is left after the first step; then the same command goes on.
+    assert gpu.main([*arguments, "--budget", "0"], device) == 3
+    assert "the same command goes on with: check float32" in capsys.readouterr().out and not checked
+    assert gpu.main(arguments, device) == 0
+    results = json.loads((tmp_path / "records.json").read_text())
     assert checked == [(9, torch.float32), (9, torch.bfloat16)] and len(results["checked"]["float32"]) == 4
     found = {(row["part"], row["pass"], row["contender"]) for row in results["rows"]}
-    passes = ("forward", "forward+backward")
+    passes, supports = ("forward", "forward+backward"), ("fibottention", "fibottention, w_max N // 3")
+    of_supports = ("triton", "flash", "masked", "flash_window")
     assert found == {
-        *(("fibottention", name, contender) for name in passes for contender in ("triton", "flash", "masked")),
+        *((part, name, contender) for part in supports for name in passes for contender in of_supports),
         *(("violin", name, contender) for name in passes for contender in ("triton", "flash", "reference")),
     }
-    assert all(row["median"] > 0 for row in results["rows"])
+    for row in results["rows"]:
+        if row["contender"] == "flash_window" and "failed" in row:
+            assert row["failed"].startswith("ValueError: flash_attn is not installed")
+        else:
+            assert row["median"] > 0 and row["times_faster_than_dense"] > 0
     printed = capsys.readouterr().out
     assert "WRONG" not in printed and printed.count("violin") >= 6
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert "at most 1.15 times flash attention" in text and gpu_report.NEVER not in text
+    assert (tmp_path / "measured.png").read_bytes().startswith(b"\x89PNG")
+    # All is done: nothing is computed again. Records of another dtype are not mixed with these.
+    assert gpu.main(arguments, device) == 0 and len(checked) == 2
+    assert gpu.main([*arguments, "--dtype", "float16"], device) == 2
+    assert "dtype: 'bfloat16' there, 'float16' here" in capsys.readouterr().err
+
+
+def test_a_wrong_kernel_is_not_timed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gpu, "check", lambda tokens, dtype, device: {"neg_inf": float("nan")})
+    assert gpu.main(["--tokens", "9", "--out", str(tmp_path)], "cpu") == 1
+    assert "WRONG float32, neg_inf: relative difference nan" in capsys.readouterr().err
+    assert not (tmp_path / "records.json").exists()
+
+
+def test_a_step_that_fails_is_reported_and_the_others_run(monkeypatch, tmp_path):
+    def fails(records):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(gpu, "steps", lambda *arguments: {"one": fails, "two": lambda records: None})
+    assert gpu.main(["--out", str(tmp_path)], "cpu") == 0
+    records = json.loads((tmp_path / "records.json").read_text())
+    assert records["failed"] == {"one": "RuntimeError: out of memory"} and records["done"] == ["one", "two"]
+    assert "one: RuntimeError: out of memory" in (tmp_path / "RESULTS.md").read_text()
+
+
+def test_targets_are_met_missed_or_not_measured():
+    def row(part, contender, median, tokens=4096, copies=None):
+        return {
+            "part": part, "pass": "forward", "tokens": tokens, "batch": 1, "contender": contender, "median": median,
+            "times_copy_bound": copies,
+        }  # fmt: skip
+
+    rows = [
+        row("fibottention", "triton", 1.0, copies=1.4), row("fibottention", "flex_window", 2.0),
+        row("fibottention", "natten", 0.5), row("violin", "triton", 2.0), row("violin", "flash", 2.0),
+        row("fibottention", "triton", 1.0, 1024, copies=9.0),
+    ]  # fmt: skip
+    lines = [line.split(" | ")[1:] for line in gpu_report.targets(rows).splitlines()[2:]]
+    assert lines == [
+        ["1024", "not measured |"], ["1024", "not measured |"],
+        ["4096", "1.40, met |"], ["4096", "2.00, missed |"], ["4096", "1.00, met |"],
+    ]  # fmt: skip
+
+
+def test_windows_without_prefix_tokens_get_the_patches_alone(monkeypatch):
+    seen = []
+    rival = gpu.window_contenders.windows()["flash_window"]
+    spy = dataclasses.replace(
+        rival,
+        can_run=lambda problem, train: None,
+        prepare=lambda problem: lambda q, k, v: seen.append(q.shape) or q * k + v,
+    )
+    monkeypatch.setattr(gpu.window_contenders, "windows", lambda: {"flash_window": spy})
+    plan, device = gpu.make_plan(gpu.FIBOTTENTION, None, 16), torch.device("cpu")
+    inputs = gpu.make_inputs(1, 16, torch.float32, device)
+    for train in (False, True):
+        gpu.contender("flash_window", plan, inputs, train)()()
+    assert {shape[2] for shape in seen} == {16}
 
 
 def test_a_contender_that_fails_is_reported_and_the_others_run():
