@@ -135,10 +135,10 @@ def contenders() -> dict[str, Contender]:
     from tasks.benchmark.window_contenders import windows
 
     others = {
-        **windows(),
         DENSE: Contender("scaled_dot_product_attention, no support, no decay", _always, _run_dense, dense=True),
         "flex": Contender("FlexAttention, compiled, block mask of the support", _flex_can_run, _run_flex),
         WIDE: _wide_contender(),
+        **windows(),
     }
     if taken := [name for name in (*others, COPY, FRESH_COPY) if name in BACKENDS]:
         raise ValueError(f"backends {taken} of the library are called like contenders of the benchmark")
