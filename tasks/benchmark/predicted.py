@@ -87,7 +87,7 @@ def table(entries: Sequence[Mapping[str, Any]]) -> str:
 
 def draw(entries: Sequence[Mapping[str, Any]], path: Path, heading: str) -> Path:
     """Errors of the predicted times, with the target."""
-    figure, axes = pictures.pyplot().subplots(figsize=(7, 0.8 + 0.28 * len(entries)))
+    figure, axes = pictures.pyplot().subplots(figsize=(8, 0.9 + 0.28 * len(entries)), layout="constrained")
     axes.axvspan(-TARGET, TARGET, color="0.93")
     axes.barh([name_of(entry) for entry in entries][::-1], [entry["error"] for entry in entries][::-1], color="#3182bd")
     axes.axvline(0, color="0.4", linewidth=0.8)
