@@ -25,7 +25,7 @@ def self_rows(offsets: Sequence[int], num_tokens: int, num_prefix_tokens: int) -
     """
     if num_prefix_tokens:
         return range(0)
-    smallest = min(offsets, default=num_tokens)
+    smallest = min(offsets) if offsets else num_tokens  # a graph for any number of tokens takes no `default=`
     return range(max(0, num_tokens - smallest), min(num_tokens, smallest))
 
 
