@@ -119,7 +119,7 @@ class Contender:
     can_run: of a problem and whether gradients are wanted; None, or why it cannot run. prepare: turns a problem into
     the function of (q, k, v) that is timed. dense: whether it computes dense attention instead of the support's. seen:
     which keys it sees instead of the support's, of a plan and rows, bool (H or 1, R, T). dtype: in which it gets the
-    inputs, if not in the benchmark's.
+    inputs, if not in the benchmark's. prefix: whether it knows prefix tokens, which see everything.
     """
 
     about: str
@@ -128,6 +128,7 @@ class Contender:
     dense: bool = False
     dtype: torch.dtype | None = None
     seen: Callable[[AttentionPlan, Tensor], Tensor] | None = None
+    prefix: bool = True
 
 
 def contenders() -> dict[str, Contender]:
@@ -136,7 +137,7 @@ def contenders() -> dict[str, Contender]:
 
     others = {
         DENSE: Contender("scaled_dot_product_attention, no support, no decay", _always, _run_dense, dense=True),
-        "flex": Contender("FlexAttention, compiled, block mask of the support", _flex_can_run, _run_flex),
+        "flex": Contender("FlexAttention, compiled, block mask of the support", flex_can_run, _run_flex),
         WIDE: _wide_contender(),
         **windows(),
     }
@@ -202,18 +203,26 @@ def _plain_support(problem: Problem) -> str | None:
     return None
 
 
+def along_offsets(problem: Problem, what: str) -> str | None:
+    """Why `what` cannot be made from the support's offsets, or None."""
+    if reason := _plain_support(problem):
+        return reason
+    if problem.plan.pairs is not None:
+        return f"{what} is made from offsets, and the support has other pairs"
+    if problem.plan.ranks is not None:
+        return f"{what} is written for offsets in raster order"
+    return None
+
+
 # ---- FlexAttention --------------------------------------------------------------------------------------------------
 
 FLEX_BLOCK = 128
 
 
-def _flex_can_run(problem: Problem, trains: bool) -> str | None:
-    if reason := _plain_support(problem):
+def flex_can_run(problem: Problem, trains: bool) -> str | None:
+    """Why FlexAttention cannot run this, or None."""
+    if reason := along_offsets(problem, "the block mask"):
         return reason
-    if problem.plan.pairs is not None:
-        return "the block mask is made from offsets, and the support has other pairs"
-    if problem.plan.ranks is not None:
-        return "the block mask is written for offsets in raster order"
     if trains and problem.q.device.type == "cpu":
         return "FlexAttention has no backward on CPU"
     if problem.plan.num_prefix_tokens > FLEX_BLOCK:

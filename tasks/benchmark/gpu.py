@@ -36,7 +36,9 @@ from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.resolved import DecayTensors
 from tasks.benchmark import gpu_count, gpu_report, timing, window_contenders
 from tasks.benchmark.contenders import Contender, Problem
+from tasks.common.command import run_command
 from tasks.common.environment import command_line, environment
+from tasks.common.locks import locked
 from tasks.common.results import write_results
 
 Call = timing.Call
@@ -156,7 +158,7 @@ def window_call(
     rival: Contender, plan: AttentionPlan, inputs: list[Tensor], train: bool
 ) -> tuple[Callable[..., Tensor], list[Tensor]]:
     """A sliding window and its inputs: the patches alone where the package knows no prefix tokens."""
-    prefix = plan.num_prefix_tokens if rival.about.startswith("FlexAttention") else 0
+    prefix = plan.num_prefix_tokens if rival.prefix else 0
     own = [x[:, :, plan.num_prefix_tokens - prefix :] for x in inputs]
     q, k, v = own
     problem = Problem(AttentionPlan(plan.num_heads, plan.grid, prefix, plan.support, None, 0), q, k, v, q, None)
@@ -345,8 +347,10 @@ def check_graph(tokens: int, dtype: torch.dtype, device: torch.device) -> dict[s
 
 # ---- steps ----------------------------------------------------------------------------------------------------------
 
-RECORDS, COUNTED, TEXT = "records.json", "counted.json", "RESULTS.md"
-SAME = ("hardware_name", "torch", "dtype", "heads", "width")  # what all records of a folder share
+RECORDS, COUNTED, TEXT, LOCK = "records.json", "counted.json", "RESULTS.md", "run.lock"
+# What all records of a folder share: a step that is done is not done again with other options.
+OPTIONS = ("dtype", "batch", "rounds", "contenders", "copy_bytes")
+SAME = ("hardware_name", "torch", "heads", "width", *OPTIONS)
 Step = Callable[[dict[str, Any]], None]
 
 
@@ -457,10 +461,9 @@ def benchmark(arguments: argparse.Namespace, device: torch.device) -> int:
     began, out = time.monotonic(), arguments.out
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU: numbers without meaning"
     about = {
-        "hardware_name": name, "torch": torch.__version__, "dtype": arguments.dtype, "heads": HEADS, "width": WIDTH,
-        "command": command_line(),
+        "hardware_name": name, "torch": torch.__version__, "heads": HEADS, "width": WIDTH,
+        **{key: getattr(arguments, key) for key in OPTIONS}, "command": command_line(),
     }  # fmt: skip
-    out.mkdir(parents=True, exist_ok=True)
     records = open_records(out, about)
     print(f"{name}, torch {torch.__version__}, {arguments.dtype}\n{about['command']}")
     for step, run in steps(arguments, device).items():
@@ -488,9 +491,15 @@ def benchmark(arguments: argparse.Namespace, device: torch.device) -> int:
 
 
 def count_only(arguments: argparse.Namespace) -> int:
-    """Count, draw and write; no GPU is needed."""
-    cases = gpu_count.count(arguments.cases, arguments.tokens, arguments.dtype)
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    """Count, draw and write; no GPU is needed.
+
+    Raises:
+        ValueError: if Triton or ptxas cannot be counted with.
+    """
+    try:
+        cases = gpu_count.count(arguments.cases, arguments.tokens, arguments.dtype)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
     counted = {"command": command_line(), "cases": cases, **environment()}
     write_results(arguments.out / COUNTED, counted)
     gpu_report.draw_counted(cases, arguments.out / "counted.png")
@@ -525,20 +534,29 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def run(arguments: argparse.Namespace, device: str) -> int:
+    """Count, or check, tune and measure, in a folder that no other process writes.
+
+    Raises:
+        ValueError: without a CUDA device and without --count, or if another process writes there.
+    """
+    if device == "cuda" and not arguments.count and not torch.cuda.is_available():
+        raise ValueError(f"needs a CUDA GPU, and torch {torch.__version__} finds none here; --count needs none")
+    with locked(arguments.out / LOCK) as mine:
+        if not mine:
+            raise ValueError(f"--out={arguments.out} is in use by another process; wait for its end")
+        return count_only(arguments) if arguments.count else benchmark(arguments, torch.device(device))
+
+
 def main(argv: list[str] | None = None, device: str = "cuda") -> int:
-    """Command line; without a CUDA device and without --count it prints one line and returns 2."""
-    arguments = parse(argv)
-    try:
-        if arguments.count:
-            return count_only(arguments)
-        if device == "cuda" and not torch.cuda.is_available():
-            reason = f"needs a CUDA GPU, and torch {torch.__version__} finds none here; --count needs none"
-            print(f"{PROGRAM}: {reason}", file=sys.stderr)
-            return 2
-        return benchmark(arguments, torch.device(device))
-    except (OSError, ValueError, RuntimeError) as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return 2
+    """Command line: 0; 1 for a wrong kernel, 3 when the budget is over; else as of `run_command`."""
+    arguments, status = parse(argv), 0
+
+    def work() -> None:
+        nonlocal status
+        status = run(arguments, device)
+
+    return run_command(PROGRAM, work, "after the last finished step") or status
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from hf_sparseprior.attention_plan import AttentionPlan
-from tasks.benchmark.contenders import FLEX_BLOCK, Contender, Problem, _flex_can_run, _plain_support
+from tasks.benchmark.contenders import FLEX_BLOCK, Contender, Problem, along_offsets, flex_can_run
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -23,14 +23,16 @@ def windows() -> dict[str, Contender]:
     """The contenders with a sliding window, by name."""
     return {
         "flash_window": Contender(
-            "flash-attn with a window as wide as the largest offset", _flash_can_run, _run_flash, seen=_in_widest
+            "flash-attn with a window as wide as the largest offset",
+            _flash_can_run, _run_flash, seen=_in_widest, prefix=False,
         ),
         "flex_window": Contender(
             "FlexAttention, compiled, in each head a window as wide as its largest offset",
             _flex_window_can_run, _run_flex_window, seen=_in_own,
         ),
         "natten": Contender(
-            "NATTEN's na1d with a window as wide as the largest offset", _natten_can_run, _run_natten, seen=_in_natten
+            "NATTEN's na1d with a window as wide as the largest offset",
+            _natten_can_run, _run_natten, seen=_in_natten, prefix=False,
         ),
     }  # fmt: skip
 
@@ -39,16 +41,6 @@ def widths(plan: AttentionPlan) -> list[int]:
     """The largest offset of each head, 0 where it has none."""
     assert plan.offsets is not None
     return [max(own, default=0) for own in plan.offsets]
-
-
-def _has_band(problem: Problem) -> str | None:
-    if reason := _plain_support(problem):
-        return reason
-    if problem.plan.pairs is not None:
-        return "a window is made from offsets, and the support has other pairs"
-    if problem.plan.ranks is not None:
-        return "a window is written for offsets in raster order"
-    return None
 
 
 # ---- which keys a row sees ------------------------------------------------------------------------------------------
@@ -76,7 +68,7 @@ def _in_natten(plan: AttentionPlan, rows: Tensor) -> Tensor:
 
 
 def _of_cuda(problem: Problem, package: str, install: str, halves: bool) -> str | None:
-    if reason := _has_band(problem):
+    if reason := along_offsets(problem, "a window"):
         return reason
     if find_spec(package) is None:
         return f"{package} is not installed (pip install {install})"
@@ -109,7 +101,7 @@ def _run_flash(problem: Problem) -> Attend:
 
 
 def _flex_window_can_run(problem: Problem, trains: bool) -> str | None:
-    return _has_band(problem) or _flex_can_run(problem, trains)
+    return along_offsets(problem, "a window") or flex_can_run(problem, trains)
 
 
 def window_mask(plan: AttentionPlan, device: torch.device) -> BlockMask:

@@ -10,6 +10,7 @@ import torch
 
 from hf_sparseprior.backend_choice import BACKENDS
 from tasks.benchmark import gpu, gpu_report, timing
+from tasks.common.locks import locked
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -76,6 +77,8 @@ def test_runs_from_check_to_table(monkeypatch, tmp_path, capsys):
     assert gpu.main(arguments, device) == 0 and len(checked) == 2
     assert gpu.main([*arguments, "--dtype", "float16"], device) == 2
     assert "dtype: 'bfloat16' there, 'float16' here" in capsys.readouterr().err
+    assert gpu.main([*arguments, "--rounds", "2"], device) == 2
+    assert "rounds: 1 there, 2 here" in capsys.readouterr().err
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch, tmp_path, capsys):
@@ -83,6 +86,23 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch, tmp_path, capsys):
     assert gpu.main(["--tokens", "9", "--out", str(tmp_path)], "cpu") == 1
     assert "WRONG float32, neg_inf: relative difference nan" in capsys.readouterr().err
     assert not (tmp_path / "records.json").exists()
+
+
+def test_a_folder_in_use_is_refused_and_ctrl_c_is_one_line(monkeypatch, tmp_path, capsys):
+    with locked(tmp_path / gpu.LOCK) as mine:
+        assert mine and gpu.main(["--out", str(tmp_path)], "cpu") == 2
+        assert gpu.main(["--count", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and all("is in use by another process" in line for line in said)
+
+    def interrupted(records):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "steps", lambda *arguments: {"one": lambda records: None, "two": interrupted})
+    assert gpu.main(["--out", str(tmp_path)], "cpu") == 130
+    assert "interrupted; the same command goes on after the last finished step" in capsys.readouterr().err
+    assert json.loads((tmp_path / "records.json").read_text())["done"] == ["one"]
+    assert not (tmp_path / gpu.LOCK).exists()
 
 
 def test_a_step_that_fails_is_reported_and_the_others_run(monkeypatch, tmp_path):
