@@ -14,8 +14,9 @@
 // exponential is computed instead.
 //
 // Shapes: B batch, H heads, T = P + N tokens, P prefix tokens, D head width, C curves, A axes of a position.
-// Work is cut into pieces of (head, group of images) of a fixed size, and their sums are added in the order of the
-// pieces, so the result does not depend on the number of threads.
+// Work is cut into pieces of (head, group of images, part of the query rows). Forward, rows do not depend on each other
+// and are cut by the number of threads, so that these end together. Backward, the parts have a fixed size and their sums
+// are added in the order of the parts. So no result depends on the number of threads.
 
 #include <type_traits>
 #include <vector>
@@ -34,6 +35,9 @@ constexpr int64_t GROUP_BYTES = 2 << 20;
 constexpr int64_t FORWARD_ARRAYS = 2;   // for each image: keys, values
 constexpr int64_t BACKWARD_ARRAYS = 5;  // keys, keys and values as panels, gradients of keys and values
 constexpr int64_t MAX_GROUP = 8;
+constexpr int64_t PACKING_ROWS = 6;  // query rows that take as long as packing a group's keys and values, measured
+constexpr int64_t BACKWARD_PIECES = 12;  // pieces to have at least, so that any usual number of threads shares them well
+constexpr int64_t BACKWARD_ROWS = 64;    // while a part keeps so many query rows
 #if defined(__AVX512BF16__)
 constexpr bool HALF_PRODUCTS = true;
 #else
@@ -65,6 +69,15 @@ struct Problem {
     return std::clamp<int64_t>(GROUP_BYTES / (arrays * keys * size * (halves ? 2 : 4)), 1, MAX_GROUP);
   }
   int64_t groups(int64_t arrays) const { return (B + group(arrays) - 1) / group(arrays); }
+  int64_t forward_parts() const { return parts_for_threads(H * groups(FORWARD_ARRAYS), T, rows, PACKING_ROWS); }
+  int64_t backward_parts() const {
+    const int64_t pieces = std::max<int64_t>(H * groups(BACKWARD_ARRAYS), 1);
+    return std::min((BACKWARD_PIECES + pieces - 1) / pieces, std::max<int64_t>(T / BACKWARD_ROWS, 1));
+  }
+};
+
+struct Piece {
+  int64_t index, part, head, first_image, last_image, first_row, last_row;
 };
 
 // ---- products of matrices -------------------------------------------------------------------------------------------
@@ -442,8 +455,9 @@ void read_scaled(const View& view, const Problem& x, int64_t b, int64_t h, int64
 }
 
 template <typename E>
-void forward_group(
-    const Problem& x, int64_t h, int64_t b0, int64_t b1, const View& q, const View& k, const View& v, const View& out) {
+void forward_piece(
+    const Problem& x, const Piece& piece, const View& q, const View& k, const View& v, const View& out) {
+  const int64_t h = piece.head, b0 = piece.first_image, b1 = piece.last_image;
   constexpr int PER_WORD = Elements<E>::VECTORS;
   const int64_t words = x.size / PER_WORD, area = x.keys * words, count = b1 - b0;
   const Buffer rows(x.keys * x.size), panels(count * area), values(count * area), weights(x.rows * x.keys),
@@ -456,7 +470,7 @@ void forward_group(
     terms_of<E>(read, x.keys, x.size, own);
   }
   const Powers powers(x, h);
-  for (int64_t j0 = 0; j0 < x.T; j0 += x.rows) {
+  for (int64_t j0 = piece.first_row; j0 < piece.last_row; j0 += x.rows) {
     const int64_t count_rows = std::min(x.rows, x.T - j0);
     powers.weights(h, j0, weights.data());
     for (int64_t b = b0; b < b1; ++b) {
@@ -483,6 +497,8 @@ void forward_group(
 
 struct Backward {
   View q, k, v, grad, dq, dk, dv;
+  int64_t parts;
+  float* partial;  // (B, H, parts, 2, keys, size): what each part adds to dk and dv, if there are several
 };
 
 // One row. The products in `p` become probabilities. The gradients of the probabilities in `ds` become those of the
@@ -511,17 +527,23 @@ void row_gradients(const Problem& x, const float* weights, float* p, float* ds, 
 
 // `sums`: gradients of alpha, of the prefix gamma and of log gamma of each curve.
 template <typename E>
-void backward_group(const Problem& x, int64_t h, int64_t b0, int64_t b1, const Backward& f, float* sums) {
+void backward_piece(const Problem& x, const Piece& piece, const Backward& f, float* sums) {
+  const int64_t h = piece.head, b0 = piece.first_image, b1 = piece.last_image;
   constexpr int PER_WORD = Elements<E>::VECTORS;
   const int64_t words = x.size / PER_WORD, area = x.keys * words, whole = x.keys * x.size, count = b1 - b0,
-                block = x.rows * x.keys, packed = PER_WORD == 1 ? 0 : 1;  // whether rows and words are not the same
-  const Buffer keys(count * area), key_panels(count * area), value_panels(count * area), dk(count * whole),
-      dv(count * whole), weights(block), grads(block), p(block), ds(block), e(x.keys), query(x.rows * x.size),
+                block = x.rows * x.keys, packed = PER_WORD == 1 ? 0 : 1,  // whether rows and words are not the same
+                kept = f.parts > 1 ? 0 : count * 2 * whole;
+  const Buffer keys(count * area), key_panels(count * area), value_panels(count * area), own_sums(kept), weights(block), grads(block), p(block), ds(block), e(x.keys), query(x.rows * x.size),
       grad(x.rows * x.size), result(x.rows * x.size), rows_read(packed * whole),
       memory(packed * (block + 4 * x.rows * words));
   float *pair_memory = memory.data(), *row_memory = pair_memory + packed * block;
+  const auto dk = [&](int64_t b) {
+    if (f.parts == 1) return own_sums.data() + (b - b0) * 2 * whole;
+    return f.partial + ((b * x.H + h) * f.parts + piece.part) * 2 * whole;
+  };
   for (int64_t b = b0; b < b1; ++b) {
     const int64_t at = (b - b0) * area;
+    std::fill_n(dk(b), 2 * whole, 0.0f);
     float* read = PER_WORD == 1 ? keys.data() + at : rows_read.data();
     read_rows(f.v, b, h, 0, x.keys, 0, x.T, read);
     pack_panels<E>(read, x.keys, x.size, value_panels.data() + at);
@@ -529,16 +551,14 @@ void backward_group(const Problem& x, int64_t h, int64_t b0, int64_t b1, const B
     pack_panels<E>(read, x.keys, x.size, key_panels.data() + at);
     terms_of<E>(read, x.keys, x.size, keys.data() + at);
   }
-  std::fill_n(dk.data(), count * whole, 0.0f);
-  std::fill_n(dv.data(), count * whole, 0.0f);
   std::fill_n(sums, 2 + x.C, 0.0f);
   const Powers powers(x, h);
-  for (int64_t j0 = 0; j0 < x.T; j0 += x.rows) {
+  for (int64_t j0 = piece.first_row; j0 < piece.last_row; j0 += x.rows) {
     const int64_t rows = std::min(x.rows, x.T - j0), terms = (rows + PER_WORD - 1) / PER_WORD;
     powers.weights(h, j0, weights.data());
     std::fill_n(grads.data(), rows * x.keys, 0.0f);
     for (int64_t b = b0; b < b1; ++b) {
-      const int64_t at = (b - b0) * area, sums_at = (b - b0) * whole;
+      const int64_t at = (b - b0) * area;
       read_scaled(f.q, x, b, h, j0, x.early_scale, query.data());
       read_scaled(f.grad, x, b, h, j0, 1.0f, grad.data());
       const float *queries = words_of<E>(query.data(), x.rows, x.size, row_memory),
@@ -552,9 +572,9 @@ void backward_group(const Problem& x, int64_t h, int64_t b0, int64_t b1, const B
         row_gradients(x, weights.data() + row, p.data() + row, ds.data() + row, grads.data() + row, e.data());
       }
       const float* factors = terms_of<E>(p.data(), rows, x.keys, pair_memory);
-      weighted_rows<E, true>(x.keys, factors, 1, x.keys, terms, direction_terms, x.size, dv.data() + sums_at);
+      weighted_rows<E, true>(x.keys, factors, 1, x.keys, terms, direction_terms, x.size, dk(b) + whole);
       factors = terms_of<E>(ds.data(), rows, x.keys, pair_memory);
-      weighted_rows<E, true>(x.keys, factors, 1, x.keys, terms, query_terms, x.size, dk.data() + sums_at);
+      weighted_rows<E, true>(x.keys, factors, 1, x.keys, terms, query_terms, x.size, dk(b));
       factors = words_of<E>(ds.data(), rows, x.keys, pair_memory);
       weighted_rows<E, false>(
           rows, factors, x.keys / PER_WORD, 1, (x.T + PER_WORD - 1) / PER_WORD, keys.data() + at, x.size,
@@ -564,44 +584,67 @@ void backward_group(const Problem& x, int64_t h, int64_t b0, int64_t b1, const B
     }
     powers.gradients(h, j0, grads.data(), sums, sums + 1, sums + 2);
   }
-  for (int64_t b = b0; b < b1; ++b) {
-    write_rows(dk.data() + (b - b0) * whole, f.dk, b, h, 0, x.T);
-    write_rows(dv.data() + (b - b0) * whole, f.dv, b, h, 0, x.T);
+  for (int64_t b = b0; b < b1 && f.parts == 1; ++b) {
+    write_rows(dk(b), f.dk, b, h, 0, x.T);
+    write_rows(dk(b) + whole, f.dv, b, h, 0, x.T);
   }
+}
+// The sums of all parts, one after the other.
+void add_parts(const Problem& x, const Backward& f) {
+  const int64_t whole = 2 * x.keys * x.size;
+  parallel_for(x.B * x.H, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      float* total = f.partial + i * f.parts * whole;
+      for (int64_t part = 1; part < f.parts; ++part) {
+        for (int64_t t = 0; t < whole; t += L) store(total + t, load(total + t) + load(total + part * whole + t));
+      }
+      write_rows(total, f.dk, i / x.H, i % x.H, 0, x.T);
+      write_rows(total + whole / 2, f.dv, i / x.H, i % x.H, 0, x.T);
+    }
+  });
 }
 
 // ---- both passes ----------------------------------------------------------------------------------------------------
 
 template <typename F>
-void for_groups(const Problem& x, int64_t arrays, const F& run) {
-  const int64_t group = x.group(arrays), groups = x.groups(arrays);
-  parallel_for(x.H * groups, 1, [&](int64_t begin, int64_t end) {
+void for_pieces(const Problem& x, int64_t arrays, int64_t parts, const F& run) {
+  const int64_t group = x.group(arrays), groups = x.groups(arrays), rows = rows_of_part(x.T, x.rows, parts);
+  parallel_for(x.H * groups * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t b0 = i % groups * group;
-      run(i, i / groups, b0, std::min(x.B, b0 + group));
+      const int64_t part = i % parts, b0 = i / parts % groups * group, first = std::min(x.T, part * rows);
+      run({i, part, i / parts / groups, b0, std::min(x.B, b0 + group), first, std::min(x.T, first + rows)});
     }
   });
 }
 
 }  // namespace
 
-int64_t decayed_groups(const DecayedInputs& inputs) { return Problem(inputs).groups(BACKWARD_ARRAYS); }
+int64_t decayed_pieces(const DecayedInputs& inputs) {
+  const Problem x(inputs);
+  return x.groups(BACKWARD_ARRAYS) * x.backward_parts();
+}
+int64_t decayed_partial(const DecayedInputs& inputs) {
+  const Problem x(inputs);
+  const int64_t parts = x.backward_parts();
+  return parts > 1 ? x.B * x.H * parts * 2 * x.keys * x.size : 0;
+}
 
 void decayed_forward(const DecayedInputs& inputs, const View& out) {
   const Problem x(inputs);
-  for_groups(x, FORWARD_ARRAYS, [&](int64_t, int64_t h, int64_t b0, int64_t b1) {
-    const auto run = x.halves ? forward_group<Half> : forward_group<float>;
-    run(x, h, b0, b1, inputs.q, inputs.k, inputs.v, out);
+  for_pieces(x, FORWARD_ARRAYS, x.forward_parts(), [&](const Piece& piece) {
+    const auto run = x.halves ? forward_piece<Half> : forward_piece<float>;
+    run(x, piece, inputs.q, inputs.k, inputs.v, out);
   });
 }
 
 void decayed_backward(const DecayedInputs& inputs, const DecayedGradients& f) {
   const Problem x(inputs);
-  const Backward views{inputs.q, inputs.k, inputs.v, f.grad, f.dq, f.dk, f.dv};
-  for_groups(x, BACKWARD_ARRAYS, [&](int64_t i, int64_t h, int64_t b0, int64_t b1) {
-    const auto run = x.halves ? backward_group<Half> : backward_group<float>;
-    run(x, h, b0, b1, views, f.sums + i * (2 + x.C));
+  const Backward views{inputs.q, inputs.k, inputs.v, f.grad, f.dq, f.dk, f.dv, x.backward_parts(), f.partial};
+  for_pieces(x, BACKWARD_ARRAYS, views.parts, [&](const Piece& piece) {
+    const auto run = x.halves ? backward_piece<Half> : backward_piece<float>;
+    run(x, piece, views, f.sums + piece.index * (2 + x.C));
   });
+  if (views.parts > 1) add_parts(x, views);
 }
 
 }  // namespace sparseprior

@@ -5,8 +5,10 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 
 namespace sparseprior {
@@ -49,14 +51,35 @@ struct View {
   bool whole() const { return lane == 1 && width % L == 0; }
 };
 
-// Does work on 0..count with the caller's threads, each at least `grain` at a time. Whoever links the kernels has it.
+// Does work on 0..count with the caller's threads, each at least `grain` at a time. Whoever links the kernels has both.
 void run_parallel(
     int64_t count, int64_t grain, void (*work)(const void* context, int64_t begin, int64_t end), const void* context);
+// How many threads that would be.
+int64_t parallel_threads();
 
 template <typename F>
 void parallel_for(int64_t count, int64_t grain, const F& work) {
   run_parallel(
       count, grain, [](const void* own, int64_t begin, int64_t end) { (*(const F*)own)(begin, end); }, &work);
+}
+
+// Rows of each of `parts` parts, in whole blocks.
+inline int64_t rows_of_part(int64_t rows, int64_t block, int64_t parts) {
+  return ((rows + block - 1) / block + parts - 1) / parts * block;
+}
+// In how many parts to cut the rows of each of `pieces`, so that the threads end soonest. A part begins with work that takes
+// as long as `overhead` rows.
+inline int64_t parts_for_threads(int64_t pieces, int64_t rows, int64_t block, int64_t overhead) {
+  const int64_t threads = parallel_threads(), most = std::min((rows + block - 1) / block, 2 * threads);
+  int64_t best = 1, soonest = std::numeric_limits<int64_t>::max();
+  for (int64_t parts = 1; parts <= most; ++parts) {
+    const int64_t time = (pieces * parts + threads - 1) / threads * (rows_of_part(rows, block, parts) + overhead);
+    if (time < soonest) {
+      soonest = time;
+      best = parts;
+    }
+  }
+  return best;
 }
 
 // ---- along diagonals ------------------------------------------------------------------------------------------------
@@ -147,11 +170,13 @@ struct DecayedInputs {
 };
 struct DecayedGradients {
   View grad, dq, dk, dv;
-  float* sums;  // (H, groups, 2 + C): of alpha, prefix_gamma and log_gamma
+  float* sums;  // (H, pieces, 2 + C): of alpha, prefix_gamma and log_gamma
+  float* partial;
 };
 
-// In how many groups of images the sums of the backward pass come.
-int64_t decayed_groups(const DecayedInputs& inputs);
+// In how many pieces of a head the sums of the backward pass come, and the number of floats of `partial`.
+int64_t decayed_pieces(const DecayedInputs& inputs);
+int64_t decayed_partial(const DecayedInputs& inputs);
 void decayed_forward(const DecayedInputs& inputs, const View& out);
 void decayed_backward(const DecayedInputs& inputs, const DecayedGradients& f);
 

@@ -6,8 +6,8 @@
 // Prefix tokens see everything, with a factor of their own. All images share the lists, or each image has its own.
 //
 // Shapes: B batch, H heads, T = P + N tokens, P prefix tokens, D head width, K places of a list.
-// A piece of work is a head of all images if they share a factor, otherwise of one image. Nothing is added across
-// pieces, so the result does not depend on the number of threads.
+// A piece of work is some query rows of a head of one image forward, and a head backward, of all images if they share a
+// factor. Nothing is added across pieces, so the result does not depend on the number of threads.
 
 #include <type_traits>
 #include <vector>
@@ -30,7 +30,7 @@ struct Lists {
         size(packed_width(D)), places(packed_width(std::max(K, T * (int64_t)(P > 0)))), scale(inputs.scale),
         keys(inputs.keys), factor(inputs.factor), prefix(inputs.prefix_factor), own_keys(inputs.own_keys),
         own_factor(inputs.own_factor) {}
-  // Images that one piece of work goes through.
+  // Images that one piece of work of the backward pass goes through.
   int64_t images() const { return factor && !own_factor ? std::max<int64_t>(B, 1) : 1; }
 };
 
@@ -50,19 +50,18 @@ Row row_of(const Lists& x, int64_t b, int64_t h, int64_t t) {
   return {keys, factor, 1.0f, keys[x.K - 1] < 0 ? std::find(keys, keys + x.K, -1) - keys : x.K};
 }
 
-// Rows of a tensor of one head in whole registers: in place if they are stored like that, otherwise packed in float32.
+// Rows of a tensor of one head in whole registers, packed: rows of all heads lie so far from each other in memory that a
+// cache, which places them by their address, would keep few of one head.
 template <typename E>
 class Rows {
  public:
   Rows(const View& x, int64_t b, int64_t h, int64_t tokens)
-      : in_place_(whole_registers<E>(x)),
-        step_(in_place_ ? x.token : packed_width(x.width)), copy_(in_place_ ? 0 : tokens * step_), data_(in_place_ ? x.of<E>(b, h, 0) : (E*)copy_.data()) {
-    if (!in_place_) read_rows(x, b, h, 0, tokens, 0, tokens, copy_.data());
+      : step_(packed_width(x.width)), copy_(tokens * step_ / Elements<E>::VECTORS), data_((E*)copy_.data()) {
+    read_rows(x, b, h, 0, tokens, 0, tokens, (E*)copy_.data());
   }
   SPARSEPRIOR_INLINE const E* operator[](int64_t t) const { return data_ + t * step_; }
 
  private:
-  bool in_place_;
   int64_t step_;
   Buffer copy_;
   const E* data_;
@@ -70,30 +69,32 @@ class Rows {
 
 SPARSEPRIOR_INLINE int64_t key(const Row& row, int64_t i) { return row.keys ? row.keys[i] : i; }
 
-// out[i] = query . rows[key i]; S vectors a row, 0 if that is not known at compile time.
+// out[i] = query . rows[key i] of 16 i, after `last` with its row; S vectors a row, 0 if that is not known at compile time.
+template <int S, typename E>
+SPARSEPRIOR_INLINE void products(
+    const Row& row, int64_t i, int64_t last, const E* query, const Rows<E>& rows, int64_t size, float* out) {
+  typedef Elements<E> Own;
+  constexpr int64_t STEP = L * Own::VECTORS, COUNT = S ? S / Own::VECTORS : 1;
+  typename Own::Register own[COUNT];
+  for (int64_t e = 0; e < COUNT; ++e) own[e] = Own::read(query + STEP * e);
+  vec x[L];
+#pragma GCC unroll 16
+  for (int64_t lane = 0; lane < L; ++lane) {
+    const E* other = rows[key(row, std::min(i + lane, last))];
+    x[lane] = Own::product(own[0], Own::read(other));
+#pragma GCC unroll 4
+    for (int64_t e = 1; e < COUNT; ++e) x[lane] = Own::dot(x[lane], own[e], Own::read(other + STEP * e));
+    for (int64_t e = STEP; !S && e < size; e += STEP) {
+      x[lane] = Own::dot(x[lane], Own::read(query + e), Own::read(other + e));
+    }
+  }
+  store(out + i, sums(x));
+}
 template <int S, typename E>
 void products(const Row& row, const E* query, const Rows<E>& rows, int64_t size, float* out) {
-  typedef Elements<E> Own;
-  constexpr int64_t STEP = L * Own::VECTORS, COUNT = S / Own::VECTORS;
-  typename Own::Register own[S ? COUNT : 1];
-  for (int64_t e = 0; e < COUNT; ++e) own[e] = Own::read(query + STEP * e);
-  for (int64_t i = 0; i < row.count; i += L) {
-    vec x[L];
-    for (int64_t lane = 0; lane < L; ++lane) {
-      const E* other = rows[key(row, std::min(i + lane, row.count - 1))];
-      if constexpr (S > 0) {
-        x[lane] = Own::product(own[0], Own::read(other));
-#pragma GCC unroll 4
-        for (int64_t e = 1; e < COUNT; ++e) x[lane] = Own::dot(x[lane], own[e], Own::read(other + STEP * e));
-      } else {
-        x[lane] = Own::product(Own::read(query), Own::read(other));
-        for (int64_t e = STEP; e < size; e += STEP) {
-          x[lane] = Own::dot(x[lane], Own::read(query + e), Own::read(other + e));
-        }
-      }
-    }
-    store(out + i, sums(x));
-  }
+  int64_t i = 0;
+  for (; i + L <= row.count; i += L) products<S>(row, i, i + L, query, rows, size, out);
+  if (i < row.count) products<S>(row, i, row.count - 1, query, rows, size, out);
 }
 template <typename E>
 void products(const Row& row, const E* query, const Rows<E>& rows, int64_t size, float* out) {
@@ -138,6 +139,45 @@ void mixture(const Row& row, const float* share, const Rows<E>& rows, int64_t si
   for (; first < size; first += L * ONE) mixture<ONE>(row, share, rows, first, out);
 }
 
+// S registers of out = sum of share[i] * rows[key i], two keys at a time, where the processor multiplies pairs of bfloat16:
+// words have neighbouring shares, and one element of two rows.
+#if defined(__AVX512BF16__)
+constexpr bool HALF_PRODUCTS = true;
+
+template <int S>
+SPARSEPRIOR_INLINE void mixture_of_pairs(const Row& row, const Half* share, const Rows<Half>& rows, int64_t first, float* out) {
+  typedef Elements<Half> Own;
+  vec low[S], high[S];  // elements 8 i..8 i + 3 and 8 i + 4..8 i + 7 of a register
+  for (int s = 0; s < S; ++s) low[s] = high[s] = vec{};
+  for (int64_t i = 0; i < row.count; i += 2) {
+    const Half *a = rows[key(row, i)] + first, *b = i + 1 < row.count ? rows[key(row, i + 1)] + first : nullptr;
+    const Own::Register factor = Own::all((const float*)(share + i));
+#pragma GCC unroll 2
+    for (int s = 0; s < S; ++s) {
+      const __m512i x = (__m512i)Own::read(a + 2 * L * s), y = b ? (__m512i)Own::read(b + 2 * L * s) : __m512i{};
+      low[s] = Own::dot(low[s], factor, (Own::Register)_mm512_unpacklo_epi16(x, y));
+      high[s] = Own::dot(high[s], factor, (Own::Register)_mm512_unpackhi_epi16(x, y));
+    }
+  }
+  for (int s = 0; s < S; ++s) {
+    float* to = out + first + 2 * L * s;
+    store(to, SPARSEPRIOR_SHUFFLE(low[s], high[s], 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+    store(to + L, SPARSEPRIOR_SHUFFLE(low[s], high[s], 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+  }
+}
+// `share` is rounded in place.
+void mixture_of_pairs(const Row& row, float* share, const Rows<Half>& rows, int64_t size, float* out) {
+  Half* rounded = (Half*)share;
+  for (int64_t i = 0; i < row.count; i += L) store(rounded + i, load(share + i));
+  int64_t first = 0;
+  for (; first + 4 * L <= size; first += 4 * L) mixture_of_pairs<2>(row, rounded, rows, first, out);
+  for (; first < size; first += 2 * L) mixture_of_pairs<1>(row, rounded, rows, first, out);
+}
+#else
+constexpr bool HALF_PRODUCTS = false;  // unpacking them would take longer
+inline void mixture_of_pairs(const Row&, float*, const Rows<Half>&, int64_t, float*) {}
+#endif
+
 // Adds share[i] * value to rows[key i].
 void spread(const Row& row, const float* share, const float* value, int64_t size, float* rows) {
   for (int64_t i = 0; i < row.count; ++i) {
@@ -174,21 +214,27 @@ float softmax(const Row& row, float scale, float* scores) {
   return 1.0f / sum(total);
 }
 
+constexpr int64_t BLOCK = 64;  // query rows that are read and written together
+
 template <typename E>
-void forward_head(
-    const Lists& x, int64_t b, int64_t h, const View& q, const View& k, const View& v, const View& out) {
-  constexpr int64_t BLOCK = 64;  // rows that are read and written together
+void forward_rows(
+    const Lists& x, int64_t b, int64_t h, int64_t first, int64_t last, const View& q, const View& k, const View& v,
+    const View& out) {
   const Rows<E> keys(k, b, h, x.T), values(v, b, h, x.T);
   const Buffer queries(BLOCK * x.size), results(BLOCK * x.size), scores(x.places);
-  for (int64_t t0 = 0; t0 < x.T; t0 += BLOCK) {
-    const int64_t count = std::min(BLOCK, x.T - t0);
+  for (int64_t t0 = first; t0 < last; t0 += BLOCK) {
+    const int64_t count = std::min(BLOCK, last - t0);
     read_rows(q, b, h, t0, t0 + count, 0, x.T, (E*)queries.data());
     for (int64_t r = 0; r < count; ++r) {
       const Row row = row_of(x, b, h, t0 + r);
       float* result = results.data() + r * x.size;
       products(row, (const E*)queries.data() + r * x.size, keys, x.size, scores.data());
       const float share = softmax(row, x.scale, scores.data());
-      mixture(row, scores.data(), values, x.size, result);
+      if constexpr (HALF_PRODUCTS && std::is_same_v<E, Half>) {
+        mixture_of_pairs(row, scores.data(), values, x.size, result);
+      } else {
+        mixture(row, scores.data(), values, x.size, result);
+      }
       for (int64_t e = 0; e < x.size; e += L) store(result + e, load(result + e) * share);
     }
     write_rows(results.data(), out, b, h, t0, count);
@@ -278,8 +324,15 @@ void listed_forward(const ListedInputs& inputs, const View& out) {
   const Lists x(inputs);
   const View &q = inputs.q, &k = inputs.k, &v = inputs.v;
   const bool halves = whole_registers<Half>(q) && whole_registers<Half>(k) && whole_registers<Half>(v);
-  const auto run = halves ? forward_head<Half> : forward_head<float>;
-  for_heads(x, [&](int64_t b, int64_t h) { run(x, b, h, q, k, v, out); });
+  const auto run = halves ? forward_rows<Half> : forward_rows<float>;
+  const int64_t packing = x.T / x.K + 1, parts = parts_for_threads(x.B * x.H, x.T, BLOCK, packing),
+                rows = rows_of_part(x.T, BLOCK, parts);
+  parallel_for(x.B * x.H * parts, 1, [&](int64_t begin, int64_t end) {  // images of a head share lists, and follow it
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t first = std::min(x.T, i % parts * rows), last = std::min(x.T, first + rows);
+      run(x, i / parts % x.B, i / parts / x.B, first, last, q, k, v, out);
+    }
+  });
 }
 
 void listed_backward(const ListedInputs& inputs, const ListedGradients& f) {

@@ -18,6 +18,7 @@ void run_parallel(
     int64_t count, int64_t grain, void (*work)(const void* context, int64_t begin, int64_t end), const void* context) {
   at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) { work(context, begin, end); });
 }
+int64_t parallel_threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
 
 namespace {
 
@@ -327,8 +328,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decayed_backward(
   const DecayedInputs x = decayed_inputs(q, k, v, positions, log_gamma, alpha, prefix_gamma, prefix, scale, values);
   check_like(q, grad, "grad");
   const Tensor dq = like_projection(q), dk = like_projection(q), dv = like_projection(q);
-  const Tensor sums = floats(q, {x.H, decayed_groups(x), 2 + x.C});
-  sparseprior::decayed_backward(x, {view(grad), view(dq), view(dk), view(dv), data(sums)});
+  const Tensor sums = floats(q, {x.H, decayed_pieces(x), 2 + x.C}), partial = floats(q, {decayed_partial(x)});
+  sparseprior::decayed_backward(x, {view(grad), view(dq), view(dk), view(dv), data(sums), data(partial)});
   const Tensor total = sums.sum(1);  // (H, 2 + C)
   return {dq, dk, dv, total.slice(1, 2).t().contiguous(), total.select(1, 0).contiguous(), total.select(1, 1).contiguous()};
 }

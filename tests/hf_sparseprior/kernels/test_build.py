@@ -251,6 +251,7 @@ PROGRAM = """
 using namespace sparseprior;
 using Work = void(const void*, int64_t, int64_t);
 void sparseprior::run_parallel(int64_t count, int64_t, Work* work, const void* context) { work(context, 0, count); }
+int64_t sparseprior::parallel_threads() { return 1; }
 View view(float* data) { return {(char*)data, 3, 3, 1, 1, 1, false}; }
 int main() {
   float zero[3] = {0, 0, 0}, values[3] = {1, 2, 6}, out[3];
