@@ -175,26 +175,26 @@ class PriorAttention(nn.Module):
         """
         if self.mixer is not None:
             return self._mix(request, backend)
-        key_ids = top_k = None
-        if self.predictor is not None:
-            top_k = self.predictor.top_k(request.q.shape[2])
-            key_ids = self.predictor(request) if top_k is None else None
-        relative: list[RelativePosition] = list(self.relative_position.values())  # type: ignore[arg-type]
+        decay = self.active_decay()
+        if decay is not None or self.training:  # a small call costs little more than its Python, so nothing is made in vain
+            request = request._replace(decay=None if decay is None else decay(), training=self.training)
+        if self.predictor is None and not len(self.relative_position):
+            return run_plan(request, backend)
+        return self._attend_with_modules(request, backend)
+
+    def _attend_with_modules(self, request: AttentionRequest, backend: str) -> tuple[Tensor, Tensor | None]:
+        """`attend` with what a predictor chooses, and what relative positions add."""
         bias = request.bias
+        relative: list[RelativePosition] = list(self.relative_position.values())  # type: ignore[arg-type]
         for position in relative:
             logits = position(request)
             bias = logits if bias is None else add_bias(logits, bias)
         on_values = [position for position in relative if position.uses_weights]
-        decay = self.active_decay()
-        filled = request._replace(
-            decay=None if decay is None else decay(),
-            bias=bias,
-            key_ids=key_ids,
-            top_k=top_k,
-            renormalise=self.predictor is None or self.predictor.renormalise,
-            need_weights=request.need_weights or bool(on_values),
-            training=self.training,
-        )
+        filled = request._replace(bias=bias, need_weights=request.need_weights or bool(on_values))
+        if self.predictor is not None:
+            top_k = self.predictor.top_k(request.q.shape[2])
+            key_ids = self.predictor(request) if top_k is None else None
+            filled = filled._replace(key_ids=key_ids, top_k=top_k, renormalise=self.predictor.renormalise)
         out, weights = run_plan(filled, backend)
         for position in on_values:
             assert weights is not None

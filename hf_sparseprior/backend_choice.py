@@ -52,6 +52,7 @@ class Backend:
 
 BACKENDS: dict[str, Backend] = {}
 _by_priority: list[str] = []  # their names, the highest priority first
+_dense: list[str] = []  # of these, those that form all pairs
 
 
 def register_backend(
@@ -84,27 +85,38 @@ def register_backend(
     if name in BACKENDS or name == "auto":
         raise ValueError(f"backend {name!r} is registered already")
     BACKENDS[name] = Backend(can_run, run, priority, dense, crossovers or {})
-    _by_priority[:] = sorted(BACKENDS, key=lambda name: -BACKENDS[name].priority)
+    _sort_backends()
 
 
 def unregister_backend(name: str) -> None:
     """Take a backend out again."""
     del BACKENDS[name]
-    _by_priority.remove(name)
+    _sort_backends()
+
+
+def _sort_backends() -> None:
+    _by_priority[:] = sorted(BACKENDS, key=lambda name: -BACKENDS[name].priority)
+    _dense[:] = [name for name in _by_priority if BACKENDS[name].dense]
+
+
+def is_sparse(request: AttentionRequest) -> bool:
+    """Whether some pairs are left out."""
+    return request.plan.offsets is not None or request.key_ids is not None
 
 
 def slower_than_dense(backend: Backend, request: AttentionRequest, trains: bool, dense_path: str) -> str | None:
     """Why a backend would be slower than the dense backend `dense_path`; None if it would not."""
-    plan, device_type = request.plan, request.q.device.type
-    if plan.offsets is None and request.key_ids is None:
+    if not backend.crossovers or not is_sparse(request):
         return None
-    density = plan.density if request.key_ids is None else request.key_ids.shape[-1] / plan.total
+    plan, q = request.plan, request.q
+    device_type = q.device.type
     key = (device_type if device_type in ("cpu", "cuda") else "cuda", trains, dense_path)
-    limits = backend.crossovers.get((*key, request.q.dtype)) or backend.crossovers.get(key)
+    limits = backend.crossovers.get((*key, q.dtype)) or backend.crossovers.get(key)
     if limits is None:
         return None
     if plan.num_tokens < limits.tokens:
         return f"dense is faster below {limits.tokens} patches"
+    density = plan.density if request.key_ids is None else request.key_ids.shape[-1] / plan.total
     largest = limits.largest_density(request)
     if density > limits.density or _known(density > largest):
         if torch.compiler.is_compiling():
@@ -149,7 +161,7 @@ def choose_backend(request: AttentionRequest, backend: str = "auto") -> str:
     q, k, v = request.q, request.k, request.v
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     trains = trains or request.training
-    dense_path = _dense_path(request)
+    dense_path = _dense_path(request) if is_sparse(request) else ""
     refused: list[tuple[str, str]] = []
     for name in _by_priority:
         candidate = BACKENDS[name]
@@ -165,8 +177,8 @@ def choose_backend(request: AttentionRequest, backend: str = "auto") -> str:
 
 def _dense_path(request: AttentionRequest) -> str:
     """The dense backend that would run the request."""
-    for name in _by_priority:
-        if BACKENDS[name].dense and BACKENDS[name].can_run(request) is None:
+    for name in _dense:
+        if BACKENDS[name].can_run(request) is None:
             return name
     raise AssertionError("unreachable: reference runs everything")
 

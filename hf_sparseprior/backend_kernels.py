@@ -179,8 +179,13 @@ def _diagonal_kernel(request: AttentionRequest, kernel: Callable[..., Tensor], h
             "prefix_weight": scalars.alpha * scalars.prefix_gamma,
             "self_weight": scalars.alpha,
         }
+    q, k, v = request.q, request.k, request.v
+    if plan.ranks is not None:
+        q, k, v = (in_order(plan, tokens) for tokens in (q, k, v))
     out = kernel(
-        *(in_order(plan, tokens) for tokens in (request.q, request.k, request.v)),
+        q,
+        k,
+        v,
         plan_table(plan, "signed_offsets", device),
         plan_table(plan, heads_table, device),
         plan.num_prefix_tokens,
@@ -189,7 +194,7 @@ def _diagonal_kernel(request: AttentionRequest, kernel: Callable[..., Tensor], h
         dropout_p=request.dropout_p,
         **weights,
     )
-    return in_raster(plan, out)
+    return out if plan.ranks is None else in_raster(plan, out)
 
 
 # Medians, measured interleaved on one core of an AMD EPYC: windows of growing width, 4 to 400 patches, 6 heads of 64,

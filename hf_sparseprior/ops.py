@@ -10,7 +10,6 @@ tokens, T = P + N, C curves, A axes, K offsets of a head counted with both signs
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from .attention_plan import AttentionPlan
 from .attention_request import AttentionRequest
-from .backend_choice import BACKENDS, choose_backend
+from .backend_choice import BACKENDS, Backend, choose_backend
 
 # Importing a backend registers it. Errors list backends in this order.
 from .backend_dense import leading_weights
@@ -51,11 +50,16 @@ def run_plan(request: AttentionRequest, backend: str = "auto") -> tuple[Tensor, 
     chosen = BACKENDS[choose_backend(request, backend)]
     # Autocast is for the projections, which are done; here it would round the float32 logits of a decay.
     device_type = request.q.device.type
-    rounds = device_type != "meta" and torch.is_autocast_enabled(device_type)
-    with torch.autocast(device_type, enabled=False) if rounds else nullcontext():
-        out, weights = chosen.run(request)
-        if request.need_weights and request.weight_rows is not None:
-            weights = leading_weights(request, request.weight_rows)
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        with torch.autocast(device_type, enabled=False):
+            return _run(chosen, request)
+    return _run(chosen, request)
+
+
+def _run(backend: Backend, request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
+    out, weights = backend.run(request)
+    if request.need_weights and request.weight_rows is not None:
+        weights = leading_weights(request, request.weight_rows)
     return out, weights
 
 

@@ -86,13 +86,16 @@ def diagonal_attention(
         keep = torch.rand(size, device=q.device) >= dropout_p
         drop = keep.to(torch.float32) / max(1.0 - dropout_p, 1e-30)
     trains = records(q, k, v, pair_weights, prefix_weight, self_weight)
-    arguments = (q, k, v, offsets, counts, num_prefix_tokens, scale, zero_fill, *weights, drop, trains)
-    return call(torch.ops.hf_sparseprior.diagonal_forward, trains, *arguments)[0]
+    arguments = (q, k, v, offsets, counts, num_prefix_tokens, scale, zero_fill, *weights, drop)
+    if trains:
+        return torch.ops.hf_sparseprior.diagonal_forward(*arguments, True)[0]
+    return call(torch.ops.hf_sparseprior.diagonal_output, False, *arguments)
 
 
 def _register() -> None:
     """Register shapes for tracing, and gradients."""
     torch.library.register_fake("hf_sparseprior::diagonal_forward", _fake_forward)
+    torch.library.register_fake("hf_sparseprior::diagonal_output", lambda q, *rest: like_projection(q))
     torch.library.register_fake("hf_sparseprior::diagonal_backward", _fake_backward)
     torch.library.register_autograd("hf_sparseprior::diagonal_forward", _backward, setup_context=_setup_context)
 

@@ -81,7 +81,7 @@ Tensor like_projection(const Tensor& q) {
 
 Tensor floats(const Tensor& like, at::IntArrayRef sizes) { return like.new_empty(sizes, like.options().dtype(at::kFloat)); }
 Tensor zeros(const Tensor& like, at::IntArrayRef sizes) { return like.new_zeros(sizes, like.options().dtype(at::kFloat)); }
-float* data(const Tensor& x) { return x.numel() ? x.data_ptr<float>() : nullptr; }
+float* data(const Tensor& x) { return x.defined() && x.numel() ? x.data_ptr<float>() : nullptr; }
 
 // ---- along diagonals ------------------------------------------------------------------------------------------------
 
@@ -140,23 +140,51 @@ Tensor sum_of_values(const Tensor& v) {
   return sums;
 }
 
+// What the backward pass needs of the forward pass.
+struct Kept {
+  Tensor probs, logits, floors, rows;
+};
+
+// Fills `kept`, if there is one.
+Tensor diagonal(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& offsets, const Tensor& counts, int64_t prefix,
+    double scale, bool zero_fill, const DiagonalWeights& weights, const optional<Tensor>& drop, Kept* kept) {
+  Values values;
+  const DiagonalInputs x = diagonal_inputs(q, k, v, offsets, counts, prefix, scale, zero_fill, weights, values);
+  const Diagonal problem(x);
+  const Tensor out = like_projection(q), v_sum = zero_fill ? sum_of_values(v) : Tensor();
+  const Tensor partial = problem.partial() ? floats(q, {problem.partial()}) : Tensor();
+  const Kept none, &own = kept ? *kept : none;
+  if (kept) {
+    *kept = {floats(q, {problem.pairs()}), floats(q, {weights.pairs ? problem.pairs() : 0}),
+             floats(q, {zero_fill ? problem.floors() : 0}), floats(q, {x.B, x.H, prefix, x.T})};
+  }
+  problem.forward({x.q, x.k, x.v, view(out), factors(problem, x, drop, values), data(v_sum), data(own.probs),
+                   data(own.logits), data(own.floors), data(own.rows), data(partial)});
+  return out;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> diagonal_forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& offsets, const Tensor& counts, int64_t prefix,
     double scale, bool zero_fill, const optional<Tensor>& pair_weights, const optional<Tensor>& pair_begin,
     const optional<Tensor>& prefix_weight, const optional<Tensor>& self_weight, const optional<Tensor>& drop, bool keep) {
-  Values values;
   const DiagonalWeights weights{pair_weights, pair_begin, prefix_weight, self_weight};
-  const DiagonalInputs x = diagonal_inputs(q, k, v, offsets, counts, prefix, scale, zero_fill, weights, values);
-  const Diagonal problem(x);
-  const Tensor out = like_projection(q);
-  const Tensor probs = floats(q, {keep ? problem.pairs() : 0});
-  const Tensor logits = floats(q, {keep && pair_weights ? problem.pairs() : 0});
-  const Tensor floors = floats(q, {keep && zero_fill ? problem.floors() : 0});
-  const Tensor rows = floats(q, {keep ? x.B : 0, x.H, prefix, x.T});
-  const Tensor partial = floats(q, {problem.partial()}), v_sum = zero_fill ? sum_of_values(v) : floats(q, {0});
-  problem.forward({x.q, x.k, x.v, view(out), factors(problem, x, drop, values), data(v_sum), data(probs), data(logits),
-                   data(floors), data(rows), data(partial)});
-  return {out, probs, logits, floors, rows};
+  if (keep) {
+    Kept kept;
+    const Tensor out = diagonal(q, k, v, offsets, counts, prefix, scale, zero_fill, weights, drop, &kept);
+    return {out, kept.probs, kept.logits, kept.floors, kept.rows};
+  }
+  const Tensor out = diagonal(q, k, v, offsets, counts, prefix, scale, zero_fill, weights, drop, nullptr);
+  return {out, floats(q, {0}), floats(q, {0}), floats(q, {0}), floats(q, {0, q.size(1), prefix, q.size(2)})};
+}
+
+// The output alone. Four empty tensors would cost a small call as much as its work.
+Tensor diagonal_output(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& offsets, const Tensor& counts, int64_t prefix,
+    double scale, bool zero_fill, const optional<Tensor>& pair_weights, const optional<Tensor>& pair_begin,
+    const optional<Tensor>& prefix_weight, const optional<Tensor>& self_weight, const optional<Tensor>& drop) {
+  const DiagonalWeights weights{pair_weights, pair_begin, prefix_weight, self_weight};
+  return diagonal(q, k, v, offsets, counts, prefix, scale, zero_fill, weights, drop, nullptr);
 }
 
 // Gradients of q, k, v and, with a decay, of pair_weights, prefix_weight and self_weight (otherwise empty).
@@ -435,6 +463,10 @@ TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
       "bool zero_fill, Tensor? pair_weights, Tensor? pair_begin, Tensor? prefix_weight, Tensor? self_weight, "
       "Tensor? drop, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
+      "diagonal_output(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor counts, int prefix, float scale, "
+      "bool zero_fill, Tensor? pair_weights, Tensor? pair_begin, Tensor? prefix_weight, Tensor? self_weight, "
+      "Tensor? drop) -> Tensor");
+  m.def(
       "diagonal_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor offsets, Tensor counts, "
       "int prefix, float scale, bool zero_fill, Tensor? pair_weights, Tensor? pair_begin, Tensor? prefix_weight, "
       "Tensor? self_weight, Tensor? drop, Tensor probs, Tensor logits, Tensor floors, Tensor rows) "
@@ -470,6 +502,7 @@ TORCH_LIBRARY_FRAGMENT(hf_sparseprior, m) {
 
 TORCH_LIBRARY_IMPL(hf_sparseprior, CPU, m) {
   m.impl("diagonal_forward", diagonal_forward);
+  m.impl("diagonal_output", diagonal_output);
   m.impl("diagonal_backward", diagonal_backward);
   m.impl("pair_weights", pair_weights);
   m.impl("pair_weights_backward", pair_weights_backward);

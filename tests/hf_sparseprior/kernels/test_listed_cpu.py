@@ -84,10 +84,11 @@ def test_lists_of_each_image(cpp, decay, prefix):
             assert (actual.double() - expected).abs().max().item() <= limit
 
 
-def operands(dtype=torch.float32, own=False):
+def operands(dtype=torch.float32, own=False, patches=8):
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 3, 9, 8, generator=generator).to(dtype) for _ in range(3))
-    keys = lists_of(2 if own else 1, 3, 8, 1).int()
+    width = 8 if dtype == torch.float32 else 32  # whole registers of bfloat16
+    q, k, v = (torch.randn(2, 3, patches + 1, width, generator=generator).to(dtype) for _ in range(3))
+    keys = lists_of(2 if own else 1, 3, patches, 1).int()
     factor = torch.rand(keys.shape, generator=generator)
     return q, k, v, keys, factor, torch.rand(3, generator=generator)
 
@@ -103,15 +104,17 @@ def test_operators(cpp, own):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_number_of_threads_changes_no_bit(cpp, threads, poison):
-    q, k, v, keys, factor, prefix_factor = operands()
+@pytest.mark.parametrize(("dtype", "patches"), [(torch.float32, 8), (torch.float32, 150), (torch.bfloat16, 150)], ids=str)
+def test_the_number_of_threads_changes_no_bit(cpp, threads, dtype, patches, poison):
+    q, k, v, keys, factor, prefix_factor = operands(dtype, patches=patches)
     inputs = [x.requires_grad_() for x in (q, k, v, factor, prefix_factor)]
 
     def results():
         out = listed_cpu.listed_attention(q, k, v, keys, 1, 0.3, factor, prefix_factor)
-        return [out, *torch.autograd.grad(out.square().sum(), inputs)]
+        return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
 
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     expected = results()
     torch.set_num_threads(threads)
     try:
