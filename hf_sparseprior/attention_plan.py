@@ -29,7 +29,7 @@ from .masks import (
 from .registry import registering
 from .relative_offsets import relative_table
 from .resolved import DecayTensors, ResolvedDecay, ResolvedSupport, Time
-from .supports import frame_pairs, own_grid, seen_pairs
+from .supports import frame_pairs, own_grid, seen_pairs, shared_pattern
 from .token_order import RASTER, lists_in_raster, mask_in_raster, order_ranks, with_prefix
 from .windows import window_places, window_regions, windowed_mask
 
@@ -96,11 +96,12 @@ class AttentionPlan:
         self.layout_ranks = None if layout == RASTER else order_ranks(layout, self.own_grid)  # (1, N)
         self.density = 1.0
         if support["name"] != "dense":
+            self._pattern = shared_pattern(support, num_heads, self.own_grid)  # kept, so that other layers find it
             sizes: Any = {"num_heads": num_heads, "grid": grid, "time": time, "layer": layer, "heads": heads}
             self._list_pairs = functools.partial(seen_pairs, support, **sizes)
-            self.of_frame = frame_pairs(support, **sizes)
+            self.of_frame = frame_pairs(support, pattern=self._pattern, **sizes)
             if self.of_frame is None:
-                self.offsets, self._pairs, ranks = self._list_pairs()
+                self.offsets, self._pairs, ranks = self._list_pairs(pattern=self._pattern)
                 self.ranks = ranks if layout == RASTER else None
                 left_out = pruning_ratio(self.offsets, self.num_tokens, num_prefix_tokens, self._pairs)
             else:  # as `seen_pairs` gives them, which lists the pairs where they are asked for
@@ -133,6 +134,10 @@ class AttentionPlan:
         """The plan whose `key` this is."""
         num_heads, grid, *rest = json.loads(key)
         return cls(num_heads, tuple(grid), *rest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the pattern, whose function of the layer cannot be pickled."""
+        return {name: value for name, value in vars(self).items() if name != "_pattern"}
 
     @property
     def pairs(self) -> Pairs:
@@ -329,19 +334,19 @@ def _token_ranks(plan: AttentionPlan) -> np.ndarray:
 @registering("table", TABLES, "signed_offsets")
 def _signed_offsets(plan: AttentionPlan) -> np.ndarray:
     """Signed offsets, int32, head after head."""
-    return np.array([offset for head in _signed(plan) for signs in head for offset in signs], dtype=np.int32)
+    return np.array([offset for head in _signed(plan) for offset in head], dtype=np.int32)
 
 
 @registering("table", TABLES, "offset_counts")
 def _offset_counts(plan: AttentionPlan) -> np.ndarray:
     """How many signed offsets each head has, int32 (H,)."""
-    return np.array([sum(map(len, head)) for head in _signed(plan)], dtype=np.int32)
+    return np.array([len(head) for head in _signed(plan)], dtype=np.int32)
 
 
 @registering("table", TABLES, "offset_begin")
 def _offset_begin(plan: AttentionPlan) -> np.ndarray:
     """Where the signed offsets of each head begin, and the end of the last, int32 (H + 1,)."""
-    return np.cumsum([0, *(sum(map(len, head)) for head in _signed(plan))]).astype(np.int32)
+    return np.cumsum([0, *map(len, _signed(plan))]).astype(np.int32)
 
 
 @registering("table", TABLES, "positions_in_order")
@@ -379,9 +384,12 @@ def _pair_counts(plan: AttentionPlan) -> np.ndarray:
 @registering("table", TABLES, "pair_begin")
 def _pair_begin(plan: AttentionPlan) -> np.ndarray:
     """Where the pairs of each signed offset begin, int64; o and -o share theirs."""
-    lengths = [plan.num_tokens - offset for head in _offsets(plan) for offset in head]
-    begins = np.cumsum([0, *lengths])[:-1]
-    return np.repeat(begins, [len(signs) for head in _signed(plan) for signs in head]).astype(np.int64)
+    begins, end = [], 0
+    for head in _offsets(plan):
+        for offset in head:
+            begins += [end, end] if offset else [end]
+            end += plan.num_tokens - offset
+    return np.array(begins, dtype=np.int64)
 
 
 def _offsets(plan: AttentionPlan) -> list[list[int]]:
@@ -389,6 +397,9 @@ def _offsets(plan: AttentionPlan) -> list[list[int]]:
     return plan.offsets
 
 
-def _signed(plan: AttentionPlan) -> list[list[tuple[int, ...]]]:
-    """The offsets of each head, each with its signs."""
-    return [[(offset, -offset) if offset else (0,) for offset in offsets] for offsets in _offsets(plan)]
+def _signed(plan: AttentionPlan) -> list[list[int]]:
+    """The signed offsets of each head, o and -o one after the other."""
+    return [
+        [signed for offset in offsets for signed in ((offset, -offset) if offset else (0,))]
+        for offsets in _offsets(plan)
+    ]

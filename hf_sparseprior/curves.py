@@ -16,7 +16,7 @@ import numpy as np
 CURVES: dict[str, Callable[[int, int], np.ndarray]] = {}
 CLIP_CURVES: dict[str, Callable[[int, int, int], np.ndarray]] = {}  # those of CURVES that exist in three dimensions
 TRANSPOSED_SUFFIX = "_t"
-Side = tuple[int, int]
+Side = tuple[int, int]  # how many patches, and from one to the next how many on in raster order
 Vector = tuple[int, int, int]
 
 
@@ -85,15 +85,8 @@ def curve_rank(name: str, grid: Sequence[int], transposed: bool = False) -> np.n
     return function(*frames, height, width)
 
 
-def _rank_from_order(rows: np.ndarray, columns: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Ranks from the visiting order: the inverse permutation."""
-    rank = np.empty((height, width), dtype=np.int64)
-    rank[rows, columns] = np.arange(height * width)
-    return rank
-
-
-def _clip_rank_from_order(order: np.ndarray, grid: Sequence[int]) -> np.ndarray:
-    """Ranks in three dimensions from the visiting order, given as numbers of patches in raster order."""
+def _rank_from_order(order: np.ndarray, grid: Sequence[int]) -> np.ndarray:
+    """Ranks from the visiting order, given as numbers of patches in raster order: the inverse permutation."""
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     return rank.reshape(grid)
@@ -116,10 +109,12 @@ def snake_curve(height: int, width: int) -> np.ndarray:
 @register_curve("zigzag")
 def zigzag_curve(height: int, width: int) -> np.ndarray:
     """Diagonals r + c = g, one after the other: columns rise on even ones and fall on odd ones (VIOLIN Eq. 18)."""
-    rows, columns = (index.ravel() for index in np.indices((height, width)))
+    rows, columns = np.arange(height)[:, None], np.arange(width)
     diagonal = rows + columns
-    order = np.lexsort((np.where(diagonal % 2 == 0, columns, -columns), diagonal))
-    return _rank_from_order(rows[order], columns[order], height, width)
+    sizes = np.bincount(diagonal.ravel())
+    before = np.cumsum(sizes) - sizes
+    first, last = np.maximum(diagonal - height + 1, 0), np.minimum(diagonal, width - 1)  # columns of the diagonal
+    return before[diagonal] + np.where(diagonal % 2 == 0, columns - first, last - columns)
 
 
 @register_curve("peano")
@@ -128,12 +123,12 @@ def peano_curve(height: int, width: int) -> np.ndarray:
 
     The paper calls this curve Peano. A grid is a part of the square whose side is the next power of two.
     """
-    rows, columns = (index.ravel() for index in np.indices((height, width)))
-    key = np.zeros(height * width, dtype=np.int64)
-    for bit in range(max(height, width).bit_length()):
-        key |= ((rows >> bit) & 1) << (2 * bit) | ((columns >> bit) & 1) << (2 * bit + 1)
-    order = np.argsort(key, kind="stable")
-    return _rank_from_order(rows[order], columns[order], height, width)
+    side = np.arange(max(height, width))
+    spread = np.zeros_like(side)
+    for bit in range(len(side).bit_length()):
+        spread |= ((side >> bit) & 1) << (2 * bit)
+    key = spread[:height, None] | spread[:width] << 1
+    return _rank_from_order(np.argsort(key, axis=None, kind="stable"), (height, width))
 
 
 @register_curve("hilbert")
@@ -143,42 +138,45 @@ def hilbert_curve(height: int, width: int) -> np.ndarray:
     It always starts along the first row, as on a square. The usual generalisation starts along the longer side;
     then the curve and its transpose would be the same on every grid that is not square.
     """
-    rows, columns = _hilbert_visits((0, width), (height, 0), {}).T
-    return _rank_from_order(rows, columns, height, width)
+    return _rank_from_order(_hilbert_visits((width, 1), (height, width), {}), (height, width))
 
 
 def _hilbert_visits(a: Side, b: Side, known: dict[tuple[Side, Side], np.ndarray]) -> np.ndarray:
-    """The patches of a rectangle in the order of the curve, (n, 2), seen from its first.
+    """The patches of a rectangle in the order of the curve, (n,), as numbers in raster order minus that of its first.
 
-    a (the main direction) and b are its sides, vectors (rows, columns) along one axis each. `known` has the rectangles
-    that were visited before: a curve is made of few different ones.
+    a (the main direction) and b are its sides. `known` has the rectangles that were visited before: a curve is made of
+    few different ones.
     """
     if (a, b) in known:
         return known[a, b]
-    length, breadth = abs(sum(a)), abs(sum(b))
-    da, db = np.sign(a), np.sign(b)
+    (length, along), (breadth, across) = a, b
     if breadth == 1 or length == 1:
-        visits = np.arange(length * breadth)[:, None] * (da if breadth == 1 else db)
+        visits = np.arange(length * breadth) * (along if breadth == 1 else across)
     else:
-        long = 2 * length > 3 * breadth
-        a1, b1 = np.array(a), np.array(b)
-        a2, b2 = a1 // 2, b1 // 2
-        # An even first part joins without a diagonal step.
-        if long:  # two rectangles, one after the other
-            a2 += da * (abs(a2.sum()) % 2 and length > 2)
-            parts = [(0 * a1, a2, b1), (a2, a1 - a2, b1)]
+        if 2 * length > 3 * breadth:  # long: two rectangles, one after the other
+            half = _even(_half(a), length)
+            parts = [(0, (half, along), b), (half * along, (length - half, along), b)]
         else:  # one step up along b, a long one along a, one step down
-            b2 += db * (abs(b2.sum()) % 2 and breadth > 2)
-            parts = [(0 * a1, b2, a2), (b2, a1, b1 - b2), (a1 - da + b2 - db, -b2, a2 - a1)]
-        visits = np.concatenate(
-            [first + _hilbert_visits(_side(own), _side(other), known) for first, own, other in parts]
-        )
+            half, half_a = _even(_half(b), breadth), _half(a)
+            parts = [
+                (0, (half, across), (half_a, along)),
+                (half * across, a, (breadth - half, across)),
+                ((length - 1) * along + (half - 1) * across, (half, -across), (length - half_a, -along)),
+            ]
+        visits = np.concatenate([first + _hilbert_visits(own, other, known) for first, own, other in parts])
     known[a, b] = visits
     return visits
 
 
-def _side(vector: np.ndarray) -> Side:
-    return int(vector[0]), int(vector[1])
+def _half(side: Side) -> int:
+    """Half the length of a side, of an odd one the smaller half, or the larger if it is walked backwards."""
+    length, step = side
+    return length // 2 if step > 0 else (length + 1) // 2
+
+
+def _even(half: int, length: int) -> int:
+    """A half that is even, if there is one: an even first part joins without a diagonal step."""
+    return half + (half % 2 and length > 2)
 
 
 # ---- three dimensions -----------------------------------------------------------------------------------------------
@@ -208,7 +206,7 @@ def zigzag_clip_curve(frames: int, height: int, width: int) -> np.ndarray:
     plane, diagonal = times + rows + columns, rows + columns
     along_time, along_diagonal = np.where(plane % 2, times, -times), np.where(diagonal % 2, -columns, columns)
     order = np.lexsort((along_diagonal, along_time, plane))
-    return _clip_rank_from_order(order, (frames, height, width))
+    return _rank_from_order(order, (frames, height, width))
 
 
 @register_clip_curve("peano")
@@ -222,7 +220,7 @@ def peano_clip_curve(frames: int, height: int, width: int) -> np.ndarray:
     for bit in range(max(frames, height, width).bit_length()):
         for place, index in enumerate((rows, columns, times)):
             key |= ((index >> bit) & 1) << (3 * bit + place)
-    return _clip_rank_from_order(np.argsort(key, kind="stable"), (frames, height, width))
+    return _rank_from_order(np.argsort(key, kind="stable"), (frames, height, width))
 
 
 @register_clip_curve("hilbert")
@@ -237,7 +235,7 @@ def hilbert_clip_curve(frames: int, height: int, width: int) -> np.ndarray:
         return hilbert_curve(frames, height)[:, :, None]
     visits = _hilbert_clip_visits((0, 0, 0), (0, 0, width), (0, height, 0), (frames, 0, 0))
     order = np.fromiter(visits, dtype=(np.int64, 3), count=frames * height * width)
-    return _clip_rank_from_order(np.ravel_multi_index(tuple(order.T), (frames, height, width)), (frames, height, width))
+    return _rank_from_order(np.ravel_multi_index(tuple(order.T), (frames, height, width)), (frames, height, width))
 
 
 def _plus(*vectors: Vector) -> Vector:
@@ -254,7 +252,7 @@ def _sign(vector: Vector) -> Vector:
     return first, second, third
 
 
-def _half(vector: Vector) -> Vector:
+def _half_vector(vector: Vector) -> Vector:
     """Half of a vector along one axis, one more if it would be odd: an even part joins without a diagonal step."""
     first, second, third = (int(side / 2) for side in vector)
     half: Vector = (first, second, third)
@@ -273,7 +271,7 @@ def _hilbert_clip_visits(at: Vector, a: Vector, b: Vector, c: Vector) -> Iterato
             yield at
             at = _plus(at, step)
         return
-    a2, b2, c2 = map(_half, (a, b, c))
+    a2, b2, c2 = map(_half_vector, (a, b, c))
     a_rest, b_rest, c_rest = _plus(a, _minus(a2)), _plus(b, _minus(b2)), _plus(c, _minus(c2))
     a_end = _plus(a, _minus(da))
     if 2 * length > 3 * breadth and 2 * length > 3 * depth:  # long: two cuboids, one after the other

@@ -347,12 +347,17 @@ class ManhattanDecay(Decay):
         return np.concatenate([indices, indices[:, ::-1]]) if settings.get("with_transpose") else indices
 
 
-def random_rank(grid: tuple[int, ...], seed: int, transposed: bool = False) -> np.ndarray:
+def random_rank(grid: tuple[int, ...], seed: int) -> np.ndarray:
     """Rank of every patch in a random order, int64 of the grid's shape; the same on every platform."""
     order = list(range(math.prod(grid)))
     random.Random(seed).shuffle(order)
-    *frames, height, width = grid
-    return np.array(order).reshape(*frames, width, height).swapaxes(-1, -2) if transposed else np.reshape(order, grid)
+    return np.reshape(order, grid)
+
+
+def transposed_rank(rank: np.ndarray) -> np.ndarray:
+    """The same order on the grid with rows and columns swapped, seen at (column, row), int64 of the grid's shape."""
+    *frames, height, width = rank.shape
+    return rank.reshape(*frames, width, height).swapaxes(-1, -2)
 
 
 @register_decay("random_order")
@@ -378,7 +383,8 @@ class RandomOrderDecay(Decay):
     def positions(cls, settings: Settings, grid: tuple[int, ...]) -> np.ndarray:
         """Random ranks, (1, 1, N); with the transpose (2, 1, N)."""
         seed, with_transpose = (settings.get(key, cls.SETTINGS[key]) for key in ("seed", "with_transpose"))
-        ranks = [random_rank(grid, seed, transposed) for transposed in (False, True)[: 1 + with_transpose]]
+        rank = random_rank(grid, seed)
+        ranks = [rank, transposed_rank(rank)] if with_transpose else [rank]
         return np.stack([rank.reshape(1, -1) for rank in ranks])
 
 

@@ -244,27 +244,46 @@ def draw_pairs(
 
 
 def _integers(bits: np.random.PCG64, below: int, count: int) -> np.ndarray:
-    """About `count` integers from 0 to `below` - 1, at most 2^32 - 1, each equally likely (Lemire 2019)."""
+    """About `count` integers from 0 to `below` - 1, at most 2^32 - 1, each equally likely (Lemire 2019), uint32.
+
+    Those of several calls follow on one another: how many each was asked for changes nothing.
+    """
     words = bits.random_raw((count + 1) // 2)
-    halves = np.stack([words & np.uint64(2**32 - 1), words >> np.uint64(32)], 1).ravel()
-    products = halves * np.uint64(below)
+    halves = np.empty((len(words), 2), dtype=np.uint64)
+    np.bitwise_and(words, np.uint64(2**32 - 1), out=halves[:, 0])
+    np.right_shift(words, np.uint64(32), out=halves[:, 1])
+    products = halves.ravel() * np.uint64(below)
     # Numbers are dropped so that a multiple of `below` is left of the 2^32.
-    kept = products & np.uint64(2**32 - 1) >= np.uint64(2**32 % below)
-    return (products[kept] >> np.uint64(32)).astype(np.int64)
+    kept = products.astype(np.uint32) >= np.uint32(2**32 % below)  # the lower halves
+    return (products >> np.uint64(32)).astype(np.uint32)[kept]
 
 
 def _draw(bits: np.random.PCG64, num_tokens: int, count: int, offsets: Sequence[int]) -> np.ndarray:
-    pairs = np.empty(0, dtype=np.int64)
-    diagonals = np.array(offsets, dtype=np.int64)
+    """The first `count` different pairs of a stream of random ones, those on an offset left out, int64 (n, 2), sorted.
+
+    A pair (j, k) is drawn as the number j N + k.
+    """
+    free = np.ones(num_tokens, dtype=bool)  # distances that pairs may have
+    free[list(offsets)] = False
     if 2 * count > num_tokens**2:  # if pairs were drawn one by one, the last ones would take very long
         everything = np.arange(num_tokens**2)
-        free = everything[~np.isin(np.abs(everything // num_tokens - everything % num_tokens), diagonals)]
-        pairs = free[np.argsort(bits.random_raw(len(free)), kind="stable")[:count]]
-    while len(pairs) < count:
-        more = _integers(bits, num_tokens**2, 2 * (count - len(pairs)) + 16)
-        more = more[~np.isin(np.abs(more // num_tokens - more % num_tokens), diagonals)]
-        everything = np.concatenate([pairs, more])
-        first = np.sort(np.unique(everything, return_index=True)[1])  # in the order in which they were drawn
-        pairs = everything[first][:count]
-    pairs = np.sort(pairs)
-    return np.stack([pairs // num_tokens, pairs % num_tokens], 1)
+        numbers = everything[free[np.abs(everything // num_tokens - everything % num_tokens)]]
+        numbers = np.sort(numbers[np.argsort(bits.random_raw(len(numbers)), kind="stable")[:count]])
+    else:
+        numbers = drawn = np.empty(0, dtype=np.uint32)
+        while wanted := count - len(numbers):
+            if len(drawn) < wanted:  # a few more, in place of those that are dropped
+                more = _integers(bits, num_tokens**2, wanted + wanted // 32 + 16)
+                queries = more // num_tokens
+                keys = more - queries * num_tokens
+                more = more[free[np.maximum(queries, keys) - np.minimum(queries, keys)]]
+                drawn = np.concatenate([drawn, more])
+            # No more than are wanted, so that it is the first ones which are taken. The stable sort merges the two.
+            both = np.sort(np.concatenate([numbers, np.sort(drawn[:wanted])]), kind="stable")
+            first = np.ones(len(both), dtype=bool)
+            first[1:] = both[1:] != both[:-1]
+            numbers, drawn = both[first], drawn[wanted:]
+    pairs = np.empty((len(numbers), 2), dtype=np.int64)
+    pairs[:, 0] = numbers // num_tokens
+    pairs[:, 1] = numbers - num_tokens * pairs[:, 0]
+    return pairs

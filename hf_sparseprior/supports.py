@@ -10,8 +10,10 @@ N is the number of patch tokens, P of prefix tokens, T = P + N.
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -73,6 +75,7 @@ __all__ = [
     "resolve_support",
     "seen_pairs",
     "self_rows",
+    "shared_pattern",
     "support_notes",
     "support_of_heads",
     "support_pattern",
@@ -126,6 +129,21 @@ def support_pattern(
     spec.update(settings)
     _check_settings(name, spec)
     return SUPPORTS[name].pattern(num_heads, num_tokens, grid, own_of(spec))
+
+
+# Patterns of plans, for as long as a plan has them. All layers of a model have one: what differs between layers is only
+# which head has which offsets, and the pairs that are drawn.
+_patterns: weakref.WeakValueDictionary[tuple, Pattern] = weakref.WeakValueDictionary()
+
+
+def shared_pattern(support: ResolvedSupport, num_heads: int, grid: tuple[int, ...]) -> Pattern:
+    """The pattern of a support over a grid, made once for all that keep it. Its offsets must not be changed."""
+    # The function too, as a name can be registered anew.
+    key = (SUPPORTS[support["name"]].function, json.dumps(support, sort_keys=True), num_heads, grid)
+    if (pattern := _patterns.get(key)) is None:
+        pattern = support_pattern(support, num_heads=num_heads, num_tokens=math.prod(grid), grid=grid)
+        _patterns[key] = pattern
+    return pattern
 
 
 def _check_settings(name: str, spec: Mapping[str, Any]) -> None:
@@ -196,6 +214,7 @@ def support_of_heads(
     layer: int,
     grid: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
+    pattern: Pattern | None = None,
 ) -> tuple[list[list[int]], Pairs]:
     """Offsets and further pairs of some heads of a layer, shuffled as the support's `shuffle_seed` says.
 
@@ -203,8 +222,10 @@ def support_of_heads(
         support, num_tokens, layer, grid: as in `build_mask`.
         num_heads: for which the support is made.
         heads: numbers of those that the layer has, from 0; None: all.
+        pattern: that of the support for these numbers, if it is known.
     """
-    pattern = support_pattern(support, num_heads=num_heads, num_tokens=num_tokens, grid=grid)
+    if pattern is None:
+        pattern = support_pattern(support, num_heads=num_heads, num_tokens=num_tokens, grid=grid)
     offsets = _shuffled(support, pattern.offsets, layer)
     pairs = None if pattern.pairs is None else pattern.pairs(layer)
     if heads is None:
@@ -226,8 +247,7 @@ def layer_ranks(
     A list of orders is shuffled with the offsets: support i has the i-th. Arguments as in `support_of_heads`.
     """
     _, spec = split_spec(support, "support", SUPPORTS)
-    order = check_order(spec.get("order", RASTER), num_heads)
-    if order == RASTER:
+    if (order := spec.get("order", RASTER)) == RASTER or (order := check_order(order, num_heads)) == RASTER:
         return None
     if not isinstance(order, str):
         numbers = layer_order(num_heads, layer, spec.get("shuffle_seed", COMMON_SETTINGS["shuffle_seed"]))
@@ -243,6 +263,7 @@ def seen_pairs(
     time: Time = "frame",
     layer: int = 0,
     heads: Sequence[int] | None = None,
+    pattern: Pattern | None = None,
 ) -> tuple[list[list[int]], Pairs, np.ndarray | None]:
     """Offsets and further pairs of a layer's heads, of an image or over the frames of a clip, and their order.
 
@@ -251,6 +272,7 @@ def seen_pairs(
         num_heads, heads: as in `support_of_heads`.
         grid: (height, width), or (frames, height, width); of a clip all patches are numbered, frame after frame.
         time: of a clip, as in `build_mask`.
+        pattern: that of the support over the grid that it is made for (`own_grid`), if it is known.
 
     Returns:
         Offsets and pairs as of `support_of_heads`, and the ranks of the patches in whose order they are, as of
@@ -258,7 +280,7 @@ def seen_pairs(
     """
     name, _ = split_spec(support, "support", SUPPORTS)
     own = own_grid(grid, "clip" if name == "dense" else time)
-    offsets, pairs, ranks = _support_of_grid(support, num_heads, own, layer, heads)
+    offsets, pairs, ranks = _support_of_grid(support, num_heads, own, layer, heads, pattern)
     if math.prod(own) == math.prod(grid):
         return offsets, pairs, ranks
     repeats = grid[0] ** 2 if time == "frame" else grid[0]
@@ -277,11 +299,17 @@ def seen_pairs(
 
 
 def _support_of_grid(
-    support: SupportSpec, num_heads: int, grid: Sequence[int], layer: int, heads: Sequence[int] | None
+    support: SupportSpec,
+    num_heads: int,
+    grid: Sequence[int],
+    layer: int,
+    heads: Sequence[int] | None,
+    pattern: Pattern | None,
 ) -> tuple[list[list[int]], Pairs, np.ndarray | None]:
     """Offsets and further pairs of a layer's heads, and the ranks of their order, over one grid."""
     sizes: dict[str, Any] = {"num_heads": num_heads, "num_tokens": math.prod(grid), "grid": grid, "layer": layer}
-    return *support_of_heads(support, heads=heads, **sizes), layer_ranks(support, heads=heads, **sizes)
+    offsets, pairs = support_of_heads(support, heads=heads, pattern=pattern, **sizes)
+    return offsets, pairs, layer_ranks(support, heads=heads, **sizes)
 
 
 def frame_pairs(
@@ -292,15 +320,15 @@ def frame_pairs(
     time: Time = "frame",
     layer: int = 0,
     heads: Sequence[int] | None = None,
+    pattern: Pattern | None = None,
 ) -> tuple[list[list[int]], Pairs, np.ndarray | None] | None:
     """Offsets, pairs and ranks of one frame, if those of a clip are the same in and between all of its frames.
 
     Arguments are as in `seen_pairs`, which lists the pairs of all frames. None: they are not the same.
     """
-    name, _ = split_spec(support, "support", SUPPORTS)
-    if len(grid) == 2 or grid[0] == 1 or time != "frame" or name == "dense":
+    if len(grid) == 2 or grid[0] == 1 or time != "frame" or split_spec(support, "support", SUPPORTS)[0] == "dense":
         return None
-    return _support_of_grid(support, num_heads, grid[1:], layer, heads)
+    return _support_of_grid(support, num_heads, grid[1:], layer, heads, pattern)
 
 
 def check_time(time: Any) -> Time:

@@ -1,9 +1,16 @@
+import copy
+import functools
+import pickle
+from itertools import accumulate
+
 import pytest
 import torch
 
 from hf_sparseprior.attention_plan import AttentionPlan, plan_table
 from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.ops import run_plan
+from hf_sparseprior.pattern import SUPPORTS, register_support
+from hf_sparseprior.supports import resolve_support, shared_pattern
 from tests.hf_sparseprior.attention_cases import CASES, brute_mask, gradients, make_leaves, make_plan
 
 
@@ -50,3 +57,74 @@ def test_tables_made_for_fake_tensors_are_not_kept():
         assert plan_table(plan, "mask", torch.device("cpu")).shape == (3, 17, 17)
     assert not plan.tables
     assert plan_table(plan, "mask", torch.device("cpu")).any()
+
+
+@pytest.mark.parametrize("offsets", [[[0], [0, 1, 4], []], [[2], [], [1, 3]], [[], []]])
+def test_tables_of_signed_offsets(offsets):
+    plan = make_plan("fibottention", (2, 3))
+    plan.offsets = offsets
+    signed = [[sign * o for o in own for sign in ((1, -1) if o else (1,))] for own in offsets]
+    flat = [o for own in signed for o in own]
+    lengths = [6 - o for own in offsets for o in own]
+    begins = dict(zip([(h, o) for h, own in enumerate(offsets) for o in own], accumulate([0, *lengths]), strict=False))
+    for name, expected, dtype in (
+        ("signed_offsets", flat, torch.int32),
+        ("offset_counts", [len(own) for own in signed], torch.int32),
+        ("offset_begin", [0, *accumulate(len(own) for own in signed)], torch.int32),
+        ("pair_begin", [begins[h, abs(o)] for h, own in enumerate(signed) for o in own], torch.int64),
+    ):
+        table = plan_table(plan, name, torch.device("cpu"))
+        assert table.dtype == dtype and table.tolist() == expected, name
+
+
+@pytest.fixture
+def counted_support():
+    """A support that keeps the grids it was asked for, with pairs that no pickle can hold."""
+    asked = []
+
+    @register_support("counted")
+    def counted(num_heads, num_tokens):
+        asked.append(num_tokens)
+        return SUPPORTS["bigbird"].pattern(num_heads, num_tokens, None, {})
+
+    yield asked
+    del SUPPORTS["counted"]
+
+
+def test_all_layers_of_a_model_have_one_pattern(counted_support):
+    resolved = resolve_support("counted", 3, 16)
+    plans = [AttentionPlan(3, (4, 4), 1, resolved, None, layer) for layer in range(4)]
+    assert counted_support == [16, 16]  # to resolve, and for the plans
+    assert len({plan.pairs[0].tobytes() for plan in plans}) == 4, "what is drawn differs from layer to layer"
+    AttentionPlan(3, (4, 5), 1, resolved, None, 0)
+    AttentionPlan(4, (4, 4), 1, resolved, None, 0)
+    AttentionPlan(3, (4, 4), 1, {**resolved, "mask_fill": "zero"}, None, 0)
+    assert len(counted_support) == 5, "another grid, number of heads or setting has its own"
+    pattern = shared_pattern(resolved, 3, (4, 4))
+    assert len(counted_support) == 5
+    del plans, pattern
+    shared_pattern(resolved, 3, (4, 4))
+    assert len(counted_support) == 6, "a pattern goes with its last plan"
+
+
+def test_a_name_that_is_registered_anew_has_a_new_pattern():
+    kept = []
+    for offset in (1, 2):
+        register_support("renewed")(functools.partial(lambda offset, num_heads, num_tokens: [[offset]], offset))
+        try:
+            kept.append(AttentionPlan(1, (4, 4), 1, resolve_support("renewed", 1, 16), None, 0))
+        finally:
+            del SUPPORTS["renewed"]
+    assert [plan.offsets for plan in kept] == [[[1]], [[2]]]
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (2, 2, 4)])
+def test_plans_can_be_pickled_and_copied(counted_support, grid):
+    support = resolve_support("counted", 3, 16)
+    plan = AttentionPlan(3, grid, 1, support, None, 1)
+    expected = plan_table(plan, "mask", torch.device("cpu"))
+    for again in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
+        again.tables.clear()
+        assert again.key == plan.key
+        assert torch.equal(plan_table(again, "mask", torch.device("cpu")), expected)
+        assert [own.tolist() for own in again.pairs] == [own.tolist() for own in plan.pairs]

@@ -19,6 +19,7 @@ from hf_sparseprior.decay import (
     random_rank,
     resized_order,
     resolve_decay,
+    transposed_rank,
 )
 from hf_sparseprior.ops import attention, run_plan
 from hf_sparseprior.supports import build_mask, resolve_support
@@ -217,7 +218,7 @@ def test_a_random_order_is_pythons_own_and_the_same_everywhere():
     assert random_rank((2, 2), 0).tolist() == [[2, 0], [1, 3]]
     # The transpose: the rank on the transposed grid at (column, row).
     other = random_rank((4, 3), 3)
-    own = random_rank((3, 4), 3, transposed=True)
+    own = transposed_rank(random_rank((3, 4), 3))
     assert all(own[row, column] == other[column, row] for row in range(3) for column in range(4))
     state = random.getstate()
     random_rank((3, 4), 5)

@@ -475,6 +475,74 @@ def test_integers_are_those_of_numpy(below):
     assert len(own) > 1400 and np.array_equal(own, expected)
 
 
+def brute_draw(seed, layer, head, num_tokens, count, offsets):
+    """Random pairs from the words of the generator, one by one in Python integers."""
+    bits, found = np.random.PCG64([seed, layer, head]), []
+    free = [(j, k) for j in range(num_tokens) for k in range(num_tokens) if abs(j - k) not in offsets]
+    if 2 * count > num_tokens**2:  # the pairs with the smallest words
+        words = [int(bits.random_raw()) for _ in free]
+        return sorted(free[place] for place in sorted(range(len(free)), key=words.__getitem__)[:count])
+    while len(found) < count:
+        word = int(bits.random_raw())
+        for half in (word % 2**32, word >> 32):
+            number, rest = divmod(half * num_tokens**2, 2**32)
+            pair = divmod(number, num_tokens)
+            if rest >= 2**32 % num_tokens**2 and pair in free and pair not in found and len(found) < count:
+                found.append(pair)
+    return sorted(found)
+
+
+@checked
+@given(
+    num_tokens=st.integers(1, 24),
+    w=st.integers(0, 8),
+    part=st.floats(0, 1),
+    layer=st.integers(0, 30),
+    seed=st.integers(0, 2**40),
+    per_head=st.booleans(),
+)
+def test_random_pairs_are_the_first_that_the_generator_gives(num_tokens, w, part, layer, seed, per_head):
+    free = num_tokens**2 - count_nonzeros(range(min(w, num_tokens - 1) + 1), num_tokens)
+    own = {"name": "bigbird", "w": 2 * w, "random_keys": part * free / num_tokens, "seed": seed, "per_head": per_head}
+    support = resolve_support(own, 2, num_tokens)
+    drawn = layer_pairs(support, num_heads=2, num_tokens=num_tokens, layer=layer)
+    count = min(free, round(part * free / num_tokens * num_tokens))
+    for head, pairs in enumerate(drawn):
+        expected = brute_draw(seed, layer, head if per_head else 0, num_tokens, count, range(w + 1))
+        assert pairs.dtype == np.int64 and pairs.shape == (count, 2)
+        assert pairs.tolist() == [list(pair) for pair in expected]
+
+
+@pytest.mark.parametrize("support", ["bigbird", "random"])
+def test_random_pairs_of_a_large_grid_are_the_first_that_the_generator_gives(support):
+    # So many pairs that some are drawn twice.
+    num_tokens, layer = 300, 3
+    pairs = layer_pairs(resolve_support(support, 1, num_tokens), num_heads=1, num_tokens=num_tokens, layer=layer)[0]
+    offsets, count = (range(2), 300) if support == "bigbird" else ((), 1332)
+    words, found = np.random.PCG64([0, layer, 0]), {}
+    while len(found) < count:
+        word = int(words.random_raw())
+        for half in (word % 2**32, word >> 32):
+            number, rest = divmod(half * num_tokens**2, 2**32)
+            j, k = divmod(number, num_tokens)
+            if rest >= 2**32 % num_tokens**2 and abs(j - k) not in offsets and len(found) < count:
+                found[j, k] = True
+    assert pairs.tolist() == [list(pair) for pair in sorted(found)]
+
+
+@pytest.mark.parametrize("num_tokens", [46339, 46340, 50000])
+def test_lists_of_keys_of_grids_whose_pairs_outnumber_int32(num_tokens):
+    drawn = np.array([[0, 7], [9, 2], [9, num_tokens - 1], [num_tokens - 1, 5]])
+    lists = key_lists([[0, 3]] * 2 + [[2]], num_tokens, 1, [drawn, drawn, drawn[:1]])
+    more = {0: [7], 9: [2, num_tokens - 1], num_tokens - 1: [5]}
+    for head, (signed, own) in enumerate([((-3, 0, 3), more)] * 2 + [((-2, 2), {0: [7]})]):
+        for row in (0, 1, 2, 9, 20000, num_tokens - 2, num_tokens - 1):
+            keys = sorted([row + o for o in signed if 0 <= row + o < num_tokens] + own.get(row, []))
+            expected = [0, *(1 + key for key in keys)]
+            assert lists[head, row].tolist() == expected + [-1] * (lists.shape[2] - len(expected))
+    assert lists.dtype == np.int32 and lists.shape == (3, num_tokens, 1 + 5)
+
+
 def test_a_pruning_ratio_that_a_window_exceeds_is_noted():
     def notes(ratio):
         return support_notes(resolve_support({"name": "bigbird", "pruning_ratio": ratio}, 2, 36), 2, (6, 6), 1)
