@@ -65,10 +65,12 @@ struct Problem {
         rows(std::clamp<int64_t>(BLOCK_BYTES / (4 * keys) / 8 * 8, 8, MOST_ROWS)),
         early_scale(halves ? 1.0f : inputs.scale), late_scale(halves ? inputs.scale : 1.0f), positions(inputs.positions),
         log_gamma(inputs.log_gamma), alpha(inputs.alpha), prefix_gamma(inputs.prefix_gamma) {}
-  int64_t group(int64_t arrays) const {
-    return std::clamp<int64_t>(GROUP_BYTES / (arrays * keys * size * (halves ? 2 : 4)), 1, MAX_GROUP);
+  int64_t groups(int64_t arrays) const {
+    const int64_t most = std::clamp<int64_t>(GROUP_BYTES / (arrays * keys * size * (halves ? 2 : 4)), 1, MAX_GROUP);
+    return (B + most - 1) / most;
   }
-  int64_t groups(int64_t arrays) const { return (B + group(arrays) - 1) / group(arrays); }
+  // Images of a group, as evenly as there are groups.
+  int64_t group(int64_t arrays) const { return (B + groups(arrays) - 1) / std::max<int64_t>(groups(arrays), 1); }
   int64_t forward_parts() const { return parts_for_threads(H * groups(FORWARD_ARRAYS), T, rows, PACKING_ROWS); }
   int64_t backward_parts() const {
     const int64_t pieces = std::max<int64_t>(H * groups(BACKWARD_ARRAYS), 1);
