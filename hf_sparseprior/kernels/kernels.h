@@ -195,6 +195,8 @@ struct ListedGradients {
   float *factor, *prefix;  // as `factor`, zeros at first, and (B, H); null if they are not wanted
 };
 
+// Whether all keys (rows, K) are tokens or -1, and no list is empty.
+bool listed_keys_fit(const int32_t* keys, int64_t rows, int64_t K, int64_t T);
 void listed_forward(const ListedInputs& inputs, const View& out);
 void listed_backward(const ListedInputs& inputs, const ListedGradients& f);
 

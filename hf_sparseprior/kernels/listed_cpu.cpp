@@ -9,6 +9,7 @@
 // A piece of work is some query rows of a head of one image forward, and a head backward, of all images if they share a
 // factor. Nothing is added across pieces, so the result does not depend on the number of threads.
 
+#include <atomic>
 #include <type_traits>
 #include <vector>
 
@@ -319,6 +320,19 @@ void for_heads(const Lists& x, const F& run) {
 }
 
 }  // namespace
+
+bool listed_keys_fit(const int32_t* keys, int64_t rows, int64_t K, int64_t T) {
+  constexpr int64_t GRAIN = 1 << 15;  // keys
+  std::atomic<bool> fit(true);
+  parallel_for(rows, GRAIN / K + 1, [&](int64_t begin, int64_t end) {
+    uint32_t most = 0;  // of key + 1: a negative one is large
+    for (int64_t i = begin * K; i < end * K; ++i) most = std::max(most, (uint32_t)keys[i] + 1);
+    int32_t least = 0;
+    for (int64_t row = begin; row < end; ++row) least = std::min(least, keys[row * K]);
+    if ((int64_t)most > T || least < 0) fit = false;
+  });
+  return fit;
+}
 
 void listed_forward(const ListedInputs& inputs, const View& out) {
   const Lists x(inputs);

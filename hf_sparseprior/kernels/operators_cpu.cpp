@@ -373,12 +373,13 @@ ListedInputs listed_inputs(
       keys.dim() == 4 && (keys.size(0) == 1 || keys.size(0) == B) && keys.size(1) == H && keys.size(2) == T - prefix &&
           keys.size(3) > 0 && keys.scalar_type() == at::kInt,
       "keys of shape ", keys.sizes(), " and dtype ", keys.scalar_type(), " must be int32 (1 or batch, heads, patches, places)");
-  if (keys.numel()) {  // a wrong number would be read as an address
+  const int32_t* own_keys = values.of<int32_t>(keys);
+  if (!listed_keys_fit(own_keys, keys.numel() / keys.size(3), keys.size(3), T)) {  // they would be read as addresses
     const auto [low, high] = keys.aminmax();
     TORCH_CHECK(
         low.item<int>() >= -1 && high.item<int>() < T, "keys from ", low.item<int>(), " to ", high.item<int>(),
         " must be tokens, 0 to ", T - 1, ", or -1");
-    TORCH_CHECK(keys.select(3, 0).min().item<int>() >= 0, "a list of keys is empty");
+    TORCH_CHECK(false, "a list of keys is empty");
   }
   if (factor) {
     TORCH_CHECK(
@@ -388,7 +389,7 @@ ListedInputs listed_inputs(
         " must be float32 (1 or batch, heads, patches, places)");
   }
   if (prefix_factor) check_is(*prefix_factor, {H}, at::kFloat, "prefix_factor");
-  return {view(q), view(k), view(v), B, H, T, prefix, keys.size(3), values.of<int32_t>(keys), values.of(factor),
+  return {view(q), view(k), view(v), B, H, T, prefix, keys.size(3), own_keys, values.of(factor),
           values.of(prefix_factor), keys.size(0) > 1, factor && factor->size(0) > 1, (float)scale};
 }
 

@@ -104,7 +104,9 @@ def test_operators(cpp, own):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize(("dtype", "patches"), [(torch.float32, 8), (torch.float32, 150), (torch.bfloat16, 150)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "patches"), [(torch.float32, 8), (torch.float32, 150), (torch.bfloat16, 150)], ids=str
+)
 def test_the_number_of_threads_changes_no_bit(cpp, threads, dtype, patches, poison):
     q, k, v, keys, factor, prefix_factor = operands(dtype, patches=patches)
     inputs = [x.requires_grad_() for x in (q, k, v, factor, prefix_factor)]
