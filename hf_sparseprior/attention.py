@@ -176,9 +176,8 @@ class PriorAttention(nn.Module):
         if self.mixer is not None:
             return self._mix(request, backend)
         decay = self.active_decay()
-        if (
-            decay is not None or self.training
-        ):  # a small call costs little more than its Python, so nothing is made in vain
+        # Nothing is made in vain: a small call costs little more than its Python.
+        if decay is not None or self.training:
             request = request._replace(decay=None if decay is None else decay(), training=self.training)
         if self.predictor is None and not len(self.relative_position):
             return run_plan(request, backend)
