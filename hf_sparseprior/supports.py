@@ -247,7 +247,8 @@ def layer_ranks(
     A list of orders is shuffled with the offsets: support i has the i-th. Arguments as in `support_of_heads`.
     """
     _, spec = split_spec(support, "support", SUPPORTS)
-    if (order := spec.get("order", RASTER)) == RASTER or (order := check_order(order, num_heads)) == RASTER:
+    order = check_order(spec.get("order", RASTER), num_heads)
+    if order == RASTER:
         return None
     if not isinstance(order, str):
         numbers = layer_order(num_heads, layer, spec.get("shuffle_seed", COMMON_SETTINGS["shuffle_seed"]))

@@ -35,14 +35,9 @@ constexpr int64_t GROUP_BYTES = 2 << 20;
 constexpr int64_t FORWARD_ARRAYS = 2;   // for each image: keys, values
 constexpr int64_t BACKWARD_ARRAYS = 5;  // keys, keys and values as panels, gradients of keys and values
 constexpr int64_t MAX_GROUP = 8;
-constexpr int64_t PACKING_ROWS = 6;  // query rows that take as long as packing a group's keys and values, measured
+constexpr int64_t PACKING_ROWS = 6;  // query rows that take about as long as packing a group's keys and values, by counting operations
 constexpr int64_t BACKWARD_PIECES = 12;  // pieces to have at least, so that any usual number of threads shares them well
 constexpr int64_t BACKWARD_ROWS = 64;    // while a part keeps so many query rows
-#if defined(__AVX512BF16__)
-constexpr bool HALF_PRODUCTS = true;
-#else
-constexpr bool HALF_PRODUCTS = false;  // unpacking them would take longer than products of float32
-#endif
 constexpr float LOG2_E = 1.44269504f;
 constexpr float SAFE_EXPONENT = 40.0f;  // u and w of a segment's own rows stay within exp(-40)..exp(40)
 // Those of keys are cut at exp(-80) and exp(80). A power that this changes is below exp(-40), nothing next to the others.

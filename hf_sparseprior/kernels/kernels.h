@@ -170,8 +170,8 @@ struct DecayedInputs {
 };
 struct DecayedGradients {
   View grad, dq, dk, dv;
-  float* sums;  // (H, pieces, 2 + C): of alpha, prefix_gamma and log_gamma
-  float* partial;
+  float* sums;     // (H, pieces, 2 + C): of alpha, prefix_gamma and log_gamma
+  float* partial;  // memory for what the parts of the query rows add to dk and dv; null if there is one part
 };
 
 // In how many pieces of a head the sums of the backward pass come, and the number of floats of `partial`.

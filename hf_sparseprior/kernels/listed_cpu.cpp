@@ -143,8 +143,6 @@ void mixture(const Row& row, const float* share, const Rows<E>& rows, int64_t si
 // S registers of out = sum of share[i] * rows[key i], two keys at a time, where the processor multiplies pairs of bfloat16:
 // words have neighbouring shares, and one element of two rows.
 #if defined(__AVX512BF16__)
-constexpr bool HALF_PRODUCTS = true;
-
 template <int S>
 SPARSEPRIOR_INLINE void mixture_of_pairs(const Row& row, const Half* share, const Rows<Half>& rows, int64_t first, float* out) {
   typedef Elements<Half> Own;
@@ -175,7 +173,6 @@ void mixture_of_pairs(const Row& row, float* share, const Rows<Half>& rows, int6
   for (; first < size; first += 2 * L) mixture_of_pairs<1>(row, rounded, rows, first, out);
 }
 #else
-constexpr bool HALF_PRODUCTS = false;  // unpacking them would take longer
 inline void mixture_of_pairs(const Row&, float*, const Rows<Half>&, int64_t, float*) {}
 #endif
 

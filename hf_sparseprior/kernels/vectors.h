@@ -98,6 +98,13 @@ SPARSEPRIOR_INLINE void stream(Half* p, vec x) {
 #endif
 }
 
+// Whether the processor multiplies pairs of Half. Otherwise unpacking them takes longer than products of float32.
+#if defined(__AVX512BF16__)
+constexpr bool HALF_PRODUCTS = true;
+#else
+constexpr bool HALF_PRODUCTS = false;
+#endif
+
 // ---- a row's elements in whole registers ------------------------------------------------------------------------------
 
 // A register of Half holds 32 of them. Its even and its odd elements are a vector each, for two instructions; a row's

@@ -292,10 +292,8 @@ def test_operators_pass_torchs_own_checks(cpp, decay):
         arguments = cpp.operator_arguments(name, leaves, "fibottention", decay, (3, 4), 1)
         torch.library.opcheck(getattr(torch.ops.hf_sparseprior, name).default, arguments)
     *arguments, _ = cpp.operator_arguments("diagonal_forward", leaves, "fibottention", decay, (3, 4), 1)
-    arguments = [
-        x.detach() if isinstance(x, torch.Tensor) else x for x in arguments
-    ]  # it is for calls without gradients
-    torch.library.opcheck(torch.ops.hf_sparseprior.diagonal_output.default, arguments)
+    # For calls without gradients, which `operator_arguments` has detached.
+    torch.library.opcheck(torch.ops.hf_sparseprior.diagonal_output.default, tuple(arguments))
     with torch.no_grad():
         expected = torch.ops.hf_sparseprior.diagonal_forward(*arguments, True)[0]
     assert torch.equal(torch.ops.hf_sparseprior.diagonal_output(*arguments), expected)
