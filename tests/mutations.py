@@ -118,8 +118,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the zigzag goes the other way",
-        "np.where(diagonal % 2 == 0, columns, -columns)",
-        "np.where(diagonal % 2 == 1, columns, -columns)",
+        "np.where(diagonal % 2 == 0, columns - first, last - columns)",
+        "np.where(diagonal % 2 == 1, columns - first, last - columns)",
         "test_curves.py",
     ),
     Mutation(
