@@ -11,22 +11,8 @@ from unittest import mock
 import numpy as np
 import peft
 import pytest
-import timm
 import torch
 from safetensors.torch import load_file, save_file
-from timm.layers import set_reentrant_ckpt
-from timm.models.deit import VisionTransformerDistilled
-from timm.models.eva import Eva
-from timm.models.naflexvit import NaFlexVit
-from timm.models.swin_transformer import SwinTransformer
-from timm.models.vision_transformer import (
-    DiffParallelScalingBlock,
-    ParallelScalingBlock,
-    ParallelThingsBlock,
-    ResPostBlock,
-    VisionTransformer,
-)
-from timm.optim import param_groups_weight_decay
 from torch import nn
 from torch.nn import functional as F
 from transformers import TimmWrapperConfig, TimmWrapperForImageClassification, TimmWrapperModel
@@ -37,6 +23,15 @@ from hf_sparseprior.adapters.stock_attention import APPLIED, PRIOR_MODULE, Stock
 from hf_sparseprior.supports import build_mask
 from tests.hf_sparseprior.adapters.stock_models import move_decays
 from tests.hf_sparseprior.adapters.test_stock_attention import PRIORS, distances
+from tests.timm_oracle import import_timm
+
+timm = import_timm()
+VisionTransformer = timm.models.vision_transformer.VisionTransformer
+VisionTransformerDistilled = timm.models.deit.VisionTransformerDistilled
+Eva = timm.models.eva.Eva
+NaFlexVit = timm.models.naflexvit.NaFlexVit
+SwinTransformer = timm.models.swin_transformer.SwinTransformer
+blocks = timm.models.vision_transformer
 
 SIZES = {"embed_dim": 48, "depth": 3, "num_heads": 4, "num_classes": 5}
 TINY = {"img_size": 32, "patch_size": 4, **SIZES}
@@ -99,8 +94,8 @@ CASES = {
     "vit_padded": Case(
         VisionTransformer, {**TINY, "dynamic_img_size": True, "dynamic_img_pad": True}, grid=(5, 6), size=(18, 24)
     ),
-    "vit_post_norm": Case(VisionTransformer, {**TINY, "block_fn": ResPostBlock}),
-    "vit_parallel": Case(VisionTransformer, {**TINY, "block_fn": ParallelThingsBlock}),
+    "vit_post_norm": Case(VisionTransformer, {**TINY, "block_fn": blocks.ResPostBlock}),
+    "vit_parallel": Case(VisionTransformer, {**TINY, "block_fn": blocks.ParallelThingsBlock}),
     "vit_causal": Case(VisionTransformer, TINY, options={"is_causal": True}),
     "vit_masked": Case(VisionTransformer, TINY, options={"attn_mask": causal(65)}),
     "vit_biased": Case(
@@ -287,7 +282,7 @@ def test_copies_have_the_prior(name):
 def test_a_training_step(name):
     model = sp.apply_prior(CASES[name].build(), "fibottention+violin").train()
     move_decays(model)
-    groups = param_groups_weight_decay(model, 0.1, no_weight_decay_list=model.no_weight_decay())
+    groups = timm.optim.param_groups_weight_decay(model, 0.1, no_weight_decay_list=model.no_weight_decay())
     decayed = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
@@ -354,13 +349,13 @@ def test_gradient_checkpointing(name):
 def test_reentrant_checkpointing_is_refused():
     model = sp.apply_prior(CASES["vit"].build(), "violin").train()
     model.set_grad_checkpointing()
-    set_reentrant_ckpt(True)
+    timm.layers.set_reentrant_ckpt(True)
     try:
         loss = everything(model, CASES["vit"].images()).sum()
         with pytest.raises(RuntimeError, match="set_reentrant_ckpt"):
             loss.backward()
     finally:
-        set_reentrant_ckpt(False)
+        timm.layers.set_reentrant_ckpt(False)
 
 
 @pytest.mark.parametrize("name", ["vit", "eva", "rope", "swin"])
@@ -568,11 +563,11 @@ REFUSED = {
         r"blocks.0.attn \(DiffAttention\) computes attention",
     ),
     "in the block": (
-        lambda: CASES["vit"].build(block_fn=ParallelScalingBlock),
+        lambda: CASES["vit"].build(block_fn=blocks.ParallelScalingBlock),
         r"blocks.0 \(ParallelScalingBlock\) computes attention",
     ),
     "differential in the block": (
-        lambda: CASES["vit"].build(block_fn=DiffParallelScalingBlock),
+        lambda: CASES["vit"].build(block_fn=blocks.DiffParallelScalingBlock),
         r"blocks.0 \(DiffParallelScalingBlock\) computes attention",
     ),
     "of one's own": (
