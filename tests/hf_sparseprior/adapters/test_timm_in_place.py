@@ -280,9 +280,11 @@ def test_copies_have_the_prior(name):
 
 @classes
 def test_a_training_step(name):
+    from timm.optim import param_groups_weight_decay
+
     model = sp.apply_prior(CASES[name].build(), "fibottention+violin").train()
     move_decays(model)
-    groups = timm.optim.param_groups_weight_decay(model, 0.1, no_weight_decay_list=model.no_weight_decay())
+    groups = param_groups_weight_decay(model, 0.1, no_weight_decay_list=model.no_weight_decay())
     decayed = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
