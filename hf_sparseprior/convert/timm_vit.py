@@ -38,7 +38,7 @@ HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1152: 16, 1280: 16}
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 # timm's architectures with gelu_tanh, which their folders do not say.
 TANH = re.compile(r"vit_(?:(?:base_patch32|so400m_patch16|giantopt_patch16)_siglip_|large_patch16_siglip_(?:gap_)?512)")
-ROTARY = re.compile(r"vit_\w+_rope_|vit_pe_")  # and those with rotary positions next to learned ones
+ROTARY = re.compile(r"vit_\w+_rope_|vit_pe_|eva02_(?!enormous)")  # and those with rotary positions next to learned ones
 NORM_EPS = 1e-6  # layer_norm_eps of every model here; files do not say it
 
 # timm's stem of a name, ours.
