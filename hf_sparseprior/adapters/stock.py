@@ -65,7 +65,9 @@ def apply_prior(model: Model, prior: str | dict[str, Any]) -> Model:
         ValueError: for a bad prior, a model that has a prior, or a model that cannot take one; the message says which
             module, and why.
     """
-    target: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    target: Any = model
+    if hasattr(target, "get_base_model"):  # peft's
+        target = target.get_base_model()
     if priors := stock_priors(target):
         had = "a prior already; hf_sparseprior.remove_prior(model)"
         if priors[0].for_adapters:

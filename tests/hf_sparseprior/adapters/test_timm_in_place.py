@@ -233,6 +233,46 @@ def test_equals_timms_own_attention_written_out(name, prior):
     assert (got - dense).abs().max() > 1e-3
 
 
+PUBLISHED = {
+    "vit_small_patch16_dinov3": {},
+    "vit_pe_core_tiny_patch16_384": {},
+    "vit_small_patch16_rope_mixed_ape_224": {},
+    "eva02_tiny_patch14_224": {"patch_size": 16},
+    "vit_base_patch16_siglip_224": {},
+    "vit_small_patch16_dinov3_qkvb": {"features_only": True, "out_indices": [0, 1]},
+    "vit_small_patch14_reg4_dinov2": {"features_only": True, "out_indices": [0, 1], "patch_size": 16},
+    "naflexvit_base_patch16_map": {},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_architectures(name):
+    sizes = {"embed_dim": 48, "depth": 2, "num_heads": 4}
+    if "naflex" not in name:
+        sizes["img_size"] = 64
+    torch.manual_seed(0)
+    model, images = timm.create_model(name, **sizes, **PUBLISHED[name]).eval(), torch.randn(2, 3, 64, 64)
+    run = model if "features_only" in PUBLISHED[name] else model.forward_features
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "gamma" in key:  # LayerScale, which starts near 0
+                parameter.fill_(1.0)
+            elif key.endswith(("qkv.weight", "q_proj.weight", "k_proj.weight")):
+                parameter.normal_(std=0.3)
+
+        def features() -> torch.Tensor:
+            out = run(images)
+            out = out["patches"] if isinstance(out, dict) else out
+            return torch.cat([part.flatten() for part in out])
+
+        before = features()
+        sp.apply_prior(model, "violin")
+        assert_near(features(), before)
+        sp.apply_prior(sp.remove_prior(model), "fibottention")
+        assert (features() - before).abs().max() > 1e-2
+        assert torch.equal((sp.remove_prior(model), features())[1], before)
+
+
 @cases
 @pytest.mark.parametrize("fused", [True, False])
 def test_removal_restores_every_bit(name, fused):
@@ -362,14 +402,25 @@ def test_reentrant_checkpointing_is_refused():
         timm.layers.set_reentrant_ckpt(False)
 
 
-@pytest.mark.parametrize("name", ["vit", "eva", "rope", "swin"])
+@pytest.mark.parametrize(
+    "name", ["vit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eva", "rope", "naflex", "swin"))]
+)
 def test_compiles_as_one_graph(name):
-    model = sp.apply_prior(CASES[name].build(**({} if name == "swin" else {"depth": 2})), "fibottention+violin")
+    smaller = {"depths": (2,), "num_heads": (2,)} if name == "swin" else {"depth": 2}
+    model = sp.apply_prior(CASES[name].build(**smaller), "fibottention+violin")
     move_decays(model)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    images = CASES[name].images()
     with torch.no_grad():
-        assert_near(compiled(CASES[name].images()), model(CASES[name].images()))
+        assert_near(compiled(images), model(images))
+    gradients = []
+    for each in (compiled, model):
+        model.zero_grad()
+        each(images).square().sum().backward()
+        gradients.append({key: parameter.grad.clone() for key, parameter in model.named_parameters()})
+    for key, gradient in gradients[1].items():
+        torch.testing.assert_close(gradients[0][key], gradient, rtol=1e-4, atol=1e-4, msg=key)
 
 
 @classes
@@ -476,12 +527,18 @@ def test_timm_wrappers(architecture, model_class, tmp_path):
 
 @pytest.mark.usefixtures("wrapped_timm")
 def test_a_wrapper_trains_with_checkpointing():
-    model = sp.apply_prior(wrapper("vit_tiny_patch16_224"), "violin").train()
-    move_decays(model)
-    model.gradient_checkpointing_enable()
-    model(CASES["vit"].images(), labels=torch.tensor([0, 1])).loss.backward()
-    scalars = [value for key, value in model.named_parameters() if PRIOR_MODULE in key]
-    assert scalars and all(value.grad.abs().sum() > 0 for value in scalars)
+    gradients = []
+    for checkpointing in (False, True):
+        model = sp.apply_prior(wrapper("vit_tiny_patch16_224"), "violin").train()
+        move_decays(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(CASES["vit"].images(), labels=torch.tensor([0, 1])).loss.backward()
+        gradients.append({key: value.grad for key, value in model.named_parameters() if PRIOR_MODULE in key})
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], gradient, msg=key)
+        # The class token, which alone is pooled, is at no distance from any patch: the last beta does nothing.
+        assert (gradient.abs().sum() > 0) != key.endswith("blocks.2.attn.sparse_prior.decay_bias.beta"), key
 
 
 def test_a_module_of_ones_own_around_an_encoder():
@@ -522,6 +579,15 @@ def test_lora(name, first):
     with torch.no_grad():
         torch.testing.assert_close(merged(images), adapted, rtol=1e-4, atol=1e-4)
     sp.remove_prior(merged)
+
+
+def test_lora_on_qkv_of_eva_acts_with_a_prior_alone():
+    model, images = CASES["eva"].build(), CASES["eva"].images()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["qkv"], init_lora_weights=False)).eval()
+    with torch.no_grad():
+        assert torch.equal(adapted(images), CASES["eva"].build()(images))
+        sp.apply_prior(adapted, "violin")
+        assert (adapted(images) - CASES["eva"].build()(images)).abs().max() > 1e-3
 
 
 def test_lora_trains_the_scalars_too(tmp_path):
@@ -606,6 +672,10 @@ REFUSED = {
     "another class": (
         lambda: timm.create_model("beit_base_patch16_224", **SIZES),
         "Beit cannot take a prior: .*timm's ViT",
+    ),
+    "yet another class": (
+        lambda: timm.create_model("swinv2_tiny_window8_256", embed_dim=24, depths=(1, 1, 1, 1)),
+        "SwinTransformerV2 cannot take a prior: .*timm's Swin",
     ),
     "several": (
         lambda: nn.ModuleList([CASES["vit"].build(), CASES["vit"].build()]),

@@ -166,7 +166,9 @@ def test_ours_as_siglip_and_back(cls, fields, tmp_path):
     assert all(torch.equal(value, back.state_dict()[key]) for key, value in model.state_dict().items())
     before, after = model.config.to_dict(), back.config.to_dict()
     differing = {key for key in before if before[key] != after[key]}
-    assert differing <= {"_name_or_path", "drop_path_rate"} | ({"id2label", "label2id"} if cls is SparsePriorViTModel else set())
+    assert differing <= {"_name_or_path", "drop_path_rate"} | (
+        {"id2label", "label2id"} if cls is SparsePriorViTModel else set()
+    )
 
 
 REFUSED = {
@@ -210,7 +212,7 @@ def test_other_towers_of_this_kind_are_refused(tmp_path):
     with pytest.raises(ValueError, match="model_type='clip_vision_model' must be siglip or siglip_vision_model"):
         convert_checkpoint(tmp_path / "clip", tmp_path / "out")
     (tmp_path / "clip" / "config.json").unlink()
-    with pytest.raises(ValueError, match="needs its config.json next to the weights"):
+    with pytest.raises(ValueError, match=r"needs its config\.json next to the weights"):
         convert_checkpoint(tmp_path / "clip", tmp_path / "out")
 
 
@@ -278,7 +280,9 @@ def test_the_activation_follows_from_the_name():
     assert len(names) > 30
     for name in names:
         model = timm.create_model(name, device="meta", depth=1, weight_init="skip")
-        tanh = torch.equal(model.blocks[0].mlp.act(torch.ones(1)), torch.nn.functional.gelu(torch.ones(1), approximate="tanh"))
+        tanh = torch.equal(
+            model.blocks[0].mlp.act(torch.ones(1)), torch.nn.functional.gelu(torch.ones(1), approximate="tanh")
+        )
         assert tanh == bool(TANH.match(name)), name
     assert set(ACTIVATIONS) == {"gelu", "gelu_tanh"}
 
