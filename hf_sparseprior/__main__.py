@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     export_parser.add_argument("out", type=Path, help="new folder")
     export_parser.add_argument("--license", default="apache-2.0", help="for the model card (default apache-2.0)")
     convert_parser = commands.add_parser(
-        "convert", help="checkpoints of transformers, timm, DeiT, DINO, DINOv2, Swin ... as ours, and ours as theirs"
+        "convert", help="checkpoints of transformers, timm, DeiT, DINOv2, SigLIP, Swin ... as ours, and ours as theirs"
     )
     convert_parser.add_argument("source", type=Path, help="folder, .safetensors, .pth or .bin file")
     convert_parser.add_argument(

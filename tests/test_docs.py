@@ -1,4 +1,4 @@
-"""The examples of docs/architecture.md run, and what it names exists."""
+"""The examples of docs/architecture.md and docs/timm.md run, and what the first names exists."""
 
 import re
 from pathlib import Path
@@ -10,6 +10,7 @@ import hf_sparseprior as sp
 from hf_sparseprior.backend_choice import BACKENDS, unregister_backend
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.supports import SUPPORTS
+from tests.timm_oracle import import_timm
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
@@ -48,6 +49,17 @@ def test_the_examples_make_a_support_a_decay_and_a_backend(registries, tmp_path)
         for backend in ("small", "diagonal")
     ]
     torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-6)
+    assert len(examples) == 3
+
+
+def test_the_examples_on_models_of_timm_run(tmp_path, monkeypatch):
+    import_timm()
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "timm.md").read_text(), re.DOTALL)
+    for example in examples:
+        names: dict = {}
+        exec(example, names)
+        assert any("sparse_prior.decay_bias" in key for key in names["model"].state_dict())
     assert len(examples) == 3
 
 

@@ -1,10 +1,11 @@
-"""Priors on stock transformers models, in place: `apply_prior(model, prior)`, undone by `remove_prior(model)`.
+"""Priors on stock models of transformers and timm, in place: `apply_prior(model, prior)`, undone by `remove_prior`.
 
 Stock attention modules ask `AttentionInterface` for the function that their config names. Each one gets a copy of its
-config that names our function. TimeSformer's do not ask; each gets a `forward` of its own. Next to its projections it
-gets a `StockPrior`, which holds the decay's scalars and knows support, layer and grid. The model's own config is not
-changed: a second model that shares it stays as it is, and `set_attn_implementation` cannot turn the prior off. No class
-of transformers is changed either: `save_pretrained` is replaced in this one model.
+config that names our function. TimeSformer's and timm's do not ask; each gets a `forward` of its own. Next to its
+projections it gets a `StockPrior`, which holds the decay's scalars and knows support, layer and grid. The model's own
+config is not changed: a second model that shares it stays as it is, and `set_attn_implementation` cannot turn the prior
+off. No class of transformers or timm is changed either: `save_pretrained` is replaced in this one model, and timm's
+`no_weight_decay`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ import copy
 import functools
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_sparseprior.adapters.stock_attention import (
     APPLIED,
@@ -33,22 +33,27 @@ from hf_sparseprior.adapters.stock_encoder import find_encoder, head_dim_of, num
 from hf_sparseprior.adapters.stock_families import StockFamily
 from hf_sparseprior.adapters.stock_saving import bind_saving, refuse_files_weights, unbind_saving
 from hf_sparseprior.adapters.stock_timesformer import timesformer_attention
-from hf_sparseprior.adapters.token_layout import LayoutCheckpoint, TokenLayout
+from hf_sparseprior.adapters.stock_timm import FORWARDS, class_path
+from hf_sparseprior.adapters.timm_encoder import has_timm
+from hf_sparseprior.adapters.token_layout import LayoutCheckpoint
 from hf_sparseprior.extras import EXTRAS, resolve_extras
 from hf_sparseprior.low_rank import MIXERS
 from hf_sparseprior.prior import parse_prior, resolve_prior
 from hf_sparseprior.resolved import ResolvedPrior
 
+Model = TypeVar("Model", bound=nn.Module)
 
-def apply_prior(model: PreTrainedModel, prior: str | dict[str, Any]) -> PreTrainedModel:
-    """Give a stock transformers vision model a prior, in place. Its weights stay as they are.
+
+def apply_prior(model: Model, prior: str | dict[str, Any]) -> Model:
+    """Give a stock vision model of transformers or timm a prior, in place. Its weights stay as they are.
 
     Decays start where they change nothing (alpha = 1, beta = 20: the model's output to 1e-5), unless their `init` says
     otherwise. Call it on the model that is saved, not on a part of it, and before an optimizer is made.
 
     Args:
         model: ViT, DeiT, ViT-MSN, DINOv2, DINOv3, BEiT, CLIP, SigLIP, ViTMAE, I-JEPA, Swin, or of clips VideoMAE, ViViT
-            or TimeSformer, any head. In a peft model the base model gets the prior.
+            or TimeSformer, any head; timm's VisionTransformer, Eva, NaFlexVit or SwinTransformer, alone or within
+            another module, as in TimmWrapper models. In a peft model the base model gets the prior.
         prior: as in `SparsePriorViTConfig`. Extras must be within attention, and not on ViTMAE and where attention sees
             several frames together: there `time` of the prior says how it sees them ("violin+clip"). In a TimeSformer
             attention over time alone stays as it is.
@@ -60,21 +65,26 @@ def apply_prior(model: PreTrainedModel, prior: str | dict[str, Any]) -> PreTrain
         ValueError: for a bad prior, a model that has a prior, or a model that cannot take one; the message says which
             module, and why.
     """
-    target: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    target: Any = model
+    if hasattr(target, "get_base_model"):  # peft's
+        target = target.get_base_model()
     if priors := stock_priors(target):
         had = "a prior already; hf_sparseprior.remove_prior(model)"
         if priors[0].for_adapters:
             had = "an adapter with a decay, which goes on top of a prior; unload() of the peft model"
         raise ValueError(f"{type(model).__name__} has {had} comes first")
-    if not isinstance(target, PreTrainedModel):
-        raise ValueError(f"{type(model).__name__} must be a model of transformers, the one that is saved")
+    if not isinstance(target, PreTrainedModel) and not has_timm(target):
+        raise ValueError(
+            f"{type(model).__name__} must be a model of transformers, the one that is saved, or one of timm"
+        )
     applied = attach(target, _with_identity(parse_prior(prior)))
-    applied.handles.append(target.register_load_state_dict_pre_hook(refuse_files_weights))
+    if isinstance(target, PreTrainedModel):
+        applied.handles.append(target.register_load_state_dict_pre_hook(refuse_files_weights))
     setattr(target, APPLIED, applied)
     return model
 
 
-def remove_prior(model: PreTrainedModel) -> PreTrainedModel:
+def remove_prior(model: Model) -> Model:
     """Undo `apply_prior`: the model is what it was before, to the bit.
 
     Raises:
@@ -100,13 +110,12 @@ def attach(model: nn.Module, slots: dict[str, Any], for_adapters: bool = False) 
     """
     encoder = find_encoder(model)
     _check_extras(slots, encoder.family)
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    layout = TokenLayout(encoder.family, encoder.num_prefix_tokens, layers, encoder.is_joint)
+    layout = encoder.layout(model)
     # All are made before the first is put in place, because a refused setting must leave the model alone.
     priors = [
         StockPrior(
             num_heads_of(module),
-            resolve_prior(_slots_of_stage(slots, encoder.family, name), num_heads_of(module), encoder.attention_grid),
+            resolve_prior(_slots_of_stage(slots, encoder.family, name), num_heads_of(module), encoder.grid_of(module)),
             index,
             layout,
             encoder.config,
@@ -123,7 +132,8 @@ def attach(model: nn.Module, slots: dict[str, Any], for_adapters: bool = False) 
         prior.to(weight.device, torch.float64 if weight.dtype == torch.float64 else None)
         module.add_module(PRIOR_MODULE, prior.train(module.training))
         if encoder.family.own_forward:
-            module.forward = functools.partial(timesformer_attention, module)
+            own = FORWARDS.get(class_path(module), timesformer_attention)
+            module.forward = functools.partial(own, module)
             continue
         module.config = copy.copy(module.config)
         module.config._attn_implementation_internal = IMPLEMENTATION

@@ -28,7 +28,7 @@ IMPLEMENTATION = "hf_sparseprior"
 # What older folders say, whatever support or decay they have.
 OLD_IMPLEMENTATIONS = ("sparse_prior", "fibottention", "violin")
 PRIOR_MODULE = "sparse_prior"  # what an attention module calls the module that holds its prior
-_OTHER_END = -100.0  # what transformers' Swin adds to the logits of such pairs
+_OTHER_END = -100.0  # what Swin adds to the logits of such pairs
 MARKER = "needs_hf_sparseprior"  # a buffer that is reported when a model with a prior is loaded without it
 RECORD = PRIOR_RECORD  # the field of config.json that says which prior a saved model has
 
@@ -59,6 +59,11 @@ class StockPrior(PriorAttention):
         self.for_adapters = for_adapters
         if not for_adapters:
             self.register_buffer(MARKER, torch.ones(1, dtype=torch.uint8))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the module's own attention runs, because no adapter is active."""
+        return self.for_adapters and self.active_decay() is None
 
     @property
     def has_adapter(self) -> bool:
@@ -157,7 +162,7 @@ def prior_attention(
     prior: StockPrior | None = getattr(module, PRIOR_MODULE, None)
     if prior is None:
         raise RuntimeError(_no_prior(module))
-    if prior.for_adapters and prior.active_decay() is None:
+    if prior.is_idle:
         attend = _own_attention(module, prior.config)
         return attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     grid, num_prefix_tokens, token_ids = prior.layout.locate(query.shape[2])
@@ -167,9 +172,8 @@ def prior_attention(
     if bias is not None and bias.dtype == torch.bool:
         bias = torch.zeros(bias.shape, dtype=query.dtype, device=bias.device).masked_fill(~bias, -math.inf)
     plan = prior.plan(grid, num_prefix_tokens)
-    drops = plan.offsets is not None and plan.mask_fill == "neg_inf"
-    if prior.layout.family.windows and drops and bias is not None and bias.shape[0] > 1:  # the windows are shifted
-        bias, plan = _within_regions(bias, plan), prior.plan(grid, num_prefix_tokens, dense=True)
+    if prior.layout.family.windows and bias is not None and bias.shape[0] > 1:
+        bias, plan = within_regions(bias, prior, grid)
     request = AttentionRequest(
         query,
         key,
@@ -186,15 +190,22 @@ def prior_attention(
     return out.transpose(1, 2), weights
 
 
-def _within_regions(bias: Tensor, plan: AttentionPlan) -> Tensor:
+def within_regions(bias: Tensor, prior: StockPrior, window: tuple[int, ...]) -> tuple[Tensor, AttentionPlan]:
     """The bias (B, H, T, T) of shifted windows with the support in it, so that no query is left without a key.
 
-    transformers adds -100 to pairs of patches from different ends of the image. A patch whose keys are all of that kind
-    would attend to them; here it attends to itself, as in SparsePriorSwin.
+    transformers and timm add -100 to pairs of patches from different ends of the image. A patch whose keys are all of
+    that kind would attend to them; here it attends to itself, as in SparsePriorSwin.
+
+    Returns:
+        The bias and the plan that goes with it. Without a support, or with one that sets logits to 0, the bias stays.
     """
+    plan = prior.plan(window)
+    if plan.offsets is None or plan.mask_fill != "neg_inf":
+        return bias, plan
     seen = plan_table(plan, "mask", bias.device) & (bias > 0.5 * _OTHER_END)
     itself = torch.eye(seen.shape[-1], dtype=torch.bool, device=bias.device)
-    return bias.masked_fill(~(seen | (~seen.any(-1, keepdim=True) & itself)), -math.inf)
+    bias = bias.masked_fill(~(seen | (~seen.any(-1, keepdim=True) & itself)), -math.inf)
+    return bias, prior.plan(window, dense=True)
 
 
 def _written_out(mask: Any, query: Tensor, key: Tensor) -> Tensor | None:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_sparseprior.adapters.stock_families import STOCK_FAMILIES, StockFamily, family_names
-from hf_sparseprior.adapters.token_layout import patch_projection
+from hf_sparseprior.adapters.timm_encoder import TimmEncoder, timm_encoder, timm_names
+from hf_sparseprior.adapters.token_layout import TokenLayout, patch_projection
 from hf_sparseprior.attention import PriorAttention
 
 SINGLE_PREFIX_TOKENS = ("cls_token", "class_embedding", "distillation_token")  # parameters of embeddings
@@ -67,6 +69,15 @@ class Encoder:
         *strides, _, _ = patch_projection(self.embeddings).stride
         return *(self.config.num_frames // stride for stride in strides), *self.grid
 
+    def grid_of(self, attention: nn.Module) -> tuple[int, ...]:
+        """The grid that an attention module is configured for, the same for all."""
+        return self.attention_grid
+
+    def layout(self, model: nn.Module) -> TokenLayout:
+        """Where the tokens of the model lie, which its layers share."""
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        return TokenLayout(self.family, self.num_prefix_tokens, layers, self.is_joint)
+
 
 def num_heads_of(attention: Any) -> int:
     """Heads of a stock attention module."""
@@ -79,19 +90,22 @@ def head_dim_of(attention: Any) -> int:
     for name in ("head_dim", "attention_head_size"):
         if (width := getattr(attention, name, None)) is not None:
             return int(width)
-    return int(attention.qkv.in_features // attention.num_heads)
+    return int(attention.qkv.out_features // (3 * attention.num_heads))
 
 
-def find_encoder(model: nn.Module) -> Encoder:
-    """The one stock vision encoder in a model.
+def find_encoder(model: nn.Module) -> Encoder | TimmEncoder:
+    """The one stock vision encoder in a model of transformers or timm.
 
     Raises:
         ValueError: if there are several, or none that takes a prior; the message says which module prevents it, and
             why.
     """
     found = [name for name, module in model.named_modules() if type(module).__name__ in STOCK_FAMILIES]
+    found += (of_timm := timm_names(model))
     if len(found) != 1:
         raise ValueError(_no_encoder(model) if not found else f"{type(model).__name__} has several: {found}")
+    if of_timm:
+        return timm_encoder(model, of_timm[0])
     embeddings = model.get_submodule(found[0])
     family = STOCK_FAMILIES[type(embeddings).__name__]
     name = found[0].rpartition(".")[0]

@@ -47,7 +47,8 @@ class StockFamily:
     support_stages: how many of the first stages take a support; the others stay dense (Fibottention section 4.1).
     shuffled: the embeddings return (tokens, mask, ids_restore) of a random part of the patches (ViTMAE).
     masked: the embeddings take `bool_masked_pos` and leave these patches out (VideoMAE).
-    own_forward: attention computes itself, without `AttentionInterface`, in the form of `stock_timesformer`.
+    own_forward: attention computes itself, without `AttentionInterface`; `stock_timesformer` and `stock_timm` have the
+        forwards that take its place.
     untouched: a part of the names of attention modules that stay as they are, because they see no grid.
     """
 
@@ -113,9 +114,38 @@ for _family in (
     register_stock_family(_family)
 
 
+# timm's, by the class of the whole encoder. `embeddings` is what it calls the module that sees the image, `model_types`
+# are its classes, and `stock_timm.FORWARDS` has the attention that its layers may have.
+TIMM_FAMILIES: dict[str, StockFamily] = {
+    model_type: family
+    for family in (
+        StockFamily(
+            "timm's ViT",
+            "patch_embed",
+            "Attention",
+            ("VisionTransformer", "VisionTransformerDistilled"),
+            own_forward=True,
+        ),
+        StockFamily("timm's Eva", "patch_embed", "EvaAttention", ("Eva",), own_forward=True),
+        StockFamily("timm's NaFlexVit", "embeds", "Attention", ("NaFlexVit",), own_forward=True),
+        StockFamily(
+            "timm's Swin",
+            "patch_embed",
+            "WindowAttention",
+            ("SwinTransformer",),
+            windows=True,
+            support_stages=2,
+            own_forward=True,
+        ),
+    )
+    for model_type in family.model_types
+}
+
+
 def family_names() -> str:
     """Every family's name, for error messages."""
-    return ", ".join(family.name for family in STOCK_FAMILIES.values())
+    families = {family.name: None for family in (*STOCK_FAMILIES.values(), *TIMM_FAMILIES.values())}
+    return ", ".join(families)
 
 
 def stock_projections() -> dict[str, ProjectionNames]:

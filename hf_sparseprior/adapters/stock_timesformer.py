@@ -21,7 +21,7 @@ def timesformer_attention(module: Any, hidden_states: Tensor, output_attentions:
         output_attentions: also return the weights (B, H, T, T).
     """
     prior: StockPrior = getattr(module, PRIOR_MODULE)
-    if prior.for_adapters and prior.active_decay() is None:
+    if prior.is_idle:
         return type(module).forward(module, hidden_states, output_attentions)
     q, k, v = module.qkv(hidden_states).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     grid, prefix, _ = prior.layout.locate(q.shape[2])

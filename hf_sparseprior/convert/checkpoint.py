@@ -24,25 +24,28 @@ from hf_sparseprior.convert import (
     iformer,
     lvvit,
     own_models,
+    rotary,
     timesformer,
     timm_convit,
     timm_swin,
     timm_vit,
+    transformers_siglip,
     transformers_swin,
     transformers_vit,
 )
-from hf_sparseprior.convert.common import base_prefix
+from hf_sparseprior.convert.common import ATTENTION_POOLING, base_prefix
 from hf_sparseprior.families import FAMILIES
 from hf_sparseprior.files import check_new, whole_file, whole_folder
 from hf_sparseprior.image_processor import PROCESSOR
 from hf_sparseprior.pretrained import copy_weights
 from hf_sparseprior.prior import is_prior_weight
 
-# timesformer and transformers_swin before transformers_vit, which would take their bare models for ViTs.
+# timesformer and transformers_swin before transformers_vit, which would take their bare models for ViTs; rotary, which
+# refuses, after all that can be converted.
 FORMATS: tuple[ModuleType, ...] = (
-    *(timesformer, transformers_swin, transformers_vit, lvvit),
+    *(timesformer, transformers_swin, transformers_vit, transformers_siglip, lvvit),
     *(timm_vit, timm_swin, timm_convit),
-    iformer,
+    *(iformer, rotary),
 )
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".bin")
 # What a target is written as, if not as a folder.
@@ -148,7 +151,8 @@ def convert_checkpoint(
             start where they change nothing.
         image_size: if it is not the source's, positions are interpolated: embeddings, or tables of smaller windows.
         num_attention_heads: for timm files of ViTs of other widths than the published ones.
-        drop_classifier: write the base model alone; its pooling stays.
+        drop_classifier: write the base model alone; its pooling stays. Attention pooling (SigLIP) is left out too,
+            and the new model averages its patches.
         to: one of `target_formats`, by default our own family for the source's kind of model. Foreign formats have no
             prior: prior="dense" drops the source's.
 
@@ -193,6 +197,7 @@ def convert_checkpoint(
     )
     if not same_prior:
         weights = {key: value for key, value in weights.items() if not is_prior_weight(key)}
+    notes += _attention_pooling(weights, config, drop_classifier, source)
     model = _fill(weights, config, same_prior, drop_classifier, source)
     resized = image_size is not None and as_pair(image_size) != as_pair(config.image_size)
     if image_size is not None and resized:
@@ -236,6 +241,19 @@ def _read_as_ours(
             fields[name] = value
             notes.append(f"note: {name} is not in the source; {words} is assumed")
     return weights, fields, notes
+
+
+def _attention_pooling(weights: dict[str, Tensor], config: Any, drop_classifier: bool, source: Any) -> list[str]:
+    """A note for the user if attention pooling is left out; ValueError if it is there and must stay."""
+    if not any(key.startswith(ATTENTION_POOLING) for key in weights):
+        return []
+    pooling = f"pooling of the new model is {config.pooling!r}"
+    if not drop_classifier:
+        raise ValueError(
+            f"{source}: attention pooling has no counterpart in {FAMILIES[config.model_type].title}; "
+            f"--drop-classifier leaves it out, and then the {pooling}"
+        )
+    return [f"note: attention pooling is left out; the {pooling}"]
 
 
 def _fill(state: dict[str, Tensor], config: Any, with_prior: bool, drop_classifier: bool, source: Any) -> Any:

@@ -17,6 +17,8 @@ from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
 from hf_sparseprior.loading import check_whole
 from hf_sparseprior.prior import is_prior_weight
 
+# Attention pooling of a source, which has no counterpart in ours: a part of the classifier, which can be dropped.
+ATTENTION_POOLING = "classifier.attention_pooling."
 # What SparsePriorViT has and the models of other libraries lack.
 ONLY_OURS: dict[str, tuple[Any, ...]] = {"stem": ("patch",), "residual_scale": (1.0,), "token_classifier": (False,)}
 

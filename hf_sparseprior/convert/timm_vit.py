@@ -1,7 +1,8 @@
-"""ViT, DeiT, DeiT-III, DINO and DINOv2 under timm's names, both ways. Their original files share most of these names.
+"""ViT, DeiT, DeiT-III, DINO, DINOv2 and SigLIP under timm's names, both ways.
 
-Such files carry no config: the shapes give the architecture, and the width gives the number of heads. Folders in timm's
-layout (model.safetensors, config.json) carry one.
+The original files of all but SigLIP share most of these names. Such files carry no config: the shapes give the
+architecture, and the width gives the number of heads. Folders in timm's layout (model.safetensors, config.json) carry
+one.
 """
 
 from __future__ import annotations
@@ -18,13 +19,26 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
-from hf_sparseprior.convert.common import ONLY_OURS, field_problems, one_if_square, plain_weights, refuse
+from hf_sparseprior.convert.common import (
+    ATTENTION_POOLING,
+    ONLY_OURS,
+    field_problems,
+    one_if_square,
+    plain_weights,
+    refuse,
+)
+from hf_sparseprior.convert.rotary import refuse_rotary
 from hf_sparseprior.files import write_text
 
 TARGETS = ("timm", "original")
 FAMILY = SparsePriorViTConfig.model_type
-# Width to heads of the published models: tiny, small, base, large, huge.
-HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1280: 16}
+# Width to heads of the published models: tiny, small, base, large, so400m (SigLIP), huge.
+HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1152: 16, 1280: 16}
+# timm's `act_layer`, ours.
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+# timm's architectures with gelu_tanh, which their folders do not say.
+TANH = re.compile(r"vit_(?:(?:base_patch32|so400m_patch16|giantopt_patch16)_siglip_|large_patch16_siglip_(?:gap_)?512)")
+ROTARY = re.compile(r"vit_\w+_rope_|vit_pe_|eva02_(?!enormous)")  # and those with rotary positions next to learned ones
 NORM_EPS = 1e-6  # layer_norm_eps of every model here; files do not say it
 
 # timm's stem of a name, ours.
@@ -35,6 +49,7 @@ STEMS = {
     "pos_embed": "vit.embeddings.position_embeddings",
     "patch_embed.proj": "vit.embeddings.projection",
     "norm": "vit.layernorm",
+    "attn_pool": ATTENTION_POOLING.rstrip("."),
     "head_dist": "distillation_classifier",
     "head": "classifier",
 }
@@ -100,9 +115,28 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
         "position_embedding_for_class_token": prefix_positions > 0 or "cls_token" not in state,
         "layerscale_value": None if scale is None else float(scale.float().mean()),
         "layer_norm_eps": NORM_EPS,
+        **_activation(state, settings, arguments),
         "num_labels": state["head.weight"].shape[0] if "head.weight" in state else 2,
     }
     return {**taken, **data_fields(settings, taken["num_labels"])}
+
+
+def _activation(state: dict[str, Tensor], settings: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The field hidden_act, unless neither names nor config.json say which of two it is (`assumed`)."""
+    if not settings.get("architecture") and "act_layer" not in arguments:
+        return {} if "cls_token" not in state else {"hidden_act": "gelu"}
+    tanh = TANH.match(settings.get("architecture") or "")
+    return {"hidden_act": ACTIVATIONS[arguments.get("act_layer") or ("gelu_tanh" if tanh else "gelu")]}
+
+
+def assumed(state: dict[str, Tensor]) -> dict[str, tuple[Any, str]]:
+    """What files of models without a class token do not say, with these words."""
+    if "cls_token" in state:
+        return {}
+    taken: dict[str, tuple[Any, str]] = {"hidden_act": ("gelu", "gelu (some SigLIP models have gelu_tanh)")}
+    if "attn_pool.latent" in state:
+        taken |= {name: ([0.5] * 3, "SigLIP's 0.5") for name in ("image_mean", "image_std")}
+    return taken
 
 
 def data_fields(settings: dict[str, Any], num_labels: int) -> dict[str, Any]:
@@ -118,6 +152,9 @@ def data_fields(settings: dict[str, Any], num_labels: int) -> dict[str, Any]:
 
 
 def _refuse_other_architectures(state: dict[str, Tensor], settings: dict[str, Any], arguments: dict[str, Any]) -> None:
+    architecture = settings.get("architecture") or ""
+    if ROTARY.match(architecture) or arguments.get("use_rot_pos_emb"):
+        refuse_rotary(architecture or "use_rot_pos_emb=True")
     if "fc_norm.weight" in state:
         raise ValueError(
             "fc_norm.weight: this model averages its tokens before the last norm, SparsePriorViT after it; "
@@ -127,13 +164,13 @@ def _refuse_other_architectures(state: dict[str, Tensor], settings: dict[str, An
     if inner is None or outer is None or inner.shape[0] != outer.shape[1]:
         raise ValueError("blocks.0.mlp: a gated MLP (SwiGLU) has no counterpart in SparsePriorViT")
     pool = settings.get("global_pool") or arguments.get("global_pool") or "token"
-    if pool not in ("token", "avg"):
+    if pool not in ("token", "avg") and not (pool == "map" and "attn_pool.latent" in state):
         raise ValueError(f"global_pool={pool!r} must be 'token' or 'avg'")
     if pool == "avg" and arguments.get("pool_include_prefix"):
         raise ValueError("pool_include_prefix=True must be False: 'mean' pooling averages the patch tokens alone")
-    for name in ("act_layer", "norm_layer"):
-        if arguments.get(name) not in (None, "gelu", "layernorm"):
-            raise ValueError(f"{name}={arguments[name]!r} must be timm's default (gelu, layernorm)")
+    for name, known in (("act_layer", tuple(ACTIVATIONS)), ("norm_layer", ("layernorm",))):
+        if arguments.get(name) not in (None, *known):
+            raise ValueError(f"{name}={arguments[name]!r} must be {' or '.join(known)}")
 
 
 def _grid(state: dict[str, Tensor], patch: list[int], image_size: Any) -> tuple[tuple[int, int], int]:
@@ -203,7 +240,7 @@ def check(model: Any, target: str, out: Path) -> None:
     config = model.config
     allowed: dict[str, tuple[Any, ...]] = {
         **ONLY_OURS,
-        "hidden_act": ("gelu",),
+        "hidden_act": tuple(ACTIVATIONS.values()) if target == "timm" else ("gelu",),
         "position_embedding": ("learned",),
         "interpolation": ("bicubic",),
         "mlp_bias": (config.proj_bias,),  # timm has one setting for both
@@ -223,6 +260,8 @@ def check(model: Any, target: str, out: Path) -> None:
         problems.append(f"layer_norm_eps={config.layer_norm_eps:g} must be about {NORM_EPS:g}, as in every such model")
     if out.suffix == ".safetensors" and config.pooling == "mean" and config.use_class_token:
         problems.append("pooling='mean' must be 'class_token' in a file, which cannot say it; a folder can")
+    if out.suffix == ".safetensors" and config.hidden_act == "gelu_pytorch_tanh":
+        problems.append("hidden_act='gelu_pytorch_tanh' must be 'gelu' in a file, which cannot say it; a folder can")
     refuse(target, problems)
 
 
@@ -326,6 +365,7 @@ def timm_config(config: Any, weights: dict[str, Tensor]) -> dict[str, Any]:
             "reg_tokens": config.num_register_tokens,
             "global_pool": pool,
             "fc_norm": False,  # the last norm comes before the average
+            **({} if config.hidden_act == "gelu" else {"act_layer": swapped(ACTIVATIONS)[config.hidden_act]}),
         },
         "pretrained_cfg": {
             "input_size": [config.num_channels, height, width],

@@ -257,6 +257,7 @@ def test_a_prior_is_dropped_only_when_asked(target, tmp_path, capsys):
         "deit": {"use_distillation_token": True},
         "dinov2": DINOV2,
         "dinov2_with_registers": {**DINOV2, "num_register_tokens": 1},
+        "siglip": {"use_class_token": False, "pooling": "mean"},
     }.get(target, {})
     model = ours(small(prior="fibottention+violin", **fields), tmp_path / "ours")
     command = ["convert", str(tmp_path / "ours"), str(tmp_path / "out"), "--to", target]
@@ -589,7 +590,7 @@ TIMM_REFUSED = {
     "image": ({}, {"img_size": [32, 48]}, r"17 positions are no grid of \[32, 48\] pixels"),
     "pool": ({}, {"global_pool": "avgmax"}, "global_pool='avgmax' must be 'token' or 'avg'"),
     "pool prefix": ({}, {"global_pool": "avg", "pool_include_prefix": True}, "pool_include_prefix=True must be False"),
-    "activation": ({}, {"act_layer": "silu"}, "act_layer='silu' must be timm's default"),
+    "activation": ({}, {"act_layer": "silu"}, "act_layer='silu' must be gelu or gelu_tanh"),
     "query norm": ({"blocks.0.attn.q_norm.weight": (64,)}, {}, "left over: vit.layers.0.attn.q_norm.weight"),
 }
 
