@@ -67,7 +67,9 @@ def check_options(jobs: int | None, shard: Shard | None, ray: str | None) -> Non
     if not ray:
         raise ValueError(f"--ray={ray!r} must be {LOCAL}, auto, or HOST:PORT of a cluster")
     if jobs is not None:
-        raise ValueError(f"--jobs={jobs} and --ray={ray} exclude each other: the cluster says how many runs go at a time")
+        raise ValueError(
+            f"--jobs={jobs} and --ray={ray} exclude each other: the cluster says how many runs go at a time"
+        )
     if shard is not None:
         raise ValueError(
             f"--shard={shard.number}/{shard.of} and --ray={ray} exclude each other: the cluster spreads the runs itself"

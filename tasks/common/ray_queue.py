@@ -36,7 +36,10 @@ STORE = 100 * 2**20  # bytes of memory for results, which are some words; by def
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a task says of its run. host: the machine. failure: in words. stopped: whether its worker was told to end."""
+    """What a task says of its run.
+
+    host: the machine. failure: in words. stopped: whether its worker was told to end.
+    """
 
     host: str
     seconds: float

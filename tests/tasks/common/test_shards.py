@@ -134,7 +134,9 @@ def test_without_locks_nothing_begins(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_lock)
-    with pytest.raises(OSError, match=rf"^--shard: {tmp_path}/out/shards\.lock cannot be locked \(No locks available\)"):
+    with pytest.raises(
+        OSError, match=rf"^--shard: {tmp_path}/out/shards\.lock cannot be locked \(No locks available\)"
+    ):
         do_shard(tmp_path / "out", 1)
     assert not list(tmp_path.rglob("began-*"))
 
