@@ -361,16 +361,16 @@ def make_queue(
     """A queue that does `jobs` runs at a time, or that of a Ray cluster; None without both. The records, None for runs
     still to do, say how long runs take.
     """
-    if jobs is None and ray is None:
-        return None
-    if (processes := started()) > 1:
+    if (jobs is not None or ray is not None) and (processes := started()) > 1:
         option = f"--ray={ray}" if jobs is None else f"--jobs={jobs}"
         raise ValueError(f"{option} starts processes itself; give it without torchrun (WORLD_SIZE={processes})")
     modules, seconds = [task_module(task.name), __name__], dict[str, list[float]]()
     for row, record in zip(rows, records, strict=True):
         if record is not None:
             seconds.setdefault(row.name, []).append(record["seconds"])
-    return RayQueue(modules, ray, seconds) if jobs is None else Queue(modules, jobs, seconds)
+    if ray is not None:
+        return RayQueue(modules, ray, seconds)
+    return None if jobs is None else Queue(modules, jobs, seconds)
 
 
 def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[str, Any]]]:

@@ -64,8 +64,8 @@ def check_options(jobs: int | None, shard: Shard | None, ray: str | None) -> Non
         raise ValueError(f"--jobs={jobs} must be 1 or more")
     if ray is None:
         return
-    if not ray:
-        raise ValueError(f"--ray={ray!r} must be {LOCAL}, auto, or HOST:PORT of a cluster")
+    if not ray or "://" in ray:  # a client outside the cluster does not see the disk
+        raise ValueError(f"--ray={ray!r} must be {LOCAL}, auto, or HOST:PORT of a cluster that this machine belongs to")
     if jobs is not None:
         raise ValueError(
             f"--jobs={jobs} and --ray={ray} exclude each other: the cluster says how many runs go at a time"

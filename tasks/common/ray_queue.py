@@ -28,6 +28,7 @@ from tasks.common.processes import variables_set
 from tasks.common.queue import ATTEMPTS, STATUS, STOPPED, WAKE, AnyQueue, Job, Queue, RunsFailed, duration, makespan
 
 SETTLE = 90.0  # seconds in which a network disk shows what another machine wrote
+ANSWER = 10.0  # seconds for a cluster to answer
 OURS = "SPARSEPRIOR_"  # variables that begin so hold in the runs too
 # Ray sends nobody numbers about a cluster that is started here, unless the user's variable says so.
 QUIET = "RAY_USAGE_STATS_ENABLED"
@@ -110,9 +111,10 @@ class RayQueue(AnyQueue):
         local = {"include_dashboard": False, "object_store_memory": STORE} if self.address == LOCAL else {}
         earlier = signal.getsignal(signal.SIGTERM)  # Ray puts its own in this place
         try:
+            check_somebody_answers(self.address)
             with variables_set({QUIET: os.environ.get(QUIET, "0")}):
-                self.ray.init(self.address, log_to_driver=False, logging_level=logging.WARNING, **local)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+                self.ray.init(self.address, log_to_driver=False, logging_level=logging.ERROR, **local)
+        except (OSError, RuntimeError, ValueError) as error:
             raise ConnectionError(f"--ray={self.address}: {first_line(error)}") from error
         try:
             yield
@@ -194,6 +196,13 @@ class RayQueue(AnyQueue):
         return f"{len(self.running)} to do, about {duration(left)} left"
 
 
+def check_somebody_answers(address: str) -> None:
+    """Raise OSError if nobody does at HOST:PORT. Ray would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=ANSWER).close()
+
+
 # ---- in a worker of Ray ---------------------------------------------------------------------------------------------
 
 
@@ -201,6 +210,8 @@ def _do(job: Job, modules: Sequence[str], folder: str, variables: Mapping[str, s
     """Do a run on this machine, in a process of its own."""
     os.chdir(folder)
     os.environ.update(variables)
+    # Ray cancels a task by what Ctrl-C does, which a worker ignores if Ray was started in a shell's background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Or the run's process would first do what is in this worker's main file, and import Ray.
     vars(sys.modules["__main__"]).pop("__file__", None)
     begin, host, queue = time.monotonic(), socket.gethostname(), Queue(modules, 1)

@@ -43,10 +43,15 @@ def test_a_cluster_that_is_not_there_is_named(tmp_path, monkeypatch):
         raise ConnectionError(f"nobody at {address}\nand more words")
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
-    queue = RayQueue([], "10.0.0.1:6379")
+    queue = RayQueue([], "auto")
     queue.run([])  # nothing to do
-    with pytest.raises(ConnectionError, match=r"^--ray=10\.0\.0\.1:6379: nobody at 10\.0\.0\.1:6379$"):
+    with pytest.raises(ConnectionError, match=r"^--ray=auto: nobody at auto$"):
         queue.run([job(tmp_path / "a0")])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # a port at which nobody listens
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(ConnectionError, match=rf"^--ray={address}: \[Errno \d+\] Connection refused$"):
+            RayQueue([], address).run([job(tmp_path / "a0")])
 
 
 # ---- a comparison, on a cluster of its own -------------------------------------------------------------------------
@@ -83,12 +88,23 @@ def strike(folder, times, number, callbacks=()):
     work(folder)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def token():
+    """Ray would leave one in the user's folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+        yield
+
+
 @pytest.fixture(scope="module")
 def cluster():
+    """Two workers that ignore Ctrl-C, as when Ray is started in the background of a shell."""
     ray = pytest.importorskip("ray")
+    earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
     ray.init(
         "local", num_cpus=2, num_gpus=0, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20
     )
+    signal.signal(signal.SIGINT, earlier)
     os.environ[OF_COMMAND] = "yes"  # Ray's own processes do not have it
     yield ray
     del os.environ[OF_COMMAND]

@@ -54,6 +54,7 @@ def test_another_form_is_named(text, tmp_path, capsys):
         (["--shard", "1/2", "--ray", "auto"], "--shard=1/2 and --ray=auto exclude each other"),
         (["--jobs", "2", "--ray", "local"], "--jobs=2 and --ray=local exclude each other"),
         (["--ray", ""], "--ray='' must be local, auto, or HOST:PORT"),
+        (["--ray", "ray://a:1"], "--ray='ray://a:1' must be local, auto, or HOST:PORT of a cluster that this machine"),
     ],
 )
 def test_options_that_do_not_go_together_are_named(arguments, message, tmp_path, capsys):
