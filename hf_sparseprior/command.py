@@ -18,6 +18,7 @@ INSTALLS = {
     **dict.fromkeys(("cv2", "skimage"), "pip install '.[analysis]'"),
     **dict.fromkeys(("av", "skvideo"), "pip install '.[video]'"),
     "peft": "pip install '.[peft]'",
+    "ray": "pip install '.[ray]'",
     **dict.fromkeys(("mmcv", "mmdet", "mmengine", "mmseg", "pycocotools"), "make dense"),
     **dict.fromkeys(
         (

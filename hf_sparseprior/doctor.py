@@ -24,6 +24,7 @@ OPTIONAL = {
     "kornia": ("augmentation", "pip install '.[classification]'"),
     "scikit-learn": ("the digits of the demo", "pip install '.[classification]'"),
     "peft": ("LoRA and DoRA", "pip install '.[peft]'"),
+    "ray": ("comparisons on a Ray cluster", "pip install '.[ray]'"),
     "av": ("video", "pip install '.[video]'"),
     "pycocotools": ("objects found by heads of transformers", "make heads"),
     "onedl-mmcv": ("segmentation and detection", "make dense"),

@@ -20,7 +20,8 @@ does no finished run again. It prints a table of the rows and one of their diffe
 
 `--jobs N` does N runs at a time, each in a process of one thread (tasks/common/queue.py), and says how long the rest
 will take. A run that fails does not stop the others. Such a command can be given twice at once, on one machine or on
-several that share a disk: no run is done by both.
+several that share a disk: no run is done by both. `--shard K/N` and `--ray ADDRESS` are for several machines
+(docs/several-machines.md).
 
 A run of `first` is what the `train` command does with its file: it lies in its own `trainer.output_dir`, has the file's
 seed, and serves every comparison that names it. It is done only if a row still to be done reads its model, itself or
@@ -59,9 +60,11 @@ from tasks.common.config import (
 )
 from tasks.common.environment import command_line
 from tasks.common.hf_run import HFTask, task_module
+from tasks.common.machines import Shard, add_options, check_locks, check_options
 from tasks.common.paired import ACCURACY
 from tasks.common.processes import started
-from tasks.common.queue import Job, Queue, RunsFailed
+from tasks.common.queue import AnyQueue, Job, Queue, RunsFailed
+from tasks.common.ray_queue import RayQueue
 from tasks.common.results import check_results, read_results, write_results
 from tasks.common.run_folder import (
     RESULTS,
@@ -121,7 +124,7 @@ class Comparison:
         pending: Sequence[Row],
         records: Sequence[Mapping[str, Any]],
         command: str | None = None,
-        queue: Queue | None = None,
+        queue: AnyQueue | None = None,
     ) -> None:
         """What is done before the first of these rows runs; the arguments as in `do_first`."""
         do_first(self, [row.config for row in pending], records, command, queue)
@@ -246,6 +249,8 @@ def run_comparison(
     variants: Sequence[str] | None = None,
     command: str | None = None,
     jobs: int | None = None,
+    shard: Shard | None = None,
+    ray: str | None = None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Do every run that has no record yet. Returns the records by variant, seeds in order.
 
@@ -256,10 +261,13 @@ def run_comparison(
         variants: only these.
         command: for results.json.
         jobs: how many runs at a time, each in a process of one thread; None: one after another in this process.
+        shard: which of several commands this is, whose own runs come first; then `jobs` is 1 by default.
+        ray: address of a Ray cluster that does the runs (tasks/common/ray_queue.py), without `jobs` and `shard`.
 
     Raises:
-        RunsFailed: with `jobs`, if runs failed; all others are done then.
+        RunsFailed: with `jobs`, `shard` or `ray`, if runs failed; all others are done then.
     """
+    check_options(jobs, shard, ray)
     names = list(dict.fromkeys(variants or comparison.configs))
     rows = [comparison.row(name, seed, out, records) for seed in comparison.seeds for name in names]
     found = []
@@ -271,10 +279,13 @@ def run_comparison(
     if pending:
         check_place(out, "--out")
         check_place(records, "--records")
-    queue = None if jobs is None else make_queue(comparison.task, jobs, rows, found)
+    queue = make_queue(comparison.task, 1 if jobs is None and shard is not None else jobs, ray, rows, found)
+    if pending and shard is not None:
+        check_locks(out)
     comparison.prepare(pending, [record for record in found if record is not None], command, queue)
     if queue is not None:
-        queue.run([row.job(command) for row in pending])
+        order = range(len(rows)) if shard is None else shard.order(len(rows))
+        queue.run([rows[number].job(command) for number in order if found[number] is None])
         found = [row.record() for row in rows]
     done: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for number, (row, record) in enumerate(zip(rows, found, strict=True), start=1):
@@ -344,17 +355,22 @@ def run(
     return task.run(config, command=command, callbacks=callbacks)
 
 
-def make_queue(task: Any, jobs: int, rows: Sequence[Row], records: Sequence[Mapping[str, Any] | None]) -> Queue:
-    """A queue that does `jobs` runs at a time. The records, None for runs still to do, say how long runs take."""
-    if jobs < 1:
-        raise ValueError(f"--jobs={jobs} must be 1 or more")
-    if (processes := started()) > 1:
-        raise ValueError(f"--jobs={jobs} starts processes itself; give it without torchrun (WORLD_SIZE={processes})")
-    seconds: dict[str, list[float]] = {}
+def make_queue(
+    task: Any, jobs: int | None, ray: str | None, rows: Sequence[Row], records: Sequence[Mapping[str, Any] | None]
+) -> AnyQueue | None:
+    """A queue that does `jobs` runs at a time, or that of a Ray cluster; None without both. The records, None for runs
+    still to do, say how long runs take.
+    """
+    if (jobs is not None or ray is not None) and (processes := started()) > 1:
+        option = f"--ray={ray}" if jobs is None else f"--jobs={jobs}"
+        raise ValueError(f"{option} starts processes itself; give it without torchrun (WORLD_SIZE={processes})")
+    modules, seconds = [task_module(task.name), __name__], dict[str, list[float]]()
     for row, record in zip(rows, records, strict=True):
         if record is not None:
             seconds.setdefault(row.name, []).append(record["seconds"])
-    return Queue([task_module(task.name), __name__], jobs, seconds)
+    if ray is not None:
+        return RayQueue(modules, ray, seconds)
+    return None if jobs is None else Queue(modules, jobs, seconds)
 
 
 def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[str, Any]]]:
@@ -415,7 +431,7 @@ def do_first(
     pending: Sequence[Config],
     records: Sequence[Mapping[str, Any]],
     command: str | None = None,
-    queue: Queue | None = None,
+    queue: AnyQueue | None = None,
 ) -> None:
     """Do the runs before the rows that are needed and not finished, and check that the rows can start.
 
@@ -564,6 +580,7 @@ def compare_parser(name: str, config: str, keys: str, overrides: str) -> argpars
         metavar="N",
         help="runs at a time, each a process of one thread; default: one, in this process",
     )
+    add_options(parser)
     parser.add_argument("overrides", nargs="*", metavar=keys, help=overrides)
     return parser
 
@@ -592,6 +609,8 @@ def do_comparison(
 
     def work() -> None:
         keep_freed_memory()
+        shard = None if arguments.shard is None else Shard.parse(arguments.shard)
+        check_options(arguments.jobs, shard, arguments.ray)
         comparison = load(arguments.config, arguments.overrides)
         if arguments.variants:
             check_known(arguments.variants, list(comparison.configs), arguments.config)
@@ -602,7 +621,7 @@ def do_comparison(
         records = arguments.records or out
         failed = None
         try:
-            run_comparison(comparison, out, records, arguments.variants, jobs=arguments.jobs)
+            run_comparison(comparison, out, records, arguments.variants, None, arguments.jobs, shard, arguments.ray)
         except RunsFailed as error:
             failed = error
         if PartialState().is_main_process and (found := all_records(comparison, records)):

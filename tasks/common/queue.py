@@ -38,6 +38,7 @@ from tasks.common.run_folder import LOCK, InUse
 ATTEMPTS = 3  # starts of a run whose process is killed
 WAKE = 1.0  # seconds between two looks at what other processes do
 STATUS = 60.0  # seconds between two lines about the running
+STOPPED = "stopped; the same command goes on with what is left"
 IN_USE = os.EX_TEMPFAIL  # exit status of a run whose folder another process has
 # One thread, for libraries that are imported later too; few lines of progress bars in the logs.
 VARIABLES = {"OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "60"}
@@ -99,25 +100,15 @@ class _Running:
         return max(0.0, expected - (now - self.started))
 
 
-class Queue:
-    """Does runs, so many at a time.
+class AnyQueue:
+    """What queues have in common: how far they are, and what they say of it.
 
     Args:
-        modules: what the processes import before they are forked.
-        cores: how many runs at a time.
         seconds: by row, how long finished runs took.
     """
 
-    def __init__(
-        self, modules: Sequence[str], cores: int, seconds: Mapping[str, Sequence[float]] | None = None
-    ) -> None:
-        self.cores = cores
+    def __init__(self, seconds: Mapping[str, Sequence[float]] | None = None) -> None:
         self.seconds = {row: list(values) for row, values in (seconds or {}).items()}
-        self.gpus = visible_gpus()
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(list(modules))
-        self.waiting: list[Job] = []
-        self.running: list[_Running] = []
         self.attempts: dict[str, int] = {}
         self.failed: list[str] = []
         self.total = self.done = 0
@@ -129,22 +120,56 @@ class Queue:
             RunsFailed: when all others are done; its text names those that failed.
             RunStopped: on SIGTERM, after the runs saved checkpoints. KeyboardInterrupt does the same.
         """
-        self.waiting, self.total, self.done, self.failed = list(jobs), len(jobs), 0, []
-        said = time.monotonic()
+        raise NotImplementedError
+
+    def _begin(self, jobs: Sequence[Job]) -> None:
+        self.total, self.done, self.failed = len(jobs), 0, []
+
+    def _say(self, text: str) -> None:
+        print(f"[{self.done}/{self.total}] {text}", file=sys.stderr, flush=True)
+
+    def _check_failed(self) -> None:
+        if self.failed:
+            raise RunsFailed("\n".join([f"{len(self.failed)} of {self.total} runs failed:", *self.failed]))
+
+
+class Queue(AnyQueue):
+    """Does runs in processes of this machine, so many at a time.
+
+    Args:
+        modules: what the processes import before they are forked.
+        cores: how many runs at a time.
+        seconds: by row, how long finished runs took.
+    """
+
+    def __init__(
+        self, modules: Sequence[str], cores: int, seconds: Mapping[str, Sequence[float]] | None = None
+    ) -> None:
+        super().__init__(seconds)
+        self.cores = cores
+        self.gpus = visible_gpus()
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(list(modules))
+        self.waiting: list[Job] = []
+        self.running: list[_Running] = []
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Do all of them; errors as in `AnyQueue.run`."""
+        self._begin(jobs)
+        self.waiting, said = list(jobs), time.monotonic()
         with StopRequest() as stop:
             try:
                 while self.waiting or self.running:
                     self._start()
                     self._listen()
                     if stop.requested:
-                        raise RunStopped("stopped; the same command goes on with what is left")
+                        raise RunStopped(STOPPED)
                     if time.monotonic() - said > STATUS:
                         self._say(self._status())
                         said = time.monotonic()
             finally:
                 self._end_all()
-        if self.failed:
-            raise RunsFailed("\n".join([f"{len(self.failed)} of {self.total} runs failed:", *self.failed]))
+        self._check_failed()
 
     def _start(self) -> None:
         """Start the next runs, as many as there are free cores. Those that others do stay in the queue."""
@@ -219,9 +244,6 @@ class Queue:
         self.running = []
 
     # ---- what is said -----------------------------------------------------------------------------------------------
-
-    def _say(self, text: str) -> None:
-        print(f"[{self.done}/{self.total}] {text}", file=sys.stderr, flush=True)
 
     def _status(self) -> str:
         shares = ", ".join(f"{running.job.name} {100 * running.share:.0f} %" for running in self.running)

@@ -92,10 +92,23 @@ class Sweep:
         config["trainer"].update(seed=run.seed)
         return config
 
+    def number(self, run: Run) -> int:
+        """Its place in the order in which runs are done, from 0 on; a final run's is the same for every point."""
+        if run.stage == FINAL:
+            place = len(self.points) * len(self.selection_seeds) + self.seeds.index(run.seed)
+        else:
+            place = run.point * len(self.selection_seeds) + self.selection_seeds.index(run.seed)
+        row = self.tasks.index(run.task) * len(self.configs) + list(self.configs).index(run.variant)
+        return row * self._size_of_row + place
+
     @property
     def size(self) -> int:
         """How many runs there are."""
-        return len(self.configs) * len(self.tasks) * (len(self.points) * len(self.selection_seeds) + len(self.seeds))
+        return len(self.configs) * len(self.tasks) * self._size_of_row
+
+    @property
+    def _size_of_row(self) -> int:
+        return len(self.points) * len(self.selection_seeds) + len(self.seeds)
 
 
 def point_name(point: Mapping[str, Any]) -> str:

@@ -3,7 +3,8 @@
 For each task and variant every grid point is trained on train800 and judged on val200; the best one is trained on
 train800val200 and judged on test. The command can be killed at any moment and started again; then it goes on where it
 stopped. It may be started several times at once, also on several machines with one folder of records: no run is done
-twice. The file's keys are in `tasks.classification.vtab.plan`.
+twice. `--shard K/N` and `--ray ADDRESS` are for several machines (docs/several-machines.md). The file's keys are in
+`tasks.classification.vtab.plan`.
 """
 
 from __future__ import annotations
@@ -30,15 +31,19 @@ from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.train import run as train
 from tasks.classification.vtab.plan import Records, Run, Sweep, choose, load_sweep
 from tasks.classification.vtab.report import write_report
+from tasks.common import queue as queue_jobs
 from tasks.common.command import RunStopped, run_command
 from tasks.common.compare import check_seeds, record_of
 from tasks.common.environment import command_line
 from tasks.common.images.sources.vtab import task_folder
 from tasks.common.images.vtab_tasks import TASKS
 from tasks.common.locks import locked
+from tasks.common.machines import Shard, add_options, check_options
 from tasks.common.processes import variables_set, visible_gpus
+from tasks.common.queue import RunsFailed
+from tasks.common.ray_queue import RayQueue
 from tasks.common.results import write_results
-from tasks.common.run_folder import RESULTS, default_output_dir
+from tasks.common.run_folder import RESULTS, InUse, default_output_dir
 
 WAIT_SECONDS = 2.0  # before looking again for a run that another process may have given up
 
@@ -48,6 +53,7 @@ class Job:
     """What a process of a sweep needs to know: the command line, and where runs and records lie.
 
     tasks, variants, seeds: do only these; None: all. keep: keep a finished run's folder, with its model.
+    shard: which of several commands this is, whose own runs come first.
     """
 
     config: str
@@ -58,6 +64,7 @@ class Job:
     variants: list[str] | None = None
     seeds: list[int] | None = None
     keep: bool = False
+    shard: Shard | None = None
     command: str = field(default_factory=command_line)
 
     def sweep(self) -> Sweep:
@@ -123,8 +130,12 @@ def _tidy(sweep: Sweep, job: Job) -> None:
 
 
 def _do_one(sweep: Sweep, records: Records, job: Job) -> bool:
-    """Do the first run that is missing and that no other process does; False if there is none."""
-    for run in records.missing():
+    """Do the first run that is missing and that no other process does; False if there is none. A shard's own runs are
+    first, as far as they can be done yet.
+    """
+    shard = job.shard
+    missing = records.missing()
+    for run in missing if shard is None else sorted(missing, key=lambda run: shard.distance(sweep.number(run))):
         with claim(records.path(run)) as mine:
             if mine and not records.path(run).exists():
                 _do(run, sweep, records, job)
@@ -231,6 +242,54 @@ def _follow(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+# ---- a Ray cluster --------------------------------------------------------------------------------------------------
+
+
+def run_on_ray(job: Job, address: str) -> None:
+    """Let a Ray cluster do the runs: first all of selection, then those of the chosen points.
+
+    Raises:
+        RunsFailed: if runs failed; all others that could be done without them are done.
+        RunStopped: on SIGTERM, after all of them saved a checkpoint.
+    """
+    sweep = job.sweep()
+    records, queue, tried, failed = Records(sweep, job.records), RayQueue([__name__], address), set[str](), list[str]()
+    _tidy(sweep, job)
+    while runs := [run for run in records.missing() if run.name not in tried]:
+        tried.update(run.name for run in runs)
+        jobs = [_job_of_queue(run, records, job) for run in runs]
+        try:
+            queue.run(jobs)
+        except RunsFailed:
+            failed += queue.failed
+        for one in jobs:
+            if one.is_done() and not job.keep:
+                one.log.unlink(missing_ok=True)
+    if failed:
+        raise RunsFailed("\n".join([f"{len(failed)} of {sweep.size} runs failed:", *failed]))
+
+
+def _job_of_queue(run: Run, records: Records, job: Job) -> queue_jobs.Job:
+    row, folder = f"{run.variant}/{run.task}/{run.stage}", job.out / run.name
+    return queue_jobs.Job(run.name, row, folder, do_run, (job, run), records.path(run).exists)
+
+
+def do_run(job: Job, run: Run, callbacks: Sequence[Any] = ()) -> None:
+    """Do one run in this process. The callbacks of a queue, which asks how far it is, are left out.
+
+    Raises:
+        InUse: if another process does it.
+    """
+    sweep = job.sweep()
+    records = Records(sweep, job.records)
+    path = records.path(run)
+    with claim(path) as mine:
+        if not mine:
+            raise InUse(f"{path} is claimed by another process")
+        if not path.exists():
+            _do(run, sweep, records, job)
+
+
 # ---- command --------------------------------------------------------------------------------------------------------
 
 
@@ -248,24 +307,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tasks", nargs="+", metavar="NAME", help=f"only these of {', '.join(TASKS)}")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these rows")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="only these of the final stage")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes, GPUs in turn; default: 1")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes, GPUs in turn; default: 1")
+    add_options(parser)
     parser.add_argument("--keep", action="store_true", help="keep the folders of finished runs, with their models")
     parser.add_argument("--dry-run", action="store_true", help="say how many runs are done and still to do")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every run")
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.jobs < 1:
-        parser.error(f"--jobs {arguments.jobs} must be 1 or more")
     transformers_logging.disable_progress_bar()
 
     def run() -> None:
         keep_freed_memory()
+        shard = None if arguments.shard is None else Shard.parse(arguments.shard)
+        check_options(arguments.jobs, shard, arguments.ray)
         out = arguments.out or Path(default_output_dir("classification", arguments.config))
         job = Job(
             arguments.config,
             arguments.overrides,
             out,
             arguments.records or out,
-            *(arguments.tasks, arguments.variants, arguments.seeds, arguments.keep),
+            *(arguments.tasks, arguments.variants, arguments.seeds, arguments.keep, shard),
         )
         sweep = job.sweep()
         if arguments.dry_run:
@@ -273,7 +333,10 @@ def main(argv: list[str] | None = None) -> int:
         check_data(sweep)
         Records(sweep, job.records).check_start()
         try:
-            run_jobs(job, arguments.jobs)
+            if arguments.ray is not None:
+                run_on_ray(job, arguments.ray)
+            else:
+                run_jobs(job, 1 if arguments.jobs is None else arguments.jobs)
         finally:
             for folder in (job.out, job.records):
                 remove_empty_folders(folder, sweep.configs)
@@ -281,7 +344,11 @@ def main(argv: list[str] | None = None) -> int:
         whole = load_sweep(job.config, job.overrides)
         print(write_report(Records(whole, job.records), job.records))
 
-    return run_command(parser.prog, run, "where it stopped")
+    try:
+        return run_command(parser.prog, run, "where it stopped")
+    except RunsFailed as failed:
+        print(f"{parser.prog}: {failed}", file=sys.stderr)
+        return 1
 
 
 def check_data(sweep: Sweep) -> None:
@@ -301,4 +368,7 @@ def print_counts(records: Records) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Under its own name: what is sent to other machines must be found there by it.
+    from tasks.classification.vtab import sweep
+
+    sys.exit(sweep.main())

@@ -9,7 +9,8 @@ FILE is an mm config with `cells`, one for each row (tasks/common/mm/config.py),
 A row with a seed is what `train --config FILE#ROW randomness.seed=SEED` does. Runs of one seed see the same images in
 the same order, augmented alike. All else is as in every task (tasks/common/compare.py): seeds take turns, every
 finished run leaves a record, a command that was killed goes on where it stopped and does no finished run again,
-`--jobs N` does N runs at a time, and tables have each row's differences to the first one, seed by seed.
+`--jobs N`, `--shard K/N` and `--ray ADDRESS` do several runs at a time, and tables have each row's differences to the
+first one, seed by seed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from transformers import TrainerCallback
 from tasks.common import compare
 from tasks.common.config import check_name, config_name
 from tasks.common.environment import command_line
+from tasks.common.locks import REPORT_LOCK, turn
 from tasks.common.mm.config import (
     OUTPUT_DIR,
     SEEDS,
@@ -44,7 +46,7 @@ from tasks.common.mm.saving import CONFIG, WEIGHTS
 from tasks.common.mm.task import PICTURE, Task
 from tasks.common.mm.train import run
 from tasks.common.processes import check_alone
-from tasks.common.queue import Job, Queue
+from tasks.common.queue import AnyQueue, Job
 from tasks.common.results import write_results
 from tasks.common.run_folder import MODEL, RESULTS
 from tasks.common.upgrade import nested_names
@@ -76,7 +78,7 @@ class MMComparison(compare.Comparison):
         pending: Sequence[Any],
         records: Sequence[Mapping[str, Any]],
         command: str | None = None,
-        queue: Queue | None = None,
+        queue: AnyQueue | None = None,
     ) -> None:
         """See whether all data is there; nothing runs before the rows."""
         for row in pending:
@@ -92,8 +94,12 @@ class MMComparison(compare.Comparison):
         found = {row.name: row.folder / MODEL for row in rows if (row.folder / RESULTS).is_file()}
         picture = records / PICTURE
         newest = max(((folder / WEIGHTS).stat().st_mtime for folder in found.values()), default=0.0)
-        if not found or (picture.is_file() and picture.stat().st_mtime > newest):
-            return
+        if found:
+            with turn(records / REPORT_LOCK):  # commands that do a comparison together end together
+                if not picture.is_file() or picture.stat().st_mtime <= newest:
+                    self._draw(found, picture)
+
+    def _draw(self, found: Mapping[str, Path], picture: Path) -> None:
         models, dataset = {}, None
         with TemporaryDirectory() as logs:
             for name, folder in found.items():

@@ -1,11 +1,13 @@
 import json
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ from tasks.classification.vtab.sweep import Job, claim, main, work
 from tasks.common import hf_run, locks
 from tasks.common.compare import RECORDED
 from tasks.common.images.vtab_tasks import TASKS
+from tasks.common.machines import Shard
+from tasks.common.queue import RunsFailed
 from tests.configs import shipped
 from tests.processes import ROOT, Started, module, script, wait_until
 
@@ -383,6 +387,102 @@ def test_when_the_command_ends_its_jobs_end_with_a_checkpoint(write, tmp_path, n
     wait_until(lambda: not list((tmp_path / "records").glob("*/*/*/*/*.lock")))
 
 
+# ---- several machines -----------------------------------------------------------------------------------------------
+
+TWO_POINTS = {"grid": {"trainer.learning_rate": [1e-2, 1e-3]}, "selection_seeds": [0, 1, 2]}
+
+
+def in_turn(runs, number, of):
+    """Keys of runs as a shard does them that is alone: the first of its own that can be done, else of the next one's.
+
+    runs: all keys in order, whose places are their numbers.
+    """
+    left, order = dict(enumerate(runs)), []
+
+    def ready(key):
+        row = (key[0], key[2])
+        return key[1] == "selection" or all((o[0], o[2]) != row or o[1] == "final" for o in left.values())
+
+    while left:
+        place = min((p for p, key in left.items() if ready(key)), key=lambda p: ((p - number + 1) % of, p))
+        order.append(left.pop(place))
+    return order
+
+
+@pytest.mark.parametrize(("number", "of"), [(1, 1), (1, 2), (2, 2), (3, 5)])
+def test_a_shard_does_its_own_runs_first_and_then_what_the_others_left(trained, write, tmp_path, number, of):
+    done, accuracy = trained
+    accuracy[0] = lambda config: config["trainer"]["learning_rate"]
+    job = sweep_of(write(**TWO_POINTS))
+    work(job)
+    whole = [key(config) for config in done]
+    assert len(whole) == len(set(whole)) == job.sweep().size == 16
+    done.clear()
+    shard = replace(job, records=tmp_path / "again", shard=Shard(number, of))
+    work(shard)
+    assert [key(config) for config in done] == in_turn(whole, number, of)
+    done.clear()
+    work(replace(shard, shard=Shard(1, 2)))
+    assert done == []
+
+
+class Alone:
+    """Stands for a Ray cluster: does jobs in this process, one after another."""
+
+    def __init__(self, modules, address):
+        assert modules == ["tasks.classification.vtab.sweep"]
+        self.failed = []
+
+    def run(self, jobs):
+        self.failed = []
+        for one in jobs:
+            one.log.parent.mkdir(parents=True, exist_ok=True)
+            one.log.touch()
+            call, arguments = pickle.loads(pickle.dumps((one.call, one.arguments)))
+            try:
+                assert not one.is_done()
+                call(*arguments, callbacks=[])
+                assert one.is_done()
+            except ValueError as error:
+                self.failed.append(f"{one.name}: {error}")
+        if self.failed:
+            raise RunsFailed("some")
+
+
+def test_a_cluster_chooses_grid_points_before_it_does_final_runs(trained, write, tmp_path, monkeypatch):
+    done, accuracy = trained
+    accuracy[0] = lambda config: config["trainer"]["learning_rate"]
+    job = sweep_of(write(**TWO_POINTS))
+    work(job)
+    whole = [key(config) for config in done]
+    done.clear()
+    monkeypatch.setattr(sweeping, "RayQueue", Alone)
+    path = str(write(**TWO_POINTS))
+    arguments = ["--config", path, *TASK, "--out", str(tmp_path / "out"), "--records", str(tmp_path / "again")]
+    assert main([*arguments, "--ray", "auto"]) == 0
+    expected = [one for stage in ("selection", "final") for one in whole if one[1] == stage]
+    assert [key(config) for config in done] == expected and not (tmp_path / "out").exists()
+    again, summary = (summarize(Records(job.sweep(), folder)) for folder in (tmp_path / "again", job.records))
+    assert again == summary and summary["variants"]["violin"]["tasks"]["eurosat"]["accuracies"] == [1, 1]
+
+
+def test_on_a_cluster_a_run_that_fails_is_named_after_all_others_are_done(
+    trained, write, tmp_path, monkeypatch, capsys
+):
+    def fails(config):
+        if key(config)[1:3] == ("selection", "violin") and config["trainer"]["seed"] == 1:
+            raise ValueError("no reason")
+        return 0.5
+
+    trained[1][0] = fails
+    monkeypatch.setattr(sweeping, "RayQueue", Alone)
+    arguments = ["--config", str(write(**TWO_POINTS)), *TASK, "--out", str(tmp_path / "out"), "--ray", "auto"]
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert "2 of 16 runs failed:\nviolin/eurosat/selection/learning_rate=0.01/seed1: no reason\n" in error
+    assert len(list((tmp_path / "out").rglob("seed*.json"))) == 16 - 2 - 2  # nor what they would have chosen
+
+
 TINY_TRAINER = {
     "per_device_train_batch_size": 16, "dataloader_num_workers": 0, "save_steps": 50, "bf16": False, "use_cpu": True,
 }  # fmt: skip
@@ -429,6 +529,9 @@ def test_the_command_writes_tables_of_the_whole_sweep(trained, write, tmp_path, 
         (["data.source=digits"], "data.source='digits' must be 'vtab'"),
         (["model.prior=violn"], "violn"),
         (["model.pretrained=nowhere"], "model.pretrained=nowhere is not a folder of a saved model"),
+        (["--jobs", "0"], "--jobs=0 must be 1 or more"),
+        (["--shard", "3/2"], "--shard=3/2 must be K/N with whole numbers 1 <= K <= N"),
+        (["--shard", "1/2", "--ray", "auto"], "--shard=1/2 and --ray=auto exclude each other"),
     ],
 )
 def test_the_command_line_reports_errors_in_one_line(write, tmp_path, capsys, arguments, message):
