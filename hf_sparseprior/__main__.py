@@ -21,17 +21,28 @@ def main(argv: list[str] | None = None) -> int:
 
     from hf_sparseprior.analysis import explain
     from hf_sparseprior.convert import convert_checkpoint, target_formats
+    from hf_sparseprior.deployment import BACKENDS, deploy
     from hf_sparseprior.doctor import REQUIRABLE, missing_of, report
     from hf_sparseprior.export import export_folder
+    from hf_sparseprior.runtimes import FORMATS
 
     explain_parser = commands.add_parser(
         "explain", help="what a prior does on a grid, numbers and pictures", epilog=explain.SEQUENCE_HELP
     )
     explain.add_arguments(explain_parser)
-    export_parser = commands.add_parser("export", help="make a saved model ready to upload")
+    export_parser = commands.add_parser(
+        "export", help="make a saved model ready to upload, or a file of it that runs without this package"
+    )
     export_parser.add_argument("source", type=Path, help="folder of a saved model or a training run")
     export_parser.add_argument("out", type=Path, help="new folder")
     export_parser.add_argument("--license", default="apache-2.0", help="for the model card (default apache-2.0)")
+    export_parser.add_argument(
+        "--format", choices=list(FORMATS), help="write one file for torch.export, ONNX Runtime or OpenVINO instead"
+    )
+    export_parser.add_argument("--size", help="with --format: HEIGHTxWIDTH of the images, or one number")
+    export_parser.add_argument(
+        "--backend", choices=BACKENDS, help=f"with --format: the form of attention (default {BACKENDS[0]})"
+    )
     convert_parser = commands.add_parser(
         "convert", help="checkpoints of transformers, timm, DeiT, DINO, DINOv2, Swin ... as ours, and ours as theirs"
     )
@@ -79,6 +90,12 @@ def main(argv: list[str] | None = None) -> int:
                 arguments.to,
             )
             print("\n".join(lines))
+        elif arguments.format:
+            backend = arguments.backend or BACKENDS[0]
+            for line in deploy(arguments.source, arguments.out, arguments.format, arguments.size, backend):
+                print(line)
+        elif arguments.size or arguments.backend:
+            raise ValueError("--size and --backend need --format; a folder to upload holds the model as it is")
         else:
             for line in export_folder(arguments.source, arguments.out, arguments.license):
                 print(line)

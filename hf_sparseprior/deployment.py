@@ -1,0 +1,325 @@
+"""`python -m hf_sparseprior export MODEL OUT --format torch|onnx|openvino`: a file that runs without this package."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_sparseprior.base_config import as_pair
+from hf_sparseprior.export import saved_source
+from hf_sparseprior.families import family_of
+from hf_sparseprior.files import check_new, read_json_object, whole_folder, write_text
+from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings, takes_clips
+from hf_sparseprior.plain_operations import Plain, plain_operations
+from hf_sparseprior.pretrained import load_changed_model
+from hf_sparseprior.runtimes import FORMATS, INPUT, Call, Format
+from hf_sparseprior.saved_processor import MAX_SIDE, load_image_processor
+
+DEPLOYMENT = "deployment.json"
+# Forms of attention that are PyTorch operations alone, and that fit any batch; the first is the default.
+BACKENDS = ("sdpa", "gather", "diagonal", "reference")
+BATCHES = (1, 3)
+ALLOWED = 1e-4  # largest difference, in units of the largest output if that is above 1
+SECONDS = 3.0  # of each timed contender
+MOST_CALLS = 30
+SLOWER = 1.05  # what is less is noise
+
+
+class Traced(NamedTuple):
+    """A traced model.
+
+    program: takes pixel_values of any batch. outputs: their names. plain: which backends ran its attention.
+    """
+
+    program: torch.export.ExportedProgram
+    outputs: list[str]
+    plain: Plain
+
+
+class Outputs(nn.Module):
+    """A model whose outputs are the tensors that a model of its kind is for."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        family = family_of(model.config)
+        assert family is not None
+        self.is_backbone = family.backbone is not None and isinstance(model, family.backbone)
+        self.is_classifier = family.classifier is not None and isinstance(model, family.classifier)
+
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of `names`."""
+        output = self.model(pixel_values=pixel_values)
+        if self.is_backbone:
+            return tuple(output.feature_maps)
+        if self.is_classifier:
+            return (output.logits,)
+        return (output.last_hidden_state, output.pooler_output)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the outputs."""
+        if self.is_backbone:
+            return list(self.model.out_features)
+        return ["logits"] if self.is_classifier else ["last_hidden_state", "pooler_output"]
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """(height, width) of "HEIGHTxWIDTH" or one number.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    found = re.fullmatch(r"([0-9]{1,6})(?:x([0-9]{1,6}))?", text)
+    height, width = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
+        raise ValueError(f"--size {text} must be HEIGHTxWIDTH or one number, each from 1 to {MAX_SIDE} pixels")
+    return height, width
+
+
+def deploy(
+    source: str | os.PathLike,
+    out: str | os.PathLike,
+    format_name: str,
+    size: str | None = None,
+    backend: str = BACKENDS[0],
+) -> list[str]:
+    """Write a saved model as a file for another program, compare the two, and time the file.
+
+    The new folder appears whole or not at all.
+
+    Args:
+        source: folder of a saved model or a training run.
+        out: new folder.
+        format_name: one of `FORMATS`.
+        size: of the images, "HEIGHTxWIDTH" or one number; default the model's.
+        backend: the form of attention, one of `BACKENDS`. Layers that it cannot run take "sdpa" or "reference".
+
+    Returns:
+        Lines for the user: what was written, how it was compared, and how long it takes.
+
+    Raises:
+        OSError: for a source that is not a saved model of ours, or an existing `out`.
+        ValueError: for a bad size, a model that cannot be exported, and outputs that are not those of the model.
+        ImportError: for a missing package.
+    """
+    sides = None if size is None else parse_size(size)
+    own = FORMATS[format_name]
+    own.check_packages()
+    out = Path(out)
+    check_new(out)
+    source, model = saved_source(source)
+    model = model.float().eval().requires_grad_(False)
+    if sides is not None and sides != as_pair(model.config.image_size):
+        model = resized(source, model, sides)
+    processor = processor_settings(source, model.config)
+    with whole_folder(out) as scratch:
+        traced, call = export(model, own, scratch, backend)
+        difference = largest_difference(model, call, traced.outputs)
+        if not difference <= ALLOWED:
+            raise ValueError(
+                f"{_named(model)} as {own.title} gives other outputs than the model, by {difference:.1e}, and at most "
+                f"{ALLOWED:.0e} is allowed; --backend reference writes attention out"
+            )
+        times, lines = latencies(model, own, call)
+        about = description(model, own, traced, difference, times)
+        write_text(scratch / PROCESSOR, json.dumps(processor, indent=2) + "\n")
+        write_text(scratch / DEPLOYMENT, json.dumps(about, indent=2) + "\n")
+    files = sorted(path.name for path in out.iterdir())
+    compared = f"largest difference from the model: {difference:.1e} (batches of {BATCHES[0]} and {BATCHES[1]})"
+    return [f"{out}: {', '.join(files)}", compared, *lines]
+
+
+def _named(model: Any) -> str:
+    family = family_of(model.config)
+    assert family is not None
+    return f"{family.title} with prior {model.config.prior_name!r}"
+
+
+def resized(source: Path, model: Any, sides: tuple[int, int]) -> Any:
+    """The saved model for another image size.
+
+    Raises:
+        ValueError: if the size does not fit the model.
+    """
+    size = sides[0] if sides[0] == sides[1] else list(sides)
+    changed, anew = load_changed_model(source, type(model), image_size=size)
+    if anew:
+        raise ValueError(f"--size {sides[0]}x{sides[1]} does not fit weights of {source}: {', '.join(anew[:3])}")
+    return changed.float().eval().requires_grad_(False)
+
+
+def processor_settings(source: Path, config: Any) -> dict[str, Any]:
+    """preprocessor_config.json: the saved one with the size of the exported images, or the config's.
+
+    Raises:
+        OSError, ValueError: for a file that is bad, and for one that crops to another size.
+    """
+    new = image_processor_settings(config)
+    if not (source / PROCESSOR).is_file():
+        return new
+    load_image_processor(source)
+    saved = read_json_object(source / PROCESSOR)
+    if "max_num_patches" in saved:  # of images of several sizes, and the file takes one size
+        return new
+    if saved.get("do_center_crop"):
+        crop = saved.get("crop_size")
+        if crop not in (new["size"], new["size"]["height"]):
+            raise ValueError(
+                f"{source / PROCESSOR}: crop_size={crop} must be {new['size']}, the size of the exported images"
+            )
+        return saved
+    return {**saved, "size": new["size"]}
+
+
+# ---- the file -------------------------------------------------------------------------------------------------------
+
+
+def images(config: Any, batch: int, seed: int = 0) -> Tensor:
+    """Random images (batch, channels, height, width), or clips with frames before the channels."""
+    clip = (config.num_frames,) if takes_clips(config) else ()
+    shape = (batch, *clip, config.num_channels, *as_pair(config.image_size))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def trace(model: Any, backend: str = BACKENDS[0]) -> Traced:
+    """A model in evaluation mode as a graph of PyTorch's own operations, for any batch.
+
+    Raises:
+        ValueError: for a backend that no layer can run, and a model that cannot be traced; the message names both.
+    """
+    outputs = Outputs(model).eval()
+    shapes = ({0: torch.export.Dim("batch", min=1)},)
+    order = (backend,) if backend == "reference" else tuple(dict.fromkeys((backend, "sdpa", "reference")))
+    with plain_operations(*order) as plain, torch.no_grad():
+        try:
+            program = torch.export.export(outputs, (images(model.config, 2),), dynamic_shapes=shapes, strict=False)
+        except Exception as error:  # torch has many for what it cannot trace
+            raise ValueError(f"{_named(model)} cannot be traced: {_reason(error)}") from error
+    if backend != BACKENDS[0] and not plain.ran[backend]:
+        reason = plain.refused.get(backend, "none of them computes attention over pairs")
+        raise ValueError(f"--backend {backend} runs no layer of {_named(model)}: {reason}")
+    return Traced(program, outputs.names, plain)
+
+
+def export(model: Any, own: Format, folder: Path, backend: str = BACKENDS[0]) -> tuple[Traced, Call]:
+    """Write a model in evaluation mode in a format, and load the file.
+
+    Raises:
+        ValueError: for what the format or its program cannot express; the message names the model.
+    """
+    traced = trace(model, backend)
+    try:
+        own.write(traced.program, traced.outputs, folder)
+        return traced, own.load(folder / own.file, torch.get_num_threads())
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # each program has errors of its own
+        raise ValueError(f"{_named(model)} cannot be exported to {own.title}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
+
+
+def largest_difference(model: Any, call: Call, outputs: Sequence[str]) -> float:
+    """Of the outputs of a file and a model, in units of the largest output if that is above 1; infinite for others."""
+    found, module = 0.0, Outputs(model).eval()
+    for batch in BATCHES:
+        pixels = images(model.config, batch, seed=batch)
+        with torch.no_grad():
+            expected = [output.numpy() for output in module(pixels)]
+        given = call(pixels)
+        if [one.shape for one in given] != [one.shape for one in expected]:
+            return float("inf")
+        for one, other in zip(given, expected, strict=True):
+            difference = float(np.abs(one - other).max() / max(1.0, np.abs(other).max()))
+            found = max(found, difference if np.isfinite(difference) else float("inf"))
+    return found
+
+
+def description(model: Any, own: Format, traced: Traced, difference: float, times: dict[str, float]) -> dict[str, Any]:
+    """deployment.json."""
+    config = model.config
+    shape = ["batch", *images(config, 1).shape[1:]]
+    labels = [config.id2label[index] for index in range(config.num_labels)] if traced.outputs == ["logits"] else None
+    return {
+        "format": next(name for name, known in FORMATS.items() if known is own),
+        "file": own.file,
+        "model": type(model).__name__,
+        "prior": config.prior_name,
+        "input": {"name": INPUT, "shape": shape, "dtype": "float32"},
+        "image_size": list(as_pair(config.image_size)),
+        "outputs": traced.outputs,
+        "labels": labels,
+        "attention": dict(traced.plain.ran),
+        "versions": own.versions,
+        "compared": {"batches": list(BATCHES), "largest_difference": difference, "allowed": ALLOWED},
+        "milliseconds": {name: round(value, 3) for name, value in times.items()},
+    }
+
+
+# ---- how long it takes ----------------------------------------------------------------------------------------------
+
+
+def dense_twin(model: Any) -> Any:
+    """A model of the same size without a prior, with random weights; None: the model has none."""
+    config = copy.deepcopy(model.config)
+    config.prior = "dense"
+    twin = type(model)(config).eval().requires_grad_(False)
+    return None if twin.config.stage_priors == model.config.stage_priors else twin
+
+
+def latencies(model: Any, own: Format, call: Call) -> tuple[dict[str, float], list[str]]:
+    """Milliseconds of an image in each contender, and lines for the user."""
+    title, pixels = own.title, images(model.config, 1)
+    contenders: dict[str, Callable[[], Any]] = {f"{title}, {model.config.prior_name}": lambda: call(pixels)}
+    with tempfile.TemporaryDirectory() as folder:
+        if (twin := dense_twin(model)) is not None:
+            dense = export(twin, own, Path(folder))[1]
+            contenders[f"{title}, dense"] = lambda: dense(pixels)
+        contenders[f"PyTorch, {model.config.prior_name}"] = lambda: model(pixel_values=pixels)
+        with torch.no_grad():
+            times = interleaved(contenders)
+    width = max(map(len, times))
+    lines = [f"one image, {torch.get_num_threads()} threads, median:"]
+    lines += [f"  {name:<{width}}  {value:8.2f} ms" for name, value in times.items()]
+    if twin is not None:
+        sparse, plain_dense, here = times.values()
+        if sparse > SLOWER * plain_dense:
+            kernels = "this model in PyTorch with its kernels"
+            better = kernels if here < plain_dense else "a model trained with prior dense"
+            lines.append(f"the sparse graph is slower than a dense one in {title}; faster: {better}")
+    return times, lines
+
+
+def interleaved(contenders: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median milliseconds of the calls, which take turns; the first of each is not counted."""
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    for run in contenders.values():
+        run()
+    start = time.perf_counter()
+    while True:
+        for name, run in contenders.items():
+            begin = time.perf_counter()
+            run()
+            taken[name].append(1000 * (time.perf_counter() - begin))
+        calls = len(next(iter(taken.values())))
+        if calls >= MOST_CALLS or (calls >= 3 and time.perf_counter() - start > SECONDS * len(contenders)):
+            return {name: median(values) for name, values in taken.items()}

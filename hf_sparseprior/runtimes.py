@@ -1,0 +1,129 @@
+"""Formats of exported models, and the programs that run their files: torch.export, ONNX Runtime, OpenVINO."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+INPUT = "pixel_values"
+# A loaded file: images (B, ...) to the outputs in the order in which they were named.
+Call = Callable[[Tensor], list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format.
+
+    title: of the program that runs it. file: the model's. packages: that must be installed, all of the extra `export`.
+    write: writes a traced model, whose outputs have these names, into a folder. load: reads the file, for so many
+    threads.
+    """
+
+    title: str
+    file: str
+    packages: tuple[str, ...]
+    write: Callable[[torch.export.ExportedProgram, Sequence[str], Path], None]
+    load: Callable[[Path, int], Call]
+
+    def check_packages(self) -> None:
+        """Raise ImportError, which names it, if a package is missing."""
+        if missing := [name for name in self.packages if find_spec(name) is None]:
+            raise ImportError(f"{self.title} needs {', '.join(missing)}", name=missing[0])
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions of torch and of the packages."""
+        return {name: version(name) for name in ("torch", *self.packages)}
+
+
+def _write_torch(program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path) -> None:
+    torch.export.save(program, folder / FORMATS["torch"].file)
+
+
+def _load_torch(file: Path, threads: int) -> Call:
+    module = torch.export.load(file).module()
+
+    def call(images: Tensor) -> list[np.ndarray]:
+        with torch.no_grad():
+            return [output.numpy() for output in module(images)]
+
+    return call
+
+
+def _sorted(values: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """A stable sort as the one that ONNX has, which is stable, too."""
+    return torch.ops.aten.sort.default(values, dim, descending)
+
+
+def _sorts(module: torch.fx.GraphModule) -> bool:
+    """Whether a graph has a stable sort, also within the parts of it that record no gradients."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
+    return any(node.target is torch.ops.aten.sort.stable for graph in graphs for node in graph.nodes)
+
+
+def _write_onnx(program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path) -> None:
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it names operators of torchvision, which nothing needs
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch about itself
+            if _sorts(program.graph_module):
+                program = program.run_decompositions({torch.ops.aten.sort.stable: _sorted})
+            made = torch.onnx.export(program, dynamo=True, verbose=False, input_names=[INPUT], output_names=outputs)
+    finally:
+        log.setLevel(level)
+    assert made is not None
+    made.save(folder / FORMATS["onnx"].file)
+
+
+def _load_onnx(file: Path, threads: int) -> Call:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3  # it warns of weights that it folds
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    return lambda images: session.run(None, {INPUT: images.numpy()})
+
+
+def _write_openvino(program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path) -> None:
+    import openvino
+
+    with tempfile.TemporaryDirectory() as scratch:
+        _write_onnx(program, outputs, Path(scratch))
+        model = openvino.Core().read_model(Path(scratch) / FORMATS["onnx"].file)
+        openvino.save_model(model, folder / FORMATS["openvino"].file, compress_to_fp16=False)
+
+
+def _load_openvino(file: Path, threads: int) -> Call:
+    import openvino
+
+    # Where a processor has products of bfloat16 OpenVINO would take them unasked.
+    options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+    core = openvino.Core()
+    request = core.compile_model(core.read_model(file), "CPU", options).create_infer_request()
+
+    def call(images: Tensor) -> list[np.ndarray]:
+        request.infer([images.numpy()])
+        return [np.array(output.data) for output in request.output_tensors]
+
+    return call
+
+
+FORMATS = {
+    "torch": Format("torch.export", "model.pt2", (), _write_torch, _load_torch),
+    "onnx": Format("ONNX Runtime", "model.onnx", ("onnx", "onnxscript", "onnxruntime"), _write_onnx, _load_onnx),
+    "openvino": Format("OpenVINO", "model.xml", ("onnx", "onnxscript", "openvino"), _write_openvino, _load_openvino),
+}
