@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     export_parser.add_argument("source", type=Path, help="folder of a saved model or a training run")
     export_parser.add_argument("out", type=Path, help="new folder")
-    export_parser.add_argument("--license", default="apache-2.0", help="for the model card (default apache-2.0)")
+    export_parser.add_argument("--license", help="for the model card (default apache-2.0)")
     export_parser.add_argument(
         "--format", choices=list(FORMATS), help="write one file for torch.export, ONNX Runtime or OpenVINO instead"
     )
@@ -90,6 +90,8 @@ def main(argv: list[str] | None = None) -> int:
                 arguments.to,
             )
             print("\n".join(lines))
+        elif arguments.format and arguments.license:
+            raise ValueError("--license is for the model card, which a folder with --format does not have")
         elif arguments.format:
             backend = arguments.backend or BACKENDS[0]
             for line in deploy(arguments.source, arguments.out, arguments.format, arguments.size, backend):
@@ -97,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         elif arguments.size or arguments.backend:
             raise ValueError("--size and --backend need --format; a folder to upload holds the model as it is")
         else:
-            for line in export_folder(arguments.source, arguments.out, arguments.license):
+            for line in export_folder(arguments.source, arguments.out, arguments.license or "apache-2.0"):
                 print(line)
     except USER_ERRORS as error:
         return report_error(f"{parser.prog} {arguments.command}", error)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import math
 import os
 import re
 import tempfile
@@ -59,21 +61,17 @@ class Outputs(nn.Module):
         self.is_backbone = family.backbone is not None and isinstance(model, family.backbone)
         self.is_classifier = family.classifier is not None and isinstance(model, family.classifier)
 
-    def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of `names`."""
+    def named(self, pixel_values: Tensor) -> dict[str, Tensor]:
+        """The tensors by name: a classifier's logits, a backbone's maps, or the states of the tokens that are left."""
         output = self.model(pixel_values=pixel_values)
         if self.is_backbone:
-            return tuple(output.feature_maps)
-        if self.is_classifier:
-            return (output.logits,)
-        return (output.last_hidden_state, output.pooler_output)
+            return dict(zip(self.model.out_features, output.feature_maps, strict=True))
+        names = ("logits",) if self.is_classifier else ("last_hidden_state", "pooler_output", "token_ids")
+        return {name: output[name] for name in names if output.get(name) is not None}
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the outputs."""
-        if self.is_backbone:
-            return list(self.model.out_features)
-        return ["logits"] if self.is_classifier else ["last_hidden_state", "pooler_output"]
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of `named`."""
+        return tuple(self.named(pixel_values).values())
 
 
 def parse_size(text: str) -> tuple[int, int]:
@@ -121,9 +119,10 @@ def deploy(
     out = Path(out)
     check_new(out)
     source, model = saved_source(source)
-    model = model.float().eval().requires_grad_(False)
     if sides is not None and sides != as_pair(model.config.image_size):
         model = resized(source, model, sides)
+    model = model.float().eval().requires_grad_(False)
+    model.config.return_dict, model.config.output_attentions = True, False
     processor = processor_settings(source, model.config)
     with whole_folder(out) as scratch:
         traced, call = export(model, own, scratch, backend)
@@ -133,7 +132,7 @@ def deploy(
                 f"{_named(model)} as {own.title} gives other outputs than the model, by {difference:.1e}, and at most "
                 f"{ALLOWED:.0e} is allowed; --backend reference writes attention out"
             )
-        times, lines = latencies(model, own, call)
+        times, lines = latencies(model, own, call, backend)
         about = description(model, own, traced, difference, times)
         write_text(scratch / PROCESSOR, json.dumps(processor, indent=2) + "\n")
         write_text(scratch / DEPLOYMENT, json.dumps(about, indent=2) + "\n")
@@ -158,7 +157,7 @@ def resized(source: Path, model: Any, sides: tuple[int, int]) -> Any:
     changed, anew = load_changed_model(source, type(model), image_size=size)
     if anew:
         raise ValueError(f"--size {sides[0]}x{sides[1]} does not fit weights of {source}: {', '.join(anew[:3])}")
-    return changed.float().eval().requires_grad_(False)
+    return changed
 
 
 def processor_settings(source: Path, config: Any) -> dict[str, Any]:
@@ -204,6 +203,8 @@ def trace(model: Any, backend: str = BACKENDS[0]) -> Traced:
     shapes = ({0: torch.export.Dim("batch", min=1)},)
     order = (backend,) if backend == "reference" else tuple(dict.fromkeys((backend, "sdpa", "reference")))
     with plain_operations(*order) as plain, torch.no_grad():
+        names = list(outputs.named(images(model.config, 1)))
+        plain.ran.clear()
         try:
             program = torch.export.export(outputs, (images(model.config, 2),), dynamic_shapes=shapes, strict=False)
         except Exception as error:  # torch has many for what it cannot trace
@@ -211,7 +212,7 @@ def trace(model: Any, backend: str = BACKENDS[0]) -> Traced:
     if backend != BACKENDS[0] and not plain.ran[backend]:
         reason = plain.refused.get(backend, "none of them computes attention over pairs")
         raise ValueError(f"--backend {backend} runs no layer of {_named(model)}: {reason}")
-    return Traced(program, outputs.names, plain)
+    return Traced(program, names, plain)
 
 
 def export(model: Any, own: Format, folder: Path, backend: str = BACKENDS[0]) -> tuple[Traced, Call]:
@@ -278,6 +279,14 @@ def description(model: Any, own: Format, traced: Traced, difference: float, time
 # ---- how long it takes ----------------------------------------------------------------------------------------------
 
 
+CONTENDERS = {
+    "file": "{title}, {prior}",
+    "default": "{title}, {prior}, without --backend",
+    "dense": "{title}, dense",
+    "pytorch": "PyTorch, {prior}",
+}
+
+
 def dense_twin(model: Any) -> Any:
     """A model of the same size without a prior, with random weights; None: the model has none."""
     config = copy.deepcopy(model.config)
@@ -286,27 +295,34 @@ def dense_twin(model: Any) -> Any:
     return None if twin.config.stage_priors == model.config.stage_priors else twin
 
 
-def latencies(model: Any, own: Format, call: Call) -> tuple[dict[str, float], list[str]]:
-    """Milliseconds of an image in each contender, and lines for the user."""
-    title, pixels = own.title, images(model.config, 1)
-    contenders: dict[str, Callable[[], Any]] = {f"{title}, {model.config.prior_name}": lambda: call(pixels)}
-    with tempfile.TemporaryDirectory() as folder:
+def latencies(model: Any, own: Format, call: Call, backend: str) -> tuple[dict[str, float], list[str]]:
+    """Milliseconds of an image in each of `CONTENDERS` that there is, and lines for the user."""
+    pixels = images(model.config, 1)
+    calls = {"file": call}
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        if backend != BACKENDS[0]:
+            calls["default"] = export(model, own, Path(first))[1]
         if (twin := dense_twin(model)) is not None:
-            dense = export(twin, own, Path(folder))[1]
-            contenders[f"{title}, dense"] = lambda: dense(pixels)
-        contenders[f"PyTorch, {model.config.prior_name}"] = lambda: model(pixel_values=pixels)
+            calls["dense"] = export(twin, own, Path(second))[1]
+        calls["pytorch"] = lambda images: model(pixel_values=images)
         with torch.no_grad():
-            times = interleaved(contenders)
-    width = max(map(len, times))
+            times = interleaved({name: functools.partial(run, pixels) for name, run in calls.items()})
+    names = {name: CONTENDERS[name].format(title=own.title, prior=model.config.prior_name) for name in times}
+    width = max(map(len, names.values()))
     lines = [f"one image, {torch.get_num_threads()} threads, median:"]
-    lines += [f"  {name:<{width}}  {value:8.2f} ms" for name, value in times.items()]
-    if twin is not None:
-        sparse, plain_dense, here = times.values()
-        if sparse > SLOWER * plain_dense:
-            kernels = "this model in PyTorch with its kernels"
-            better = kernels if here < plain_dense else "a model trained with prior dense"
-            lines.append(f"the sparse graph is slower than a dense one in {title}; faster: {better}")
-    return times, lines
+    lines += [f"  {names[name]:<{width}}  {value:8.2f} ms" for name, value in times.items()]
+    return times, [*lines, *advice(times, own.title, backend)]
+
+
+def advice(times: dict[str, float], title: str, backend: str) -> list[str]:
+    """What to take instead of a file that is slower than another of the contenders."""
+    lines = []
+    if times["file"] > SLOWER * times.get("default", math.inf):
+        lines.append(f"--backend {backend} is slower in {title} than the default, which gives the same outputs")
+    if times["file"] > SLOWER * times.get("dense", math.inf):
+        better = "this model in PyTorch" if times["pytorch"] < times["dense"] else "a model trained with prior dense"
+        lines.append(f"the prior is slower than dense attention in {title}, which has no kernels for it; faster: {better}")
+    return lines
 
 
 def interleaved(contenders: dict[str, Callable[[], Any]]) -> dict[str, float]:

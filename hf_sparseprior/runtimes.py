@@ -98,13 +98,18 @@ def _load_onnx(file: Path, threads: int) -> Call:
     return lambda images: session.run(None, {INPUT: images.numpy()})
 
 
-def _write_openvino(program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path) -> None:
+def onnx_to_openvino(source: Path, folder: Path) -> None:
+    """Write the ONNX file of a folder into another as OpenVINO's two, model.xml and the weights next to it."""
     import openvino
 
+    model = openvino.Core().read_model(source / FORMATS["onnx"].file)
+    openvino.save_model(model, folder / FORMATS["openvino"].file, compress_to_fp16=False)
+
+
+def _write_openvino(program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         _write_onnx(program, outputs, Path(scratch))
-        model = openvino.Core().read_model(Path(scratch) / FORMATS["onnx"].file)
-        openvino.save_model(model, folder / FORMATS["openvino"].file, compress_to_fp16=False)
+        onnx_to_openvino(Path(scratch), folder)
 
 
 def _load_openvino(file: Path, threads: int) -> Call:
