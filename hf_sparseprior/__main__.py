@@ -12,6 +12,9 @@ from pathlib import Path
 from hf_sparseprior.command import USER_ERRORS, report_error
 
 
+FOR_FORMATS = ("size", "backend", "weights", "images")  # options of `export` that mean nothing without --format
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command; a bad value prints one line and returns 2."""
     parser = argparse.ArgumentParser(prog="python -m hf_sparseprior", description=__doc__)
@@ -24,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     from hf_sparseprior.deployment import BACKENDS, deploy
     from hf_sparseprior.doctor import REQUIRABLE, missing_of, report
     from hf_sparseprior.export import export_folder
-    from hf_sparseprior.runtimes import FORMATS
+    from hf_sparseprior.runtimes import FORMATS, WEIGHTS
 
     explain_parser = commands.add_parser(
         "explain", help="what a prior does on a grid, numbers and pictures", epilog=explain.SEQUENCE_HELP
@@ -42,6 +45,14 @@ def main(argv: list[str] | None = None) -> int:
     export_parser.add_argument("--size", help="with --format: HEIGHTxWIDTH of the images, or one number")
     export_parser.add_argument(
         "--backend", choices=BACKENDS, help=f"with --format: the form of attention (default {BACKENDS[0]})"
+    )
+    export_parser.add_argument(
+        "--weights",
+        choices=list(WEIGHTS),
+        help="with --format: " + ", ".join(f"{name} ({own})" for name, own in WEIGHTS.items()) + "; default float32",
+    )
+    export_parser.add_argument(
+        "--images", type=Path, help="with --format: folder with a folder of images for each class, for the accuracy"
     )
     convert_parser = commands.add_parser(
         "convert", help="checkpoints of transformers, timm, DeiT, DINO, DINOv2, Swin ... as ours, and ours as theirs"
@@ -94,10 +105,11 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("--license is for the model card, which a folder with --format does not have")
         elif arguments.format:
             backend = arguments.backend or BACKENDS[0]
-            for line in deploy(arguments.source, arguments.out, arguments.format, arguments.size, backend):
+            options = (arguments.size, backend, arguments.weights, arguments.images)
+            for line in deploy(arguments.source, arguments.out, arguments.format, *options):
                 print(line)
-        elif arguments.size or arguments.backend:
-            raise ValueError("--size and --backend need --format; a folder to upload holds the model as it is")
+        elif given := [name for name in FOR_FORMATS if getattr(arguments, name) is not None]:
+            raise ValueError(f"--{given[0]} needs --format; a folder to upload holds the model as it is")
         else:
             for line in export_folder(arguments.source, arguments.out, arguments.license or "apache-2.0"):
                 print(line)

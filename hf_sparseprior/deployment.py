@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -24,9 +24,10 @@ from hf_sparseprior.export import saved_source
 from hf_sparseprior.families import family_of
 from hf_sparseprior.files import check_new, read_json_object, whole_folder, write_text
 from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings, takes_clips
+from hf_sparseprior.labelled_images import accuracies, read_class_folders
 from hf_sparseprior.plain_operations import Plain, plain_operations
 from hf_sparseprior.pretrained import load_changed_model
-from hf_sparseprior.runtimes import FORMATS, INPUT, Call, Format
+from hf_sparseprior.runtimes import FORMATS, INPUT, Call, Format, check_weights, quantize_onnx
 from hf_sparseprior.saved_processor import MAX_SIDE, load_image_processor
 
 DEPLOYMENT = "deployment.json"
@@ -71,7 +72,8 @@ class Outputs(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:
         """The tensors of `named`."""
-        return tuple(self.named(pixel_values).values())
+        found = self.named(pixel_values).values()
+        return tuple(output.float() if output.is_floating_point() else output for output in found)
 
 
 def parse_size(text: str) -> tuple[int, int]:
@@ -93,6 +95,8 @@ def deploy(
     format_name: str,
     size: str | None = None,
     backend: str = BACKENDS[0],
+    weights: str | None = None,
+    labelled: str | os.PathLike | None = None,
 ) -> list[str]:
     """Write a saved model as a file for another program, compare the two, and time the file.
 
@@ -104,6 +108,8 @@ def deploy(
         format_name: one of `FORMATS`.
         size: of the images, "HEIGHTxWIDTH" or one number; default the model's.
         backend: the form of attention, one of `BACKENDS`. Layers that it cannot run take "sdpa" or "reference".
+        weights: one of `WEIGHTS` that the format takes, in place of float32.
+        labelled: folder of images, a folder for each class, on which a classifier's accuracy is measured.
 
     Returns:
         Lines for the user: what was written, how it was compared, and how long it takes.
@@ -115,6 +121,7 @@ def deploy(
     """
     sides = None if size is None else parse_size(size)
     own = FORMATS[format_name]
+    check_weights(weights, format_name)
     own.check_packages()
     out = Path(out)
     check_new(out)
@@ -124,21 +131,24 @@ def deploy(
     model = model.float().eval().requires_grad_(False)
     model.config.return_dict, model.config.output_attentions = True, False
     processor = processor_settings(source, model.config)
-    with whole_folder(out) as scratch:
-        traced, call = export(model, own, scratch, backend)
-        difference = largest_difference(model, call, traced.outputs)
-        if not difference <= ALLOWED:
-            raise ValueError(
-                f"{_named(model)} as {own.title} gives other outputs than the model, by {difference:.1e}, and at most "
-                f"{ALLOWED:.0e} is allowed; --backend reference writes attention out"
-            )
-        times, lines = latencies(model, own, call, backend)
-        about = description(model, own, traced, difference, times)
+    files = [] if labelled is None else labelled_files(labelled, model)
+    with whole_folder(out) as scratch, tempfile.TemporaryDirectory() as whole:
+        traced, call = export(model, own, Path(whole) if weights else scratch, backend)
+        difference = checked_difference(model, own, call)
+        calls, about = {"file": call}, description(model, own, traced, difference)
+        lines = [f"largest difference from the model: {difference:.1e} (batches of {BATCHES[0]} and {BATCHES[1]})"]
+        if weights is not None:
+            calls = {"file": narrow_file(model, own, weights, Path(whole), scratch, backend), "float32": call}
+            about["weights"] = weights
+            about["compared"][weights] = difference = largest_difference(model, calls["file"])
+            lines = [f"{lines[0]}; with weights of {weights}: {difference:.1e}"]
         write_text(scratch / PROCESSOR, json.dumps(processor, indent=2) + "\n")
+        if files:
+            about["accuracy"], line = measured_accuracy(model, own, calls, files, scratch)
+            lines.append(line)
+        about["milliseconds"], timed = latencies(model, own, calls, backend)
         write_text(scratch / DEPLOYMENT, json.dumps(about, indent=2) + "\n")
-    files = sorted(path.name for path in out.iterdir())
-    compared = f"largest difference from the model: {difference:.1e} (batches of {BATCHES[0]} and {BATCHES[1]})"
-    return [f"{out}: {', '.join(files)}", compared, *lines]
+    return [f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}", *lines, *timed]
 
 
 def _named(model: Any) -> str:
@@ -239,7 +249,30 @@ def _reason(error: BaseException) -> str:
     return lines[0][:300] if lines else type(error).__name__
 
 
-def largest_difference(model: Any, call: Call, outputs: Sequence[str]) -> float:
+def narrow_file(model: Any, own: Format, weights: str, whole: Path, folder: Path, backend: str) -> Call:
+    """Write a model with other weights than float32 into a folder, and load it. `whole` has its file of float32.
+
+    Raises:
+        ValueError: as `export`.
+    """
+    if weights == "bfloat16":
+        return export(copy.deepcopy(model).to(torch.bfloat16), own, folder, backend)[1]
+    quantize_onnx(whole, folder)
+    return own.load(folder / own.file, torch.get_num_threads())
+
+
+def checked_difference(model: Any, own: Format, call: Call) -> float:
+    """The `largest_difference`; ValueError if it is above `ALLOWED`."""
+    difference = largest_difference(model, call)
+    if not difference <= ALLOWED:
+        raise ValueError(
+            f"{_named(model)} as {own.title} gives other outputs than the model, by {difference:.1e}, and at most "
+            f"{ALLOWED:.0e} is allowed; --backend reference writes attention out"
+        )
+    return difference
+
+
+def largest_difference(model: Any, call: Call) -> float:
     """Of the outputs of a file and a model, in units of the largest output if that is above 1; infinite for others."""
     found, module = 0.0, Outputs(model).eval()
     for batch in BATCHES:
@@ -255,8 +288,8 @@ def largest_difference(model: Any, call: Call, outputs: Sequence[str]) -> float:
     return found
 
 
-def description(model: Any, own: Format, traced: Traced, difference: float, times: dict[str, float]) -> dict[str, Any]:
-    """deployment.json."""
+def description(model: Any, own: Format, traced: Traced, difference: float) -> dict[str, Any]:
+    """deployment.json, without accuracy and times."""
     config = model.config
     shape = ["batch", *images(config, 1).shape[1:]]
     labels = [config.id2label[index] for index in range(config.num_labels)] if traced.outputs == ["logits"] else None
@@ -265,6 +298,7 @@ def description(model: Any, own: Format, traced: Traced, difference: float, time
         "file": own.file,
         "model": type(model).__name__,
         "prior": config.prior_name,
+        "weights": "float32",
         "input": {"name": INPUT, "shape": shape, "dtype": "float32"},
         "image_size": list(as_pair(config.image_size)),
         "outputs": traced.outputs,
@@ -272,8 +306,35 @@ def description(model: Any, own: Format, traced: Traced, difference: float, time
         "attention": dict(traced.plain.ran),
         "versions": own.versions,
         "compared": {"batches": list(BATCHES), "largest_difference": difference, "allowed": ALLOWED},
-        "milliseconds": {name: round(value, 3) for name, value in times.items()},
     }
+
+
+# ---- how often it is right ------------------------------------------------------------------------------------------
+
+
+def labelled_files(folder: str | os.PathLike, model: Any) -> list[tuple[Path, int]]:
+    """Images of a folder and their classes.
+
+    Raises:
+        OSError, ValueError: as `read_class_folders`; ValueError also for a model that is no classifier of images.
+    """
+    if not Outputs(model).is_classifier or takes_clips(model.config):
+        raise ValueError(f"--images is for classifiers of images, not for a {type(model).__name__}")
+    return read_class_folders(folder, [model.config.id2label[index] for index in range(model.config.num_labels)])
+
+
+def measured_accuracy(
+    model: Any, own: Format, calls: Mapping[str, Call], files: Sequence[tuple[Path, int]], folder: Path
+) -> tuple[dict[str, float], str]:
+    """Accuracy of files and model on images, which the processor of a folder prepares, and a line for the user."""
+    classifiers: dict[str, Any] = {name: lambda pixels, call=call: call(pixels)[0] for name, call in calls.items()}
+    classifiers["pytorch"] = lambda pixels: model(pixel_values=pixels).logits.numpy()
+    with torch.no_grad():
+        found = accuracies(classifiers, files, load_image_processor(folder), model.config.num_channels)
+    names = contender_names(found, model, own)
+    return found, f"accuracy on {len(files)} images: " + "; ".join(
+        f"{names[name]} {100 * share:.2f} %" for name, share in found.items()
+    )
 
 
 # ---- how long it takes ----------------------------------------------------------------------------------------------
@@ -281,6 +342,7 @@ def description(model: Any, own: Format, traced: Traced, difference: float, time
 
 CONTENDERS = {
     "file": "{title}, {prior}",
+    "float32": "{title}, {prior}, weights of float32",
     "default": "{title}, {prior}, without --backend",
     "dense": "{title}, dense",
     "pytorch": "PyTorch, {prior}",
@@ -295,19 +357,26 @@ def dense_twin(model: Any) -> Any:
     return None if twin.config.stage_priors == model.config.stage_priors else twin
 
 
-def latencies(model: Any, own: Format, call: Call, backend: str) -> tuple[dict[str, float], list[str]]:
+def contender_names(found: Iterable[str], model: Any, own: Format) -> dict[str, str]:
+    """What the user reads for keys of `CONTENDERS`."""
+    return {name: CONTENDERS[name].format(title=own.title, prior=model.config.prior_name) for name in found}
+
+
+def latencies(
+    model: Any, own: Format, calls: Mapping[str, Call], backend: str
+) -> tuple[dict[str, float], list[str]]:
     """Milliseconds of an image in each of `CONTENDERS` that there is, and lines for the user."""
-    pixels = images(model.config, 1)
-    calls = {"file": call}
+    pixels, contenders = images(model.config, 1), dict(calls)
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         if backend != BACKENDS[0]:
-            calls["default"] = export(model, own, Path(first))[1]
+            contenders["default"] = export(model, own, Path(first))[1]
         if (twin := dense_twin(model)) is not None:
-            calls["dense"] = export(twin, own, Path(second))[1]
-        calls["pytorch"] = lambda images: model(pixel_values=images)
+            contenders["dense"] = export(twin, own, Path(second))[1]
+        contenders["pytorch"] = lambda pixels: model(pixel_values=pixels)
         with torch.no_grad():
-            times = interleaved({name: functools.partial(run, pixels) for name, run in calls.items()})
-    names = {name: CONTENDERS[name].format(title=own.title, prior=model.config.prior_name) for name in times}
+            found = interleaved({name: functools.partial(run, pixels) for name, run in contenders.items()})
+    times = {name: round(value, 3) for name, value in found.items()}
+    names = contender_names(times, model, own)
     width = max(map(len, names.values()))
     lines = [f"one image, {torch.get_num_threads()} threads, median:"]
     lines += [f"  {names[name]:<{width}}  {value:8.2f} ms" for name, value in times.items()]
@@ -316,10 +385,12 @@ def latencies(model: Any, own: Format, call: Call, backend: str) -> tuple[dict[s
 
 def advice(times: dict[str, float], title: str, backend: str) -> list[str]:
     """What to take instead of a file that is slower than another of the contenders."""
-    lines = []
-    if times["file"] > SLOWER * times.get("default", math.inf):
+    lines, form = [], times.get("float32", times["file"])
+    if times["file"] > SLOWER * form:
+        lines.append(f"these weights are slower in {title} than those of float32: leave --weights out")
+    if form > SLOWER * times.get("default", math.inf):
         lines.append(f"--backend {backend} is slower in {title} than the default, which gives the same outputs")
-    if times["file"] > SLOWER * times.get("dense", math.inf):
+    if form > SLOWER * times.get("dense", math.inf):
         better = "this model in PyTorch" if times["pytorch"] < times["dense"] else "a model trained with prior dense"
         lines.append(f"the prior is slower than dense attention in {title}, which has no kernels for it; faster: {better}")
     return lines

@@ -132,3 +132,35 @@ FORMATS = {
     "onnx": Format("ONNX Runtime", "model.onnx", ("onnx", "onnxscript", "onnxruntime"), _write_onnx, _load_onnx),
     "openvino": Format("OpenVINO", "model.xml", ("onnx", "onnxscript", "openvino"), _write_openvino, _load_openvino),
 }
+
+# Weights of fewer bits, and the format that has them.
+WEIGHTS = {"bfloat16": "torch", "int8": "onnx"}
+
+
+def check_weights(weights: str | None, format_name: str) -> None:
+    """Raise ValueError unless weights of this kind can be written in a format; None is float32."""
+    if weights is not None and WEIGHTS[weights] != format_name:
+        raise ValueError(f"--weights {weights} needs --format {WEIGHTS[weights]}, not {format_name}")
+
+
+def quantize_onnx(source: Path, folder: Path) -> None:
+    """Write the ONNX file of a folder into another with the weights of matrix products in int8.
+
+    Each column has a scale of its own. What they multiply is rounded to uint8 in every call, with one scale for all.
+    Sums are in int32, and the rest stays in float32.
+
+    Raises:
+        ValueError: if no product has weights.
+    """
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.quantization.quant_utils import add_pre_process_metadata
+
+    file = FORMATS["onnx"].file
+    model = onnx.load(source / file)
+    add_pre_process_metadata(model)  # otherwise it advises to simplify the graph, as torch has done
+    quantize_dynamic(
+        model, folder / file, op_types_to_quantize=["MatMul"], per_channel=True, weight_type=QuantType.QInt8
+    )
+    if not any(node.op_type == "MatMulInteger" for node in onnx.load(folder / file).graph.node):
+        raise ValueError("--weights int8: the model has no matrix product with weights")

@@ -55,7 +55,7 @@ FLOORS = [
     ("analysis",),
     ("training",),
     ("compression",),
-    ("export", "runtimes", "deployment", "doctor", "command", "heads"),
+    ("export", "labelled_images", "runtimes", "deployment", "doctor", "command", "heads"),
     ("__init__",),
     ("__main__",),
 ]

@@ -28,6 +28,7 @@ from tests.hf_sparseprior.small import SMALL, small
 from tests.hf_sparseprior.toys import registered_family, registered_support
 from tests.processes import run_script
 
+onnx = pytest.importorskip("onnx", reason="onnx is not installed: pip install '.[export]'")
 for package in FORMATS["onnx"].packages + FORMATS["openvino"].packages:
     pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[export]'")
 
@@ -313,6 +314,9 @@ def test_what_is_slower_is_said():
     assert lines(file=2.0, default=1.0, dense=3.0, pytorch=1.0) == [
         "--backend gather is slower in OpenVINO than the default, which gives the same outputs"
     ]
+    assert lines(file=2.0, float32=1.0, dense=1.0, pytorch=1.0) == [
+        "these weights are slower in OpenVINO than those of float32: leave --weights out"
+    ]
     (line,) = lines(file=2.0, dense=1.5, pytorch=1.0)
     assert line.startswith("the prior is slower than dense attention in OpenVINO") and line.endswith("in PyTorch")
     (line,) = lines(file=2.0, dense=1.0, pytorch=1.5)
@@ -335,14 +339,93 @@ def test_a_dense_model_has_no_dense_twin(tmp_path, capsys, monkeypatch):
     assert about["outputs"] == ["last_hidden_state", "pooler_output"] and about["attention"] == {"sdpa": 1}
 
 
+# ---- weights of fewer bits, and accuracy --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("weights", "name"), runtimes.WEIGHTS.items())
+def test_weights_of_fewer_bits(saved, tmp_path, capsys, weights, name):
+    assert export(saved, tmp_path / "whole", "--format", name) == 0
+    capsys.readouterr()
+    assert export(saved, tmp_path / "out", "--format", name, "--weights", weights) == 0
+    printed, about = capsys.readouterr().out, json.loads((tmp_path / "out" / DEPLOYMENT).read_text())
+    assert about["weights"] == weights and list(about["milliseconds"])[:2] == ["file", "float32"]
+    assert f"{PRIOR}, weights of float32 " in printed and f"; with weights of {weights}: " in printed
+    file = FORMATS[name].file
+    pixels = torch.randn(3, 3, 16, 16)
+    whole, narrow = (FORMATS[name].load(tmp_path / folder / file, 1)(pixels)[0] for folder in ("whole", "out"))
+    assert narrow.dtype == np.float32 and 1e-5 < np.abs(whole - narrow).max() < 0.1 * np.abs(whole).max()
+    if name == "torch":
+        state = torch.export.load(tmp_path / "out" / file).state_dict
+        kept = {key for key, value in state.items() if value.dtype == torch.float32}
+        assert kept and all("decay_bias" in key for key in kept)  # beta would round to 1
+    else:
+        products = [node.op_type for node in onnx.load(tmp_path / "out" / file).graph.node]
+        assert products.count("MatMulInteger") >= 2 * 6  # linear layers of both blocks
+
+
+def classified(model, folder, sizes):
+    """An image of each size in the folder of the class that the model gives it, prepared by transformers."""
+    processor = AutoImageProcessor.from_pretrained(folder)
+    for number, size in enumerate(sizes):
+        noise = np.random.default_rng(number).integers(0, 256, (*size, 3), dtype=np.uint8)
+        image = Image.fromarray(noise)
+        with torch.no_grad():
+            label = model(**processor(image, return_tensors="pt")).logits.argmax().item()
+        yield image, label
+
+
+def test_accuracy_on_labelled_images(saved, tmp_path, capsys):
+    model = FAMILIES["sparseprior_vit"].classifier.from_pretrained(saved).eval()
+    labels = [model.config.id2label[index] for index in range(3)]
+    for number, (image, label) in enumerate(classified(model, saved, [(16, 20), (40, 30), (16, 16), (9, 8)])):
+        folder = tmp_path / "images" / labels[label if number else (label + 1) % 3]  # the first one is wrong
+        folder.mkdir(parents=True, exist_ok=True)
+        image.save(folder / f"{number}.png")
+    (folder / ".hidden").write_text("no image")
+    arguments = ["--format", "onnx", "--images", tmp_path / "images"]
+    assert export(saved, tmp_path / "out", *arguments) == 0
+    about = json.loads((tmp_path / "out" / DEPLOYMENT).read_text())
+    assert about["accuracy"] == {"file": 0.75, "pytorch": 0.75}
+    expected = f"accuracy on 4 images: ONNX Runtime, {PRIOR} 75.00 %; PyTorch, {PRIOR} 75.00 %\n"
+    assert expected in capsys.readouterr().out
+    bad = tmp_path / "images" / "bad"
+    for folder, file, message in (
+        (bad, "1.png", "images/bad must be named as a class of the model: LABEL_0, LABEL_1, LABEL_2"),
+        (tmp_path / "images" / "LABEL_0", "text.png", "text.png is not a readable image"),
+    ):
+        folder.mkdir(exist_ok=True)
+        (folder / file).write_text("no image")
+        assert export(saved, tmp_path / "again", *arguments) == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "again").exists()
+        (folder / file).unlink()
+        bad.rmdir() if bad.exists() else None
+    (tmp_path / "empty").mkdir()
+    assert export(saved, tmp_path / "again", "--format", "onnx", "--images", tmp_path / "empty") == 2
+    assert "must have a folder of images for each class" in capsys.readouterr().err
+
+
+def test_images_are_for_classifiers_of_images(tmp_path, capsys):
+    for name, kind in (("sparseprior_vit", "base"), ("sparseprior_timesformer", "classifier")):
+        model = make(name, kind)
+        model.save_pretrained(tmp_path / name)
+        assert export(tmp_path / name, tmp_path / "out", "--format", "torch", "--images", tmp_path) == 2
+        assert f"not for a {type(model).__name__}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 # ---- what is refused ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--size", "24x16"], "--size and --backend need --format"),
-        (["--backend", "gather"], "--size and --backend need --format"),
+        (["--size", "24x16"], "--size needs --format; a folder to upload holds the model as it is"),
+        (["--backend", "gather"], "--backend needs --format"),
+        (["--weights", "int8"], "--weights needs --format"),
+        (["--images", "folder"], "--images needs --format"),
+        (["--format", "onnx", "--weights", "bfloat16"], "--weights bfloat16 needs --format torch, not onnx"),
+        (["--format", "openvino", "--weights", "int8"], "--weights int8 needs --format onnx, not openvino"),
+        (["--format", "torch", "--images", "nowhere"], "--images nowhere is no folder"),
         (["--format", "onnx", "--license", "mit"], "--license is for the model card"),
         (["--format", "torch", "--size", "0"], "--size 0 must be HEIGHTxWIDTH or one number, each from 1 to"),
         (["--format", "torch", "--size", "16x"], "--size 16x must be HEIGHTxWIDTH"),
