@@ -11,7 +11,6 @@ from pathlib import Path
 
 from hf_sparseprior.command import USER_ERRORS, report_error
 
-
 FOR_FORMATS = ("size", "backend", "weights", "images")  # options of `export` that mean nothing without --format
 
 

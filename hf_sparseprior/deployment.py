@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import io
 import json
 import math
 import os
@@ -216,7 +218,8 @@ def trace(model: Any, backend: str = BACKENDS[0]) -> Traced:
         names = list(outputs.named(images(model.config, 1)))
         plain.ran.clear()
         try:
-            program = torch.export.export(outputs, (images(model.config, 2),), dynamic_shapes=shapes, strict=False)
+            with contextlib.redirect_stderr(io.StringIO()):  # where torch prints the graph that it has come to
+                program = torch.export.export(outputs, (images(model.config, 2),), dynamic_shapes=shapes, strict=False)
         except Exception as error:  # torch has many for what it cannot trace
             raise ValueError(f"{_named(model)} cannot be traced: {_reason(error)}") from error
     if backend != BACKENDS[0] and not plain.ran[backend]:
@@ -362,9 +365,7 @@ def contender_names(found: Iterable[str], model: Any, own: Format) -> dict[str, 
     return {name: CONTENDERS[name].format(title=own.title, prior=model.config.prior_name) for name in found}
 
 
-def latencies(
-    model: Any, own: Format, calls: Mapping[str, Call], backend: str
-) -> tuple[dict[str, float], list[str]]:
+def latencies(model: Any, own: Format, calls: Mapping[str, Call], backend: str) -> tuple[dict[str, float], list[str]]:
     """Milliseconds of an image in each of `CONTENDERS` that there is, and lines for the user."""
     pixels, contenders = images(model.config, 1), dict(calls)
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
@@ -392,7 +393,9 @@ def advice(times: dict[str, float], title: str, backend: str) -> list[str]:
         lines.append(f"--backend {backend} is slower in {title} than the default, which gives the same outputs")
     if form > SLOWER * times.get("dense", math.inf):
         better = "this model in PyTorch" if times["pytorch"] < times["dense"] else "a model trained with prior dense"
-        lines.append(f"the prior is slower than dense attention in {title}, which has no kernels for it; faster: {better}")
+        lines.append(
+            f"the prior is slower than dense attention in {title}, which has no kernels for it; faster: {better}"
+        )
     return lines
 
 

@@ -48,7 +48,13 @@ class Format:
 
 
 def _write_torch(program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path) -> None:
-    torch.export.save(program, folder / FORMATS["torch"].file)
+    for part in _graph_modules(
+        program.graph_module
+    ):  # torch cannot read unused parts of nothing, as of one curve's rest
+        part.graph.eliminate_dead_code()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch about weights that lie on other devices
+        torch.export.save(program, folder / FORMATS["torch"].file)
 
 
 def _load_torch(file: Path, threads: int) -> Call:
@@ -66,10 +72,9 @@ def _sorted(values: Tensor, *, stable: bool | None = None, dim: int = -1, descen
     return torch.ops.aten.sort.default(values, dim, descending)
 
 
-def _sorts(module: torch.fx.GraphModule) -> bool:
-    """Whether a graph has a stable sort, also within the parts of it that record no gradients."""
-    graphs = [part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
-    return any(node.target is torch.ops.aten.sort.stable for graph in graphs for node in graph.nodes)
+def _graph_modules(module: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
+    """A graph's module, and the parts of it that record no gradients."""
+    return [part for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
 
 
 def _write_onnx(program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path) -> None:
@@ -79,7 +84,8 @@ def _write_onnx(program: torch.export.ExportedProgram, outputs: Sequence[str], f
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch about itself
-            if _sorts(program.graph_module):
+            nodes = [node for part in _graph_modules(program.graph_module) for node in part.graph.nodes]
+            if any(node.target is torch.ops.aten.sort.stable for node in nodes):
                 program = program.run_decompositions({torch.ops.aten.sort.stable: _sorted})
             made = torch.onnx.export(program, dynamo=True, verbose=False, input_names=[INPUT], output_names=outputs)
     finally:
