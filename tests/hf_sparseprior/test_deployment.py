@@ -104,7 +104,7 @@ def make_with(case):
 
 def images(config, batch):
     """Images or clips of the config's size, none like another."""
-    return deployment.images(config, batch, seed=10 + batch)
+    return 4 * deployment.images(config, batch, seed=10 + batch)
 
 
 def written_out(model, pixels):
