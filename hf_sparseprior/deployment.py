@@ -28,7 +28,7 @@ from hf_sparseprior.files import check_new, read_json_object, whole_folder, writ
 from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings, takes_clips
 from hf_sparseprior.labelled_images import accuracies, read_class_folders
 from hf_sparseprior.plain_operations import Plain, plain_operations
-from hf_sparseprior.pretrained import load_changed_model
+from hf_sparseprior.pretrained import copy_weights
 from hf_sparseprior.prior import pruning_of
 from hf_sparseprior.runtimes import FORMATS, INPUT, Call, Format, check_weights, quantize_onnx
 from hf_sparseprior.saved_processor import MAX_SIDE, load_image_processor
@@ -131,7 +131,7 @@ def deploy(
     check_new(out)
     source, model = saved_source(source)
     if sides is not None and sides != as_pair(model.config.image_size):
-        model = resized(source, model, sides)
+        model = resized(model, sides)
     model = model.float().eval().requires_grad_(False)
     model.config.return_dict, model.config.output_attentions = True, False
     processor = processor_settings(source, model.config)
@@ -161,16 +161,16 @@ def _named(model: Any) -> str:
     return f"{family.title} with prior {model.config.prior_name!r}"
 
 
-def resized(source: Path, model: Any, sides: tuple[int, int]) -> Any:
-    """The saved model for another image size.
+def resized(model: Any, sides: tuple[int, int]) -> Any:
+    """A model for images of another size, with what depends on it interpolated.
 
     Raises:
         ValueError: if the size does not fit the model.
     """
-    size = sides[0] if sides[0] == sides[1] else list(sides)
-    changed, anew = load_changed_model(source, type(model), image_size=size)
-    if anew:
-        raise ValueError(f"--size {sides[0]}x{sides[1]} does not fit weights of {source}: {', '.join(anew[:3])}")
+    config = copy.deepcopy(model.config)
+    config.image_size = sides[0] if sides[0] == sides[1] else list(sides)
+    changed = type(model)(config)
+    copy_weights(model, changed, may_start_anew=lambda name: False)
     return changed
 
 
