@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -133,7 +133,7 @@ def deploy(
     if sides is not None and sides != as_pair(model.config.image_size):
         model = resized(model, sides)
     model = model.float().eval().requires_grad_(False)
-    model.config.return_dict, model.config.output_attentions = True, False
+    model.config.return_dict, model.config.output_attentions, model.config.output_hidden_states = True, False, False
     processor = processor_settings(source, model.config)
     files = [] if labelled is None else labelled_files(labelled, model)
     with whole_folder(out) as scratch, tempfile.TemporaryDirectory() as whole:
@@ -141,9 +141,9 @@ def deploy(
         calls, about = {"file": call}, description(model, own, traced)
         about["compared"], line = compare(model, own, call)
         if weights is not None:
-            calls = {"file": narrow_file(model, own, weights, Path(whole), scratch, backend), "float32": call}
-            about["weights"] = weights
-            about["compared"][weights] = difference = float(differences(model, calls["file"]).max())
+            narrow, difference = narrow_file(model, own, weights, Path(whole), scratch, backend)
+            calls = {"file": narrow, "float32": call}
+            about["weights"], about["compared"][weights] = weights, difference
             line += f"; with weights of {weights}: {difference:.1e}"
         lines = [line]
         write_text(scratch / PROCESSOR, json.dumps(processor, indent=2) + "\n")
@@ -217,9 +217,9 @@ def trace(model: Any, backend: str = BACKENDS[0]) -> Traced:
     shapes = ({0: torch.export.Dim("batch", min=1)},)
     order = (backend,) if backend == "reference" else tuple(dict.fromkeys((backend, "sdpa", "reference")))
     with plain_operations(*order) as plain, torch.no_grad():
-        names = list(outputs.named(images(model.config, 1)))
-        plain.ran.clear()
         try:
+            names = list(outputs.named(images(model.config, 1)))
+            plain.ran.clear()
             with contextlib.redirect_stderr(io.StringIO()):  # where torch prints the graph that it has come to
                 program = torch.export.export(outputs, (images(model.config, 2),), dynamic_shapes=shapes, strict=False)
         except Exception as error:  # torch has many for what it cannot trace
@@ -237,12 +237,20 @@ def export(model: Any, own: Format, folder: Path, backend: str = BACKENDS[0]) ->
         ValueError: for what the format or its program cannot express; the message names the model.
     """
     traced = trace(model, backend)
-    try:
+    with refused_by_name(model, own):
         own.write(traced.program, traced.outputs, folder)
-        return traced, own.load(folder / own.file, torch.get_num_threads())
+        call = own.load(folder / own.file, torch.get_num_threads())
+    return traced, call
+
+
+@contextlib.contextmanager
+def refused_by_name(model: Any, own: Format) -> Iterator[None]:
+    """Turn what the packages of a format raise, errors of their own kinds, into a ValueError that names the model."""
+    try:
+        yield
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # each program has errors of its own
+    except Exception as error:
         raise ValueError(f"{_named(model)} cannot be exported to {own.title}: {_reason(error)}") from error
 
 
@@ -254,16 +262,24 @@ def _reason(error: BaseException) -> str:
     return lines[0][:300] if lines else type(error).__name__
 
 
-def narrow_file(model: Any, own: Format, weights: str, whole: Path, folder: Path, backend: str) -> Call:
-    """Write a model with other weights than float32 into a folder, and load it. `whole` has its file of float32.
+def narrow_file(model: Any, own: Format, weights: str, whole: Path, folder: Path, backend: str) -> tuple[Call, float]:
+    """Write a model with other weights than float32 into a folder, load it, and find the largest of its `differences`.
+
+    `whole` has the file of float32.
 
     Raises:
-        ValueError: as `export`.
+        ValueError: as `export`, and for outputs that are no numbers.
     """
     if weights == "bfloat16":
-        return export(copy.deepcopy(model).to(torch.bfloat16), own, folder, backend)[1]
-    quantize_onnx(whole, folder)
-    return own.load(folder / own.file, torch.get_num_threads())
+        call = export(copy.deepcopy(model).to(torch.bfloat16), own, folder, backend)[1]
+    else:
+        with refused_by_name(model, own):
+            quantize_onnx(whole, folder)
+            call = own.load(folder / own.file, torch.get_num_threads())
+    difference = float(differences(model, call).max())
+    if not math.isfinite(difference):
+        raise ValueError(f"--weights {weights}: outputs of {_named(model)} are no numbers then")
+    return call, difference
 
 
 def chooses(config: Any) -> bool:

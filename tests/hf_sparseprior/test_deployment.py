@@ -403,6 +403,22 @@ def test_weights_of_fewer_bits(alone, saved, tmp_path, capsys, weights, name):
         assert products.count("MatMulInteger") >= 6  # linear layers of the block
 
 
+def test_weights_that_give_no_numbers_are_refused(saved, tmp_path, capsys, monkeypatch):
+    measured = deployment.differences
+
+    def differences(model, call, *batches):
+        return measured(model, call, *batches) if batches else np.array([np.inf])
+
+    monkeypatch.setattr(deployment, "differences", differences)
+    assert export(saved, tmp_path / "out", "--format", "torch", "--weights", "bfloat16") == 2
+    expected = f"--weights bfloat16: outputs of SparsePriorViT with prior {NAME!r} are no numbers then"
+    assert expected in capsys.readouterr().err
+    monkeypatch.setattr(deployment, "quantize_onnx", lambda source, folder: {}["no kind"])
+    assert export(saved, tmp_path / "out", "--format", "onnx", "--weights", "int8") == 2
+    assert "cannot be exported to ONNX Runtime: 'no kind'" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def classified(model, folder, sizes):
     """An image of each size in the folder of the class that the model gives it, prepared by transformers."""
     processor = AutoImageProcessor.from_pretrained(folder)
