@@ -11,6 +11,8 @@ from pathlib import Path
 
 from hf_sparseprior.command import USER_ERRORS, report_error
 
+FOR_FORMATS = ("size", "backend", "weights", "images")  # options of `export` that mean nothing without --format
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; a bad value prints one line and returns 2."""
@@ -22,16 +24,16 @@ def main(argv: list[str] | None = None) -> int:
     from hf_sparseprior.analysis import explain
     from hf_sparseprior.convert import convert_checkpoint, target_formats
     from hf_sparseprior.doctor import REQUIRABLE, missing_of, report
-    from hf_sparseprior.export import export_folder
 
     explain_parser = commands.add_parser(
         "explain", help="what a prior does on a grid, numbers and pictures", epilog=explain.SEQUENCE_HELP
     )
     explain.add_arguments(explain_parser)
-    export_parser = commands.add_parser("export", help="make a saved model ready to upload")
-    export_parser.add_argument("source", type=Path, help="folder of a saved model or a training run")
-    export_parser.add_argument("out", type=Path, help="new folder")
-    export_parser.add_argument("--license", default="apache-2.0", help="for the model card (default apache-2.0)")
+    add_export(
+        commands.add_parser(
+            "export", help="make a saved model ready to upload, or a file of it that runs without this package"
+        )
+    )
     convert_parser = commands.add_parser(
         "convert", help="checkpoints of transformers, timm, DeiT, DINOv2, SigLIP, Swin ... as ours, and ours as theirs"
     )
@@ -80,11 +82,52 @@ def main(argv: list[str] | None = None) -> int:
             )
             print("\n".join(lines))
         else:
-            for line in export_folder(arguments.source, arguments.out, arguments.license):
-                print(line)
+            print("\n".join(export(arguments)))
     except USER_ERRORS as error:
         return report_error(f"{parser.prog} {arguments.command}", error)
     return 0
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `export`."""
+    from hf_sparseprior.deployment import BACKENDS
+    from hf_sparseprior.runtimes import FORMATS, WEIGHTS
+
+    weights = ", ".join(f"{name} (--format {own})" for name, own in WEIGHTS.items())
+    parser.add_argument("source", type=Path, help="folder of a saved model or a training run")
+    parser.add_argument("out", type=Path, help="new folder")
+    parser.add_argument("--license", help="for the model card (default apache-2.0)")
+    parser.add_argument(
+        "--format", choices=list(FORMATS), help="write one file for torch.export, ONNX Runtime or OpenVINO instead"
+    )
+    parser.add_argument("--size", help="with --format: HEIGHTxWIDTH of the images, or one number")
+    parser.add_argument(
+        "--backend", choices=BACKENDS, help=f"with --format: the form of attention (default {BACKENDS[0]})"
+    )
+    parser.add_argument("--weights", choices=list(WEIGHTS), help=f"{weights}; default float32")
+    parser.add_argument(
+        "--images", type=Path, help="with --format: folder with a folder of images for each class, for the accuracy"
+    )
+
+
+def export(arguments: argparse.Namespace) -> list[str]:
+    """What `export` does; lines for the user.
+
+    Raises:
+        ValueError: also for options that mean nothing together.
+    """
+    from hf_sparseprior.deployment import BACKENDS, deploy
+    from hf_sparseprior.export import export_folder
+
+    if not arguments.format:
+        if given := [name for name in FOR_FORMATS if getattr(arguments, name) is not None]:
+            raise ValueError(f"--{given[0]} needs --format; a folder to upload holds the model as it is")
+        return export_folder(arguments.source, arguments.out, arguments.license or "apache-2.0")
+    if arguments.license:
+        raise ValueError("--license is for the model card, which a folder with --format does not have")
+    backend = arguments.backend or BACKENDS[0]
+    options = (arguments.size, backend, arguments.weights, arguments.images)
+    return deploy(arguments.source, arguments.out, arguments.format, *options)
 
 
 if __name__ == "__main__":

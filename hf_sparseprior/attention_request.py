@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from .attention_plan import AttentionPlan, decay_positions, plan_table
 from .decay import decay_weights, prefix_weights
 from .masks import check_bytes
+from .plain_operations import plain
 from .resolved import DecayTensors
 
 
@@ -149,6 +150,8 @@ def is_transformed() -> str | None:
 
 def is_windowed(bias: Tensor, batch: int) -> bool:
     """Whether a bias has an image's windows, n of them, and not the whole batch."""
+    if plain() is not None:  # the batch is any; a single image's windows are windows, too
+        return bias.dim() == 4 and isinstance(bias.shape[0], int) and bias.shape[0] > 1
     return bias.dim() == 4 and 1 < bias.shape[0] < batch
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .attention_request import AttentionRequest
+from .plain_operations import plain
 
 logger = logging.getLogger("hf_sparseprior.ops")
 
@@ -138,7 +139,7 @@ def _known(condition: bool) -> bool:
 def forced_backend(backend: str) -> tuple[str, str]:
     """What forces a backend, and its name ("auto" if nothing does). An unknown name is a ValueError."""
     source = "backend"
-    if backend == "auto" and (forced := os.environ.get("SPARSEPRIOR_BACKEND")):
+    if backend == "auto" and plain() is None and (forced := os.environ.get("SPARSEPRIOR_BACKEND")):
         source, backend = "SPARSEPRIOR_BACKEND", forced
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"{source}={backend!r} must be one of auto, {', '.join(BACKENDS)}")
@@ -149,8 +150,11 @@ def choose_backend(request: AttentionRequest, backend: str = "auto") -> str:
     """Name of the backend to run.
 
     `backend` forces one, or else the environment variable SPARSEPRIOR_BACKEND does. Otherwise the fastest that can run
-    is taken. A forced backend that cannot run is an error; it is never replaced by another.
+    is taken, or within `plain_operations` the first of its backends that can. A forced backend that cannot run is an
+    error; it is never replaced by another.
     """
+    if backend == "auto" and plain() is not None:
+        return _first_plain(request)
     source, backend = forced_backend(backend)
     if backend != "auto":
         if reason := BACKENDS[backend].can_run(request):
@@ -173,6 +177,18 @@ def choose_backend(request: AttentionRequest, backend: str = "auto") -> str:
             return name
         refused.append((name, reason))
     raise AssertionError("unreachable: reference runs everything")
+
+
+def _first_plain(request: AttentionRequest) -> str:
+    """The first backend of `plain_operations` that can run the request."""
+    found = plain()
+    assert found is not None
+    for name in found.backends:
+        if (reason := BACKENDS[name].can_run(request)) is None:
+            found.ran[name] += 1
+            return name
+        found.refused.setdefault(name, reason)
+    raise ValueError(f"none of the backends {', '.join(found.backends)} can run this attention")
 
 
 def _dense_path(request: AttentionRequest) -> str:

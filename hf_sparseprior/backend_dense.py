@@ -24,6 +24,7 @@ from .attention_request import (
 from .backend_choice import register_backend
 from .decay import decay_mask, prefix_weights
 from .key_selection import largest
+from .plain_operations import plain
 from .resolved import DecayTensors
 
 # ---- reference ------------------------------------------------------------------------------------------------------
@@ -178,6 +179,8 @@ def sdpa(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=request.dropout_p, scale=request.logit_scale
     )
+    if plain() is not None:  # its layout in memory is that of one kernel, and what follows must not rely on it
+        out = out.contiguous()
     return out if windows == 1 else out.unflatten(1, (windows, -1)).flatten(0, 1), None
 
 

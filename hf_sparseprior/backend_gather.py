@@ -18,6 +18,7 @@ from .attention_request import (
 )
 from .backend_choice import Crossover, register_backend
 from .decay import prefix_weights
+from .plain_operations import plain
 
 # Bytes of a layer's lists over a clip from which on `frames` runs, which lists one frame. It takes some twice the time
 # of the C++ kernel, but a model of 12 layers would keep 3 GiB of lists.
@@ -57,7 +58,8 @@ def gather(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
         if (alpha_H := request.decay.get("alpha")) is not None:
             q = q * alpha_H.to(dtype).view(-1, 1, 1)
         factor = listed_decay(request, key_ids, dtype)
-    out = GatheredAttention.apply(q[:, :, prefix:], k, v, key_ids, factor)
+    run = GatheredAttention.apply if plain() is None else gathered_at_once
+    out = run(q[:, :, prefix:], k, v, key_ids, factor)
     if prefix:
         out = torch.cat([prefix_rows(request, q, k, v), out], 2)
     return out.to(request.q.dtype), None
@@ -69,6 +71,27 @@ def prefix_rows(request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor) -> T
     if request.decay is not None and (gamma_H := prefix_weights(request.decay, q.dtype)) is not None:
         logits = logits * gamma_H.view(-1, 1, 1)
     return torch.softmax(logits, -1) @ v
+
+
+def gathered_at_once(q: Tensor, k: Tensor, v: Tensor, key_ids: Tensor, factor: Tensor | None) -> Tensor:
+    """`GatheredAttention` without blocks, which would depend on the batch, for graphs of any batch."""
+    seen = key_ids.clamp_min(0).long()
+    if seen.shape[0] == 1:  # the same keys in all images: one list over the rows of all heads
+        heads, total = k.shape[1:3]
+        rows = (seen[0] + total * torch.arange(heads, device=k.device).view(-1, 1, 1)).flatten()
+        keys, values = (
+            tokens.flatten(1, 2).index_select(1, rows).unflatten(1, (heads, *seen.shape[2:])) for tokens in (k, v)
+        )
+    else:
+        places = seen.flatten(2).unsqueeze(-1)
+        keys, values = (
+            tokens.gather(2, places.expand(-1, -1, -1, tokens.shape[-1])).unflatten(2, (-1, seen.shape[-1]))
+            for tokens in (k, v)
+        )
+    logits = (keys @ q.unsqueeze(-1)).squeeze(-1)
+    logits = logits if factor is None else logits * factor
+    probs = torch.softmax(logits.masked_fill(key_ids < 0, -math.inf), -1)
+    return (probs.unsqueeze(-2) @ values).squeeze(-2)
 
 
 GATHERED_BLOCK = 1 << 22  # numbers in the gathered keys of a block

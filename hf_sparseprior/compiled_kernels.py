@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .plain_operations import plain
+
 try:
     from hf_sparseprior.kernels import API_VERSION as INSTALLED_VERSION
     from hf_sparseprior.kernels import decayed_cpu, diagonal_cpu, listed_cpu, predicted_cpu, triton_device, weights_cpu
@@ -17,6 +19,8 @@ EXPECTED_VERSION = 1
 
 def kernels_missing() -> str | None:
     """Why the compiled kernels cannot be called, None if they can."""
+    if plain() is not None:
+        return "the graph is for programs that do not know the compiled kernels"
     if INSTALLED_VERSION is None:
         return "the package hf_sparseprior is not installed, its kernels are not part of a saved model"
     if INSTALLED_VERSION != EXPECTED_VERSION:

@@ -38,10 +38,10 @@ OPTIONAL = {
     "diffusers": ("policies of robots", "make robotics"),
     "h5py": ("demonstrations of Lift and Can", "make robotics"),
     "zarr": ("demonstrations of PushT", "make robotics"),
-    "onnx": ("models in other programs", "make benchmark"),
-    "onnxscript": ("models in other programs", "make benchmark"),
-    "onnxruntime": ("rivals in the benchmark", "make benchmark"),
-    "openvino": ("rivals in the benchmark", "make benchmark"),
+    "onnx": ("models in other programs", "pip install '.[export]'"),
+    "onnxscript": ("models in other programs", "pip install '.[export]'"),
+    "onnxruntime": ("models in other programs", "pip install '.[export]'"),
+    "openvino": ("models in other programs", "pip install '.[export]'"),
 }
 # The extras that `--require` accepts, and the command that their packages name.
 REQUIRABLE = {
@@ -49,7 +49,7 @@ REQUIRABLE = {
     "heads": "make heads",
     "dense": "make dense",
     "robotics": "make robotics",
-    "benchmark": "make benchmark",
+    "export": "pip install '.[export]'",
 }
 
 # Values of MUJOCO_GL and the library of each, in the order in which they are tried. Both render without a screen.

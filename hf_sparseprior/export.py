@@ -31,20 +31,9 @@ def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_nam
     Raises:
         OSError: for a source that is not a saved model of ours, or an existing `out`.
     """
-    source, out = Path(source), Path(out)
-    if not (source / "config.json").is_file() and (source / "model" / "config.json").is_file():
-        source = source / "model"  # of a training run
-    if not (source / "config.json").is_file():
-        raise OSError(f"{source} is no saved model: it has no config.json{hub_hint(source)}")
+    out = Path(out)
     check_new(out)
-    config = AutoConfig.from_pretrained(source)
-    names = config.architectures or []
-    family = family_of(config)
-    cls = family.class_named(str(names[0])) if family and names else None
-    if cls is None:
-        titles = ", ".join(family.title for family in FAMILIES.values())
-        raise OSError(f"{source} holds {names or 'no architecture'}; export takes the classes of {titles}")
-    model = load_whole_model(source, cls)
+    source, model = saved_source(source)
     results = _results_of(source)
     with whole_folder(out) as scratch:
         if (source / PROCESSOR).is_file():
@@ -57,6 +46,27 @@ def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_nam
         "metrics in the card: " + (", ".join(results.get("metrics", {})) or "none, no results.json of these weights"),
         f"upload: hf upload USER/NAME {out}",
     ]
+
+
+def saved_source(source: str | os.PathLike) -> tuple[Path, Any]:
+    """The folder of a saved model of ours, or of a training run's model, and the model.
+
+    Raises:
+        OSError: for anything else.
+    """
+    source = Path(source)
+    if not (source / "config.json").is_file() and (source / "model" / "config.json").is_file():
+        source = source / "model"  # of a training run
+    if not (source / "config.json").is_file():
+        raise OSError(f"{source} is no saved model: it has no config.json{hub_hint(source)}")
+    config = AutoConfig.from_pretrained(source)
+    names = config.architectures or []
+    family = family_of(config)
+    cls = family.class_named(str(names[0])) if family and names else None
+    if cls is None:
+        titles = ", ".join(family.title for family in FAMILIES.values())
+        raise OSError(f"{source} holds {names or 'no architecture'}; export takes the classes of {titles}")
+    return source, load_whole_model(source, cls)
 
 
 def _results_of(source: Path) -> dict[str, Any]:

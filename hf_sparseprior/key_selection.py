@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .compiled_kernels import diagonal_cpu, kernels_missing, predicted_cpu
+from .plain_operations import plain
 
 
 def largest(values: Tensor, count: int) -> Tensor:
@@ -21,7 +22,7 @@ def largest_indices(values: Tensor, count: int, in_order: bool = True) -> Tensor
 
     `in_order`: sorted, with the largest first. Otherwise they are in any order, which takes two thirds of the time.
     """
-    if values.dtype == torch.float64:
+    if values.dtype == torch.float64 or plain() is not None:  # other programs have no bits of floats
         return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :count]
     # topk is faster than a stable sort, but takes any of equal values. So the values become integers in the order of
     # the floats, followed by the place, which are never equal. Adding 0 makes -0 equal to 0.

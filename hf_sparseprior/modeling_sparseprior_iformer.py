@@ -40,6 +40,7 @@ from .layer_sizes import (
     WIDTH,
     UnitAxes,
 )
+from .plain_operations import plain
 
 
 @dataclass
@@ -462,7 +463,10 @@ class SparsePriorIformerClassifier(nn.Module):
 
     def forward(self, pooled: Tensor) -> Tensor:
         """Turn (B, C) into (B, num_labels)."""
-        return self.linear(self.norm(pooled))
+        if plain() is None:
+            return self.linear(self.norm(pooled))
+        # OpenVINO 2026.4 takes factors of channels after a mean over transposed places for those of images.
+        return self.linear(self.norm(pooled.unsqueeze(-1)).squeeze(-1))
 
 
 class SparsePriorIformerForImageClassification(SparsePriorIformerPreTrainedModel):

@@ -22,7 +22,7 @@ FLOORS = [
     ("pattern", "fibottention", "support_baselines", "radial", "supports"),
     ("decay", "extras", "costs"),
     ("kernels",),
-    ("compiled_kernels",),
+    ("compiled_kernels", "plain_operations"),
     ("attention_plan", "attention_request", "key_selection"),
     (
         "backend_choice",
@@ -55,7 +55,7 @@ FLOORS = [
     ("analysis",),
     ("training",),
     ("compression",),
-    ("export", "doctor", "command", "heads"),
+    ("export", "labelled_images", "runtimes", "deployment", "doctor", "command", "heads"),
     ("__init__",),
     ("__main__",),
 ]

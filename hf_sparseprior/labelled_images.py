@@ -1,0 +1,79 @@
+"""A folder of images with a folder for each class, and the share of them that a classifier names rightly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BATCH = 16  # images that are classified together
+
+
+def read_class_folders(folder: str | os.PathLike, classes: Sequence[str]) -> list[tuple[Path, int]]:
+    """Files and their classes, in the order of their names. Hidden files are left out.
+
+    Args:
+        folder: has a folder for each class, or for some of them.
+        classes: names of the model's classes in the order of its logits.
+
+    Raises:
+        OSError: if there is no such folder, or no file in it. ValueError: for a folder that is not named as a class.
+    """
+    folder, found = Path(folder), []
+    if not folder.is_dir():
+        raise OSError(f"--images {folder} is no folder")
+    for own in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if own.name not in classes:
+            names = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
+            raise ValueError(f"--images: {own} must be named as a class of the model: {names}")
+        files = sorted(path for path in own.rglob("*") if path.is_file() and not path.name.startswith("."))
+        found += [(path, classes.index(own.name)) for path in files]
+    if not found:
+        raise OSError(f"--images {folder} must have a folder of images for each class")
+    return found
+
+
+def read_image(file: Path, processor: Any, num_channels: int) -> Any:
+    """An image as the processor takes it: 8 bits, one channel or three, turned as it says itself unless the settings
+    of the processor ignore that.
+
+    Raises:
+        OSError: if it cannot be read. ValueError: if it has more than 8 bits a channel, or the model another number of
+            channels.
+    """
+    from PIL import Image, ImageOps
+
+    if num_channels not in (1, 3):
+        raise ValueError(f"--images: image files have 1 or 3 channels, and the model takes {num_channels}")
+    try:
+        with Image.open(file) as image:
+            if image.mode.startswith("I"):
+                raise ValueError(f"{file} has more than 8 bits a channel")
+            if getattr(processor, "exif", "apply") == "apply":
+                ImageOps.exif_transpose(image, in_place=True)
+            return image.convert("RGB" if num_channels == 3 else "L")
+    except OSError as error:
+        raise OSError(f"{file} is not a readable image ({type(error).__name__})") from None
+
+
+def accuracies(
+    classifiers: dict[str, Callable[[Tensor], np.ndarray]],
+    images: Sequence[tuple[Path, int]],
+    processor: Any,
+    num_channels: int,
+) -> dict[str, float]:
+    """Shares of the images whose class has the largest of a classifier's logits, each from pixels to (B, classes)."""
+    right = dict.fromkeys(classifiers, 0)
+    for first in range(0, len(images), BATCH):
+        batch = images[first : first + BATCH]
+        read = [read_image(file, processor, num_channels) for file, _ in batch]
+        pixels = torch.as_tensor(np.asarray(processor(read, return_tensors="np")["pixel_values"], dtype=np.float32))
+        labels = np.array([label for _, label in batch])
+        for name, classify in classifiers.items():
+            right[name] += int((classify(pixels).argmax(-1) == labels).sum())
+    return {name: number / len(images) for name, number in right.items()}

@@ -1,0 +1,172 @@
+"""Formats of exported models, and the programs that run their files: torch.export, ONNX Runtime, OpenVINO."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+INPUT = "pixel_values"
+# A loaded file: images (B, ...) to the outputs in the order in which they were named.
+Call = Callable[[Tensor], list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format.
+
+    title: of the program that runs it. file: the model's. packages: that must be installed, all of the extra `export`.
+    write: writes a traced model, whose outputs have these names, into a folder. load: reads the file, for so many
+    threads.
+    """
+
+    title: str
+    file: str
+    packages: tuple[str, ...]
+    write: Callable[[torch.export.ExportedProgram, Sequence[str], Path], None]
+    load: Callable[[Path, int], Call]
+
+    def check_packages(self) -> None:
+        """Raise ImportError, which names it, if a package is missing."""
+        if missing := [name for name in self.packages if find_spec(name) is None]:
+            raise ImportError(f"{self.title} needs {', '.join(missing)}", name=missing[0])
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions of torch and of the packages."""
+        return {name: version(name) for name in ("torch", *self.packages)}
+
+
+def _write_torch(program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path) -> None:
+    for part in _graph_modules(
+        program.graph_module
+    ):  # torch cannot read unused parts of nothing, as of one curve's rest
+        part.graph.eliminate_dead_code()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch about weights that lie on other devices
+        torch.export.save(program, folder / FORMATS["torch"].file)
+
+
+def _load_torch(file: Path, threads: int) -> Call:
+    module = torch.export.load(file).module()
+
+    def call(images: Tensor) -> list[np.ndarray]:
+        with torch.no_grad():
+            return [output.numpy() for output in module(images)]
+
+    return call
+
+
+def _sorted(values: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """A stable sort as the one that ONNX has, which is stable, too."""
+    return torch.ops.aten.sort.default(values, dim, descending)
+
+
+def _graph_modules(module: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
+    """A graph's module, and the parts of it that record no gradients."""
+    return [part for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
+
+
+def _write_onnx(program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path) -> None:
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it names operators of torchvision, which nothing needs
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch about itself
+            nodes = [node for part in _graph_modules(program.graph_module) for node in part.graph.nodes]
+            if any(node.target is torch.ops.aten.sort.stable for node in nodes):
+                program = program.run_decompositions({torch.ops.aten.sort.stable: _sorted})
+            made = torch.onnx.export(program, dynamo=True, verbose=False, input_names=[INPUT], output_names=outputs)
+    finally:
+        log.setLevel(level)
+    assert made is not None
+    made.save(folder / FORMATS["onnx"].file)
+
+
+def _load_onnx(file: Path, threads: int) -> Call:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3  # it warns of weights that it folds
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    return lambda images: session.run(None, {INPUT: images.numpy()})
+
+
+def onnx_to_openvino(source: Path, folder: Path) -> None:
+    """Write the ONNX file of a folder into another as OpenVINO's two, model.xml and the weights next to it."""
+    import openvino
+
+    model = openvino.Core().read_model(source / FORMATS["onnx"].file)
+    openvino.save_model(model, folder / FORMATS["openvino"].file, compress_to_fp16=False)
+
+
+def _write_openvino(program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        _write_onnx(program, outputs, Path(scratch))
+        onnx_to_openvino(Path(scratch), folder)
+
+
+def _load_openvino(file: Path, threads: int) -> Call:
+    import openvino
+
+    # Where a processor has products of bfloat16 OpenVINO would take them unasked.
+    options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+    core = openvino.Core()
+    request = core.compile_model(core.read_model(file), "CPU", options).create_infer_request()
+
+    def call(images: Tensor) -> list[np.ndarray]:
+        request.infer([images.numpy()])
+        return [np.array(output.data) for output in request.output_tensors]
+
+    return call
+
+
+FORMATS = {
+    "torch": Format("torch.export", "model.pt2", (), _write_torch, _load_torch),
+    "onnx": Format("ONNX Runtime", "model.onnx", ("onnx", "onnxscript", "onnxruntime"), _write_onnx, _load_onnx),
+    "openvino": Format("OpenVINO", "model.xml", ("onnx", "onnxscript", "openvino"), _write_openvino, _load_openvino),
+}
+
+# Weights of fewer bits, and the format that has them.
+WEIGHTS = {"bfloat16": "torch", "int8": "onnx"}
+
+
+def check_weights(weights: str | None, format_name: str) -> None:
+    """Raise ValueError unless weights of this kind can be written in a format; None is float32."""
+    if weights is not None and WEIGHTS[weights] != format_name:
+        raise ValueError(f"--weights {weights} needs --format {WEIGHTS[weights]}, not {format_name}")
+
+
+def quantize_onnx(source: Path, folder: Path) -> None:
+    """Write the ONNX file of a folder into another with the weights of matrix products in int8.
+
+    Each column has a scale of its own. What they multiply is rounded to uint8 in every call, with one scale for all.
+    Sums are in int32, and the rest stays in float32.
+
+    Raises:
+        ValueError: if no product has weights.
+    """
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.quantization.quant_utils import add_pre_process_metadata
+
+    file = FORMATS["onnx"].file
+    model = onnx.load(source / file)
+    add_pre_process_metadata(model)  # otherwise it advises to simplify the graph, as torch has done
+    quantize_dynamic(
+        model, folder / file, op_types_to_quantize=["MatMul"], per_channel=True, weight_type=QuantType.QInt8
+    )
+    if not any(node.op_type == "MatMulInteger" for node in onnx.load(folder / file).graph.node):
+        raise ValueError("--weights int8: the model has no matrix product with weights")
