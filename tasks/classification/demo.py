@@ -7,7 +7,6 @@ through transformers' AutoModel. Runs that are done already are not done again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from hf_sparseprior.analysis.decays import learned_decay_masks
 from hf_sparseprior.files import write_text
 from hf_sparseprior.supports import build_mask
 from hf_sparseprior.training.allocator import keep_freed_memory
+from tasks.classification import commands
 from tasks.classification.config import load_config
 from tasks.classification.data import make_datasets
 from tasks.classification.task import CLASSIFICATION
@@ -142,9 +142,7 @@ def save_best(out: Path, results: dict[str, list[dict[str, Any]]]) -> tuple[Path
 
 def main(argv: list[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.classification.demo", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser = commands.demo()
     arguments = parser.parse_args(argv)
     if arguments.seeds < 1:
         parser.error(f"--seeds {arguments.seeds} must be 1 or more")

@@ -23,6 +23,7 @@ from tasks.common.hf_run import Prepared as PreparedRun
 from tasks.common.mm.backbone import load_weights
 from tasks.common.models import about_model
 from tasks.heads.baseline import constant_objects
+from tasks.heads.commands import EVAL_BATCH_SIZE, TRAINS
 from tasks.heads.config import SECTIONS, DataConfig, check_config, head_config
 from tasks.heads.data import Prepared, prepare_folder, read_source, same_classes
 from tasks.heads.kinds import KINDS, Kind, ObjectScore, PixelScore, collate, findings, make_processor, save_processor
@@ -298,7 +299,7 @@ def card(model: Any, results: dict[str, Any]) -> str:
 
 HEADS = HFTask(
     name="heads",
-    trains="a head of transformers on one of our backbones",
+    trains=TRAINS,
     examples="images",
     sections=SECTIONS,
     check_config=check_config,
@@ -310,7 +311,7 @@ HEADS = HFTask(
     draw=draw,
     measure=measure_split,
     card=card,
-    eval_batch_size=16,
+    eval_batch_size=EVAL_BATCH_SIZE,
     models_read=lambda config: [folder for folder in [config["model"].get("pretrained")] if folder],
     start_sha256=pretrained_sha256,
 )

@@ -7,13 +7,11 @@ writes results_SPLIT.json into RUN/evaluation for RUN/model, RUN/evaluation/NAME
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModel
 from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
@@ -30,6 +28,7 @@ from tasks.common.images.sources import drop_corrupt
 from tasks.common.processes import check_alone
 from tasks.common.results import Results
 from tasks.common.run_folder import check_place, evaluation_folder, model_folder, stored_config
+from tasks.pretraining import commands
 from tasks.pretraining.config import SECTIONS, EvaluationConfig
 from tasks.pretraining.evaluation import (
     LINEAR_FILE,
@@ -111,19 +110,7 @@ def evaluate_model(
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.pretraining.evaluate",
-        description="Judge the features of a saved model by k-NN and a linear classifier.",
-    )
-    parser.add_argument("model", type=Path, help="folder of a saved model or of a run")
-    parser.add_argument("--config", help="YAML file with a data section; default: that of the run that trained it")
-    parser.add_argument("--split", choices=("validation", "test"), default="test")
-    parser.add_argument("--linear", action="store_true", help="also train a linear classifier on the frozen features")
-    parser.add_argument("--batch-size", type=int, default=64, help="images at a time, default %(default)s")
-    parser.add_argument("--workers", type=int, default=0, help="processes that prepare images, default %(default)s")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
-    parser.add_argument("--out", type=Path, help="folder for the results; default: RUN/evaluation")
-    parser.add_argument("overrides", nargs="*", metavar="data.key=value", help="also evaluation.key=value")
+    parser = commands.evaluate()
     arguments = parser.parse_intermixed_args(argv)
     for name, least in (("batch_size", 1), ("workers", 0)):
         if (value := getattr(arguments, name)) < least:

@@ -8,7 +8,6 @@ twice. The file's keys are in `tasks.classification.vtab.plan`.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import multiprocessing
 import os
@@ -28,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.train import run as train
+from tasks.classification.vtab import commands
 from tasks.classification.vtab.plan import Records, Run, Sweep, choose, load_sweep
 from tasks.classification.vtab.report import write_report
 from tasks.common.command import RunStopped, run_command
@@ -236,22 +236,7 @@ def _follow(parent: int) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.classification.vtab.sweep",
-        description="Fine-tune on VTAB-1K. Goes on where it was stopped, and does no run twice.",
-    )
-    parser.add_argument(
-        "--config", required=True, help="YAML file of a sweep, such as configs/classification/vtab.yaml#deit_base-full"
-    )
-    parser.add_argument("--out", type=Path, help="folder of the runs while they last; default: outputs/TASK/NAME")
-    parser.add_argument("--records", type=Path, help="folder of one record a run, tables and picture; default: --out")
-    parser.add_argument("--tasks", nargs="+", metavar="NAME", help=f"only these of {', '.join(TASKS)}")
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these rows")
-    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="only these of the final stage")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes, GPUs in turn; default: 1")
-    parser.add_argument("--keep", action="store_true", help="keep the folders of finished runs, with their models")
-    parser.add_argument("--dry-run", action="store_true", help="say how many runs are done and still to do")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every run")
+    parser = commands.sweep()
     arguments = parser.parse_intermixed_args(argv)
     if arguments.jobs < 1:
         parser.error(f"--jobs {arguments.jobs} must be 1 or more")
