@@ -55,7 +55,7 @@ FLOORS = [
     ("analysis",),
     ("training",),
     ("compression",),
-    ("export", "doctor", "command", "heads"),
+    ("export", "doctor", "command", "heads", "arguments", "names"),
     ("__init__",),
     ("__main__",),
 ]
