@@ -234,6 +234,12 @@ def _draw_support(
         heading_over = f"what the patch in the middle of the clip sees, frame by frame: {heading}"
         path = arguments.out / f"clip_{size}.png"
         written.append(pictures.draw_clip_rows(rows, titles, clip_centre(grid), path, heading_over))
+    else:
+        row, column = grid[0] // 2, grid[1] // 2
+        rows = masks[:, prefix + row * grid[1] + column, prefix:].reshape(heads, *grid)
+        heading_over = f"{support['name']}, {where}: what the patch in row {row + 1}, column {column + 1} sees"
+        path = arguments.out / f"patch_{size}.png"
+        written.append(pictures.draw_seen(rows, titles, (row, column), path, heading_over))
     return [pictures.draw_support(masks, titles, arguments.out / f"support_{size}.png", heading, prefix), *written]
 
 
