@@ -21,7 +21,7 @@ from hf_sparseprior.analysis.layers import AttentionLayers, find_attention
 from hf_sparseprior.families import FAMILIES
 from hf_sparseprior.files import read_json_object
 from hf_sparseprior.image_processor import takes_clips
-from hf_sparseprior.pretrained import load_whole_model
+from hf_sparseprior.pretrained import hub_hint, load_whole_model
 from hf_sparseprior.saved_config import check_saved_config
 from hf_sparseprior.saved_processor import load_image_processor
 from tasks.common.environment import command_line, environment
@@ -67,7 +67,7 @@ def model_folder(path: Path) -> Path:
             return folder
     if (path / RUN_CONFIG).is_file():
         raise OSError(f"{path} is a run that is not finished, it has no {MODEL}")
-    raise OSError(f"{path} is neither the folder of a run nor of a saved model or adapter")
+    raise OSError(f"{path} is neither the folder of a run nor of a saved model or adapter{hub_hint(path)}")
 
 
 def model_names(folders: Sequence[Path], given: Sequence[str] | None = None) -> list[str]:
@@ -130,7 +130,9 @@ def base_folder(adapter: Path) -> Path:
     """
     base = read_json_object(adapter / ADAPTER_CONFIG_NAME).get("base_model_name_or_path") or ""
     if not (Path(base) / CONFIG_NAME).is_file():
-        raise OSError(f"{adapter} is an adapter of the model {base!r}, which is no folder of a saved model here")
+        raise OSError(
+            f"{adapter} is an adapter of the model {base!r}, which is no folder of a saved model here{hub_hint(base)}"
+        )
     return Path(base)
 
 

@@ -15,6 +15,7 @@ from transformers import set_seed
 
 from hf_sparseprior import heads
 from hf_sparseprior.files import read_json_object
+from hf_sparseprior.model_card import model_index
 from hf_sparseprior.pretrained import weights_sha256
 from hf_sparseprior.training import SparsePriorTrainer
 from tasks.common.config import Config
@@ -286,7 +287,9 @@ def card(model: Any, results: dict[str, Any]) -> str:
     backbone = heads.backbone_of(model).config
     metrics = [f"| {name} | {value} |" for name, value in results.get("metrics", {}).items()]
     lines = [
-        *("---", "library_name: transformers", f"pipeline_tag: {pipeline}", "license: apache-2.0", "---", ""),
+        *("---", "library_name: transformers", f"pipeline_tag: {pipeline}", "license: apache-2.0"),
+        *model_index(f"{type(model).__name__} {backbone.prior_name}", pipeline, results),
+        *("---", ""),
         f"# {type(model).__name__} on {type(heads.backbone_of(model)).__name__}, prior: {backbone.prior_name}",
         *("", "| | |", "|---|---|", f"| backbone | {backbone.summary} |"),
         *(f"| classes | {len(model.config.id2label)} |", f"| data | {results.get('data', 'not recorded')} |", *metrics),

@@ -17,7 +17,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 import hf_sparseprior  # noqa: F401  registers the Auto classes
-from hf_sparseprior.pretrained import load_whole_model, weights_sha256
+from hf_sparseprior.pretrained import check_saved_folder, load_whole_model, weights_sha256
 from hf_sparseprior.saved_processor import load_image_processor
 from tasks.common.command import run_command
 from tasks.common.config import Config, apply_overrides, check_known, read_layers
@@ -119,6 +119,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         folder = model_folder(arguments.model, CONFIG_NAME)
+        check_saved_folder(folder)
         config = run_config(folder, arguments.config, arguments.overrides)
         out, split = arguments.out or evaluation_folder(folder), arguments.split
         results = evaluate_model(

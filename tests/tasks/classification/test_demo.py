@@ -52,11 +52,7 @@ def test_contenders_take_turns_and_a_slow_size_is_left_out(monkeypatch):
     make = lambda pixels, prior: (Model(log, pixels, prior), (pixels // 16) ** 2)  # noqa: E731
     rows = list(demo_speed.measured(make, (32, 64), clock=lambda: next(now)))
     first, turns = ["dense", "fibottention"], ["fibottention", "dense", "dense", "fibottention"]
-    assert [prior for _, prior in log] == [*first, *turns] or [prior for _, prior in log] == [
-        *first,
-        *turns[2:],
-        *turns[:2],
-    ]
+    assert [prior for _, prior in log] == [*first, *turns]
     assert rows == [demo_speed.Row(32, 4, times), demo_speed.Row(64, 16, {})]
     assert demo_speed.table(rows).splitlines()[2:] == [
         "| 32 | 4 | 3.000 | 1.500 | 2.00 |",
@@ -69,5 +65,5 @@ def test_what_is_timed_is_the_model_of_that_size_and_prior():
     for prior in demo_speed.PRIORS:
         call, tokens = demo_speed.forward_of(224, prior)
         outputs[prior] = call().numpy()
-        assert tokens == 196 and outputs[prior].shape == (1, 1000) or outputs[prior].ndim == 2
+        assert tokens == 196 and len(outputs[prior]) == 1
     assert not np.allclose(outputs["dense"], outputs["fibottention"])
