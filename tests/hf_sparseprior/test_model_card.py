@@ -30,9 +30,9 @@ def header(card: str):
     return yaml.safe_load(card.split("---\n")[1])
 
 
-def make(family="sparseprior_vit"):
+def make(family="sparseprior_vit", **settings):
     torch.manual_seed(0)
-    return FAMILIES[family].classifier(small(family))
+    return FAMILIES[family].classifier(small(family, **settings))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -116,8 +116,7 @@ def test_the_card_is_uploaded_with_its_model(hub, tmp_path):
 
 
 def test_an_uploaded_card_follows_the_model_until_somebody_edits_it(hub):
-    torch.manual_seed(0)
-    first, second = (FAMILIES["sparseprior_vit"].classifier(small("sparseprior_vit", prior=name)) for name in ("dense", "violin"))  # fmt: skip
+    first, second = make(prior="dense"), make(prior="violin")
     first.push_to_hub("model")
     assert ", prior: dense" in hub["README.md"].decode()
     second.push_to_hub("model")
