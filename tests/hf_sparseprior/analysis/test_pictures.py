@@ -97,7 +97,7 @@ def test_a_pair_is_a_whole_number_of_pixels(tokens, figures, tmp_path):
         x, y, wide, high = axis.get_position().bounds * np.array([width, height, width, height])
         for number in (x, y, wide / tokens, high / tokens):
             assert number == pytest.approx(round(number), abs=1e-6)
-        assert wide >= 2 * tokens and wide == pytest.approx(high)
+        assert round(wide) >= 2 * tokens and wide == pytest.approx(high)
         drawn = axis.images[0].get_array()
         assert np.array_equal(drawn > 0, mask) and set(np.unique(drawn[1:, 1:])) <= {0, 1}
 
