@@ -35,7 +35,6 @@ def make_parser(targets: Sequence[str] = TARGETS) -> argparse.ArgumentParser:
     add_export(commands.add_parser("export", help="make a saved model ready to upload"))
     text = "checkpoints of transformers, timm, DeiT, DINO, DINOv2, Swin ... as ours, and ours as theirs"
     add_convert(commands.add_parser("convert", help=text), targets)
-    add_app(commands.add_parser("app", help="priors, attention and costs in a browser; needs the extra `app`"))
     doctor = commands.add_parser("doctor", help="what runs on this machine, what does not, and how to get it")
     text = "only what this extra's tasks lack; exit status 1 if anything"
     doctor.add_argument("--require", choices=EXTRAS, help=text)
@@ -105,13 +104,6 @@ def add_convert(parser: argparse.ArgumentParser, targets: Sequence[str] = TARGET
     parser.add_argument("--image-size", type=int, help="interpolate the positions to this image size")
     parser.add_argument("--heads", type=int, help="attention heads of a timm ViT of an unpublished width")
     parser.add_argument("--drop-classifier", action="store_true", help="write the base model alone")
-
-
-def add_app(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `app`."""
-    parser.add_argument("model", nargs="?", help="folder of a saved model, or 'PRESET PRIOR' for random weights")
-    parser.add_argument("--host", default="127.0.0.1", help="address it listens on (default %(default)s)")
-    parser.add_argument("--port", type=int, help="default: the first free one from 7860 on")
 
 
 def answer_at_once() -> None:
