@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,10 @@ from {1} import {0}
 model = {0}.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL")"""
 
 
-OWN_METHODS = {"save_pretrained": save_with_prior, "_upload_modified_files": upload_with_prior}
+OWN_METHODS: dict[str, Callable[..., Any]] = {
+    "save_pretrained": save_with_prior,
+    "_upload_modified_files": upload_with_prior,
+}
 
 
 def bind_saving(model: nn.Module) -> None:

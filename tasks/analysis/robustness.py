@@ -24,15 +24,8 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior.files import write_text
 from tasks.analysis import commands
 from tasks.analysis import robustness_pictures as pictures
-from tasks.analysis.corruptions import (
-    BENCHMARK_CORRUPTIONS,
-    BENCHMARKS,
-    CORRUPTIONS,
-    SEVERITIES,
-    check_size,
-    corrupt,
-    versions,
-)
+from tasks.analysis.commands import BENCHMARKS, CORRUPTIONS, SEVERITIES
+from tasks.analysis.corruptions import BENCHMARK_CORRUPTIONS, check_size, corrupt, versions
 from tasks.analysis.trained import (
     Cells,
     Change,
