@@ -29,7 +29,7 @@ def digit(runs):
 
 
 def panels_of(figure, rows):
-    axes = np.array(figure.axes).reshape(rows, -1)
+    axes = np.array(figure.axes[:-1]).reshape(rows, -1)  # the last one is the bar of colours
     titles = [[axis.get_title() for axis in line] for line in axes]
     arrays = [[axis.images[0].get_array() if axis.images else None for axis in line] for line in axes]
     return axes, titles, arrays
