@@ -215,6 +215,8 @@ def _draw_support(
         drawn, where, shown = layer_order(heads, layer, support["shuffle_seed"]), f"layer {number}", {**support}
     masks = build_mask(shown, num_tokens=math.prod(grid), num_prefix_tokens=prefix, layer=layer, **sizes)
     titles = [f"{own + 1}: {_shorten(offsets[own])}" for own in drawn]
+    if number is not None:
+        titles = [f"head {head}, support {title}" for head, title in enumerate(titles, start=1)]
     heading = f"{support['name']}, {size_of(grid)}, {where}: {pruned:.1f} % pruned"
     size = f"{support['name']}_{size_of(grid)}"
     if len(grid) == 3:

@@ -115,7 +115,9 @@ def draw_seen(
         image = seen.astype(np.uint8)
         image[query] *= 2
         axis.imshow(image, cmap=ListedColormap([PAPER, INK, ACCENT]), vmin=0, vmax=2, interpolation="nearest")
-        axis.add_patch(Rectangle((query[1] - 0.5, query[0] - 0.5), 1, 1, fill=False, edgecolor=ACCENT, linewidth=2))
+        axis.add_patch(
+            Rectangle((query[1] - 0.5, query[0] - 0.5), 1, 1, fill=False, edgecolor=ACCENT, linewidth=2, zorder=3)
+        )
         if cell >= 8:
             axis.hlines(np.arange(1, height) - 0.5, -0.5, width - 0.5, color="white", linewidth=0.8)
             axis.vlines(np.arange(1, width) - 0.5, -0.5, height - 0.5, color="white", linewidth=0.8)
@@ -143,7 +145,7 @@ def _pixel_panels(count: int, size: tuple[int, int], heading: str) -> tuple[Any,
     return figure, axes
 
 
-def add_share_bar(figure: Any, axes: Any, cmap: str, label: str = "of its largest") -> None:
+def add_share_bar(figure: Any, axes: Any, cmap: str, label: str = "value / largest") -> None:
     """A colour bar from 0 to 1 for panels that are each drawn in a scale of their own."""
     from matplotlib.cm import ScalarMappable
 
@@ -339,7 +341,7 @@ def draw_attention(
             if column and columns[column].startswith("head"):
                 axis.plot(query[1], query[0], "o", color=ACCENT, markersize=4)
         line[0].set_ylabel(name, fontsize=9)
-    add_share_bar(figure, axes, "viridis", "attention, of its largest")
+    add_share_bar(figure, axes, "viridis", "attention / largest")
     figure.suptitle(heading, fontsize=12)
     return save(figure, path)
 

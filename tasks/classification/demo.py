@@ -174,8 +174,9 @@ def show(out: Path, seeds: int) -> None:
         print(f"picture: {path}")
     print(f"best model on validation: {folder}\nin a fresh process: {reloaded}")
     print(f"{time.perf_counter() - start:.0f} s; results of runs are kept in {out}, delete it to train anew")
-    threads = torch.get_num_threads()
-    print(f"\nViT-S with random weights, one image, no gradients, float32, measured here, {threads} CPU threads:\n")
+    count = torch.get_num_threads()
+    threads = f"{count} CPU thread{'s' if count > 1 else ''}"
+    print(f"\nViT-S with random weights, one image, no gradients, float32, measured here, {threads}:\n")
     print(demo_speed.table(list(demo_speed.measured())))
 
 

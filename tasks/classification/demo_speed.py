@@ -17,8 +17,8 @@ PRESET = "vit_small"
 SIZES = (224, 512, 1024)  # pixels a side
 PRIORS = ("dense", "fibottention")
 BUDGET = 50.0  # seconds of all sizes; a size that would take longer is left out
-MOST_ROUNDS, LEAST_ROUNDS = 10, 2
-SHARE = 0.2  # of the budget for the rounds of a size, beyond the fewest
+MOST_ROUNDS = 10
+SHARE = 0.2  # of the budget after which no further round of a size begins
 
 Call = Callable[[], object]
 
@@ -64,8 +64,8 @@ def measured(
     for pixels in sizes:
         calls = {prior: make(pixels, prior) for prior in PRIORS}
         tokens = next(iter(calls.values()))[1]
-        # Between linear and quadratic in the patches; the first call is one of the calls.
-        expected = before * (tokens / tokens_before) ** 1.5 * (1 + LEAST_ROUNDS)
+        # A first call and a round, whose time is between linear and quadratic in the patches.
+        expected = 2 * before * (tokens / tokens_before) ** 1.5
         if clock() - start + expected > BUDGET:
             yield Row(pixels, tokens, {})
             continue
@@ -73,7 +73,7 @@ def measured(
             call()  # makes tables
         rounds: list[dict[str, float]] = []
         began = clock()
-        while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and clock() - began < SHARE * BUDGET):
+        while not rounds or (len(rounds) < MOST_ROUNDS and clock() - began < SHARE * BUDGET):
             order = list(calls)[:: 1 if len(rounds) % 2 else -1]
             rounds.append({prior: seconds_per_call(calls[prior][0], 1, device) for prior in order})
         seconds = {prior: median(one[prior] for one in rounds) for prior in PRIORS}

@@ -122,7 +122,7 @@ def test_maps_in_scales_of_their_own_have_a_bar_of_colours(image, figures, tmp_p
     draw_attention(image, weights, (2, 2), 1, (0, 1), tmp_path / "attention.png", "heading")
     for figure, colours, panels in zip(figures[1:], ("inferno", "viridis", "viridis"), (1, 2, 4), strict=True):
         *axes, bar = figure.axes
-        assert len(axes) == panels and bar.get_ylabel().endswith("of its largest")
+        assert len(axes) == panels and bar.get_ylabel().endswith(" / largest")
         assert bar.get_ylim() == (0, 1) and bar._colorbar.cmap.name == colours
     drawn = figures[3].axes[1].images[0]  # what the class token sees, on average over the heads
     assert drawn.get_clim() == (0, pytest.approx(weights["dense"][:, 0, 1:].mean(0).max()))

@@ -51,7 +51,7 @@ class Model:
 
 
 def test_contenders_take_turns_and_a_slow_size_is_left_out(monkeypatch):
-    log, now = [], itertools.count(0.0, 10.0)  # every look at the clock is ten seconds later
+    log, now = [], itertools.count(0.0, 6.0)  # every look at the clock is six seconds later
     times = {"dense": 3.0, "fibottention": 1.5}
     monkeypatch.setattr(demo_speed, "seconds_per_call", lambda call, calls, device: (call(), times[call.name[1]])[1])
     make = lambda pixels, prior: (Model(log, pixels, prior), (pixels // 16) ** 2)  # noqa: E731
