@@ -25,6 +25,7 @@ from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.decays import learned_decay_masks
 from hf_sparseprior.files import write_text
+from hf_sparseprior.kernels import diagonal_cpu
 from hf_sparseprior.supports import build_mask
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification import commands, demo_speed
@@ -162,6 +163,7 @@ def main(argv: list[str] | None = None) -> int:
 def show(out: Path, seeds: int) -> None:
     """Train, draw and print everything."""
     start = time.perf_counter()
+    diagonal_cpu.ready()  # kernels are compiled now, not while a run is timed; without a compiler there are none
     results = train_all(out, seeds)
     lines = table(results)
     drawn = draw_pictures(out, results)
