@@ -6,6 +6,7 @@ A bad value ends with one line; with SPARSEPRIOR_TRACEBACK=1 its traceback shows
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from hf_sparseprior.arguments import PROGRAM, make_parser
@@ -21,7 +22,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser(list(target_formats())).parse_args(argv)
     transformers_logging.disable_progress_bar()
     try:
-        return COMMANDS[arguments.command](arguments)
+        status = COMMANDS[arguments.command](arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever reads, `| head`, has read enough; Python's own flush at exit must not fail either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except USER_ERRORS as error:
         return report_error(f"{PROGRAM} {arguments.command}", error)
 

@@ -1,5 +1,8 @@
 """`python -m hf_sparseprior list` knows what is registered."""
 
+import subprocess
+import sys
+
 import pytest
 
 from hf_sparseprior.__main__ import main
@@ -14,6 +17,7 @@ from hf_sparseprior.names import HEADINGS, listed
 from hf_sparseprior.predictor import PREDICTORS
 from hf_sparseprior.sequences import SEQUENCES
 from hf_sparseprior.supports import SUPPORTS
+from tests.processes import ROOT
 
 REGISTERED = {
     "supports": SUPPORTS, "sequences": SEQUENCES, "decays": DECAYS, "curves": CURVES, "predictors": PREDICTORS,
@@ -53,3 +57,11 @@ def test_a_kind_that_does_not_exist_is_one_line(capsys):
     assert capsys.readouterr().err.strip() == (
         f"python -m hf_sparseprior list: 'suports' must be one of {', '.join(KINDS)}"
     )
+
+
+def test_a_reader_may_stop_early():
+    """As `| head` does."""
+    command = [sys.executable, "-m", "hf_sparseprior", "list", *KINDS]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(60) == 0
