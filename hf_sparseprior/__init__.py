@@ -9,6 +9,10 @@ import logging as _logging
 import os as _os
 from typing import Any as _Any
 
+from hf_sparseprior.arguments import answer_at_once as _answer_at_once
+
+_answer_at_once()  # before the imports that take seconds
+
 from hf_sparseprior import curves, ops, sequences, supports
 from hf_sparseprior.adapters.peft_hook import register_with_peft as _register_with_peft
 from hf_sparseprior.adapters.stock import apply_prior, remove_prior

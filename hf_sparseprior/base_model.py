@@ -122,6 +122,12 @@ class BasePreTrainedModel(PreTrainedModel):
         if kwargs.get("is_main_process", True):
             complete_folder(save_directory, self.config)
 
+    def _upload_modified_files(self, working_dir: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+        # transformers has put the repository's card, or an empty one, over the card that belongs to the model.
+        if not getattr(self, "_hf_peft_config_loaded", False):
+            complete_folder(working_dir, self.config)
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
+
 
 def output_options(
     config: BaseConfig,

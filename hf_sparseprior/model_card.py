@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,24 @@ from .files import write_bytes
 from .image_processor import takes_clips
 
 CARD = "README.md"
+TAGS = ("vision-transformer", "sparse-attention", "spatial-prior")
+SPLITS = ("test", "validation")  # the first part of a metric's name in results.json
 
 
-def model_card(config: Any, results: dict[str, Any] | None = None, license_name: str = "apache-2.0") -> str:
+def model_card(
+    config: Any,
+    results: dict[str, Any] | None = None,
+    license_name: str = "apache-2.0",
+    tags: Sequence[str] = (),
+) -> str:
     """Text of the model card.
 
     Args:
         config: the model's config.
-        results: results.json of the run that trained it; data, metrics and command go into the card.
+        results: results.json of the run that trained it; data, metrics and command go into the card, the metrics also
+            into its header, where the hub looks for them.
         license_name: for the card's header.
+        tags: more of them for the header.
     """
     results = results or {}
     classifies = any("Classification" in name for name in config.architectures or [])
@@ -33,7 +44,8 @@ def model_card(config: Any, results: dict[str, Any] | None = None, license_name:
         "library_name: transformers",
         f"pipeline_tag: {tag}",
         f"license: {license_name}",
-        "tags: [vision-transformer, sparse-attention, spatial-prior]",
+        f"tags: [{', '.join(dict.fromkeys((*TAGS, *map(_quoted, tags))))}]",
+        *model_index(f"{FAMILIES[config.model_type].title} {config.prior_name}", tag, results),
         "---",
         "",
         f"# {FAMILIES[config.model_type].title}, prior: {config.prior_name}",
@@ -67,6 +79,42 @@ def model_card(config: Any, results: dict[str, Any] | None = None, license_name:
     return "\n".join(lines)
 
 
+def model_index(name: str, task: str, results: dict[str, Any]) -> list[str]:
+    """Metrics as the hub reads them, lines of a card's header; none without metrics of test or validation.
+
+    Args:
+        name: the model's. task: the pipeline that it is for. results: results.json of its run.
+    """
+    measured: dict[str, list[str]] = {}
+    for full, value in results.get("metrics", {}).items():
+        split, _, kind = full.partition("_")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if split in SPLITS and kind and number:
+            metric = {"type": kind, "value": value, "name": full}
+            measured.setdefault(split, []).append(f"    - {json.dumps(metric, ensure_ascii=False)}")
+    if not measured:
+        return []
+    data = (results.get("config") or {}).get("data") or {}
+    source, path = data.get("source"), data.get("path")
+    # A data set of the hub by its name there, files by the name of their folder.
+    kind = path if source == "hub" else Path(str(path)).name if path else source
+    text = _without_folders(results.get("data", "not recorded"))
+    lines = ["model-index:", f"- name: {json.dumps(name)}", "  results:"]
+    for split, metrics in measured.items():
+        dataset = {"type": str(kind or "unknown"), "name": text, "split": split}
+        lines += [
+            f"  - task: {json.dumps({'type': task})}",
+            f"    dataset: {json.dumps(dataset, ensure_ascii=False)}",
+            "    metrics:",
+            *metrics,
+        ]
+    return lines
+
+
+def _quoted(tag: str) -> str:
+    return tag if re.fullmatch(r"[A-Za-z][\w-]*", tag) else json.dumps(tag)
+
+
 def add_requirement(folder: Path, what: str, loading: str) -> None:
     """Say in a folder's README.md that what is saved there needs this package, unless it says so already.
 
@@ -89,6 +137,18 @@ def add_requirement(folder: Path, what: str, loading: str) -> None:
         "",
     ]
     write_bytes(card, (text + "\n".join(lines)).encode(errors="surrogateescape"))
+
+
+def add_adapter_requirement(folder: Path) -> None:
+    """`add_requirement` for an adapter of peft whose method is ours or whose base model is."""
+    add_requirement(folder, "This adapter", _ADAPTER)
+
+
+_ADAPTER = """\
+import hf_sparseprior
+import peft
+
+model = peft.PeftModel.from_pretrained(base_model, "PATH_OR_NAME_OF_THIS_ADAPTER")"""
 
 
 def _without_folders(text: Any) -> str:

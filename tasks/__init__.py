@@ -1,6 +1,8 @@
 """Downstream tasks: each folder trains and evaluates hf_sparseprior's models in one framework."""
 
+import runpy
 import sys
+from pathlib import Path
 from types import TracebackType
 
 
@@ -14,5 +16,19 @@ def _name_what_is_missing(kind: type[BaseException], error: BaseException, trace
     sys.exit(report_error(f"python -m {command}", error))
 
 
+def _answer_at_once() -> None:
+    """End a command that asks for help, or whose arguments are wrong, before its own module is imported.
+
+    That module imports torch, which takes seconds. The parser is in the file commands.py of its folder, which is run
+    without the folder's own __init__.
+    """
+    command = sys.orig_argv[sys.orig_argv.index("-m") + 1] if "-m" in sys.orig_argv else ""
+    package, *folders, name = command.split(".")
+    file = Path(__file__).parent.joinpath(*folders, "commands.py")
+    if package == __name__ and file.is_file() and (make_parser := runpy.run_path(str(file)).get(name)) is not None:
+        make_parser().parse_known_args()
+
+
 if sys.argv[:1] == ["-m"]:  # while `python -m tasks...` looks for its module
     sys.excepthook = _name_what_is_missing
+    _answer_at_once()

@@ -15,7 +15,7 @@ TASKS = {path.name for path in (ROOT / "tasks").iterdir() if (path / "__init__.p
 # are floors of their own.
 FLOORS = [
     (
-        *("checks", "limits", "config_keys", "json_types", "registry", "resolved", "version"),
+        *("checks", "limits", "config_keys", "json_types", "registry", "resolved", "version", "arguments", "command"),
         *("files", "loading", "families", "layer_sizes", "packing"),
     ),
     ("sequences", "curves", "token_order", "masks", "relative_offsets", "windows"),
@@ -43,7 +43,7 @@ FLOORS = [
         "configuration_sparseprior_convit",
         "configuration_sparseprior_iformer",
     ),
-    ("saved_config", "saved_processor", "pretrained"),
+    ("saved_config", "saved_processor", "pretrained", "names"),
     ("base_model",),
     (
         *("modeling_sparseprior_vit", "modeling_sparseprior_timesformer", "modeling_sparseprior_swin"),
@@ -55,7 +55,7 @@ FLOORS = [
     ("analysis",),
     ("training",),
     ("compression",),
-    ("export", "labelled_images", "runtimes", "deployment", "doctor", "command", "heads"),
+    ("export", "labelled_images", "runtimes", "deployment", "doctor", "heads"),
     ("__init__",),
     ("__main__",),
 ]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +78,21 @@ def save_with_prior(
         os.makedirs(save_directory, exist_ok=True)
         scalars = {name: tensor.contiguous() for name, tensor in scalars_of(model, state_dict).items()}
         write_bytes(Path(save_directory) / SCALARS_FILE, save(scalars, {"format": "pt"}))
-        name, module = type(model).__name__, type(model).__module__
-        source = "transformers" if module.startswith("transformers.") else module
-        add_requirement(Path(save_directory), f"This {name}", _LOADING.format(name, source))
+        _add_requirement(model, save_directory)
     with _recorded(model):
         return save_stock()
+
+
+def upload_with_prior(model: PreTrainedModel, working_dir: str | os.PathLike, *args: Any, **options: Any) -> Any:
+    """Upload a saved folder as its class does, after transformers has put the repository's card over ours."""
+    _add_requirement(model, working_dir)
+    return type(model)._upload_modified_files(model, working_dir, *args, **options)
+
+
+def _add_requirement(model: PreTrainedModel, folder: str | os.PathLike) -> None:
+    name, module = type(model).__name__, type(model).__module__
+    source = "transformers" if module.startswith("transformers.") else module
+    add_requirement(Path(folder), f"This {name}", _LOADING.format(name, source))
 
 
 _LOADING = """\
@@ -90,6 +100,12 @@ import hf_sparseprior
 from {1} import {0}
 
 model = {0}.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL")"""
+
+
+OWN_METHODS: dict[str, Callable[..., Any]] = {
+    "save_pretrained": save_with_prior,
+    "_upload_modified_files": upload_with_prior,
+}
 
 
 def bind_saving(model: nn.Module) -> None:
@@ -100,14 +116,16 @@ def bind_saving(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and stock_priors(module):
-            module.__dict__["save_pretrained"] = functools.partial(save_with_prior, module)
+            for name, function in OWN_METHODS.items():
+                module.__dict__[name] = functools.partial(function, module)
 
 
 def unbind_saving(model: nn.Module) -> None:
     """Undo `bind_saving`."""
     for module in model.modules():
-        if getattr(module.__dict__.get("save_pretrained"), "func", None) is save_with_prior:
-            del module.__dict__["save_pretrained"]
+        for name, function in OWN_METHODS.items():
+            if getattr(module.__dict__.get(name), "func", None) is function:
+                del module.__dict__[name]
 
 
 def refuse_files_weights(model: PreTrainedModel, state_dict: dict[str, Tensor], prefix: str, *others: Any) -> None:

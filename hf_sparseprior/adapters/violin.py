@@ -37,7 +37,7 @@ from hf_sparseprior.adapters.stock_encoder import find_encoder
 from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
 from hf_sparseprior.decay import DECAYS, Decay, make_decay, resolve_decay
 from hf_sparseprior.files import read_json_object
-from hf_sparseprior.model_card import add_requirement
+from hf_sparseprior.model_card import add_adapter_requirement
 from hf_sparseprior.prior import is_prior_weight, parse_prior, resolve_prior
 from hf_sparseprior.resolved import ResolvedDecay, Time
 from hf_sparseprior.supports import check_time
@@ -52,12 +52,6 @@ class AdapterType(str, enum.Enum):  # noqa: UP042, peft's own types are of this 
     VIOLIN = "HF_SPARSEPRIOR_VIOLIN"
     LORA_VIOLIN = "HF_SPARSEPRIOR_LORA_VIOLIN"
 
-
-_LOADING = """\
-import hf_sparseprior
-import peft
-
-model = peft.PeftModel.from_pretrained(base_model, "PATH_OR_NAME_OF_THIS_ADAPTER")"""
 
 # ---- configs --------------------------------------------------------------------------------------------------------
 
@@ -117,7 +111,7 @@ class _DecayFields:
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """As in peft, and README.md says which package the adapter needs."""
         super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
-        add_requirement(Path(save_directory), "This adapter", _LOADING)
+        add_adapter_requirement(Path(save_directory))
 
 
 @dataclass

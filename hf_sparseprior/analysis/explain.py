@@ -27,10 +27,8 @@ from hf_sparseprior.low_rank import MIXERS
 from hf_sparseprior.masks import attended_pairs, count_nonzeros, lonely_rows, pruning_ratio, self_rows
 from hf_sparseprior.predictor import PREDICTORS
 from hf_sparseprior.prior import parse_prior, predictor_or_mixer, resolve_prior
-from hf_sparseprior.resolved import TIMES, Resolved, ResolvedSupport, Time, own_settings
-from hf_sparseprior.sequences import SEQUENCES
+from hf_sparseprior.resolved import Resolved, ResolvedSupport, Time, own_settings
 from hf_sparseprior.supports import (
-    SUPPORTS,
     build_mask,
     frame_pairs,
     layer_order,
@@ -45,39 +43,6 @@ from hf_sparseprior.token_order import RASTER
 # Patches of a 64x64 grid; beyond that the N x N pictures take minutes and gigabytes.
 LARGEST_PICTURE = 4096
 QUERIES = 1024  # of which larger decays are shown, spread evenly
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    parser.add_argument("prior", help=_names())
-    parser.add_argument("--heads", type=int, default=12, help="attention heads (default 12)")
-    text = "patch grid, HEIGHTxWIDTH, or FRAMESxHEIGHTxWIDTH of a clip (default 14x14)"
-    parser.add_argument("--grid", type=parse_grid, default=(14, 14), help=text)
-    parser.add_argument("--prefix", type=int, default=1, help="class, distillation and register tokens (default 1)")
-    parser.add_argument("--head-dim", type=int, default=64, help="width of a head, for the FLOPs (default 64)")
-    parser.add_argument("--layers", type=int, default=12, help="layers, for the FLOPs (default 12)")
-    parser.add_argument("--layer", type=int, help="draw this layer (from 0), with its shuffled heads")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, JSON value")
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the pictures (default: this one)")
-    parser.add_argument("--no-picture", action="store_true", help="numbers only")
-    explain_time.add_arguments(parser)
-
-
-def _names() -> str:
-    registries: dict[str, Any] = {"supports": SUPPORTS, "decays": DECAYS, "predictors": PREDICTORS, "mixers": MIXERS}
-    registries["extras"] = EXTRAS
-    names = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in registries.items())
-    return f"{names}; over the frames of a clip: {', '.join(TIMES)}; joined by +"
-
-
-def parse_grid(text: str) -> tuple[int, ...]:
-    """(height, width) of "14x14", (frames, height, width) of "8x14x14"."""
-    parts = text.lower().split("x")
-    if len(parts) not in (2, 3) or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be HEIGHTxWIDTH, for example 14x14, or FRAMESxHEIGHTxWIDTH, for example 8x14x14"
-        )
-    return tuple(map(int, parts))
 
 
 def size_of(grid: Sequence[int]) -> str:
@@ -106,7 +71,7 @@ def run(arguments: argparse.Namespace) -> list[Path]:
         check_size(f"--{name.replace('_', '-')}", getattr(arguments, name), minimum, kind)
     check_sides("--grid", arguments.grid, arguments.grid)
     if arguments.layer is not None:
-        check_integer("--layer", arguments.layer, 0)
+        check_integer("--layer", arguments.layer, 1)
     explain_time.check_arguments(arguments)
     if not arguments.no_picture and math.prod(arguments.grid) > LARGEST_PICTURE:
         raise ValueError(f"a picture needs {LARGEST_PICTURE} patches or fewer; give --no-picture for numbers alone")
@@ -190,11 +155,12 @@ def explain_support(support: ResolvedSupport, arguments: argparse.Namespace, tim
     in_order: Any = {**support, "shuffle_seed": None}
     sizes: Any = {"num_heads": heads, "grid": grid, "time": time}
     ranks, frames, where = None, 1, ""
-    if (of_frame := frame_pairs(in_order, layer=arguments.layer or 0, **sizes)) is not None:
+    layer = 0 if arguments.layer is None else arguments.layer - 1
+    if (of_frame := frame_pairs(in_order, layer=layer, **sizes)) is not None:
         # Counted in one frame: the pairs of a long clip fill the memory.
         (offsets, pairs), frames, where = of_frame[:2], grid[0], ", in one frame"
     else:
-        offsets, pairs, ranks = seen_pairs(in_order, layer=arguments.layer or 0, **sizes)
+        offsets, pairs, ranks = seen_pairs(in_order, layer=layer, **sizes)
     places = tokens // frames
     _print_heading(support, arguments)
     print(f"{'support':>7}  {'nonzeros':>8}  {'empty rows':>10}  offsets{where}")
@@ -222,9 +188,9 @@ def explain_support(support: ResolvedSupport, arguments: argparse.Namespace, tim
     if ranks is not None:
         _print_order(support, offsets, ranks, arguments)
     if support["shuffle_seed"] is not None:
-        for layer in (0, 1):
-            order = [str(number + 1) for number in layer_order(heads, layer, support["shuffle_seed"])]
-            print(f"layer {layer}: heads 1..{heads} have the supports {' '.join(order)}")
+        for number in (1, 2):
+            order = [str(own + 1) for own in layer_order(heads, number - 1, support["shuffle_seed"])]
+            print(f"layer {number}: heads 1..{heads} have the supports {' '.join(order)}")
     for note in support_notes(support, heads, grid, prefix, time):
         print(f"note: {note}")
     if arguments.no_picture:
@@ -242,17 +208,20 @@ def _draw_support(
     sizes: dict[str, Any],
 ) -> list[Path]:
     """The pictures of a support: its masks, the curves of its order, and over a clip what one patch sees."""
-    heads, grid, prefix, layer = arguments.heads, arguments.grid, arguments.prefix, arguments.layer
+    heads, grid, prefix, number = arguments.heads, arguments.grid, arguments.prefix, arguments.layer
+    layer = 0 if number is None else number - 1
     drawn, where, shown = list(range(heads)), "supports in order", {**support, "shuffle_seed": None}
-    if layer is not None:
-        drawn, where, shown = layer_order(heads, layer, support["shuffle_seed"]), f"layer {layer}", {**support}
-    masks = build_mask(shown, num_tokens=math.prod(grid), num_prefix_tokens=prefix, layer=layer or 0, **sizes)
-    titles = [f"{number + 1}: {_shorten(offsets[number])}" for number in drawn]
+    if number is not None:
+        drawn, where, shown = layer_order(heads, layer, support["shuffle_seed"]), f"layer {number}", {**support}
+    masks = build_mask(shown, num_tokens=math.prod(grid), num_prefix_tokens=prefix, layer=layer, **sizes)
+    titles = [f"{own + 1}: {_shorten(offsets[own])}" for own in drawn]
+    if number is not None:
+        titles = [f"head {head}, support {title}" for head, title in enumerate(titles, start=1)]
     heading = f"{support['name']}, {size_of(grid)}, {where}: {pruned:.1f} % pruned"
     size = f"{support['name']}_{size_of(grid)}"
     if len(grid) == 3:
         size, heading = f"{size}_{sizes['time']}", f"{heading}, time {sizes['time']}"
-        titles = [f"head {head}" for head in range(1, heads + 1)] if layer is not None else titles
+        titles = [f"head {head}" for head in range(1, heads + 1)] if number is not None else titles
     written = []
     if in_order:
         names = _orders(support, heads)
@@ -260,13 +229,19 @@ def _draw_support(
         if len(used) == 1 and RASTER not in names:
             heading = f"{heading}, along {used[0]}"
         else:
-            titles = [f"{title} {names[number]}" for title, number in zip(titles, drawn, strict=True)]
+            titles = [f"{title} {names[own]}" for title, own in zip(titles, drawn, strict=True)]
         written.append(pictures.draw_curves(used, grid, arguments.out / f"order_{size}.png"))
     if len(grid) == 3:
         rows = masks[:, prefix + clip_centre(grid), prefix:].reshape(heads, *grid)
         heading_over = f"what the patch in the middle of the clip sees, frame by frame: {heading}"
         path = arguments.out / f"clip_{size}.png"
         written.append(pictures.draw_clip_rows(rows, titles, clip_centre(grid), path, heading_over))
+    else:
+        row, column = grid[0] // 2, grid[1] // 2
+        rows = masks[:, prefix + row * grid[1] + column, prefix:].reshape(heads, *grid)
+        heading_over = f"{support['name']}, {where}: what the patch in row {row + 1}, column {column + 1} sees"
+        path = arguments.out / f"patch_{size}.png"
+        written.append(pictures.draw_seen(rows, titles, (row, column), path, heading_over))
     return [pictures.draw_support(masks, titles, arguments.out / f"support_{size}.png", heading, prefix), *written]
 
 
@@ -376,6 +351,3 @@ def explain_decay(decay: Any, arguments: argparse.Namespace, time: Time = "frame
         written.append(pictures.draw_curves(curves, own, arguments.out / f"curves_{decay['name']}_{size}.png"))
     written.append(pictures.draw_decay(masks, grid, arguments.out / f"decay_{decay['name']}_{size}.png", heading))
     return written
-
-
-SEQUENCE_HELP = f"sequences of fibottention (--set sequence=NAME): {', '.join(SEQUENCES)}"

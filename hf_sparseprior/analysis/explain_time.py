@@ -20,16 +20,6 @@ PATCH = 16  # pixels of a patch where no preset says it
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """--time and what belongs to it."""
-    parser.add_argument("--time", action="store_true", help="predict time and memory on this machine, in some seconds")
-    parser.add_argument(
-        "--model", metavar="PRESET", help="with --time: vit_small, swin_tiny ...; else a ViT of --heads"
-    )
-    parser.add_argument("--images", type=int, help="with --time: how many at once (default 1)")
-    parser.add_argument("--dtype", choices=DTYPES, help="with --time (default float32)")
-
-
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise ValueError for what belongs to --time without it, or is out of bounds."""
     for name in ("model", "images", "dtype"):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_sparseprior.analysis.pictures import pyplot, save, wide_enough
+from hf_sparseprior.analysis.pictures import add_share_bar, pyplot, save, wide_enough
 
 FRAME = "#2fd3ff"  # colour of queries and boxes, which neither heat maps nor most photos have
 HEAT = 0.8  # share of the heat map in the colour; the rest is the grey image
@@ -93,7 +93,7 @@ def draw_panels(
     height, across = panels[0][0].image.shape[:2]
     lines = 1 + max(panel.title.count("\n") for row in panels for panel in row)
     row = width * height / across + 0.12 * lines
-    size = (wide_enough(width * columns + 0.4, heading, 10), row * len(panels) + 0.4)
+    size = (wide_enough(width * columns + 1.1, heading, 10), row * len(panels) + 0.4)
     figure, axes = pyplot().subplots(len(panels), columns, figsize=size, squeeze=False, layout="constrained")
     for line, own, label in zip(axes, panels, row_labels, strict=True):
         for axis in line:
@@ -102,6 +102,8 @@ def draw_panels(
         for axis, panel in zip(line, own, strict=False):
             _draw_panel(axis, panel)
         line[0].set_ylabel(label, fontsize=8)
+    if any(panel.heat is not None for own in panels for panel in own):
+        add_share_bar(figure, axes, "inferno")
     figure.suptitle(heading, fontsize=10)
     return save(figure, path)
 

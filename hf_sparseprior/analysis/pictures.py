@@ -16,9 +16,12 @@ from hf_sparseprior.curves import curve_rank
 
 INK = "#1b3a4b"
 ACCENT = "#c8553d"
+PAPER = "#f4f1ea"
 # Styles of models side by side, which are few; further models repeat them.
 COLOURS = (INK, ACCENT, "#7a9e48", "#8a6fae", "#e0a030", "#4f97a3", "#9c6b4e", "#c76b98")
 MARKERS = "os^DvPX*"
+DPI = 110
+SUPPORT_PIXELS = 300  # about the side of a panel
 FLAT = 1e-3  # a mask that is nearer to 1 than this everywhere has one colour
 
 
@@ -42,7 +45,7 @@ def save(figure: Any, path: str | os.PathLike) -> Path:
     """Write a figure and free it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=DPI)
     pyplot().close(figure)
     return path
 
@@ -75,23 +78,78 @@ def draw_support(
         heading: text above all panels.
         num_prefix_tokens: these are drawn in another colour.
     """
-    columns = min(4, len(masks))
-    figure, axes = _panels(len(masks), wide_enough(3.1 * columns, heading, 12) / columns, 3.3, 0.5)
+    tokens = masks.shape[-1]
+    # Up to some hundred tokens a pair is a whole number of pixels, so that no diagonal is lost between two of them.
+    side = tokens * max(2, SUPPORT_PIXELS // tokens) if tokens <= 1.5 * SUPPORT_PIXELS else SUPPORT_PIXELS
+    figure, axes = _pixel_panels(len(masks), (side, side), heading)
     from matplotlib.colors import ListedColormap
 
-    for axis, mask, title in zip(axes.flat, masks, titles, strict=False):
+    for axis, mask, title in zip(axes, masks, titles, strict=True):
         image = mask.astype(np.uint8)
         if num_prefix_tokens:
             image[:num_prefix_tokens] *= 2
             image[num_prefix_tokens:, :num_prefix_tokens] *= 2
-        axis.imshow(image, cmap=ListedColormap(["#f4f1ea", INK, ACCENT]), vmin=0, vmax=2, interpolation="nearest")
+        axis.imshow(image, cmap=ListedColormap([PAPER, INK, ACCENT]), vmin=0, vmax=2, interpolation="nearest")
         axis.set_title(title, fontsize=9)
-        axis.axis("on")
-        axis.set_xticks([])
-        axis.set_yticks([])
-    figure.suptitle(heading, fontsize=12)
-    figure.tight_layout()
     return save(figure, path)
+
+
+def draw_seen(
+    rows: np.ndarray, titles: Sequence[str], query: tuple[int, int], path: str | os.PathLike, heading: str
+) -> Path:
+    """One panel a head: which patches of the grid one patch attends to.
+
+    Args:
+        rows: bool (heads, height, width).
+        titles: title of each panel.
+        query: (row, column) of the patch, which is drawn in another colour if it sees itself, and has a frame.
+        path, heading: as in `draw_support`.
+    """
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Rectangle
+
+    height, width = rows.shape[1:]
+    cell = max(3, SUPPORT_PIXELS // max(height, width))
+    figure, axes = _pixel_panels(len(rows), (cell * height, cell * width), heading)
+    for axis, seen, title in zip(axes, rows, titles, strict=True):
+        image = seen.astype(np.uint8)
+        image[query] *= 2
+        axis.imshow(image, cmap=ListedColormap([PAPER, INK, ACCENT]), vmin=0, vmax=2, interpolation="nearest")
+        axis.add_patch(
+            Rectangle((query[1] - 0.5, query[0] - 0.5), 1, 1, fill=False, edgecolor=ACCENT, linewidth=2, zorder=3)
+        )
+        if cell >= 8:
+            axis.hlines(np.arange(1, height) - 0.5, -0.5, width - 0.5, color="white", linewidth=0.8)
+            axis.vlines(np.arange(1, width) - 0.5, -0.5, height - 0.5, color="white", linewidth=0.8)
+        axis.set_title(title, fontsize=9)
+    return save(figure, path)
+
+
+def _pixel_panels(count: int, size: tuple[int, int], heading: str) -> tuple[Any, list[Any]]:
+    """A figure of up to four panels a row, each of a size (height, width) in pixels, with a title above each."""
+    gap, title, top = 18, 26, 48
+    columns = min(4, count)
+    rows = math.ceil(count / columns)
+    wide = max(columns * (size[1] + gap) + gap, math.ceil(DPI * wide_enough(0, heading, 12)))
+    high = top + rows * (size[0] + title) + gap
+    figure = pyplot().figure(figsize=(wide / DPI, high / DPI))
+    left = (wide - columns * (size[1] + gap) + gap) // 2
+    axes = []
+    for number in range(count):
+        row, column = divmod(number, columns)
+        x, y = left + column * (size[1] + gap), high - top - row * (size[0] + title) - size[0]
+        axis = figure.add_axes((x / wide, y / high, size[1] / wide, size[0] / high))
+        axis.set(xticks=[], yticks=[])
+        axes.append(axis)
+    figure.suptitle(heading, fontsize=12, y=1 - 6 / high, va="top")
+    return figure, axes
+
+
+def add_share_bar(figure: Any, axes: Any, cmap: str, label: str = "value / largest") -> None:
+    """A colour bar from 0 to 1 for panels that are each drawn in a scale of their own."""
+    from matplotlib.cm import ScalarMappable
+
+    figure.colorbar(ScalarMappable(cmap=cmap), ax=axes, shrink=0.8, label=label, pad=0.01, ticks=[0, 0.5, 1])
 
 
 def draw_curves(curves: Sequence[str], grid: Sequence[int], path: str | os.PathLike) -> Path:
@@ -179,7 +237,7 @@ def draw_clip_rows(rows: np.ndarray, titles: Sequence[str], query: int, path: st
         heads, 1, figsize=(wide_enough(wide + 1.0, heading, 11), lines * heads + 0.8), squeeze=False
     )
     for axis, values, title in zip(axes.flat, side_by_side(rows), titles, strict=True):
-        axis.imshow(values, cmap=ListedColormap(["#f4f1ea", INK]), vmin=0, vmax=1, interpolation="nearest")
+        axis.imshow(values, cmap=ListedColormap([PAPER, INK]), vmin=0, vmax=1, interpolation="nearest")
         axis.plot(column + time * (width + 1), row, "o", color=ACCENT, markersize=3)
         axis.set_title(title, fontsize=8)
         axis.axis("off")
@@ -261,7 +319,7 @@ def draw_attention(
     figure, axes = plt.subplots(
         len(attentions),
         len(columns),
-        figsize=(1.75 * len(columns), 1.9 * len(attentions) + 0.6),
+        figsize=(1.75 * len(columns) + 0.9, 1.9 * len(attentions) + 0.6),
         squeeze=False,
         layout="constrained",
     )
@@ -272,7 +330,10 @@ def draw_attention(
             maps.append(weights[:, 0, num_prefix_tokens:].mean(0).reshape(grid))
         maps += [weights[head, position, num_prefix_tokens:].reshape(grid) for head in range(heads)]
         for column, (axis, values) in enumerate(zip(line, maps, strict=True)):
-            axis.imshow(values, cmap="gray" if column == 0 else "viridis")
+            if column == 0:
+                axis.imshow(values, cmap="gray")
+            else:
+                axis.imshow(values, cmap="viridis", vmin=0, vmax=max(float(values.max()), 1e-12))
             axis.set_xticks([])
             axis.set_yticks([])
             if row == 0:
@@ -280,6 +341,7 @@ def draw_attention(
             if column and columns[column].startswith("head"):
                 axis.plot(query[1], query[0], "o", color=ACCENT, markersize=4)
         line[0].set_ylabel(name, fontsize=9)
+    add_share_bar(figure, axes, "viridis", "attention / largest")
     figure.suptitle(heading, fontsize=12)
     return save(figure, path)
 
@@ -502,7 +564,10 @@ def draw_matrices(
     figure, axes = pyplot().subplots(
         len(rows),
         columns,
-        figsize=(wide_enough(size * columns + 0.5, heading, 10), (size * height / width + 0.06) * len(rows) + 0.6),
+        figsize=(
+            wide_enough(size * columns + 1.2, heading, 10),
+            max(1.9, (size * height / width + 0.06) * len(rows) + 0.6),
+        ),
         squeeze=False,
         layout="constrained",
     )
@@ -511,9 +576,10 @@ def draw_matrices(
             axis.set(xticks=[], yticks=[])
             axis.spines[:].set_visible(False)
         for axis, matrix in zip(line, matrices, strict=False):
-            axis.imshow(matrix, vmin=0, vmax=max(float(matrix.max()), 1e-12), interpolation="nearest")
+            axis.imshow(matrix, vmin=0, vmax=max(float(matrix.max()), 1e-12), cmap="viridis", interpolation="nearest")
         line[0].set_ylabel(label, fontsize=8)
     for axis, title in zip(axes[0], titles, strict=False):
         axis.set_title(title, fontsize=7, pad=2)
+    add_share_bar(figure, axes, "viridis")
     figure.suptitle(heading, fontsize=10)
     return save(figure, path)

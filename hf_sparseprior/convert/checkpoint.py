@@ -37,7 +37,7 @@ from hf_sparseprior.convert.common import ATTENTION_POOLING, base_prefix
 from hf_sparseprior.families import FAMILIES
 from hf_sparseprior.files import check_new, whole_file, whole_folder
 from hf_sparseprior.image_processor import PROCESSOR
-from hf_sparseprior.pretrained import copy_weights
+from hf_sparseprior.pretrained import copy_weights, hub_hint
 from hf_sparseprior.prior import is_prior_weight
 
 # timesformer and transformers_swin before transformers_vit, which would take their bare models for ViTs; rotary, which
@@ -108,7 +108,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _read_file(file: Path) -> dict[str, Tensor]:
     if not file.is_file():
-        raise OSError(f"{file} does not exist")
+        raise OSError(f"{file} does not exist{hub_hint(file)}")
     try:
         if file.suffix == ".safetensors":
             return load_file(file)

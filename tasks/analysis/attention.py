@@ -28,8 +28,9 @@ from hf_sparseprior.analysis.attention_maps import (
 )
 from hf_sparseprior.analysis.image_maps import Panel, draw_panels
 from hf_sparseprior.analysis.layers import AttentionLayers, attention_weights, connectivity
+from tasks.analysis import commands
+from tasks.analysis.commands import QUERIES
 from tasks.analysis.maps import (
-    add_map_arguments,
     check_map_arguments,
     chosen,
     chosen_images,
@@ -38,7 +39,6 @@ from tasks.analysis.maps import (
 )
 from tasks.analysis.runs import (
     SavedModel,
-    model_parser,
     open_models,
     preparation,
     shown_image,
@@ -46,7 +46,6 @@ from tasks.analysis.runs import (
 from tasks.common.command import run_command
 from tasks.common.tables import markdown_table
 
-QUERIES = ("class_token", "mean")
 LAYERS, QUERY_LAYERS, QUERY_HEADS = 6, 3, 4  # as many as fit, unless --layers and --heads say more
 NOTE = (
     "pairs seen: share of all pairs of tokens, prefix included; entropy in nats, mean over queries (uniform attention: "
@@ -192,12 +191,7 @@ def table(models: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = model_parser("attention", __doc__)
-    parser.add_argument(
-        "--source", choices=QUERIES, help="whose attention the first picture shows (default class_token)"
-    )
-    parser.add_argument("--rollout", action="store_true", help="also the attention rollout up to each layer")
-    add_map_arguments(parser, "some, evenly spread", "all, in query pictures the first four")
+    parser = commands.attention()
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
 

@@ -29,12 +29,12 @@ from hf_sparseprior.analysis.attention_maps import check_pairs
 from hf_sparseprior.analysis.boxes import InsideAttention, inside_attention, patch_coverage
 from hf_sparseprior.analysis.image_maps import Panel, draw_panels
 from hf_sparseprior.analysis.layers import attention_weights
+from tasks.analysis import commands
+from tasks.analysis.commands import COLUMNS
 from tasks.analysis.diversity import spread
 from tasks.analysis.runs import (
     SavedModel,
-    add_data_arguments,
     check_counts,
-    model_parser,
     open_images,
     open_models,
     preparation,
@@ -46,10 +46,8 @@ from tasks.common.images.config import Decoding
 from tasks.common.images.sources import decode
 from tasks.common.tables import markdown_table
 
-COLUMNS = ("image", "left", "top", "width", "height")
 EXAMPLES = 6
 STORED = Decoding(exif="ignore")  # boxes are in pixels of the stored image
-PAPER_IMAGES = 100  # "Results averaged over 100 images", section 6.2
 NOTE = (
     "Weights after the softmax, from each patch of a box to each patch of it, of the last layer; a patch is in a box "
     "that covers half of it. Variances: over the pairs, of the mean over the heads; over the pairs of each head, the "
@@ -233,10 +231,7 @@ def table(models: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = model_parser("box_variance", __doc__)
-    add_data_arguments(parser, limit=PAPER_IMAGES)
-    parser.add_argument("--images", type=Path, metavar="FOLDER", help="images of your own, with --boxes")
-    parser.add_argument("--boxes", type=Path, metavar="FILE", help=f"CSV ({','.join(COLUMNS)}) or JSON; pixels")
+    parser = commands.box_variance()
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
 

@@ -25,18 +25,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-# In the order of the paper's Figure 1; the last four are its extra ones, for validation.
-FAMILIES = {
-    "noise": ("gaussian_noise", "shot_noise", "impulse_noise"),
-    "blur": ("defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
-    "weather": ("snow", "frost", "fog", "brightness"),
-    "digital": ("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
-    "extra": ("speckle_noise", "gaussian_blur", "spatter", "saturate"),
-}
-CORRUPTIONS = tuple(name for names in FAMILIES.values() for name in names)
+from tasks.analysis.commands import BENCHMARKS, CORRUPTIONS, FAMILIES
+
 BENCHMARK_CORRUPTIONS = tuple(name for name in CORRUPTIONS if name not in FAMILIES["extra"])
-SEVERITIES = (1, 2, 3, 4, 5)
-BENCHMARKS = ("cifar-c", "imagenet-c")
 CIFAR_SIDE = 32
 MIN_SIDE = 32  # of the package
 INSTALL = "pip install 'hf_sparseprior[analysis]' && pip install --no-deps imagecorruptions"

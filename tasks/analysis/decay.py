@@ -18,7 +18,8 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.decays import LearnedDecay, learned_decays
-from tasks.analysis.runs import SavedModel, check_counts, model_parser, open_models, write_analysis
+from tasks.analysis import commands
+from tasks.analysis.runs import SavedModel, check_counts, open_models, write_analysis
 from tasks.common.command import run_command
 from tasks.common.tables import markdown_table
 
@@ -147,7 +148,7 @@ def head_masks(decays: list[LearnedDecay], query: tuple[int, int], grid: tuple[i
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = model_parser("decay", __doc__)
+    parser = commands.decay()
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
 

@@ -18,11 +18,10 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.diversity import head_diversity
 from hf_sparseprior.analysis.layers import watch_heads
+from tasks.analysis import commands
 from tasks.analysis.runs import (
     SavedModel,
-    add_data_arguments,
     check_counts,
-    model_parser,
     open_images,
     open_models,
     pixel_batches,
@@ -80,8 +79,7 @@ def table(models: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = model_parser("diversity", __doc__)
-    add_data_arguments(parser, limit=None, batch_size=64)
+    parser = commands.diversity()
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
 

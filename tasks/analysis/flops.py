@@ -30,6 +30,8 @@ from hf_sparseprior.base_config import as_pair
 from hf_sparseprior.families import preset_family, presets
 from hf_sparseprior.pretrained import saved_family
 from hf_sparseprior.prior import prior_name
+from tasks.analysis import commands
+from tasks.analysis.commands import IMAGE_SIZES, PRESET_PRIOR
 from tasks.common.command import run_command
 from tasks.common.config import parse_value, split_cell
 from tasks.common.environment import command_line, environment
@@ -38,11 +40,6 @@ from tasks.common.images.sections import load_image_config
 from tasks.common.models import section_family
 from tasks.common.results import write_results
 from tasks.common.run_folder import MODEL
-
-# Sides of the square images for a model of 224 pixels; for other models they are in proportion to the model's own size.
-# Each is rounded down to a multiple of the model's patch.
-IMAGE_SIZES = (224, 384, 512, 768, 1024, 1280, 1536)
-PRESET_PRIOR = "fibottention"
 
 Counter = Callable[..., ModelFlops]
 
@@ -160,36 +157,7 @@ def paper_lines() -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.analysis.flops",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "models",
-        nargs="*",
-        metavar="MODEL",
-        help=f"{', '.join(presets())}; a YAML of a classification run; a folder of a saved model or a run",
-    )
-    parser.add_argument(
-        "--prior",
-        nargs="+",
-        help="names, names joined by +, or full forms as YAML, each of which is counted "
-        f"(default the model's own, {PRESET_PRIOR} for presets)",
-    )
-    parser.add_argument(
-        "--image-sizes",
-        type=int,
-        nargs="+",
-        metavar="PIXELS",
-        help=f"default {IMAGE_SIZES}, of a model of other than 224 in proportion",
-    )
-    parser.add_argument(
-        "--convention",
-        default="multiply_adds",
-        help="; ".join(f"{name}: {rule.text}" for name, rule in CONVENTIONS.items()) + " (default multiply_adds)",
-    )
-    parser.add_argument("--out", type=Path, default=Path("outputs/analysis/flops"), help="folder (default %(default)s)")
+    parser = commands.flops()
     arguments = parser.parse_args(argv)
     transformers_logging.set_verbosity_error()
     return run_command(parser.prog, lambda: run(arguments))

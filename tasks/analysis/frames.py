@@ -31,11 +31,11 @@ from hf_sparseprior.analysis.layers import attention_weights
 from hf_sparseprior.base_config import as_pair
 from hf_sparseprior.families import family_of
 from hf_sparseprior.image_processor import takes_clips
+from tasks.analysis import commands
 from tasks.analysis.maps import chosen
 from tasks.analysis.runs import (
     SavedModel,
     check_counts,
-    model_parser,
     open_models,
     preparation,
     shown_image,
@@ -44,7 +44,6 @@ from tasks.analysis.runs import (
 from tasks.common.command import run_command
 
 SHOWN = 6  # frames in the picture
-MASS = 0.6  # share of the attention that DINO's pictures keep
 
 
 def read_frames(clip: Path, count: int | None) -> list[Image.Image]:
@@ -62,14 +61,6 @@ def read_frames(clip: Path, count: int | None) -> list[Image.Image]:
     except Exception as error:  # PyAV has many kinds
         raise OSError(f"--clip {clip} cannot be read as a video ({str(error).splitlines()[0]})") from None
     return [Image.fromarray(np.ascontiguousarray(frame)) for frame in np.asarray(frames)]
-
-
-def parse_size(text: str) -> tuple[int, int]:
-    """(height, width) of "HEIGHTxWIDTH"."""
-    parts = text.split("x")
-    if len(parts) != 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} must be HEIGHTxWIDTH in pixels, for example 432x768")
-    return int(parts[0]), int(parts[1])
 
 
 def most_of(attention: Tensor, mass: float) -> Tensor:
@@ -178,18 +169,7 @@ def work_on(saved: SavedModel, frames: Sequence[Image.Image], arguments: argpars
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = model_parser("frames", __doc__)
-    parser.add_argument("--clip", type=Path, required=True, metavar="FILE", help="a video file")
-    parser.add_argument(
-        "--frames",
-        type=int,
-        metavar="N",
-        help="read N frames, spread evenly; default all, of a model of clips as many as its own",
-    )
-    parser.add_argument("--size", type=parse_size, metavar="HEIGHTxWIDTH", help="of the frames; default the model's")
-    parser.add_argument("--layer", type=int, metavar="N", help="default the last")
-    parser.add_argument("--heads", type=int, nargs="+", metavar="N", help="also these heads, one row for each")
-    parser.add_argument("--mass", type=float, default=MASS, help="share of the attention, default %(default)s")
+    parser = commands.frames()
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
 

@@ -12,7 +12,6 @@ from PIL import Image
 
 from tasks.analysis.runs import (
     SavedModel,
-    add_data_arguments,
     check_counts,
     check_takes_images,
     open_images,
@@ -21,31 +20,11 @@ from tasks.analysis.runs import (
 from tasks.common.images.sources import decode
 
 
-def add_map_arguments(parser: argparse.ArgumentParser, layers: str, heads: str) -> None:
-    """Images, query patches, layers and heads; `layers` and `heads` name the defaults for `--help`."""
-    parser.add_argument("--images", type=Path, nargs="+", default=[], metavar="FILE")
-    parser.add_argument(
-        "--indices", type=int, nargs="+", metavar="N", help="images of --split of the run's data, from 0"
-    )
-    parser.add_argument("--queries", type=parse_query, nargs="+", metavar="ROW,COLUMN", help="default the middle patch")
-    parser.add_argument("--layers", type=int, nargs="+", metavar="N", help=f"default {layers}")
-    parser.add_argument("--heads", type=int, nargs="+", metavar="N", help=f"default {heads}")
-    add_data_arguments(parser, limit=None)
-
-
 def check_map_arguments(arguments: argparse.Namespace) -> None:
     """Raise ValueError if no image is given, and where `check_counts` does."""
     check_counts(arguments)
     if not arguments.images and not arguments.indices:
         raise ValueError("no image is given; give --images FILE ... or --indices N ...")
-
-
-def parse_query(text: str) -> tuple[int, int]:
-    """(row, column) from 0 of "ROW,COLUMN" from 1."""
-    parts = text.split(",")
-    if len(parts) != 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} must be ROW,COLUMN of a patch, counted from 1, for example 7,7")
-    return int(parts[0]) - 1, int(parts[1]) - 1
 
 
 def chosen_images(saved: SavedModel, arguments: argparse.Namespace) -> dict[str, Image.Image]:

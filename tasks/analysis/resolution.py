@@ -21,6 +21,7 @@ from hf_sparseprior.analysis.pictures import COLOURS, MARKERS, pyplot, save
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.families import family_of
 from hf_sparseprior.files import write_text
+from tasks.analysis import commands
 from tasks.analysis.trained import (
     Trained,
     accuracies,
@@ -28,7 +29,6 @@ from tasks.analysis.trained import (
     fill_cells,
     load_trained,
     open_cells,
-    trained_parser,
 )
 from tasks.common.command import run_command
 from tasks.common.environment import command_line, environment
@@ -42,15 +42,7 @@ FIGURE_8_TRAINED = 224
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = trained_parser("resolution", __doc__)
-    parser.add_argument(
-        "--sizes",
-        nargs="+",
-        type=int,
-        metavar="PIXELS",
-        help="sides of the square images, multiples of the patch (default: VIOLIN's 144/224 to 512/224 of the first "
-        "model's)",
-    )
+    parser = commands.resolution()
     arguments = parser.parse_args(argv)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

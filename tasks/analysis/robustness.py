@@ -22,16 +22,10 @@ from PIL import Image
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.files import write_text
+from tasks.analysis import commands
 from tasks.analysis import robustness_pictures as pictures
-from tasks.analysis.corruptions import (
-    BENCHMARK_CORRUPTIONS,
-    BENCHMARKS,
-    CORRUPTIONS,
-    SEVERITIES,
-    check_size,
-    corrupt,
-    versions,
-)
+from tasks.analysis.commands import BENCHMARKS, CORRUPTIONS, SEVERITIES
+from tasks.analysis.corruptions import BENCHMARK_CORRUPTIONS, check_size, corrupt, versions
 from tasks.analysis.trained import (
     Cells,
     Change,
@@ -42,7 +36,6 @@ from tasks.analysis.trained import (
     fill_cells,
     load_trained,
     open_cells,
-    trained_parser,
 )
 from tasks.common.command import run_command
 from tasks.common.config import check_known
@@ -137,14 +130,7 @@ def _percent(share: float | None) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = trained_parser("robustness", __doc__)
-    parser.add_argument(
-        "--benchmark",
-        default=BENCHMARKS[0],
-        help=f"whose severities: {' or '.join(BENCHMARKS)} (default %(default)s, for 32x32 pixels)",
-    )
-    parser.add_argument("--corruptions", nargs="+", default=CORRUPTIONS, metavar="NAME", help=", ".join(CORRUPTIONS))
-    parser.add_argument("--severities", nargs="+", type=int, default=SEVERITIES, metavar="N", help="1 to 5")
+    parser = commands.robustness()
     arguments = parser.parse_args(argv)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

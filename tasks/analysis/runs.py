@@ -21,14 +21,14 @@ from hf_sparseprior.analysis.layers import AttentionLayers, find_attention
 from hf_sparseprior.families import FAMILIES
 from hf_sparseprior.files import read_json_object
 from hf_sparseprior.image_processor import takes_clips
-from hf_sparseprior.pretrained import load_whole_model
+from hf_sparseprior.pretrained import hub_hint, load_whole_model
 from hf_sparseprior.saved_config import check_saved_config
 from hf_sparseprior.saved_processor import load_image_processor
 from tasks.common.environment import command_line, environment
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import ImageDataset, Preparation, as_trained, load_data
 from tasks.common.images.sections import load_data_section
-from tasks.common.images.sources import SPLITS, balanced_subset, drop_corrupt
+from tasks.common.images.sources import balanced_subset, drop_corrupt
 from tasks.common.results import write_results
 from tasks.common.run_folder import MODEL, RUN_CONFIG
 
@@ -67,7 +67,7 @@ def model_folder(path: Path) -> Path:
             return folder
     if (path / RUN_CONFIG).is_file():
         raise OSError(f"{path} is a run that is not finished, it has no {MODEL}")
-    raise OSError(f"{path} is neither the folder of a run nor of a saved model or adapter")
+    raise OSError(f"{path} is neither the folder of a run nor of a saved model or adapter{hub_hint(path)}")
 
 
 def model_names(folders: Sequence[Path], given: Sequence[str] | None = None) -> list[str]:
@@ -130,7 +130,9 @@ def base_folder(adapter: Path) -> Path:
     """
     base = read_json_object(adapter / ADAPTER_CONFIG_NAME).get("base_model_name_or_path") or ""
     if not (Path(base) / CONFIG_NAME).is_file():
-        raise OSError(f"{adapter} is an adapter of the model {base!r}, which is no folder of a saved model here")
+        raise OSError(
+            f"{adapter} is an adapter of the model {base!r}, which is no folder of a saved model here{hub_hint(base)}"
+        )
     return Path(base)
 
 
@@ -197,43 +199,6 @@ def pixel_batches(dataset: ImageDataset, batch_size: int, device: str, title: st
     for start in tqdm(starts, desc=title, disable=None, leave=False):
         chosen = range(start, min(start + batch_size, len(dataset)))
         yield torch.stack([dataset[index]["pixel_values"] for index in chosen]).to(device)
-
-
-# ---- command line ---------------------------------------------------------------------------------------------------
-
-
-def model_parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """Arguments of `python -m tasks.analysis.COMMAND`: models, their names, output folder and device."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m tasks.analysis.{command}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "models", nargs="+", type=Path, metavar="RUN", help="folder of a run, a saved model or an adapter of peft"
-    )
-    parser.add_argument("--names", nargs="+", metavar="NAME", help="of the models; default: what tells them apart")
-    parser.add_argument(
-        "--out", type=Path, default=Path("outputs/analysis") / command, help="folder (default %(default)s)"
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
-    return parser
-
-
-def add_data_arguments(
-    parser: argparse.ArgumentParser, limit: int | None, batch_size: int | None = None, split: bool = True
-) -> None:
-    """Which images of which data set, and how many at a time where a command takes several."""
-    parser.add_argument("--config", help="YAML file with a data section; default: that of the run that trained it")
-    if split:
-        parser.add_argument("--split", choices=SPLITS, default="test")
-    shown = "all" if limit is None else limit
-    parser.add_argument(
-        "--limit", type=int, default=limit, help=f"largest number of images, from every class (default {shown})"
-    )
-    if batch_size is not None:
-        parser.add_argument("--batch-size", type=int, default=batch_size, help="default %(default)s")
-    parser.add_argument("--set", nargs="+", default=[], metavar="data.key=value", help="changes the data")
 
 
 def check_counts(arguments: argparse.Namespace) -> None:

@@ -25,8 +25,8 @@ from hf_sparseprior.analysis.image_maps import Panel, draw_panels
 from hf_sparseprior.analysis.layers import attention_weights
 from hf_sparseprior.analysis.pictures import draw_matrices
 from hf_sparseprior.analysis.sparsifiner import Prediction, masked_attention, watch_predictions
+from tasks.analysis import commands
 from tasks.analysis.maps import (
-    add_map_arguments,
     check_map_arguments,
     chosen,
     chosen_images,
@@ -38,7 +38,6 @@ from tasks.analysis.runs import (
     load_model,
     model_folder,
     model_names,
-    model_parser,
     open_models,
     preparation,
     shown_image,
@@ -229,9 +228,7 @@ def table(models: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = model_parser("sparsifiner", __doc__)
-    parser.add_argument("--others", type=Path, nargs="+", default=[], metavar="RUN", help="models to compare with")
-    add_map_arguments(parser, "three, evenly spread", "the first four")
+    parser = commands.sparsifiner()
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
 

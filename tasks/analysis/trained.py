@@ -22,14 +22,12 @@ from hf_sparseprior.files import file_sha256
 from hf_sparseprior.image_processor import PROCESSOR
 from hf_sparseprior.pretrained import check_classes
 from tasks.analysis.runs import (
-    add_data_arguments,
     base_folder,
     check_counts,
     load_classifier,
     load_processor,
     model_folder,
     model_names,
-    model_parser,
     num_channels,
 )
 from tasks.common.images.config import DataConfig
@@ -81,14 +79,6 @@ class SharedImages:
 
 
 # ---- models and images ----------------------------------------------------------------------------------------------
-
-
-def trained_parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """Arguments of `python -m tasks.analysis.COMMAND` that `load_trained` and `count_right` need."""
-    parser = model_parser(command, description)
-    add_data_arguments(parser, None, 64, split=False)
-    parser.add_argument("--workers", type=int, default=0, help="processes that prepare images (default: this one)")
-    return parser
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:

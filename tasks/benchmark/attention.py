@@ -18,12 +18,11 @@ import numpy as np
 
 from hf_sparseprior.backend_choice import BACKENDS
 from hf_sparseprior.supports import resolve_support
-from tasks.benchmark import report
+from tasks.benchmark import commands, report
 from tasks.benchmark.contenders import (
     COPY,
     DENSE,
     FRESH_COPY,
-    LAYOUTS,
     PASSES,
     Problem,
     Setting,
@@ -301,32 +300,6 @@ def panels(sizes: Sequence[Mapping[str, Any]]) -> dict[str, report.Panel]:
 # ---- command --------------------------------------------------------------------------------------------------------
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.benchmark.attention", description=__doc__)
-    parser.add_argument("--sizes", default="196x8,1024x2,4096x1,16384x1", help="patch tokens x images")
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--width", type=int, default=64, help="of a head")
-    parser.add_argument(
-        "--support", default="{name: fibottention, w_min: 5, w_max: 65}", help="name, or YAML of a dict"
-    )
-    parser.add_argument("--decay", default="none", help="name, or YAML of a dict")
-    parser.add_argument("--prefix-tokens", type=int, default=0)
-    parser.add_argument("--layout", choices=LAYOUTS, default="projection", help="of q, k, v in memory")
-    parser.add_argument("--contenders", help="names with commas between them; default: all")
-    parser.add_argument("--rounds", type=int, default=30, help="of each size and pass, at most")
-    parser.add_argument("--budget", type=float, default=120.0, help="seconds for the rounds of one size and pass")
-    parser.add_argument("--also", type=Path, help="results of an earlier run, whose sizes the picture shows too")
-    parser.add_argument("--memory", default="", metavar="SIZES", help="sizes at which only memory is measured")
-    parser.add_argument("--growth", action="store_true", help="fit the exponent of time from 4096 to 65536 tokens")
-    parser.add_argument("--targets", action="store_true", help="compare with the project's targets")
-    parser.add_argument(
-        "--out", type=Path, default=Path("outputs/benchmark/attention.json"), help="a .png is written next to it"
-    )
-    report.add_machine_arguments(parser)
-    return parser
-
-
 def setting_of(arguments: argparse.Namespace) -> Setting:
     """What is computed, checked.
 
@@ -442,7 +415,7 @@ def any_wrong(results: Mapping[str, Any]) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2, a wrong output returns 1."""
-    parser = make_parser()
+    parser = commands.attention()
     arguments = parser.parse_args(argv)
     right: list[bool] = []
     status = run_command(parser.prog, lambda: right.append(run(arguments)))

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.families import preset_family
 from hf_sparseprior.training import StopRequest
-from tasks.benchmark import backbone_process, records, report
+from tasks.benchmark import backbone_process, commands, records, report
 from tasks.benchmark.model import DENSE, preset_config
 from tasks.benchmark.records import LOCK as LOCK  # with `locked`, whoever must not disturb a folder takes it
 from tasks.benchmark.records import Entry, Measurements, in_turns
@@ -132,21 +132,6 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, heading: str) -> Path:
 # ---- command --------------------------------------------------------------------------------------------------------
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.benchmark.backbones",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--models", nargs="+", default=["vit_small", "vit_base", "swin_tiny"], help="presets")
-    parser.add_argument("--priors", nargs="+", default=list(PRIORS), help="names; default: %(default)s")
-    parser.add_argument("--sizes", nargs="+", type=int, default=[512, 1024, 1536], help="pixels a side")
-    records.add_arguments(parser, "backbones")
-    report.add_machine_arguments(parser)
-    return parser
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Measure what is missing, then print, write and draw all of it."""
     records.check_arguments(arguments)
@@ -189,7 +174,7 @@ todo = BACKBONES.todo
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = make_parser()
+    parser = commands.backbones()
     arguments = parser.parse_args(argv)
     transformers_logging.set_verbosity_error()
     return run_command(parser.prog, lambda: run(arguments), "where it stopped")

@@ -26,7 +26,7 @@ from hf_sparseprior.analysis import pictures
 from hf_sparseprior.backend_choice import BACKENDS
 from hf_sparseprior.files import write_text
 from hf_sparseprior.training import StopRequest
-from tasks.benchmark import report
+from tasks.benchmark import commands, report
 from tasks.benchmark.contenders import Problem, Setting, Size, chosen_backend, contenders, make_problem, timed_call
 from tasks.benchmark.records import LOCK, RECORDS, TABLE, read_records
 from tasks.benchmark.timing import measure
@@ -201,25 +201,9 @@ def write_report(arguments: argparse.Namespace, records: Sequence[Mapping[str, A
     print(f"\n{text}\n\n{line}\n{arguments.out / TABLE}, {picture}")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.benchmark.chooser",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--settings", type=int, default=30, help="how many are drawn")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw")
-    parser.add_argument("--rounds", type=int, default=15, help="of each setting, at most")
-    parser.add_argument("--budget", type=float, default=4.0, help="seconds for the rounds of each")
-    parser.add_argument("--out", type=Path, default=Path("outputs/benchmark/chooser"))
-    report.add_machine_arguments(parser, dtype=False)
-    return parser
-
-
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = make_parser()
+    parser = commands.chooser()
     arguments = parser.parse_args(argv)
     return run_command(parser.prog, lambda: run(arguments), "where it stopped")
 

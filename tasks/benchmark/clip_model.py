@@ -16,14 +16,13 @@ from torch import nn
 from transformers import TimesformerConfig, TimesformerForVideoClassification
 
 from hf_sparseprior import SparsePriorTimesformerConfig, SparsePriorTimesformerForVideoClassification
+from tasks.benchmark.commands import LONG, STOCK
 from tasks.benchmark.model import noted_choices
 from tasks.benchmark.timing import Call, seconds_per_call, traced_bytes
 
-STOCK = "transformers"
 SHORT = {name.partition("_")[0]: name for name in SparsePriorTimesformerConfig.modes["attention_type"]}
 CPU = torch.device("cpu")
 CALLS, CALLS_SECONDS = 5, 2.0  # timed calls of one measurement, at most, and after how long no other begins
-LONG = 10.0  # seconds; of a longer call there is one
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from hf_sparseprior.ops import run_plan
 from hf_sparseprior.resolved import DecayTensors
 from hf_sparseprior.supports import resolve_support
 
-LAYOUTS = ("projection", "packed", "contiguous")
 PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
 CPU = torch.device("cpu")
 DENSE, COPY, FRESH_COPY, WIDE = "dense_sdpa", "copy_bound", "copy_fresh", "cpp_float32"

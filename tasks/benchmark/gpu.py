@@ -34,7 +34,8 @@ from hf_sparseprior.files import read_json_object, write_text
 from hf_sparseprior.ops import run_plan
 from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.resolved import DecayTensors
-from tasks.benchmark import gpu_count, gpu_report, timing, window_contenders
+from tasks.benchmark import commands, gpu_count, gpu_report, timing, window_contenders
+from tasks.benchmark.commands import BATCHES, COPY_BYTES
 from tasks.benchmark.contenders import Contender, Problem
 from tasks.common.command import run_command
 from tasks.common.environment import command_line, environment
@@ -45,9 +46,7 @@ Call = timing.Call
 
 HEADS, WIDTH, PREFIX = 12, 64, 1
 PROGRAM = "python -m tasks.benchmark.gpu"
-FOLDER = Path(__file__).parent / "results" / "gpu"
-# Images by patches; those that say most about the targets come first.
-BATCHES = {4096: 8, 196: 128, 16384: 8, 1024: 32, 65536: 1}
+FOLDER = commands.GPU_FOLDER
 TUNED_TOKENS, COUNTED_TOKENS = 4096, (196, 1024, 4096)
 FIBOTTENTION = gpu_count.FIBOTTENTION
 VIOLIN = {"name": "violin"}
@@ -58,13 +57,12 @@ PARTS: dict[str, tuple[Any, Any]] = {
     "violin": ("dense", VIOLIN),
 }
 LARGEST_PAIRS = 20000  # patches: what forms all pairs in memory is not asked to do more
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {name: getattr(torch, name) for name in commands.GPU_DTYPES}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
-CONTENDERS = ("triton", "flash", "masked", "flex", "reference", *window_contenders.windows())
+CONTENDERS = commands.GPU_CONTENDERS
 # Hidden size, layers and heads of ViT-S and ViT-B; the MLP is four times as wide.
 SIZES = {"ViT-S": (384, 12, 6), "ViT-B": (768, 12, 12)}
 TURN_SECONDS = 0.02
-COPY_BYTES = 1 << 30
 
 
 # ---- time -----------------------------------------------------------------------------------------------------------
@@ -512,18 +510,7 @@ def count_only(arguments: argparse.Namespace) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Arguments of the command line, checked."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
-    parser.add_argument("--count", action="store_true", help="count bytes, launches and registers; needs no GPU")
-    parser.add_argument("--cases", nargs="+", choices=gpu_count.CASES, default=list(gpu_count.CASES), help="of --count")
-    parser.add_argument("--tokens", type=int, nargs="+", help="patch tokens, square numbers")
-    parser.add_argument("--batch", type=int, help=f"default by tokens: {BATCHES}")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--budget", type=float, default=420.0, help="seconds after which no step begins")
-    parser.add_argument("--no-models", dest="models", action="store_false", help="operators only")
-    parser.add_argument("--copy-bytes", type=int, default=COPY_BYTES)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the results; it is gone on with")
+    parser = commands.gpu()
     arguments = parser.parse_args(argv)
     arguments.tokens = arguments.tokens or list(COUNTED_TOKENS if arguments.count else BATCHES)
     for tokens in arguments.tokens:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,14 +22,13 @@ from torch import Tensor
 from hf_sparseprior.base_config import as_pair
 from hf_sparseprior.families import preset_family
 from hf_sparseprior.packing import read_images
-from tasks.benchmark import report
+from tasks.benchmark import commands, report
 from tasks.benchmark.model import preset_config
 from tasks.benchmark.timing import SetUp, measure
 from tasks.common.command import run_command
 from tasks.common.results import write_results
 
 PACKED, BY_SIZE, ALONE, PADDED = WAYS = ("packed", "by size", "one by one", "padded")
-KINDS = ("shapes", "scales")
 MOST_ASPECT, MOST_SCALE = 2.0, 8.0
 PASSES = {False: "forward", True: "forward and backward"}
 
@@ -142,28 +140,9 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"\n{arguments.out}")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.benchmark.mixed_sizes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--preset", default="vit_small")
-    parser.add_argument("--priors", nargs="+", default=["dense", "fibottention", "fibottention+violin"])
-    parser.add_argument("--kind", choices=KINDS, default="shapes")
-    parser.add_argument("--images", type=int, default=16)
-    parser.add_argument("--patches", type=int, default=196, help="of an image, at most")
-    parser.add_argument("--rounds", type=int, default=10, help="of each prior and pass, at most")
-    parser.add_argument("--budget", type=float, default=30.0, help="seconds for the rounds of each")
-    parser.add_argument("--out", type=Path, default=Path("outputs/benchmark/mixed_sizes.json"))
-    report.add_machine_arguments(parser)
-    return parser
-
-
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = make_parser()
+    parser = commands.mixed_sizes()
     arguments = parser.parse_args(argv)
     return run_command(parser.prog, lambda: run(arguments))
 

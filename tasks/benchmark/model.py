@@ -29,13 +29,14 @@ from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.backend_choice import BACKENDS, register_backend, unregister_backend
 from hf_sparseprior.convert.checkpoint import convert_checkpoint, target_formats
 from hf_sparseprior.families import preset_family
-from tasks.benchmark import report
+from tasks.benchmark import commands, report
+from tasks.benchmark.commands import DENSE, STOCK
 from tasks.benchmark.timing import Call, Forecast, SetUp, free_memory, measure
 from tasks.common.command import run_command
 from tasks.common.results import write_results
 
 PASSES = {"forward": "forward", "training": "training step"}
-DENSE, COPY, STOCK = "dense", "copy_attention", "transformers"
+COPY = "copy_attention"
 # Resolutions of one small image from which time and memory of a large one are predicted.
 PROBES = (224, 320, 448)
 
@@ -383,28 +384,6 @@ def panels(sizes: Sequence[Mapping[str, Any]]) -> list[list[report.Panel]]:
 # ---- command --------------------------------------------------------------------------------------------------------
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.benchmark.model", description=__doc__)
-    parser.add_argument("--models", default="vit_tiny,vit_small,vit_base", help="presets of any family")
-    parser.add_argument(
-        "--priors",
-        nargs="+",
-        default=["dense", "fibottention", "violin"],
-        metavar="PRIOR[@BACKEND]",
-        help=f"names, or YAML of dicts; {STOCK}: its own class, dense; default: %(default)s",
-    )
-    parser.add_argument("--sizes", default="224x8,384x4,512x2,768x1,1024x1,1536x1", help="pixels a side x images")
-    parser.add_argument("--rounds", type=int, default=20, help="of each size and pass, at most")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds for the rounds of one size and pass")
-    parser.add_argument("--targets", action="store_true", help="compare with the project's targets")
-    parser.add_argument(
-        "--out", type=Path, default=Path("outputs/benchmark/model.json"), help="a .png is written next to it"
-    )
-    report.add_machine_arguments(parser)
-    return parser
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print, write and draw."""
     report.check_positive(rounds=arguments.rounds, budget=arguments.budget)
@@ -441,7 +420,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = make_parser()
+    parser = commands.model()
     arguments = parser.parse_args(argv)
     transformers_logging.set_verbosity_error()
     return run_command(parser.prog, lambda: run(arguments))

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.backend_choice import choose_backend
 from hf_sparseprior.families import preset_family
 from hf_sparseprior.prior import parse_prior, resolve_prior
-from tasks.benchmark import report
+from tasks.benchmark import commands, report
 from tasks.benchmark.model import preset_config
 from tasks.benchmark.timing import interleave, spread
 from tasks.common.command import run_command
@@ -134,30 +133,9 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"\n{arguments.out}")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.benchmark.overhead",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--priors", nargs="+", default=["fibottention", "violin", "fibottention+violin", "bigbird"])
-    parser.add_argument("--side", type=int, default=4, help="of the patch grid of a small call")
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--width", type=int, default=64, help="of a head")
-    parser.add_argument("--preset", default="vit_tiny")
-    parser.add_argument("--pixels", type=int, default=1024, help="the largest new size")
-    parser.add_argument("--sizes", type=int, default=5, help="how many new sizes")
-    parser.add_argument("--rounds", type=int, default=30, help="of small calls, at most")
-    parser.add_argument("--budget", type=float, default=10.0, help="seconds for these rounds")
-    parser.add_argument("--out", type=Path, default=Path("outputs/benchmark/overhead.json"))
-    report.add_machine_arguments(parser)
-    return parser
-
-
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = make_parser()
+    parser = commands.overhead()
     arguments = parser.parse_args(argv)
     return run_command(parser.prog, lambda: run(arguments))
 

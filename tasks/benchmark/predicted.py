@@ -15,7 +15,7 @@ from typing import Any
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.predicted_cost import predicted_costs
 from hf_sparseprior.files import write_text
-from tasks.benchmark import report
+from tasks.benchmark import commands, report
 from tasks.benchmark.model import PASSES, Benchmark, Contender, preset_config
 from tasks.common.command import run_command
 from tasks.common.results import write_results
@@ -23,13 +23,6 @@ from tasks.common.tables import markdown_table
 
 RECORDS, TABLE, PICTURE = "records.json", "table.md", "predicted.png"
 TARGET = 15.0  # percent of what is measured
-MODELS = (
-    "vit_tiny violin 384x2",
-    "vit_small fibottention 512x1",
-    "vit_base dense 224x2",
-    "swin_tiny fibottention+violin 224x4",
-    "convit_tiny bigbird 288x2",
-)
 
 
 def parse_model(text: str) -> tuple[str, str, int, int]:
@@ -118,24 +111,9 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"\n{text}\n\n{line}\n{arguments.out / TABLE}, {picture}")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.benchmark.predicted",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="'PRESET PRIOR PIXELSxIMAGES'")
-    parser.add_argument("--rounds", type=int, default=10, help="of each measurement, at most")
-    parser.add_argument("--budget", type=float, default=10.0, help="seconds for the rounds of each")
-    parser.add_argument("--out", type=Path, default=Path("outputs/benchmark/predicted"))
-    report.add_machine_arguments(parser)
-    return parser
-
-
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = make_parser()
+    parser = commands.predicted()
     arguments = parser.parse_args(argv)
     return run_command(parser.prog, lambda: run(arguments))
 

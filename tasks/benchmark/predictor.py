@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from hf_sparseprior.attention import PriorAttention
 from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.ops import run_plan
 from hf_sparseprior.prior import resolve_prior
-from tasks.benchmark import report
+from tasks.benchmark import commands, report
 from tasks.benchmark.timing import SetUp, measure
 from tasks.common.command import run_command
 from tasks.common.results import write_results
@@ -109,23 +108,9 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"\n{arguments.out}")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.benchmark.predictor", description=__doc__)
-    parser.add_argument("--sizes", default="14x8,24x2,32x1", help="side of the patch grid x images")
-    parser.add_argument("--keep-rates", default="0.25,0.1,0.05,0.01")
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--width", type=int, default=64, help="of a head")
-    parser.add_argument("--rounds", type=int, default=20, help="of each size, keep rate and pass, at most")
-    parser.add_argument("--budget", type=float, default=10.0, help="seconds for the rounds of each")
-    parser.add_argument("--out", type=Path, default=Path("outputs/benchmark/predictor.json"))
-    report.add_machine_arguments(parser)
-    return parser
-
-
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = make_parser()
+    parser = commands.predictor()
     arguments = parser.parse_args(argv)
     return run_command(parser.prog, lambda: run(arguments))
 

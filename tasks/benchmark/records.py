@@ -156,17 +156,6 @@ def write_table(out: Path, heading: str, text: str) -> Path:
 # ---- command --------------------------------------------------------------------------------------------------------
 
 
-def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """--rounds, --memory-gib, --seconds, --for-seconds and --out."""
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--memory-gib", type=float, help="of one process at most; default: three quarters of what is free"
-    )
-    parser.add_argument("--seconds", type=float, default=600.0, help="of one process at most; default: %(default)s")
-    parser.add_argument("--for-seconds", type=float, help="start no measurement after so many seconds")
-    parser.add_argument("--out", type=Path, default=Path("outputs/benchmark") / name)
-
-
 def check_arguments(arguments: argparse.Namespace) -> None:
     """What `add_arguments` asked for, checked, with --sizes.
 

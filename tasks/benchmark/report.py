@@ -17,13 +17,13 @@ import yaml
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 from hf_sparseprior.training.allocator import keep_freed_memory
+from tasks.benchmark.commands import DTYPES
 from tasks.common.environment import command_line, environment
 
 BOUND_COLOUR = "#8a8a8a"
 COLOURS = ("#2a7f9e", "#7a9e3f", "#8e5ea2", "#d9a441", "#4b6a53", "#b0578d", "#5f5f9e")
 # Environment variables that change times: of the C library, OpenMP and this library.
 VARIABLES = ("GLIBC_", "MALLOC_", "LD_PRELOAD", "OMP_", "KMP_", "GOMP_", "MKL_", "SPARSEPRIOR_")
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 MARKERS = "s^vPX*<"
 
 
@@ -108,26 +108,6 @@ def check_positive(**values: float) -> None:
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be above 0")
-
-
-def add_machine_arguments(parser: argparse.ArgumentParser, dtype: bool = True) -> None:
-    """--dtype, --device, --threads, --keep-memory; without `dtype`, the command has its own."""
-    if dtype:
-        parser.add_argument("--dtype", default="float32", help=f"{', '.join(DTYPES)}")
-    else:
-        parser.set_defaults(dtype="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    add_cpu_arguments(parser)
-
-
-def add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
-    """--threads and --keep-memory."""
-    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
-    parser.add_argument(
-        "--keep-memory",
-        action="store_true",
-        help="for every contender: freed memory stays with the process, as in training (tasks.classification)",
-    )
 
 
 def machine_of(arguments: argparse.Namespace) -> tuple[torch.dtype, torch.device]:

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.training import StopRequest
-from tasks.benchmark import lone_process, records, report, rival_process
+from tasks.benchmark import commands, lone_process, records, report, rival_process
 from tasks.benchmark.contenders_of_rivals import BFLOAT16, RIVALS, check_problem
 from tasks.benchmark.model import DENSE
 from tasks.benchmark.records import Entry, Measurements, in_turns
@@ -203,23 +203,6 @@ MEASUREMENTS = Measurements(
 )
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.benchmark.rivals",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="contenders:\n" + "\n".join(f"  {name}: {rival.about}" for name, rival in RIVALS.items()),
-    )
-    parser.add_argument("--models", nargs="+", default=["vit_small", "vit_base"], help="presets; default: %(default)s")
-    parser.add_argument("--sizes", nargs="+", type=int, default=[224, 512, 1024, 1536], help="pixels a side")
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), help="default: %(default)s")
-    parser.add_argument("--rivals", nargs="+", default=list(RIVALS), help="contenders; default: all")
-    records.add_arguments(parser, "rivals")
-    report.add_cpu_arguments(parser)
-    return parser
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Measure what is missing, then print, write and draw all of it."""
     records.check_arguments(arguments)
@@ -237,7 +220,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = make_parser()
+    parser = commands.rivals()
     arguments = parser.parse_args(argv)
     transformers_logging.set_verbosity_error()
     return run_command(parser.prog, lambda: run(arguments), "where it stopped")

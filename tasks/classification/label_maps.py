@@ -7,7 +7,6 @@ then it goes on where it was.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,8 @@ from hf_sparseprior.training.token_labels import (
     patch_probabilities,
     top_classes,
 )
+from tasks.classification import commands
+from tasks.classification.commands import TOP_K
 from tasks.classification.config import load_config
 from tasks.classification.token_label_config import TokenLabelConfig
 from tasks.common.command import run_command
@@ -36,8 +37,6 @@ from tasks.common.images.config import DataConfig
 from tasks.common.images.data import ImageDataset, Preparation, load_data
 from tasks.common.images.processor import make_processor
 from tasks.common.images.sources import ImageData, Images, drop_corrupt
-
-TOP_K = 5  # as published
 
 
 def images_fingerprint(images: Images) -> str:
@@ -139,21 +138,7 @@ def make_label_maps(
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.classification.label_maps",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("teacher", type=Path, help="folder of a saved model")
-    parser.add_argument("--config", required=True, help="YAML file whose data section says which images")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the maps, then token_labels.path of a run")
-    parser.add_argument("--top-k", type=int, default=TOP_K, help="classes kept of each patch (default %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--workers", type=int, default=0, help="processes that read images (default %(default)s)")
-    parser.add_argument(
-        "--images-per-file", type=int, default=IMAGES_PER_FILE, help="what a kill loses at most (default %(default)s)"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="data.key=value")
+    parser = commands.label_maps()
     arguments = parser.parse_intermixed_args(argv)
     for name, low in (("batch_size", 1), ("workers", 0), ("images_per_file", 1)):
         if getattr(arguments, name) < low:

@@ -13,7 +13,6 @@ No photo, digit or garment is in two splits of a task. The same seed gives the s
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from PIL import Image
 from scipy.ndimage import binary_fill_holes
 
 from hf_sparseprior.analysis import pictures
+from tasks.classification import commands
 from tasks.common.command import run_command
 from tasks.common.images.config import SPLITS, DataConfig
 from tasks.common.images.sources import READERS, Images
@@ -328,16 +328,7 @@ def _remark(found: str, task: str, split: str, seed: int) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.classification.spatial",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("out", type=Path, help="folder for one folder a task")
-    parser.add_argument("--cifar10", required=True, help="as data.path of the source cifar10")
-    parser.add_argument("--fashion-mnist", help="folder of the four idx files; default: that of Debian's package")
-    parser.add_argument("--picture", type=Path, help="default: OUT/spatial_tasks.png")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = commands.spatial()
     arguments = parser.parse_args(argv)
 
     def work() -> None:

@@ -14,6 +14,7 @@ from hf_sparseprior.compression.search import SEARCH_FILE
 from hf_sparseprior.pretrained import weights_sha256
 from hf_sparseprior.saved_processor import load_image_processor
 from hf_sparseprior.training.mixing import check_mixtoken
+from tasks.classification.commands import TRAINS
 from tasks.classification.compression import (
     about_compression,
     cut_out,
@@ -144,7 +145,7 @@ def models_read(config: Config) -> list[str]:
 
 CLASSIFICATION = HFTask(
     name="classification",
-    trains="a SparsePriorViT classifier",
+    trains=TRAINS,
     examples="images",
     sections=SECTIONS,
     check_config=check_config,

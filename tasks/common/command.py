@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -12,27 +11,6 @@ from hf_sparseprior.command import USER_ERRORS, report_error
 
 class RunStopped(Exception):
     """The run was told to end (SIGTERM) and saved a checkpoint from which it goes on."""
-
-
-def train_parser(
-    task: str, description: str, example: str, config: str = "YAML file", keys: str = "section.key=value"
-) -> argparse.ArgumentParser:
-    """Arguments of `python -m tasks.TASK.train`: `config`, `overwrite` and `overrides`.
-
-    Args:
-        task: name of the task's folder, which is also that of the folder of its configurations.
-        description: what is trained.
-        example: an override, as an example.
-        config: what kind of file a configuration is.
-        keys: how overrides are written.
-    """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m tasks.{task}.train", description=f"{description} Goes on where an interrupted run stopped."
-    )
-    parser.add_argument("--config", required=True, help=f"{config}, or FILE#CELL for a cell of its matrix, see configs")
-    parser.add_argument("--overwrite", action="store_true", help="replace a run with another configuration")
-    parser.add_argument("overrides", nargs="*", metavar=keys, help=f"e.g. {example}")
-    return parser
 
 
 def run_command(program: str, work: Callable[[], None], goes_on: str | None = None) -> int:

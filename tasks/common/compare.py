@@ -60,8 +60,9 @@ from tasks.common.config import (
 )
 from tasks.common.environment import command_line
 from tasks.common.hf_run import HFTask, task_module
-from tasks.common.machines import Shard, add_options, check_locks, check_options
+from tasks.common.machines import Shard, check_locks, check_options
 from tasks.common.paired import ACCURACY
+from tasks.common.parsers import compare_parser
 from tasks.common.processes import started
 from tasks.common.queue import AnyQueue, Job, Queue, RunsFailed
 from tasks.common.ray_queue import RayQueue
@@ -91,7 +92,6 @@ RECORDED_LATER = (
 )
 # Sections whose overrides reach the runs of `first` too; the others say what the rows are.
 SHARED_WITH_FIRST = ("data", "augmentation", "trainer")
-OVERRIDES = "for every row; data, augmentation and trainer also for the runs of `first`"
 _OWNER = "the comparison's to choose"
 OWNED = {"trainer.seed": f"{_OWNER}; use `seeds` or --seeds", "trainer.output_dir": f"{_OWNER}; use --out"}
 
@@ -561,37 +561,13 @@ def read_record(
     return record
 
 
-def compare_parser(name: str, config: str, keys: str, overrides: str) -> argparse.ArgumentParser:
-    """Arguments of `python -m tasks.NAME.compare`; what it says of a comparison's file, and of overrides and their
-    form.
-    """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m tasks.{name}.compare",
-        description="Train a list of variants over seeds. Goes on where it was stopped, and does no run twice.",
-    )
-    parser.add_argument("--config", required=True, help=config)
-    parser.add_argument("--out", type=Path, help="folder of the runs; default: outputs/TASK/NAME")
-    parser.add_argument("--records", type=Path, help="folder of one record a run, table and picture; default: --out")
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these rows")
-    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="only these seeds, or others than the file's")
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        metavar="N",
-        help="runs at a time, each a process of one thread; default: one, in this process",
-    )
-    add_options(parser)
-    parser.add_argument("overrides", nargs="*", metavar=keys, help=overrides)
-    return parser
-
-
 def compare_main(
     task: HFTask,
     argv: list[str] | None = None,
     load: Callable[[HFTask, str, Sequence[str]], Comparison] = load_comparison,
 ) -> int:
     """`python -m tasks.TASK.compare`; a bad value prints one line and returns 2. `load` reads the comparison."""
-    parser = compare_parser(task.name, "YAML file with base, seeds, variants and first", "section.key=value", OVERRIDES)
+    parser = compare_parser(task.name)
     arguments = parser.parse_intermixed_args(argv)
     return do_comparison(parser.prog, task.name, arguments, partial(load, task))
 

@@ -19,7 +19,6 @@ earlier axis gives at the top, such as `title`. `trainer.output_dir` of a base i
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import itertools
 import os
@@ -33,6 +32,7 @@ from typing import Any
 import yaml
 
 from hf_sparseprior.command import USER_ERRORS, report_error
+from tasks.common import commands
 
 Config = dict[str, dict[str, Any]]  # sections of keys and plain values
 COMPARISON = ("first", "seeds", "variants")  # keys of a comparison in addition to those of the run that its rows change
@@ -383,8 +383,7 @@ def load_sections(
 
 def main(argv: list[str] | None = None) -> int:
     """List the cells of a file and the rows of its comparisons, each as what follows FILE# in its name."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.common.config", description="List the cells of a file.")
-    parser.add_argument("file", type=Path, help="YAML file, or Python file of mmengine")
+    parser = commands.config()
     file = parser.parse_args(argv).file
     try:
         if file.suffix == ".py":  # of mmengine

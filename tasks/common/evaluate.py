@@ -6,7 +6,6 @@ for another model of the run.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,17 +18,16 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 import hf_sparseprior  # noqa: F401  registers the Auto classes
-from hf_sparseprior.pretrained import check_classes, load_whole_model, weights_sha256
+from hf_sparseprior.pretrained import check_classes, check_saved_folder, load_whole_model, weights_sha256
 from tasks.common.command import run_command
 from tasks.common.config import Config, apply_overrides
 from tasks.common.hf_run import HFTask, Split, named_metrics
 from tasks.common.metrics import average_views, compute_metrics, confusion_matrix
+from tasks.common.parsers import evaluate_parser
 from tasks.common.plots import draw_confusion
 from tasks.common.processes import check_alone
 from tasks.common.results import Results
 from tasks.common.run_folder import check_place, evaluation_folder, model_folder, stored_config
-
-SPLITS = ("train", "validation", "test")
 
 
 def run_config(task: HFTask, model: Path, file: str | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -116,15 +114,7 @@ def _results(
 
 def evaluate_main(task: HFTask, argv: list[str] | None = None) -> int:
     """`python -m tasks.TASK.evaluate`; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m tasks.{task.name}.evaluate", description=f"Evaluate {task.trains} that was saved."
-    )
-    parser.add_argument("model", type=Path, help="folder of a saved model or of a run")
-    parser.add_argument("--config", help="YAML file with a data section; default: that of the run that trained it")
-    parser.add_argument("--split", choices=SPLITS, default="test")
-    parser.add_argument("--batch-size", type=int, default=task.eval_batch_size)
-    parser.add_argument("--out", type=Path, help="folder for results and picture; default: RUN/evaluation")
-    parser.add_argument("overrides", nargs="*", metavar="data.key=value")
+    parser = evaluate_parser(task.name, task.trains, task.eval_batch_size)
     arguments = parser.parse_intermixed_args(argv)
     if arguments.batch_size < 1:
         parser.error(f"--batch-size {arguments.batch_size} must be 1 or more")
@@ -132,6 +122,7 @@ def evaluate_main(task: HFTask, argv: list[str] | None = None) -> int:
 
     def work() -> None:
         folder = model_folder(arguments.model, CONFIG_NAME)
+        check_saved_folder(folder)
         config = run_config(task, folder, arguments.config, arguments.overrides)
         out, split = arguments.out or evaluation_folder(folder), arguments.split
         results = evaluate_model(task, folder, config, split, out, arguments.batch_size)

@@ -37,10 +37,11 @@ from hf_sparseprior.training import (
     StopOnSignal,
 )
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.common.command import RunStopped, run_command, tell_data, train_parser
+from tasks.common.command import RunStopped, run_command, tell_data
 from tasks.common.config import FINAL, Config, load_sections
 from tasks.common.metrics import average_views, compute_metrics, confusion_matrix, pack_correct
 from tasks.common.models import about_model, merged, save_adapter, trainable_parameters
+from tasks.common.parsers import train_parser
 from tasks.common.plots import draw_confusion, draw_history
 from tasks.common.processes import check_joined, join_on_cpu
 from tasks.common.results import Results, read_results, trainer_history
@@ -531,7 +532,7 @@ def draw(task: HFTask, out: Path, prepared: Prepared, results: Results, predicte
 
 def train_main(task: HFTask, argv: list[str] | None = None) -> int:
     """`python -m tasks.TASK.train`; a bad value prints one line and returns 2."""
-    parser = train_parser(task.name, f"Train {task.trains}.", "model.prior=fibottention")
+    parser = train_parser(task.name, task.trains)
     arguments = parser.parse_intermixed_args(argv)
     transformers_logging.disable_progress_bar()  # bars for reading and writing weights; the training bar stays
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,21 +40,6 @@ class Shard:
         What is left at the end is begun by each shard in another place, so that they seldom want the same run.
         """
         return sorted(range(runs), key=self.distance)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """--shard and --ray."""
-    parser.add_argument(
-        "--shard",
-        metavar="K/N",
-        help="do every Nth run from the Kth on first, then what other shards left; for N commands on machines that "
-        "share a disk with locks, as of a job array; with --jobs, by default 1",
-    )
-    parser.add_argument(
-        "--ray",
-        metavar="ADDRESS",
-        help="do the runs on the machines of a Ray cluster, which share a disk; local: start Ray here",
-    )
 
 
 def check_options(jobs: int | None, shard: Shard | None, ray: str | None) -> None:

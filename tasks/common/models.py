@@ -16,6 +16,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, CONFIG_NAME
 from hf_sparseprior.analysis.decays import learned_decay_masks
 from hf_sparseprior.analysis.layers import attention_layers
 from hf_sparseprior.families import FAMILIES, Family, preset_family
+from hf_sparseprior.model_card import add_adapter_requirement
 from hf_sparseprior.pretrained import saved_family
 
 # Keys of a section that describes a model, besides the fields of its family's config.
@@ -97,4 +98,5 @@ def save_adapter(folder: Path, model: Any) -> int | None:
     if not is_peft_model(model):
         return None
     model.save_pretrained(folder)
+    add_adapter_requirement(folder)
     return (folder / ADAPTER_SAFE_WEIGHTS_NAME).stat().st_size

@@ -62,9 +62,10 @@ def draw_confusion(counts: np.ndarray, classes: Sequence[str], path: Path, headi
     """Confusion matrix: colours are shares of each true class, with counts as text if there is room."""
     plt = pyplot()
     size = min(12.0, 2.4 + 0.42 * len(classes))
-    figure, axis = plt.subplots(figsize=(size, size), layout="constrained")
+    figure, axis = plt.subplots(figsize=(size + 1.0, size), layout="constrained")
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    image = axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, ax=axis, shrink=0.7, label="share of the true class", pad=0.02)
     if len(classes) <= 30:
         for row in range(len(classes)):
             for column in range(len(classes)):

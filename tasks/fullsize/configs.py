@@ -25,8 +25,8 @@ from tasks.common.config import (
     read_layers,
     read_rows,
 )
+from tasks.fullsize.commands import ROOT
 
-ROOT = Path("configs")  # where commands are started
 PARTS = ("data", "models", "recipes", "base", "mm")  # folders of what runs are made of
 EXPERIMENTS = "experiments"  # folder of the papers' tables
 # All sections of all tasks that the papers have, and which of them only one task has.

@@ -14,7 +14,6 @@ records.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import shutil
@@ -35,16 +34,15 @@ from tasks.common.environment import command_line, environment
 from tasks.common.locks import locked
 from tasks.common.results import finite_or_null, read_results, write_results
 from tasks.common.run_folder import check_place
-from tasks.fullsize import process, steps
-from tasks.fullsize.configs import ROOT, Group, PaperRun, chosen, find_groups
+from tasks.fullsize import commands, process, steps
+from tasks.fullsize.commands import SMALL
+from tasks.fullsize.configs import Group, PaperRun, chosen, find_groups
 from tasks.fullsize.fixtures import fixture
 from tasks.fullsize.predict import Need, first_need, memory_of_machine, parted, sibling_need, whole_need
 from tasks.fullsize.report import write_report
 from tasks.fullsize.starts import make_start, model_of, named_models
 from tasks.fullsize.steps import Batch
 
-OUT = Path("outputs/fullsize")
-SMALL = 2  # images of a small step: mixing takes pairs, and batch norms more than one
 DONE, REFUSED, FAILED = "done", "refused", "failed"
 PATIENCE = 4  # how many times as long as allowed a process may take
 IMAGE_TASKS = ("classification", "pretraining")
@@ -301,21 +299,7 @@ def list_groups(groups: Sequence[Group], settings: Settings) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2, a configuration that fails 1."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.fullsize.run", description="Let every configuration make a step at full size."
-    )
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="those with such a text in task and name")
-    parser.add_argument("--list", action="store_true", help="print what there is and what it needs, and do nothing")
-    parser.add_argument("--table", action="store_true", help="write the table of the records that there are, no more")
-    parser.add_argument("--small", action="store_true", help=f"only steps of {SMALL} images, none of the own size")
-    parser.add_argument("--jobs", type=int, default=1, help="configurations at a time, default %(default)s")
-    parser.add_argument("--threads", type=int, default=1, help="of each of them, default %(default)s")
-    parser.add_argument("--memory-gib", type=float, help="of one configuration; default: what is free, by --jobs")
-    parser.add_argument("--minutes", type=float, default=10.0, help="of one configuration's step, default %(default)s")
-    parser.add_argument("--out", type=Path, default=OUT, help="folder of runs and fixtures, default %(default)s")
-    parser.add_argument("--records", type=Path, help="folder of records, default OUT/records")
-    parser.add_argument("--report", type=Path, help="folder of the table and picture, default OUT")
-    parser.add_argument("--configs", type=Path, default=ROOT, help="folder of configurations, default: configs")
+    parser = commands.run()
     arguments = parser.parse_args(argv)
     for name in ("jobs", "threads", "minutes", "memory_gib"):
         value = getattr(arguments, name)

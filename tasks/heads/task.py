@@ -15,6 +15,7 @@ from transformers import set_seed
 
 from hf_sparseprior import heads
 from hf_sparseprior.files import read_json_object
+from hf_sparseprior.model_card import model_index
 from hf_sparseprior.pretrained import weights_sha256
 from hf_sparseprior.training import SparsePriorTrainer
 from tasks.common.config import Config
@@ -23,6 +24,7 @@ from tasks.common.hf_run import Prepared as PreparedRun
 from tasks.common.mm.backbone import load_weights
 from tasks.common.models import about_model
 from tasks.heads.baseline import constant_objects
+from tasks.heads.commands import EVAL_BATCH_SIZE, TRAINS
 from tasks.heads.config import SECTIONS, DataConfig, check_config, head_config
 from tasks.heads.data import Prepared, prepare_folder, read_source, same_classes
 from tasks.heads.kinds import KINDS, Kind, ObjectScore, PixelScore, collate, findings, make_processor, save_processor
@@ -285,7 +287,9 @@ def card(model: Any, results: dict[str, Any]) -> str:
     backbone = heads.backbone_of(model).config
     metrics = [f"| {name} | {value} |" for name, value in results.get("metrics", {}).items()]
     lines = [
-        *("---", "library_name: transformers", f"pipeline_tag: {pipeline}", "license: apache-2.0", "---", ""),
+        *("---", "library_name: transformers", f"pipeline_tag: {pipeline}", "license: apache-2.0"),
+        *model_index(f"{type(model).__name__} {backbone.prior_name}", pipeline, results),
+        *("---", ""),
         f"# {type(model).__name__} on {type(heads.backbone_of(model)).__name__}, prior: {backbone.prior_name}",
         *("", "| | |", "|---|---|", f"| backbone | {backbone.summary} |"),
         *(f"| classes | {len(model.config.id2label)} |", f"| data | {results.get('data', 'not recorded')} |", *metrics),
@@ -298,7 +302,7 @@ def card(model: Any, results: dict[str, Any]) -> str:
 
 HEADS = HFTask(
     name="heads",
-    trains="a head of transformers on one of our backbones",
+    trains=TRAINS,
     examples="images",
     sections=SECTIONS,
     check_config=check_config,
@@ -310,7 +314,7 @@ HEADS = HFTask(
     draw=draw,
     measure=measure_split,
     card=card,
-    eval_batch_size=16,
+    eval_batch_size=EVAL_BATCH_SIZE,
     models_read=lambda config: [folder for folder in [config["model"].get("pretrained")] if folder],
     start_sha256=pretrained_sha256,
 )

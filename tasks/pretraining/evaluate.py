@@ -7,19 +7,17 @@ writes results_SPLIT.json into RUN/evaluation for RUN/model, RUN/evaluation/NAME
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModel
 from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 import hf_sparseprior  # noqa: F401  registers the Auto classes
-from hf_sparseprior.pretrained import load_whole_model, weights_sha256
+from hf_sparseprior.pretrained import check_saved_folder, load_whole_model, weights_sha256
 from hf_sparseprior.saved_processor import load_image_processor
 from tasks.common.command import run_command
 from tasks.common.config import Config, apply_overrides, check_known, read_layers
@@ -30,6 +28,7 @@ from tasks.common.images.sources import drop_corrupt
 from tasks.common.processes import check_alone
 from tasks.common.results import Results
 from tasks.common.run_folder import check_place, evaluation_folder, model_folder, stored_config
+from tasks.pretraining import commands
 from tasks.pretraining.config import SECTIONS, EvaluationConfig
 from tasks.pretraining.evaluation import (
     LINEAR_FILE,
@@ -111,19 +110,7 @@ def evaluate_model(
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.pretraining.evaluate",
-        description="Judge the features of a saved model by k-NN and a linear classifier.",
-    )
-    parser.add_argument("model", type=Path, help="folder of a saved model or of a run")
-    parser.add_argument("--config", help="YAML file with a data section; default: that of the run that trained it")
-    parser.add_argument("--split", choices=("validation", "test"), default="test")
-    parser.add_argument("--linear", action="store_true", help="also train a linear classifier on the frozen features")
-    parser.add_argument("--batch-size", type=int, default=64, help="images at a time, default %(default)s")
-    parser.add_argument("--workers", type=int, default=0, help="processes that prepare images, default %(default)s")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
-    parser.add_argument("--out", type=Path, help="folder for the results; default: RUN/evaluation")
-    parser.add_argument("overrides", nargs="*", metavar="data.key=value", help="also evaluation.key=value")
+    parser = commands.evaluate()
     arguments = parser.parse_intermixed_args(argv)
     for name, least in (("batch_size", 1), ("workers", 0)):
         if (value := getattr(arguments, name)) < least:
@@ -132,6 +119,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         folder = model_folder(arguments.model, CONFIG_NAME)
+        check_saved_folder(folder)
         config = run_config(folder, arguments.config, arguments.overrides)
         out, split = arguments.out or evaluation_folder(folder), arguments.split
         results = evaluate_model(

@@ -9,7 +9,6 @@ standard errors over the seeds.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from tasks.common.command import run_command
 from tasks.common.results import read_results
 from tasks.common.run_folder import RESULTS
 from tasks.common.tables import markdown_table
+from tasks.pretraining import commands
 
 ERRORS = 2  # standard errors that a difference has to be above
 AGAINST = {"at_start": "before training", "of_pixels": "pixels"}
@@ -93,12 +93,7 @@ def _pair(value: float, error: float) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; the exit status is 1 if pretraining is not above both."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.pretraining.evidence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run, or its record")
+    parser = commands.evidence()
     arguments = parser.parse_args(argv)
     verdicts: list[bool] = []
 

@@ -22,6 +22,7 @@ from tasks.common.images.model import MODEL_EXTRAS, check_pretrained, pretrained
 from tasks.common.images.processor import make_processor
 from tasks.common.images.sources import ImageData, drop_corrupt
 from tasks.common.models import section_family
+from tasks.pretraining.commands import TRAINS
 from tasks.pretraining.config import SECTIONS, DinoConfig, EvaluationConfig, check_config
 from tasks.pretraining.crops import CropConfig, CropDataset, MultiCrop
 from tasks.pretraining.dino import Dino
@@ -185,7 +186,7 @@ def read_split(config: Config, split: str, model: Any, folder: Any) -> Split:
 
 PRETRAINING = HFTask(
     name="pretraining",
-    trains="student and teacher with DINO, on images without their labels",
+    trains=TRAINS,
     examples="images",
     sections=SECTIONS,
     check_config=check_config,

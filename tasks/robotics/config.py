@@ -18,11 +18,11 @@ from hf_sparseprior.checks import check_finite, check_integer
 from hf_sparseprior.training.finite import STOP, check_setting
 from tasks.common.config import apply_overrides, check_known, check_text, read_layers
 from tasks.common.run_folder import default_output_dir
+from tasks.robotics.commands import TEST_SEED
 from tasks.robotics.policy_config import PolicyConfig
 
 SECTIONS = ("data", "policy", "encoder", "trainer")
 VALIDATION_SEED = 50_000  # seeds from here on are for the choice of a checkpoint
-TEST_SEED = 100_000  # seeds from here on are for evaluation; those of demonstrations are below both
 
 
 @dataclass

@@ -18,7 +18,6 @@ solves the task.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -31,10 +30,11 @@ import numpy as np
 
 from hf_sparseprior.files import check_new
 from tasks.common.command import run_command
+from tasks.robotics import commands
+from tasks.robotics.commands import KINDS
 
 LAYOUTS = {".lerobot": "every environment", ".hdf5": "lift and can", ".zarr": "pusht"}
 ENVIRONMENTS = {".hdf5": ("lift", "can"), ".zarr": ("pusht",)}
-KINDS = ("video", "image")
 VIDEO_LOSS = 4.0  # the largest mean difference of an episode's images to their video, of 255
 
 
@@ -139,12 +139,7 @@ def _same(key: str, one: Any, two: Any, lossy: bool, total: dict[str, list[float
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.robotics.convert", description="Write demonstrations in another layout."
-    )
-    parser.add_argument("source", type=Path, metavar="IN", help="HDF5, zarr or a LeRobotDataset")
-    parser.add_argument("out", type=Path, metavar="OUT", help="new; its name ends in .lerobot, .hdf5 or .zarr")
-    parser.add_argument("--images", choices=KINDS, default="video", help="of a LeRobotDataset, default %(default)s")
+    parser = commands.convert()
     arguments = parser.parse_args(argv)
 
     def work() -> None:

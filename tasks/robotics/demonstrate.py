@@ -14,7 +14,6 @@ those without.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -29,7 +28,8 @@ from hf_sparseprior.files import check_new, write_text
 from tasks.common.command import run_command
 from tasks.common.environment import command_line
 from tasks.common.results import write_results
-from tasks.robotics.environments import ENVIRONMENTS, Environment, make_environment, picture_problem
+from tasks.robotics import commands
+from tasks.robotics.environments import Environment, make_environment, picture_problem
 from tasks.robotics.formats import (
     Demonstrations,
     Episode,
@@ -272,18 +272,7 @@ def _progress(text: str, last: bool) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.robotics.demonstrate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("task", nargs="?", choices=ENVIRONMENTS)
-    parser.add_argument("out", nargs="?", type=Path, help="file of demonstrations: .hdf5, for pusht a .zarr folder")
-    parser.add_argument("--episodes", type=int, default=50, help="solved episodes (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first episode; each attempt takes the next")
-    parser.add_argument("--cameras", nargs="*", default=(), help="whose images are recorded (default: none)")
-    parser.add_argument("--image-size", type=int, help="pixels (default: as in the published data sets)")
-    parser.add_argument("--replay", type=Path, metavar="FILE", help="execute the actions of a file again")
+    parser = commands.demonstrate()
     arguments = parser.parse_args(argv)
     if (arguments.replay is None) == (arguments.out is None):
         parser.error("give TASK and OUT, or --replay FILE")

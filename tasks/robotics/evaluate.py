@@ -7,7 +7,6 @@ processes play and wherever they were interrupted.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from tasks.common.locks import turn
 from tasks.common.processes import check_alone
 from tasks.common.results import Results
 from tasks.common.run_folder import MODEL, check_place, evaluation_folder
+from tasks.robotics import commands
 from tasks.robotics.config import TEST_SEED
 from tasks.robotics.environments import Environment, picture_problem
 from tasks.robotics.episodes import EpisodeStore, Wanted, one_thread, play, play_in_processes
@@ -284,18 +284,7 @@ def side_by_side(episodes: Sequence[Episode], index: int) -> np.ndarray:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.robotics.evaluate", description="Evaluate a policy in the simulator it was trained for."
-    )
-    parser.add_argument("run", type=Path, help="folder of a run, or of a saved policy")
-    parser.add_argument("--episodes", type=int, default=50)
-    parser.add_argument("--seed", type=int, help=f"of the first episode; default: trainer.test_seed or {TEST_SEED}")
-    parser.add_argument("--untrained", action="store_true", help="random weights instead of the trained ones")
-    parser.add_argument("--max-steps", type=int, help="actions of an episode; default: the environment's horizon")
-    parser.add_argument("--sampler", help="ddpm or ddim instead of the policy's own")
-    parser.add_argument("--sampling-steps", type=int, help="evaluations of the network for a plan")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that play; default %(default)s")
-    parser.add_argument("--out", type=Path, help="folder for results and pictures; default: RUN/evaluation")
+    parser = commands.evaluate()
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
     out = arguments.out or default_folder(arguments.run, arguments.untrained)

@@ -7,11 +7,11 @@ transformers, in this process alone, so that it leaves out what needs it.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from importlib.metadata import version
 
 from tasks.common.command import run_command
+from tasks.robotics import commands
 
 PLUGIN = "tasks.robotics.lerobot_plugin"
 
@@ -38,11 +38,7 @@ def run(arguments: list[str]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a missing lerobot is one line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.robotics.lerobot_eval",
-        description="lerobot-eval with our policies and simulators. All arguments are lerobot-eval's.",
-        epilog="for example --policy.path=OUT --env.task=PushT-v0 --eval.n_episodes=10 --eval.batch_size=2",
-    )
+    parser = commands.lerobot_eval()
     _, arguments = parser.parse_known_args(argv)
     return run_command(parser.prog, lambda: run(arguments))
 

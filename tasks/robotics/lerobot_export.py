@@ -6,7 +6,6 @@ policy scales observations and actions itself. `python -m tasks.robotics.lerobot
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 from hf_sparseprior.files import whole_folder, write_text
 from tasks.common.command import run_command
+from tasks.robotics import commands
 from tasks.robotics.observation_groups import ENVIRONMENT, GROUPS, STATE, image_feature
 
 POLICY_TYPE = "sparseprior_crossway"
@@ -79,11 +79,7 @@ def export(run: Path, out: Path) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.robotics.lerobot_export", description="Write a policy as lerobot reads it."
-    )
-    parser.add_argument("run", type=Path, help="folder of a run, or of a saved policy")
-    parser.add_argument("out", type=Path, help="the new folder")
+    parser = commands.lerobot_export()
     arguments = parser.parse_args(argv)
     return run_command(parser.prog, lambda: print(f"policy for lerobot: {export(arguments.run, arguments.out)}"))
 

@@ -25,7 +25,7 @@ from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.files import file_sha256, whole_folder, write_text
-from hf_sparseprior.pretrained import load_whole_model
+from hf_sparseprior.pretrained import hub_hint, load_whole_model
 from tasks.robotics.diffusion import Generators, denoise, first_noise, noise_scheduler, sampler
 from tasks.robotics.image_decoder import ImageDecoder
 from tasks.robotics.normalizer import ACTIONS, Normalizer
@@ -399,7 +399,7 @@ def read_policy_file(folder: str | Path) -> dict[str, Any]:
     """policy.json of a saved policy: format, policy, normalizer, about."""
     path = Path(folder) / POLICY_FILE
     if not path.is_file():
-        raise OSError(f"{folder} is not a folder of a saved policy: {POLICY_FILE} is missing")
+        raise OSError(f"{folder} is not a folder of a saved policy: {POLICY_FILE} is missing{hub_hint(folder)}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.pretrained import check_saved_folder, load_changed_model, saved_family
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.common.command import run_command, tell_data, train_parser
+from tasks.common.command import run_command, tell_data
 from tasks.common.metrics import pack_correct
 from tasks.common.models import FAMILY_KEYS, decay_change
 from tasks.common.results import Results, finite_or_null
@@ -33,6 +33,7 @@ from tasks.common.run_folder import (
     last_whole_checkpoint,
     owned,
 )
+from tasks.robotics import commands
 from tasks.robotics.config import TrainerConfig, check_config, load_config
 from tasks.robotics.data import Windows, check_shapes, fit_normalizer, read_episodes
 from tasks.robotics.evaluate import Rollouts, judge
@@ -251,7 +252,7 @@ def start_encoders(policy: CrosswayPolicy, folder: str, encoder: dict[str, Any])
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = train_parser("robotics", "Train a diffusion policy on demonstrations.", "encoder.prior=violin")
+    parser = commands.train()
     arguments = parser.parse_intermixed_args(argv)
     transformers_logging.disable_progress_bar()  # bars for reading and writing weights; the training bar stays
 

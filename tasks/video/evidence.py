@@ -8,7 +8,6 @@ MOTION.md and motion.png are written into RECORDS.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from tasks.common.metrics import unpack_correct
 from tasks.common.paired import RULE, Difference, differences, verdict
 from tasks.common.results import read_results
 from tasks.common.tables import markdown_table, plus_minus
+from tasks.video import commands
 from tasks.video.motion import CLASSES, KINDS, MotionConfig
 
 PLAYING, DIRECTION = "test_accuracy_of_backward_forward_paused", "test_direction_accuracy"
@@ -138,8 +138,7 @@ def write_evidence(folder: Path) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.video.evidence", description=__doc__.splitlines()[0])
-    parser.add_argument("records", type=Path, help="folder of records, as `tasks.video.compare --records` leaves it")
+    parser = commands.evidence()
     arguments = parser.parse_args(argv)
     return run_command(parser.prog, lambda: print(write_evidence(arguments.records)))
 

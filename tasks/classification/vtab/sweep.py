@@ -9,7 +9,6 @@ twice. `--shard K/N` and `--ray ADDRESS` are for several machines (docs/several-
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import multiprocessing
 import os
@@ -29,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.train import run as train
+from tasks.classification.vtab import commands
 from tasks.classification.vtab.plan import Records, Run, Sweep, choose, load_sweep
 from tasks.classification.vtab.report import write_report
 from tasks.common import queue as queue_jobs
@@ -38,7 +38,7 @@ from tasks.common.environment import command_line
 from tasks.common.images.sources.vtab import task_folder
 from tasks.common.images.vtab_tasks import TASKS
 from tasks.common.locks import locked
-from tasks.common.machines import Shard, add_options, check_options
+from tasks.common.machines import Shard, check_options
 from tasks.common.processes import variables_set, visible_gpus
 from tasks.common.queue import RunsFailed
 from tasks.common.ray_queue import RayQueue
@@ -295,23 +295,7 @@ def do_run(job: Job, run: Run, callbacks: Sequence[Any] = ()) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.classification.vtab.sweep",
-        description="Fine-tune on VTAB-1K. Goes on where it was stopped, and does no run twice.",
-    )
-    parser.add_argument(
-        "--config", required=True, help="YAML file of a sweep, such as configs/classification/vtab.yaml#deit_base-full"
-    )
-    parser.add_argument("--out", type=Path, help="folder of the runs while they last; default: outputs/TASK/NAME")
-    parser.add_argument("--records", type=Path, help="folder of one record a run, tables and picture; default: --out")
-    parser.add_argument("--tasks", nargs="+", metavar="NAME", help=f"only these of {', '.join(TASKS)}")
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these rows")
-    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="only these of the final stage")
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes, GPUs in turn; default: 1")
-    add_options(parser)
-    parser.add_argument("--keep", action="store_true", help="keep the folders of finished runs, with their models")
-    parser.add_argument("--dry-run", action="store_true", help="say how many runs are done and still to do")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every run")
+    parser = commands.sweep()
     arguments = parser.parse_intermixed_args(argv)
     transformers_logging.disable_progress_bar()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,16 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.common.command import run_command, train_parser
-from tasks.common.compare import compare_parser, do_comparison
-from tasks.common.mm.task import MM_SPLITS, PICTURE, Task
+from tasks.common.command import run_command
+from tasks.common.compare import do_comparison
+from tasks.common.mm.task import PICTURE, Task
+from tasks.common.parsers import mm_compare_parser, mm_evaluate_parser, mm_train_parser
 from tasks.common.run_folder import MODEL, RESULTS
 
 
 def train_main(name: str, load_task: Callable[[], Task], argv: list[str] | None = None) -> int:
     """`python -m tasks.NAME.train`; a bad value prints one line and returns 2. `load_task` needs the extra `dense`."""
-    parser = train_parser(
-        name, f"Train a model for {name}.", "model.backbone.prior=violin", "mm config file", "key=value"
-    )
+    parser = mm_train_parser(name)
     arguments = parser.parse_intermixed_args(argv)
     transformers_logging.disable_progress_bar()
 
@@ -47,8 +45,7 @@ def train_main(name: str, load_task: Callable[[], Task], argv: list[str] | None 
 
 def compare_main(name: str, load_task: Callable[[], Task], argv: list[str] | None = None) -> int:
     """`python -m tasks.NAME.compare`, as `train_main`."""
-    file = "mm config file with `cells`, one for each row, and `seeds`"
-    parser = compare_parser(name, file, "key=value", "for every row, e.g. train_cfg.max_iters=100")
+    parser = mm_compare_parser(name)
     arguments = parser.parse_intermixed_args(argv)
 
     def load(path: str, overrides: Sequence[str]) -> Any:
@@ -75,14 +72,7 @@ def print_classes(classes: Mapping[str, Mapping[str, float | None]]) -> None:
 
 def evaluate_main(name: str, load_task: Callable[[], Task], argv: list[str] | None = None) -> int:
     """`python -m tasks.NAME.evaluate`, as `train_main`."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m tasks.{name}.evaluate", description=f"Evaluate a saved model for {name}."
-    )
-    parser.add_argument("model", type=Path, help="folder of a run or of its model, whose config.py is run: trust it")
-    parser.add_argument("--split", choices=tuple(MM_SPLITS), default="test")
-    parser.add_argument("--tta", action="store_true", help="several sizes of each image, each mirrored too, merged")
-    parser.add_argument("--out", type=Path, help="folder for results and picture; default: RUN/evaluation")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. test_dataloader.dataset.data_root=DIR")
+    parser = mm_evaluate_parser(name)
     arguments = parser.parse_intermixed_args(argv)
     transformers_logging.disable_progress_bar()
 

@@ -9,6 +9,7 @@ from typing import Any
 from mmengine.config import Config
 
 from hf_sparseprior.files import file_sha256
+from hf_sparseprior.pretrained import hub_hint
 from tasks.common.mm.config import WORK_DIR, as_json, check_data, load_config
 from tasks.common.mm.runner import QuietRunner, build_runner, classes_of, whole_model
 from tasks.common.mm.saving import CONFIG, WEIGHTS, fill_model
@@ -34,7 +35,7 @@ def evaluate(
     check_alone("evaluate")
     folder = model_folder(folder, CONFIG)
     if not (folder / CONFIG).is_file():
-        raise OSError(f"{folder} is not a folder of a saved model: it holds no {CONFIG}")
+        raise OSError(f"{folder} is not a folder of a saved model: it holds no {CONFIG}{hub_hint(folder)}")
     config = load_config(task.name, folder / CONFIG, overrides)
     out = out or evaluation_folder(folder)
     check_place(out, "--out")

@@ -28,7 +28,6 @@ COCO's category ids are 1 to 3. Objects with fewer than `MIN_PIXELS` pixels in a
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -42,6 +41,7 @@ import numpy as np
 from hf_sparseprior.analysis.pictures import pyplot, save
 from hf_sparseprior.files import whole_folder, write_text
 from tasks.common.command import run_command
+from tasks.common.mm import commands
 from tasks.common.mm.pictures import draw_instances
 from tasks.common.mm.scenes import BACKGROUND, SPLITS, corner_boxes, mask_box, run_lengths
 
@@ -294,13 +294,7 @@ def write_photographs(out: Path, settings: Settings) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.common.mm.photographs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("out", type=Path, help="folder to write; must not exist")
-    parser.add_argument("--size", type=int, default=Settings().size, help="side of a tile in pixels")
+    parser = commands.photographs()
     arguments = parser.parse_args(argv)
     return run_command(parser.prog, lambda: print(write_photographs(arguments.out, Settings(arguments.size))))
 

@@ -24,7 +24,6 @@ that show it. Training, validation and test scenes share neither a digit, nor a 
 
 from __future__ import annotations
 
-import argparse
 import colorsys
 import importlib.util
 import json
@@ -42,6 +41,7 @@ from tasks.common.command import run_command
 from tasks.common.images.config import DataConfig
 from tasks.common.images.sources.arrays import read_digits, read_fashion_mnist
 from tasks.common.images.sources.images import Images
+from tasks.common.mm import commands
 from tasks.common.mm.pictures import draw_instances
 
 SPLITS = ("training", "validation", "test")
@@ -380,18 +380,7 @@ def write_scenes(out: Path, settings: SceneSettings) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.common.mm.scenes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    default = SceneSettings()
-    parser.add_argument("out", type=Path, help="folder to write; must not exist")
-    parser.add_argument("--train", dest="training", type=int, default=default.training, help="number of scenes")
-    parser.add_argument("--validation", type=int, default=default.validation)
-    parser.add_argument("--test", type=int, default=default.test)
-    parser.add_argument("--size", type=int, default=default.size, help="side of a scene in pixels")
-    parser.add_argument("--seed", type=int, default=default.seed)
+    parser = commands.scenes()
     arguments = vars(parser.parse_args(argv))
     out = arguments.pop("out")
     return run_command(parser.prog, lambda: print(write_scenes(out, SceneSettings(**arguments))))

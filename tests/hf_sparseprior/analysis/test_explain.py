@@ -133,7 +133,7 @@ def test_pictures_of_an_order(capsys, tmp_path, monkeypatch):
         masks=masks, titles=titles, heading=heading) or path)  # fmt: skip
     monkeypatch.setattr(pictures, "draw_curves", lambda curves, grid, path: drawn.update(curves=curves) or path)
     for order, names in (("hilbert", ["hilbert"]), ('["raster","snake"]', ["snake"])):
-        main([*WINDOW, "--prefix", "1", "--layer", "1", "--set", f"order={order}", "--out", str(tmp_path)])
+        main([*WINDOW, "--prefix", "1", "--layer", "2", "--set", f"order={order}", "--out", str(tmp_path)])
         assert "order_window_4x4.png" in capsys.readouterr().out and drawn["curves"] == names
         support = {"name": "window", "w": 1, "order": json.loads(order) if "[" in order else order}
         expected = build_mask(support, num_heads=2, num_tokens=16, num_prefix_tokens=1, layer=1)
@@ -157,7 +157,7 @@ def test_settings_reach_the_support(capsys):
         (["fibottention", "--set", "w_min=-1"], "w_min=-1 must be an integer of 1 or more"),
         (["fibottention", "--prefix", "-1"], "--prefix=-1 must be an integer of 0 or more"),
         (["fibottention", "--layers", "0"], "--layers=0 must be an integer of 1 or more"),
-        (["fibottention", "--layer", "-1"], "--layer=-1 must be an integer of 0 or more"),
+        (["fibottention", "--layer", "0"], "--layer=0 must be an integer of 1 or more"),
         (["fibottention", "--head-dim", "0"], "--head-dim=0 must be an integer of 1 or more"),
         (["fibottention", "--heads", "0"], "--heads=0 must be an integer of 1 or more"),
         (["fibottention", "--heads", "1000000"], "--heads=1000000 must be at most 256; the environment variable"),

@@ -16,12 +16,16 @@ from hf_sparseprior.analysis.image_maps import (
     with_heat,
 )
 from hf_sparseprior.analysis.pictures import (
+    DPI,
+    draw_attention,
     draw_decay,
     draw_flops,
     draw_gammas,
     draw_mask_rows,
     draw_matrices,
     draw_quartiles,
+    draw_seen,
+    draw_support,
 )
 
 
@@ -71,7 +75,7 @@ def test_panels_show_the_maps_and_frame_queries_and_boxes(image, figures, tmp_pa
         [Panel(image, seen=seen, box=(3, 1, 4.5, 6))],
     ]
     draw_panels(panels, ["first", "second"], tmp_path / "panels.png", "heading")
-    axes = np.array(figures[0].axes).reshape(2, 2)
+    axes = np.array(figures[0].axes[:4]).reshape(2, 2)
     arrays = [axis.images[0].get_array() for axis in axes.flat[:3]]
     for drawn, expected in zip(arrays, (image, with_heat(image, heat), darkened(image, seen)), strict=True):
         np.testing.assert_allclose(drawn, expected)
@@ -82,6 +86,46 @@ def test_panels_show_the_maps_and_frame_queries_and_boxes(image, figures, tmp_pa
     assert (*box.get_xy(), box.get_width(), box.get_height()) == (3, 1, 4.5, 6)
     # Pixel edges lie at whole numbers, the first row on top.
     assert axes[0, 0].images[0].get_extent() == [0, 14, 10, 0]
+
+
+@pytest.mark.parametrize("tokens", [17, 65, 197, 401])
+def test_a_pair_is_a_whole_number_of_pixels(tokens, figures, tmp_path):
+    masks = np.random.default_rng(0).random((5, tokens, tokens)) < 0.1
+    draw_support(masks, ["title"] * 5, tmp_path / "support.png", "heading", 1)
+    width, height = figures[0].get_size_inches() * DPI
+    for axis, mask in zip(figures[0].axes, masks, strict=True):
+        x, y, wide, high = axis.get_position().bounds * np.array([width, height, width, height])
+        for number in (x, y, wide / tokens, high / tokens):
+            assert number == pytest.approx(round(number), abs=1e-6)
+        assert round(wide) >= 2 * tokens and wide == pytest.approx(high)
+        drawn = axis.images[0].get_array()
+        assert np.array_equal(drawn > 0, mask) and set(np.unique(drawn[1:, 1:])) <= {0, 1}
+
+
+def test_what_a_patch_sees_is_drawn_on_the_grid(figures, tmp_path):
+    rows = np.random.default_rng(0).random((2, 3, 4)) < 0.5
+    rows[:, 1, 2] = [True, False]
+    draw_seen(rows, ["1", "2"], (1, 2), tmp_path / "patch.png", "heading")
+    for axis, seen in zip(figures[0].axes, rows, strict=True):
+        drawn = axis.images[0].get_array()
+        assert np.array_equal(drawn > 0, seen) and drawn[1, 2] == 2 * seen[1, 2] and np.sum(drawn == 2) == seen[1, 2]
+        assert axis.patches[0].get_xy() == (1.5, 0.5)
+
+
+def test_maps_in_scales_of_their_own_have_a_bar_of_colours(image, figures, tmp_path):
+    heat = np.array([[0.1, 0.2]])
+    draw_panels([[Panel(image)]], ["plain"], tmp_path / "plain.png", "heading")
+    assert len(figures[0].axes) == 1
+    draw_panels([[Panel(image, heat=heat)]], ["heat"], tmp_path / "heat.png", "heading")
+    draw_matrices([[heat, 2 * heat]], ["basis"], tmp_path / "matrices.png", "heading")
+    weights = {"dense": np.random.default_rng(0).random((2, 5, 5))}
+    draw_attention(image, weights, (2, 2), 1, (0, 1), tmp_path / "attention.png", "heading")
+    for figure, colours, panels in zip(figures[1:], ("inferno", "viridis", "viridis"), (1, 2, 4), strict=True):
+        *axes, bar = figure.axes
+        assert len(axes) == panels and bar.get_ylabel().endswith(" / largest")
+        assert bar.get_ylim() == (0, 1) and bar._colorbar.cmap.name == colours
+    drawn = figures[3].axes[1].images[0]  # what the class token sees, on average over the heads
+    assert drawn.get_clim() == (0, pytest.approx(weights["dense"][:, 0, 1:].mean(0).max()))
 
 
 # ---- decays and spreads ---------------------------------------------------------------------------------------------
@@ -142,7 +186,7 @@ def test_the_centre_and_two_corners_of_whole_masks_are_drawn(figures, tmp_path):
             assert axis.lines[0].get_xydata().tolist() == [marked]
 
 
-@pytest.mark.parametrize("draw", ["panels", "masks", "gammas", "matrices", "quartiles"])
+@pytest.mark.parametrize("draw", ["panels", "masks", "gammas", "matrices", "quartiles", "support", "seen"])
 def test_no_text_is_cut_off(draw, image, figures, tmp_path):
     path, heading = (
         tmp_path / "x.png",
@@ -156,6 +200,10 @@ def test_no_text_is_cut_off(draw, image, figures, tmp_path):
         draw_gammas(np.full((2, 1, 3), 0.9), np.ones((2, 3)), ["manhattan"], [1, 2], path, heading)
     elif draw == "matrices":
         draw_matrices([[np.ones((16, 4))]], ["layer 1"], path, heading, ["layer 1"])
+    elif draw == "support":
+        draw_support(np.ones((1, 20, 20), dtype=bool), ["1: 20 offsets and 30 other pairs"], path, heading)
+    elif draw == "seen":
+        draw_seen(np.ones((1, 4, 4), dtype=bool), ["1: 20 offsets and 30 other pairs"], (0, 0), path, heading)
     else:
         spread = {"min": 1.0, "q1": 2.0, "median": 4.0, "q3": 5.0, "max": 9.0}
         draw_quartiles({"x": spread}, {"x": [3.0]}, path, "100 x diversity between heads", heading)

@@ -10,7 +10,8 @@ import hf_sparseprior as sp
 from hf_sparseprior.analysis.image_maps import darkened, with_heat
 from hf_sparseprior.supports import build_mask
 from tasks.analysis.attention import attention_rows, main, query_rows
-from tasks.analysis.maps import chosen, parse_query
+from tasks.analysis.commands import parse_query
+from tasks.analysis.maps import chosen
 from tasks.analysis.runs import open_models
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import load_data
@@ -28,7 +29,7 @@ def digit(runs):
 
 
 def panels_of(figure, rows):
-    axes = np.array(figure.axes).reshape(rows, -1)
+    axes = np.array(figure.axes[:-1]).reshape(rows, -1)  # the last one is the bar of colours
     titles = [[axis.get_title() for axis in line] for line in axes]
     arrays = [[axis.images[0].get_array() if axis.images else None for axis in line] for line in axes]
     return axes, titles, arrays

@@ -11,7 +11,8 @@ from PIL import Image
 from scipy import ndimage
 
 from tasks.analysis import corruptions
-from tasks.analysis.corruptions import BENCHMARKS, CORRUPTIONS, SEVERITIES, corrupt
+from tasks.analysis.commands import SEVERITIES
+from tasks.analysis.corruptions import BENCHMARKS, CORRUPTIONS, corrupt
 from tests.tasks.analysis.saved_runs import NEEDS_CORRUPTIONS, natural_image
 
 IMAGE = natural_image(7)

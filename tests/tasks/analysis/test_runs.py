@@ -112,6 +112,7 @@ def test_channels_of_towers_are_those_of_their_own_config():
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere is neither the folder of a run nor of a saved model or adapter"),
+        (["someone/model"], "hf download someone/model --local-dir FOLDER"),
         (["unfinished"], "unfinished is a run that is not finished, it has no model"),
         (["broken"], "config.json is not a JSON object"),
         (["RUN", "RUN"], "a model is given twice"),

@@ -65,7 +65,7 @@ def test_pictures_show_connectivity_attention_basis_and_coefficients(run, runs, 
     assert len(found["layers"]) == 2 and 0 < found["layers"][0]["patches_kept"] <= 5
     assert "patches kept" in capsys.readouterr().out
 
-    axes = np.array(figures["mine_test5_query_2_3.png"].axes).reshape(2, -1)
+    axes = np.array(figures["mine_test5_query_2_3.png"].axes[:-1]).reshape(2, -1)
     image = axes[0, 0].images[0].get_array()
     pixels = torch.tensor(np.asarray(image).transpose(2, 0, 1)[None] * 2 - 1, dtype=torch.float32)
     with torch.no_grad(), watch_predictions(model) as watched:
@@ -84,16 +84,16 @@ def test_pictures_show_connectivity_attention_basis_and_coefficients(run, runs, 
             )
             np.testing.assert_allclose(whole.images[0].get_array(), with_heat(image, full[head]), atol=1e-3)
 
-    compared = np.array(figures["mine_test5_compared_query_2_3.png"].axes).reshape(2, -1)
+    compared = np.array(figures["mine_test5_compared_query_2_3.png"].axes[:-1]).reshape(2, -1)
     titles = [axis.get_title() for axis in compared[0]]
     assert [title.partition("\n")[0] for title in titles[1::2]] == ["full", "sparse"] and len(titles) == 4
     highest = watched[0].full_attention[0, :, place, 1:].mean(0).max().item()
     assert float(titles[1].partition("max ")[2]) == pytest.approx(highest, rel=0.06)
-    basis = np.array(figures["mine_basis.png"].axes).reshape(2, -1)
+    basis = np.array(figures["mine_basis.png"].axes[:-1]).reshape(2, -1)
     for line, layer in zip(basis, model.vit.layers, strict=True):
         for axis, row in zip(line, layer.attention.predictor.w_up.detach(), strict=True):
             np.testing.assert_allclose(axis.images[0].get_array(), row.clamp_min(0).reshape(GRID), atol=1e-6)
-    for axis, prediction in zip(figures["mine_test5_coefficients.png"].axes, watched, strict=True):
+    for axis, prediction in zip(figures["mine_test5_coefficients.png"].axes[:-1], watched, strict=True):
         drawn = np.asarray(axis.images[0].get_array())
         down = prediction.coefficients[0, 2].numpy()  # three heads, the last stands for the fifth
         np.testing.assert_allclose(drawn, np.where(down > 0.15, down, 0), atol=1e-5)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_sparseprior.packing import Packing
-from tasks.benchmark import mixed_sizes
+from tasks.benchmark import commands, mixed_sizes
 from tasks.benchmark.mixed_sizes import draw_grids, main
 
 TINY = [
@@ -27,7 +27,7 @@ TINY = [
 
 
 def test_grids_are_those_asked_for():
-    shapes, scales = (draw_grids(kind, 500, 400, 0) for kind in mixed_sizes.KINDS)
+    shapes, scales = (draw_grids(kind, 500, 400, 0) for kind in commands.KINDS)
     assert all(height * width <= 400 for height, width in shapes)
     ratios = [height / width for height, width in shapes]
     assert 0.45 < min(ratios) < 0.6 and 1.7 < max(ratios) < 2.2

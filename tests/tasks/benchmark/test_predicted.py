@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tasks.benchmark import predicted
+from tasks.benchmark import commands, predicted
 from tasks.benchmark.predicted import main
 
 QUICK = ["--threads", "1", "--device", "cpu", "--rounds", "3", "--budget", "0.1"]
@@ -25,7 +25,7 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path, capsys):
 
 
 def test_there_are_five_models_of_different_kinds():
-    models = [predicted.parse_model(text) for text in predicted.MODELS]
+    models = [predicted.parse_model(text) for text in commands.MODELS]
     assert len(models) == 5 and len({prior for _, prior, *_ in models}) == 5
     assert {preset.partition("_")[0] for preset, *_ in models} == {"vit", "swin", "convit"}
 

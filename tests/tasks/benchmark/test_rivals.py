@@ -14,7 +14,7 @@ import torch
 
 from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.backend_choice import BACKENDS
-from tasks.benchmark import contenders_of_rivals, lone_process, records, rival_process, rivals
+from tasks.benchmark import commands, contenders_of_rivals, lone_process, records, rival_process, rivals
 from tasks.benchmark.contenders_of_rivals import RIVALS, Problem, encodes, encodes_windows, in_torch, plainly
 from tasks.benchmark.plain_attention import PLAIN, plain_attention
 from tasks.benchmark.rivals import main, summary
@@ -160,7 +160,7 @@ def test_memory_of_other_programs_is_what_stays_and_the_peak_of_a_call():
 
 def test_rounds_go_through_everything_and_contenders_take_turns():
     given = ["--models", "a", "b", "--sizes", "512", "224", "--rivals", "x", "y", "z", "--rounds", "2"]
-    wanted = rivals.plan(rivals.make_parser().parse_args(given))
+    wanted = rivals.plan(commands.rivals().parse_args(given))
     assert [entry["round"] for entry in wanted] == [0] * 24 + [1] * 24
     first = [(entry["pixels"], entry["model"], entry["dtype"], entry["rival"]) for entry in wanted]
     assert first[:4] == [*((224, "a", "float32", name) for name in "xyz"), (224, "a", "bfloat16", "x")]

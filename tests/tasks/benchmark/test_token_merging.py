@@ -90,7 +90,7 @@ def test_so_many_patches_are_left(keep):
 
 
 def test_more_than_a_matching_can_merge_is_refused():
-    with pytest.raises(ValueError, match=r"keep=0.2: layer 0 would merge 13 of 16 tokens, at most half can be"):
+    with pytest.raises(ValueError, match=r"keep=0.2: layer 1 would merge 13 of 16 tokens, at most half can be"):
         merges_of_layers(0.2, 16, 1)
 
 

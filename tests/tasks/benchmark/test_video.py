@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tasks.benchmark import video
+from tasks.benchmark import commands, video
 from tasks.benchmark.clip_model import Clips
 from tasks.common.results import write_results
 
@@ -19,7 +19,7 @@ def command(out, *more):
 
 @pytest.fixture
 def settings(tmp_path):
-    return video.settings_of(video.make_parser().parse_args(command(tmp_path, "--memory-gib", "3", "--seconds", "7")))
+    return video.settings_of(commands.video().parse_args(command(tmp_path, "--memory-gib", "3", "--seconds", "7")))
 
 
 @pytest.fixture(scope="module")

@@ -225,6 +225,7 @@ def test_the_adapter_alone_is_enough(finished, saved):
     whole = load_whole_model(folder / "model").eval()
     torch.testing.assert_close(adapted(images()).logits, whole(images()).logits, rtol=0, atol=1e-5)
     assert (folder / "adapter" / "adapter_model.safetensors").stat().st_size < 12_000
+    assert "import hf_sparseprior" in (folder / "adapter" / "README.md").read_text()
 
 
 def test_an_interrupted_run_goes_on_to_the_same_weights(finished, tmp_path, monkeypatch):

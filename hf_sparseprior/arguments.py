@@ -1,0 +1,128 @@
+"""Arguments of `python -m hf_sparseprior`. Importing this imports nothing but Python's own modules.
+
+`hf_sparseprior/__init__.py` asks the parser before anything else, so that `--help` and wrong arguments are answered at
+once, without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+PROGRAM = "python -m hf_sparseprior"
+# Each is compared with what it names by a test; the modules that have these import torch.
+TARGETS = (
+    *("sparseprior_vit", "sparseprior_timesformer", "sparseprior_swin", "sparseprior_convit", "sparseprior_iformer"),
+    *("timm", "original", "vit", "deit", "dinov2", "dinov2_with_registers", "siglip", "swin", "timesformer"),
+)
+FORMATS = ("torch", "onnx", "openvino")
+BACKENDS = ("sdpa", "gather", "diagonal", "reference")  # of exported files
+WEIGHTS = {"bfloat16": "torch", "int8": "onnx"}
+EXTRAS = ("video", "heads", "dense", "robotics", "export")
+DTYPES = ("float32", "bfloat16")
+KINDS = ("families", "supports", "sequences", "decays", "curves", "predictors", "mixers", "extras", "backends")
+
+
+def make_parser(targets: Sequence[str] = TARGETS) -> argparse.ArgumentParser:
+    """The parser of all commands; `targets` are the formats of `convert`."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Vision transformers with sparse attention and spatial priors.",
+        epilog="A bad value ends with one line; with SPARSEPRIOR_TRACEBACK=1 its traceback shows before that.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    add_list(commands.add_parser("list", help="the names of all families, supports, decays, curves ..."))
+    add_explain(commands.add_parser("explain", help="what a prior does on a grid, numbers and pictures"))
+    text = "make a saved model ready to upload, or a file of it that runs without this package"
+    add_export(commands.add_parser("export", help=text))
+    text = "checkpoints of transformers, timm, DeiT, DINOv2, SigLIP, Swin ... as ours, and ours as theirs"
+    add_convert(commands.add_parser("convert", help=text), targets)
+    doctor = commands.add_parser("doctor", help="what runs on this machine, what does not, and how to get it")
+    text = "only what this extra's tasks lack; exit status 1 if anything"
+    doctor.add_argument("--require", choices=EXTRAS, help=text)
+    return parser
+
+
+def add_list(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `list`."""
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"{', '.join(KINDS)}; default: all")
+
+
+def add_explain(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `explain`."""
+    text = f"a name that `{PROGRAM} list` prints: supports, decays, predictors, mixers, extras; names joined by +"
+    parser.add_argument("prior", help=text)
+    parser.add_argument("--heads", type=int, default=12, help="attention heads (default 12)")
+    text = "patch grid, HEIGHTxWIDTH, or FRAMESxHEIGHTxWIDTH of a clip (default 14x14)"
+    parser.add_argument("--grid", type=parse_grid, default=(14, 14), help=text)
+    parser.add_argument("--prefix", type=int, default=1, help="class, distillation and register tokens (default 1)")
+    parser.add_argument("--head-dim", type=int, default=64, help="width of a head, for the FLOPs (default 64)")
+    parser.add_argument("--layers", type=int, default=12, help="layers, for the FLOPs (default 12)")
+    parser.add_argument("--layer", type=int, help="draw this layer (from 1), with its shuffled heads")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, JSON value")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the pictures (default: this one)")
+    parser.add_argument("--no-picture", action="store_true", help="numbers only")
+    parser.add_argument("--time", action="store_true", help="predict time and memory on this machine, in some seconds")
+    parser.add_argument(
+        "--model", metavar="PRESET", help="with --time: vit_small, swin_tiny ...; else a ViT of --heads"
+    )
+    parser.add_argument("--images", type=int, help="with --time: how many at once (default 1)")
+    parser.add_argument("--dtype", choices=DTYPES, help="with --time (default float32)")
+
+
+def parse_grid(text: str) -> tuple[int, ...]:
+    """(height, width) of "14x14", (frames, height, width) of "8x14x14"."""
+    parts = text.lower().split("x")
+    if len(parts) not in (2, 3) or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be HEIGHTxWIDTH, for example 14x14, or FRAMESxHEIGHTxWIDTH, for example 8x14x14"
+        )
+    return tuple(map(int, parts))
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `export`."""
+    parser.add_argument("source", type=Path, help="folder of a saved model or a training run")
+    parser.add_argument("out", type=Path, help="new folder")
+    parser.add_argument("--license", help="for the model card (default apache-2.0)")
+    parser.add_argument(
+        "--format", choices=FORMATS, help="write one file for torch.export, ONNX Runtime or OpenVINO instead"
+    )
+    parser.add_argument("--size", help="with --format: HEIGHTxWIDTH of the images, or one number")
+    parser.add_argument(
+        "--backend", choices=BACKENDS, help=f"with --format: the form of attention (default {BACKENDS[0]})"
+    )
+    weights = ", ".join(f"{name} (--format {own})" for name, own in WEIGHTS.items())
+    parser.add_argument("--weights", choices=list(WEIGHTS), help=f"{weights}; default float32")
+    text = "with --format: folder with a folder of images for each class, for the accuracy"
+    parser.add_argument("--images", type=Path, help=text)
+
+
+def add_convert(parser: argparse.ArgumentParser, targets: Sequence[str] = TARGETS) -> None:
+    """Arguments of `convert`."""
+    parser.add_argument("source", type=Path, help="folder, .safetensors, .pth or .bin file")
+    parser.add_argument(
+        "out", type=Path, help="new folder; or .safetensors file (--to timm), .pth file (--to original)"
+    )
+    parser.add_argument(
+        "--to",
+        choices=targets,
+        help="format: ours (default), a model of transformers, timm, or the original .pth file of DeiT, DINO, Swin ...",
+    )
+    parser.add_argument(
+        "--prior",
+        help="prior of the new model (default the source's, dense if it has none); --prior dense drops "
+        "the prior that --to a foreign format cannot carry",
+    )
+    parser.add_argument("--image-size", type=int, help="interpolate the positions to this image size")
+    parser.add_argument("--heads", type=int, help="attention heads of a timm ViT of an unpublished width")
+    parser.add_argument("--drop-classifier", action="store_true", help="write the base model alone")
+
+
+def answer_at_once() -> None:
+    """End `python -m hf_sparseprior --help`, and the command with wrong arguments; any other process goes on."""
+    given = sys.orig_argv
+    if sys.argv[:1] == ["-m"] and "-m" in given and given[given.index("-m") + 1] == "hf_sparseprior":
+        make_parser().parse_args()
