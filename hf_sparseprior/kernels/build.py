@@ -127,7 +127,11 @@ def prebuilt_library(choice: str | None = None) -> Path | None:
         if choice in (None, name) and library.is_file() and needed <= features:
             return library
     if choice is not None:
-        why = "this processor has not all of its instructions" if (PREBUILT / f"{choice}.so").is_file() else "it is not there"
+        why = (
+            "this processor has not all of its instructions"
+            if (PREBUILT / f"{choice}.so").is_file()
+            else "it is not there"
+        )
         raise RuntimeError(f"SPARSEPRIOR_KERNELS={choice}: {why}")
     return None
 
@@ -279,7 +283,7 @@ def _build(compiler: Sequence[str], library: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f"{library.stem}.build-", dir=library.parent) as scratch:
         output = Path(scratch) / library.name
         for _ in range(2):  # a library that crashes is built once more
-            compile_library(compiler, output)
+            compile_library(compiler, output, start=start)
             trial = subprocess.run([sys.executable, "-c", TRIAL, str(output)], capture_output=True, timeout=SECONDS)
             if trial.returncode == 0:
                 break
@@ -295,17 +299,21 @@ def _build(compiler: Sequence[str], library: Path) -> None:
     logger.info("compiled in %.0f s: %s", time.perf_counter() - start, library)
 
 
-def compile_library(compiler: Sequence[str], output: Path, flags: Sequence[str] | None = None) -> None:
+def compile_library(
+    compiler: Sequence[str], output: Path, flags: Sequence[str] | None = None, start: float | None = None
+) -> None:
     """Compile the sources side by side and link them. What they need of torch is found when the library is loaded.
 
     Args:
         compiler, flags: as of `command`.
         output: the library; intermediate files lie next to it.
+        start: when the build began, for its limit; default now.
 
     Raises:
         RuntimeError: with the compiler's first error.
     """
-    name, words, start = Path(compiler[0]).name, command(compiler, flags), time.perf_counter()
+    name, words = Path(compiler[0]).name, command(compiler, flags)
+    start = time.perf_counter() if start is None else start
     objects = [output.with_name(f"{output.stem}-{source.stem}.o") for source in SOURCES]
     pairs = zip(SOURCES, objects, strict=True)
     _run(name, [[*words, "-c", str(source), "-o", str(to)] for source, to in pairs], start)
@@ -315,7 +323,11 @@ def compile_library(compiler: Sequence[str], output: Path, flags: Sequence[str] 
         # The library asks for libtorch_cpu, whose functions a process that has imported torch has. To link, an empty one
         # does.
         stub = output.with_name("libtorch_cpu.so")
-        _run(name, [[*compiler, "-shared", "-x", "c++", "/dev/null", "-Wl,-soname,libtorch_cpu.so", "-o", str(stub)]], start)
+        _run(
+            name,
+            [[*compiler, "-shared", "-x", "c++", "/dev/null", "-Wl,-soname,libtorch_cpu.so", "-o", str(stub)]],
+            start,
+        )
         needs = ["-Wl,--no-as-needed", "-L", str(stub.parent), "-ltorch_cpu"]
     _run(name, [[*words, "-shared", *map(str, objects), "-o", str(output), *needs]], start)
     for path in objects:

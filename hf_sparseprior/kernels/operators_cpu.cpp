@@ -71,11 +71,13 @@ class Values {
 bool is(const Tensor& x, Sizes sizes, Dtype dtype) {
   return std::ranges::equal(x.sizes(), sizes) && x.dtype() == dtype;
 }
-void check_is(const Tensor& x, List sizes, Dtype dtype, const char* name) {
-  const Sizes expected(sizes.begin(), sizes.size());
+void check_is(const Tensor& x, Sizes expected, Dtype dtype, const char* name) {
   SPARSEPRIOR_CHECK(
       is(x, expected, dtype), name, " of shape ", x.sizes(), " and dtype ", x.dtype(), " must be ", expected, " and ",
       dtype);
+}
+void check_is(const Tensor& x, List sizes, Dtype dtype, const char* name) {
+  check_is(x, Sizes(sizes.begin(), sizes.size()), dtype, name);
 }
 void check_like(const Tensor& q, const Tensor& other, const char* name) {
   SPARSEPRIOR_CHECK(
@@ -106,9 +108,9 @@ Tensor like_projection(const Tensor& q) {
   Tensor x = empty(q.sizes(), strides, q.dtype());
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t PAGE = 2 << 20;
-  const uintptr_t bytes = q.numel() * bytes(q.dtype());
+  const uintptr_t length = q.numel() * bytes(q.dtype());
   const uintptr_t start = (uintptr_t)x.data(), begin = (start + PAGE - 1) / PAGE * PAGE;
-  const uintptr_t end = (start + bytes) / PAGE * PAGE;
+  const uintptr_t end = (start + length) / PAGE * PAGE;
   if (end >= begin + 2 * PAGE) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
 #endif
   return x;

@@ -60,20 +60,6 @@ namespace sparseprior {
 // torch 2.10, whose interface the above is.
 constexpr uint64_t ABI_VERSION = (2ull << 56) | (10ull << 48);
 
-// Python's RuntimeError.
-template <typename... Parts>
-[[noreturn]] void fail(const Parts&... parts) {
-  std::ostringstream message;
-  ((message << parts), ...);
-  throw std::runtime_error(message.str());
-}
-#define SPARSEPRIOR_CHECK(condition, ...) \
-  if (!(condition)) [[unlikely]] ::sparseprior::fail(__VA_ARGS__)
-
-inline void succeed(AOTITorchError error) { SPARSEPRIOR_CHECK(!error, "torch refused a call of the CPU kernels"); }
-
-// ---- tensors --------------------------------------------------------------------------------------------------------
-
 enum class Dtype : int32_t {};  // torch's number of it
 inline Dtype float32() { return (Dtype)aoti_torch_dtype_float32(); }
 inline Dtype bfloat16() { return (Dtype)aoti_torch_dtype_bfloat16(); }
@@ -84,6 +70,39 @@ inline int64_t bytes(Dtype dtype) { return dtype == int64() ? 8 : dtype == bfloa
 
 using Sizes = std::span<const int64_t>;
 using List = std::initializer_list<int64_t>;
+
+// ---- errors ---------------------------------------------------------------------------------------------------------
+
+template <typename T>
+void print(std::ostream& to, const T& part) {
+  to << part;
+}
+inline void print(std::ostream& to, Sizes sizes) {
+  to << '[';
+  for (size_t i = 0; i < sizes.size(); ++i) to << (i ? ", " : "") << sizes[i];
+  to << ']';
+}
+inline void print(std::ostream& to, Dtype dtype) {
+  if (dtype == float32()) to << "float32";
+  else if (dtype == bfloat16()) to << "bfloat16";
+  else if (dtype == int32()) to << "int32";
+  else if (dtype == int64()) to << "int64";
+  else to << "number " << (int32_t)dtype << " of torch";
+}
+
+// Python's RuntimeError.
+template <typename... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  std::ostringstream message;
+  (print(message, parts), ...);
+  throw std::runtime_error(message.str());
+}
+#define SPARSEPRIOR_CHECK(condition, ...) \
+  if (!(condition)) [[unlikely]] ::sparseprior::fail(__VA_ARGS__)
+
+inline void succeed(AOTITorchError error) { SPARSEPRIOR_CHECK(!error, "torch refused a call of the CPU kernels"); }
+
+// ---- tensors --------------------------------------------------------------------------------------------------------
 
 // The only owner of a handle; of none at first.
 class Tensor {
@@ -162,19 +181,6 @@ inline Tensor empty(Sizes sizes, Dtype dtype) {
   return empty(sizes, strides, dtype);
 }
 inline Tensor empty(List sizes, Dtype dtype) { return empty(Sizes(sizes.begin(), sizes.size()), dtype); }
-
-inline std::ostream& operator<<(std::ostream& to, Sizes sizes) {
-  to << '[';
-  for (size_t i = 0; i < sizes.size(); ++i) to << (i ? ", " : "") << sizes[i];
-  return to << ']';
-}
-inline std::ostream& operator<<(std::ostream& to, Dtype dtype) {
-  if (dtype == float32()) return to << "float32";
-  if (dtype == bfloat16()) return to << "bfloat16";
-  if (dtype == int32()) return to << "int32";
-  if (dtype == int64()) return to << "int64";
-  return to << "number " << (int32_t)dtype << " of torch";
-}
 
 // ---- operators ------------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ def declarations():
 def test_every_function_is_torchs_and_has_another_type_if_it_is_changed(compiles, tmp_path):
     """Without this, a name that torch does not have would be a declaration of our own."""
     text = (build.FOLDER / "torch_abi.h").read_text()
-    assert len(declarations()) == 18
+    assert len(declarations()) == 19
     for declared in declarations():
         name = re.search(r"(\w+)\(", declared)[1]
         assert f" {name}(" in text
@@ -57,5 +57,7 @@ def test_every_function_is_torchs_and_has_another_type_if_it_is_changed(compiles
     # C functions with the same name and other arguments or results contradict each other only if both are declared.
     changed.write_text(re.sub(r"(?m)^(AOTITorchError|int32_t) (\w+)\(", r"double \2(", text))
     done = compiles(header=changed)
-    contradicted = set(re.findall(r"(?:ambiguating new declaration|conflicting declaration) of .*?'[^']*?(\w+)\(", done.stderr))
+    contradicted = set(
+        re.findall(r"(?:ambiguating new declaration|conflicting declaration) of .*?'[^']*?(\w+)\(", done.stderr)
+    )
     assert contradicted == {re.search(r"(\w+)\(", declared)[1] for declared in declarations()}
