@@ -1,7 +1,7 @@
 """What pyproject.toml cannot say: a wheel has the CPU kernels compiled, one library for each kind of processor.
 
-Without a compiler, or elsewhere than on Linux on x86-64, or with SPARSEPRIOR_WHEEL=pure, the wheel has none and fits every
-machine, which compiles them at first use.
+Without a compiler, or elsewhere than on Linux on x86-64, or with SPARSEPRIOR_WHEEL=pure, the wheel has none and fits
+every machine, which compiles them at first use.
 """
 
 import importlib.util
@@ -46,6 +46,7 @@ class Build(build_py):
     """Python files, and the kernels."""
 
     def run(self):
+        """As setuptools, and compile."""
         super().run()
         if self.editable_mode:
             return
@@ -65,6 +66,7 @@ class Wheel(bdist_wheel):
     """A wheel with compiled kernels fits every Python 3 of its platform: they know nothing of Python."""
 
     def get_tag(self):
+        """(Python, ABI, platform)."""
         tag = super().get_tag()
         return tag if self.root_is_pure else ("py3", "none", tag[2])
 
@@ -73,6 +75,7 @@ class Package(Distribution):
     """A distribution that says whether its wheel has compiled code."""
 
     def has_ext_modules(self):
+        """Whether there are kernels in it."""
         return why_pure() is None
 
 

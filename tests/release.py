@@ -1,7 +1,7 @@
 """What has to hold before a release, beyond `make test`: python -m tests.release CHECK
 
-wheel: wheel and sdist are built; the wheel is installed into an empty environment, where no compiler is found, and every
-    library in it that this processor runs gives what `reference` gives.
+wheel: wheel and sdist are built; the wheel is installed into an empty environment, where no compiler is found, and
+    every library in it that this processor runs gives what `reference` gives.
 minimum: the quick tests with the lowest versions of torch, transformers and peft that pyproject.toml allows.
 pythons: the quick tests with each Python from 3.11 on that is installed.
 licences: what is installed with the package is under a licence that lets it be used and passed on.

@@ -81,7 +81,8 @@ print(json.dumps([str(build.loaded_library()), outs]))
 
 def called(prebuilt, choice):
     """What a process computes with a library."""
-    code = f"from pathlib import Path\nfrom hf_sparseprior.kernels import build\nbuild.PREBUILT = Path({str(prebuilt)!r})\n{CALLS}"
+    lines = ["from pathlib import Path", "from hf_sparseprior.kernels import build"]
+    code = "\n".join([*lines, f"build.PREBUILT = Path({str(prebuilt)!r})", CALLS])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPARSEPRIOR_KERNELS": choice}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -109,7 +110,7 @@ def test_a_wheels_library_gives_what_the_compiled_one_gives(cpp, tmp_path):
 
 @pytest.mark.slow
 def test_a_library_names_no_version_of_torch(cpp):
-    """Its only dependencies are libtorch_cpu and the system's, and torch's symbols are those of the stable interface."""
+    """It needs libtorch_cpu and the system's libraries, and of torch the symbols of the stable interface alone."""
     library = str(build.loaded_library())
     needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
     libraries = {line.split("[")[1].rstrip("]\n ") for line in needed.splitlines() if "(NEEDED)" in line}
@@ -126,5 +127,5 @@ def test_a_library_names_no_version_of_torch(cpp):
         ["readelf", "-W", "--dyn-syms", library], capture_output=True, text=True, check=True
     ).stdout
     undefined = {line.split()[-1] for line in symbols.splitlines() if " UND " in line}
-    torchs = {name for name in undefined if "torch" in name or "c10" in name or "at" == name[:2]}
+    torchs = {name for name in undefined if "torch" in name or "c10" in name or name[:2] == "at"}
     assert torchs and all(name.startswith(("aoti_torch_", "torch_")) for name in torchs if "@" not in name), torchs
