@@ -70,7 +70,7 @@ _state: dict[str, str | None] = {}
 
 
 def load() -> str | None:
-    """Make the kernels' operators available. Without a prebuilt library they are compiled at the first use on a machine.
+    """Make the kernels' operators available. Those that are not prebuilt are compiled at the first use on a machine.
 
     Returns:
         None, or the reason why there are none and what to do about it. A process finds out only once, and warns.
@@ -320,8 +320,8 @@ def compile_library(
     if sys.platform == "darwin":
         needs = ["-undefined", "dynamic_lookup"]
     else:
-        # The library asks for libtorch_cpu, whose functions a process that has imported torch has. To link, an empty one
-        # does.
+        # The library asks for libtorch_cpu, whose functions a process that has imported torch has. An empty one does
+        # to link.
         stub = output.with_name("libtorch_cpu.so")
         _run(
             name,
