@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # A file's tests stay in one process, which trains what they share once; tests/conftest.py puts the longest files first.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check test lint sanitize mutations smoke install video heads dense robotics benchmark clean
+.PHONY: demo check test lint sanitize mutations release-check smoke install video heads dense robotics benchmark clean
 
 # It needs the extra `classification` alone: 1.4 GB on disk with the CPU build of torch, where `make check` has 2.7 GB. It
 # needs no compiler; kernels that cannot be compiled are done without.
@@ -38,6 +38,11 @@ sanitize: install
 # Thirty mistakes, one at a time, each of which some test has to notice; ten minutes.
 mutations: install
 	$(RUN) -m tests.mutations
+
+# What has to hold before a release, beyond the tests: wheels, licences, lowest versions, other Pythons. Half an hour and
+# some 20 GB, most of them versions of torch. `make release-check CHECKS=wheel` does one.
+release-check: install
+	$(RUN) -m tests.release $(CHECKS)
 
 # Training runs of minutes, not part of the tests.
 smoke: install

@@ -69,7 +69,7 @@ assert renderer.render().max() > 0
 
 
 def report() -> Iterator[str]:
-    """One line for each thing that is checked. Compiles the CPU kernels if that is possible, again if it failed."""
+    """One line for each thing that is checked. Compiles the CPU kernels if need be and possible, again if it failed."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     yield f"python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}"
     yield f"CPU threads: {torch.get_num_threads()}; CUDA device: {gpu}"
@@ -83,7 +83,7 @@ def report() -> Iterator[str]:
     if reason is not None:
         yield f"missing  compiled CPU kernels: {reason}. Attention runs without them, slower."
         return
-    yield f"ok       compiled CPU kernels, in {build.cache_folder()}"
+    yield f"ok       compiled CPU kernels: {build.loaded_library()}"
     for name, error in kernel_errors().items():
         verdict = "ok      " if error < 1e-5 else "WRONG   "
         yield f"{verdict} kernel against the reference, {name}: largest difference {error:.1e}"

@@ -1,5 +1,6 @@
 """What an installation brings: the library with its kernels' sources and its types, and nothing else."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -20,11 +21,16 @@ def wheel(tmp_path_factory) -> list[str]:
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*", "outputs", "build")
     for name in ("hf_sparseprior", "tasks"):
         shutil.copytree(ROOT / name, folder / "source" / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "source")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     command += ["--no-index", "--disable-pip-version-check"]  # nothing is asked of the network
-    subprocess.run([*command, "--wheel-dir", str(folder), str(folder / "source")], check=True, capture_output=True)
+    # Compiled ones are `make release-check`'s.
+    environment = {**os.environ, "SPARSEPRIOR_WHEEL": "pure"}
+    subprocess.run(
+        [*command, "--wheel-dir", str(folder), str(folder / "source")], check=True, capture_output=True, env=environment
+    )
+    assert [path.name.split("-", 2)[2] for path in folder.glob("*.whl")] == ["py3-none-any.whl"]
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
         return archive.namelist()
 

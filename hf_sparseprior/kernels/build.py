@@ -1,8 +1,11 @@
-"""Compiling and loading the CPU kernels: once for each machine, source and torch, kept in the user's cache.
+"""Loading the CPU kernels: from the wheel, or compiled once for each machine and source and kept in the user's cache.
 
-A library is loaded if it and its folder belong to the user, or to root, and if it has the SHA-256 that was written when
-it was built and had run in a process of its own. Everything else is built again. A build that failed is remembered with
-its reason, until `doctor` tries again.
+A wheel has a library for each of `VARIANTS`, compiled by setup.py. Without one that fits the processor the kernels are
+compiled. A library of the cache is loaded if it and its folder belong to the user, or to root, and if it has the
+SHA-256 that was written when it was built and had run in a process of its own. Everything else is built again. A build
+that failed is remembered with its reason, until `doctor` tries again.
+
+setup.py runs this file alone, without torch.
 """
 
 from __future__ import annotations
@@ -23,21 +26,28 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 logger = logging.getLogger("hf_sparseprior.kernels")
 
 FOLDER = Path(__file__).parent
 # The ones that take longest come first.
 NAMES = ("diagonal", "operators", "decayed", "listed", "predicted", "weights")
 SOURCES = tuple(FOLDER / f"{name}_cpu.cpp" for name in NAMES)
-HEADERS = (FOLDER / "kernels.h", FOLDER / "vectors.h")
+HEADERS = (FOLDER / "kernels.h", FOLDER / "vectors.h", FOLDER / "torch_abi.h")
 COMPILERS = ("g++", "clang++", "c++")
-# The machine's own instructions, because the library never leaves it. No fast-math: -inf and the rounding of exp are
-# needed.
+# No fast-math: -inf and the rounding of exp are needed.
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-Wno-psabi", "-Wno-unknown-pragmas")
 SECONDS = 900  # for all of a build
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+PREBUILT = FOLDER / "prebuilt"  # in a wheel
+# Of a wheel's libraries, the best first: what /proc/cpuinfo has to name, and the compiler's flags.
+V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
+V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+VARIANTS = {
+    "avx512_bf16": (V4 | {"avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16")),
+    "avx512": (V4, ("-march=x86-64-v4",)),
+    "avx2": (V3, ("-march=x86-64-v3",)),
+}
+CHOICES = ("0", "compiled", *VARIANTS)  # of SPARSEPRIOR_KERNELS
 
 # A small call of each operator.
 TRIAL = """
@@ -55,11 +65,12 @@ assert call.pair_weights(x, index(1), index(1) + 1, index(1).long(), -torch.ones
 assert call.predicted_keys(x, torch.ones(4, 2), 0, 1, 0.0).shape == (1, 1, 2, 1)
 """
 
-_state: dict[str, str | None] = {}  # "reason": why there are no kernels, None once they are loaded
+# "reason": why there are no kernels, None once they are loaded; "library": where they were loaded from.
+_state: dict[str, str | None] = {}
 
 
 def load() -> str | None:
-    """Make the kernels' operators available. Compiles them at the first use on a machine.
+    """Make the kernels' operators available. Those that are not prebuilt are compiled at the first use on a machine.
 
     Returns:
         None, or the reason why there are none and what to do about it. A process finds out only once, and warns.
@@ -72,25 +83,74 @@ def load() -> str | None:
     return _state["reason"]
 
 
+def loaded_library() -> Path | None:
+    """The file that the operators come from; None if there are none."""
+    library = _state.get("library")
+    return None if library is None else Path(library)
+
+
 def _load() -> str | None:
-    if os.environ.get("SPARSEPRIOR_KERNELS") == "0":
+    import torch
+
+    choice = os.environ.get("SPARSEPRIOR_KERNELS") or None
+    if choice == "0":
         return "SPARSEPRIOR_KERNELS=0"
+    if choice is not None and choice not in CHOICES:
+        return f"SPARSEPRIOR_KERNELS={choice!r} must be one of {', '.join(CHOICES)}"
     if sys.platform not in ("linux", "darwin"):
         return f"it is not built on {sys.platform}"
     try:
-        compiler = find_compiler()
-        if compiler is None:
-            return f"no C++ compiler ({', '.join(COMPILERS)}) is installed; on Debian and Ubuntu: apt-get install g++"
-        library = library_path(compiler)
-        if misfit(library) is not None:
-            build(compiler, library)
+        library = prebuilt_library(choice)
+        if library is None:
+            library = compiled_library()
         torch.ops.load_library(str(library))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    _state["library"] = str(library)
     return None
 
 
 # ---- which library --------------------------------------------------------------------------------------------------
+
+
+def prebuilt_library(choice: str | None = None) -> Path | None:
+    """The best of a wheel's libraries that this processor runs, or the one of this name; None: compile.
+
+    Raises:
+        RuntimeError: for a name that the wheel does not have, or that this processor does not run.
+    """
+    if choice == "compiled":
+        return None
+    features = set(_processor().split())
+    for name, (needed, _) in VARIANTS.items():
+        library = PREBUILT / f"{name}.so"
+        if choice in (None, name) and library.is_file() and needed <= features:
+            return library
+    if choice is not None:
+        why = (
+            "this processor has not all of its instructions"
+            if (PREBUILT / f"{choice}.so").is_file()
+            else "it is not there"
+        )
+        raise RuntimeError(f"SPARSEPRIOR_KERNELS={choice}: {why}")
+    return None
+
+
+def compiled_library() -> Path:
+    """The library that is compiled on this machine, compiled now if it is not there.
+
+    Raises:
+        RuntimeError: if there is no compiler, or it fails.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise RuntimeError(
+            f"no C++ compiler ({', '.join(COMPILERS)}) is installed; on Debian and Ubuntu: apt-get install g++"
+        )
+    library = library_path(compiler)
+    if misfit(library) is not None:
+        build(compiler, library)
+    return library
 
 
 def _words(variable: str) -> list[str]:
@@ -116,11 +176,11 @@ def cache_folder() -> Path:
 
 
 def library_path(compiler: Sequence[str]) -> Path:
-    """The compiled kernels of these sources, compiler, processor and torch."""
+    """The compiled kernels of these sources, compiler and processor, for every torch."""
     said = subprocess.run([*compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
     version = said.decode("utf-8", "replace")
     sources = [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
-    parts = [*sources, version, torch.__version__, " ".join(command(compiler)), _processor()]
+    parts = [*sources, version, " ".join(command(compiler)), _processor()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     return cache_folder() / f"attention_cpu-{digest}.so"
 
@@ -134,22 +194,16 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
-def command(compiler: Sequence[str]) -> list[str]:
-    """The compiler's command line without input and output; $SPARSEPRIOR_CXXFLAGS adds to it and overrides it."""
-    from torch.utils.cpp_extension import include_paths
+def command(compiler: Sequence[str], flags: Sequence[str] | None = None) -> list[str]:
+    """The compiler's command line without input and output; $SPARSEPRIOR_CXXFLAGS adds to it and overrides it.
 
-    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    includes = [part for path in include_paths() for part in ("-isystem", path)]
-    # at::parallel_for is a template around OpenMP's pragma: without the flag it runs on one thread.
-    system = [] if sys.platform == "darwin" else ["-fopenmp"]
-    return [*compiler, *FLAGS, native, *includes, *system, *_words("SPARSEPRIOR_CXXFLAGS")]
-
-
-def _link_options() -> list[str]:
-    from torch.utils.cpp_extension import library_paths
-
-    system = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
-    return ["-shared", *(part for path in library_paths() for part in ("-L", path)), *system, "-ltorch_cpu", "-lc10"]
+    Args:
+        compiler: as of `find_compiler`.
+        flags: for which processor; default this machine's, because a library of the cache never leaves it.
+    """
+    if flags is None:
+        flags = ["-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"]
+    return [*compiler, *FLAGS, *flags, *_words("SPARSEPRIOR_CXXFLAGS")]
 
 
 # ---- what is in the cache -------------------------------------------------------------------------------------------
@@ -229,11 +283,7 @@ def _build(compiler: Sequence[str], library: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f"{library.stem}.build-", dir=library.parent) as scratch:
         output = Path(scratch) / library.name
         for _ in range(2):  # a library that crashes is built once more
-            objects = [Path(scratch) / f"{source.stem}.o" for source in SOURCES]
-            pairs = zip(SOURCES, objects, strict=True)
-            _run(name, [[*command(compiler), "-c", str(source), "-o", str(to)] for source, to in pairs], start)
-            link = [*command(compiler), *map(str, objects), "-o", str(output), *_link_options()]
-            _run(name, [link], start)
+            compile_library(compiler, output, start=start)
             trial = subprocess.run([sys.executable, "-c", TRIAL, str(output)], capture_output=True, timeout=SECONDS)
             if trial.returncode == 0:
                 break
@@ -247,6 +297,41 @@ def _build(compiler: Sequence[str], library: Path) -> None:
         os.replace(checksum, library.with_suffix(".sha256"))
         os.replace(output, library)
     logger.info("compiled in %.0f s: %s", time.perf_counter() - start, library)
+
+
+def compile_library(
+    compiler: Sequence[str], output: Path, flags: Sequence[str] | None = None, start: float | None = None
+) -> None:
+    """Compile the sources side by side and link them. What they need of torch is found when the library is loaded.
+
+    Args:
+        compiler, flags: as of `command`.
+        output: the library; intermediate files lie next to it.
+        start: when the build began, for its limit; default now.
+
+    Raises:
+        RuntimeError: with the compiler's first error.
+    """
+    name, words = Path(compiler[0]).name, command(compiler, flags)
+    start = time.perf_counter() if start is None else start
+    objects = [output.with_name(f"{output.stem}-{source.stem}.o") for source in SOURCES]
+    pairs = zip(SOURCES, objects, strict=True)
+    _run(name, [[*words, "-c", str(source), "-o", str(to)] for source, to in pairs], start)
+    if sys.platform == "darwin":
+        needs = ["-undefined", "dynamic_lookup"]
+    else:
+        # The library asks for libtorch_cpu, whose functions a process that has imported torch has. An empty one does
+        # to link.
+        stub = output.with_name("libtorch_cpu.so")
+        _run(
+            name,
+            [[*compiler, "-shared", "-x", "c++", "/dev/null", "-Wl,-soname,libtorch_cpu.so", "-o", str(stub)]],
+            start,
+        )
+        needs = ["-Wl,--no-as-needed", "-L", str(stub.parent), "-ltorch_cpu"]
+    _run(name, [[*words, "-shared", *map(str, objects), "-o", str(output), *needs]], start)
+    for path in objects:
+        path.unlink()
 
 
 def _run(name: str, commands: list[list[str]], start: float) -> None:
@@ -265,9 +350,7 @@ def _run(name: str, commands: list[list[str]], start: float) -> None:
             if process.returncode:
                 lines = said.decode("utf-8", "replace").splitlines()
                 errors = [line for line in lines if "error" in line] or ["unknown error"]
-                # clang comes without OpenMP.
-                hint = "; on Debian and Ubuntu: apt-get install libomp-dev" if "omp.h" in errors[0] else ""
-                raise RuntimeError(f"{name} failed: {errors[0]}{hint}")
+                raise RuntimeError(f"{name} failed: {errors[0]}")
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{name} took more than {SECONDS} s") from None
     finally:

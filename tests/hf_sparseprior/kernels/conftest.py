@@ -1,5 +1,6 @@
 """Calls of compiled kernels and of `reference` in float64 with the same inputs: fixtures `kernels` (Triton), `cpp`."""
 
+import ctypes
 import functools
 import itertools
 import os
@@ -17,7 +18,7 @@ from hf_sparseprior.attention_plan import AttentionPlan, plan_table
 from hf_sparseprior.attention_request import AttentionRequest
 from hf_sparseprior.backend_dense import dense_decay
 from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.kernels import diagonal_cpu
+from hf_sparseprior.kernels import build, diagonal_cpu
 from hf_sparseprior.ops import attention
 from hf_sparseprior.prior import resolve_prior
 from hf_sparseprior.supports import resolve_support
@@ -253,11 +254,17 @@ def cpp():
 
 @pytest.fixture
 def poison(monkeypatch):
-    """New memory is full of NaN, so that what a kernel does not write shows."""
+    """New memory is full of NaN, so that what a kernel does not write shows: torch's, and that of the C++ operators."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
+    library = build.loaded_library()
+    own = None if library is None else ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), "sparseprior_poison")
+    if own is not None:
+        own.value = True
     yield
+    if own is not None:
+        own.value = False
     torch.use_deterministic_algorithms(False)
 
 

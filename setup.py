@@ -1,0 +1,82 @@
+"""What pyproject.toml cannot say: a wheel has the CPU kernels compiled, one library for each kind of processor.
+
+Without a compiler, or elsewhere than on Linux on x86-64, or with SPARSEPRIOR_WHEEL=pure, the wheel has none and fits
+every machine, which compiles them at first use.
+"""
+
+import importlib.util
+import os
+import platform
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+
+
+def kernels_build():
+    """hf_sparseprior/kernels/build.py without the package around it, which needs torch."""
+    spec = importlib.util.spec_from_file_location("kernels_build", ROOT / "hf_sparseprior" / "kernels" / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def why_pure():
+    """Why a wheel has no compiled kernels; None if it has."""
+    chosen = os.environ.get("SPARSEPRIOR_WHEEL", "")
+    if chosen not in ("", "pure", "compiled"):
+        raise SystemExit(f"SPARSEPRIOR_WHEEL={chosen!r} must be pure or compiled")
+    if chosen == "pure":
+        return "SPARSEPRIOR_WHEEL=pure"
+    reason = None
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        reason = f"on {sys.platform} {platform.machine()} kernels are compiled at first use"
+    elif kernels_build().find_compiler() is None:
+        reason = "there is no C++ compiler"
+    if reason and chosen == "compiled":
+        raise SystemExit(f"SPARSEPRIOR_WHEEL=compiled: {reason}")
+    return reason
+
+
+class Build(build_py):
+    """Python files, and the kernels."""
+
+    def run(self):
+        """As setuptools, and compile."""
+        super().run()
+        if self.editable_mode:
+            return
+        if reason := why_pure():
+            print(f"no compiled kernels in the wheel: {reason}")
+            return
+        build = kernels_build()
+        folder = Path(self.build_lib) / "hf_sparseprior" / "kernels" / build.PREBUILT.name
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, (_, flags) in build.VARIANTS.items():
+            print(f"compiling the CPU kernels for {name}")
+            build.compile_library(build.find_compiler(), folder / f"{name}.so", [*flags, "-s"])
+        (folder / "libtorch_cpu.so").unlink()
+
+
+class Wheel(bdist_wheel):
+    """A wheel with compiled kernels fits every Python 3 of its platform: they know nothing of Python."""
+
+    def get_tag(self):
+        """(Python, ABI, platform)."""
+        tag = super().get_tag()
+        return tag if self.root_is_pure else ("py3", "none", tag[2])
+
+
+class Package(Distribution):
+    """A distribution that says whether its wheel has compiled code."""
+
+    def has_ext_modules(self):
+        """Whether there are kernels in it."""
+        return why_pure() is None
+
+
+setup(distclass=Package, cmdclass={"build_py": Build, "bdist_wheel": Wheel})
