@@ -36,6 +36,7 @@ from hf_sparseprior.kernels.triton_blocks import (
     store_block,
     store_softmax,
 )
+from hf_sparseprior.kernels.triton_sizes import block_sizes
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter would multiply the bits of bfloat16 as integers, so there blocks are converted to float32 first.
@@ -46,20 +47,6 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # M is made once for all images if there are so many, and if it takes no more than a third of the L2 cache of an H100 or
 # H200. At 12 heads that is up to 591 tokens. Not measured on a GPU.
 TABLE_IMAGES, TABLE_BYTES = 8, 1 << 24
-
-# Rows and keys of a block, forward and backward, by bytes of an element and padded head width. It is a fixed table
-# without autotuning: tuning at the first use of each shape would take seconds in every process and could give other
-# bits in another run. It was not tuned on a GPU. The sizes follow from the compiler's report for compute capability
-# 9.0, so that registers do not spill (except 312 bytes of `_backward_delta` at the third entry and 8 at the fourth) and
-# a block fits into shared memory.
-BLOCKS = {
-    (2, 64): {"forward": (64, 64), "backward": (64, 32), "num_warps": 4, "num_stages": 2},
-    (2, 128): {"forward": (64, 32), "backward": (32, 32), "num_warps": 4, "num_stages": 2},
-    (2, 256): {"forward": (32, 32), "backward": (32, 32), "num_warps": 4, "num_stages": 1},
-    (4, 64): {"forward": (32, 32), "backward": (32, 16), "num_warps": 8, "num_stages": 1},
-    (4, 128): {"forward": (32, 16), "backward": (16, 16), "num_warps": 8, "num_stages": 1},
-    (4, 256): {"forward": (16, 16), "backward": (16, 16), "num_warps": 8, "num_stages": 1},
-}
 
 
 def decayed_attention(
@@ -364,14 +351,8 @@ def _backward_keys(
 
 def _sizes(q: Tensor, positions: Tensor, prefix: int, direction: str) -> dict[str, int]:
     """The sizes that the kernels are compiled for."""
-    columns = max(16, triton.next_power_of_2(q.shape[-1]))  # tl.dot takes 16 or more
-    table: dict[str, Any] = BLOCKS[q.element_size(), max(64, columns)]
-    rows, keys = table[direction]
     curves, axes, _ = positions.shape
-    return {
-        "CURVES": curves, "AXES": axes, "PREFIX": prefix, "WIDTH": q.shape[-1], "COLUMNS": columns,
-        "ROWS": rows, "KEYS": keys, "num_warps": table["num_warps"], "num_stages": table["num_stages"],
-    }  # fmt: skip
+    return {"CURVES": curves, "AXES": axes, "PREFIX": prefix, **block_sizes(f"decayed_{direction}", q)}
 
 
 def _decay_table(

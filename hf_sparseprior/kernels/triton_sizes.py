@@ -1,4 +1,4 @@
-"""How many rows and warps a block of the Triton kernels has: a fixed table, or what was tuned on this device.
+"""How many rows, keys and warps a block of the Triton kernels has: fixed tables, or what was tuned on this device.
 
 Nothing is tuned while a model runs: that would take seconds in every process and could give other bits in another run.
 `python -m tasks.benchmark.gpu` tunes, and keeps what was fastest in a table in the user's cache, by device and version
@@ -17,14 +17,28 @@ import torch
 import triton
 from torch import Tensor
 
-# Elements of a block of rows (rows x padded head width), its limit in rows, and its warps. No GPU chose them. They are
-# chosen by the compiler's report for compute capability 9.0 (`python -m tasks.benchmark.gpu --count`): no register
-# spills, and as many warps as possible fit on a multiprocessor.
-DEFAULTS = {
+# No GPU chose the defaults. They follow from the compiler's report for compute capability 9.0 (`python -m
+# tasks.benchmark.gpu --count`).
+#
+# Along diagonals: elements of a block of rows (rows x padded head width), and its warps. No registers spill, and as many
+# warps as possible fit on a multiprocessor.
+DIAGONAL = {
     "diagonal_forward": {"elements": 4096, "num_warps": 8},
     "diagonal_backward": {"elements": 2048, "num_warps": 8},
 }
 MAX_ROWS = 128
+# Over all pairs: rows and keys, forward and backward, by bytes of an element and padded head width. Registers do not spill
+# (except 312 bytes of `_backward_delta` at the third entry and 8 at the fourth) and a block fits into shared memory.
+DECAYED = {
+    (2, 64): {"decayed_forward": (64, 64), "decayed_backward": (64, 32), "num_warps": 4, "num_stages": 2},
+    (2, 128): {"decayed_forward": (64, 32), "decayed_backward": (32, 32), "num_warps": 4, "num_stages": 2},
+    (2, 256): {"decayed_forward": (32, 32), "decayed_backward": (32, 32), "num_warps": 4, "num_stages": 1},
+    (4, 64): {"decayed_forward": (32, 32), "decayed_backward": (32, 16), "num_warps": 8, "num_stages": 1},
+    (4, 128): {"decayed_forward": (32, 16), "decayed_backward": (16, 16), "num_warps": 8, "num_stages": 1},
+    (4, 256): {"decayed_forward": (16, 16), "decayed_backward": (16, 16), "num_warps": 8, "num_stages": 1},
+}
+KERNELS = (*DIAGONAL, "decayed_forward", "decayed_backward")
+LARGEST = {"ROWS": 1024, "KEYS": 1024, "num_warps": 32, "num_stages": 8}
 VARIABLE = "SPARSEPRIOR_TRITON_TABLE"
 
 Sizes = dict[str, int]
@@ -33,19 +47,34 @@ TRIED: dict[str, Sizes] = {}  # by `entry_key`, what a tuner tries now; it goes 
 
 
 def block_sizes(kernel: str, q: Tensor) -> Sizes:
-    """Sizes of a block as the kernels along diagonals take them: WIDTH, ROWS, COLUMNS and num_warps.
+    """Sizes of a block as the kernels take them: WIDTH, COLUMNS and those of `default_sizes`.
 
     Args:
-        kernel: one of `DEFAULTS`.
+        kernel: one of `KERNELS`.
         q: (B, H, T, D), of which dtype, head width and device count.
     """
     width = q.shape[-1]
     columns = triton.next_power_of_2(width)
-    default = DEFAULTS[kernel]
-    chosen = {"ROWS": min(MAX_ROWS, default["elements"] // columns), "num_warps": default["num_warps"]}
+    if kernel not in DIAGONAL:
+        columns = max(16, columns)  # tl.dot takes 16 or more
+    chosen = default_sizes(kernel, q.element_size(), columns)
     key = entry_key(kernel, q.element_size(), columns)
     chosen |= TRIED.get(key) or tuned(device_key(q.device)).get(key, {})
     return {"WIDTH": width, "COLUMNS": columns, **chosen}
+
+
+def default_sizes(kernel: str, element_size: int, columns: int) -> Sizes:
+    """What a kernel takes without a table: ROWS and num_warps, over all pairs also KEYS and num_stages.
+
+    Args:
+        kernel: one of `KERNELS`. element_size: bytes of an element. columns: the padded head width.
+    """
+    if kernel in DIAGONAL:
+        own = DIAGONAL[kernel]
+        return {"ROWS": max(1, min(MAX_ROWS, own["elements"] // columns)), "num_warps": own["num_warps"]}
+    table: dict[str, Any] = DECAYED[element_size, max(64, columns)]
+    rows, keys = table[kernel]
+    return {"ROWS": rows, "KEYS": keys, "num_warps": table["num_warps"], "num_stages": table["num_stages"]}
 
 
 def entry_key(kernel: str, element_size: int, columns: int) -> str:
@@ -78,17 +107,21 @@ def tuned(device: str | None) -> dict[str, Sizes]:
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8")).get(device, {})
-        return {key: _checked(sizes) for key, sizes in found.items()}
+        return {key: _checked(key, sizes) for key, sizes in found.items()}
     except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is no table of block sizes ({error}); remove it, or tune again") from None
 
 
-def _checked(sizes: Any) -> Sizes:
-    rows, warps = int(sizes["ROWS"]), int(sizes["num_warps"])
-    for name, value, largest in (("ROWS", rows, 1024), ("num_warps", warps, 32)):
-        if not (1 <= value <= largest and value & (value - 1) == 0):
-            raise ValueError(f"{name}={value} must be a power of 2 up to {largest}")
-    return {"ROWS": rows, "num_warps": warps}
+def _checked(key: str, sizes: Any) -> Sizes:
+    """The sizes of an entry, which has those of its kernel's default."""
+    kernel, element_size, columns = key.split()
+    found = {name: int(sizes[name]) for name in default_sizes(kernel, int(element_size), int(columns))}
+    for name, value in found.items():
+        if not 1 <= value <= LARGEST[name]:
+            raise ValueError(f"{name}={value} must be 1 to {LARGEST[name]}")
+        if name != "num_stages" and value & (value - 1):
+            raise ValueError(f"{name}={value} must be a power of 2")
+    return found
 
 
 def keep_tuned(device: str, entries: dict[str, Sizes]) -> Path:
@@ -96,7 +129,7 @@ def keep_tuned(device: str, entries: dict[str, Sizes]) -> Path:
     path = table_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     table = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    table[device] = {**table.get(device, {}), **{key: _checked(sizes) for key, sizes in entries.items()}}
+    table[device] = {**table.get(device, {}), **{key: _checked(key, sizes) for key, sizes in entries.items()}}
     new = path.with_suffix(f".{os.getpid()}")
     new.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     new.replace(path)

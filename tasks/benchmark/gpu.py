@@ -417,10 +417,12 @@ def tune_blocks(
     from hf_sparseprior.kernels import triton_sizes
     from tasks.benchmark import gpu_tune
 
-    plan, inputs = make_plan(FIBOTTENTION, None, tokens), make_inputs(batch, tokens, dtype, device)
+    plans = {"diagonal": make_plan(FIBOTTENTION, None, tokens), "decayed": make_plan("dense", "violin", tokens)}
+    inputs = make_inputs(batch, tokens, dtype, device)
     found = {}
-    for kernel, train in (("diagonal_forward", False), ("diagonal_backward", True)):
-        run = contender("triton", plan, inputs, train)()
+    for kernel in triton_sizes.KERNELS:
+        family, direction = kernel.split("_")
+        run = contender("triton", plans[family], inputs, direction == "backward")()
         found[kernel] = gpu_tune.fastest(kernel, inputs[0], run, lambda calls: measure(calls, rounds, device))
     chosen = {result["key"]: result["chosen"] for result in found.values() if result["chosen"]}
     if chosen and (key := triton_sizes.device_key(device)):

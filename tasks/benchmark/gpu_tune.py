@@ -10,10 +10,13 @@ import torch
 
 from hf_sparseprior.kernels import triton_sizes
 
-# Rows and warps that are tried. What the compiler refuses, or what spills so much that it is slow, loses.
-CANDIDATES = {
+# What is tried: rows and warps, over all pairs rows, keys, warps and stages. What the compiler refuses, or what spills so
+# much that it is slow, loses.
+CANDIDATES: dict[str, list[tuple[int, ...]]] = {
     "diagonal_forward": [(16, 2), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8), (128, 16)],
     "diagonal_backward": [(16, 4), (16, 8), (32, 4), (32, 8), (64, 8), (64, 16)],
+    "decayed_forward": [(64, 32, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3)],
+    "decayed_backward": [(32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2), (64, 32, 4, 3), (128, 32, 8, 2)],
 }
 BETTER = 0.97  # of the default's time, or the default stays
 
@@ -34,16 +37,17 @@ def fastest(
     """Try all candidates on one call.
 
     Args:
-        kernel: one of `triton_sizes.DEFAULTS`.
+        kernel: one of `triton_sizes.KERNELS`.
         q: as the call has it; its dtype and width are what the result is for.
         run: the call.
         seconds: times set-ups that take turns, as `gpu.measure` does.
 
     Returns:
-        {"key", "tried": {"64 x 8": seconds or why not}, "chosen": {"ROWS", "num_warps"} or None for the default}.
+        {"key", "tried": {"64 x 8": seconds or why not}, "chosen": sizes, or None for the default}.
     """
-    default = triton_sizes.block_sizes(kernel, q)
-    key = triton_sizes.entry_key(kernel, q.element_size(), default["COLUMNS"])
+    columns = triton_sizes.block_sizes(kernel, q)["COLUMNS"]
+    default = triton_sizes.default_sizes(kernel, q.element_size(), columns)
+    key = triton_sizes.entry_key(kernel, q.element_size(), columns)
 
     def set_up(sizes: triton_sizes.Sizes) -> Callable[[], Callable[[], Any]]:
         def call() -> Any:
@@ -52,9 +56,8 @@ def fastest(
 
         return lambda: call
 
-    own = (default["ROWS"], default["num_warps"])
-    pairs = dict.fromkeys([own, *CANDIDATES[kernel]])
-    names = {f"{rows} x {warps}": {"ROWS": rows, "num_warps": warps} for rows, warps in pairs}
+    rows = dict.fromkeys([tuple(default.values()), *CANDIDATES[kernel]])
+    names = {" x ".join(map(str, row)): dict(zip(default, row, strict=True)) for row in rows}
     found = seconds({name: set_up(sizes) for name, sizes in names.items()})
     tried = {name: result.get("median", result.get("failed")) for name, result in found.items()}
     timed = {name: value for name, value in tried.items() if isinstance(value, float)}

@@ -22,14 +22,24 @@ def sizes(kernel="diagonal_forward", width=64, dtype=torch.bfloat16):
     return triton_sizes.block_sizes(kernel, torch.empty(1, 1, 4, width, dtype=dtype))
 
 
-@pytest.mark.parametrize("kernel", triton_sizes.DEFAULTS)
+@pytest.mark.parametrize("kernel", triton_sizes.DIAGONAL)
 @pytest.mark.parametrize("width", [1, 5, 64, 80, 256])
-def test_defaults(path, kernel, width):
+def test_defaults_along_diagonals(path, kernel, width):
     found = sizes(kernel, width)
     assert set(found) == {"WIDTH", "COLUMNS", "ROWS", "num_warps"}
     assert found["WIDTH"] == width <= found["COLUMNS"] < 2 * width + 1
     assert found["ROWS"] <= triton_sizes.MAX_ROWS
-    assert found["ROWS"] * found["COLUMNS"] <= triton_sizes.DEFAULTS[kernel]["elements"]
+    assert found["ROWS"] * found["COLUMNS"] <= triton_sizes.DIAGONAL[kernel]["elements"]
+
+
+@pytest.mark.parametrize("kernel", ["decayed_forward", "decayed_backward"])
+@pytest.mark.parametrize("width", [1, 5, 64, 80, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_defaults_over_all_pairs(path, kernel, width, dtype):
+    found = sizes(kernel, width, dtype)
+    assert set(found) == {"WIDTH", "COLUMNS", "ROWS", "KEYS", "num_warps", "num_stages"}
+    assert found["WIDTH"] == width <= found["COLUMNS"] <= max(16, 2 * width)
+    assert found["ROWS"] * found["KEYS"] * found["COLUMNS"] <= 64 * 64 * 64
 
 
 def test_what_was_tuned_is_kept_and_used_on_its_device_alone(path, monkeypatch):
@@ -43,8 +53,39 @@ def test_what_was_tuned_is_kept_and_used_on_its_device_alone(path, monkeypatch):
     assert sizes() == {**default, "ROWS": 16, "num_warps": 2}
     assert sizes("diagonal_backward")["ROWS"] == 8
     assert sizes(dtype=torch.float32) == sizes(dtype=torch.float32, kernel="diagonal_forward") != sizes()
-    assert sizes(width=65)["ROWS"] == triton_sizes.DEFAULTS["diagonal_forward"]["elements"] // 128
+    assert sizes(width=65)["ROWS"] == triton_sizes.DIAGONAL["diagonal_forward"]["elements"] // 128
+    entry, tried = triton_sizes.entry_key("decayed_backward", 4, 16), {"ROWS": 16, "KEYS": 16, "num_warps": 2, "num_stages": 3}
+    triton_sizes.keep_tuned(KEY, {entry: tried})
+    assert sizes("decayed_backward", 12, torch.float32) == {"WIDTH": 12, "COLUMNS": 16, **tried}
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("kernel", triton_sizes.KERNELS)
+def test_a_tuner_keeps_the_fastest_that_is_faster_than_the_default(path, monkeypatch, kernel):
+    gpu_tune = pytest.importorskip("tasks.benchmark.gpu_tune")
+    q = torch.empty(1, 1, 4, 64, dtype=torch.bfloat16)
+    default = sizes(kernel)
+    candidates = [" x ".join(map(str, row)) for row in gpu_tune.CANDIDATES[kernel]]
+    used = []
+
+    def seconds(calls, best):
+        found = {}
+        for name, set_up in calls.items():
+            found[name] = {"median": 0.5 if name == best else 1.0}
+            set_up()()
+        return found
+
+    for best in (candidates[0], "none"):
+        result = gpu_tune.fastest(
+            kernel, q, lambda: used.append(triton_sizes.block_sizes(kernel, q)), lambda calls: seconds(calls, best)
+        )
+        assert list(result["tried"])[1:] == candidates or len(result["tried"]) == len(candidates)
+        chosen = None if best == "none" else dict(zip(list(default)[2:], map(int, best.split(" x ")), strict=True))
+        assert result["chosen"] == chosen and result["key"] == triton_sizes.entry_key(kernel, 2, 64)
+        assert used[0] == default and len(used) == len(result["tried"])
+        assert [list(call.values())[2:] for call in used] == [list(map(int, name.split(" x "))) for name in result["tried"]]
+        used.clear()
+    assert sizes(kernel) == default and triton_sizes.TRIED == {}
 
 
 @pytest.mark.parametrize(
@@ -55,6 +96,9 @@ def test_what_was_tuned_is_kept_and_used_on_its_device_alone(path, monkeypatch):
         json.dumps({KEY: {"diagonal_forward 2 64": {"ROWS": 48, "num_warps": 4}}}),
         json.dumps({KEY: {"diagonal_forward 2 64": {"ROWS": 32}}}),
         json.dumps({KEY: {"diagonal_forward 2 64": {"ROWS": 32, "num_warps": 64}}}),
+        json.dumps({KEY: {"decayed_forward 2 64": {"ROWS": 32, "num_warps": 4}}}),
+        json.dumps({KEY: {"decayed_forward 2 64": {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 9}}}),
+        json.dumps({KEY: {"another 2 64": {"ROWS": 32, "num_warps": 4}}}),
     ],
 )
 def test_a_damaged_table_is_named(path, content):
