@@ -249,6 +249,12 @@ def on_files(files: Files, config: Any) -> Files:
     }
     pages = repository_pages()
     texts |= {place: rewritten(path, place, pages, pictures) for place, path in pages.items()}
+    # Pages of docs/ link to files of the repository as readers of the repository need it.
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        place = path.relative_to(ROOT / "docs").as_posix()
+        if (file := files.get_file_from_path(place)) is not None and "](../" in path.read_text(encoding="utf-8"):
+            files.remove(file)
+            texts[place] = rewritten(path, place, pages, pictures)
     for place, text in texts.items():
         files.append(File.generated(config, place, content=text))
     for place, path in pictures.items():
