@@ -21,6 +21,7 @@ from tasks.common.config import read_cell
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted((ROOT / "docs" / "how-to").glob("*.md")), ROOT / "docs" / "index.md")}
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 BLOCK = re.compile(r"```(python|bash)\n(.*?)```", re.DOTALL)
 # Added to the commands of the how-tos, so that they take seconds.
 SHORTER = {
@@ -111,6 +112,16 @@ def test_readme_is_one_screen():
     assert len(text.split()) <= 500 and "```diff" not in text
     examples = [block for language, block in BLOCK.findall(text) if language == "python"]
     assert len(examples) == 3 and all(example.startswith("import") for example in examples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(notebook, tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    content = nbformat.read(notebook, as_version=4)
+    assert all(not cell.get("outputs") for cell in content.cells)  # what is committed has none
+    nbclient.NotebookClient(content, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert sum(bool(cell.get("outputs")) for cell in content.cells) >= 3
 
 
 @pytest.mark.slow
