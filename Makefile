@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # A file's tests stay in one process, which trains what they share once; tests/conftest.py puts the longest files first.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check test lint sanitize mutations release-check smoke install video heads dense robotics benchmark clean
+.PHONY: demo check test docs lint sanitize mutations release-check smoke install video heads dense robotics benchmark clean
 
 # It needs the extra `classification` alone: 1.4 GB on disk with the CPU build of torch, where `make check` has 2.7 GB. It
 # needs no compiler; kernels that cannot be compiled are done without.
@@ -30,6 +30,11 @@ lint: install
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+# The documentation as a site in outputs/site, every link and picture checked.
+docs: install
+	$(RUN) -m mkdocs build --strict --quiet
+	@echo outputs/site/index.html
 
 # The C++ kernels under an address sanitizer, also part of the tests.
 sanitize: install

@@ -1,0 +1,139 @@
+"""The documentation: every example of README and of the how-tos runs, and the site builds without a warning."""
+
+import importlib
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from transformers import DeiTConfig, DeiTForImageClassification, Dinov2Config, Dinov2Model
+
+from hf_sparseprior.supports import SUPPORTS
+from tasks.common.config import read_cell
+
+ROOT = Path(__file__).parents[1]
+PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted((ROOT / "docs" / "how-to").glob("*.md")), ROOT / "docs" / "index.md")}
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+BLOCK = re.compile(r"```(python|bash)\n(.*?)```", re.DOTALL)
+# Added to the commands of the how-tos, so that they take seconds.
+SHORTER = {
+    "tasks.classification.train": ["trainer.num_train_epochs=1", "trainer.dataloader_num_workers=0", "trainer.use_cpu=true"],
+}
+# Commands that have a test of their own which runs them, in tests/tasks.
+TESTED_ELSEWHERE = ("tasks.common.mm", "tasks.segmentation", "tasks.video", "tasks.robotics", "tasks.heads")
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder to work in: photographs, small models under the names of the hub's, and the configurations."""
+    digits = load_digits()
+    for split, numbers in (("train", range(0, 60)), ("validation", range(60, 90)), ("test", range(90, 120))):
+        for number in numbers:
+            folder = tmp_path / "photos" / split / ("cat" if digits.target[number] % 2 else "dog")
+            folder.mkdir(parents=True, exist_ok=True)
+            image = Image.fromarray((16 * digits.images[number]).clip(0, 255).astype(np.uint8)).resize((64, 64))
+            image.convert("RGB").save(folder / f"{number}.jpg")
+    (tmp_path / "photos" / "test" / "cat" / "1.jpg").write_bytes(next((tmp_path / "photos/test/cat").glob("*.jpg")).read_bytes())
+    torch.manual_seed(0)
+    deit = DeiTForImageClassification(DeiTConfig(**TINY, num_labels=3))
+    for name in ("facebook/deit-small-patch16-224", "deit-small"):
+        deit.save_pretrained(tmp_path / name)
+    Dinov2Model(Dinov2Config(**TINY, patch_size=14)).save_pretrained(tmp_path / "facebook" / "dinov2-small")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    create = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **options: create(name, **options))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+    before = dict(SUPPORTS)
+    yield tmp_path
+    SUPPORTS.clear()
+    SUPPORTS.update(before)
+
+
+def commands(block):
+    """The commands of a block of bash, as lists of words."""
+    lines = block.replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.strip() and not line.startswith("#")]
+
+
+def run_command(words):
+    """A `python -m` command in this process."""
+    assert words[:2] == ["python", "-m"], words
+    module, arguments = words[2], words[3:]
+    if module.startswith(TESTED_ELSEWHERE):
+        assert importlib.util.find_spec(module) is not None
+        configs = [arguments[i + 1] for i, word in enumerate(arguments) if word == "--config"]
+        for config in configs:
+            assert Path(config.partition("#")[0]).is_file(), config
+            if config.partition("#")[0].endswith(".yaml") and "#" in config:
+                read_cell(config)
+        return
+    main = importlib.import_module(f"{module}.__main__" if module == "hf_sparseprior" else module).main
+    assert main([*arguments, *SHORTER.get(module, [])]) == 0, words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAGES)
+def test_the_examples_of_a_page_run(name, place, capsys):
+    blocks = BLOCK.findall(PAGES[name].read_text())
+    ran = 0
+    for number, (language, text) in enumerate(blocks):
+        if language == "python":
+            file = place / f"{name}_{number}.py"  # settings of a support are read from its source
+            file.write_text(text)
+            exec(compile(text, str(file), "exec"), {"__name__": file.stem})
+            ran += 1
+        else:
+            for words in commands(text):
+                if words[0] in ("make", "pip", "hf"):
+                    continue
+                run_command(words)
+                ran += 1
+    assert ran >= 1
+
+
+def test_each_how_to_is_one_screen_of_code():
+    for name, path in PAGES.items():
+        for _, text in BLOCK.findall(path.read_text()):
+            assert len(text.splitlines()) <= 30, name
+
+
+def test_readme_is_one_screen():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 500 and "```diff" not in text
+    examples = [block for language, block in BLOCK.findall(text) if language == "python"]
+    assert len(examples) == 3 and all(example.startswith("import") for example in examples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(notebook, tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    content = nbformat.read(notebook, as_version=4)
+    assert all(not cell.get("outputs") for cell in content.cells)  # what is committed has none
+    nbclient.NotebookClient(content, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert sum(bool(cell.get("outputs")) for cell in content.cells) >= 3
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    """Every link, anchor and picture is there, and every registered prior has its section."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    page = (tmp_path / "site" / "reference" / "priors.html").read_text()
+    for name in SUPPORTS:
+        assert f'id="{name}"' in page, name
+    pictures = re.findall(r'<img[^>]* src="([^"]+)"', page)
+    assert len(pictures) >= len(SUPPORTS)
+    assert all((tmp_path / "site" / "reference" / picture).is_file() for picture in pictures)
