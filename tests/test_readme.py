@@ -53,7 +53,13 @@ def test_the_preset_of_the_example_exists():
 
 # ---- measured numbers -----------------------------------------------------------------------------------------------
 
-READMES = (ROOT / "README.md", ROOT / "docs" / "choose.md", ROOT / "docs" / "demo.md", *ROOT.glob("tasks/*/README.md"), *ROOT.glob("tasks/*/*/README.md"))
+READMES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "choose.md",
+    ROOT / "docs" / "demo.md",
+    *ROOT.glob("tasks/*/README.md"),
+    *ROOT.glob("tasks/*/*/README.md"),
+)
 RESULTS = tuple(ROOT.glob("tasks/*/RESULTS.md"))
 SPREAD = re.compile(r"(-?\d+(?:\.\d+)?) ± (\d+(?:\.\d+)?)")
 MEASURED = re.compile(r"\b(seconds|ms|s a run|times faster|GiB|MB|images a second)\b")  # in the first line of a table

@@ -20,12 +20,19 @@ from hf_sparseprior.supports import SUPPORTS
 from tasks.common.config import read_cell
 
 ROOT = Path(__file__).parents[1]
-PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted((ROOT / "docs" / "how-to").glob("*.md")), ROOT / "docs" / "index.md")}
+PAGES = {
+    path.stem: path
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs" / "how-to").glob("*.md")), ROOT / "docs" / "index.md")
+}
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 BLOCK = re.compile(r"```(python|bash)\n(.*?)```", re.DOTALL)
 # Added to the commands of the how-tos, so that they take seconds.
 SHORTER = {
-    "tasks.classification.train": ["trainer.num_train_epochs=1", "trainer.dataloader_num_workers=0", "trainer.use_cpu=true"],
+    "tasks.classification.train": [
+        "trainer.num_train_epochs=1",
+        "trainer.dataloader_num_workers=0",
+        "trainer.use_cpu=true",
+    ],
 }
 # Commands that have a test of their own which runs them, in tests/tasks.
 TESTED_ELSEWHERE = ("tasks.common.mm", "tasks.segmentation", "tasks.video", "tasks.robotics", "tasks.heads")
@@ -42,7 +49,9 @@ def place(tmp_path, monkeypatch):
             folder.mkdir(parents=True, exist_ok=True)
             image = Image.fromarray((16 * digits.images[number]).clip(0, 255).astype(np.uint8)).resize((64, 64))
             image.convert("RGB").save(folder / f"{number}.jpg")
-    (tmp_path / "photos" / "test" / "cat" / "1.jpg").write_bytes(next((tmp_path / "photos/test/cat").glob("*.jpg")).read_bytes())
+    (tmp_path / "photos" / "test" / "cat" / "1.jpg").write_bytes(
+        next((tmp_path / "photos/test/cat").glob("*.jpg")).read_bytes()
+    )
     torch.manual_seed(0)
     deit = DeiTForImageClassification(DeiTConfig(**TINY, num_labels=3))
     for name in ("facebook/deit-small-patch16-224", "deit-small"):

@@ -22,6 +22,7 @@ from mkdocs.structure.files import File, Files
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis import explain
+from hf_sparseprior.arguments import add_explain
 from hf_sparseprior.curves import CURVES
 from hf_sparseprior.decay import DECAYS, INIT_PRESETS, PLACEMENTS
 from hf_sparseprior.extras import EXTRAS
@@ -57,7 +58,7 @@ def settings_table(settings: dict[str, Any]) -> list[str]:
 def explained(name: str, folder: Path) -> tuple[str, list[Path]]:
     """What `explain NAME` prints, and its pictures."""
     parser = ArgumentParser()
-    explain.add_arguments(parser)
+    add_explain(parser)
     out = folder / name
     out.mkdir()
     said = io.StringIO()
@@ -72,7 +73,11 @@ KINDS = {
     "Decays": (DECAYS, "decay", "a learned factor of the logits that falls with the distance of two patches"),
     "Predictors": (PREDICTORS, "predictor", "keys that are chosen for each query and image"),
     "Mixers": (MIXERS, "mixer", "what takes the place of softmax over pairs"),
-    "Extras": (EXTRAS, "extras", "modules beside support and decay; all start where they change nothing, but for token pruning"),
+    "Extras": (
+        EXTRAS,
+        "extras",
+        "modules beside support and decay; all start where they change nothing, but for token pruning",
+    ),
 }
 
 
@@ -82,7 +87,8 @@ def priors_page(folder: Path, pictures: dict[str, Path]) -> str:
         "# Every prior",
         "",
         'A prior is a name, names joined by `+` ("fibottention+violin"), or a dict of slots with all settings. '
-        "What `python -m hf_sparseprior explain NAME` says is below each one, for 6 heads over 14x14 patches and one class token.",
+        "What `python -m hf_sparseprior explain NAME` says is below each one, for 6 heads over 14x14 patches and one "
+        "class token.",
         "",
     ]
     for title, (registry, slot, meaning) in KINDS.items():
@@ -98,7 +104,12 @@ def priors_page(folder: Path, pictures: dict[str, Path]) -> str:
                 place = f"reference/{name}_{path.name}"
                 pictures[place] = path
                 lines += [f"![{name}: {path.stem}]({posixpath.basename(place)})", ""]
-    lines += ["## Curves", "", f"Of decays (`curves`) and of supports (`order`): {_listed(CURVES)}, and their transposes, `_t`.", ""]
+    lines += [
+        "## Curves",
+        "",
+        f"Of decays (`curves`) and of supports (`order`): {_listed(CURVES)}, and their transposes, `_t`.",
+        "",
+    ]
     lines += ["## Initial values of a decay", "", f"`init`: {_listed(INIT_PRESETS)}.", ""]
     lines += ["## Where a decay acts", "", "| `placement` | |", "|---|---|"]
     lines += [f"| `{name}` | {formula} |" for name, formula in PLACEMENTS.items()]
@@ -120,12 +131,15 @@ def models_page() -> str:
     for model_type, family in FAMILIES.items():
         names = ", ".join(f"`{cls.__name__}`" for cls in family.models.values())
         lines += [f"## {family.title}", "", f"`{model_type}`: {names}.", ""]
-        presets = family.config_class.presets
+        presets = family.config_class.presets if family.takes == "images" else {}
         if presets:
             lines += ["| preset | width | layers | heads | image |", "|---|---|---|---|---|"]
             for name in presets:
                 config = family.config_class.from_preset(name)
-                cells = (getattr(config, key, "") for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "image_size"))
+                cells = (
+                    getattr(config, key, "")
+                    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "image_size")
+                )
                 lines.append(f"| `{name}` | " + " | ".join(map(_cell, cells)) + " |")
             lines.append("")
     lines += ["## Models of others", "", f"`sp.apply_prior` takes, in place: {family_names()}.", ""]
@@ -206,8 +220,8 @@ def repository_pages() -> dict[str, Path]:
 
 
 def rewritten(file: Path, place: str, pages: dict[str, Path], pictures: dict[str, Path]) -> str:
-    """A page of the repository for its place in the site: links to pages of the site stay links, pictures come along, and
-    other files are named.
+    """A page of the repository for its place in the site: links to pages of the site stay links, pictures come along,
+    and other files are named.
     """
     places = {path: where for where, path in pages.items()}
     places |= {path: path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}

@@ -20,15 +20,16 @@ from torch import Tensor
 # No GPU chose the defaults. They follow from the compiler's report for compute capability 9.0 (`python -m
 # tasks.benchmark.gpu --count`).
 #
-# Along diagonals: elements of a block of rows (rows x padded head width), and its warps. No registers spill, and as many
-# warps as possible fit on a multiprocessor.
+# Along diagonals: elements of a block of rows (rows x padded head width), and its warps. No registers spill, and as
+# many warps as possible fit on a multiprocessor.
 DIAGONAL = {
     "diagonal_forward": {"elements": 4096, "num_warps": 8},
     "diagonal_backward": {"elements": 2048, "num_warps": 8},
 }
 MAX_ROWS = 128
-# Over all pairs: rows and keys, forward and backward, by bytes of an element and padded head width. Registers do not spill
-# (except 312 bytes of `_backward_delta` at the third entry and 8 at the fourth) and a block fits into shared memory.
+# Over all pairs: rows and keys, forward and backward, by bytes of an element and padded head width. Registers do not
+# spill (except 312 bytes of `_backward_delta` at the third entry and 8 at the fourth) and a block fits into shared
+# memory.
 DECAYED = {
     (2, 64): {"decayed_forward": (64, 64), "decayed_backward": (64, 32), "num_warps": 4, "num_stages": 2},
     (2, 128): {"decayed_forward": (64, 32), "decayed_backward": (32, 32), "num_warps": 4, "num_stages": 2},

@@ -10,12 +10,19 @@ import torch
 
 from hf_sparseprior.kernels import triton_sizes
 
-# What is tried: rows and warps, over all pairs rows, keys, warps and stages. What the compiler refuses, or what spills so
-# much that it is slow, loses.
+# What is tried: rows and warps, over all pairs rows, keys, warps and stages. What the compiler refuses, or what spills
+# so much that it is slow, loses.
 CANDIDATES: dict[str, list[tuple[int, ...]]] = {
     "diagonal_forward": [(16, 2), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8), (128, 16)],
     "diagonal_backward": [(16, 4), (16, 8), (32, 4), (32, 8), (64, 8), (64, 16)],
-    "decayed_forward": [(64, 32, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3)],
+    "decayed_forward": [
+        (64, 32, 4, 2),
+        (64, 64, 4, 3),
+        (64, 64, 8, 2),
+        (128, 32, 8, 2),
+        (128, 64, 8, 2),
+        (128, 64, 8, 3),
+    ],
     "decayed_backward": [(32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2), (64, 32, 4, 3), (128, 32, 8, 2)],
 }
 BETTER = 0.97  # of the default's time, or the default stays

@@ -1,5 +1,6 @@
 """The table of block sizes: defaults without one, what was tuned with one, and one line where it is damaged."""
 
+import functools
 import json
 
 import pytest
@@ -54,7 +55,10 @@ def test_what_was_tuned_is_kept_and_used_on_its_device_alone(path, monkeypatch):
     assert sizes("diagonal_backward")["ROWS"] == 8
     assert sizes(dtype=torch.float32) == sizes(dtype=torch.float32, kernel="diagonal_forward") != sizes()
     assert sizes(width=65)["ROWS"] == triton_sizes.DIAGONAL["diagonal_forward"]["elements"] // 128
-    entry, tried = triton_sizes.entry_key("decayed_backward", 4, 16), {"ROWS": 16, "KEYS": 16, "num_warps": 2, "num_stages": 3}
+    entry, tried = (
+        triton_sizes.entry_key("decayed_backward", 4, 16),
+        {"ROWS": 16, "KEYS": 16, "num_warps": 2, "num_stages": 3},
+    )
     triton_sizes.keep_tuned(KEY, {entry: tried})
     assert sizes("decayed_backward", 12, torch.float32) == {"WIDTH": 12, "COLUMNS": 16, **tried}
     assert list(path.parent.iterdir()) == [path]
@@ -77,13 +81,15 @@ def test_a_tuner_keeps_the_fastest_that_is_faster_than_the_default(path, monkeyp
 
     for best in (candidates[0], "none"):
         result = gpu_tune.fastest(
-            kernel, q, lambda: used.append(triton_sizes.block_sizes(kernel, q)), lambda calls: seconds(calls, best)
+            kernel, q, lambda: used.append(triton_sizes.block_sizes(kernel, q)), functools.partial(seconds, best=best)
         )
         assert list(result["tried"])[1:] == candidates or len(result["tried"]) == len(candidates)
         chosen = None if best == "none" else dict(zip(list(default)[2:], map(int, best.split(" x ")), strict=True))
         assert result["chosen"] == chosen and result["key"] == triton_sizes.entry_key(kernel, 2, 64)
         assert used[0] == default and len(used) == len(result["tried"])
-        assert [list(call.values())[2:] for call in used] == [list(map(int, name.split(" x "))) for name in result["tried"]]
+        assert [list(call.values())[2:] for call in used] == [
+            list(map(int, name.split(" x "))) for name in result["tried"]
+        ]
         used.clear()
     assert sizes(kernel) == default and triton_sizes.TRIED == {}
 
