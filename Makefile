@@ -33,7 +33,7 @@ lint: install
 
 # The documentation as a site in outputs/site, every link and picture checked.
 docs: install
-	$(RUN) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 	@echo outputs/site/index.html
 
 # The C++ kernels under an address sanitizer, also part of the tests.

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import timm
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
@@ -18,6 +17,7 @@ from transformers import DeiTConfig, DeiTForImageClassification, Dinov2Config, D
 
 from hf_sparseprior.supports import SUPPORTS
 from tasks.common.config import read_cell
+from tests.timm_oracle import import_timm
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -58,6 +58,7 @@ def place(tmp_path, monkeypatch):
         deit.save_pretrained(tmp_path / name)
     Dinov2Model(Dinov2Config(**TINY, patch_size=14)).save_pretrained(tmp_path / "facebook" / "dinov2-small")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
+    timm = import_timm()
     create = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **options: create(name, **options))
     monkeypatch.chdir(tmp_path)
