@@ -121,7 +121,7 @@ Tensor zeros(Sizes sizes) {
   Tensor x = empty(sizes, float32());
   if (const int64_t count = x.numel(); count > 1 << 14) {
     succeed(aoti_torch_zero_(x.handle()));  // by torch's threads
-  } else {
+  } else if (count) {
     std::memset(x.data(), 0, count * sizeof(float));
   }
   return x;

@@ -172,7 +172,7 @@ inline Tensor empty(Sizes sizes, Sizes strides, Dtype dtype) {
   succeed(aoti_torch_empty_strided(
       (int64_t)sizes.size(), sizes.data(), strides.data(), (int32_t)dtype, aoti_torch_device_type_cpu(), 0, &handle));
   Tensor x(handle);
-  if (sparseprior_poison) std::memset(x.data(), 0xff, x.numel() * bytes(dtype));
+  if (sparseprior_poison && x.numel()) std::memset(x.data(), 0xff, x.numel() * bytes(dtype));
   return x;
 }
 inline Tensor empty(Sizes sizes, Dtype dtype) {

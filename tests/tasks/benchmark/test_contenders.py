@@ -9,6 +9,7 @@ from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.ops import run_plan
 from hf_sparseprior.supports import SUPPORTS, has_pairs
 from tasks.benchmark import contenders, window_contenders
+from tasks.benchmark.commands import LAYOUTS
 from tasks.benchmark.contenders import Setting, Size, make_problem
 from tasks.benchmark.timing import traced_bytes
 
@@ -66,7 +67,7 @@ def test_expected_rows_equal_reference(support, decay, prefix):
     torch.testing.assert_close(expected, reference(problem)[:, :, rows], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("layout", contenders.LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tokens", [16, 300])
 def test_every_contender_that_can_run_is_right(layout, tokens):
     """`timed_call` raises for a wrong output or gradient."""
@@ -119,7 +120,7 @@ def test_the_kernel_on_float32_runs_next_to_half_precision(monkeypatch):
 def test_layouts():
     strides = {
         name: make_problem(Setting(heads=2, width=4, layout=name), Size(9, 1), trains=False).q.stride()
-        for name in contenders.LAYOUTS
+        for name in LAYOUTS
     }
     assert strides == {"projection": (72, 4, 8, 1), "packed": (216, 4, 24, 1), "contiguous": (72, 36, 4, 1)}
 
