@@ -51,6 +51,7 @@ for prior in priors:
         out = model(images).last_hidden_state
         out.square().sum().backward()
         return out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)
+    os.environ["SPARSEPRIOR_BACKEND"] = "cpp"
     found = run()
     os.environ["SPARSEPRIOR_BACKEND"] = "reference"
     expected = run()
