@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_sparseprior.adapters.stock_attention import MARKER, RECORD
+from hf_sparseprior.base_config import as_pair
 from hf_sparseprior.families import FAMILIES
 from hf_sparseprior.files import write_text
 from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
@@ -29,6 +30,15 @@ def field_problems(config: Any, allowed: dict[str, tuple[Any, ...]]) -> list[str
         f"{name}={getattr(config, name)!r} must be {' or '.join(map(repr, values))}"
         for name, values in allowed.items()
         if getattr(config, name) not in values
+    ]
+
+
+def square_problems(config: Any, *names: str) -> list[str]:
+    """One text for each of these sizes of a config whose height and width differ."""
+    return [
+        f"{name}={getattr(config, name)} must be square"
+        for name in names
+        if len(set(as_pair(getattr(config, name)))) > 1
     ]
 
 

@@ -20,6 +20,7 @@ from hf_sparseprior.convert.common import (
     plain_weights,
     refuse,
     save_for_transformers,
+    square_problems,
 )
 
 TARGETS = ("timesformer",)
@@ -107,12 +108,8 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
 
 def check(model: Any, target: str, out: Path) -> None:
     """Raise ValueError with every field of the model that TimeSformer cannot express."""
-    problems = field_problems(model.config, ALLOWED)
-    for name in ("image_size", "patch_size"):
-        height, width = as_pair(getattr(model.config, name))
-        if height != width:  # their layers take the grid to be square
-            problems.append(f"{name}={getattr(model.config, name)} must be square")
-    refuse(target, problems)
+    square = square_problems(model.config, "image_size", "patch_size")  # their layers take the grid to be so
+    refuse(target, [*field_problems(model.config, ALLOWED), *square])
 
 
 def write(model: Any, target: str, folder: Path) -> list[str]:

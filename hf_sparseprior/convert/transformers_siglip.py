@@ -25,6 +25,7 @@ from hf_sparseprior.convert.common import (
     recorded_prior,
     refuse,
     save_for_transformers,
+    square_problems,
 )
 from hf_sparseprior.convert.transformers_vit import LAYER
 from hf_sparseprior.prior import is_prior_weight
@@ -144,12 +145,7 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
 def check(model: Any, target: str, out: Path) -> None:
     """Raise ValueError with every field of the model that SigLIP's classes cannot express."""
     config = model.config
-    problems = field_problems(config, ALLOWED)
-    for name in ("image_size", "patch_size"):
-        height, width = as_pair(getattr(config, name))
-        if height != width:
-            problems.append(f"{name}={getattr(config, name)} must be square")
-    refuse(target, problems)
+    refuse(target, [*field_problems(config, ALLOWED), *square_problems(config, "image_size", "patch_size")])
 
 
 def write(model: Any, target: str, folder: Path) -> list[str]:

@@ -26,6 +26,7 @@ from hf_sparseprior.convert.common import (
     recorded_prior,
     refuse,
     save_for_transformers,
+    square_problems,
 )
 from hf_sparseprior.prior import is_prior_weight
 
@@ -171,9 +172,7 @@ def check(model: Any, target: str, out: Path) -> None:
             problems.append(
                 f"intermediate_size={config.intermediate_size} must be a multiple of hidden_size={config.hidden_size}"
             )
-        height, width = as_pair(config.image_size)
-        if height != width:  # their interpolation takes every grid to be square
-            problems.append(f"image_size={config.image_size} must be square")
+        problems += square_problems(config, "image_size")  # their interpolation takes every grid to be so
     refuse(target, [*field_problems(config, allowed), *problems])
 
 

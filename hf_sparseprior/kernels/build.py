@@ -90,8 +90,6 @@ def loaded_library() -> Path | None:
 
 
 def _load() -> str | None:
-    import torch
-
     choice = os.environ.get("SPARSEPRIOR_KERNELS") or None
     if choice == "0":
         return "SPARSEPRIOR_KERNELS=0"
@@ -101,13 +99,24 @@ def _load() -> str | None:
         return f"it is not built on {sys.platform}"
     try:
         library = prebuilt_library(choice)
-        if library is None:
-            library = compiled_library()
-        torch.ops.load_library(str(library))
+        try:
+            _open(library or compiled_library())
+        except OSError as error:  # of a wheel for a newer system
+            if library is None or choice is not None:
+                raise
+            logger.info("%s cannot be loaded (%s); the kernels are compiled instead", library, error)
+            _open(compiled_library())
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    _state["library"] = str(library)
     return None
+
+
+def _open(library: Path) -> None:
+    """Load a library, which makes its operators torch's."""
+    import torch
+
+    torch.ops.load_library(str(library))
+    _state["library"] = str(library)
 
 
 # ---- which library --------------------------------------------------------------------------------------------------

@@ -57,6 +57,18 @@ def test_one_can_be_chosen_if_the_processor_runs_it(wheel, monkeypatch):
         build.prebuilt_library("avx512_bf16")
 
 
+def test_one_that_cannot_be_loaded_is_compiled_unless_it_was_chosen(cpp, wheel, monkeypatch):
+    own = build.loaded_library()
+    assert own is not None
+    monkeypatch.setattr(build, "_processor", lambda: V3)
+    monkeypatch.setattr(build, "compiled_library", lambda: own)
+    monkeypatch.setattr(build, "_state", {})
+    assert build._load() is None and build.loaded_library() == own
+    monkeypatch.setenv("SPARSEPRIOR_KERNELS", "avx2")
+    monkeypatch.setattr(build, "_state", {})
+    assert "avx2.so" in build._load() and build.loaded_library() is None
+
+
 def test_an_unknown_choice_is_named(monkeypatch):
     monkeypatch.setenv("SPARSEPRIOR_KERNELS", "sse2")
     assert build._load() == "SPARSEPRIOR_KERNELS='sse2' must be one of 0, compiled, avx512_bf16, avx512, avx2"
