@@ -1,0 +1,1 @@
+"""What the papers claim, and what came out here: claims from configs/claims, numbers from records."""

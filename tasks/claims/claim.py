@@ -1,0 +1,139 @@
+"""The claims of a paper, as configs/claims/PAPER.yaml has them.
+
+    title: Fibottention
+    source: what the paper is called
+    claims:
+      table2-dense:                       place and a word
+        where: Table 2
+        claim: one sentence
+        paper: the paper's numbers, as printed
+        tier: A                           five seeds; B: fewer
+        test: {difference: {higher: fibottention, lower: dense, paper: 7.6}}
+        config: configs/experiments/fib_table2.yaml#paired
+        task: classification
+        records: tasks/classification/results/fib_table2_paired
+        metric: test_accuracy             the default
+        reduced: what is smaller than in the paper
+
+A `test` is one of the classes of tasks/claims/kinds.py by its name there, or `untried: why`. A claim that is untried
+has no config, task, records, metric, tier or reduced. One that reads a number (`value`, `bound`) may have a config,
+which is then what wrote the record, as a command's words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tasks.claims.kinds import KINDS, Kind, Untried
+from tasks.common.paired import ACCURACY
+
+TIERS = {"A": 5, "B": 1}  # seeds
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One sentence of a paper, and how it was tried.
+
+    name: unique in its paper. where: the place in the paper. paper: its numbers, as printed. test: what would show it.
+    tier: "A" or "B"; None: not tried. config: FILE#CELL of the comparison. task: whose `compare` runs it. records:
+    folder of a folder for each row. metric: a share. reduced: what is smaller than in the paper.
+    """
+
+    name: str
+    where: str
+    claim: str
+    paper: str
+    test: Kind
+    tier: str | None = None
+    config: str | None = None
+    task: str | None = None
+    records: str | None = None
+    metric: str = ACCURACY
+    reduced: str | None = None
+
+    @property
+    def seeds(self) -> int:
+        """How many seeds it asks for."""
+        return TIERS[self.tier] if self.tier is not None else 0
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Claims of one paper. name: of its file."""
+
+    name: str
+    title: str
+    source: str
+    claims: list[Claim]
+
+
+def read_papers(folder: Path) -> list[Paper]:
+    """The papers of a folder of YAML files, in the order of their names.
+
+    Raises:
+        OSError: if there is none.
+        ValueError: as `read_paper`.
+    """
+    files = sorted(folder.glob("*.yaml"))
+    if not files:
+        raise OSError(f"{folder} has no claims (*.yaml)")
+    return [read_paper(file) for file in files]
+
+
+def read_paper(file: Path) -> Paper:
+    """The claims of one file.
+
+    Raises:
+        ValueError: for what is no claim; the message names the file and the claim.
+    """
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    _check_keys(content, {"title", "source", "claims"}, {"title", "source", "claims"}, str(file))
+    if not isinstance(content["claims"], dict) or not content["claims"]:
+        raise ValueError(f"{file}: claims must hold a name and an entry for each claim")
+    claims = [_claim(str(name), entry, f"{file}, {name}") for name, entry in content["claims"].items()]
+    return Paper(file.stem, str(content["title"]), str(content["source"]), claims)
+
+
+def _claim(name: str, entry: Any, where: str) -> Claim:
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
+        raise ValueError(f"{where}: the name must be of a-z, 0-9 and single dashes")
+    known = {field.name for field in fields(Claim)} - {"name"}
+    _check_keys(entry, known, {"where", "claim", "paper", "test"}, where)
+    test = _test(entry["test"], where)
+    of_runs = {"tier", "config", "task", "records", "reduced"}
+    if missing := sorted((of_runs if test.rows else set()) - set(entry)):
+        raise ValueError(f"{where}: {test.name} needs {', '.join(missing)}")
+    without = of_runs | {"metric"} if isinstance(test, Untried) else set() if test.rows else {"records", "metric"}
+    if extra := sorted(without & set(entry)):
+        raise ValueError(f"{where}: {test.name} has no {', '.join(extra)}")
+    texts = {key: value for key, value in entry.items() if key != "test"}
+    if wrong := [key for key, value in texts.items() if not isinstance(value, str) or not value.strip()]:
+        raise ValueError(f"{where}: {wrong[0]}={texts[wrong[0]]!r} must be a text")
+    if texts.get("tier") not in (None, *TIERS):
+        raise ValueError(f"{where}: tier={texts['tier']} must be one of {', '.join(TIERS)}")
+    return Claim(name=name, test=test, **{key: " ".join(value.split()) for key, value in texts.items()})
+
+
+def _test(entry: Any, where: str) -> Kind:
+    if not isinstance(entry, Mapping) or len(entry) != 1 or next(iter(entry)) not in KINDS:
+        raise ValueError(f"{where}: test={entry!r:.80} must be one of {', '.join(KINDS)}, with what it needs")
+    [(kind, settings)] = entry.items()
+    try:
+        return KINDS[kind].read(settings)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {kind}: {error}") from None
+
+
+def _check_keys(content: Any, known: set[str], needed: set[str], where: str) -> None:
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} must be a map, not {content!r:.60}")
+    if unknown := sorted(set(map(str, content)) - known):
+        raise ValueError(f"{where}: {unknown[0]!r} is not known; known are {', '.join(sorted(known))}")
+    if missing := sorted(needed - set(content)):
+        raise ValueError(f"{where} lacks {', '.join(missing)}")

@@ -1,0 +1,21 @@
+"""Arguments of the commands in this folder, see tasks/common/parsers.py."""
+
+from __future__ import annotations
+
+import argparse
+
+from tasks.common.parsers import command_parser
+
+
+def page() -> argparse.ArgumentParser:
+    """Arguments of `python -m tasks.claims.page`."""
+    parser = command_parser("claims.page")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if docs/claims.md is another")
+    return parser
+
+
+def todo() -> argparse.ArgumentParser:
+    """Arguments of `python -m tasks.claims.todo`."""
+    parser = command_parser("claims.todo")
+    parser.add_argument("--tier", choices=("A", "B"), help="only what claims of this tier need")
+    return parser

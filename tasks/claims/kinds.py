@@ -1,0 +1,355 @@
+"""What would show a claim: one class a kind of test, each with its rule.
+
+A difference is told by `tasks.common.paired.RULE`. Words of a verdict are those of `VERDICTS`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from scipy.special import stdtrit
+from scipy.stats import permutation_test, rankdata
+
+from tasks.common.paired import CONFIDENCE, FEWEST, Difference, differences
+from tasks.common.tables import count_of_seeds
+
+HOLDS, FAILS, OPEN, NOT_YET, UNTRIED = (
+    *("holds", "does not hold", "cannot be told at this scale", "not run yet", "not tried"),
+)
+VERDICTS = (HOLDS, FAILS, OPEN, NOT_YET, UNTRIED)
+POWER = 0.8
+LEVEL = 0.05  # of rank correlations, to one side
+FEWEST_RANKED = 4  # three rows in order come out by chance once in six times
+PERMUTATIONS = 20_000
+
+Records = Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out.
+
+    verdict: one of `VERDICTS`. ours: our number, as text. could_tell: the smallest difference that could have been
+    told, as text. mean, half_width: of a difference, in points. paper: the paper's difference, in points.
+    """
+
+    verdict: str
+    ours: str = "-"
+    could_tell: str = "-"
+    mean: float | None = None
+    half_width: float | None = None
+    paper: float | None = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of test."""
+
+    name: ClassVar[str]
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Rows of a comparison that it reads."""
+        return ()
+
+    @classmethod
+    def read(cls, settings: Any) -> Kind:
+        """From what stands in a file.
+
+        Raises:
+            ValueError: for unknown, missing and bad settings.
+        """
+        if not isinstance(settings, Mapping):
+            raise ValueError(f"{settings!r} must be a map")
+        known = {own.name for own in fields(cls)}
+        needed = {own.name for own in fields(cls) if own.default is MISSING and own.default_factory is MISSING}
+        if unknown := sorted(map(str, set(settings) - known)):
+            raise ValueError(f"{unknown[0]!r} is not known; known are {', '.join(sorted(known))}")
+        if missing := sorted(needed - set(settings)):
+            raise ValueError(f"it lacks {', '.join(missing)}")
+        made = cls(**settings)
+        made.check()
+        return made
+
+    def check(self) -> None:
+        """Raise ValueError for bad settings."""
+
+    def judge(self, records: Records, metric: str, root: Path) -> Outcome:
+        """What came out.
+
+        Args:
+            records: of each row, its runs; rows without any are missing.
+            metric: a share, higher is better.
+            root: what paths of files start from.
+        """
+        raise NotImplementedError
+
+
+def _number(value: Any, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name}={value!r} must be a number")
+
+
+def interval(difference: Difference) -> str:
+    """Mean in points with its interval and the number of seeds."""
+    mean, count = 100 * difference.mean, len(difference.by_seed)
+    if difference.half_width is None:
+        return f"{mean:+.2f} ({count_of_seeds(count)})"
+    half = 100 * difference.half_width
+    return f"{mean:+.2f} ({mean - half:+.2f} to {mean + half:+.2f}; {count_of_seeds(count)})"
+
+
+def smallest_told(difference: Difference) -> float | None:
+    """The difference in points that would be told with a probability of `POWER`, with the spread that was found; None
+    with fewer seeds than the rule asks for.
+    """
+    count = len(difference.by_seed)
+    if difference.error is None or count < FEWEST:
+        return None
+    return 100 * float(stdtrit(count - 1, (1 + CONFIDENCE) / 2) + stdtrit(count - 1, POWER)) * difference.error
+
+
+@dataclass(frozen=True)
+class HigherThan(Kind):
+    """`higher` is above `lower`, or with a `margin` at most so many points below it. `paper`: its difference."""
+
+    higher: str
+    lower: str
+    paper: float | None = None
+    margin: float = 0.0
+    name: ClassVar[str] = "difference"
+
+    @property
+    def rows(self) -> tuple[str, ...]:  # noqa: D102
+        return (self.higher, self.lower)
+
+    def check(self) -> None:  # noqa: D102
+        for name in ("paper", "margin"):
+            if (value := getattr(self, name)) is not None:
+                _number(value, name)
+        if self.margin < 0:
+            raise ValueError(f"margin={self.margin} must be 0 or more")
+        if self.higher == self.lower:
+            raise ValueError(f"{self.higher!r} is compared with itself")
+
+    def judge(self, records: Records, metric: str, root: Path) -> Outcome:  # noqa: D102
+        found = differences(records, self.lower, metric).get(self.higher) if self.lower in records else None
+        if found is None:
+            return Outcome(NOT_YET, paper=self.paper)
+        least = smallest_told(found)
+        half = None if found.half_width is None else 100 * found.half_width
+        verdict, mean = OPEN, 100 * found.mean
+        if found.told is not None and half is not None:
+            verdict = HOLDS if mean - half > -self.margin else FAILS if mean + half < -self.margin else OPEN
+        could_tell = "-" if least is None else f"{least:.2f}"
+        return Outcome(verdict, interval(found), could_tell, mean, half, self.paper)
+
+
+def means(records: Records, rows: Sequence[str], metric: str) -> dict[str, float] | None:
+    """Mean of each row in percent, over the seeds that all rows have; None if a row has no run, or they share none."""
+    runs = {row: {run["seed"]: run["metrics"][metric] for run in records.get(row, ())} for row in rows}
+    shared = set.intersection(*(set(own) for own in runs.values()))
+    return {row: 100 * float(np.mean([own[seed] for seed in shared])) for row, own in runs.items()} if shared else None
+
+
+def ranked(ours: Sequence[float], expected: Sequence[float]) -> tuple[str, str]:
+    """Verdict and text of Spearman's rank correlation, by a permutation test."""
+    wanted = rankdata(expected)
+
+    def correlation(values: np.ndarray) -> float:
+        return float(np.corrcoef(rankdata(values), wanted)[0, 1])
+
+    given = {"permutation_type": "pairings", "n_resamples": PERMUTATIONS, "vectorized": False}
+    above, below = (
+        permutation_test((np.asarray(ours),), correlation, alternative=side, rng=np.random.default_rng(0), **given)
+        for side in ("greater", "less")
+    )
+    verdict = HOLDS if above.pvalue <= LEVEL else FAILS if below.pvalue <= LEVEL else OPEN
+    return verdict, f"rank correlation {above.statistic:+.2f} (p = {above.pvalue:.2g}; {len(ours)} rows"
+
+
+@dataclass(frozen=True)
+class Ranked(Kind):
+    """What rank correlations have in common."""
+
+    @property
+    def expected(self) -> Mapping[str, float]:
+        """A number for each row, whose order ours should have."""
+        raise NotImplementedError
+
+    @property
+    def rows(self) -> tuple[str, ...]:  # noqa: D102
+        return tuple(self.expected)
+
+    def _check_rows(self, rows: Any) -> None:
+        if not isinstance(rows, Mapping) or len(rows) < FEWEST_RANKED:
+            raise ValueError(f"it needs a number for each of {FEWEST_RANKED} rows or more")
+        for row, value in rows.items():
+            if not isinstance(row, str):
+                raise ValueError(f"row {row!r} must be a text")
+            _number(value, row)
+
+    def judge(self, records: Records, metric: str, root: Path) -> Outcome:  # noqa: D102
+        found = means(records, self.rows, metric)
+        if found is None:
+            return Outcome(NOT_YET)
+        verdict, text = ranked(list(found.values()), list(self.expected.values()))
+        seeds = set.intersection(*({run["seed"] for run in records[row]} for row in self.rows))
+        return Outcome(verdict, f"{text}, {count_of_seeds(len(seeds))})")
+
+
+@dataclass(frozen=True)
+class SameOrder(Ranked):
+    """The rows come in the order of the paper's numbers."""
+
+    paper: Mapping[str, float]
+    name: ClassVar[str] = "order"
+
+    @property
+    def expected(self) -> Mapping[str, float]:  # noqa: D102
+        return self.paper
+
+    def check(self) -> None:  # noqa: D102
+        self._check_rows(self.paper)
+
+
+@dataclass(frozen=True)
+class Trend(Ranked):
+    """The metric goes `direction` with the number of a row."""
+
+    xs: Mapping[str, float]
+    direction: str
+    name: ClassVar[str] = "trend"
+
+    @property
+    def expected(self) -> Mapping[str, float]:  # noqa: D102
+        return self.xs if self.direction == "up" else {row: -value for row, value in self.xs.items()}
+
+    def check(self) -> None:  # noqa: D102
+        self._check_rows(self.xs)
+        if self.direction not in ("up", "down"):
+            raise ValueError(f"direction={self.direction!r} must be up or down")
+
+
+@dataclass(frozen=True)
+class Best(Kind):
+    """`row` is the best of the rows."""
+
+    row: str
+    among: list[str] = field(default_factory=list)
+    name: ClassVar[str] = "best"
+
+    @property
+    def rows(self) -> tuple[str, ...]:  # noqa: D102
+        return tuple(dict.fromkeys((self.row, *self.among)))
+
+    def check(self) -> None:  # noqa: D102
+        if not isinstance(self.among, list) or len(self.rows) < 3:
+            raise ValueError("among must name two other rows or more")
+
+    def judge(self, records: Records, metric: str, root: Path) -> Outcome:  # noqa: D102
+        found = means(records, self.rows, metric)
+        if found is None:
+            return Outcome(NOT_YET)
+        apart = differences({row: records[row] for row in self.rows}, self.row, metric)
+        above = [row for row, other in apart.items() if other.told and other.mean > 0]
+        below = [row for row, other in apart.items() if other.told and other.mean < 0]
+        verdict = FAILS if above else HOLDS if len(below) == len(self.rows) - 1 else OPEN
+        place = sorted(found.values(), reverse=True).index(found[self.row]) + 1
+        seeds = count_of_seeds(min(len(other.by_seed) for other in apart.values()))
+        text = f"{place}. of {len(found)} by the mean, {found[self.row]:.2f} %; told above {len(below)}, below "
+        return Outcome(verdict, f"{text}{len(above)} of the others ({seeds})")
+
+
+def number_in(root: Path, record: str, key: str) -> float | None:
+    """The number under a key such as "rows.dense.mean" in a JSON file; None if there is no such file.
+
+    Raises:
+        ValueError: if it has no such number.
+    """
+    path = root / record
+    if not path.is_file():
+        return None
+    value = json.loads(path.read_text(encoding="utf-8"))
+    for part in key.split("/"):
+        try:
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        except (KeyError, IndexError, ValueError, TypeError):
+            raise ValueError(f"{record} has no {key!r}") from None
+    _number(value, f"{record}, {key}")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class Value(Kind):
+    """A number in a record is `expected`, up to `tolerance`. key: parts with slashes between them."""
+
+    record: str
+    key: str
+    expected: float
+    tolerance: float
+    unit: str = ""
+    name: ClassVar[str] = "value"
+
+    def check(self) -> None:  # noqa: D102
+        _number(self.expected, "expected")
+        _number(self.tolerance, "tolerance")
+
+    def judge(self, records: Records, metric: str, root: Path) -> Outcome:  # noqa: D102
+        value = number_in(root, self.record, self.key)
+        if value is None:
+            return Outcome(NOT_YET)
+        # A number that is half of the last printed digit away is as near.
+        near = abs(value - self.expected) <= self.tolerance * (1 + 1e-9)
+        return Outcome(HOLDS if near else FAILS, f"{value:.5g} {self.unit}".strip())
+
+
+@dataclass(frozen=True)
+class Bound(Kind):
+    """A number in a record is at least or at most so large."""
+
+    record: str
+    key: str
+    at_least: float | None = None
+    at_most: float | None = None
+    unit: str = ""
+    name: ClassVar[str] = "bound"
+
+    def check(self) -> None:  # noqa: D102
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError("it needs one of at_least and at_most")
+        _number(self.at_most if self.at_least is None else self.at_least, "the bound")
+
+    def judge(self, records: Records, metric: str, root: Path) -> Outcome:  # noqa: D102
+        value = number_in(root, self.record, self.key)
+        if value is None:
+            return Outcome(NOT_YET)
+        good = value >= self.at_least if self.at_least is not None else value <= (self.at_most or 0.0)
+        return Outcome(HOLDS if good else FAILS, f"{value:.5g} {self.unit}".strip())
+
+
+@dataclass(frozen=True)
+class Untried(Kind):
+    """Not tried, and why."""
+
+    why: str
+    name: ClassVar[str] = "untried"
+
+    @classmethod
+    def read(cls, settings: Any) -> Kind:  # noqa: D102
+        if not isinstance(settings, str) or not settings.strip():
+            raise ValueError(f"{settings!r} must say why")
+        return cls(" ".join(settings.split()))
+
+    def judge(self, records: Records, metric: str, root: Path) -> Outcome:  # noqa: D102
+        return Outcome(UNTRIED, self.why)
+
+
+KINDS: dict[str, type[Kind]] = {
+    kind.name: kind for kind in (HigherThan, SameOrder, Trend, Best, Value, Bound, Untried)
+}

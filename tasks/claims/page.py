@@ -1,0 +1,194 @@
+"""What the papers claim and what came out here, as docs/claims.md: python -m tasks.claims.page [--check]
+
+Claims are in configs/claims, numbers in the records that they name. The page and a picture for each paper are made of
+these alone. --check writes nothing, and fails if the page is not what the records say.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_sparseprior.analysis import pictures
+from hf_sparseprior.files import write_text
+from tasks.claims import commands
+from tasks.claims.claim import TIERS, Claim, Paper, read_papers
+from tasks.claims.kinds import FAILS, HOLDS, NOT_YET, OPEN, POWER, VERDICTS, Outcome, Records, Untried
+from tasks.common.command import run_command
+from tasks.common.paired import RULE
+from tasks.common.results import read_results
+from tasks.common.tables import markdown_table
+
+ROOT = Path(__file__).parents[2]
+CLAIMS = Path("configs/claims")
+PAGE = Path("docs/claims.md")
+COLOURS = {HOLDS: "#7a9e48", FAILS: pictures.ACCENT, OPEN: pictures.INK, NOT_YET: "#999999"}
+INTRODUCTION = f"""\
+Each row is one claim of a paper, and what came out when we tried it, at the scale of two cores. This page is made from
+records by `python -m tasks.claims.page`; nothing in it is written by hand. Claims, and which runs stand for them, are in
+`configs/claims`; they were fixed before the runs.
+
+- **{VERDICTS[0]}**, **{VERDICTS[1]}**: our rule tells it. {RULE}
+- **{VERDICTS[2]}**: the rule tells neither.
+- **{VERDICTS[3]}**: some of the runs are missing. **{VERDICTS[4]}**: not tried, and why.
+
+Differences are in percentage points, with their interval and the number of seeds. "Could tell" is the smallest difference
+that {round(100 * POWER)} of 100 repetitions would have told, with the spread that was found. Rank correlations are Spearman's, tested by
+permutation to one side at 5 %. A claim of tier A asks for {TIERS["A"]} seeds; one of tier B for one, which tells nothing by
+itself and is there as a hint."""
+
+
+def records_of(claim: Claim, root: Path) -> Records:
+    """The records of the rows that a claim reads, seeds in order. Rows without any are left out.
+
+    Raises:
+        ValueError: for a damaged record.
+    """
+    found = {}
+    for row in claim.test.rows:
+        files = (root / (claim.records or "") / row).glob("seed*.json")
+        if runs := sorted((read_results(file) for file in files), key=lambda run: run["seed"]):
+            found[row] = runs
+    return found
+
+
+def outcome(claim: Claim, root: Path) -> Outcome:
+    """What came out of a claim.
+
+    Raises:
+        ValueError: for a damaged record, or one without the claim's metric.
+    """
+    records = records_of(claim, root)
+    for row, runs in records.items():
+        if any(run["metrics"].get(claim.metric) is None for run in runs):
+            raise ValueError(f"{claim.records}/{row}: a record has no {claim.metric}")
+    return claim.test.judge(records, claim.metric, root)
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+def text(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome]) -> str:
+    """The page in Markdown; outcomes by paper and claim."""
+    papers = list(papers)
+    lines = ["# What the papers claim", INTRODUCTION, overview(papers, outcomes)]
+    for paper in papers:
+        lines += [f"## {paper.title}", paper.source, _table(paper, outcomes)]
+        if _drawn(paper, outcomes):
+            lines.append(f"![{paper.title}: the paper's differences and ours]({picture_name(paper)})")
+        lines += [f"### How {paper.title} was tried", *_how(paper)]
+    return "\n\n".join(lines) + "\n"
+
+
+def overview(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome]) -> str:
+    """How many claims of each paper have which verdict, as a Markdown table."""
+    rows = []
+    for paper in papers:
+        counts = Counter(outcomes[paper.name, claim.name].verdict for claim in paper.claims)
+        rows.append([paper.title, str(len(paper.claims)), *(str(counts[verdict]) for verdict in VERDICTS)])
+    return markdown_table(("paper", "claims", *VERDICTS), rows)
+
+
+def _table(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome]) -> str:
+    rows = []
+    for claim in paper.claims:
+        found = outcomes[paper.name, claim.name]
+        tier = claim.tier or "-"
+        cells = (claim.where, claim.claim, claim.paper, found.ours, found.could_tell, tier, f"**{found.verdict}**")
+        rows.append([cell.replace("|", "\\|") for cell in cells])
+    return markdown_table(("where", "claim", "the paper's number", "ours", "could tell", "tier", "verdict"), rows)
+
+
+def _how(paper: Paper) -> list[str]:
+    """A line for each comparison: which claims, command, what is reduced, records."""
+    groups: dict[tuple[str | None, ...], list[Claim]] = {}
+    for claim in paper.claims:
+        if claim.test.rows:
+            groups.setdefault((claim.config, claim.task, claim.records, claim.reduced), []).append(claim)
+    lines = []
+    for (config, task, records, reduced), claims in groups.items():
+        places = ", ".join(dict.fromkeys(claim.where for claim in claims))
+        command = f"`python -m tasks.{task}.compare --config {config} --records {records}`"
+        table = f"{records}/table.md"
+        link = f" [Records](../{table})." if (ROOT / table).is_file() else ""
+        lines.append(f"- {places}: {reduced}. {command}.{link}")
+    for claim in paper.claims:
+        if not claim.test.rows and not isinstance(claim.test, Untried):
+            record = claim.test.record  # type: ignore[attr-defined]
+            reduced = f"{claim.reduced}. " if claim.reduced else ""
+            made = f"`python -m {claim.config}`, " if claim.config else ""
+            lines.append(f"- {claim.where}: {reduced}{made}`{record}`.")
+    return ["\n".join(dict.fromkeys(lines))] if lines else ["Nothing of it was tried."]
+
+
+# ---- picture --------------------------------------------------------------------------------------------------------
+
+
+def picture_name(paper: Paper) -> str:
+    """File of a paper's picture, next to the page."""
+    return f"claims_{paper.name}.png"
+
+
+def _drawn(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome]) -> list[tuple[Claim, Outcome]]:
+    found = [(claim, outcomes[paper.name, claim.name]) for claim in paper.claims]
+    return [(claim, one) for claim, one in found if one.mean is not None]
+
+
+def draw(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome], path: Path) -> Path | None:
+    """Differences of a paper's claims, ours with their intervals and the paper's; None if there is none."""
+    shown = _drawn(paper, outcomes)
+    if not shown:
+        return None
+    plt = pictures.pyplot()
+    figure, axis = plt.subplots(figsize=(8.6, 1.6 + 0.3 * len(shown)), layout="constrained")
+    axis.axvline(0, color=pictures.INK, linewidth=0.8)
+    labels: dict[str, Any] = {}
+    for place, (_, found) in enumerate(shown):
+        wide = found.half_width
+        mark = axis.errorbar(
+            *([found.mean], [place]),
+            xerr=None if wide is None else [wide],
+            **{"fmt": "o" if wide is not None else "x", "color": COLOURS[found.verdict], "capsize": 3},
+        )
+        labels.setdefault(found.verdict if wide is not None else "one seed", mark)
+        if found.paper is not None:
+            labels["the paper"] = axis.plot([found.paper], [place], "D", color="#e0a030", markersize=5, zorder=0)[0]
+    axis.set_yticks(range(len(shown)), [f"{claim.where}: {claim.name}" for claim, _ in shown], fontsize=8)
+    axis.set_ylim(len(shown) - 0.5, -0.5)
+    axis.set_xlabel("difference that the claim says is above 0, percentage points")
+    axis.set_title(paper.title, fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="x", alpha=0.25)
+    figure.legend(labels.values(), labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    return pictures.save(figure, path)
+
+
+# ---- command --------------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    parser = commands.page()
+    arguments = parser.parse_args(argv)
+
+    def work() -> None:
+        papers = read_papers(ROOT / CLAIMS)
+        outcomes = {(paper.name, claim.name): outcome(claim, ROOT) for paper in papers for claim in paper.claims}
+        new = text(papers, outcomes)
+        if arguments.check:
+            if not (ROOT / PAGE).is_file() or (ROOT / PAGE).read_text(encoding="utf-8") != new:
+                raise ValueError(f"{PAGE} is not what the records say; run python -m tasks.claims.page")
+            return
+        write_text(ROOT / PAGE, new)
+        for paper in papers:
+            draw(paper, outcomes, (ROOT / PAGE).parent / picture_name(paper))
+        print(f"{overview(papers, outcomes)}\n\n{PAGE}")
+
+    return run_command(parser.prog, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

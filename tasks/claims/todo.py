@@ -1,0 +1,55 @@
+"""What the claims still need to be run: python -m tasks.claims.todo [--tier A]
+
+Prints a `compare` command for each comparison of configs/claims some of whose runs have no record, with the rows and
+seeds that are missing. Each command goes on where it was stopped, and several may be given at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tasks.claims import commands
+from tasks.claims.claim import Paper, read_papers
+from tasks.claims.page import CLAIMS, ROOT
+from tasks.common.command import run_command
+
+Place = tuple[str, str, str]
+
+
+def missing(papers: list[Paper], root: Path, tier: str | None = None) -> dict[Place, dict[str, set[int]]]:
+    """By (task, config, records): the seeds that each row lacks, of 0 to the claim's number of them."""
+    found: dict[Place, dict[str, set[int]]] = {}
+    for claim in (claim for paper in papers for claim in paper.claims if claim.test.rows):
+        if tier not in (None, claim.tier):
+            continue
+        assert claim.task is not None and claim.config is not None and claim.records is not None
+        rows = found.setdefault((claim.task, claim.config, claim.records), {})
+        for row in claim.test.rows:
+            lacks = {n for n in range(claim.seeds) if not (root / claim.records / row / f"seed{n}.json").is_file()}
+            rows[row] = rows.get(row, set()) | lacks
+    found = {place: {row: seeds for row, seeds in rows.items() if seeds} for place, rows in found.items()}
+    return {place: rows for place, rows in found.items() if rows}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    parser = commands.todo()
+    arguments = parser.parse_args(argv)
+
+    def work() -> None:
+        found = missing(read_papers(ROOT / CLAIMS), ROOT, arguments.tier)
+        for (task, config, records), rows in found.items():
+            seeds = sorted(set.union(*rows.values()))
+            print(
+                f"python -m tasks.{task}.compare --jobs 2 --config {config} --records {records} "
+                f"--seeds {' '.join(map(str, seeds))} --variants {' '.join(rows)}"
+            )
+        runs = sum(len(seeds) for rows in found.values() for seeds in rows.values())
+        print(f"{runs} runs in {len(found)} comparisons are missing", file=sys.stderr)
+
+    return run_command(parser.prog, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
