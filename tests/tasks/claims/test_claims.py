@@ -1,0 +1,280 @@
+"""Claims of the papers: verdicts against SciPy and simulation, files, and the page in docs/."""
+
+import copy
+import json
+import math
+from importlib import import_module
+
+import numpy as np
+import pytest
+import yaml
+from scipy import stats
+
+from tasks.claims import page, todo
+from tasks.claims.claim import TIERS, read_paper, read_papers
+from tasks.claims.kinds import FAILS, HOLDS, KINDS, NOT_YET, OPEN, UNTRIED, VERDICTS, Bound, smallest_told
+from tasks.common.compare import all_records
+from tasks.common.compare import load_comparison as load_task_comparison
+from tasks.common.hf_run import task_named
+from tasks.common.paired import Difference, differences
+
+METRIC = "test_accuracy"
+
+
+def runs(*shares: float) -> list[dict]:
+    """Records of one row, a seed each."""
+    return [{"seed": seed, "metrics": {METRIC: share}} for seed, share in enumerate(shares)]
+
+
+def judged(kind: str, settings: object, records: dict) -> object:
+    return KINDS[kind].read(settings).judge(records, METRIC, page.ROOT)
+
+
+# ---- differences ----------------------------------------------------------------------------------------------------
+
+PAIR = {"higher": "a", "lower": "b"}
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("shift", [-0.03, 0.0, 0.004, 0.03])
+def test_verdict_on_difference_is_that_of_paired_t_test(seed: int, shift: float) -> None:
+    random = np.random.default_rng(seed)
+    lower = 0.5 + 0.02 * random.standard_normal(5)
+    higher = lower + shift + 0.006 * random.standard_normal(5)
+    found = judged("difference", PAIR, {"a": runs(*higher), "b": runs(*lower)})
+    low, high = stats.ttest_rel(higher, lower).confidence_interval(0.95)
+    assert found.verdict == (HOLDS if low > 0 else FAILS if high < 0 else OPEN)
+    assert found.mean - found.half_width == pytest.approx(100 * low)
+    assert found.mean + found.half_width == pytest.approx(100 * high)
+    assert f"{100 * low:+.2f} to {100 * high:+.2f}; 5 seeds" in found.ours
+
+
+def test_margin_moves_what_has_to_be_told() -> None:
+    lower, spread = np.full(5, 0.5), np.array([-1, -0.5, 0, 0.5, 1]) * 0.004
+    records = {"a": runs(*(lower - 0.005 + spread)), "b": runs(*lower)}
+    assert [judged("difference", {**PAIR, "margin": points}, records).verdict for points in (0, 0.5, 2.0)] == [
+        *(FAILS, OPEN, HOLDS)
+    ]
+
+
+@pytest.mark.parametrize("records", [{}, {"a": runs(0.5)}, {"b": runs(0.5)}, {"a": runs(0.5), "b": [{**runs(0.5)[0], "seed": 7}]}])
+def test_difference_without_shared_seeds_is_not_run_yet(records: dict) -> None:
+    assert judged("difference", PAIR, records).verdict == NOT_YET
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_too_few_seeds_tell_nothing(count: int) -> None:
+    found = judged("difference", PAIR, {"a": runs(*[0.9] * count), "b": runs(*[0.1, 0.1001][:count])})
+    assert (found.verdict, found.could_tell) == (OPEN, "-")
+    assert found.mean == pytest.approx(80, abs=0.1)
+
+
+@pytest.mark.parametrize("count", [3, 5, 8])
+def test_smallest_told_difference_is_told_four_times_in_five(count: int) -> None:
+    """By simulation with a known spread: what the formula gives of that spread."""
+    random, spread, told, repeats = np.random.default_rng(0), 0.01, 0, 4000
+    base = Difference(dict(enumerate(spread * np.sqrt((count - 1) / count) * np.resize([1, -1], count))), {})
+    least = smallest_told(base) * spread / (base.error * math.sqrt(count)) / 100
+    for _ in range(repeats):
+        sample = least + spread * random.standard_normal(count)
+        told += bool(Difference(dict(enumerate(sample)), {}).told and sample.mean() > 0)
+    assert 0.74 < told / repeats < 0.9
+
+
+def test_rows_are_paired_by_seed() -> None:
+    """Equal within each seed: nothing to tell, whatever the seeds do."""
+    records = {"a": runs(0.1, 0.5, 0.9), "b": list(reversed(runs(0.1, 0.5, 0.9)))}
+    found = judged("difference", PAIR, records)
+    assert (found.mean, found.half_width) == (0, 0)
+    assert found.verdict == OPEN
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_order_is_spearmans(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    paper = {name: float(value) for name, value in zip("abcdefgh", random.permutation(8), strict=True)}
+    ours = {name: value + 2 * random.standard_normal() for name, value in paper.items()}
+    found = judged("order", {"paper": paper}, {name: runs(value / 100) for name, value in ours.items()})
+    expected = stats.spearmanr(list(ours.values()), list(paper.values()), alternative="greater")
+    assert f"rank correlation {expected.statistic:+.2f}" in found.ours
+    assert float(found.ours.partition("p = ")[2].partition(";")[0]) == pytest.approx(expected.pvalue, abs=0.02)
+
+
+@pytest.mark.parametrize(("direction", "verdict"), [("up", HOLDS), ("down", FAILS)])
+def test_trend_has_a_direction(direction: str, verdict: str) -> None:
+    xs = {f"w{x}": x for x in (2, 3, 5, 8, 13)}
+    records = {name: runs(0.3 + 0.01 * x) for name, x in xs.items()}
+    assert judged("trend", {"xs": xs, "direction": direction}, records).verdict == verdict
+
+
+def test_best_of_rows() -> None:
+    spread = np.array([0, 0.001, -0.001, 0.002, -0.002])
+    records = {name: runs(*(level + spread * scale)) for name, level, scale in (("a", 0.7, 1), ("b", 0.6, 2), ("c", 0.5, 3))}
+    assert judged("best", {"row": "a", "among": ["b", "c"]}, records).verdict == HOLDS
+    assert judged("best", {"row": "b", "among": ["a", "c"]}, records).verdict == FAILS
+    noisy = {**records, "b": runs(0.8, 0.5, 0.75, 0.55, 0.76)}
+    assert judged("best", {"row": "a", "among": ["b", "c"]}, noisy).verdict == OPEN
+    assert judged("best", {"row": "a", "among": ["b", "d"]}, records).verdict == NOT_YET
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+def test_value_and_bound_read_a_record(tmp_path) -> None:
+    (tmp_path / "flops.json").write_text(json.dumps({"rows": [{"gflops": 4.25}]}), encoding="utf-8")
+    given = {"record": "flops.json", "key": "rows/0/gflops"}
+
+    def verdict(kind: str, **settings: object) -> str:
+        return KINDS[kind].read({**given, **settings}).judge({}, METRIC, tmp_path).verdict
+
+    assert verdict("value", expected=4.2, tolerance=0.05) == HOLDS
+    assert verdict("value", expected=4.3, tolerance=0.04) == FAILS
+    assert verdict("bound", at_most=4.25) == verdict("bound", at_least=4.25) == HOLDS
+    assert verdict("bound", at_most=4.2) == verdict("bound", at_least=4.3) == FAILS
+    assert verdict("value", expected=1, tolerance=0, record="none.json") == NOT_YET
+    with pytest.raises(ValueError, match=r"flops.json has no 'rows/1/gflops'"):
+        Bound("flops.json", "rows/1/gflops", at_most=1).judge({}, METRIC, tmp_path)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+GOOD = {
+    "title": "A",
+    "source": "A paper",
+    "claims": {
+        "table1-a": {
+            **{"where": "Table 1", "claim": "a is above b.", "paper": "+1", "tier": "A", "test": {"difference": PAIR}},
+            **{"config": "a.yaml", "task": "classification", "records": "r", "reduced": "all of it"},
+        },
+        "table2-b": {"where": "Table 2", "claim": "c.", "paper": "3", "test": {"untried": "needs a GPU"}},
+    },
+}
+
+
+def read(tmp_path, content: object) -> object:
+    (tmp_path / "paper.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    return read_paper(tmp_path / "paper.yaml")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("title",), None, "lacks title"),
+        (("more",), 1, "'more' is not known"),
+        (("claims",), {}, "claims must hold"),
+        (("claims", "Table 1"), {}, "the name must be"),
+        (("claims", "table1-a", "tier"), "C", "tier=C must be one of A, B"),
+        (("claims", "table1-a", "test"), {"guess": 1}, "must be one of difference"),
+        (("claims", "table1-a", "test"), {"difference": {"higher": "a"}}, "difference: it lacks lower"),
+        (("claims", "table1-a", "test"), {"difference": {**PAIR, "lower": "a"}}, "compared with itself"),
+        (("claims", "table1-a", "test"), {"difference": {**PAIR, "margin": -1}}, "margin=-1 must be 0 or more"),
+        (("claims", "table1-a", "test"), {"trend": {"xs": {"a": 1}, "direction": "up"}}, "4 rows or more"),
+        (("claims", "table1-a", "records"), None, "difference needs records"),
+        (("claims", "table1-a", "claim"), "", "claim='' must be a text"),
+        (("claims", "table2-b", "tier"), "A", "untried has no tier"),
+        (("claims", "table2-b", "test"), {"untried": ""}, "must say why"),
+        (("claims", "table2-b", "test"), {"value": {"record": "a", "key": "b", "expected": 1}}, "lacks tolerance"),
+        (("claims", "table2-b", "test"), {"bound": {"record": "a", "key": "b"}}, "one of at_least and at_most"),
+    ],
+)
+def test_bad_file_is_refused_by_name(tmp_path, path: tuple, value: object, message: str) -> None:
+    content = copy.deepcopy(GOOD)
+    place = content
+    for part in path[:-1]:
+        place = place[part]
+    if value is None:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    with pytest.raises(ValueError, match=message) as found:
+        read(tmp_path, content)
+    assert "paper.yaml" in str(found.value) and "\n" not in str(found.value)
+
+
+def test_missing_runs_are_listed_until_there_are_records(tmp_path) -> None:
+    paper = read(tmp_path, GOOD)
+    place = ("classification", "a.yaml", "r")
+    assert todo.missing([paper], tmp_path) == {place: {"a": {0, 1, 2, 3, 4}, "b": {0, 1, 2, 3, 4}}}
+    assert todo.missing([paper], tmp_path, "B") == {}
+    for row in "ab":
+        (tmp_path / "r" / row).mkdir(parents=True)
+        for seed in range(TIERS["A"]):
+            record = {"seed": seed, "metrics": {METRIC: 0.5 + 0.01 * seed + 0.02 * (row == "a")}}
+            (tmp_path / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
+    assert todo.missing([paper], tmp_path) == {}
+    outcomes = {(paper.name, claim.name): page.outcome(claim, tmp_path) for claim in paper.claims}
+    assert [found.verdict for found in outcomes.values()] == [HOLDS, UNTRIED]
+    text = page.text([paper], outcomes)
+    assert "| Table 1 | a is above b. | +1 | +2.00 (+2.00 to +2.00; 5 seeds) | 0.00 | A | **holds** |" in text
+    assert "needs a GPU" in text and "| A | 2 | 1 | 0 | 0 | 0 | 1 |" in text
+    assert page.draw(paper, outcomes, tmp_path / "claims.png").is_file()
+
+
+# ---- the repository's own -------------------------------------------------------------------------------------------
+
+PAPERS = read_papers(page.ROOT / page.CLAIMS)
+COMPARED = {
+    (claim.task, claim.config, claim.records): claim for paper in PAPERS for claim in paper.claims if claim.test.rows
+}
+
+
+def test_page_is_what_the_records_say(capsys: pytest.CaptureFixture) -> None:
+    assert page.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_page_check_notices_another_number(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / page.CLAIMS).mkdir(parents=True)
+    (tmp_path / page.CLAIMS / "paper.yaml").write_text(yaml.safe_dump(GOOD), encoding="utf-8")
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    assert page.main([]) == 0
+    assert page.main(["--check"]) == 0
+    written = tmp_path / page.PAGE
+    written.write_text(written.read_text(encoding="utf-8").replace("not run yet**", "holds**", 1), encoding="utf-8")
+    assert page.main(["--check"]) == 2
+    assert "is not what the records say" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", COMPARED, ids=lambda place: f"{place[1]}".rpartition("/")[2])
+def test_rows_of_claims_are_rows_of_their_comparison_and_records_are_of_it(place: tuple[str, str, str]) -> None:
+    """Row names, seeds, and that each record is of today's configuration."""
+    task, config, records = place
+    module = import_module(f"tasks.{task}.compare")
+    load = getattr(module, "load_comparison", None)
+    path = str(page.ROOT / config)
+    comparison = load(path) if load is not None else load_task_comparison(task_named(task), path)
+    own = [claim for paper in PAPERS for claim in paper.claims if (claim.task, claim.config, claim.records) == place]
+    rows = {row for claim in own for row in claim.test.rows}
+    assert rows <= set(comparison.configs), rows - set(comparison.configs)
+    assert max(claim.seeds for claim in own) <= len(comparison.seeds)
+    found = all_records(comparison, page.ROOT / records)
+    for claim in own:
+        read = page.records_of(claim, page.ROOT)
+        assert {row: len(runs) for row, runs in read.items()} == {
+            row: len(found[row]) for row in claim.test.rows if row in found
+        }
+
+
+def test_every_verdict_and_kind_is_explained() -> None:
+    assert all(verdict in page.INTRODUCTION for verdict in VERDICTS)
+    assert {type(claim.test) for paper in PAPERS for claim in paper.claims} <= set(KINDS.values())
+
+
+def test_differences_of_a_claim_are_those_of_the_comparisons_own_table() -> None:
+    """The same numbers as `compare` writes, from the same records."""
+    claims = [claim for paper in PAPERS for claim in paper.claims if claim.test.name == "difference"]
+    checked = 0
+    for claim in claims:
+        path = page.ROOT / claim.records / "differences.json"
+        if not path.is_file():
+            continue
+        table = json.loads(path.read_text(encoding="utf-8"))
+        if table["first"] != claim.test.lower or claim.test.higher not in table["rows"] or claim.metric != METRIC:
+            continue
+        found = differences(page.records_of(claim, page.ROOT), claim.test.lower)[claim.test.higher]
+        assert found.mean == pytest.approx(table["rows"][claim.test.higher]["mean"])
+        checked += 1
+    assert checked
