@@ -22,7 +22,7 @@ import tasks.video.compare
 import tasks.video.config
 from tasks.common.config import read_layers
 from tasks.common.run_folder import claim, folder_differences
-from tests.configs.changed import CHANGES, changes_of
+from tests.configs.changed import CHANGES, FEWER_SEEDS, changes_of
 
 ROOT = Path(__file__).parents[2]
 MOVED = [line.split("\t") for line in Path(__file__).with_name("moved.tsv").read_text().splitlines()]
@@ -85,6 +85,9 @@ def as_before(found, kind, name):
         else:
             change.undo({name.partition("#")[2]: found})
         assert found != changed, f"not in {name}: {change.reason}"
+    if fewer := FEWER_SEEDS.get(name):
+        assert found[1][: len(fewer)] == fewer != found[1]
+        found = [found[0], fewer, found[2]]
     return found
 
 

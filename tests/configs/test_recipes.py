@@ -56,7 +56,8 @@ TABLES = [
 ]
 STARTS = [*shipped.cells("classification/imagenet.yaml"), *shipped.cells("classification/sparsifiner.yaml")]
 STARTS += ["classification/deit_tiny_384.yaml"]
-PAIRED = ("#paired", "/curve_order.yaml", "/families_small.yaml")  # with the schedule of recipes/paired.yaml
+# With the schedule of recipes/paired.yaml.
+PAIRED = ("#paired", "/curve_order.yaml", "/families_small.yaml", "/vio_paired.yaml")
 
 
 def is_small(name: str) -> bool:

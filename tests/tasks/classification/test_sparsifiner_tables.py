@@ -101,7 +101,7 @@ def test_reduced_comparisons_have_the_same_rows(comparisons, table):
         return [prior if isinstance(prior, str) else _rates(prior) for prior in priors]
 
     small = load_comparison(TABLES / f"sparsifiner_table{table}.yaml#small")
-    assert small.seeds == [0, 1, 2]
+    assert small.seeds == list(range(5 if table == 2 else 3))
     assert sorted(map(str, kinds(small))) == sorted(map(str, kinds(comparisons[table])))
     assert {config["data"]["source"] for config in (*small.first, *small.configs.values())} == {"cifar10"}
 
