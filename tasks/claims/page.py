@@ -29,7 +29,8 @@ COLOURS = {HOLDS: "#7a9e48", FAILS: pictures.ACCENT, OPEN: pictures.INK, NOT_YET
 INTRODUCTION = f"""\
 Each row is one claim of a paper, and what came out when we tried it, at the scale of two cores. This page is made from
 records by `python -m tasks.claims.page`; nothing in it is written by hand. Claims, and which runs stand for them, are in
-`configs/claims`; they were fixed before the runs.
+`configs/claims`. Models, schedules and rows were fixed before they were run, as the history of the repository shows; records
+that were there before this page did not change what stands for a claim.
 
 - **{VERDICTS[0]}**, **{VERDICTS[1]}**: our rule tells it. {RULE}
 - **{VERDICTS[2]}**: the rule tells neither.
