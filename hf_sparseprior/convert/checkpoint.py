@@ -29,6 +29,7 @@ from hf_sparseprior.convert import (
     timm_convit,
     timm_swin,
     timm_vit,
+    transformers_dinov3,
     transformers_siglip,
     transformers_swin,
     transformers_vit,
@@ -43,7 +44,7 @@ from hf_sparseprior.prior import is_prior_weight
 # timesformer and transformers_swin before transformers_vit, which would take their bare models for ViTs; rotary, which
 # refuses, after all that can be converted.
 FORMATS: tuple[ModuleType, ...] = (
-    *(timesformer, transformers_swin, transformers_vit, transformers_siglip, lvvit),
+    *(timesformer, transformers_swin, transformers_dinov3, transformers_vit, transformers_siglip, lvvit),
     *(timm_vit, timm_swin, timm_convit),
     *(iformer, rotary),
 )

@@ -314,11 +314,6 @@ def timm_source(folder, name, **arguments):
 
 
 ROTARY = {
-    "transformers": (lambda folder: saved(dinov3(DINOv3ViTModel), folder / "source"), "dinov3_vit"),
-    "transformers backbone": (
-        lambda folder: saved(dinov3(DINOv3ViTBackbone), folder / "source", "memory"),
-        "dinov3_vit",
-    ),
     "original": (original_dinov3, "DINOv3, or a model like it"),
     "timm": (lambda folder: timm_source(folder, "vit_small_patch16_dinov3"), "vit_small_patch16_dinov3"),
     "timm file": (lambda folder: timm_file(folder, "vit_small_patch16_dinov3"), "DINOv3, or a model like it"),
@@ -337,7 +332,7 @@ def test_rotary_positions_are_refused_by_name(case, tmp_path, capsys):
     capsys.readouterr()
     assert main(["convert", str(source), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert f"{name}: rotary positions have no counterpart in SparsePriorViT" in error
+    assert f"{name}: of models with rotary positions only DINOv3 in transformers' format is converted" in error
     assert "hf_sparseprior.apply_prior(model, prior)" in error and len(error.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
