@@ -24,7 +24,7 @@ from .attention_plan import AttentionPlan
 from .attention_request import from_layout, to_layout, weights_from_layout
 from .base_config import BaseConfig
 from .base_model import BasePreTrainedModel, output_options
-from .blocks import MLP, BatchNorm, DropPath, LayerScale, patch_grid, resized_positions
+from .blocks import MLP, ConvolutionStem, DropPath, LayerScale, patch_grid, resized_positions
 from .configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from .extras import make_extras
 from .families import Family, register_family
@@ -78,40 +78,6 @@ class SparsePriorViTImageClassifierOutput(ModelOutput):
     token_mask: Tensor | None = None
 
 
-class SparsePriorViTStem(nn.Module):
-    """Three convolutions with batch norm and ReLU before the patch projection (LV-ViT), which halve the sides.
-
-    If they are frozen, the statistics of their batch norms stay too.
-    """
-
-    UNIT_AXES: UnitAxes = {"convolutions.*": (), "norms.*": ()}
-
-    def __init__(self, config: SparsePriorViTConfig) -> None:
-        super().__init__()
-        width = config.stem_channels
-        self.convolutions = nn.ModuleList(
-            [
-                nn.Conv2d(config.num_channels, width, kernel_size=7, stride=2, padding=3, bias=False),
-                nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False),
-                nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False),
-            ]
-        )
-        self.norms = nn.ModuleList(BatchNorm(width) for _ in self.convolutions)
-
-    def train(self, mode: bool = True) -> SparsePriorViTStem:
-        """As in torch, but the norms of a frozen stem stay in evaluation mode."""
-        super().train(mode)
-        for norm in self.norms:
-            norm.train(mode and all(parameter.requires_grad for parameter in norm.parameters()))
-        return self
-
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        """Turn (B, channels, height, width) into (B, stem_channels, height / 2, width / 2)."""
-        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
-            pixel_values = F.relu(norm(convolution(pixel_values)))
-        return pixel_values
-
-
 class SparsePriorViTEmbeddings(nn.Module):
     """Stem, patch projection, prefix tokens and position embedding."""
 
@@ -131,7 +97,7 @@ class SparsePriorViTEmbeddings(nn.Module):
         channels, kernel = config.num_channels, self.patch_size
         self.stem: nn.Module = nn.Identity()
         if config.stem == "convolution":
-            self.stem = SparsePriorViTStem(config)
+            self.stem = ConvolutionStem(config.num_channels, config.stem_channels)
             channels, kernel = config.stem_channels, (kernel[0] // 2, kernel[1] // 2)
         self.projection = nn.Conv2d(channels, width, kernel_size=kernel, stride=kernel)
         self.class_token = nn.Parameter(torch.empty(1, 1, width)) if config.use_class_token else None
@@ -340,9 +306,7 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.rotary_positions: RotaryPositions | None = None
         if config.position_embedding == "rotary":
-            changes = (config.rotary_shift, config.rotary_jitter, config.rotary_rescale)
-            width = config.hidden_size // config.num_attention_heads
-            self.rotary_positions = RotaryPositions(width, config.rotary_base, *changes)
+            self.rotary_positions = RotaryPositions.of(config)
         self.token_pruning = make_extras(config.prior["extras"], "model", config.num_hidden_layers, config.hidden_size)
         self.post_init()
 

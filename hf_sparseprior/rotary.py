@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,12 @@ class RotaryPositions(nn.Module):
         super().__init__()
         self.head_dim, self.base, self.shift, self.jitter, self.rescale = head_dim, base, shift, jitter, rescale
 
+    @classmethod
+    def of(cls, config: Any) -> RotaryPositions:
+        """Those of a config with `position_embedding="rotary"`."""
+        changes = (config.rotary_shift, config.rotary_jitter, config.rotary_rescale)
+        return cls(config.hidden_size // config.num_attention_heads, config.rotary_base, *changes)
+
     def forward(self, grids: Sequence[tuple[int, int]], num_prefix_tokens: int, like: Tensor) -> list[Rotation]:
         """The rotation of each grid (height, width), in the dtype and on the device of a tensor. Prefix tokens, which
         come first, are not turned.
@@ -68,7 +74,7 @@ class RotaryPositions(nn.Module):
             rotations.append(Rotation(cosines.to(like.dtype), sines.to(like.dtype)))
         return rotations
 
-    def _change(self, precise: dict) -> tuple[Tensor | None, Tensor | None]:
+    def _change(self, precise: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         """What places (N, 2) are multiplied by after an offset is added, and the offset, drawn anew."""
 
         def drawn(count: int, most: float) -> Tensor:
