@@ -1,4 +1,4 @@
-"""DINOv3's ViT of transformers as ours and back; the oracle is transformers' own class, with `apply_prior` for priors."""
+"""DINOv3's ViT of transformers as ours and back, and of timm and its own files as ours; the oracles are their classes."""
 
 import json
 
@@ -10,6 +10,7 @@ from transformers import AutoModel, DINOv3ViTBackbone, DINOv3ViTConfig, DINOv3Vi
 import hf_sparseprior as sp
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.convert import convert_checkpoint
+from tests.timm_oracle import import_timm
 
 SIZES = {
     **{"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 32, "patch_size": 8},
@@ -136,3 +137,73 @@ def test_other_formats_refuse_rotary_positions(tmp_path, target) -> None:
     with pytest.raises(ValueError, match="position_embedding='rotary' must be 'learned'"):
         convert_checkpoint(tmp_path / "ours", out, to=target)
     assert not out.exists()
+
+
+# ---- timm, and the original files -----------------------------------------------------------------------------------
+
+TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 192, "depth": 2, "num_heads": 3, "mlp_ratio": 2.0}
+ARCHITECTURES = ("vit_small_patch16_dinov3", "vit_small_patch16_dinov3_qkvb")
+
+
+def timm_model(name: str, **arguments):
+    """A model of timm in which no weight is 0 or 1."""
+    torch.manual_seed(0)
+    model = import_timm().create_model(name, **TINY, **arguments).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("classes", "pool"), [(0, "token"), (5, "token"), (5, "avg")])
+def test_folders_of_timm(tmp_path, name: str, classes: int, pool: str) -> None:
+    theirs = timm_model(name, num_classes=classes, global_pool=pool)
+    arguments = {**TINY, "global_pool": pool}
+    import_timm().models.save_for_hf(theirs, tmp_path / "source", model_args=arguments, safe_serialization=True)
+    convert_checkpoint(tmp_path / "source", tmp_path / "ours")
+    cls = sp.SparsePriorViTForImageClassification if classes else sp.SparsePriorViTModel
+    ours = cls.from_pretrained(tmp_path / "ours").eval()
+    for size in ((32, 32), (48, 40)):
+        pixels = torch.randn(2, 3, *size)
+        with torch.no_grad():
+            expected = theirs(pixels) if classes else theirs.forward_features(pixels)
+            torch.testing.assert_close(ours(pixels)[0], expected, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_files_of_timm_and_the_original_names(tmp_path, name: str) -> None:
+    """timm's own reader of the original files says which of their weights is which of its own."""
+    theirs = timm_model(name, num_classes=0)
+    state = {key: value.contiguous() for key, value in theirs.state_dict().items()}
+    save_file(state, tmp_path / "timm.safetensors")
+    renamed = {"reg_token": "storage_tokens"}
+    original = {renamed.get(key, key): value for key, value in state.items() if "attn.q_bias" not in key}
+    original = {key.replace(".gamma_1", ".ls1.gamma").replace(".gamma_2", ".ls2.gamma"): v for key, v in original.items()}
+    width = TINY["embed_dim"]
+    for number in range(TINY["depth"]):
+        block = f"blocks.{number}.attn"
+        original.pop(f"{block}.v_bias", None)
+        if f"{block}.q_bias" in state:
+            biases = (state[f"{block}.q_bias"], torch.zeros(width), state[f"{block}.v_bias"])
+            original[f"{block}.qkv.bias"] = torch.cat(biases)
+            original[f"{block}.qkv.bias_mask"] = torch.cat([torch.ones(width), torch.zeros(width), torch.ones(width)])
+    original |= {"mask_token": torch.zeros(1, width), "rope_embed.periods": torch.ones(width // 3 // 4)}
+    torch.save(original, tmp_path / "dinov3.pth")
+    filtered = import_timm().models.eva.checkpoint_filter_fn(dict(original), theirs)
+    assert filtered.keys() == state.keys() and all(torch.equal(filtered[key], state[key]) for key in state)
+    for file in ("timm.safetensors", "dinov3.pth"):
+        convert_checkpoint(tmp_path / file, tmp_path / f"{file} ours")
+        ours = sp.SparsePriorViTModel.from_pretrained(tmp_path / f"{file} ours").eval()
+        with torch.no_grad():
+            expected = theirs.forward_features(PIXELS)
+            torch.testing.assert_close(ours(PIXELS)[0], expected, atol=5e-5, rtol=1e-4)
+
+
+def test_gated_models_of_timm_are_refused(tmp_path, capsys) -> None:
+    theirs = timm_model("vit_small_plus_patch16_dinov3", num_classes=0)
+    import_timm().models.save_for_hf(theirs, tmp_path / "source", model_args=TINY, safe_serialization=True)
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "vit_small_plus_patch16_dinov3: a gated MLP (SwiGLU) has no counterpart" in error
+    assert len(error.splitlines()) == 1 and not (tmp_path / "out").exists()
