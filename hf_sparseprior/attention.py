@@ -307,9 +307,9 @@ class SparsePriorAttention(PriorAttention):
             heads = (q, k, v) if rotations is None else (rotate(q, rotations[0]), rotate(k, rotations[0]), v)
             out, weights = self._attend_heads(heads, grid, num_prefix_tokens, *options)
             return self.o_proj(out), weights
-        parts = zip(*(grid.parts(tokens, num_prefix_tokens) for tokens in (q, k, v)), strict=True)
+        parts = list(zip(*(grid.parts(tokens, num_prefix_tokens) for tokens in (q, k, v)), strict=True))
         if rotations is not None:
-            parts = ((rotate(q, own), rotate(k, own), v) for (q, k, v), own in zip(parts, rotations, strict=True))
+            parts = [(rotate(q, own), rotate(k, own), v) for (q, k, v), own in zip(parts, rotations, strict=True)]
         found = [
             self._attend_heads(own, sides, num_prefix_tokens, *options)
             for own, sides in zip(parts, grid.grids, strict=True)

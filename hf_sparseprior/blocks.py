@@ -1,4 +1,4 @@
-"""What families share: MLP, LayerScale, stochastic depth and batch norm; stem, patches and positions of an embedding."""
+"""What families share: MLP, LayerScale, stochastic depth, batch norm; stem, patches and positions of an embedding."""
 
 from __future__ import annotations
 

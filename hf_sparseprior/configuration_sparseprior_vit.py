@@ -296,7 +296,9 @@ class SparsePriorViTConfig(BaseConfig):
         if self.position_embedding != "rotary":
             return
         if prior["mixer"] != "softmax":
-            raise ValueError(f"prior: mixer {prior['mixer']['name']!r} has no pairs that position_embedding='rotary' turns")
+            raise ValueError(
+                f"prior: mixer {prior['mixer']['name']!r} has no pairs that position_embedding='rotary' turns"
+            )
         if pruning_of(prior) is not None:
             raise ValueError(
                 f"prior {prior_name(prior)!r} drops tokens, and position_embedding='rotary' needs all of them in place"

@@ -54,12 +54,12 @@ class RotaryPositions(nn.Module):
         """The rotation of each grid (height, width), in the dtype and on the device of a tensor. Prefix tokens, which
         come first, are not turned.
         """
-        precise = {"dtype": torch.float32, "device": like.device}
+        precise: dict[str, Any] = {"dtype": torch.float32, "device": like.device}
         factor, offset = self._change(precise) if self.training else (None, None)
-        periods = self.base ** torch.arange(0, 1, 4 / self.head_dim, **precise)  # type: ignore[arg-type]
+        periods = self.base ** torch.arange(0, 1, 4 / self.head_dim, **precise)
         rotations = []
         for height, width in grids:
-            sides = [2 * torch.arange(0.5, side, **precise) / side - 1 for side in (height, width)]  # type: ignore[call-overload]
+            sides = [2 * torch.arange(0.5, side, **precise) / side - 1 for side in (height, width)]
             places = torch.stack(torch.meshgrid(*sides, indexing="ij"), -1).flatten(0, 1)
             if offset is not None:
                 places = places + offset

@@ -1,5 +1,5 @@
-"""DINOv3's ViT under timm's names and in its original files, to ours. Other models with rotary positions, known by their
-names alone, are refused in clear words.
+"""DINOv3's ViT under timm's names and in its original files, to ours. Other models with rotary positions, known by
+their names alone, are refused in clear words.
 
 Names of timm's models with fused queries, keys and values: `vit_small_patch16_dinov3` and those with biases (`_qkvb`).
 """
@@ -119,6 +119,6 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
 def refuse_rotary(name: str) -> NoReturn:
     """Raise ValueError for a model of this name."""
     raise ValueError(
-        f"{name}: of models with rotary positions only DINOv3 is converted; hf_sparseprior.apply_prior(model, prior) gives "
-        "one of transformers or timm a prior in place"
+        f"{name}: of models with rotary positions only DINOv3 is converted; hf_sparseprior.apply_prior(model, prior) "
+        "gives one of transformers or timm a prior in place"
     )

@@ -48,7 +48,9 @@ def test_rotation_is_that_of_complex_numbers(grid: tuple[int, int], prefix: int,
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("change", [{}, {"shift": 0.2}, {"jitter": 1.3}, {"rescale": 2.0}, {"shift": 0.1, "jitter": 1.5, "rescale": 2.0}])
+@pytest.mark.parametrize(
+    "change", [{}, {"shift": 0.2}, {"jitter": 1.3}, {"rescale": 2.0}, {"shift": 0.1, "jitter": 1.5, "rescale": 2.0}]
+)
 def test_as_in_transformers(training: bool, change: dict) -> None:
     """Also the changes of training, drawn from the same random numbers."""
     names = {f"pos_embed_{name}": change.get(name) for name in ("shift", "jitter", "rescale")}
@@ -61,21 +63,17 @@ def test_as_in_transformers(training: bool, change: dict) -> None:
     torch.manual_seed(5)
     [rotation] = ours([(4, 4)], 5, q)
     for own, other in zip((q, k), expected, strict=True):
-        torch.testing.assert_close(rotate(own, rotation).transpose(1, 2), other, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            rotate(own, rotation).transpose(1, 2), other, atol=1e-5, rtol=1e-5
+        )  # angles of float32
     changed = bool(change) and training
     still = RotaryPositions(16)([(4, 4)], 5, q)[0]
     assert torch.equal(rotation.cosines, still.cosines) != changed
 
 
-@pytest.mark.parametrize("prior", PRIORS)
-@pytest.mark.parametrize("order", ["raster", "hilbert"])
-def test_every_backend_turns_alike(prior: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = prior
-    if order != "raster":
-        if "fibottention" not in prior:
-            pytest.skip("it has no order")
-        settings = {"support": {"name": "fibottention", "order": order}}
-    model, images = small(prior=settings), tokens(2, 3, 24, 32)
+@pytest.mark.parametrize("prior", [*PRIORS, {"support": {"name": "fibottention", "order": "hilbert"}}])
+def test_every_backend_turns_alike(prior: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = small(prior=prior), tokens(2, 3, 24, 32)
     with torch.no_grad():
         monkeypatch.setenv("SPARSEPRIOR_BACKEND", "reference")
         expected = model(images).last_hidden_state
@@ -118,7 +116,9 @@ def test_training_with_checkpointing_gives_the_same_gradients() -> None:
         model.zero_grad()
         torch.manual_seed(3)
         model(images).last_hidden_state.square().sum().backward()
-        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None})
+        gradients.append(
+            {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+        )
     assert gradients[0].keys() == gradients[1].keys()
     for name, value in gradients[0].items():
         torch.testing.assert_close(value, gradients[1][name], atol=1e-5, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""DINOv3's ViT of transformers as ours and back, and of timm and its own files as ours; the oracles are their classes."""
+"""DINOv3's ViT of transformers as ours and back, of timm and its own files as ours; the oracles are their classes."""
 
 import json
 
@@ -34,7 +34,17 @@ def source(folder, cls=DINOv3ViTModel, memory=False, **fields):
 
 
 @pytest.mark.parametrize("memory", [False, True], ids=["files", "memory"])
-@pytest.mark.parametrize("fields", [{}, {"num_register_tokens": 0}, {"key_bias": True}, {"query_bias": False, "value_bias": False}, {"rope_theta": 50.0}, {"image_size": [32, 48]}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"num_register_tokens": 0},
+        {"key_bias": True},
+        {"query_bias": False, "value_bias": False},
+        {"rope_theta": 50.0},
+        {"image_size": [32, 48]},
+    ],
+)
 def test_same_tokens(tmp_path, memory, fields) -> None:
     theirs = source(tmp_path / "source", memory=memory, **fields)
     convert_checkpoint(tmp_path / "source", tmp_path / "ours")
@@ -47,7 +57,7 @@ def test_same_tokens(tmp_path, memory, fields) -> None:
         torch.testing.assert_close(found.pooler_output, expected.pooler_output, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("prior", ["fibottention", "violin", "fibottention+violin", "topk", "sparsifiner", "longformer"])
+@pytest.mark.parametrize("prior", ["fibottention", "violin", "fibottention+violin", "topk", "longformer"])
 def test_a_prior_does_what_apply_prior_does(tmp_path, prior: str) -> None:
     theirs = source(tmp_path / "source")
     convert_checkpoint(tmp_path / "source", tmp_path / "ours", prior=prior)
@@ -125,7 +135,9 @@ def test_what_theirs_cannot_express_is_refused(tmp_path) -> None:
         image_size=32, patch_size=8, hidden_size=48, num_hidden_layers=1, num_attention_heads=3, intermediate_size=64
     )
     sp.SparsePriorViTForImageClassification(config).save_pretrained(tmp_path / "ours")
-    with pytest.raises(ValueError, match=r"position_embedding='learned' must be 'rotary'.*layerscale_value.*classifier"):
+    with pytest.raises(
+        ValueError, match=r"position_embedding='learned' must be 'rotary'.*layerscale_value.*classifier"
+    ):
         convert_checkpoint(tmp_path / "ours", tmp_path / "out", to="dinov3_vit")
 
 
@@ -179,7 +191,9 @@ def test_files_of_timm_and_the_original_names(tmp_path, name: str) -> None:
     save_file(state, tmp_path / "timm.safetensors")
     renamed = {"reg_token": "storage_tokens"}
     original = {renamed.get(key, key): value for key, value in state.items() if "attn.q_bias" not in key}
-    original = {key.replace(".gamma_1", ".ls1.gamma").replace(".gamma_2", ".ls2.gamma"): v for key, v in original.items()}
+    original = {
+        key.replace(".gamma_1", ".ls1.gamma").replace(".gamma_2", ".ls2.gamma"): v for key, v in original.items()
+    }
     width = TINY["embed_dim"]
     for number in range(TINY["depth"]):
         block = f"blocks.{number}.attn"
