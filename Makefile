@@ -44,8 +44,8 @@ sanitize: install
 mutations: install
 	$(RUN) -m tests.mutations
 
-# What has to hold before a release, beyond the tests: wheels, licences, lowest versions, other Pythons. Half an hour and
-# some 20 GB, most of them versions of torch. `make release-check CHECKS=wheel` does one.
+# What has to hold before a release (docs/releasing.md): a fresh clone, wheels, licences, lowest versions, other Pythons.
+# More than an hour, most of it tests. `make release-check CHECKS=wheel` does one.
 release-check: install
 	$(RUN) -m tests.release $(CHECKS)
 
