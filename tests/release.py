@@ -5,6 +5,7 @@ tests: `make test` in that clone.
 docs: `make docs` warns of nothing.
 wheel: wheel and sdist are built; the wheel is installed into an empty environment, where no compiler is found, and
     every library in it that this processor runs gives what `reference` gives.
+kernels: their layout for Hugging Face's `kernels` library is loaded by it where this package is missing.
 sdist: it is installed into an empty environment, where no compiler is found, and runs without compiled kernels.
 minimum: the quick tests with the lowest versions of torch, transformers and peft that pyproject.toml allows.
 pythons: the quick tests with each Python from 3.11 on that is installed.
@@ -29,7 +30,8 @@ import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hf_sparseprior.kernels import build
+from hf_sparseprior.kernels import build, hub_layout
+from tests.hf_sparseprior.kernels.test_hub_layout import TRY as TRY_LAYOUT
 
 ROOT = Path(__file__).parents[1]
 RELEASE = ROOT / "outputs" / "release"
@@ -205,6 +207,19 @@ def sdist() -> None:
     remove(python)
 
 
+def kernels() -> None:
+    """Load the kernels by the `kernels` library."""
+    python = environment("kernels")
+    install(python, "torch")
+    install(python, "numpy", "kernels", constrained=False)
+    out = new_folder("hub") / hub_layout.NAME
+    folder = hub_layout.lay_out(out)
+    given = {**os.environ, "BESIDE": "0", "HF_HUB_OFFLINE": "1"}
+    said = run([python, "-P", "-c", TRY_LAYOUT, folder, out], cwd=new_folder("nothing"), env=given)
+    say(f"get_local_kernel: {said.strip()}")
+    remove(python)
+
+
 def lowest() -> list[str]:
     """The lowest versions of torch, transformers and peft that pyproject.toml allows, as requirements."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -280,7 +295,7 @@ def licences() -> None:
 
 
 CHECKS: dict[str, Callable[[], None]] = {
-    **{"licences": licences, "docs": docs, "wheel": wheel, "sdist": sdist, "minimum": minimum, "pythons": pythons},
+    **{"licences": licences, "docs": docs, "wheel": wheel, "sdist": sdist, "kernels": kernels, "minimum": minimum, "pythons": pythons},
     **{"fresh": fresh, "tests": tests},
 }
 
