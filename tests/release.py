@@ -11,8 +11,8 @@ minimum: the quick tests with the lowest versions of torch, transformers and pef
 pythons: the quick tests with each Python from 3.11 on that is installed.
 licences: what is installed with the package is under a licence that lets it be used and passed on.
 
-Each environment is made new in outputs/release, takes some minutes and gigabytes, most of them torch, and is removed when
-its check was passed. A check that fails does not stop the others.
+Each environment is made new in outputs/release, takes some minutes and gigabytes, most of them torch, and is removed
+when its check was passed. A check that fails does not stop the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hf_sparseprior.kernels import build, hub_layout
+from hf_sparseprior.kernels import build
+from tests import hub_layout
 from tests.hf_sparseprior.kernels.test_hub_layout import TRY as TRY_LAYOUT
 
 ROOT = Path(__file__).parents[1]
@@ -188,8 +189,8 @@ from hf_sparseprior.kernels import build, diagonal_cpu
 assert not build.PREBUILT.exists(), list(build.PREBUILT.iterdir())
 reason = diagonal_cpu.ready()
 assert reason is not None
-config = sp.SparsePriorViTConfig(prior="fibottention+violin", hidden_size=48, num_hidden_layers=2, num_attention_heads=3,
-                                 intermediate_size=96, image_size=32, patch_size=4)
+config = sp.SparsePriorViTConfig(prior="fibottention+violin", hidden_size=48, num_hidden_layers=2,
+                                 num_attention_heads=3, intermediate_size=96, image_size=32, patch_size=4)
 out = sp.SparsePriorViTModel(config)(torch.randn(2, 3, 32, 32)).last_hidden_state
 assert out.isfinite().all()
 print(sp.__version__, "runs without kernels:", reason)
@@ -295,7 +296,15 @@ def licences() -> None:
 
 
 CHECKS: dict[str, Callable[[], None]] = {
-    **{"licences": licences, "docs": docs, "wheel": wheel, "sdist": sdist, "kernels": kernels, "minimum": minimum, "pythons": pythons},
+    **{
+        "licences": licences,
+        "docs": docs,
+        "wheel": wheel,
+        "sdist": sdist,
+        "kernels": kernels,
+        "minimum": minimum,
+        "pythons": pythons,
+    },
     **{"fresh": fresh, "tests": tests},
 }
 

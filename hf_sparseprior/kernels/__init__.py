@@ -1,6 +1,6 @@
 """Compiled attention: C++ kernels for CPUs, built into wheels or where they run, and Triton kernels for GPUs.
 
-Nothing here but `hub_layout` imports another part of this package. `compiled_kernels` imports the kernels if the package is installed. A
+Nothing here imports another part of this package. `compiled_kernels` imports the kernels if the package is installed. A
 saved model without the package runs on the backends of plain PyTorch.
 """
 

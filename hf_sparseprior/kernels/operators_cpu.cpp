@@ -10,7 +10,7 @@
 #include "kernels.h"
 #include "torch_abi.h"
 
-// hub_layout.py builds these operators under another name, which can be in the same process.
+// tests/hub_layout.py builds these operators under another name, which can be in the same process.
 #ifndef SPARSEPRIOR_NAMESPACE
 #define SPARSEPRIOR_NAMESPACE "hf_sparseprior"
 #endif

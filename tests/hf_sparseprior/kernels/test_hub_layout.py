@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from hf_sparseprior.kernels import build, hub_layout
+from hf_sparseprior.kernels import build
+from tests import hub_layout
 
 RUNS = [name for name, (needed, _) in build.VARIANTS.items() if needed <= set(build._processor().split())]
 
@@ -72,7 +73,8 @@ compare(found, written_out(1.0, allowed))
 
 log_gamma, alpha, prefix_gamma = -torch.rand(1, heads), 1 + torch.rand(heads), torch.rand(heads)
 positions = torch.arange(patches, dtype=torch.float32).view(1, 1, -1)
-factor = torch.where(is_prefix, prefix_gamma.double().view(-1, 1, 1), (log_gamma[0].double().view(-1, 1, 1) * distance).exp())
+own = (log_gamma[0].double().view(-1, 1, 1) * distance).exp()
+factor = torch.where(is_prefix, prefix_gamma.double().view(-1, 1, 1), own)
 found = module.decayed_attention(q, k, v, positions, log_gamma, alpha, prefix_gamma, prefix, width**-0.5)
 compare(found, written_out(alpha.double().view(-1, 1, 1) * factor, torch.ones(tokens, tokens, dtype=torch.bool)))
 assert ("hf_sparseprior" in sys.modules) == (os.environ["BESIDE"] == "1")

@@ -1,4 +1,4 @@
-"""The CPU kernels in the layout of Hugging Face's `kernels` library: python -m hf_sparseprior.kernels.hub_layout OUT
+"""The CPU kernels in the layout of Hugging Face's `kernels` library: python -m tests.hub_layout OUT
 
 `kernels.get_local_kernel(Path(OUT))` loads them without this package, with any torch from 2.10 on. They are those of a
 wheel, one library for each kind of processor, under operators of another name, so both can be in one process. OUT can
@@ -63,8 +63,8 @@ tags: [kernels]
 
 # Sparse attention on CPUs
 
-Attention along diagonals (Fibottention), over lists of keys (BigBird, Sparsifiner), and with VIOLIN's decay; float32 and
-bfloat16, forward and backward, for AVX2, AVX-512 and AVX-512 with bfloat16.
+Attention along diagonals (Fibottention), over lists of keys (BigBird, Sparsifiner), and with VIOLIN's decay; float32
+and bfloat16, forward and backward, for AVX2, AVX-512 and AVX-512 with bfloat16.
 
 ```python
 import torch
@@ -132,7 +132,7 @@ def moved(text: str, namespace: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m hf_sparseprior.kernels.hub_layout",
+        prog="python -m tests.hub_layout",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
