@@ -73,6 +73,7 @@ $(VENV)/demo: pyproject.toml constraints.txt
 $(VENV)/packages: $(VENV)/demo
 	$(PIP) --editable '.[analysis,dev]'
 	$(PIP) --no-deps imagecorruptions timm
+	$(call debian,chromium-driver)
 	touch $@
 
 # What the tasks need besides that. A Debian package that cannot be installed is named, and its tests are skipped.

@@ -39,6 +39,7 @@ def make_parser(targets: Sequence[str] = TARGETS) -> argparse.ArgumentParser:
     add_export(commands.add_parser("export", help=text))
     text = "checkpoints of transformers, timm, DeiT, DINOv2, SigLIP, Swin ... as ours, and ours as theirs"
     add_convert(commands.add_parser("convert", help=text), targets)
+    add_app(commands.add_parser("app", help="priors, attention and times in a browser; needs the extra `app`"))
     doctor = commands.add_parser("doctor", help="what runs on this machine, what does not, and how to get it")
     text = "only what this extra's tasks lack; exit status 1 if anything"
     doctor.add_argument("--require", choices=EXTRAS, help=text)
@@ -119,6 +120,21 @@ def add_convert(parser: argparse.ArgumentParser, targets: Sequence[str] = TARGET
     parser.add_argument("--image-size", type=int, help="interpolate the positions to this image size")
     parser.add_argument("--heads", type=int, help="attention heads of a timm ViT of an unpublished width")
     parser.add_argument("--drop-classifier", action="store_true", help="write the base model alone")
+
+
+def add_app(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `app`."""
+    text = "folder of a saved model, or 'PRESET PRIOR' for random weights; two are shown side by side"
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=text)
+    parser.add_argument("--host", default="127.0.0.1", help="address it listens on (default %(default)s)")
+    parser.add_argument("--port", type=parse_port, help="default: the first free one from 7860 on")
+
+
+def parse_port(text: str) -> int:
+    """A port from 1 to 65535."""
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text!r} must be from 1 to 65535")
+    return int(text)
 
 
 def answer_at_once() -> None:
