@@ -15,7 +15,8 @@ PROGRAM = "python -m hf_sparseprior"
 # Each is compared with what it names by a test; the modules that have these import torch.
 TARGETS = (
     *("sparseprior_vit", "sparseprior_timesformer", "sparseprior_swin", "sparseprior_convit", "sparseprior_iformer"),
-    *("timm", "original", "vit", "deit", "dinov2", "dinov2_with_registers", "siglip", "swin", "timesformer"),
+    *("timm", "original", "vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit"),
+    *("siglip", "swin", "timesformer"),
 )
 FORMATS = ("torch", "onnx", "openvino")
 BACKENDS = ("sdpa", "gather", "diagonal", "reference")  # of exported files
