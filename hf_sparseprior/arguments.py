@@ -20,7 +20,7 @@ TARGETS = (
 )
 FORMATS = ("torch", "onnx", "openvino")
 BACKENDS = ("sdpa", "gather", "diagonal", "reference")  # of exported files
-WEIGHTS = {"bfloat16": "torch", "int8": "onnx"}
+WEIGHTS = {"bfloat16": ("torch",), "int8": ("torch", "onnx", "openvino")}
 EXTRAS = ("video", "heads", "dense", "robotics", "export")
 DTYPES = ("float32", "bfloat16")
 KINDS = ("families", "supports", "sequences", "decays", "curves", "predictors", "mixers", "extras", "backends")
@@ -96,7 +96,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", choices=BACKENDS, help=f"with --format: the form of attention (default {BACKENDS[0]})"
     )
-    weights = ", ".join(f"{name} (--format {own})" for name, own in WEIGHTS.items())
+    weights = ", ".join(f"{name} (--format {' or '.join(own)})" for name, own in WEIGHTS.items())
     parser.add_argument("--weights", choices=list(WEIGHTS), help=f"{weights}; default float32")
     text = "with --format: folder with a folder of images for each class, for the accuracy"
     parser.add_argument("--images", type=Path, help=text)

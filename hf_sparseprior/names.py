@@ -90,8 +90,3 @@ def _shown(value: Any) -> str:
         return json.dumps(value)
     except TypeError:
         return str(value)
-
-
-def prior_names() -> list[str]:
-    """Names that are a prior by themselves."""
-    return [name for registry in (SUPPORTS, DECAYS, PREDICTORS, MIXERS, EXTRAS) for name in registry]

@@ -17,7 +17,7 @@ IMAGE = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
 @pytest.fixture
 def model(tmp_path):
     torch.manual_seed(0)
-    config = small("sparseprior_vit", prior="fibottention+violin")
+    config = small("sparseprior_vit", prior="fibottention+violin", num_hidden_layers=2)
     FAMILIES["sparseprior_vit"].image_classifier(config).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
