@@ -247,8 +247,9 @@ def pythons() -> None:
             continue
         say(f"python{version}")
         python = environment(f"python{version}", found)
-        install(python, "torch")
-        install(python, *TOOLS, f"{ROOT}[{EXTRAS}]", constrained=version == "3.11")
+        ours = version == "3.11"  # for which the versions were chosen
+        install(python, "torch", constrained=ours)
+        install(python, *TOOLS, f"{ROOT}[{EXTRAS}]", constrained=ours)
         quick(python)
         remove(python)
 
