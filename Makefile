@@ -44,8 +44,8 @@ sanitize: install
 mutations: install
 	$(RUN) -m tests.mutations
 
-# What has to hold before a release, beyond the tests: wheels, licences, lowest versions, other Pythons. Half an hour and
-# some 20 GB, most of them versions of torch. `make release-check CHECKS=wheel` does one.
+# What has to hold before a release (docs/releasing.md): a fresh clone, wheels, licences, lowest versions, other Pythons.
+# More than an hour, most of it tests. `make release-check CHECKS=wheel` does one.
 release-check: install
 	$(RUN) -m tests.release $(CHECKS)
 
@@ -73,6 +73,7 @@ $(VENV)/demo: pyproject.toml constraints.txt
 $(VENV)/packages: $(VENV)/demo
 	$(PIP) --editable '.[analysis,dev]'
 	$(PIP) --no-deps imagecorruptions timm
+	$(call debian,chromium-driver)
 	touch $@
 
 # What the tasks need besides that. A Debian package that cannot be installed is named, and its tests are skipped.

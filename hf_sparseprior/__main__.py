@@ -1,4 +1,4 @@
-"""Command line: python -m hf_sparseprior list | explain | export | convert | doctor.
+"""Command line: python -m hf_sparseprior list | explain | export | convert | app | doctor.
 
 A bad value ends with one line; with SPARSEPRIOR_TRACEBACK=1 its traceback shows before that.
 """
@@ -102,11 +102,19 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _app(arguments: argparse.Namespace) -> int:
+    from hf_sparseprior.analysis import app
+
+    app.run(arguments)
+    return 0
+
+
 COMMANDS = {
     "list": _list,
     "explain": _explain,
     "export": _export,
     "convert": _convert,
+    "app": _app,
     "doctor": _doctor,
 }
 

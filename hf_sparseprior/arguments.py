@@ -15,11 +15,12 @@ PROGRAM = "python -m hf_sparseprior"
 # Each is compared with what it names by a test; the modules that have these import torch.
 TARGETS = (
     *("sparseprior_vit", "sparseprior_timesformer", "sparseprior_swin", "sparseprior_convit", "sparseprior_iformer"),
-    *("timm", "original", "vit", "deit", "dinov2", "dinov2_with_registers", "siglip", "swin", "timesformer"),
+    *("timm", "original", "vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit"),
+    *("siglip", "swin", "timesformer"),
 )
 FORMATS = ("torch", "onnx", "openvino")
 BACKENDS = ("sdpa", "gather", "diagonal", "reference")  # of exported files
-WEIGHTS = {"bfloat16": "torch", "int8": "onnx"}
+WEIGHTS = {"bfloat16": ("torch",), "int8": ("torch", "onnx", "openvino")}
 EXTRAS = ("video", "heads", "dense", "robotics", "export")
 DTYPES = ("float32", "bfloat16")
 KINDS = ("families", "supports", "sequences", "decays", "curves", "predictors", "mixers", "extras", "backends")
@@ -39,6 +40,7 @@ def make_parser(targets: Sequence[str] = TARGETS) -> argparse.ArgumentParser:
     add_export(commands.add_parser("export", help=text))
     text = "checkpoints of transformers, timm, DeiT, DINOv2, SigLIP, Swin ... as ours, and ours as theirs"
     add_convert(commands.add_parser("convert", help=text), targets)
+    add_app(commands.add_parser("app", help="priors, attention and times in a browser; needs the extra `app`"))
     doctor = commands.add_parser("doctor", help="what runs on this machine, what does not, and how to get it")
     text = "only what this extra's tasks lack; exit status 1 if anything"
     doctor.add_argument("--require", choices=EXTRAS, help=text)
@@ -94,7 +96,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", choices=BACKENDS, help=f"with --format: the form of attention (default {BACKENDS[0]})"
     )
-    weights = ", ".join(f"{name} (--format {own})" for name, own in WEIGHTS.items())
+    weights = ", ".join(f"{name} (--format {' or '.join(own)})" for name, own in WEIGHTS.items())
     parser.add_argument("--weights", choices=list(WEIGHTS), help=f"{weights}; default float32")
     text = "with --format: folder with a folder of images for each class, for the accuracy"
     parser.add_argument("--images", type=Path, help=text)
@@ -119,6 +121,21 @@ def add_convert(parser: argparse.ArgumentParser, targets: Sequence[str] = TARGET
     parser.add_argument("--image-size", type=int, help="interpolate the positions to this image size")
     parser.add_argument("--heads", type=int, help="attention heads of a timm ViT of an unpublished width")
     parser.add_argument("--drop-classifier", action="store_true", help="write the base model alone")
+
+
+def add_app(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `app`."""
+    text = "folder of a saved model, or 'PRESET PRIOR' for random weights; two are shown side by side"
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=text)
+    parser.add_argument("--host", default="127.0.0.1", help="address it listens on (default %(default)s)")
+    parser.add_argument("--port", type=parse_port, help="default: the first free one from 7860 on")
+
+
+def parse_port(text: str) -> int:
+    """A port from 1 to 65535."""
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text!r} must be from 1 to 65535")
+    return int(text)
 
 
 def answer_at_once() -> None:

@@ -24,6 +24,7 @@ from .packing import Packing, joined
 from .predictor import PREDICTORS, Predictor
 from .relative_position import RelativePosition
 from .resolved import ResolvedPrior, Time
+from .rotary import Rotation, rotate
 from .supports import resolve_support, support_notes
 from .token_order import RASTER
 
@@ -225,6 +226,7 @@ class SparsePriorAttention(PriorAttention):
         attention_dropout: dropout probability of the attention weights in training.
         sizes: of the layer, if heads or widths were pruned; else they follow from width and heads.
         value_dim: width of a head's values, if it is not that of its queries and keys.
+        key_bias: False for keys without a bias where `qkv_bias` is True.
     """
 
     UNIT_AXES: UnitAxes = {
@@ -245,6 +247,7 @@ class SparsePriorAttention(PriorAttention):
         attention_dropout: float = 0.0,
         sizes: LayerSizes | None = None,
         value_dim: int | None = None,
+        key_bias: bool = True,
     ) -> None:
         nn.Module.__init__(self)
         sizes = whole_layer(hidden_size, num_heads, 0) if sizes is None else sizes
@@ -256,7 +259,7 @@ class SparsePriorAttention(PriorAttention):
             self.key_dim = MIXERS[prior["mixer"]["name"]].key_width(prior["mixer"], self.head_dim)
         self.attention_dropout = attention_dropout
         self.q_proj = nn.Linear(hidden_size, len(sizes.heads) * self.key_dim, bias=qkv_bias)
-        self.k_proj = nn.Linear(hidden_size, len(sizes.heads) * self.key_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(hidden_size, len(sizes.heads) * self.key_dim, bias=qkv_bias and key_bias)
         self.v_proj = nn.Linear(hidden_size, len(sizes.heads) * self.head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(len(sizes.heads) * self.head_dim, hidden_size, bias=proj_bias)
         # Last, so that random weights are drawn in the order in which published seeds drew them.
@@ -274,6 +277,7 @@ class SparsePriorAttention(PriorAttention):
         keep_mask: Tensor | None = None,
         weight_rows: int | None = None,
         layout: str = RASTER,
+        rotations: Sequence[Rotation] | None = None,
     ) -> tuple[Tensor, Any]:
         """Self-attention.
 
@@ -287,6 +291,7 @@ class SparsePriorAttention(PriorAttention):
             backend: forces a backend of `hf_sparseprior.ops`.
             token_ids, keep_mask, weight_rows: as in `AttentionRequest`.
             layout: the order in which the patches come, as in `AttentionPlan`.
+            rotations: rotary positions of the tokens of each grid, in their order; not with a mixer.
 
         Returns:
             As `hidden_states`, and the weights or None: (B, H, T, T), or (B, H, weight_rows, T) with `weight_rows`. Of
@@ -299,12 +304,15 @@ class SparsePriorAttention(PriorAttention):
         )
         options = (output_attentions, backend, token_ids, keep_mask, weight_rows, layout)
         if not isinstance(grid, Packing):
-            out, weights = self._attend_heads((q, k, v), grid, num_prefix_tokens, *options)
+            heads = (q, k, v) if rotations is None else (rotate(q, rotations[0]), rotate(k, rotations[0]), v)
+            out, weights = self._attend_heads(heads, grid, num_prefix_tokens, *options)
             return self.o_proj(out), weights
-        heads = zip(*(grid.parts(tokens, num_prefix_tokens) for tokens in (q, k, v)), strict=True)
+        parts = list(zip(*(grid.parts(tokens, num_prefix_tokens) for tokens in (q, k, v)), strict=True))
+        if rotations is not None:
+            parts = [(rotate(q, own), rotate(k, own), v) for (q, k, v), own in zip(parts, rotations, strict=True)]
         found = [
             self._attend_heads(own, sides, num_prefix_tokens, *options)
-            for own, sides in zip(heads, grid.grids, strict=True)
+            for own, sides in zip(parts, grid.grids, strict=True)
         ]
         return self.o_proj(joined([out for out, _ in found])), [weights for _, weights in found]
 

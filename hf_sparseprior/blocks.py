@@ -1,4 +1,4 @@
-"""What families share: MLP, LayerScale, stochastic depth and batch norm ; patches and positions of an embedding."""
+"""What families share: MLP, LayerScale, stochastic depth, batch norm; stem, patches and positions of an embedding."""
 
 from __future__ import annotations
 
@@ -149,3 +149,36 @@ def is_recomputed() -> bool:
     """Whether this runs within a backward pass, as the forward passes of gradient checkpointing do."""
     # -1: no backward pass. torch.utils.checkpoint asks the same. A compiler recomputes without running this again.
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+class ConvolutionStem(nn.Module):
+    """Three convolutions with batch norm and ReLU before the patch projection (LV-ViT), which halve the sides.
+
+    If they are frozen, the statistics of their batch norms stay too.
+    """
+
+    UNIT_AXES: UnitAxes = {"convolutions.*": (), "norms.*": ()}
+
+    def __init__(self, num_channels: int, width: int) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(
+            [
+                nn.Conv2d(num_channels, width, kernel_size=7, stride=2, padding=3, bias=False),
+                nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False),
+                nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False),
+            ]
+        )
+        self.norms = nn.ModuleList(BatchNorm(width) for _ in self.convolutions)
+
+    def train(self, mode: bool = True) -> ConvolutionStem:
+        """As in torch, but the norms of a frozen stem stay in evaluation mode."""
+        super().train(mode)
+        for norm in self.norms:
+            norm.train(mode and all(parameter.requires_grad for parameter in norm.parameters()))
+        return self
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Turn (B, channels, height, width) into (B, width of the stem, height / 2, width / 2)."""
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            pixel_values = F.relu(norm(convolution(pixel_values)))
+        return pixel_values

@@ -36,6 +36,7 @@ INSTALLS = {
         ),
         "make robotics",
     ),
+    "gradio": "pip install '.[app]'",
     **dict.fromkeys(("onnx", "onnxruntime", "onnxscript", "openvino"), "pip install '.[export]'"),
 }
 TRACEBACK = "SPARSEPRIOR_TRACEBACK"  # environment variable; 1 shows the traceback of a user's error, too

@@ -106,6 +106,10 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
                 f"time_initializer_range={self.time_initializer_range} is of time embeddings, which "
                 "attention_type='space_only' does not have; it must be 0"
             )
+        if self.position_embedding == "rotary":
+            raise ValueError(f"position_embedding='rotary' must be learned or none in a {type(self).__name__}")
+        if not self.key_bias:
+            raise ValueError(f"key_bias=False must be True in a {type(self).__name__}")
         for name in ("use_distillation_token", "token_classifier"):
             if getattr(self, name):
                 raise ValueError(f"{name}=True must be False in a {type(self).__name__}")

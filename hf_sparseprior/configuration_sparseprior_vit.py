@@ -9,10 +9,11 @@ from .base_config import IMAGENET, BaseConfig, as_pair, check_number
 from .feature_maps import check_map_count, check_map_scales, resampling_weights
 from .layer_sizes import counts
 from .limits import check_size
-from .prior import Stage, common_order, prior_weights
+from .prior import Stage, common_order, prior_name, prior_weights, pruning_of
+from .resolved import ResolvedPrior
 
 Pooling = Literal["class_token", "mean", "class_token_and_mean"]
-PositionEmbedding = Literal["learned", "none"]
+PositionEmbedding = Literal["learned", "rotary", "none"]
 Interpolation = Literal["bicubic", "bilinear"]
 Stem = Literal["patch", "convolution"]
 # Fields whose value is one of a few words.
@@ -67,12 +68,17 @@ class SparsePriorViTConfig(BaseConfig):
         hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: as in ViT.
         hidden_act: activation of the MLP.
         qkv_bias, proj_bias, mlp_bias: biases of the attention's and the MLP's linear layers.
+        key_bias: False for keys without a bias where qkv_bias is True (DINOv3).
         use_class_token, use_distillation_token (DeiT), num_register_tokens: prefix tokens, in this order.
         use_distillation_classifier: False if the distillation token has no classifier of its own, as in
             transformers' DeiTForImageClassification.
         pooling: "class_token", "mean" (average of the patch tokens after the last norm) or "class_token_and_mean"
             (both concatenated, twice as wide; transformers' Dinov2ForImageClassification).
-        position_embedding: "learned" (interpolated for other grids) or "none".
+        position_embedding: "learned" (interpolated for other grids), "rotary" (queries and keys of the patches are
+            turned by angles of their place; DINOv3) or "none".
+        rotary_base: period of the slowest angles of "rotary".
+        rotary_shift, rotary_jitter, rotary_rescale: what changes the places of "rotary" in training, as in
+            `hf_sparseprior.rotary`; None for nothing.
         position_embedding_for_class_token: False for DeiT-III, whose class token has no position. Registers never do.
         interpolation: "bicubic" or "bilinear", for grids other than the configured one.
         stem: "patch" (one projection a patch) or "convolution" (LV-ViT: 7x7 at stride 2 and twice 3x3, each with batch
@@ -101,7 +107,7 @@ class SparsePriorViTConfig(BaseConfig):
     presets = PRESETS
     modes = MODES
     switches = (
-        *("qkv_bias", "proj_bias", "mlp_bias", "use_class_token", "use_distillation_token"),
+        *("qkv_bias", "key_bias", "proj_bias", "mlp_bias", "use_class_token", "use_distillation_token"),
         *("position_embedding_for_class_token", "token_classifier", "use_distillation_classifier"),
         *("apply_layernorm", "reshape_hidden_states"),
     )
@@ -110,7 +116,7 @@ class SparsePriorViTConfig(BaseConfig):
         *("hidden_size", "intermediate_size", "num_hidden_layers", "num_channels", "image_size", "patch_size"),
         *("stem", "stem_channels", "num_labels"),
     )
-    read_alike = (*BaseConfig.read_alike, "num_attention_heads", "residual_scale")
+    read_alike = (*BaseConfig.read_alike, "num_attention_heads", "residual_scale", "position_embedding", "rotary_base")
     keys_to_ignore_at_inference = [
         *("hidden_states", "attentions", "class_logits", "distillation_logits", "token_logits"),
         *("token_ids", "kept", "auxiliary_losses"),
@@ -126,6 +132,7 @@ class SparsePriorViTConfig(BaseConfig):
     intermediate_size: int = 3072
     hidden_act: str = "gelu"
     qkv_bias: bool = True
+    key_bias: bool = True
     proj_bias: bool = True
     mlp_bias: bool = True
     use_class_token: bool = True
@@ -135,6 +142,10 @@ class SparsePriorViTConfig(BaseConfig):
     pooling: Pooling = "class_token"
     position_embedding: PositionEmbedding = "learned"
     position_embedding_for_class_token: bool = True
+    rotary_base: float | int = 100.0
+    rotary_shift: float | int | None = None
+    rotary_jitter: float | int | None = None
+    rotary_rescale: float | int | None = None
     interpolation: Interpolation = "bicubic"
     stem: Stem = "patch"
     stem_channels: int = 64
@@ -256,8 +267,42 @@ class SparsePriorViTConfig(BaseConfig):
         if not self.residual_scale:
             raise ValueError(f"residual_scale={self.residual_scale!r} must be above 0; the layers would do nothing")
         check_number("token_logits_weight", self.token_logits_weight, 0.0, math.inf)
+        self._validate_rotary()
         if self.layerscale_value is not None:
             check_number("layerscale_value", self.layerscale_value, -math.inf, math.inf)
+
+    def _validate_rotary(self) -> None:
+        check_number("rotary_base", self.rotary_base, 0.0, math.inf)
+        if not self.rotary_base:
+            raise ValueError(f"rotary_base={self.rotary_base!r} must be above 0")
+        for name, low in (("rotary_shift", 0.0), ("rotary_jitter", 1.0), ("rotary_rescale", 1.0)):
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value, low, math.inf)
+                if self.position_embedding != "rotary":
+                    raise ValueError(f"{name}={value!r} needs position_embedding='rotary'")
+        if self.position_embedding == "rotary":
+            width = self.hidden_size // self.num_attention_heads
+            if width % 4:
+                raise ValueError(
+                    f"hidden_size={self.hidden_size} / num_attention_heads={self.num_attention_heads} is {width}; "
+                    "position_embedding='rotary' needs a multiple of 4, two pairs of channels for each axis"
+                )
+            if self.compressed is not None:
+                raise ValueError("compressed must be None with position_embedding='rotary', which pairs channels")
+
+    def check_prior(self, prior: ResolvedPrior) -> None:
+        """As in `BaseConfig`; rotary positions need softmax over pairs, and all patches in their places."""
+        super().check_prior(prior)
+        if self.position_embedding != "rotary":
+            return
+        if prior["mixer"] != "softmax":
+            raise ValueError(
+                f"prior: mixer {prior['mixer']['name']!r} has no pairs that position_embedding='rotary' turns"
+            )
+        if pruning_of(prior) is not None:
+            raise ValueError(
+                f"prior {prior_name(prior)!r} drops tokens, and position_embedding='rotary' needs all of them in place"
+            )
 
 
 SparsePriorViTConfig.register_for_auto_class()

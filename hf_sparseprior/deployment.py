@@ -30,7 +30,16 @@ from hf_sparseprior.labelled_images import accuracies, read_class_folders
 from hf_sparseprior.plain_operations import Plain, plain_operations
 from hf_sparseprior.pretrained import copy_weights
 from hf_sparseprior.prior import pruning_of
-from hf_sparseprior.runtimes import FORMATS, INPUT, Call, Format, check_weights, quantize_onnx
+from hf_sparseprior.runtimes import (
+    FORMATS,
+    INPUT,
+    Call,
+    Format,
+    check_weights,
+    quantize_onnx,
+    quantize_openvino,
+    with_int8_layers,
+)
 from hf_sparseprior.saved_processor import MAX_SIDE, load_image_processor
 
 DEPLOYMENT = "deployment.json"
@@ -272,9 +281,11 @@ def narrow_file(model: Any, own: Format, weights: str, whole: Path, folder: Path
     """
     if weights == "bfloat16":
         call = export(copy.deepcopy(model).to(torch.bfloat16), own, folder, backend)[1]
+    elif own is FORMATS["torch"]:
+        call = export(with_int8_layers(model), own, folder, backend)[1]
     else:
         with refused_by_name(model, own):
-            quantize_onnx(whole, folder)
+            (quantize_onnx if own is FORMATS["onnx"] else quantize_openvino)(whole, folder)
             call = own.load(folder / own.file, torch.get_num_threads())
     difference = float(differences(model, call).max())
     if not math.isfinite(difference):

@@ -24,7 +24,7 @@ from .attention_plan import AttentionPlan
 from .attention_request import from_layout, to_layout, weights_from_layout
 from .base_config import BaseConfig
 from .base_model import BasePreTrainedModel, output_options
-from .blocks import MLP, BatchNorm, DropPath, LayerScale, patch_grid, resized_positions
+from .blocks import MLP, ConvolutionStem, DropPath, LayerScale, patch_grid, resized_positions
 from .configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from .extras import make_extras
 from .families import Family, register_family
@@ -32,6 +32,7 @@ from .feature_maps import FeatureBackbone, make_resampling, whole_patches
 from .layer_sizes import WIDTH, UnitAxes
 from .packing import Packing, is_packed, joined, read_images
 from .prior import pruning_of
+from .rotary import RotaryPositions, Rotation
 from .token_order import RASTER
 from .token_pruning import EViT, TokenPruning, Tokens
 
@@ -77,40 +78,6 @@ class SparsePriorViTImageClassifierOutput(ModelOutput):
     token_mask: Tensor | None = None
 
 
-class SparsePriorViTStem(nn.Module):
-    """Three convolutions with batch norm and ReLU before the patch projection (LV-ViT), which halve the sides.
-
-    If they are frozen, the statistics of their batch norms stay too.
-    """
-
-    UNIT_AXES: UnitAxes = {"convolutions.*": (), "norms.*": ()}
-
-    def __init__(self, config: SparsePriorViTConfig) -> None:
-        super().__init__()
-        width = config.stem_channels
-        self.convolutions = nn.ModuleList(
-            [
-                nn.Conv2d(config.num_channels, width, kernel_size=7, stride=2, padding=3, bias=False),
-                nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False),
-                nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False),
-            ]
-        )
-        self.norms = nn.ModuleList(BatchNorm(width) for _ in self.convolutions)
-
-    def train(self, mode: bool = True) -> SparsePriorViTStem:
-        """As in torch, but the norms of a frozen stem stay in evaluation mode."""
-        super().train(mode)
-        for norm in self.norms:
-            norm.train(mode and all(parameter.requires_grad for parameter in norm.parameters()))
-        return self
-
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        """Turn (B, channels, height, width) into (B, stem_channels, height / 2, width / 2)."""
-        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
-            pixel_values = F.relu(norm(convolution(pixel_values)))
-        return pixel_values
-
-
 class SparsePriorViTEmbeddings(nn.Module):
     """Stem, patch projection, prefix tokens and position embedding."""
 
@@ -130,7 +97,7 @@ class SparsePriorViTEmbeddings(nn.Module):
         channels, kernel = config.num_channels, self.patch_size
         self.stem: nn.Module = nn.Identity()
         if config.stem == "convolution":
-            self.stem = SparsePriorViTStem(config)
+            self.stem = ConvolutionStem(config.num_channels, config.stem_channels)
             channels, kernel = config.stem_channels, (kernel[0] // 2, kernel[1] // 2)
         self.projection = nn.Conv2d(channels, width, kernel_size=kernel, stride=kernel)
         self.class_token = nn.Parameter(torch.empty(1, 1, width)) if config.use_class_token else None
@@ -203,6 +170,7 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
             proj_bias=config.proj_bias,
             attention_dropout=config.attention_probs_dropout_prob,
             sizes=sizes,
+            key_bias=config.key_bias,
         )
         self.layernorm_after = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.mlp = MLP(width, sizes.mlp_width, config.hidden_act, config.mlp_bias, config.prior["extras"])
@@ -223,6 +191,7 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
         kept: Tensor | None = None,
         pruning: EViT | None = None,
         layout: str = RASTER,
+        rotations: Sequence[Rotation] | None = None,
     ) -> tuple[Tensor, Any, Tensor | None]:
         """A block.
 
@@ -234,6 +203,7 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
             token_ids, kept: as `token_ids` and `keep_mask` of `AttentionRequest`.
             pruning: the module that drops tokens between attention and MLP.
             layout: the order in which the patches come, as in `AttentionPlan`.
+            rotations: rotary positions of each grid, as in `SparsePriorAttention`.
 
         Returns:
             The tokens, the attention weights (B, H, T, T) if they are wanted, of a packing for each grid, and the
@@ -251,6 +221,7 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
             kept,
             1 if pruning is not None and not output_attentions else None,
             layout,
+            rotations,
         )
         branch = self.drop_path(self.layerscale_attention(self.dropout(out)), grid, num_prefix_tokens)
         hidden_states = torch.add(hidden_states, branch, alpha=self.residual_scale)
@@ -333,6 +304,9 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         self.embeddings = self.embeddings_class(config)
         self.layers = nn.ModuleList(self.layer_class(config, index) for index in range(config.num_hidden_layers))
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.rotary_positions: RotaryPositions | None = None
+        if config.position_embedding == "rotary":
+            self.rotary_positions = RotaryPositions.of(config)
         self.token_pruning = make_extras(config.prior["extras"], "model", config.num_hidden_layers, config.hidden_size)
         self.post_init()
 
@@ -366,6 +340,7 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         moves = self.moves(hidden_states, grid)
         if moves is not None:
             hidden_states = moves.patches(hidden_states)
+        turned = self.rotations(hidden_states, grid, moves)
         for index, layer in enumerate(self.layers):
             pruning = None
             if (module := self.active_pruning()) is not None:
@@ -373,7 +348,7 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
                 pruning = module if module.within(index) else None
             kept = None if tokens.kept is None else F.pad(tokens.kept, (prefix, 0), value=1.0)
             hidden_states, weights, token_ids = layer(
-                hidden_states, grid, prefix, output_attentions, tokens.token_ids, kept, pruning, layout=layout
+                hidden_states, grid, prefix, output_attentions, tokens.token_ids, kept, pruning, layout=layout, **turned
             )
             tokens = tokens._replace(token_ids=token_ids)
             if output_hidden_states:
@@ -389,6 +364,19 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
             tuple(attentions) if output_attentions else None,
             tokens,
         )
+
+    def rotations(self, tokens: Tensor, grid: Any, moves: Moves | None) -> dict[str, list[Rotation]]:
+        """What layers are given of rotary positions, in the order in which they have the tokens."""
+        if self.rotary_positions is None:
+            return {}
+        grids = grid.grids if isinstance(grid, Packing) else [grid]
+        rotations = self.rotary_positions(grids, self.config.num_prefix_tokens, tokens)
+        if moves is not None:
+            rotations = [
+                Rotation(*(self.move_patches(part[None], plan)[0] for part in rotation))
+                for rotation, plan in zip(rotations, moves.plans, strict=True)
+            ]
+        return {"rotations": rotations}
 
     def moves(self, tokens: Tensor, grid: Any) -> Moves | None:
         """How patches get into the layout that the layers have, and back; None: they stay as they are."""

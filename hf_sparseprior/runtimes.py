@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import tempfile
 import warnings
@@ -14,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 INPUT = "pixel_values"
 # A loaded file: images (B, ...) to the outputs in the order in which they were named.
@@ -139,14 +141,83 @@ FORMATS = {
     "openvino": Format("OpenVINO", "model.xml", ("onnx", "onnxscript", "openvino"), _write_openvino, _load_openvino),
 }
 
-# Weights of fewer bits, and the format that has them.
-WEIGHTS = {"bfloat16": "torch", "int8": "onnx"}
+# Weights of fewer bits, and the formats that have them. ONNX Runtime has no bfloat16 on CPUs, and OpenVINO computes in
+# bfloat16 by an option at run time.
+WEIGHTS = {"bfloat16": ("torch",), "int8": ("torch", "onnx", "openvino")}
 
 
 def check_weights(weights: str | None, format_name: str) -> None:
     """Raise ValueError unless weights of this kind can be written in a format; None is float32."""
-    if weights is not None and WEIGHTS[weights] != format_name:
-        raise ValueError(f"--weights {weights} needs --format {WEIGHTS[weights]}, not {format_name}")
+    if weights is not None and format_name not in WEIGHTS[weights]:
+        raise ValueError(f"--weights {weights} needs --format {' or '.join(WEIGHTS[weights])}, not {format_name}")
+
+
+# ---- weights in int8 ------------------------------------------------------------------------------------------------
+
+
+def rounded(weight: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """A matrix in int8, and float32 factors that bring it back, one for each place of the other axis than `axis`.
+
+    Returns:
+        int8 from -127 to 127 of the same shape, and factors with 1 in place of `axis`.
+    """
+    scale = np.abs(weight).max(axis, keepdims=True) / 127
+    scale = np.where(scale > 0, scale, 1).astype(np.float32)
+    return np.rint(weight / scale).astype(np.int8), scale
+
+
+class Int8Linear(nn.Module):
+    """A linear layer whose weight is in int8, with a float32 factor for each output. It computes as its input does."""
+
+    weight: Tensor
+    scale: Tensor
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        weight, scale = rounded(layer.weight.detach().float().numpy(), 1)
+        self.register_buffer("weight", torch.from_numpy(weight))
+        self.register_buffer("scale", torch.from_numpy(scale))
+        self.bias = layer.bias
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Turn (..., in) into (..., out)."""
+        return F.linear(tokens, self.weight.to(tokens.dtype) * self.scale, self.bias)
+
+
+def with_int8_layers(model: Any) -> Any:
+    """A copy of a model whose linear layers are `Int8Linear`."""
+    model = copy.deepcopy(model)
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            model.set_submodule(name, Int8Linear(module))
+    return model
+
+
+def quantize_openvino(source: Path, folder: Path) -> None:
+    """Write OpenVINO's model of a folder into another with the weights of matrix products in int8, as `rounded`.
+
+    Raises:
+        ValueError: if no product has weights.
+    """
+    import openvino
+    import openvino.opset13 as ops
+
+    file, found = FORMATS["openvino"].file, 0
+    model = openvino.Core().read_model(source / file)
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "MatMul":
+            continue
+        constant = node.input_value(1).get_node()
+        if constant.get_type_name() != "Constant" or len(constant.data.shape) != 2:
+            continue
+        # Inputs lie along the last axis of a weight that is transposed, along the first of one that is not.
+        weight, scale = rounded(constant.data, 1 if node.get_attributes()["transpose_b"] else 0)
+        back = ops.multiply(ops.convert(ops.constant(weight), "f32"), ops.constant(scale))
+        node.input(1).replace_source_output(back.output(0))
+        found += 1
+    if not found:
+        raise ValueError("--weights int8: the model has no matrix product with weights")
+    openvino.save_model(model, folder / file, compress_to_fp16=False)
 
 
 def quantize_onnx(source: Path, folder: Path) -> None:

@@ -1,12 +1,18 @@
-"""What has to hold before a release, beyond `make test`: python -m tests.release CHECK
+"""What has to hold before a release: python -m tests.release CHECK ..., see docs/releasing.md
 
+fresh: in a clone of HEAD `make demo` sets up all it needs.
+tests: `make test` in that clone.
+docs: `make docs` warns of nothing.
 wheel: wheel and sdist are built; the wheel is installed into an empty environment, where no compiler is found, and
     every library in it that this processor runs gives what `reference` gives.
+kernels: their layout for Hugging Face's `kernels` library is loaded by it where this package is missing.
+sdist: it is installed into an empty environment, where no compiler is found, and runs without compiled kernels.
 minimum: the quick tests with the lowest versions of torch, transformers and peft that pyproject.toml allows.
 pythons: the quick tests with each Python from 3.11 on that is installed.
 licences: what is installed with the package is under a licence that lets it be used and passed on.
 
-Each environment is made new in outputs/release and takes some minutes and gigabytes, most of them torch.
+Each environment is made new in outputs/release, takes some minutes and gigabytes, most of them torch, and is removed
+when its check was passed. A check that fails does not stop the others.
 """
 
 from __future__ import annotations
@@ -15,14 +21,18 @@ import argparse
 import importlib.metadata
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hf_sparseprior.kernels import build
+from tests import hub_layout
+from tests.hf_sparseprior.kernels.test_hub_layout import TRY as TRY_LAYOUT
 
 ROOT = Path(__file__).parents[1]
 RELEASE = ROOT / "outputs" / "release"
@@ -72,14 +82,26 @@ def run(words: Sequence[str | Path], **options: object) -> str:
     return subprocess.run(list(map(str, words)), check=True, stdout=subprocess.PIPE, text=True, **options).stdout  # type: ignore[call-overload]
 
 
-def environment(name: str, python: str | Path = sys.executable) -> Path:
-    """A new virtual environment; returns its python."""
+def new_folder(name: str) -> Path:
+    """An empty folder of this name in outputs/release."""
     folder = RELEASE / name
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def environment(name: str, python: str | Path = sys.executable) -> Path:
+    """A new virtual environment; returns its python."""
+    folder = new_folder(name)
     run([python, "-m", "venv", folder])
     own = folder / "bin" / "python"
     run([own, "-m", "pip", "install", "--quiet", "--upgrade", "pip"])
     return own
+
+
+def remove(python: Path) -> None:
+    """Remove an environment that `environment` made."""
+    shutil.rmtree(python.parents[1])
 
 
 def install(python: Path, *what: str, constrained: bool = True) -> None:
@@ -88,17 +110,60 @@ def install(python: Path, *what: str, constrained: bool = True) -> None:
     run([python, "-m", "pip", "install", "--quiet", "--no-compile", *constraints, *what])
 
 
+def built(kind: str) -> Path:
+    """The wheel ("*.whl") or the sdist ("*.tar.gz"), made if they are not there."""
+    if not list((RELEASE / "dist").glob(kind)):
+        say("building wheel and sdist")
+        environment = {**os.environ, "SPARSEPRIOR_WHEEL": "compiled"}
+        run([sys.executable, "-m", "build", "--outdir", new_folder("dist"), ROOT], env=environment)  # it from the sdist
+    [file] = (RELEASE / "dist").glob(kind)
+    return file
+
+
+def without_compiler(**variables: str) -> dict[str, str]:
+    """An environment in which no compiler, and no other program, is found."""
+    return {"PATH": str(new_folder("nothing")), "HOME": str(RELEASE / "nothing"), "CXX": "", **variables}
+
+
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
+def clone() -> Path:
+    """A clone of HEAD."""
+    folder = RELEASE / "clone"
+    head = run(["git", "-C", ROOT, "rev-parse", "HEAD"])
+    if not folder.is_dir() or run(["git", "-C", folder, "rev-parse", "HEAD"]) != head:
+        run(["git", "clone", "--quiet", ROOT, new_folder("clone")])
+    return folder
+
+
+def make(target: str, folder: Path) -> None:
+    """A target of the Makefile, with what it prints."""
+    outside = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH", "MAKEFLAGS")}
+    subprocess.run(["make", target], cwd=folder, env=outside, check=True)
+
+
+def fresh() -> None:
+    """The demo in a clone."""
+    shutil.rmtree(RELEASE / "clone", ignore_errors=True)
+    make("demo", clone())
+
+
+def tests() -> None:
+    """All tests in a clone."""
+    make("test", clone())
+    shutil.rmtree(RELEASE / "clone")
+
+
+def docs() -> None:
+    """The site."""
+    make("docs", ROOT)
+
+
 def wheel() -> None:
-    """Build both, and try the wheel where no compiler is found."""
-    dist = RELEASE / "dist"
-    shutil.rmtree(dist, ignore_errors=True)
-    say("building wheel and sdist")
-    built = {**os.environ, "SPARSEPRIOR_WHEEL": "compiled"}
-    run([sys.executable, "-m", "build", "--outdir", dist, ROOT], env=built)  # the wheel from the sdist
-    [file] = dist.glob("*.whl")
+    """Try the wheel where no compiler is found."""
+    shutil.rmtree(RELEASE / "dist", ignore_errors=True)
+    file = built("*.whl")
     say(f"{file.name}, {file.stat().st_size / 2**20:.1f} MiB; installing it")
     python = environment("wheel")
     install(python, "torch")
@@ -106,15 +171,54 @@ def wheel() -> None:
     known = set(build._processor().split())
     runs = [name for name, (needed, _) in build.VARIANTS.items() if needed <= known]
     assert runs, "this processor runs no library of the wheel"
-    nothing = RELEASE / "nothing"
-    nothing.mkdir(exist_ok=True)
-    alone = {"PATH": str(nothing), "HOME": str(nothing), "CXX": ""}
+    alone = without_compiler()
+    nothing = alone["HOME"]
     for name in ("", *runs):
         said = run([python, "-c", TRY], cwd=nothing, env={**alone, "SPARSEPRIOR_KERNELS": name})
         say(said.strip())
         assert said.split()[0] == (name or runs[0])
     doctor = run([python, "-m", "hf_sparseprior", "doctor"], cwd=nothing, env=alone)
     assert re.search(r"ok +compiled CPU kernels: .*prebuilt", doctor) and "WRONG" not in doctor, doctor
+    remove(python)
+
+
+# Runs in the environment of the sdist.
+TRY_PURE = """
+import torch, hf_sparseprior as sp
+from hf_sparseprior.kernels import build, diagonal_cpu
+assert not build.PREBUILT.exists(), list(build.PREBUILT.iterdir())
+reason = diagonal_cpu.ready()
+assert reason is not None
+config = sp.SparsePriorViTConfig(prior="fibottention+violin", hidden_size=48, num_hidden_layers=2,
+                                 num_attention_heads=3, intermediate_size=96, image_size=32, patch_size=4)
+out = sp.SparsePriorViTModel(config)(torch.randn(2, 3, 32, 32)).last_hidden_state
+assert out.isfinite().all()
+print(sp.__version__, "runs without kernels:", reason)
+"""
+
+
+def sdist() -> None:
+    """Install the sdist where no compiler is found; it has no kernels then, and runs."""
+    file = built("*.tar.gz")
+    python = environment("sdist")
+    install(python, "torch")
+    alone = without_compiler(**{key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_"))})
+    run([python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", file], env=alone)
+    say(run([python, "-c", TRY_PURE], cwd=alone["HOME"], env=alone).strip())
+    remove(python)
+
+
+def kernels() -> None:
+    """Load the kernels by the `kernels` library."""
+    python = environment("kernels")
+    install(python, "torch")
+    install(python, "numpy", "kernels", constrained=False)
+    out = new_folder("hub") / hub_layout.NAME
+    folder = hub_layout.lay_out(out)
+    given = {**os.environ, "BESIDE": "0", "HF_HUB_OFFLINE": "1"}
+    said = run([python, "-P", "-c", TRY_LAYOUT, folder, out], cwd=new_folder("nothing"), env=given)
+    say(f"get_local_kernel: {said.strip()}")
+    remove(python)
 
 
 def lowest() -> list[str]:
@@ -131,6 +235,7 @@ def minimum() -> None:
     say(f"installing {', '.join(lowest())}")
     install(python, *lowest(), *TOOLS, f"{ROOT}[{EXTRAS}]", constrained=False)
     quick(python)
+    remove(python)
 
 
 def pythons() -> None:
@@ -142,9 +247,11 @@ def pythons() -> None:
             continue
         say(f"python{version}")
         python = environment(f"python{version}", found)
-        install(python, "torch")
-        install(python, *TOOLS, f"{ROOT}[{EXTRAS}]", constrained=version == "3.11")
+        ours = version == "3.11"  # for which the versions were chosen
+        install(python, "torch", constrained=ours)
+        install(python, *TOOLS, f"{ROOT}[{EXTRAS}]", constrained=ours)
         quick(python)
+        remove(python)
 
 
 def quick(python: Path) -> None:
@@ -189,7 +296,29 @@ def licences() -> None:
     say(f"licences of {len(names)} packages: none reaches what uses it")
 
 
-CHECKS = {"wheel": wheel, "minimum": minimum, "pythons": pythons, "licences": licences}
+CHECKS: dict[str, Callable[[], None]] = {
+    **{
+        "licences": licences,
+        "docs": docs,
+        "wheel": wheel,
+        "sdist": sdist,
+        "kernels": kernels,
+        "minimum": minimum,
+        "pythons": pythons,
+    },
+    **{"fresh": fresh, "tests": tests},
+}
+
+
+def failure(check: Callable[[], None]) -> str | None:
+    """Do a check; why it failed, in one line."""
+    try:
+        check()
+    except subprocess.CalledProcessError as error:
+        return f"{shlex.join(map(str, error.cmd))[:200]} ended with {error.returncode}"
+    except (AssertionError, OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+    return None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -203,9 +332,16 @@ def main(argv: list[str] | None = None) -> int:
         if name not in CHECKS:
             parser.error(f"{name!r} must be one of {', '.join(CHECKS)}")
     RELEASE.mkdir(parents=True, exist_ok=True)
+    failed = {}
     for name in arguments.checks or CHECKS:
-        CHECKS[name]()
-    return 0
+        begun = time.monotonic()
+        reason = failure(CHECKS[name])
+        say(f"{name}: {'good' if reason is None else 'FAILED'}, {time.monotonic() - begun:.0f} s")
+        if reason is not None:
+            failed[name] = reason
+    for name, reason in failed.items():
+        say(f"{name} failed: {reason}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -22,7 +22,10 @@ from tests.timm_oracle import import_timm
 ROOT = Path(__file__).parents[1]
 PAGES = {
     path.stem: path
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs" / "how-to").glob("*.md")), ROOT / "docs" / "index.md")
+    for path in (
+        *(ROOT / "README.md", *sorted((ROOT / "docs" / "how-to").glob("*.md"))),
+        *(ROOT / "docs" / "index.md", ROOT / "docs" / "upgrading.md"),
+    )
 }
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 BLOCK = re.compile(r"```(python|bash)\n(.*?)```", re.DOTALL)

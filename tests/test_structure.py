@@ -16,7 +16,7 @@ TASKS = {path.name for path in (ROOT / "tasks").iterdir() if (path / "__init__.p
 FLOORS = [
     (
         *("checks", "limits", "config_keys", "json_types", "registry", "resolved", "version", "arguments", "command"),
-        *("files", "loading", "families", "layer_sizes", "packing"),
+        *("files", "loading", "families", "layer_sizes", "packing", "rotary"),
     ),
     ("sequences", "curves", "token_order", "masks", "relative_offsets", "windows"),
     ("pattern", "fibottention", "support_baselines", "radial", "supports"),

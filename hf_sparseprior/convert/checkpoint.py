@@ -24,11 +24,12 @@ from hf_sparseprior.convert import (
     iformer,
     lvvit,
     own_models,
-    rotary,
     timesformer,
     timm_convit,
+    timm_rotary,
     timm_swin,
     timm_vit,
+    transformers_dinov3,
     transformers_siglip,
     transformers_swin,
     transformers_vit,
@@ -40,12 +41,12 @@ from hf_sparseprior.image_processor import PROCESSOR
 from hf_sparseprior.pretrained import copy_weights, hub_hint
 from hf_sparseprior.prior import is_prior_weight
 
-# timesformer and transformers_swin before transformers_vit, which would take their bare models for ViTs; rotary, which
-# refuses, after all that can be converted.
+# timesformer and transformers_swin before transformers_vit, which would take their bare models for ViTs; timm_rotary,
+# which refuses most that it takes, after all others.
 FORMATS: tuple[ModuleType, ...] = (
-    *(timesformer, transformers_swin, transformers_vit, transformers_siglip, lvvit),
+    *(timesformer, transformers_swin, transformers_dinov3, transformers_vit, transformers_siglip, lvvit),
     *(timm_vit, timm_swin, timm_convit),
-    *(iformer, rotary),
+    *(iformer, timm_rotary),
 )
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".bin")
 # What a target is written as, if not as a folder.

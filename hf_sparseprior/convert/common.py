@@ -21,7 +21,9 @@ from hf_sparseprior.prior import is_prior_weight
 # Attention pooling of a source, which has no counterpart in ours: a part of the classifier, which can be dropped.
 ATTENTION_POOLING = "classifier.attention_pooling."
 # What SparsePriorViT has and the models of other libraries lack.
-ONLY_OURS: dict[str, tuple[Any, ...]] = {"stem": ("patch",), "residual_scale": (1.0,), "token_classifier": (False,)}
+ONLY_OURS: dict[str, tuple[Any, ...]] = {
+    **{"stem": ("patch",), "residual_scale": (1.0,), "token_classifier": (False,), "key_bias": (True,)},
+}
 
 
 def field_problems(config: Any, allowed: dict[str, tuple[Any, ...]]) -> list[str]:

@@ -27,7 +27,6 @@ from hf_sparseprior.convert.common import (
     plain_weights,
     refuse,
 )
-from hf_sparseprior.convert.rotary import refuse_rotary
 from hf_sparseprior.files import write_text
 
 TARGETS = ("timm", "original")
@@ -154,7 +153,10 @@ def data_fields(settings: dict[str, Any], num_labels: int) -> dict[str, Any]:
 def _refuse_other_architectures(state: dict[str, Tensor], settings: dict[str, Any], arguments: dict[str, Any]) -> None:
     architecture = settings.get("architecture") or ""
     if ROTARY.match(architecture) or arguments.get("use_rot_pos_emb"):
-        refuse_rotary(architecture or "use_rot_pos_emb=True")
+        raise ValueError(
+            f"{architecture or 'use_rot_pos_emb=True'}: rotary next to learned positions have no counterpart in "
+            "SparsePriorViT; hf_sparseprior.apply_prior(model, prior) gives such a model of timm a prior in place"
+        )
     if "fc_norm.weight" in state:
         raise ValueError(
             "fc_norm.weight: this model averages its tokens before the last norm, SparsePriorViT after it; "
@@ -209,8 +211,13 @@ def split_qkv(name: str, value: Tensor) -> dict[str, Tensor]:
 
 def _our_name(name: str) -> str:
     if block := re.fullmatch(r"blocks\.(\d+)\.(.+)", name):
-        return f"vit.layers.{block[1]}.{replace_stem(replace_stem(block[2], BLOCK_ALIASES), BLOCK_STEMS)}"
+        return rename_block(block)
     return replace_stem(replace_stem(name, ALIASES), STEMS)
+
+
+def rename_block(block: re.Match[str]) -> str:
+    """Our name of a weight of a block, whose number and name in the block were matched."""
+    return f"vit.layers.{block[1]}.{replace_stem(replace_stem(block[2], BLOCK_ALIASES), BLOCK_STEMS)}"
 
 
 def _their_name(name: str) -> str:

@@ -38,7 +38,7 @@ def ready() -> str | None:
         from hf_sparseprior.kernels import decayed_cpu, listed_cpu, predicted_cpu, weights_cpu
 
         _registered.append(True)
-        _register()
+        register()
         decayed_cpu.register()
         listed_cpu.register()
         predicted_cpu.register()
@@ -92,7 +92,7 @@ def diagonal_attention(
     return call(torch.ops.hf_sparseprior.diagonal_output, False, *arguments)
 
 
-def _register() -> None:
+def register() -> None:
     """Register shapes for tracing, and gradients."""
     torch.library.register_fake("hf_sparseprior::diagonal_forward", _fake_forward)
     torch.library.register_fake("hf_sparseprior::diagonal_output", lambda q, *rest: like_projection(q))

@@ -10,6 +10,11 @@
 #include "kernels.h"
 #include "torch_abi.h"
 
+// tests/hub_layout.py builds these operators under another name, which can be in the same process.
+#ifndef SPARSEPRIOR_NAMESPACE
+#define SPARSEPRIOR_NAMESPACE "hf_sparseprior"
+#endif
+
 namespace sparseprior {
 
 void run_parallel(
@@ -546,7 +551,7 @@ Tensor predicted_keys(
 
 // A library's operators are there when it is loaded.
 const bool ADDED = [] {
-  Operators operators("hf_sparseprior");
+  Operators operators(SPARSEPRIOR_NAMESPACE);
   operators.add<diagonal_forward>(
       "diagonal_forward(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor counts, int prefix, float scale, "
       "bool zero_fill, Tensor? pair_weights, Tensor? pair_begin, Tensor? prefix_weight, Tensor? self_weight, "

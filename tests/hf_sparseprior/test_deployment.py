@@ -33,6 +33,7 @@ from tests.processes import run_script
 onnx = pytest.importorskip("onnx", reason="onnx is not installed: pip install '.[export]'")
 for package in FORMATS["onnx"].packages + FORMATS["openvino"].packages:
     pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[export]'")
+openvino = pytest.importorskip("openvino")
 
 DOCS = Path(__file__).parents[2] / "docs" / "export.md"
 PRIOR = "fibottention+violin"
@@ -383,7 +384,10 @@ def test_a_dense_model_has_no_dense_twin(tmp_path, timed):
 # ---- weights of fewer bits, and accuracy --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("weights", "name"), runtimes.WEIGHTS.items())
+NARROW = [(weights, name) for weights, names in runtimes.WEIGHTS.items() for name in names]
+
+
+@pytest.mark.parametrize(("weights", "name"), NARROW)
 def test_weights_of_fewer_bits(alone, saved, tmp_path, capsys, weights, name):
     assert export(saved, tmp_path / "out", "--format", name, "--weights", weights) == 0
     printed, about = capsys.readouterr().out, json.loads((tmp_path / "out" / DEPLOYMENT).read_text())
@@ -394,13 +398,54 @@ def test_weights_of_fewer_bits(alone, saved, tmp_path, capsys, weights, name):
     (narrow,) = FORMATS[name].load(tmp_path / "out" / file, 1)(pixels)
     (whole,) = written_out(FAMILIES["sparseprior_vit"].classifier.from_pretrained(saved).eval(), pixels)
     assert narrow.dtype == np.float32 and 1e-5 < np.abs(whole - narrow).max() < 0.1 * np.abs(whole).max()
-    if name == "torch":
+    if weights == "bfloat16":
         state = torch.export.load(tmp_path / "out" / file).state_dict
         kept = {key for key, value in state.items() if value.dtype == torch.float32}
         assert kept and all("decay_bias" in key for key in kept)  # beta would round to 1
+    elif name == "torch":
+        state = torch.export.load(tmp_path / "out" / file).state_dict
+        assert sum(value.dtype == torch.int8 for value in state.values()) >= 6
+    elif name == "openvino":
+        model = openvino.Core().read_model(tmp_path / "out" / file)
+        kinds = [node.get_element_type().to_string() for node in model.get_ops() if node.get_type_name() == "Constant"]
+        assert kinds.count("i8") >= 6
     else:
         products = [node.op_type for node in onnx.load(tmp_path / "out" / file).graph.node]
         assert products.count("MatMulInteger") >= 6  # linear layers of the block
+
+
+@pytest.mark.parametrize("name", ["torch", "openvino"])
+@pytest.mark.parametrize("prior", ["dense", PRIOR, "sparsifiner", "linformer"])
+def test_int8_weights_are_those_that_numpy_rounds(alone, tmp_path, name, prior):
+    """The file gives what a model gives whose linear layers were rounded by hand, a scale for each output."""
+    torch.manual_seed(0)
+    model = FAMILIES["sparseprior_vit"].classifier(small("sparseprior_vit", prior=prior)).eval()
+    model.save_pretrained(tmp_path / "model")
+    assert export(tmp_path / "model", tmp_path / "out", "--format", name, "--weights", "int8") == 0
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            weight = module.weight.detach().double().numpy()
+            step = np.abs(weight).max(1, keepdims=True) / 127
+            module.weight.data = torch.from_numpy(np.round(weight / step) * step).float()
+    pixels = torch.randn(3, 3, 8, 8)
+    (found,) = FORMATS[name].load(tmp_path / "out" / FORMATS[name].file, 1)(pixels)
+    (expected,) = written_out(model, pixels)
+    np.testing.assert_allclose(found, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_with_int8_weights_is_a_quarter(timed, monkeypatch, tmp_path, name):
+    monkeypatch.setattr(deployment, "latencies", lambda *given: ({}, []))
+    sizes = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "num_hidden_layers": 3}
+    FAMILIES["sparseprior_vit"].classifier(small("sparseprior_vit", prior="dense", **sizes)).save_pretrained(
+        tmp_path / "model"
+    )
+    bytes_ = []
+    for number, options in enumerate(([], ["--weights", "int8"])):
+        assert export(tmp_path / "model", tmp_path / str(number), "--format", name, *options) == 0
+        bytes_.append(sum(path.stat().st_size for path in (tmp_path / str(number)).glob("model.*")))
+    assert bytes_[1] < 0.35 * bytes_[0]  # the graph has its share
 
 
 def test_weights_that_give_no_numbers_are_refused(saved, tmp_path, capsys, monkeypatch):
@@ -461,7 +506,7 @@ def test_accuracy_on_labelled_images(alone, saved, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("weights", "name"), runtimes.WEIGHTS.items())
+@pytest.mark.parametrize(("weights", "name"), NARROW)
 def test_a_trained_model_stays_as_accurate(tmp_path, alone, weights, name):
     digits = sklearn.datasets.load_digits()
     pixels = torch.from_numpy(digits.images).float().div(8).sub(1).unsqueeze(1)  # as the processor prepares them
@@ -513,7 +558,7 @@ def test_images_are_for_classifiers_of_images(tmp_path, capsys):
         (["--weights", "int8"], "--weights needs --format"),
         (["--images", "folder"], "--images needs --format"),
         (["--format", "onnx", "--weights", "bfloat16"], "--weights bfloat16 needs --format torch, not onnx"),
-        (["--format", "openvino", "--weights", "int8"], "--weights int8 needs --format onnx, not openvino"),
+        (["--format", "openvino", "--weights", "bfloat16"], "--weights bfloat16 needs --format torch, not openvino"),
         (["--format", "torch", "--images", "nowhere"], "--images nowhere is no folder"),
         (["--format", "onnx", "--license", "mit"], "--license is for the model card"),
         (["--format", "torch", "--size", "0"], "--size 0 must be HEIGHTxWIDTH or one number, each from 1 to"),

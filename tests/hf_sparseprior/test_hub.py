@@ -104,7 +104,7 @@ def siblings(entry_files):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_carries_what_its_two_files_import(family, tmp_path):
-    """transformers follows the chains of relative imports (since 5.20, the oldest that we take), so no list is kept."""
+    """transformers follows the chains of relative imports (since 5.20), so no list is kept."""
     torch.manual_seed(0)
     config = small(family)
     FAMILIES[family].base(config).save_pretrained(tmp_path / "model")

@@ -1,0 +1,245 @@
+"""What the app shows, as plain functions: text and PNG files. Nothing here needs gradio."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_sparseprior.analysis import explain, pictures
+from hf_sparseprior.analysis.attention_maps import class_token_map, mean_query_map, query_map
+from hf_sparseprior.analysis.costs_measured import seconds_per_call
+from hf_sparseprior.analysis.image_maps import Panel, draw_panels
+from hf_sparseprior.analysis.layers import attention_weights, connectivity, find_attention
+from hf_sparseprior.analysis.predicted_cost import predicted_costs
+from hf_sparseprior.arguments import make_parser
+from hf_sparseprior.families import preset_family, presets
+from hf_sparseprior.image_processor import image_processor_settings, takes_clips
+from hf_sparseprior.pretrained import load_whole_model
+from hf_sparseprior.saved_processor import load_image_processor
+
+MOST_HEADS = 6  # that are drawn
+BUDGET = 1.0  # seconds for the rounds of one prediction
+MEASURED_ROUNDS = 3
+
+
+# ---- a prior --------------------------------------------------------------------------------------------------------
+
+
+def prior_pictures(
+    prior: str, out: Path, heads: int = 12, grid: str = "14x14", layer: int = 1, settings: str = ""
+) -> tuple[str, list[Path]]:
+    """What `explain` says of a prior, and its pictures: supports of each head, curves, decay masks.
+
+    Args:
+        prior: name, or names joined by +.
+        out: folder of the pictures.
+        heads, grid, layer: as of `explain`; layers count from 1.
+        settings: KEY=VALUE, with spaces between them.
+
+    Raises:
+        ValueError: for a bad value.
+    """
+    given = ["explain", prior, "--heads", str(heads), "--grid", grid, "--layer", str(layer), "--out", str(out)]
+    try:
+        arguments = make_parser().parse_args([*given, *(f"--set={each}" for each in settings.split())])
+    except SystemExit:
+        raise ValueError(f"grid {grid!r} must be HEIGHTxWIDTH, for example 14x14") from None
+    with redirect_stdout(io.StringIO()) as text:
+        written = explain.run(arguments)
+    lines = [line for line in text.getvalue().splitlines() if not line.startswith("picture: ")]
+    return "\n".join(lines), written
+
+
+# ---- attention of models --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model with its image processor. name: what the user gave."""
+
+    name: str
+    model: Any
+    processor: Any
+
+
+def open_model(source: str) -> Opened:
+    """The saved model of a folder, or "PRESET PRIOR": a model with random weights.
+
+    Raises:
+        ValueError, OSError: if it is neither, or a model of clips.
+    """
+    from transformers import ViTImageProcessor
+
+    preset, _, prior = source.strip().partition(" ")
+    if preset in presets():
+        family = preset_family(preset)
+        torch.manual_seed(0)
+        model = family.image_classifier(family.make_config(preset, prior=prior.strip() or "dense"))
+        settings = image_processor_settings(model.config)
+        processor = ViTImageProcessor(**{key: value for key, value in settings.items() if "type" not in key})
+    else:
+        folder = Path(source.strip())
+        # transformers' own attention returns weights only with its eager implementation.
+        model = load_whole_model(folder, attn_implementation="eager")
+        processor = load_image_processor(folder)
+    if takes_clips(model.config):
+        raise ValueError(f"{source} is a model of clips; the app shows single images")
+    return Opened(source.strip(), model.eval(), processor)
+
+
+def attention_picture(
+    image: np.ndarray,
+    models: Sequence[Opened],
+    out: Path,
+    layer: int = 1,
+    query: tuple[int, int] | None = None,
+) -> Path:
+    """Attention of models over one image, two rows for each: what heads see from a patch, and their attention.
+
+    Args:
+        image: uint8 (height, width, 3).
+        models: side by side, one below the other.
+        out: folder of the picture.
+        layer: from 1.
+        query: (row, column) of the patch, from 1; None: the middle.
+
+    Raises:
+        ValueError: for a layer or patch that a model does not have, and for a model whose layers do not see the whole
+            image.
+    """
+    rows, labels = [], []
+    for opened in models:
+        own, names = _attention_rows(image, opened, layer, query)
+        rows += own
+        labels += names
+    heading = f"layer {layer}: what the framed patch sees, and its attention"
+    return draw_panels(rows, labels, out / "attention.png", heading)
+
+
+def _attention_rows(
+    image: np.ndarray, opened: Opened, layer: int, query: tuple[int, int] | None
+) -> tuple[list[list[Panel]], list[str]]:
+    attention = find_attention(opened.model)
+    grid, prefix = attention.grid, attention.num_prefix_tokens
+    if not 1 <= layer <= len(attention.layers):
+        raise ValueError(f"layer {layer} must be from 1 to {len(attention.layers)} for {opened.name}")
+    place = (grid[0] // 2, grid[1] // 2) if query is None else (query[0] - 1, query[1] - 1)
+    if not (0 <= place[0] < grid[0] and 0 <= place[1] < grid[1]):
+        raise ValueError(f"row {place[0] + 1}, column {place[1] + 1} must be in the {grid[0]}x{grid[1]} grid")
+    pixels = opened.processor(image, return_tensors="pt")["pixel_values"]
+    weights = attention_weights(opened.model, pixels)[layer - 1].float()
+    seen = connectivity(attention.layers[layer - 1], weights, attention)
+    shown = _shown(pixels[0].numpy(), opened.processor)
+    look = class_token_map if prefix else mean_query_map
+    whole = look(weights[0].mean(0), grid, prefix).numpy()
+    visible, heat = (query_map(pairs[0], place, grid, prefix).numpy() for pairs in (seen, weights))
+    where: dict[str, Any] = {"query": place, "grid": grid}
+    heads = range(min(MOST_HEADS, len(visible)))
+    first = [Panel(shown, title="image", **where)]
+    first += [Panel(shown, seen=visible[n], title=f"head {n + 1} sees {visible[n].sum()}", **where) for n in heads]
+    second = [Panel(shown, heat=whole, title="class token, mean" if prefix else "all patches, mean")]
+    second += [
+        Panel(shown, heat=heat[n], title=f"head {n + 1}, max {max(heat[n].max(), 0):.2g}", **where) for n in heads
+    ]
+    name = opened.name if len(opened.name) <= 24 else f"...{opened.name[-21:]}"
+    return [first, second], [name, f"{name}\nattention"]
+
+
+def _shown(pixels: np.ndarray, processor: Any) -> np.ndarray:
+    """An image as the model sees it, in colours again: (height, width, 3), 0 to 1."""
+    normalised = getattr(processor, "do_normalize", False)
+    mean, std = (processor.image_mean, processor.image_std) if normalised else (0.0, 1.0)
+    mean, std = (np.broadcast_to(value, len(pixels)) for value in (mean, std))
+    colours = pixels.transpose(1, 2, 0) * std + mean
+    return np.clip(np.broadcast_to(colours, (*colours.shape[:2], 3)), 0, 1)
+
+
+# ---- times ----------------------------------------------------------------------------------------------------------
+
+
+def time_table(
+    preset: str,
+    priors: Sequence[str],
+    sizes: Sequence[int],
+    out: Path,
+    measure: bool = False,
+    say: Callable[[float, str], None] = lambda share, line: None,
+) -> tuple[list[list[Any]], Path]:
+    """Seconds of a forward pass of one image over image sizes, on this machine.
+
+    Args:
+        preset: of any family of images.
+        priors: names.
+        sizes: pixels a side.
+        out: folder of the picture.
+        measure: also time the whole model, not only predict from less deep ones.
+        say: is told the share that is done, and what comes next.
+
+    Returns:
+        Rows [prior, pixels, seconds predicted, seconds measured or None], and the picture.
+
+    Raises:
+        ValueError: for an unknown preset or prior, or a size that the model does not take.
+    """
+    family = preset_family(preset)
+    configs = {
+        (prior, pixels): family.make_config(preset, image_size=pixels, prior=prior)
+        for prior in dict.fromkeys(priors)
+        for pixels in sorted(set(sizes))
+    }  # all of them are checked before anything is measured
+    if not configs:
+        raise ValueError("give at least one prior and one size")
+    rows: list[list[Any]] = []
+    for number, ((prior, pixels), config) in enumerate(configs.items()):
+        say(number / len(configs), f"{prior}, {pixels} px")
+        cost = predicted_costs(config, 1, torch.device("cpu"), passes=("forward",), budget=BUDGET)["forward"]
+        rows.append([prior, pixels, cost.seconds, measured_seconds(config) if measure else None])
+    return rows, _draw_times(rows, preset, out / "times.png")
+
+
+def measured_seconds(config: Any) -> float:
+    """Median seconds of a forward pass of one image through the whole model, with random weights."""
+    from hf_sparseprior.families import family_of
+
+    family = family_of(config)
+    assert family is not None
+    torch.manual_seed(0)
+    model = family.image_classifier(config).eval()
+    size = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
+    image = torch.randn(1, config.num_channels, *size)
+
+    @torch.no_grad()
+    def call() -> None:
+        model(pixel_values=image)
+
+    call()  # makes tables
+    device = torch.device("cpu")
+    return float(np.median([seconds_per_call(call, 1, device) for _ in range(MEASURED_ROUNDS)]))
+
+
+def _draw_times(rows: Sequence[Sequence[Any]], preset: str, path: Path) -> Path:
+    figure, axis = pictures.pyplot().subplots(figsize=(6.4, 4.2), layout="constrained")
+    priors = list(dict.fromkeys(row[0] for row in rows))
+    for number, prior in enumerate(priors):
+        own = [row[1:] for row in rows if row[0] == prior]
+        colour = pictures.COLOURS[number % len(pictures.COLOURS)]
+        axis.plot([row[0] for row in own], [row[1] for row in own], color=colour, label=f"{prior}, predicted")
+        if found := [row for row in own if row[2] is not None]:
+            sizes, seconds = [row[0] for row in found], [row[2] for row in found]
+            axis.plot(sizes, seconds, "o", color=colour, label=f"{prior}, measured")
+    axis.set(xscale="log", yscale="log", xlabel="image height and width, pixels", ylabel="seconds an image")
+    ticks = sorted({row[1] for row in rows})
+    axis.set_xticks(ticks, [str(size) for size in ticks])
+    axis.xaxis.minorticks_off()
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8)
+    axis.set_title(f"{preset}, one image, {torch.get_num_threads()} CPU threads", fontsize=10)
+    return pictures.save(figure, path)

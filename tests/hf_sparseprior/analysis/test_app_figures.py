@@ -1,0 +1,108 @@
+"""What the app shows; no gradio here."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hf_sparseprior.analysis import app_figures
+from hf_sparseprior.analysis.app_figures import attention_picture, open_model, prior_pictures, time_table
+from hf_sparseprior.families import FAMILIES
+from hf_sparseprior.supports import build_mask
+from tests.hf_sparseprior.small import small
+
+IMAGE = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def model(tmp_path):
+    torch.manual_seed(0)
+    config = small("sparseprior_vit", prior="fibottention+violin", num_hidden_layers=2)
+    FAMILIES["sparseprior_vit"].image_classifier(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_prior_is_told_and_drawn(tmp_path, capsys):
+    text, written = prior_pictures("fibottention+violin", tmp_path, 2, "4x4", 2, "w_min=2 w_max=7")
+    assert capsys.readouterr().out == "" and "picture: " not in text
+    support = {"name": "fibottention", "w_min": 2, "w_max": 7}
+    mask = build_mask(support, num_heads=2, num_tokens=16, layer=1)
+    assert f"{mask.sum()} patch tokens only" in text
+    assert {path.name.partition("_")[0] for path in written} == {"support", "patch", "curves", "decay"}
+    assert all(Image.open(path).size[0] > 100 for path in written)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("nonsense",), "nonsense"),
+        (("violin", 2, "4"), "grid '4' must be HEIGHTxWIDTH"),
+        (("violin", 2, "4x4", 0), "--layer=0 must be an integer of 1 or more"),
+        (("violin", 2, "4x4", 1, "init"), "KEY=VALUE"),
+    ],
+)
+def test_bad_values_of_a_prior_are_named(given, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        prior_pictures(given[0], tmp_path, *given[1:])
+
+
+def test_attention_is_what_the_models_give(model, tmp_path, figures):
+    opened = open_model(str(model))
+    other = app_figures.Opened("other", opened.model, opened.processor)
+    attention_picture(IMAGE, [opened, other], tmp_path, layer=2, query=(1, 2))
+    pixels = opened.processor(IMAGE, return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        weights = opened.model(pixels, output_attentions=True).attentions[1][0]
+    prefix = opened.model.config.num_prefix_tokens
+    seen = (weights[:, prefix + 1, prefix:] > 0).sum(-1)  # of the patch in row 1, column 2
+    highest = weights[:, prefix + 1, prefix:].amax(-1)
+    titles = [axis.get_title() for axis in figures[0].axes]
+    for head, (count, high) in enumerate(zip(seen, highest, strict=True), start=1):
+        assert titles.count(f"head {head} sees {count}") == 2
+        assert titles.count(f"head {head}, max {high:.2g}") == 2
+
+
+def test_models_with_random_weights_and_what_cannot_be_shown(model, tmp_path):
+    opened = open_model("vit_tiny violin")
+    assert opened.model.config.prior_name == "violin" and opened.processor.size["height"] == 224
+    with pytest.raises(OSError, match="hf download somebody/model"):
+        open_model("somebody/model")
+    small_model = open_model(str(model))
+    with pytest.raises(ValueError, match="layer 99 must be from 1 to"):
+        attention_picture(IMAGE, [small_model], tmp_path, layer=99)
+    with pytest.raises(ValueError, match="row 1, column 99 must be in the"):
+        attention_picture(IMAGE, [small_model], tmp_path, query=(1, 99))
+    torch.manual_seed(0)
+    FAMILIES["sparseprior_timesformer"].classifier(small("sparseprior_timesformer")).save_pretrained(tmp_path / "clips")
+    with pytest.raises((ValueError, OSError)):
+        open_model(str(tmp_path / "clips"))
+
+
+def test_times_are_predicted_and_measured_for_every_prior_and_size(tmp_path, monkeypatch, figures):
+    asked = []
+
+    def costs(config, images, device, passes, budget):
+        asked.append((config.prior_name, config.image_size, images, passes))
+        return {"forward": type("Cost", (), {"seconds": len(asked) / 10})}
+
+    monkeypatch.setattr(app_figures, "predicted_costs", costs)
+    monkeypatch.setattr(app_figures, "measured_seconds", lambda config: 0.5)
+    rows, picture = time_table("vit_tiny", ["dense", "violin"], [64, 32], tmp_path, measure=True)
+    assert rows == [
+        ["dense", 32, 0.1, 0.5],
+        ["dense", 64, 0.2, 0.5],
+        ["violin", 32, 0.3, 0.5],
+        ["violin", 64, 0.4, 0.5],
+    ]
+    assert asked == [(prior, size, 1, ("forward",)) for prior in ("dense", "violin") for size in (32, 64)]
+    lines = {line.get_label(): line.get_xydata().tolist() for line in figures[0].axes[0].lines}
+    assert lines["violin, predicted"] == [[32, 0.3], [64, 0.4]] and lines["dense, measured"] == [[32, 0.5], [64, 0.5]]
+    assert picture == tmp_path / "times.png"
+    with pytest.raises(ValueError, match="vit_tny"):
+        time_table("vit_tny", ["dense"], [32], tmp_path)
+    with pytest.raises(ValueError, match="at least one"):
+        time_table("vit_tiny", [], [32], tmp_path)
+
+
+def test_whole_models_are_timed():
+    assert 0 < app_figures.measured_seconds(small("sparseprior_vit", prior="dense")) < 60
