@@ -146,6 +146,8 @@ class ExactKeys:
         config_dict, num_labels = dict(config_dict), kwargs.get("num_labels")
         if isinstance(labels := config_dict.get("id2label"), dict) and num_labels not in (None, len(labels)):
             config_dict.update(id2label=None, label2id=None)  # names of other classes
+        if config_dict.get("stage_names", ()) is None:  # which every config has
+            raise ValueError(f"stage_names=None must be {COMMON_FIELDS['stage_names'][0]}")
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from .base_config import IMAGENET, BaseConfig, as_pair, check_number
 from .checks import check_integer
-from .configuration_sparseprior_vit import Interpolation, PositionEmbedding
+from .configuration_sparseprior_vit import Interpolation
 from .extras import EXTRAS
 from .feature_maps import FeatureMap, check_map_count, check_map_scales, resampling_weights
 from .layer_sizes import counts
@@ -16,6 +16,7 @@ from .prior import Stage, common_order, prior_weights
 from .resolved import ResolvedPrior
 
 Pooling = Literal["class_token", "mean"]
+PositionEmbedding = Literal["learned", "none"]
 
 # d'Ascoli et al. 2021: 4, 9 and 16 heads, squares, so that each head starts at one place of a square around its query.
 PRESETS: dict[str, dict[str, Any]] = {

@@ -44,7 +44,7 @@ from hf_sparseprior.prior import is_prior_weight
 # timesformer and transformers_swin before transformers_vit, which would take their bare models for ViTs; timm_rotary,
 # which refuses most that it takes, after all others.
 FORMATS: tuple[ModuleType, ...] = (
-    *(timesformer, transformers_swin, transformers_dinov3, transformers_vit, transformers_siglip, lvvit),
+    *(timesformer, transformers_swin, transformers_vit, transformers_siglip, transformers_dinov3, lvvit),
     *(timm_vit, timm_swin, timm_convit),
     *(iformer, timm_rotary),
 )

@@ -191,7 +191,7 @@ BAD = {
         {"use_class_token": False, "pooling": "mean", "use_distillation_token": True},
         ["use_distillation_token=True", "use_class_token=True"],
     ),
-    "positions": ({"position_embedding": "sincos"}, ["position_embedding='sincos'", "learned, none"]),
+    "positions": ({"position_embedding": "sincos"}, ["position_embedding='sincos'", "learned, rotary, none"]),
     "interpolation": ({"interpolation": "cubic"}, ["interpolation='cubic'", "bicubic, bilinear"]),
     "drop path": ({"drop_path_rate": 1.1}, ["drop_path_rate=1.1", "[0, 1]"]),
     "dropout": ({"hidden_dropout_prob": -0.1}, ["hidden_dropout_prob=-0.1", "[0, 1]"]),

@@ -1,6 +1,7 @@
 """The benchmark of rivals: what contenders compute, that a wrong one is not timed, refusals, going on, the summary."""
 
 import dataclasses
+import gc
 import json
 import multiprocessing
 import os
@@ -47,6 +48,7 @@ def small(monkeypatch, tmp_path):
 
 
 def measure(rival, dtype, number=0):
+    gc.collect()  # what goes while it is measured would count against it
     entry = {"model": "vit_tiny", "rival": rival, "dtype": dtype, "pixels": 64, "round": number}
     return rival_process.measure(entry, {"threads": torch.get_num_threads(), "keep_memory": False})
 
