@@ -350,6 +350,4 @@ class Untried(Kind):
         return Outcome(UNTRIED, self.why)
 
 
-KINDS: dict[str, type[Kind]] = {
-    kind.name: kind for kind in (HigherThan, SameOrder, Trend, Best, Value, Bound, Untried)
-}
+KINDS: dict[str, type[Kind]] = {kind.name: kind for kind in (HigherThan, SameOrder, Trend, Best, Value, Bound, Untried)}

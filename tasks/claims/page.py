@@ -28,18 +28,18 @@ PAGE = Path("docs/claims.md")
 COLOURS = {HOLDS: "#7a9e48", FAILS: pictures.ACCENT, OPEN: pictures.INK, NOT_YET: "#999999"}
 INTRODUCTION = f"""\
 Each row is one claim of a paper, and what came out when we tried it, at the scale of two cores. This page is made from
-records by `python -m tasks.claims.page`; nothing in it is written by hand. Claims, and which runs stand for them, are in
-`configs/claims`. Models, schedules and rows were fixed before they were run, as the history of the repository shows; records
-that were there before this page did not change what stands for a claim.
+records by `python -m tasks.claims.page`; nothing in it is written by hand. Claims, and which runs stand for them, are
+in `configs/claims`. Models, schedules and rows were fixed before they were run, as the history of the repository shows;
+records that were there before this page did not change what stands for a claim.
 
 - **{VERDICTS[0]}**, **{VERDICTS[1]}**: our rule tells it. {RULE}
 - **{VERDICTS[2]}**: the rule tells neither.
-- **{VERDICTS[3]}**: some of the runs are missing. **{VERDICTS[4]}**: not tried, and why.
+- **{VERDICTS[3]}**: some of the runs are missing. **{VERDICTS[4]}**: with the reason in place of a number.
 
-Differences are in percentage points, with their interval and the number of seeds. "Could tell" is the smallest difference
-that {round(100 * POWER)} of 100 repetitions would have told, with the spread that was found. Rank correlations are Spearman's, tested by
-permutation to one side at 5 %. A claim of tier A asks for {TIERS["A"]} seeds; one of tier B for one, which tells nothing by
-itself and is there as a hint."""
+Differences are in percentage points, with their interval and the number of seeds. "Could tell" is the smallest
+difference that {round(100 * POWER)} of 100 repetitions would have told, with the spread that was found. Rank
+correlations are Spearman's, tested by permutation to one side at 5 %. A claim of tier A asks for {TIERS["A"]} seeds;
+one of tier B for one, which tells nothing by itself and is there as a hint."""
 
 
 def records_of(claim: Claim, root: Path) -> Records:

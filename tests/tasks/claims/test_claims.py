@@ -57,7 +57,9 @@ def test_margin_moves_what_has_to_be_told() -> None:
     ]
 
 
-@pytest.mark.parametrize("records", [{}, {"a": runs(0.5)}, {"b": runs(0.5)}, {"a": runs(0.5), "b": [{**runs(0.5)[0], "seed": 7}]}])
+@pytest.mark.parametrize(
+    "records", [{}, {"a": runs(0.5)}, {"b": runs(0.5)}, {"a": runs(0.5), "b": [{**runs(0.5)[0], "seed": 7}]}]
+)
 def test_difference_without_shared_seeds_is_not_run_yet(records: dict) -> None:
     assert judged("difference", PAIR, records).verdict == NOT_YET
 
@@ -112,7 +114,9 @@ def test_trend_has_a_direction(direction: str, verdict: str) -> None:
 
 def test_best_of_rows() -> None:
     spread = np.array([0, 0.001, -0.001, 0.002, -0.002])
-    records = {name: runs(*(level + spread * scale)) for name, level, scale in (("a", 0.7, 1), ("b", 0.6, 2), ("c", 0.5, 3))}
+    records = {
+        name: runs(*(level + spread * scale)) for name, level, scale in (("a", 0.7, 1), ("b", 0.6, 2), ("c", 0.5, 3))
+    }
     assert judged("best", {"row": "a", "among": ["b", "c"]}, records).verdict == HOLDS
     assert judged("best", {"row": "b", "among": ["a", "c"]}, records).verdict == FAILS
     noisy = {**records, "b": runs(0.8, 0.5, 0.75, 0.55, 0.76)}
