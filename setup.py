@@ -8,6 +8,7 @@ import importlib.util
 import os
 import platform
 import sys
+import warnings
 from pathlib import Path
 
 from setuptools import Distribution, setup
@@ -79,4 +80,7 @@ class Package(Distribution):
         return why_pure() is None
 
 
+# setuptools says at every editable installation that folders of the package's name come first where Python is
+# started. In a checkout that folder is the package.
+warnings.filterwarnings("ignore", message="Editable installation")
 setup(distclass=Package, cmdclass={"build_py": Build, "bdist_wheel": Wheel})

@@ -22,8 +22,9 @@ PAGES = (
     ROOT / "README.md",
     ROOT / ".github" / "CONTRIBUTING.md",
     ROOT / "configs" / "README.md",
-    *ROOT.glob("tasks/*/*.md"),
-    *ROOT.glob("docs/*.md"),
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "tasks").rglob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 )
 
 EXISTS = (ROOT / "docs" / "what-exists.md").read_text()
@@ -35,10 +36,56 @@ def test_every_registered_name_is_in_the_table_of_what_exists(name):
     assert f"`{name}`" in EXISTS
 
 
-@pytest.mark.parametrize("page", [path.relative_to(ROOT) for path in PAGES])
-def test_links_lead_to_files(page):
-    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
-    assert all((ROOT / page).parent.joinpath(link).exists() for link in links if "://" not in link), links
+LINK = re.compile(r'\]\(([^)\s]+)(?: "[^"]*")?\)|<(?:a|img)\b[^>]*? (?:href|src)="([^"]+)"')
+
+
+def prose(text: str) -> str:
+    """A page without code."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^(```|~~~).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def anchors(text: str) -> set[str]:
+    """What `#...` may name: the headings, as GitHub writes them."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", re.sub(r"^(```|~~~).*?^\1", "", text, flags=re.M | re.S), re.MULTILINE):
+        name = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        name = re.sub(r"[^\w\- ]", "", name).replace(" ", "-")
+        found.add(next(new for new in (name, *(f"{name}-{n}" for n in range(1, 100))) if new not in found))
+    return found
+
+
+def dead_links(folder: Path, text: str) -> list[str]:
+    """Links and pictures of a page in this folder that lead to no file, or to no heading of a page."""
+    dead = []
+    for link in ("".join(groups) for groups in LINK.findall(prose(text))):
+        if re.match(r"\w+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = folder / name
+        if not target.exists():
+            dead.append(link)
+        elif anchor and (not name or target.suffix == ".md"):
+            there = target.read_text() if name else text
+            if anchor not in anchors(there):
+                dead.append(link)
+    return dead
+
+
+@pytest.mark.parametrize("page", [path.relative_to(ROOT) for path in PAGES], ids=str)
+def test_no_link_anchor_or_picture_is_dead(page):
+    assert dead_links((ROOT / page).parent, (ROOT / page).read_text()) == []
+
+
+def test_dead_links_are_found(tmp_path):
+    (tmp_path / "other.md").write_text("# A `b`, c-d\n## Same\n## Same\n```bash\n# no heading\n```\n")
+    alive = [
+        *("other.md", "other.md#a-b-c-d", "other.md#same", "other.md#same-1", "#here"),
+        *("https://example.org/x#y", "mailto:a@b.c", "."),
+    ]
+    dead = ["none.md", "none.png", "other.md#no-heading", "other.md#same-2", "#there", "none.md#same"]
+    for form in ("[text]({})", "![picture]({})", 'see [a](other.md), [b]({} "title").', '<img width="3" src="{}">'):
+        text = "# Here\n" + "\n".join(form.format(link) for link in (*alive, *dead)) + "\n`[code](none.md)`\n"
+        assert dead_links(tmp_path, text) == dead, form
 
 
 def test_make_targets_exist():

@@ -131,7 +131,10 @@ def predicted_costs(
             calls.append(call)
         rounds = _rounds(calls, device, budget)
         shares = torch.tensor([twin.share for twin in own], dtype=torch.float64)
-        seconds = torch.tensor(rounds, dtype=torch.float64) @ shares
+        timed = torch.tensor(rounds, dtype=torch.float64)
+        # The whole has all layers of the first. Where calls are so short that noise is larger than a layer, the sum
+        # could be less than that, or less than nothing.
+        seconds = torch.maximum(timed @ shares, timed[:, 0])
         lower, median, upper = torch.quantile(seconds, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
         # A layer that keeps nothing adds nothing; then the largest peak is that of any depth.
         memory = max(max(peaks), round(sum(twin.share * peak for twin, peak in zip(own, peaks, strict=True))))

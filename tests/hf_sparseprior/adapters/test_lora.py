@@ -22,6 +22,7 @@ from hf_sparseprior import (
 from hf_sparseprior.adapters import lora_config
 from hf_sparseprior.adapters.lora import known_projections
 from hf_sparseprior.extras import EXTRAS
+from tests.hf_sparseprior.adapters.fitting_peft import import_fitting_peft
 from tests.hf_sparseprior.small import SMALL as SMALL_CONFIGS
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -333,7 +334,7 @@ def test_without_peft_the_error_says_what_to_install(monkeypatch):
 
 def test_a_model_with_an_adapter_saves_the_adapter_alone(tmp_path):
     """`add_adapter` of transformers, as for stock models: no code, no card, no image processor of the base model."""
-    peft = pytest.importorskip("peft")
+    peft = import_fitting_peft()
     config = SparsePriorViTConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=4
     )

@@ -28,6 +28,7 @@ from hf_sparseprior.adapters.stock_attention import StockPrior
 from hf_sparseprior.attention import PriorAttention
 from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.training import SparsePriorTrainer
+from tests.hf_sparseprior.adapters.fitting_peft import import_fitting_peft
 from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY
 from tests.processes import run_script
 
@@ -284,6 +285,7 @@ def test_where_the_package_is_missing_the_error_and_the_folder_name_it(make_conf
 
 @pytest.mark.parametrize("make_config", [CONFIGS["violin"], CONFIGS["lora"]], ids=["violin", "lora"])
 def test_adapters_of_transformers_itself(make_config, tmp_path):
+    import_fitting_peft()
     model = peft.get_peft_model(build("vit"), make_config())
     move(model)
     model.save_pretrained(tmp_path / "adapter")

@@ -81,6 +81,17 @@ def test_seconds_follow_the_layers(monkeypatch):
     assert cost.seconds == pytest.approx(0.1 + 2 * 3 + 2 * 2 + 6 * 5 + 2 * 7) and cost.bytes == 112
 
 
+def test_noise_does_not_make_the_whole_cheaper_than_a_part(monkeypatch):
+    from hf_sparseprior.analysis import predicted_cost
+
+    config = preset_family("vit_tiny").make_config("vit_tiny", num_labels=3, **SMALL["vit_tiny"])
+    # Two more layers seem to take less time than none; in the third round, 0.5 a layer.
+    monkeypatch.setattr(predicted_cost, "_rounds", lambda *given: [[2.0, 1.0], [3.0, 0.5], [1.0, 2.0]])
+    [cost] = predicted_cost.predicted_costs(config, 1, CPU, passes=("forward",)).values()
+    assert config.num_hidden_layers == 12
+    assert (cost.lower, cost.seconds, cost.upper) == (2.5, 3.0, 4.5)  # quartiles of 2, 3 and 1 + 10 * 0.5
+
+
 def test_what_cannot_be_predicted_is_refused():
     for prior in ("evit", "dynamicvit"):
         config = preset_family("vit_tiny").make_config("vit_tiny", prior=f"fibottention+{prior}")
