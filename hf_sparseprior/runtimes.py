@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,11 +107,23 @@ def _load_onnx(file: Path, threads: int) -> Call:
     return lambda images: session.run(None, {INPUT: images.numpy()})
 
 
+@cache
+def openvino_core() -> Any:
+    """The process's one `openvino.Core`.
+
+    On Linux a core that compiles sets a stack for signal handlers. Of two, the one that is freed last puts back the
+    stack of the one that is gone, and the next signal, such as Ctrl-C, ends the process.
+    """
+    import openvino
+
+    return openvino.Core()
+
+
 def onnx_to_openvino(source: Path, folder: Path) -> None:
     """Write the ONNX file of a folder into another as OpenVINO's two, model.xml and the weights next to it."""
     import openvino
 
-    model = openvino.Core().read_model(source / FORMATS["onnx"].file)
+    model = openvino_core().read_model(source / FORMATS["onnx"].file)
     openvino.save_model(model, folder / FORMATS["openvino"].file, compress_to_fp16=False)
 
 
@@ -121,11 +134,9 @@ def _write_openvino(program: torch.export.ExportedProgram, outputs: Sequence[str
 
 
 def _load_openvino(file: Path, threads: int) -> Call:
-    import openvino
-
     # Where a processor has products of bfloat16 OpenVINO would take them unasked.
     options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
-    core = openvino.Core()
+    core = openvino_core()
     request = core.compile_model(core.read_model(file), "CPU", options).create_infer_request()
 
     def call(images: Tensor) -> list[np.ndarray]:
@@ -203,7 +214,7 @@ def quantize_openvino(source: Path, folder: Path) -> None:
     import openvino.opset13 as ops
 
     file, found = FORMATS["openvino"].file, 0
-    model = openvino.Core().read_model(source / file)
+    model = openvino_core().read_model(source / file)
     for node in model.get_ordered_ops():
         if node.get_type_name() != "MatMul":
             continue

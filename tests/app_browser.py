@@ -159,7 +159,10 @@ class Page:
             return np.asarray(Image.open(io.BytesIO(answer.read())).convert("RGB"))
 
     def screenshot(self, path: Path) -> None:
-        """A picture of the page, with few colours."""
+        """A picture of the page's top, with few colours."""
+        time.sleep(2)  # until all is drawn
+        self.driver.execute_script("window.scrollTo(0, 0)")
+        time.sleep(0.5)
         image = Image.open(io.BytesIO(self.driver.get_screenshot_as_png())).convert("RGB")
         image.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
 
@@ -174,18 +177,12 @@ def take_pictures() -> None:
         with Page(address, 1100, 1250) as page:
             page.click("#show_prior")
             page.pictures("#prior_pictures")
-            time.sleep(2)
-            page.driver.execute_script("window.scrollTo(0, 0)")
-            time.sleep(0.5)
             page.screenshot(DOCS / "app_prior.png")
             page.tab("Attention")
             page.wait(lambda: page.all("#image input[type=file]"), "upload")[0].send_keys(str(photo))
             page.pictures("#image")
             page.click("#look")
             page.pictures("#attention_picture")
-            time.sleep(2)
-            page.driver.execute_script("window.scrollTo(0, 0)")
-            time.sleep(0.5)
             page.screenshot(DOCS / "app_attention.png")
 
 

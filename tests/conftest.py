@@ -15,6 +15,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import dynamic_module_utils
 
@@ -56,6 +57,32 @@ def pytest_configure(config):
         folder = tempfile.mkdtemp(prefix="tests_", dir=MEMORY)
         os.environ["PYTEST_DEBUG_TEMPROOT"] = folder  # workers of pytest-xdist inherit it
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(config), "failures-at-once")
+
+
+class FailuresAtOnce:
+    """Names a failed test when it fails: a run that is ended from outside prints no summary."""
+
+    def __init__(self, config):
+        self.config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report):
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = str(crash.message if crash else report.longrepr).partition("\n")[0]
+            terminal.write_line(f"\nFAILED {report.nodeid} - {message[:300]}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from tests.scheduling import FileScheduling
+
+    return FileScheduling(config, log)
 
 
 def memory():

@@ -43,7 +43,7 @@ PYTHONS = ("3.11", "3.12", "3.13")
 EXTRAS = "classification,peft"
 # What the lowest versions and other Pythons run: everything that depends on torch, transformers and peft most.
 QUICK = ["tests/hf_sparseprior", "-m", "not slow", "--sample=1", "-q", "-p", "no:cacheprovider"]
-TOOLS = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "setuptools>=77"]
+TOOLS = ["pytest>=9", "pytest-xdist>=3.6", "hypothesis>=6.100", "setuptools>=77"]
 
 # What an index takes says for which systems it is: those with glibc 2.34 (2021) and the libstdc++ of gcc 11, or newer.
 # Elsewhere pip takes the sdist.

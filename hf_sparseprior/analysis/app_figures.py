@@ -17,7 +17,7 @@ from hf_sparseprior.analysis.attention_maps import class_token_map, mean_query_m
 from hf_sparseprior.analysis.costs_measured import seconds_per_call
 from hf_sparseprior.analysis.image_maps import Panel, draw_panels
 from hf_sparseprior.analysis.layers import attention_weights, connectivity, find_attention
-from hf_sparseprior.analysis.predicted_cost import predicted_costs
+from hf_sparseprior.analysis.predicted_cost import Twin, call_of, predicted_costs
 from hf_sparseprior.arguments import make_parser
 from hf_sparseprior.families import preset_family, presets
 from hf_sparseprior.image_processor import image_processor_settings, takes_clips
@@ -206,21 +206,9 @@ def time_table(
 
 def measured_seconds(config: Any) -> float:
     """Median seconds of a forward pass of one image through the whole model, with random weights."""
-    from hf_sparseprior.families import family_of
-
-    family = family_of(config)
-    assert family is not None
-    torch.manual_seed(0)
-    model = family.image_classifier(config).eval()
-    size = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
-    image = torch.randn(1, config.num_channels, *size)
-
-    @torch.no_grad()
-    def call() -> None:
-        model(pixel_values=image)
-
-    call()  # makes tables
     device = torch.device("cpu")
+    call = call_of(config, Twin({}, 1), 1, device, torch.float32, trains=False)
+    call()  # makes tables
     return float(np.median([seconds_per_call(call, 1, device) for _ in range(MEASURED_ROUNDS)]))
 
 

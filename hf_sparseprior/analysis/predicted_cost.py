@@ -125,7 +125,7 @@ def predicted_costs(
     for name in passes:
         calls, peaks = [], []
         for twin in own:
-            call = _call_of(config, twin, images, device, dtype, name == "training")
+            call = call_of(config, twin, images, device, dtype, name == "training")
             call()  # makes tables and state
             peaks.append(traced_bytes(call, device)[0])
             calls.append(call)
@@ -143,9 +143,10 @@ def predicted_costs(
     return found
 
 
-def _call_of(
+def call_of(
     config: PretrainedConfig, twin: Twin, images: int, device: torch.device, dtype: torch.dtype, trains: bool
 ) -> Callable[[], object]:
+    """A forward pass, or a step of training, of a twin of a config with random weights, as in `predicted_costs`."""
     family = family_of(config)
     assert family is not None
     outputs = ("out_features", "out_indices", "stage_names")  # of a backbone, by the number of a layer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from hf_sparseprior.prior import is_prior_weight
 
 # Attention pooling of a source, which has no counterpart in ours: a part of the classifier, which can be dropped.
 ATTENTION_POOLING = "classifier.attention_pooling."
+LAYER = re.compile(r"layers\.\d+\.")
+# What a model that cannot be converted can do.
+IN_PLACE = "hf_sparseprior.apply_prior(model, prior) gives such a model of transformers or timm a prior in place"
 # What SparsePriorViT has and the models of other libraries lack.
 ONLY_OURS: dict[str, tuple[Any, ...]] = {
     **{"stem": ("patch",), "residual_scale": (1.0,), "token_classifier": (False,), "key_bias": (True,)},
@@ -58,6 +62,14 @@ def recorded_prior(state: Mapping[str, Tensor], settings: dict[str, Any]) -> dic
     if not isinstance(record, dict) or not isinstance(record.get("prior"), dict):
         raise ValueError(f"config.json: {RECORD}={record!r} must be like {{'prior': {{...}}}}")
     return record["prior"]
+
+
+def prior_weight_name(name: str) -> str | None:
+    """Our name of a prior's weight in a ViT that `stock_saving` saved, "layers.0.decay_bias.beta" in every one of them;
+    None for any other weight.
+    """
+    layer = LAYER.match(name) if is_prior_weight(name) else None
+    return None if layer is None else f"vit.{layer[0]}attention.{name[layer.end() :]}"
 
 
 def is_marker(key: str) -> bool:

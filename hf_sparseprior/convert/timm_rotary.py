@@ -13,13 +13,12 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
-from hf_sparseprior.convert.common import one_if_square
+from hf_sparseprior.convert.common import IN_PLACE, one_if_square
 from hf_sparseprior.convert.timm_vit import HEADS, data_fields, rename_block, replace_stem, split_qkv
 
 TARGETS: tuple[str, ...] = ()
 FAMILY = SparsePriorViTConfig.model_type
 QKV = {"blocks.0.attn.qkv.weight", "blocks.0.attn.q_proj.weight"}
-DINOV3 = re.compile(r"vit_(tiny|small|base|large)_patch16_dinov3")
 REGISTERS = 4  # of every DINOv3
 SIZE = 256  # of the images of timm's published models, if its folder does not say another
 # Their stem of a name, ours.
@@ -55,7 +54,7 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
     is_dinov3 = registers is not None and registers.shape[1] == REGISTERS and "cls_token" in state
     is_dinov3 &= any(name in state for name in ("blocks.0.gamma_1", "blocks.0.ls1.gamma"))
     is_dinov3 &= not any(name in state for name in ("rope.freqs", "fc_norm.weight", "blocks.0.attn.q_proj.weight"))
-    if not is_dinov3 or (architecture and "_dinov3" not in architecture) or "rope_embed.bias" in state:
+    if not is_dinov3 or (architecture and "_dinov3" not in architecture):
         refuse_rotary(architecture or "this model")
     if "blocks.0.mlp.fc1.weight" not in state:
         raise ValueError(f"{architecture or 'this model'}: a gated MLP (SwiGLU) has no counterpart in SparsePriorViT")
@@ -118,7 +117,4 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
 
 def refuse_rotary(name: str) -> NoReturn:
     """Raise ValueError for a model of this name."""
-    raise ValueError(
-        f"{name}: of models with rotary positions only DINOv3 is converted; hf_sparseprior.apply_prior(model, prior) "
-        "gives one of transformers or timm a prior in place"
-    )
+    raise ValueError(f"{name}: of models with rotary positions only DINOv3 is converted; {IN_PLACE}")

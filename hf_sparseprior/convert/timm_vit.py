@@ -21,6 +21,7 @@ from torch import Tensor
 from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.convert.common import (
     ATTENTION_POOLING,
+    IN_PLACE,
     ONLY_OURS,
     field_problems,
     one_if_square,
@@ -155,7 +156,7 @@ def _refuse_other_architectures(state: dict[str, Tensor], settings: dict[str, An
     if ROTARY.match(architecture) or arguments.get("use_rot_pos_emb"):
         raise ValueError(
             f"{architecture or 'use_rot_pos_emb=True'}: rotary next to learned positions have no counterpart in "
-            "SparsePriorViT; hf_sparseprior.apply_prior(model, prior) gives such a model of timm a prior in place"
+            f"SparsePriorViT; {IN_PLACE}"
         )
     if "fc_norm.weight" in state:
         raise ValueError(

@@ -22,12 +22,11 @@ from hf_sparseprior.convert.common import (
     is_marker,
     one_if_square,
     plain_weights,
+    prior_weight_name,
     recorded_prior,
     refuse,
     save_for_transformers,
 )
-from hf_sparseprior.convert.transformers_vit import LAYER
-from hf_sparseprior.prior import is_prior_weight
 
 KIND = "dinov3_vit"
 TARGETS = (KIND,)
@@ -119,8 +118,8 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
             unused.append(key)
         elif name == "embeddings.register_tokens" and not value.numel():
             continue  # an empty one, where ours has none
-        elif is_prior_weight(name) and (layer := LAYER.match(name)):
-            renamed[f"vit.{layer[0]}attention.{name[layer.end() :]}"] = value
+        elif (own := prior_weight_name(name)) is not None:
+            renamed[own] = value
         else:
             for ours, theirs in NAMES:
                 name = name.replace(theirs, ours)

@@ -22,13 +22,12 @@ from hf_sparseprior.convert.common import (
     field_problems,
     is_marker,
     plain_weights,
+    prior_weight_name,
     recorded_prior,
     refuse,
     save_for_transformers,
     square_problems,
 )
-from hf_sparseprior.convert.transformers_vit import LAYER
-from hf_sparseprior.prior import is_prior_weight
 
 TARGETS = ("siglip",)
 FAMILY = SparsePriorViTConfig.model_type
@@ -128,8 +127,8 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
             unused.append(name)
         elif name.startswith("head."):
             renamed[ATTENTION_POOLING + name.removeprefix("head.")] = value
-        elif is_prior_weight(name) and (layer := LAYER.match(name)):
-            renamed[f"vit.{layer[0]}attention.{name[layer.end() :]}"] = value
+        elif (own := prior_weight_name(name)) is not None:
+            renamed[own] = value
         elif name.startswith("classifier."):
             renamed[name] = value
         else:

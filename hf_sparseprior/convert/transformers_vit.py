@@ -23,12 +23,12 @@ from hf_sparseprior.convert.common import (
     is_marker,
     one_if_square,
     plain_weights,
+    prior_weight_name,
     recorded_prior,
     refuse,
     save_for_transformers,
     square_problems,
 )
-from hf_sparseprior.prior import is_prior_weight
 
 TARGETS = ("vit", "deit", "dinov2", "dinov2_with_registers")
 FAMILY = SparsePriorViTConfig.model_type
@@ -41,7 +41,6 @@ CLASSES = {
 }
 
 PREFIX = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers)\.")
-LAYER = re.compile(r"layers\.\d+\.")
 # Our part of a name and version 4's, tried from the first to the last, because earlier ones contain later ones.
 NAMES = (
     ("embeddings.class_token", "embeddings.cls_token"),
@@ -142,8 +141,8 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
             continue
         if name in UNUSED:
             unused.append(key)
-        elif is_prior_weight(name) and (layer := LAYER.match(name)):
-            renamed[f"vit.{layer[0]}attention.{name[layer.end() :]}"] = value
+        elif (own := prior_weight_name(name)) is not None:
+            renamed[own] = value
         elif name.startswith(("classifier.", "cls_classifier.", "distillation_classifier.")):
             renamed[name.replace("cls_classifier.", "classifier.")] = value
         else:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_sparseprior.families import preset_family
+from hf_sparseprior.runtimes import openvino_core
 from hf_sparseprior.supports import head_offsets, pruning_ratio
 from tasks.benchmark.model import DENSE, preset_config
 from tasks.benchmark.plain_attention import plain_attention
@@ -237,11 +238,9 @@ def openvino_call(problem: Problem, file: Path) -> Call:
     Raises:
         RuntimeError: where OpenVINO does not follow the hint.
     """
-    import openvino
-
     hint = "bf16" if problem.dtype == BFLOAT16 else "f32"
     options = {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": problem.threads, "NUM_STREAMS": 1}
-    core = openvino.Core()
+    core = openvino_core()
     compiled = core.compile_model(core.read_model(file), "CPU", {**options, "PERFORMANCE_HINT": "LATENCY"})
     taken = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
     if taken != hint:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from scipy.special import stdtrit
-from scipy.stats import permutation_test, rankdata
+from scipy.stats import permutation_test, rankdata, zscore
 
 from tasks.common.paired import CONFIDENCE, FEWEST, Difference, differences
 from tasks.common.tables import count_of_seeds
@@ -159,14 +159,14 @@ def means(records: Records, rows: Sequence[str], metric: str) -> dict[str, float
 
 def ranked(ours: Sequence[float], expected: Sequence[float]) -> tuple[str, str]:
     """Verdict and text of Spearman's rank correlation, by a permutation test."""
-    wanted = rankdata(expected)
+    own, wanted = (zscore(rankdata(values)) for values in (ours, expected))  # of which a permutation changes the order
 
-    def correlation(values: np.ndarray) -> float:
-        return float(np.corrcoef(rankdata(values), wanted)[0, 1])
+    def correlation(values: np.ndarray, axis: int = -1) -> np.ndarray:
+        return (values * wanted).mean(axis)
 
-    given = {"permutation_type": "pairings", "n_resamples": PERMUTATIONS, "vectorized": False}
+    given = {"permutation_type": "pairings", "n_resamples": PERMUTATIONS, "vectorized": True}
     above, below = (
-        permutation_test((np.asarray(ours),), correlation, alternative=side, rng=np.random.default_rng(0), **given)
+        permutation_test((own,), correlation, alternative=side, rng=np.random.default_rng(0), **given)
         for side in ("greater", "less")
     )
     verdict = HOLDS if above.pvalue <= LEVEL else FAILS if below.pvalue <= LEVEL else OPEN

@@ -25,15 +25,15 @@ from hf_sparseprior.families import FAMILIES
 from hf_sparseprior.plain_operations import plain, plain_operations
 from hf_sparseprior.predictor import PREDICTORS, Predictor
 from hf_sparseprior.prior import prior_names
-from hf_sparseprior.runtimes import FORMATS
+from hf_sparseprior.runtimes import FORMATS, openvino_core
 from tests.hf_sparseprior.small import SMALL, small
 from tests.hf_sparseprior.toys import registered_family, registered_support
-from tests.processes import run_script
+from tests.processes import ROOT, run_script, script
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed: pip install '.[export]'")
 for package in FORMATS["onnx"].packages + FORMATS["openvino"].packages:
     pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[export]'")
-openvino = pytest.importorskip("openvino")
+pytest.importorskip("openvino")
 
 DOCS = Path(__file__).parents[2] / "docs" / "export.md"
 PRIOR = "fibottention+violin"
@@ -406,12 +406,42 @@ def test_weights_of_fewer_bits(alone, saved, tmp_path, capsys, weights, name):
         state = torch.export.load(tmp_path / "out" / file).state_dict
         assert sum(value.dtype == torch.int8 for value in state.values()) >= 6
     elif name == "openvino":
-        model = openvino.Core().read_model(tmp_path / "out" / file)
+        model = openvino_core().read_model(tmp_path / "out" / file)
         kinds = [node.get_element_type().to_string() for node in model.get_ops() if node.get_type_name() == "Constant"]
         assert kinds.count("i8") >= 6
     else:
         products = [node.op_type for node in onnx.load(tmp_path / "out" / file).graph.node]
         assert products.count("MatMulInteger") >= 6  # linear layers of the block
+
+
+OVERLAPPING = """
+import faulthandler, gc, os, signal, sys
+from pathlib import Path
+import torch
+from hf_sparseprior.runtimes import FORMATS
+
+faulthandler.enable()  # a stack of its own for handlers of signals, as pytest has
+received = []
+signal.signal(signal.SIGINT, lambda *given: received.append(1))
+file = Path(sys.argv[1], FORMATS["openvino"].file)
+first = FORMATS["openvino"].load(file, 1)
+second = FORMATS["openvino"].load(file, 1)
+del first
+gc.collect()
+second(torch.zeros(1, 3, 16, 16))
+del second
+gc.collect()
+os.kill(os.getpid(), signal.SIGINT)
+assert received == [1]
+"""
+
+
+def test_after_files_in_openvino_signals_still_arrive(saved, tmp_path):
+    """Two cores of OpenVINO, of which the first goes first, leave the process a stack that is no more."""
+    assert export(saved, tmp_path / "out", "--format", "openvino") == 0
+    log = tmp_path / "log.txt"
+    process = script(OVERLAPPING, str(tmp_path / "out"), folder=ROOT, log=log)
+    assert process.wait(200) == 0, log.read_text()
 
 
 @pytest.mark.parametrize("name", ["torch", "openvino"])
