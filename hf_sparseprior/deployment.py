@@ -159,7 +159,7 @@ def deploy(
         if files:
             about["accuracy"], line = measured_accuracy(model, own, calls, files, scratch)
             lines.append(line)
-        about["milliseconds"], timed = latencies(model, own, calls, backend)
+        about["milliseconds"], about["quartiles"], timed = latencies(model, own, calls, backend)
         write_text(scratch / DEPLOYMENT, json.dumps(about, indent=2) + "\n")
     return [f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}", *lines, *timed]
 
@@ -418,8 +418,10 @@ def contender_names(found: Iterable[str], model: Any, own: Format) -> dict[str, 
     return {name: CONTENDERS[name].format(title=own.title, prior=model.config.prior_name) for name in found}
 
 
-def latencies(model: Any, own: Format, calls: Mapping[str, Call], backend: str) -> tuple[dict[str, float], list[str]]:
-    """Milliseconds of an image in each of `CONTENDERS` that there is, and lines for the user."""
+def latencies(
+    model: Any, own: Format, calls: Mapping[str, Call], backend: str
+) -> tuple[dict[str, float], dict[str, list[float]], list[str]]:
+    """Milliseconds of an image in each of `CONTENDERS` that there is, median and quartiles, and lines for the user."""
     pixels, contenders = images(model.config, 1), dict(calls)
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         if backend != BACKENDS[0]:
@@ -429,12 +431,13 @@ def latencies(model: Any, own: Format, calls: Mapping[str, Call], backend: str) 
         contenders["pytorch"] = lambda pixels: model(pixel_values=pixels)
         with torch.no_grad():
             found = interleaved({name: functools.partial(run, pixels) for name, run in contenders.items()})
-    times = {name: round(value, 3) for name, value in found.items()}
+    times = {name: round(median(values), 3) for name, values in found.items()}
+    quartiles = {name: np.percentile(values, (25, 75)).round(3).tolist() for name, values in found.items()}
     names = contender_names(times, model, own)
     width = max(map(len, names.values()))
     lines = [f"one image, {torch.get_num_threads()} threads, median:"]
     lines += [f"  {names[name]:<{width}}  {value:8.2f} ms" for name, value in times.items()]
-    return times, [*lines, *advice(times, own.title, backend)]
+    return times, quartiles, [*lines, *advice(times, own.title, backend)]
 
 
 def advice(times: dict[str, float], title: str, backend: str) -> list[str]:
@@ -452,8 +455,8 @@ def advice(times: dict[str, float], title: str, backend: str) -> list[str]:
     return lines
 
 
-def interleaved(contenders: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median milliseconds of the calls, which take turns; the first of each is not counted."""
+def interleaved(contenders: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    """Milliseconds of the calls, which take turns; the first of each is not counted."""
     taken: dict[str, list[float]] = {name: [] for name in contenders}
     for run in contenders.values():
         run()
@@ -465,4 +468,4 @@ def interleaved(contenders: dict[str, Callable[[], Any]]) -> dict[str, float]:
             taken[name].append(1000 * (time.perf_counter() - begin))
         calls = len(next(iter(taken.values())))
         if calls >= MOST_CALLS or (calls >= 3 and time.perf_counter() - start > SECONDS * len(contenders)):
-            return {name: median(values) for name, values in taken.items()}
+            return taken

@@ -33,6 +33,7 @@ MODELS = (  # of predicted
     "swin_tiny fibottention+violin 224x4",
     "convit_tiny bigbird 288x2",
 )
+DEPLOYED = ("torch", "onnx", "openvino")
 RIVAL_DTYPES = ("float32", "bfloat16")
 RIVALS = {
     "dense": "dense attention",
@@ -130,6 +131,22 @@ def chooser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=4.0, help="seconds for the rounds of each")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmark/chooser"))
     add_machine_arguments(parser, dtype=False)
+    return parser
+
+
+def deployment() -> argparse.ArgumentParser:
+    """Arguments of `python -m tasks.benchmark.deployment`."""
+    parser = command_parser("benchmark.deployment")
+    parser.add_argument("models", nargs="+", metavar="NAME=FOLDER", help="saved classifiers or training runs")
+    parser.add_argument(
+        "--images",
+        type=Path,
+        required=True,
+        help="a folder for each class, or a .parquet file of fetch_cifar10",
+    )
+    parser.add_argument("--formats", nargs="+", default=list(DEPLOYED), choices=DEPLOYED, help="default: all")
+    parser.add_argument("--out", type=Path, default=Path("outputs/benchmark/deployment"))
+    add_cpu_arguments(parser)
     return parser
 
 

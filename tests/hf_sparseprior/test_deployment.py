@@ -466,7 +466,7 @@ def test_int8_weights_are_those_that_numpy_rounds(alone, tmp_path, name, prior):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_file_with_int8_weights_is_a_quarter(timed, monkeypatch, tmp_path, name):
-    monkeypatch.setattr(deployment, "latencies", lambda *given: ({}, []))
+    monkeypatch.setattr(deployment, "latencies", lambda *given: ({}, {}, []))
     sizes = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "num_hidden_layers": 3}
     FAMILIES["sparseprior_vit"].classifier(small("sparseprior_vit", prior="dense", **sizes)).save_pretrained(
         tmp_path / "model"

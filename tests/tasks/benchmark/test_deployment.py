@@ -1,0 +1,148 @@
+"""Exported models, measured: accuracy against the model's own, what is done twice, and what is refused."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor
+
+from hf_sparseprior import SparsePriorViTForImageClassification
+from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
+from tasks.benchmark import deployment
+from tasks.benchmark.deployment import main, unpacked
+from tests.hf_sparseprior.small import small
+
+pytestmark = pytest.mark.slow
+CLASSES = ["cat", "dog", "ship"]
+
+
+def save_model(folder, prior, seed):
+    torch.manual_seed(seed)
+    names = dict(enumerate(CLASSES))
+    wide = {"hidden_size": 64, "intermediate_size": 1024, "patch_size": 4}  # so that weights are most of a file
+    config = small(
+        "sparseprior_vit", prior=prior, **wide, id2label=names, label2id={name: i for i, name in names.items()}
+    )
+    SparsePriorViTForImageClassification(config).save_pretrained(folder)
+    (folder / PROCESSOR).write_text(json.dumps(image_processor_settings(config)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {name: save_model(folder / name, name, 3) for name in ("dense", "fibottention")}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    generator = np.random.default_rng(0)
+    for name in CLASSES:
+        (folder / name).mkdir()
+        for number in range(7):
+            pixels = generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number}.png")
+    return folder
+
+
+def share_of(model, images):
+    """Computed by transformers alone, an image at a time."""
+    processor, own = AutoImageProcessor.from_pretrained(model), SparsePriorViTForImageClassification
+    classifier, right = own.from_pretrained(model).eval(), []
+    for file in sorted(images.glob("*/*.png")):
+        with torch.no_grad():
+            logits = classifier(**processor(Image.open(file), return_tensors="pt")).logits
+        right.append(CLASSES[int(logits.argmax())] == file.parent.name)
+    return np.mean(right)
+
+
+def test_every_kind_of_file_is_measured_once(models, images, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    command = ["--images", str(images), "--formats", "torch", "--threads", "1", "--out", str(out)]
+    given = [f"{name}={folder}" for name, folder in models.items()]
+    assert main([given[0], *command]) == 0
+    assert main([*given, *command]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("[1/3] ") == 2 and "[3/3] fibottention torch int8: " in printed
+    records = json.loads((out / "records.json").read_text())["measured"]
+    kinds = ["float32", "bfloat16", "int8"]
+    assert [(record["model"], record["weights"]) for record in records] == [(m, k) for m in models for k in kinds]
+    for record in records:
+        expected = share_of(models[record["model"]], images)
+        assert record["accuracy"]["pytorch"] == pytest.approx(expected)
+        assert record["weights"] != "float32" or record["accuracy"]["file"] == pytest.approx(expected)
+        assert ("dense" in record["milliseconds"]) == (record["model"] != "dense")
+        for name, value in record["milliseconds"].items():
+            lower, upper = record["quartiles"][name]
+            assert 0 < lower <= value <= upper
+    for first in (0, 3):
+        whole, half, quarter = (record["bytes"] for record in records[first : first + 3])
+        assert half < whole and quarter < whole
+    table = (out / "table.md").read_text()
+    assert table.count("| fibottention | torch.export |") == 3 and "21 images" in table
+    assert (out / deployment.PICTURE).stat().st_size > 5000
+    monkeypatch.setattr(deployment, "deploy", lambda *given, **more: pytest.fail("measured again"))
+    assert main([*given, *command]) == 0  # all is there
+    other = save_model(tmp_path / "other", "dense", 4)
+    assert main([f"dense={other}", *command]) == 2
+    assert "has files of another model 'dense'" in capsys.readouterr().err
+
+
+def test_what_a_program_cannot_run_is_said_and_the_others_go_on(models, images, tmp_path, capsys, monkeypatch):
+    deploy = deployment.deploy
+
+    def refuse(model, out, format_name, weights, labelled):
+        if weights == "bfloat16":
+            raise ValueError("it cannot be")
+        return deploy(model, out, format_name, weights=weights, labelled=labelled)
+
+    monkeypatch.setattr(deployment, "deploy", refuse)
+    command = ["--images", str(images), "--formats", "torch", "--threads", "1", "--out", str(tmp_path / "out")]
+    assert main([f"own={models['dense']}", *command]) == 0
+    assert "[2/3] own torch bfloat16: it cannot be" in capsys.readouterr().out
+    rows = (tmp_path / "out" / "table.md").read_text().splitlines()
+    assert [row.split("|")[5].strip() == "it cannot be" for row in rows[-3:]] == [False, True, False]
+
+
+def test_images_of_a_parquet_file_are_those_of_the_folder(images, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    files = sorted(images.glob("*/*.png"))
+    features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=CLASSES)})
+    rows = {
+        "img": [{"bytes": file.read_bytes(), "path": None} for file in files],
+        "label": [CLASSES.index(file.parent.name) for file in files],
+    }
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "own.parquet"))
+    (tmp_path / "scratch").mkdir()
+    out = unpacked(tmp_path / "own.parquet", tmp_path / "scratch")
+    found = sorted(out.glob("*/*.png"))
+    assert [file.parent.name for file in found] == [file.parent.name for file in files]
+    assert [file.read_bytes() for file in found] == [file.read_bytes() for file in files]
+    bare = datasets.Dataset.from_dict({"number": [1, 2]})
+    bare.to_parquet(str(tmp_path / "bare.parquet"))
+    with pytest.raises(ValueError, match=r"bare\.parquet must have a column of images and one of classes"):
+        unpacked(tmp_path / "bare.parquet", tmp_path / "scratch")
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (["dense"], [], "'dense' must be NAME=FOLDER"),
+        (["={dense}"], [], "must be NAME=FOLDER"),
+        (["a={dense}", "a={dense}"], [], "the name 'a' is taken"),
+        (["a={images}"], [], "is no saved model"),
+        (["a={dense}"], ["--images", "nowhere"], "--images=nowhere does not exist"),
+        (["a={dense}"], ["--threads", "0"], "--threads 0 must be above 0"),
+    ],
+)
+def test_bad_options(models, images, tmp_path, given, options, message, capsys):
+    places = {"dense": models["dense"], "images": images}
+    models_given = [text.format(**places) for text in given]
+    assert main([*models_given, "--images", str(images), "--out", str(tmp_path / "out"), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not os.path.exists(tmp_path / "out")
