@@ -241,6 +241,9 @@ def _record(model: Trained, result: Robustness, baseline: Robustness) -> dict[st
         **model.about(),
         "clean_accuracy": result.clean,
         "accuracy": result.accuracy,
+        "accuracy_of_severity": {
+            severity: result.of_severity(severity) for severity in next(iter(result.accuracy.values()))
+        },
         "mean_accuracy": result.mean,
         "corruption_errors": errors,
         "mean_corruption_error": {

@@ -18,12 +18,19 @@
 A `test` is one of the classes of tasks/claims/kinds.py by its name there, or `untried: why`. A claim that is untried
 has no config, task, records, metric, tier or reduced. One that reads a number (`value`, `bound`) may have a config,
 which is then what wrote the record, as a command's words.
+
+Rows need not be those of a comparison. With `keys` they are numbers of one file, `records`, which the command of
+`config` wrote; there is no task then. Keys of a row are one for each seed, in the same order in all rows:
+
+        config: tasks.analysis.diversity outputs/... --out tasks/analysis/results/diversity
+        records: tasks/analysis/results/diversity/diversity.json
+        keys: {fibottention: [models/0/last_layer/diversity/median], dense: [models/1/last_layer/diversity/median]}
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -42,7 +49,8 @@ class Claim:
 
     name: unique in its paper. where: the place in the paper. paper: its numbers, as printed. test: what would show it.
     tier: "A" or "B"; None: not tried. config: FILE#CELL of the comparison. task: whose `compare` runs it. records:
-    folder of a folder for each row. metric: a share. reduced: what is smaller than in the paper.
+    folder of a folder for each row; with keys, a file. metric: a share. reduced: what is smaller than in the paper.
+    keys: by row, where the file has the row's numbers, seed by seed.
     """
 
     name: str
@@ -56,6 +64,7 @@ class Claim:
     records: str | None = None
     metric: str = ACCURACY
     reduced: str | None = None
+    keys: Mapping[str, Sequence[str]] | None = None
 
     @property
     def seeds(self) -> int:
@@ -106,18 +115,37 @@ def _claim(name: str, entry: Any, where: str) -> Claim:
     known = {field.name for field in fields(Claim)} - {"name"}
     _check_keys(entry, known, {"where", "claim", "paper", "test"}, where)
     test = _test(entry["test"], where)
-    of_runs = {"tier", "config", "task", "records", "reduced"}
-    if missing := sorted((of_runs if test.rows else set()) - set(entry)):
+    of_runs, has_keys = {"tier", "config", "task", "records", "reduced"}, "keys" in entry
+    if missing := sorted((of_runs - ({"task"} if has_keys else set()) if test.rows else set()) - set(entry)):
         raise ValueError(f"{where}: {test.name} needs {', '.join(missing)}")
-    without = of_runs | {"metric"} if isinstance(test, Untried) else set() if test.rows else {"records", "metric"}
+    if isinstance(test, Untried):
+        without = of_runs | {"metric", "keys"}
+    elif test.rows:
+        without = {"task", "metric"} if has_keys else set()
+    else:
+        without = {"records", "metric", "keys"}
     if extra := sorted(without & set(entry)):
-        raise ValueError(f"{where}: {test.name} has no {', '.join(extra)}")
-    texts = {key: value for key, value in entry.items() if key != "test"}
+        raise ValueError(
+            f"{where}: {test.name} has no {', '.join(extra)}" + " with keys" * (test.rows != () and has_keys)
+        )
+    keys = _keys(entry["keys"], test, where) if has_keys else None
+    texts = {key: value for key, value in entry.items() if key not in ("test", "keys")}
     if wrong := [key for key, value in texts.items() if not isinstance(value, str) or not value.strip()]:
         raise ValueError(f"{where}: {wrong[0]}={texts[wrong[0]]!r} must be a text")
     if texts.get("tier") not in (None, *TIERS):
         raise ValueError(f"{where}: tier={texts['tier']} must be one of {', '.join(TIERS)}")
-    return Claim(name=name, test=test, **{key: " ".join(value.split()) for key, value in texts.items()})
+    return Claim(name=name, test=test, keys=keys, **{key: " ".join(value.split()) for key, value in texts.items()})
+
+
+def _keys(entry: Any, test: Kind, where: str) -> dict[str, list[str]]:
+    if not isinstance(entry, dict) or set(entry) != set(test.rows):
+        raise ValueError(f"{where}: keys must name the rows {', '.join(test.rows)}, and no others")
+    for row, keys in entry.items():
+        if not isinstance(keys, list) or not keys or not all(isinstance(key, str) and key for key in keys):
+            raise ValueError(f"{where}: keys of {row!r} must be a list of texts")
+    if len({len(keys) for keys in entry.values()}) > 1:
+        raise ValueError(f"{where}: rows must have keys for the same number of seeds")
+    return entry
 
 
 def _test(entry: Any, where: str) -> Kind:

@@ -6,6 +6,7 @@ A difference is told by `tasks.common.paired.RULE`. Words of a verdict are those
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -262,7 +263,7 @@ class Best(Kind):
         verdict = FAILS if above else HOLDS if len(below) == len(self.rows) - 1 else OPEN
         place = sorted(found.values(), reverse=True).index(found[self.row]) + 1
         seeds = count_of_seeds(min(len(other.by_seed) for other in apart.values()))
-        text = f"{place}. of {len(found)} by the mean, {found[self.row]:.2f} %; told above {len(below)}, below "
+        text = f"{place}. of {len(found)} by the mean, {found[self.row]:.2f}; told above {len(below)}, below "
         return Outcome(verdict, f"{text}{len(above)} of the others ({seeds})")
 
 
@@ -287,13 +288,17 @@ def number_in(root: Path, record: str, key: str) -> float | None:
 
 @dataclass(frozen=True)
 class Value(Kind):
-    """A number in a record is `expected`, up to `tolerance`. key: parts with slashes between them."""
+    """A number in a record is `expected`, up to `tolerance`.
+
+    key: parts with slashes between them. saved_of: key of a number; ours is by how many percent the first is less.
+    """
 
     record: str
     key: str
     expected: float
     tolerance: float
     unit: str = ""
+    saved_of: str | None = None
     name: ClassVar[str] = "value"
 
     def check(self) -> None:  # noqa: D102
@@ -304,6 +309,8 @@ class Value(Kind):
         value = number_in(root, self.record, self.key)
         if value is None:
             return Outcome(NOT_YET)
+        if self.saved_of is not None:
+            value = 100 * (1 - value / (number_in(root, self.record, self.saved_of) or math.nan))
         # A number that is half of the last printed digit away is as near.
         near = abs(value - self.expected) <= self.tolerance * (1 + 1e-9)
         return Outcome(HOLDS if near else FAILS, f"{value:.5g} {self.unit}".strip())

@@ -16,7 +16,7 @@ from hf_sparseprior.analysis import pictures
 from hf_sparseprior.files import write_text
 from tasks.claims import commands
 from tasks.claims.claim import TIERS, Claim, Paper, read_papers
-from tasks.claims.kinds import FAILS, HOLDS, NOT_YET, OPEN, POWER, VERDICTS, Outcome, Records, Untried
+from tasks.claims.kinds import FAILS, HOLDS, NOT_YET, OPEN, POWER, VERDICTS, Outcome, Records, Untried, number_in
 from tasks.common.command import run_command
 from tasks.common.paired import RULE
 from tasks.common.results import read_results
@@ -48,8 +48,12 @@ def records_of(claim: Claim, root: Path) -> Records:
     Raises:
         ValueError: for a damaged record.
     """
-    found = {}
-    for row in claim.test.rows:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row, keys in (claim.keys or {}).items():
+        numbers = [number_in(root, claim.records or "", key) for key in keys]
+        if None not in numbers:
+            found[row] = [{"seed": seed, "metrics": {claim.metric: number}} for seed, number in enumerate(numbers)]
+    for row in claim.test.rows if claim.keys is None else ():
         files = (root / (claim.records or "") / row).glob("seed*.json")
         if runs := sorted((read_results(file) for file in files), key=lambda run: run["seed"]):
             found[row] = runs
@@ -114,6 +118,8 @@ def _how(paper: Paper) -> list[str]:
         places = ", ".join(dict.fromkeys(claim.where for claim in claims))
         command = f"`python -m tasks.{task}.compare --config {config} --records {records}`"
         table = f"{records}/table.md"
+        if task is None:
+            command, table = f"`python -m {config}`", str(records)
         link = f" [Records](../{table})." if (ROOT / table).is_file() else ""
         lines.append(f"- {places}: {reduced}. {command}.{link}")
     for claim in paper.claims:

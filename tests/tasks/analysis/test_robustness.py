@@ -128,6 +128,8 @@ def test_accuracies_are_those_of_a_plain_loop_and_of_evaluate(runs, tmp_path, ca
                 assert accuracy == right / len(files)
         assert model["clean_accuracy"] == accuracy_by_evaluate(run, tmp_path / model["name"])
         assert model["mean_accuracy"] == pytest.approx(np.mean([list(s.values()) for s in model["accuracy"].values()]))
+        for severity, mean in model["accuracy_of_severity"].items():
+            assert mean == pytest.approx(np.mean([own[severity] for own in model["accuracy"].values()]))
     assert (tmp_path / "out" / "robustness.md").read_text().strip() in text
     assert results["versions"]["torch"] and results["corruption_versions"]["opencv"] and results["images"] == 12
 

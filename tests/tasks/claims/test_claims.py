@@ -128,7 +128,7 @@ def test_best_of_rows() -> None:
 
 
 def test_value_and_bound_read_a_record(tmp_path) -> None:
-    (tmp_path / "flops.json").write_text(json.dumps({"rows": [{"gflops": 4.25}]}), encoding="utf-8")
+    (tmp_path / "flops.json").write_text(json.dumps({"rows": [{"gflops": 4.25}, {"gflops": 10}]}), encoding="utf-8")
     given = {"record": "flops.json", "key": "rows/0/gflops"}
 
     def verdict(kind: str, **settings: object) -> str:
@@ -136,11 +136,13 @@ def test_value_and_bound_read_a_record(tmp_path) -> None:
 
     assert verdict("value", expected=4.2, tolerance=0.05) == HOLDS
     assert verdict("value", expected=4.3, tolerance=0.04) == FAILS
+    assert verdict("value", expected=57.5, tolerance=0.001, saved_of="rows/1/gflops") == HOLDS
+    assert verdict("value", expected=42.5, tolerance=0.001, saved_of="rows/1/gflops") == FAILS
     assert verdict("bound", at_most=4.25) == verdict("bound", at_least=4.25) == HOLDS
     assert verdict("bound", at_most=4.2) == verdict("bound", at_least=4.3) == FAILS
     assert verdict("value", expected=1, tolerance=0, record="none.json") == NOT_YET
-    with pytest.raises(ValueError, match=r"flops.json has no 'rows/1/gflops'"):
-        Bound("flops.json", "rows/1/gflops", at_most=1).judge({}, METRIC, tmp_path)
+    with pytest.raises(ValueError, match=r"flops.json has no 'rows/2/gflops'"):
+        Bound("flops.json", "rows/2/gflops", at_most=1).judge({}, METRIC, tmp_path)
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -152,6 +154,11 @@ GOOD = {
         "table1-a": {
             **{"where": "Table 1", "claim": "a is above b.", "paper": "+1", "tier": "A", "test": {"difference": PAIR}},
             **{"config": "a.yaml", "task": "classification", "records": "r", "reduced": "all of it"},
+        },
+        "table3-c": {
+            **{"where": "Table 3", "claim": "a is wider.", "paper": "+2", "tier": "B", "test": {"difference": PAIR}},
+            **{"config": "tasks.own --out w", "records": "w/wide.json", "reduced": "all of it"},
+            "keys": {"a": ["models/0/width", "models/2/width"], "b": ["models/1/width", "models/3/width"]},
         },
         "table2-b": {"where": "Table 2", "claim": "c.", "paper": "3", "test": {"untried": "needs a GPU"}},
     },
@@ -178,6 +185,11 @@ def read(tmp_path, content: object) -> object:
         (("claims", "table1-a", "test"), {"trend": {"xs": {"a": 1}, "direction": "up"}}, "4 rows or more"),
         (("claims", "table1-a", "records"), None, "difference needs records"),
         (("claims", "table1-a", "claim"), "", "claim='' must be a text"),
+        (("claims", "table1-a", "keys"), {"a": ["x"], "b": ["y"]}, "difference has no task with keys"),
+        (("claims", "table3-c", "keys"), {"a": ["x"]}, "keys must name the rows a, b, and no others"),
+        (("claims", "table3-c", "keys"), {"a": ["x"], "b": "y"}, "keys of 'b' must be a list of texts"),
+        (("claims", "table3-c", "keys"), {"a": ["x"], "b": ["y", "z"]}, "the same number of seeds"),
+        (("claims", "table2-b", "keys"), {}, "untried has no keys"),
         (("claims", "table2-b", "tier"), "A", "untried has no tier"),
         (("claims", "table2-b", "test"), {"untried": ""}, "must say why"),
         (("claims", "table2-b", "test"), {"value": {"record": "a", "key": "b", "expected": 1}}, "lacks tolerance"),
@@ -210,18 +222,39 @@ def test_missing_runs_are_listed_until_there_are_records(tmp_path) -> None:
             (tmp_path / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
     assert todo.missing([paper], tmp_path) == {}
     outcomes = {(paper.name, claim.name): page.outcome(claim, tmp_path) for claim in paper.claims}
-    assert [found.verdict for found in outcomes.values()] == [HOLDS, UNTRIED]
+    assert [found.verdict for found in outcomes.values()] == [HOLDS, UNTRIED, NOT_YET]  # by name
     text = page.text([paper], outcomes)
     assert "| Table 1 | a is above b. | +1 | +2.00 (+2.00 to +2.00; 5 seeds) | 0.00 | A | **holds** |" in text
-    assert "needs a GPU" in text and "| A | 2 | 1 | 0 | 0 | 0 | 1 |" in text
+    assert "needs a GPU" in text and "| A | 3 | 1 | 0 | 0 | 1 | 1 |" in text
     assert page.draw(paper, outcomes, tmp_path / "claims.png").is_file()
+
+
+def test_rows_may_be_numbers_of_one_file(tmp_path) -> None:
+    paper = read(tmp_path, GOOD)
+    [claim] = [claim for claim in paper.claims if claim.name == "table3-c"]
+    assert todo.missing_analyses([paper], tmp_path) == ["python -m tasks.own --out w"]
+    assert page.outcome(claim, tmp_path).verdict == NOT_YET
+    (tmp_path / "w").mkdir()
+    widths = [{"width": number} for number in (0.5, 0.375, 0.75, 0.5)]
+    (tmp_path / "w" / "wide.json").write_text(json.dumps({"models": widths}), encoding="utf-8")
+    assert todo.missing_analyses([paper], tmp_path) == []
+    found = page.outcome(claim, tmp_path)
+    assert found.verdict == OPEN and found.mean == pytest.approx(100 * (0.125 + 0.25) / 2)
+    assert "`python -m tasks.own --out w`" in page.text([paper], {(paper.name, c.name): found for c in paper.claims})
+    del widths[3]
+    (tmp_path / "w" / "wide.json").write_text(json.dumps({"models": widths}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"wide\.json has no 'models/3/width'"):
+        page.outcome(claim, tmp_path)
 
 
 # ---- the repository's own -------------------------------------------------------------------------------------------
 
 PAPERS = read_papers(page.ROOT / page.CLAIMS)
 COMPARED = {
-    (claim.task, claim.config, claim.records): claim for paper in PAPERS for claim in paper.claims if claim.test.rows
+    (claim.task, claim.config, claim.records): claim
+    for paper in PAPERS
+    for claim in paper.claims
+    if claim.test.rows and claim.keys is None
 }
 
 
@@ -277,7 +310,7 @@ def test_every_verdict_and_kind_is_explained() -> None:
 
 def test_differences_of_a_claim_are_those_of_the_comparisons_own_table() -> None:
     """The same numbers as `compare` writes, from the same records."""
-    claims = [claim for paper in PAPERS for claim in paper.claims if claim.test.name == "difference"]
+    claims = [claim for paper in PAPERS for claim in paper.claims if claim.test.name == "difference" and not claim.keys]
     checked = 0
     for claim in claims:
         path = page.ROOT / claim.records / "differences.json"
