@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 from scipy.special import stdtrit
-from scipy.stats import permutation_test, rankdata, zscore
+from scipy.stats import permutation_test, rankdata, ttest_ind, zscore
 
+from tasks.common.metrics import unpack_correct
 from tasks.common.paired import CONFIDENCE, FEWEST, Difference, differences
 from tasks.common.tables import count_of_seeds
 
@@ -267,6 +268,45 @@ class Best(Kind):
         return Outcome(verdict, f"{text}{len(above)} of the others ({seeds})")
 
 
+@dataclass(frozen=True)
+class Oracle(Kind):
+    """Rows are complementary: with one model of each, an image is right in one of them more often than with as many
+    seeds of one row.
+
+    The first is there for each seed, the second for each row; their means are compared by Welch's interval.
+    """
+
+    among: list[str]
+    name: ClassVar[str] = "oracle"
+
+    @property
+    def rows(self) -> tuple[str, ...]:  # noqa: D102
+        return tuple(dict.fromkeys(self.among))
+
+    def check(self) -> None:  # noqa: D102
+        if not isinstance(self.among, list) or len(self.rows) < FEWEST or len(self.rows) < len(self.among):
+            raise ValueError(f"among must name {FEWEST} rows or more, each once")
+
+    def judge(self, records: Records, metric: str, root: Path) -> Outcome:  # noqa: D102
+        right = {
+            row: {run["seed"]: unpack_correct(run["test_correct"]) for run in records.get(row, ())} for row in self.rows
+        }
+        shared = sorted(set.intersection(*(set(own) for own in right.values())))[: len(self.rows)]
+        if len(shared) < len(self.rows):
+            return Outcome(NOT_YET)
+        of_rows = [np.any([right[row][seed] for row in self.rows], axis=0).mean() for seed in shared]
+        of_seeds = [np.any([right[row][seed] for seed in shared], axis=0).mean() for row in self.rows]
+        test = ttest_ind(of_rows, of_seeds, equal_var=False)
+        low, high = (100 * float(end) for end in test.confidence_interval(CONFIDENCE))
+        mean = 100 * float(np.mean(of_rows) - np.mean(of_seeds))
+        text = (
+            f"{100 * np.mean(of_rows):.2f} % with {len(self.rows)} rows, {100 * np.mean(of_seeds):.2f} % with as many "
+            f"seeds of one: {mean:+.2f} ({low:+.2f} to {high:+.2f})"
+        )
+        verdict = HOLDS if low > 0 else FAILS if high < 0 else OPEN
+        return Outcome(verdict, text, mean=mean, half_width=(high - low) / 2)
+
+
 def number_in(root: Path, record: str, key: str) -> float | None:
     """The number under a key such as "rows.dense.mean" in a JSON file; None if there is no such file.
 
@@ -357,4 +397,6 @@ class Untried(Kind):
         return Outcome(UNTRIED, self.why)
 
 
-KINDS: dict[str, type[Kind]] = {kind.name: kind for kind in (HigherThan, SameOrder, Trend, Best, Value, Bound, Untried)}
+KINDS: dict[str, type[Kind]] = {
+    kind.name: kind for kind in (HigherThan, SameOrder, Trend, Best, Oracle, Value, Bound, Untried)
+}

@@ -16,6 +16,7 @@ from tasks.claims.kinds import FAILS, HOLDS, KINDS, NOT_YET, OPEN, UNTRIED, VERD
 from tasks.common.compare import all_records
 from tasks.common.compare import load_comparison as load_task_comparison
 from tasks.common.hf_run import task_named
+from tasks.common.metrics import pack_correct
 from tasks.common.paired import Difference, differences
 
 METRIC = "test_accuracy"
@@ -124,6 +125,30 @@ def test_best_of_rows() -> None:
     assert judged("best", {"row": "a", "among": ["b", "d"]}, records).verdict == NOT_YET
 
 
+@pytest.mark.parametrize(("apart", "verdict"), [(True, HOLDS), (False, OPEN)])
+def test_oracle_of_rows_is_compared_with_that_of_as_many_seeds(apart: bool, verdict: str) -> None:
+    """Rows that are right on parts of their own, or seeds that differ as much as rows do."""
+    generator, rows, images = np.random.default_rng(0), ["a", "b", "c", "d"], 4000
+    records, right = {}, {}
+    for number, row in enumerate(rows):
+        hard = np.arange(images) % len(rows) == number if apart else np.zeros(images, bool)
+        records[row] = []
+        for seed in range(5):
+            right[row, seed] = (generator.random(images) < 0.5) & ~hard
+            packed = pack_correct(np.ones(images, int), right[row, seed].astype(int))
+            records[row].append({"seed": seed, "metrics": {METRIC: right[row, seed].mean()}, "test_correct": packed})
+    found = judged("oracle", {"among": rows}, records)
+    own = [100 * np.mean([any(right[row, seed][i] for row in rows) for i in range(images)]) for seed in range(4)]
+    alone = [100 * np.mean([any(right[row, seed][i] for seed in range(4)) for i in range(images)]) for row in rows]
+    assert found.verdict == verdict and found.mean == pytest.approx(np.mean(own) - np.mean(alone))
+    assert f"{np.mean(own):.2f} % with 4 rows, {np.mean(alone):.2f} % with as many" in found.ours
+    variances = [np.var(values, ddof=1) / 4 for values in (own, alone)]
+    freedom = sum(variances) ** 2 / sum(variance**2 / 3 for variance in variances)
+    assert found.half_width == pytest.approx(stats.t.ppf(0.975, freedom) * math.sqrt(sum(variances)))
+    del records["b"][1:]
+    assert judged("oracle", {"among": rows}, records).verdict == NOT_YET
+
+
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 
@@ -183,6 +208,7 @@ def read(tmp_path, content: object) -> object:
         (("claims", "table1-a", "test"), {"difference": {**PAIR, "lower": "a"}}, "compared with itself"),
         (("claims", "table1-a", "test"), {"difference": {**PAIR, "margin": -1}}, "margin=-1 must be 0 or more"),
         (("claims", "table1-a", "test"), {"trend": {"xs": {"a": 1}, "direction": "up"}}, "4 rows or more"),
+        (("claims", "table1-a", "test"), {"oracle": {"among": ["a", "b", "b"]}}, "3 rows or more, each once"),
         (("claims", "table1-a", "records"), None, "difference needs records"),
         (("claims", "table1-a", "claim"), "", "claim='' must be a text"),
         (("claims", "table1-a", "keys"), {"a": ["x"], "b": ["y"]}, "difference has no task with keys"),
