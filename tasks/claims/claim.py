@@ -25,6 +25,8 @@ Rows need not be those of a comparison. With `keys` they are numbers of one file
         config: tasks.analysis.diversity outputs/... --out tasks/analysis/results/diversity
         records: tasks/analysis/results/diversity/diversity.json
         keys: {fibottention: [models/0/last_layer/diversity/median], dense: [models/1/last_layer/diversity/median]}
+
+With `relative_to`, a key of that file, all of them are divided by the number there.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Claim:
     name: unique in its paper. where: the place in the paper. paper: its numbers, as printed. test: what would show it.
     tier: "A" or "B"; None: not tried. config: FILE#CELL of the comparison. task: whose `compare` runs it. records:
     folder of a folder for each row; with keys, a file. metric: a share. reduced: what is smaller than in the paper.
-    keys: by row, where the file has the row's numbers, seed by seed.
+    keys: by row, where the file has the row's numbers, seed by seed. relative_to: where it has their unit.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Claim:
     metric: str = ACCURACY
     reduced: str | None = None
     keys: Mapping[str, Sequence[str]] | None = None
+    relative_to: str | None = None
 
     @property
     def seeds(self) -> int:
@@ -119,11 +122,11 @@ def _claim(name: str, entry: Any, where: str) -> Claim:
     if missing := sorted((of_runs - ({"task"} if has_keys else set()) if test.rows else set()) - set(entry)):
         raise ValueError(f"{where}: {test.name} needs {', '.join(missing)}")
     if isinstance(test, Untried):
-        without = of_runs | {"metric", "keys"}
+        without = of_runs | {"metric", "keys", "relative_to"}
     elif test.rows:
-        without = {"task", "metric"} if has_keys else set()
+        without = {"task", "metric"} if has_keys else {"relative_to"}
     else:
-        without = {"records", "metric", "keys"}
+        without = {"records", "metric", "keys", "relative_to"}
     if extra := sorted(without & set(entry)):
         raise ValueError(
             f"{where}: {test.name} has no {', '.join(extra)}" + " with keys" * (test.rows != () and has_keys)

@@ -49,10 +49,11 @@ def records_of(claim: Claim, root: Path) -> Records:
         ValueError: for a damaged record.
     """
     found: dict[str, list[dict[str, Any]]] = {}
+    unit = number_in(root, claim.records or "", claim.relative_to) if claim.relative_to is not None else 1.0
     for row, keys in (claim.keys or {}).items():
-        numbers = [number_in(root, claim.records or "", key) for key in keys]
-        if None not in numbers:
-            found[row] = [{"seed": seed, "metrics": {claim.metric: number}} for seed, number in enumerate(numbers)]
+        numbers = [number for key in keys if (number := number_in(root, claim.records or "", key)) is not None]
+        if numbers and unit is not None:
+            found[row] = [{"seed": n, "metrics": {claim.metric: number / unit}} for n, number in enumerate(numbers)]
     for row in claim.test.rows if claim.keys is None else ():
         files = (root / (claim.records or "") / row).glob("seed*.json")
         if runs := sorted((read_results(file) for file in files), key=lambda run: run["seed"]):

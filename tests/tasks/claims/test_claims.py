@@ -1,6 +1,7 @@
 """Claims of the papers: verdicts against SciPy and simulation, files, and the page in docs/."""
 
 import copy
+import dataclasses
 import json
 import math
 from importlib import import_module
@@ -216,6 +217,7 @@ def read(tmp_path, content: object) -> object:
         (("claims", "table3-c", "keys"), {"a": ["x"], "b": "y"}, "keys of 'b' must be a list of texts"),
         (("claims", "table3-c", "keys"), {"a": ["x"], "b": ["y", "z"]}, "the same number of seeds"),
         (("claims", "table2-b", "keys"), {}, "untried has no keys"),
+        (("claims", "table1-a", "relative_to"), "models/0", "difference has no relative_to"),
         (("claims", "table2-b", "tier"), "A", "untried has no tier"),
         (("claims", "table2-b", "test"), {"untried": ""}, "must say why"),
         (("claims", "table2-b", "test"), {"value": {"record": "a", "key": "b", "expected": 1}}, "lacks tolerance"),
@@ -266,6 +268,8 @@ def test_rows_may_be_numbers_of_one_file(tmp_path) -> None:
     assert todo.missing_analyses([paper], tmp_path) == []
     found = page.outcome(claim, tmp_path)
     assert found.verdict == OPEN and found.mean == pytest.approx(100 * (0.125 + 0.25) / 2)
+    relative = page.outcome(dataclasses.replace(claim, relative_to="models/0/width"), tmp_path)
+    assert relative.mean == pytest.approx(found.mean / 0.5)
     assert "`python -m tasks.own --out w`" in page.text([paper], {(paper.name, c.name): found for c in paper.claims})
     del widths[3]
     (tmp_path / "w" / "wide.json").write_text(json.dumps({"models": widths}), encoding="utf-8")
