@@ -142,7 +142,8 @@ def picture_name(paper: Paper) -> str:
 
 def _drawn(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome]) -> list[tuple[Claim, Outcome]]:
     found = [(claim, outcomes[paper.name, claim.name]) for claim in paper.claims]
-    return [(claim, one) for claim, one in found if one.mean is not None]
+    # Numbers of one file have units of their own.
+    return [(claim, one) for claim, one in found if one.mean is not None and claim.keys is None]
 
 
 def draw(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome], path: Path) -> Path | None:
