@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import time
 from collections.abc import Callable
@@ -103,18 +104,27 @@ def measured_alone(
 def _work(link: Any, limit: int, measure: Measure, arguments: tuple[Any, ...]) -> None:
     """The process of a measurement: sends what was measured, or why not."""
     transformers_logging.set_verbosity_error()
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    before, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
     try:
-        link.send(measure(*arguments))
-    except (MemoryError, RuntimeError) as error:
-        said = str(error).strip().splitlines()
-        link.send({"failed": _too_much(limit) if _is_memory(error) else f"{type(error).__name__}: {(said or [''])[0]}"})
+        found = measure(*arguments)
+    except (MemoryError, RuntimeError, OSError, ImportError) as error:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, most))  # to say it takes memory, too
+        if _is_memory(error):
+            found = {"failed": _too_much(limit)}
+        elif isinstance(error, RuntimeError):
+            found = {"failed": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"}
+        else:
+            raise
+    link.send(found)
 
 
 def _is_memory(error: Exception) -> bool:
     said = str(error)
-    typed = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return typed or "allocate memory" in said or "bad_alloc" in said
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    # Of a library that is loaded late, "failed to map segment from shared object" and the like.
+    return any(words in said for words in ("allocate memory", "bad_alloc", "failed to map segment", "start new thread"))
 
 
 def _too_much(limit: int) -> str:
