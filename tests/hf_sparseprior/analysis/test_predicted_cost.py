@@ -5,7 +5,7 @@ import torch
 
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.analysis.costs_measured import traced_bytes
-from hf_sparseprior.analysis.predicted_cost import PASSES, Twin, _call_of, predicted_costs, twins
+from hf_sparseprior.analysis.predicted_cost import PASSES, Twin, call_of, predicted_costs, twins
 from hf_sparseprior.families import preset_family, presets
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_memory_is_that_of_the_whole_model(preset, prior):
     found = predicted_costs(config, 2, CPU, budget=0.01)
     assert config.to_dict() == before and tuple(found) == PASSES
     for name, cost in found.items():
-        call = _call_of(config, Twin({}, 1.0), 2, CPU, torch.float32, name == "training")
+        call = call_of(config, Twin({}, 1.0), 2, CPU, torch.float32, name == "training")
         call()
         assert cost.bytes == pytest.approx(traced_bytes(call, CPU)[0], rel=0.02)
         assert cost.lower <= cost.seconds <= cost.upper and cost.seconds > 0
@@ -75,7 +75,7 @@ def test_seconds_follow_the_layers(monkeypatch):
             return None
 
     monkeypatch.setattr(predicted_cost, "_rounds", rounds)
-    monkeypatch.setattr(predicted_cost, "_call_of", lambda config, twin, *rest: Call(twin.changes["depths"]))
+    monkeypatch.setattr(predicted_cost, "call_of", lambda config, twin, *rest: Call(twin.changes["depths"]))
     monkeypatch.setattr(predicted_cost, "traced_bytes", lambda call, device: (100 + sum(call.depths), 0))
     [cost] = predicted_cost.predicted_costs(config, 1, CPU, passes=("forward",)).values()
     assert cost.seconds == pytest.approx(0.1 + 2 * 3 + 2 * 2 + 6 * 5 + 2 * 7) and cost.bytes == 112
