@@ -144,6 +144,7 @@ def deployment() -> argparse.ArgumentParser:
         required=True,
         help="a folder for each class, or a .parquet file of fetch_cifar10",
     )
+    parser.add_argument("--limit", type=int, help="so many images of a .parquet file, the first ones; default: all")
     parser.add_argument("--formats", nargs="+", default=list(DEPLOYED), choices=DEPLOYED, help="default: all")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmark/deployment"))
     add_cpu_arguments(parser)

@@ -48,6 +48,10 @@ def run(arguments: argparse.Namespace) -> None:
     report.set_cpu(arguments)
     if not arguments.images.exists():
         raise OSError(f"--images={arguments.images} does not exist")
+    if arguments.limit is not None:
+        report.check_positive(limit=arguments.limit)
+        if arguments.images.suffix != ".parquet":
+            raise ValueError(f"--limit {arguments.limit} is for a .parquet file, not for --images {arguments.images}")
     for name in arguments.formats:
         FORMATS[name].check_packages()
     models = named_models(arguments.models)
@@ -57,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--out={arguments.out} is in use by another process; wait for its end")
         images = arguments.images
         if images.suffix == ".parquet":
-            images = unpacked(images, Path(scratch))
+            images = unpacked(images, Path(scratch), arguments.limit)
         measure_all(arguments, models, images)
 
 
@@ -78,8 +82,8 @@ def named_models(given: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-def unpacked(file: Path, folder: Path) -> Path:
-    """Write the images of a .parquet file of `datasets` into a folder for each class.
+def unpacked(file: Path, folder: Path, limit: int | None = None) -> Path:
+    """Write the images of a .parquet file of `datasets`, the first `limit`, into a folder for each class.
 
     Raises:
         ValueError: for a file without images and classes with names.
@@ -95,7 +99,8 @@ def unpacked(file: Path, folder: Path) -> Path:
     out, names = folder / "images", data.features[label].names
     for name in names:
         (out / name).mkdir(parents=True)
-    for number, row in enumerate(data.cast_column(image, datasets.Image(decode=False))):
+    data = data.cast_column(image, datasets.Image(decode=False))
+    for number, row in enumerate(data.select(range(min(len(data), limit or len(data))))):
         (out / names[row[label]] / f"{number:06d}.png").write_bytes(row[image]["bytes"])
     return out
 

@@ -122,6 +122,9 @@ def test_images_of_a_parquet_file_are_those_of_the_folder(images, tmp_path):
     found = sorted(out.glob("*/*.png"))
     assert [file.parent.name for file in found] == [file.parent.name for file in files]
     assert [file.read_bytes() for file in found] == [file.read_bytes() for file in files]
+    (tmp_path / "few").mkdir()
+    few = sorted(unpacked(tmp_path / "own.parquet", tmp_path / "few", 8).glob("*/*.png"))
+    assert [file.read_bytes() for file in few] == [file.read_bytes() for file in files[:8]]
     bare = datasets.Dataset.from_dict({"number": [1, 2]})
     bare.to_parquet(str(tmp_path / "bare.parquet"))
     with pytest.raises(ValueError, match=r"bare\.parquet must have a column of images and one of classes"):
@@ -136,6 +139,8 @@ def test_images_of_a_parquet_file_are_those_of_the_folder(images, tmp_path):
         (["a={dense}", "a={dense}"], [], "the name 'a' is taken"),
         (["a={images}"], [], "is no saved model"),
         (["a={dense}"], ["--images", "nowhere"], "--images=nowhere does not exist"),
+        (["a={dense}"], ["--limit", "3"], "--limit 3 is for a .parquet file"),
+        (["a={dense}"], ["--limit", "0"], "--limit 0 must be above 0"),
         (["a={dense}"], ["--threads", "0"], "--threads 0 must be above 0"),
     ],
 )
