@@ -456,13 +456,14 @@ def advice(times: dict[str, float], title: str, backend: str) -> list[str]:
 
 
 def interleaved(contenders: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
-    """Milliseconds of the calls, which take turns; the first of each is not counted."""
+    """Milliseconds of the calls, which take turns. Of the two calls of a turn the second counts: during the first one,
+    threads of the contender before may still wait busily.
+    """
     taken: dict[str, list[float]] = {name: [] for name in contenders}
-    for run in contenders.values():
-        run()
     start = time.perf_counter()
     while True:
         for name, run in contenders.items():
+            run()
             begin = time.perf_counter()
             run()
             taken[name].append(1000 * (time.perf_counter() - begin))

@@ -211,10 +211,11 @@ def write_report(
     arguments: argparse.Namespace, records: Sequence[Mapping[str, Any]], about: Mapping[str, Any], images: int
 ) -> None:
     """Table and picture of the files, and the table printed."""
-    line = f"{report.machine(about, 'cpu')}. {images} images; times are medians and quartiles of one image."
-    text = table(records)
+    machine = f"{report.machine(about, 'cpu')}. {images} images"
+    line, text = f"{machine}; times are medians and quartiles of one image.", table(records)
     write_text(arguments.out / TABLE, f"{line}\n\n{text}\n")
-    picture = draw_picture([own for own in records if "failed" not in own], arguments.out / PICTURE, line)
+    heading = f"{machine}; median time of one image"
+    picture = draw_picture([own for own in records if "failed" not in own], arguments.out / PICTURE, heading)
     print(f"\n{text}\n\n{line}\n{arguments.out / TABLE}, {picture}")
 
 
