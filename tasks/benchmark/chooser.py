@@ -25,14 +25,11 @@ import torch
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.backend_choice import BACKENDS
 from hf_sparseprior.files import write_text
-from hf_sparseprior.training import StopRequest
 from tasks.benchmark import commands, report
 from tasks.benchmark.contenders import Problem, Setting, Size, chosen_backend, contenders, make_problem, timed_call
-from tasks.benchmark.records import LOCK, RECORDS, TABLE, read_records
+from tasks.benchmark.records import TABLE, kept_of, measure_left, read_records, sole_use
 from tasks.benchmark.timing import measure
 from tasks.common.command import RunStopped, run_command
-from tasks.common.locks import locked
-from tasks.common.results import write_results
 from tasks.common.tables import markdown_table
 
 PICTURE = "chooser.png"
@@ -158,10 +155,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.seed < 0:
         raise ValueError(f"--seed={arguments.seed} must be 0 or more")
     report.machine_of(arguments)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    with locked(arguments.out / LOCK) as mine:
-        if not mine:
-            raise ValueError(f"--out={arguments.out} is in use by another process; wait for its end")
+    with sole_use(arguments.out):
         measure_all(arguments)
 
 
@@ -173,18 +167,17 @@ def measure_all(arguments: argparse.Namespace) -> None:
     wanted = draw(arguments.settings, arguments.seed)
     left = [setting for setting in wanted if json.dumps(setting, sort_keys=True) not in done]
     about = report.provenance("chooser", arguments)
-    kept = {key: about[key] for key in ("task", "benchmark", "command", "environment", "versions", "hardware")}
     report.print_provenance(about)
-    with StopRequest() as stop:
-        for number, setting in enumerate(left, start=1):
-            if stop.requested:
-                break
-            record = {"setting": setting, **measured(setting, arguments)}
-            records.append(record)
-            write_results(arguments.out / RECORDS, {**kept, "settings": settings, "measured": records})
-            said = record.get("failed") or f"{record['chosen']}, {record['slower']:.2f} of {record['best']}"
-            print(f"[{number}/{len(left)}] {name_of(setting)}: {said}", flush=True)
-        stopped = stop.requested
+
+    def measure(setting: dict[str, Any]) -> dict[str, Any]:
+        return {"setting": setting, **measured(setting, arguments)}
+
+    def say(setting: dict[str, Any], record: dict[str, Any]) -> str:
+        said = record.get("failed") or f"{record['chosen']}, {record['slower']:.2f} of {record['best']}"
+        return f"{name_of(setting)}: {said}"
+
+    content = {**kept_of(about), "settings": settings}
+    stopped = measure_left(arguments.out, content, records, left, measure, say)
     if records:
         write_report(arguments, records, about)
     if stopped:

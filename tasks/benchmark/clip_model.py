@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import threading
 import time
 from contextlib import suppress
@@ -17,6 +16,7 @@ from transformers import TimesformerConfig, TimesformerForVideoClassification
 
 from hf_sparseprior import SparsePriorTimesformerConfig, SparsePriorTimesformerForVideoClassification
 from tasks.benchmark.commands import LONG, STOCK
+from tasks.benchmark.lone_process import limit_memory
 from tasks.benchmark.model import noted_choices
 from tasks.benchmark.timing import Call, seconds_per_call, traced_bytes
 
@@ -68,13 +68,6 @@ class Clips:
         return SparsePriorTimesformerForVideoClassification(config).eval()
 
 
-def limit_memory(gib: float) -> None:
-    """Let this process have no more memory: beyond it, torch raises RuntimeError and numpy MemoryError."""
-    limit = round(gib * 2**30)
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
-
-
 def peak_bytes() -> int | None:
     """The most that this process had in memory so far, everything included; None where the system does not say it."""
     try:
@@ -101,7 +94,7 @@ def measure_clips(clips: Clips, threads: int, memory_gib: float, first: bool, lo
     Raises:
         RuntimeError, MemoryError: where the memory does not suffice.
     """
-    limit_memory(memory_gib)
+    limit_memory(round(memory_gib * 2**30))
     torch.set_num_threads(threads)
     dtype = getattr(torch, clips.dtype)
     model = clips.model().to(dtype)

@@ -28,12 +28,9 @@ from hf_sparseprior.deployment import DEPLOYMENT, deploy
 from hf_sparseprior.export import saved_source
 from hf_sparseprior.files import file_sha256, write_text
 from hf_sparseprior.runtimes import FORMATS, WEIGHTS
-from hf_sparseprior.training import StopRequest
 from tasks.benchmark import commands, report
-from tasks.benchmark.records import LOCK, RECORDS, TABLE, read_records
+from tasks.benchmark.records import TABLE, kept_of, measure_left, read_records, sole_use
 from tasks.common.command import RunStopped, run_command
-from tasks.common.locks import locked
-from tasks.common.results import write_results
 from tasks.common.tables import markdown_table
 
 PICTURE = "deployment.png"
@@ -55,10 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
     for name in arguments.formats:
         FORMATS[name].check_packages()
     models = named_models(arguments.models)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    with locked(arguments.out / LOCK) as mine, tempfile.TemporaryDirectory() as scratch:
-        if not mine:
-            raise ValueError(f"--out={arguments.out} is in use by another process; wait for its end")
+    with sole_use(arguments.out), tempfile.TemporaryDirectory() as scratch:
         images = arguments.images
         if images.suffix == ".parquet":
             images = unpacked(images, Path(scratch), arguments.limit)
@@ -126,19 +120,19 @@ def measure_all(arguments: argparse.Namespace, models: Mapping[str, Path], image
     ]
     left = [entry for entry in plan if entry not in done]
     about = report.provenance("deployment", arguments)
-    kept = {key: about[key] for key in ("task", "benchmark", "command", "environment", "versions", "hardware")}
     report.print_provenance(about)
-    with StopRequest() as stop:
-        for number, entry in enumerate(left, start=1):
-            if stop.requested:
-                break
-            name, format_name, weights = entry
-            found = measured(models[name], format_name, None if weights == "float32" else weights, images)
-            extra = {"model_sha256": hashes[name], "load_average": os.getloadavg()[0]}
-            records.append({**dict(zip(KEYS, entry, strict=True)), **extra, **found})
-            write_results(arguments.out / RECORDS, {**kept, "settings": settings, "measured": records})
-            print(f"[{number}/{len(left)}] {' '.join(entry)}: {said(found)}", flush=True)
-        stopped = stop.requested
+
+    def measure(entry: tuple[str, str, str]) -> dict[str, Any]:
+        name, format_name, weights = entry
+        found = measured(models[name], format_name, None if weights == "float32" else weights, images)
+        extra = {"model_sha256": hashes[name], "load_average": os.getloadavg()[0]}
+        return {**dict(zip(KEYS, entry, strict=True)), **extra, **found}
+
+    def say(entry: tuple[str, str, str], record: dict[str, Any]) -> str:
+        return f"{' '.join(entry)}: {said(record)}"
+
+    content = {**kept_of(about), "settings": settings}
+    stopped = measure_left(arguments.out, content, records, left, measure, say)
     if records:
         write_report(arguments, sorted(records, key=lambda own: plan_place(plan, own)), about, settings["images"])
     if stopped:

@@ -37,9 +37,9 @@ from hf_sparseprior.resolved import DecayTensors
 from tasks.benchmark import commands, gpu_count, gpu_report, timing, window_contenders
 from tasks.benchmark.commands import BATCHES, COPY_BYTES
 from tasks.benchmark.contenders import Contender, Problem
+from tasks.benchmark.records import sole_use
 from tasks.common.command import run_command
 from tasks.common.environment import command_line, environment
-from tasks.common.locks import locked
 from tasks.common.results import write_results
 
 Call = timing.Call
@@ -345,7 +345,7 @@ def check_graph(tokens: int, dtype: torch.dtype, device: torch.device) -> dict[s
 
 # ---- steps ----------------------------------------------------------------------------------------------------------
 
-RECORDS, COUNTED, TEXT, LOCK = "records.json", "counted.json", "RESULTS.md", "run.lock"
+RECORDS, COUNTED, TEXT = "records.json", "counted.json", "RESULTS.md"
 # What all records of a folder share: a step that is done is not done again with other options.
 OPTIONS = ("dtype", "batch", "rounds", "contenders", "copy_bytes")
 SAME = ("hardware_name", "torch", "heads", "width", *OPTIONS)
@@ -531,9 +531,7 @@ def run(arguments: argparse.Namespace, device: str) -> int:
     """
     if device == "cuda" and not arguments.count and not torch.cuda.is_available():
         raise ValueError(f"needs a CUDA GPU, and torch {torch.__version__} finds none here; --count needs none")
-    with locked(arguments.out / LOCK) as mine:
-        if not mine:
-            raise ValueError(f"--out={arguments.out} is in use by another process; wait for its end")
+    with sole_use(arguments.out):
         return count_only(arguments) if arguments.count else benchmark(arguments, torch.device(device))
 
 

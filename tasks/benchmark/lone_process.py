@@ -104,12 +104,11 @@ def measured_alone(
 def _work(link: Any, limit: int, measure: Measure, arguments: tuple[Any, ...]) -> None:
     """The process of a measurement: sends what was measured, or why not."""
     transformers_logging.set_verbosity_error()
-    before, most = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+    before = limit_memory(limit)
     try:
         found = measure(*arguments)
     except (MemoryError, RuntimeError, OSError, ImportError) as error:
-        resource.setrlimit(resource.RLIMIT_DATA, (before, most))  # to say it takes memory, too
+        resource.setrlimit(resource.RLIMIT_DATA, before)  # to say it takes memory, too
         if _is_memory(error):
             found = {"failed": _too_much(limit)}
         elif isinstance(error, RuntimeError):
@@ -117,6 +116,18 @@ def _work(link: Any, limit: int, measure: Measure, arguments: tuple[Any, ...]) -
         else:
             raise
     link.send(found)
+
+
+def limit_memory(limit: int) -> tuple[int, int]:
+    """Let this process have no more bytes: beyond them, torch raises RuntimeError and numpy MemoryError.
+
+    Returns:
+        The limits of before, as `resource.setrlimit` takes them.
+    """
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    most = before[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+    return before
 
 
 def _is_memory(error: Exception) -> bool:

@@ -7,10 +7,11 @@ ask for more. What failed leaves the reason instead, and is not tried in later r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,52 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         report.check_positive(sizes=pixels)
 
 
+@contextlib.contextmanager
+def sole_use(out: Path) -> Iterator[None]:
+    """A folder, made if it is not there, in which no other process measures.
+
+    Raises:
+        ValueError: if one does.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out / LOCK) as mine:
+        if not mine:
+            raise ValueError(f"--out={out} is in use by another process; wait for its end")
+        yield
+
+
+def kept_of(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What records.json keeps of a benchmark's provenance."""
+    return {key: about[key] for key in ("task", "benchmark", "command", "environment", "versions", "hardware")}
+
+
+def measure_left(
+    out: Path,
+    content: Mapping[str, Any],
+    records: list[Entry],
+    left: Sequence[Any],
+    measure: Callable[[Any], Entry],
+    say: Callable[[Any, Entry], str],
+) -> bool:
+    """Measure what is left in this process, one after another, and keep each as soon as it is done.
+
+    Args:
+        content: of records.json besides the measurements. records: measurements so far, to which new ones are added.
+        say: of an entry of `left` and its measurement, a line.
+
+    Returns:
+        Whether a signal stopped it before the end.
+    """
+    with StopRequest() as stop:
+        for number, entry in enumerate(left, start=1):
+            if stop.requested:
+                break
+            records.append(measure(entry))
+            write_results(out / RECORDS, {**content, "measured": records})
+            print(f"[{number}/{len(left)}] {say(entry, records[-1])}", flush=True)
+        return stop.requested
+
+
 def measure_into(arguments: argparse.Namespace, measurements: Measurements) -> None:
     """Measure what is missing in a folder that no other process measures in; then print, write and draw all of it.
 
@@ -177,10 +224,7 @@ def measure_into(arguments: argparse.Namespace, measurements: Measurements) -> N
         ValueError: if another process measures there.
         RunStopped: after SIGTERM.
     """
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    with locked(arguments.out / LOCK) as mine:
-        if not mine:
-            raise ValueError(f"--out={arguments.out} is in use by another process; wait for its end")
+    with sole_use(arguments.out):
         _measure_all(arguments, measurements)
 
 
@@ -189,7 +233,7 @@ def _measure_all(arguments: argparse.Namespace, measurements: Measurements) -> N
     records = read_records(arguments.out, settings)
     left = measurements.todo(measurements.plan(arguments), records)
     about = report.provenance(measurements.name, arguments)
-    kept = {key: about[key] for key in ("task", "benchmark", "command", "environment", "versions", "hardware")}
+    kept = kept_of(about)
     report.print_provenance(about)
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([measurements.module])

@@ -8,6 +8,7 @@ from hf_sparseprior.backend_choice import BACKENDS, register_backend, unregister
 from hf_sparseprior.backend_dense import reference
 from tasks.benchmark import chooser
 from tasks.benchmark.chooser import draw, main
+from tasks.benchmark.records import RECORDS, TABLE
 
 QUICK = ["--rounds", "3", "--budget", "0.05", "--threads", "1", "--device", "cpu"]
 
@@ -34,13 +35,13 @@ def test_a_bad_choice_shows_and_a_stopped_command_goes_on(small, tmp_path, capsy
 
     command = ["--out", str(tmp_path / "out"), *QUICK]
     assert main([*command, "--settings", "1"]) == 0
-    first = json.loads((tmp_path / "out" / chooser.RECORDS).read_text())["measured"]
+    first = json.loads((tmp_path / "out" / RECORDS).read_text())["measured"]
     register_backend("toy_slow", can_run=lambda request: None, run=slow, priority=1000)
     try:
         assert main([*command, "--settings", "3"]) == 0
     finally:
         unregister_backend("toy_slow")
-    records = json.loads((tmp_path / "out" / chooser.RECORDS).read_text())["measured"]
+    records = json.loads((tmp_path / "out" / RECORDS).read_text())["measured"]
     assert records[0] == first[0] and len(records) == 3
     assert [record["setting"] for record in records] == draw(3, 0)
     for record in records:
@@ -48,7 +49,7 @@ def test_a_bad_choice_shows_and_a_stopped_command_goes_on(small, tmp_path, capsy
         assert record["best"] == min(record["milliseconds"], key=record["milliseconds"].get) or record["slower"] < 1.5
     assert all(record["chosen"] == "toy_slow" and record["slower"] > chooser.ALLOWED for record in records[1:])
     assert "[1/2]" in capsys.readouterr().out
-    assert "toy_slow" in (tmp_path / "out" / chooser.TABLE).read_text()
+    assert "toy_slow" in (tmp_path / "out" / TABLE).read_text()
     assert (tmp_path / "out" / chooser.PICTURE).stat().st_size > 1000
 
 

@@ -11,7 +11,8 @@ from transformers import AutoImageProcessor
 
 from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
-from tasks.benchmark import deployment
+from hf_sparseprior.runtimes import FORMATS
+from tasks.benchmark import commands, deployment
 from tasks.benchmark.deployment import main, unpacked
 from tests.hf_sparseprior.small import small
 
@@ -129,6 +130,10 @@ def test_images_of_a_parquet_file_are_those_of_the_folder(images, tmp_path):
     bare.to_parquet(str(tmp_path / "bare.parquet"))
     with pytest.raises(ValueError, match=r"bare\.parquet must have a column of images and one of classes"):
         unpacked(tmp_path / "bare.parquet", tmp_path / "scratch")
+
+
+def test_all_formats_are_offered():
+    assert list(commands.DEPLOYED) == list(FORMATS)
 
 
 @pytest.mark.parametrize(

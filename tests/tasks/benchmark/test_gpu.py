@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_sparseprior.backend_choice import BACKENDS
-from tasks.benchmark import gpu, gpu_report, timing
+from tasks.benchmark import gpu, gpu_report, records, timing
 from tasks.common.locks import locked
 
 
@@ -89,7 +89,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch, tmp_path, capsys):
 
 
 def test_a_folder_in_use_is_refused_and_ctrl_c_is_one_line(monkeypatch, tmp_path, capsys):
-    with locked(tmp_path / gpu.LOCK) as mine:
+    with locked(tmp_path / records.LOCK) as mine:
         assert mine and gpu.main(["--out", str(tmp_path)], "cpu") == 2
         assert gpu.main(["--count", "--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err.splitlines()
@@ -102,7 +102,7 @@ def test_a_folder_in_use_is_refused_and_ctrl_c_is_one_line(monkeypatch, tmp_path
     assert gpu.main(["--out", str(tmp_path)], "cpu") == 130
     assert "interrupted; the same command goes on after the last finished step" in capsys.readouterr().err
     assert json.loads((tmp_path / "records.json").read_text())["done"] == ["one"]
-    assert not (tmp_path / gpu.LOCK).exists()
+    assert not (tmp_path / records.LOCK).exists()
 
 
 def test_a_step_that_fails_is_reported_and_the_others_run(monkeypatch, tmp_path):
