@@ -2,6 +2,7 @@
 
     title: Fibottention
     source: what the paper is called
+    central: [table2-dense]               what the paper leads with, and the page too
     claims:
       table2-dense:                       place and a word
         where: Table 2
@@ -77,12 +78,13 @@ class Claim:
 
 @dataclass(frozen=True)
 class Paper:
-    """Claims of one paper. name: of its file."""
+    """Claims of one paper. name: of its file. central: names of those that it leads with."""
 
     name: str
     title: str
     source: str
     claims: list[Claim]
+    central: Sequence[str] = ()
 
 
 def read_papers(folder: Path) -> list[Paper]:
@@ -105,11 +107,17 @@ def read_paper(file: Path) -> Paper:
         ValueError: for what is no claim; the message names the file and the claim.
     """
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    _check_keys(content, {"title", "source", "claims"}, {"title", "source", "claims"}, str(file))
+    needed = {"title", "source", "claims"}
+    _check_keys(content, needed | {"central"}, needed, str(file))
     if not isinstance(content["claims"], dict) or not content["claims"]:
         raise ValueError(f"{file}: claims must hold a name and an entry for each claim")
     claims = [_claim(str(name), entry, f"{file}, {name}") for name, entry in content["claims"].items()]
-    return Paper(file.stem, str(content["title"]), str(content["source"]), claims)
+    central = content.get("central", [])
+    if not isinstance(central, list) or len(set(map(str, central))) < len(central):
+        raise ValueError(f"{file}: central={central!r:.80} must be a list of claims, each once")
+    if unknown := [name for name in central if name not in content["claims"]]:
+        raise ValueError(f"{file}: central: {unknown[0]!r} is not one of its claims")
+    return Paper(file.stem, str(content["title"]), str(content["source"]), claims, central)
 
 
 def _claim(name: str, entry: Any, where: str) -> Claim:

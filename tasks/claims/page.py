@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,21 @@ from hf_sparseprior.analysis import pictures
 from hf_sparseprior.files import write_text
 from tasks.claims import commands
 from tasks.claims.claim import TIERS, Claim, Paper, read_papers
-from tasks.claims.kinds import FAILS, HOLDS, NOT_YET, OPEN, POWER, VERDICTS, Outcome, Records, Untried, number_in
+from tasks.claims.kinds import (
+    FAILS,
+    HOLDS,
+    NOT_YET,
+    OPEN,
+    POWER,
+    VERDICTS,
+    HigherThan,
+    Outcome,
+    Records,
+    Untried,
+    number_in,
+)
 from tasks.common.command import run_command
-from tasks.common.paired import RULE
+from tasks.common.paired import ACCURACY, RULE
 from tasks.common.results import read_results
 from tasks.common.tables import markdown_table
 
@@ -40,6 +52,8 @@ Differences are in percentage points, with their interval and the number of seed
 difference that {round(100 * POWER)} of 100 repetitions would have told, with the spread that was found. Rank
 correlations are Spearman's, tested by permutation to one side at 5 %. A claim of tier A asks for {TIERS["A"]} seeds;
 one of tier B for one, which tells nothing by itself and is there as a hint."""
+
+CENTRAL = "Claims of the abstracts and of the first tables, chosen by hand (`central` in `configs/claims`)."
 
 
 def records_of(claim: Claim, root: Path) -> Records:
@@ -81,6 +95,8 @@ def text(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome]) -
     """The page in Markdown; outcomes by paper and claim."""
     papers = list(papers)
     lines = ["# What the papers claim", INTRODUCTION, overview(papers, outcomes)]
+    if any(paper.central for paper in papers):
+        lines += ["## What the papers lead with", CENTRAL, _leading(papers, outcomes)]
     for paper in papers:
         lines += [f"## {paper.title}", paper.source, _table(paper, outcomes)]
         if _drawn(paper, outcomes):
@@ -98,14 +114,26 @@ def overview(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome
     return markdown_table(("paper", "claims", *VERDICTS), rows)
 
 
+def _leading(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome]) -> str:
+    rows = []
+    for paper in papers:
+        for claim in (claim for claim in paper.claims if claim.name in paper.central):
+            found = outcomes[paper.name, claim.name]
+            rows.append([paper.title, claim.where, claim.claim, claim.paper, found.ours, f"**{found.verdict}**"])
+    return _escaped(("paper", "where", "claim", "the paper's number", "ours", "verdict"), rows)
+
+
+def _escaped(header: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    return markdown_table(header, [[cell.replace("|", "\\|") for cell in row] for row in rows])
+
+
 def _table(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome]) -> str:
     rows = []
     for claim in paper.claims:
         found = outcomes[paper.name, claim.name]
         tier = claim.tier or "-"
-        cells = (claim.where, claim.claim, claim.paper, found.ours, found.could_tell, tier, f"**{found.verdict}**")
-        rows.append([cell.replace("|", "\\|") for cell in cells])
-    return markdown_table(("where", "claim", "the paper's number", "ours", "could tell", "tier", "verdict"), rows)
+        rows.append((claim.where, claim.claim, claim.paper, found.ours, found.could_tell, tier, f"**{found.verdict}**"))
+    return _escaped(("where", "claim", "the paper's number", "ours", "could tell", "tier", "verdict"), rows)
 
 
 def _how(paper: Paper) -> list[str]:
@@ -146,31 +174,64 @@ def _drawn(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome]) -> list[tu
     return [(claim, one) for claim, one in found if one.mean is not None and claim.keys is None]
 
 
+def _labels(claims: Sequence[Claim]) -> list[str]:
+    """What is compared, and where the paper says so; with the records' folder and metric where that is not unique."""
+    labels = []
+    for claim in claims:
+        test = claim.test
+        if isinstance(test, HigherThan):
+            margin = f" - {test.margin:g}" if test.margin else ""
+            labels.append(f"{claim.where}: {test.higher} > {test.lower}{margin}")
+        else:
+            labels.append(f"{claim.where}: {claim.name}")
+    often = Counter(labels)
+    for place, claim in enumerate(claims):
+        if often[labels[place]] > 1:
+            metric = "" if claim.metric == ACCURACY else f", {claim.metric}"
+            labels[place] += f" ({Path(claim.records or '').name}{metric})"
+    return labels
+
+
 def draw(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome], path: Path) -> Path | None:
-    """Differences of a paper's claims, ours with their intervals and the paper's; None if there is none."""
-    shown = _drawn(paper, outcomes)
-    if not shown:
+    """Differences of a paper's claims, ours with their intervals and the paper's, a panel for each task; None if there
+    is none.
+    """
+    drawn = _drawn(paper, outcomes)
+    if not drawn:
         return None
+    names = dict(zip((claim.name for claim, _ in drawn), _labels([claim for claim, _ in drawn]), strict=True))
+    panels: dict[str, list[tuple[Claim, Outcome]]] = {}
+    for claim, found in drawn:
+        panels.setdefault(claim.task or "", []).append((claim, found))
     plt = pictures.pyplot()
-    figure, axis = plt.subplots(figsize=(8.6, 1.6 + 0.3 * len(shown)), layout="constrained")
-    axis.axvline(0, color=pictures.INK, linewidth=0.8)
+    heights = [len(shown) + 2 for shown in panels.values()]
+    figure, axes = plt.subplots(
+        len(panels),
+        **{"figsize": (9.0, 1.2 + 0.2 * sum(heights)), "layout": "constrained", "squeeze": False},
+        height_ratios=heights,
+    )
     labels: dict[str, Any] = {}
-    for place, (_, found) in enumerate(shown):
-        wide = found.half_width
-        mark = axis.errorbar(
-            *([found.mean], [place]),
-            xerr=None if wide is None else [wide],
-            **{"fmt": "o" if wide is not None else "x", "color": COLOURS[found.verdict], "capsize": 3},
-        )
-        labels.setdefault(found.verdict if wide is not None else "one seed", mark)
-        if found.paper is not None:
-            labels["the paper"] = axis.plot([found.paper], [place], "D", color="#e0a030", markersize=5, zorder=0)[0]
-    axis.set_yticks(range(len(shown)), [f"{claim.where}: {claim.name}" for claim, _ in shown], fontsize=8)
-    axis.set_ylim(len(shown) - 0.5, -0.5)
-    axis.set_xlabel("difference that the claim says is above 0, percentage points")
-    axis.set_title(paper.title, fontsize=10)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(axis="x", alpha=0.25)
+    for axis, (task, shown) in zip(axes[:, 0], panels.items(), strict=True):
+        axis.axvline(0, color=pictures.INK, linewidth=0.8)
+        for place, (_, found) in enumerate(shown):
+            wide = found.half_width
+            mark = axis.errorbar(
+                *([found.mean], [place]),
+                xerr=None if wide is None else [wide],
+                **{"fmt": "o" if wide is not None else "x", "color": COLOURS[found.verdict]},
+                **{"capsize": 2.5, "markersize": 4.5},
+            )
+            labels.setdefault(found.verdict if wide is not None else "one seed", mark)
+            if found.paper is not None:
+                mark = axis.plot([found.paper], [place], "D", color="#e0a030", markersize=4.5, zorder=0)[0]
+                labels.setdefault("the paper", mark)
+        axis.set_yticks(range(len(shown)), [names[claim.name] for claim, _ in shown], fontsize=7)
+        axis.set_ylim(len(shown) - 0.5, -0.5)
+        axis.set_title(task, fontsize=8, loc="left")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="x", alpha=0.25)
+    axes[-1, 0].set_xlabel("difference, percentage points; the claim is that it is right of 0, or of the margin")
+    figure.suptitle(paper.title, fontsize=10)
     figure.legend(labels.values(), labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     return pictures.save(figure, path)
 

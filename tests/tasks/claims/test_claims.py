@@ -203,6 +203,9 @@ def read(tmp_path, content: object) -> object:
         (("more",), 1, "'more' is not known"),
         (("claims",), {}, "claims must hold"),
         (("claims", "Table 1"), {}, "the name must be"),
+        (("central",), "table1-a", "central='table1-a' must be a list"),
+        (("central",), ["table1-a", "table1-a"], "each once"),
+        (("central",), ["table9-z"], "'table9-z' is not one of its claims"),
         (("claims", "table1-a", "tier"), "C", "tier=C must be one of A, B"),
         (("claims", "table1-a", "test"), {"guess": 1}, "must be one of difference"),
         (("claims", "table1-a", "test"), {"difference": {"higher": "a"}}, "difference: it lacks lower"),
@@ -255,6 +258,9 @@ def test_missing_runs_are_listed_until_there_are_records(tmp_path) -> None:
     assert "| Table 1 | a is above b. | +1 | +2.00 (+2.00 to +2.00; 5 seeds) | 0.00 | A | **holds** |" in text
     assert "needs a GPU" in text and "| A | 3 | 1 | 0 | 0 | 1 | 1 |" in text
     assert page.draw(paper, outcomes, tmp_path / "claims.png").is_file()
+    leading = "| A | Table 1 | a is above b. | +1 | +2.00 (+2.00 to +2.00; 5 seeds) | **holds** |"
+    assert leading not in text
+    assert leading in page.text([dataclasses.replace(paper, central=["table1-a"])], outcomes)
 
 
 def test_rows_may_be_numbers_of_one_file(tmp_path) -> None:
@@ -331,6 +337,16 @@ def test_rows_of_claims_are_rows_of_their_comparison_and_records_are_of_it(place
         assert {row: len(runs) for row, runs in read.items()} == {
             row: len(found[row]) for row in claim.test.rows if row in found
         }
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
+def test_labels_of_a_picture_are_unique_and_name_what_is_compared(paper: object) -> None:
+    claims = [claim for claim in paper.claims if claim.test.name in ("difference", "oracle") and claim.keys is None]
+    labels = page._labels(claims)
+    assert len(set(labels)) == len(labels) == len(claims) > 0
+    for claim, label in zip(claims, labels, strict=True):
+        assert label.startswith(claim.where)
+        assert all(row in label for row in claim.test.rows) or claim.test.name == "oracle"
 
 
 def test_every_verdict_and_kind_is_explained() -> None:
