@@ -44,6 +44,7 @@ from tasks.claims.kinds import KINDS, Kind, Untried
 from tasks.common.paired import ACCURACY
 
 TIERS = {"A": 5, "B": 1}  # seeds
+BUDGETS = {"A": 30, "B": 15}  # hours of one core
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.files import write_text
 from tasks.claims import commands
-from tasks.claims.claim import TIERS, Claim, Paper, read_papers
+from tasks.claims.claim import BUDGETS, TIERS, Claim, Paper, read_papers
 from tasks.claims.kinds import (
     FAILS,
     HOLDS,
@@ -53,6 +53,9 @@ difference that {round(100 * POWER)} of 100 repetitions would have told, with th
 correlations are Spearman's, tested by permutation to one side at 5 %. A claim of tier A asks for {TIERS["A"]} seeds;
 one of tier B for one, which tells nothing by itself and is there as a hint."""
 
+BUDGET = """\
+Runs that claims ask for, each counted once, and the hours of one core that those recorded took. Counted numbers, times
+and analyses are not among them."""
 CENTRAL = "Claims of the abstracts and of the first tables, chosen by hand (`central` in `configs/claims`)."
 
 
@@ -94,7 +97,7 @@ def outcome(claim: Claim, root: Path) -> Outcome:
 def text(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome]) -> str:
     """The page in Markdown; outcomes by paper and claim."""
     papers = list(papers)
-    lines = ["# What the papers claim", INTRODUCTION, overview(papers, outcomes)]
+    lines = ["# What the papers claim", INTRODUCTION, overview(papers, outcomes), BUDGET, costs(papers, ROOT)]
     if any(paper.central for paper in papers):
         lines += ["## What the papers lead with", CENTRAL, _leading(papers, outcomes)]
     for paper in papers:
@@ -112,6 +115,27 @@ def overview(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome
         counts = Counter(outcomes[paper.name, claim.name].verdict for claim in paper.claims)
         rows.append([paper.title, str(len(paper.claims)), *(str(counts[verdict]) for verdict in VERDICTS)])
     return markdown_table(("paper", "claims", *VERDICTS), rows)
+
+
+def costs(papers: Iterable[Paper], root: Path) -> str:
+    """How many runs each tier asks for and has, and how long they took, as a Markdown table."""
+    claims = [claim for paper in papers for claim in paper.claims if claim.test.rows and claim.keys is None]
+    counted: set[Path] = set()
+    rows = []
+    for tier, seeds in TIERS.items():
+        own = [claim for claim in claims if claim.tier == tier]
+        runs = {
+            root / (claim.records or "") / row / f"seed{seed}.json"
+            for claim in own
+            for row in claim.test.rows
+            for seed in range(seeds)
+        }
+        runs -= counted
+        counted |= runs
+        found = [read_results(run) for run in sorted(runs) if run.is_file()]
+        hours = sum(run["seconds"] * run["hardware"]["cpu_threads"] for run in found) / 3600
+        rows.append([tier, str(seeds), str(BUDGETS[tier]), str(len(runs)), str(len(found)), f"{hours:.1f}"])
+    return markdown_table(("tier", "seeds", "hours allowed", "runs", "recorded", "hours taken"), rows)
 
 
 def _leading(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome]) -> str:

@@ -263,6 +263,19 @@ def test_missing_runs_are_listed_until_there_are_records(tmp_path) -> None:
     assert leading in page.text([dataclasses.replace(paper, central=["table1-a"])], outcomes)
 
 
+def test_costs_count_each_run_once(tmp_path) -> None:
+    content = copy.deepcopy(GOOD)
+    first = content["claims"]["table1-a"]
+    content["claims"]["table1-b"] = {**first, "test": {"difference": {"higher": "b", "lower": "c"}}}
+    content["claims"]["table1-c"] = {**first, "tier": "B", "test": {"difference": {"higher": "a", "lower": "d"}}}
+    for row, seed, seconds in (("a", 0, 1800), ("d", 0, 900), ("d", 1, 900)):
+        (tmp_path / "r" / row).mkdir(parents=True, exist_ok=True)
+        record = {"seconds": seconds, "hardware": {"cpu_threads": 2}}
+        (tmp_path / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
+    lines = page.costs([read(tmp_path, content)], tmp_path).splitlines()
+    assert lines[2:] == ["| A | 5 | 30 | 15 | 1 | 1.0 |", "| B | 1 | 15 | 1 | 1 | 0.5 |"]
+
+
 def test_rows_may_be_numbers_of_one_file(tmp_path) -> None:
     paper = read(tmp_path, GOOD)
     [claim] = [claim for claim in paper.claims if claim.name == "table3-c"]
