@@ -159,8 +159,11 @@ def means(records: Records, rows: Sequence[str], metric: str) -> dict[str, float
     return {row: 100 * float(np.mean([own[seed] for seed in shared])) for row, own in runs.items()} if shared else None
 
 
-def ranked(ours: Sequence[float], expected: Sequence[float]) -> tuple[str, str]:
-    """Verdict and text of Spearman's rank correlation, by a permutation test."""
+def ranked(ours: Sequence[float], expected: Sequence[float]) -> tuple[str, str, float]:
+    """Verdict and text of Spearman's rank correlation, by a permutation test, and the smallest correlation told.
+
+    The last is infinite if not even the largest is told, as with many ties.
+    """
     own, wanted = (zscore(rankdata(values)) for values in (ours, expected))  # of which a permutation changes the order
 
     def correlation(values: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -172,7 +175,11 @@ def ranked(ours: Sequence[float], expected: Sequence[float]) -> tuple[str, str]:
         for side in ("greater", "less")
     )
     verdict = HOLDS if above.pvalue <= LEVEL else FAILS if below.pvalue <= LEVEL else OPEN
-    return verdict, f"rank correlation {above.statistic:+.2f} (p = {above.pvalue:.2g}; {len(ours)} rows"
+    null = np.sort(above.null_distribution)
+    first = len(null) - math.floor(LEVEL * len(null))
+    told = null[first:][null[first:] > null[first - 1] + 1e-9]  # more often than LEVEL if ties were counted by half
+    text = f"rank correlation {above.statistic:+.2f} (p = {above.pvalue:.2g}; {len(ours)} rows"
+    return verdict, text, float(told[0]) if len(told) else math.inf
 
 
 @dataclass(frozen=True)
@@ -200,9 +207,10 @@ class Ranked(Kind):
         found = means(records, self.rows, metric)
         if found is None:
             return Outcome(NOT_YET)
-        verdict, text = ranked(list(found.values()), list(self.expected.values()))
+        verdict, text, least = ranked(list(found.values()), list(self.expected.values()))
         seeds = set.intersection(*({run["seed"] for run in records[row]} for row in self.rows))
-        return Outcome(verdict, f"{text}, {count_of_seeds(len(seeds))})")
+        could_tell = "-" if math.isinf(least) else f"{least:.2f} (rank)"
+        return Outcome(verdict, f"{text}, {count_of_seeds(len(seeds))})", could_tell)
 
 
 @dataclass(frozen=True)
@@ -265,7 +273,9 @@ class Best(Kind):
         place = sorted(found.values(), reverse=True).index(found[self.row]) + 1
         seeds = count_of_seeds(min(len(other.by_seed) for other in apart.values()))
         text = f"{place}. of {len(found)} by the mean, {found[self.row]:.2f}; told above {len(below)}, below "
-        return Outcome(verdict, f"{text}{len(above)} of the others ({seeds})")
+        least = [smallest_told(other) for other in apart.values()]
+        could_tell = "-" if None in least else f"{max(one for one in least if one is not None):.2f}"
+        return Outcome(verdict, f"{text}{len(above)} of the others ({seeds})", could_tell)
 
 
 @dataclass(frozen=True)
@@ -304,7 +314,10 @@ class Oracle(Kind):
             f"seeds of one: {mean:+.2f} ({low:+.2f} to {high:+.2f})"
         )
         verdict = HOLDS if low > 0 else FAILS if high < 0 else OPEN
-        return Outcome(verdict, text, mean=mean, half_width=(high - low) / 2)
+        half = (high - low) / 2
+        # Welch's interval is t(0.975, df) standard errors wide, so both give what would be told with `POWER`.
+        least = half * (1 + stdtrit(test.df, POWER) / stdtrit(test.df, (1 + CONFIDENCE) / 2))
+        return Outcome(verdict, text, f"{least:.2f}", mean, half)
 
 
 def number_in(root: Path, record: str, key: str) -> float | None:

@@ -49,8 +49,9 @@ records that were there before this page did not change what stands for a claim.
 - **{VERDICTS[3]}**: some of the runs are missing. **{VERDICTS[4]}**: with the reason in place of a number.
 
 Differences are in percentage points, with their interval and the number of seeds. "Could tell" is the smallest
-difference that {round(100 * POWER)} of 100 repetitions would have told, with the spread that was found. Rank
-correlations are Spearman's, tested by permutation to one side at 5 %. A claim of tier A asks for {TIERS["A"]} seeds;
+difference that {round(100 * POWER)} of 100 repetitions would have told, with the spread that was found; of a row that
+is to be the best, that from the row where it is largest. Rank correlations are Spearman's, tested by permutation to one
+side at 5 %; they could tell the smallest one that passes. A claim of tier A asks for {TIERS["A"]} seeds;
 one of tier B for one, which tells nothing by itself and is there as a hint."""
 
 BUDGET = """\

@@ -107,6 +107,24 @@ def test_order_is_spearmans(seed: int) -> None:
     assert float(found.ours.partition("p = ")[2].partition(";")[0]) == pytest.approx(expected.pvalue, abs=0.02)
 
 
+@pytest.mark.parametrize(
+    ("rows", "least"),
+    # Critical values of Spearman's rank correlation to one side at 5 %, as tables of it have them.
+    [(4, 1.0), (5, 0.9), (6, 0.829), (7, 0.714), (9, 0.6)],
+)
+def test_orders_could_tell_the_critical_value_of_the_tables(rows: int, least: float) -> None:
+    paper = {f"r{n}": float(n) for n in range(rows)}
+    found = judged("order", {"paper": paper}, {name: runs(value / 100) for name, value in paper.items()})
+    assert found.could_tell.endswith(" (rank)")
+    assert float(found.could_tell.split()[0]) == pytest.approx(least, abs=0.006 if rows < 8 else 0.02)
+
+
+def test_an_order_with_too_many_ties_could_tell_nothing() -> None:
+    xs = {"a": 0, "b": 0, "c": 0, "d": 1}
+    found = judged("trend", {"xs": xs, "direction": "up"}, {name: runs(x / 10) for name, x in xs.items()})
+    assert (found.verdict, found.could_tell) == (OPEN, "-")
+
+
 @pytest.mark.parametrize(("direction", "verdict"), [("up", HOLDS), ("down", FAILS)])
 def test_trend_has_a_direction(direction: str, verdict: str) -> None:
     xs = {f"w{x}": x for x in (2, 3, 5, 8, 13)}
@@ -121,6 +139,8 @@ def test_best_of_rows() -> None:
     }
     assert judged("best", {"row": "a", "among": ["b", "c"]}, records).verdict == HOLDS
     assert judged("best", {"row": "b", "among": ["a", "c"]}, records).verdict == FAILS
+    pairs = [judged("difference", {"higher": "a", "lower": other}, records).could_tell for other in "bc"]
+    assert judged("best", {"row": "a", "among": ["b", "c"]}, records).could_tell == max(pairs, key=float) != min(pairs)
     noisy = {**records, "b": runs(0.8, 0.5, 0.75, 0.55, 0.76)}
     assert judged("best", {"row": "a", "among": ["b", "c"]}, noisy).verdict == OPEN
     assert judged("best", {"row": "a", "among": ["b", "d"]}, records).verdict == NOT_YET
@@ -146,6 +166,9 @@ def test_oracle_of_rows_is_compared_with_that_of_as_many_seeds(apart: bool, verd
     variances = [np.var(values, ddof=1) / 4 for values in (own, alone)]
     freedom = sum(variances) ** 2 / sum(variance**2 / 3 for variance in variances)
     assert found.half_width == pytest.approx(stats.t.ppf(0.975, freedom) * math.sqrt(sum(variances)))
+    error = found.half_width / stats.t.ppf(0.975, freedom)
+    least = error * (stats.t.ppf(0.975, freedom) + stats.t.ppf(0.8, freedom))
+    assert float(found.could_tell) == pytest.approx(least, abs=0.006)
     del records["b"][1:]
     assert judged("oracle", {"among": rows}, records).verdict == NOT_YET
 
