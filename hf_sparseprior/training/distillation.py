@@ -203,7 +203,8 @@ class Teacher:
     def __call__(self, pixel_values: Tensor, needs: frozenset[str], token_sources: Tensor | None = None) -> Any:
         """Outputs of the teacher, with hidden states and attentions where these are needed.
 
-        `token_sources` as in the model: with MixToken the teacher sees the patches that the student sees.
+        Logits are the classifier's alone, as a student's are in training: LV-ViT's model adds its tokens' logits to
+        them in evaluation. `token_sources` as in the model: with MixToken the teacher sees the student's patches.
         """
         mixed = {}
         if token_sources is not None:
@@ -215,13 +216,20 @@ class Teacher:
                 )
             check_mixtoken(self.model, self.name)
             mixed["token_sources"] = token_sources
-        return self.model(
-            pixel_values,
-            **mixed,
-            output_hidden_states="hidden_states" in needs,
-            output_attentions="attentions" in needs,
-            return_dict=True,
-        )
+        weight = getattr(self.model.config, "token_logits_weight", None)
+        try:
+            if weight is not None:
+                self.model.config.token_logits_weight = 0.0
+            return self.model(
+                pixel_values,
+                **mixed,
+                output_hidden_states="hidden_states" in needs,
+                output_attentions="attentions" in needs,
+                return_dict=True,
+            )
+        finally:
+            if weight is not None:
+                self.model.config.token_logits_weight = weight
 
 
 class Distillation:

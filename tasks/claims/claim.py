@@ -107,7 +107,10 @@ def read_paper(file: Path) -> Paper:
     Raises:
         ValueError: for what is no claim; the message names the file and the claim.
     """
-    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
     needed = {"title", "source", "claims"}
     _check_keys(content, needed | {"central"}, needed, str(file))
     if not isinstance(content["claims"], dict) or not content["claims"]:

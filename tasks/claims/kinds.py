@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -162,7 +163,7 @@ def means(records: Records, rows: Sequence[str], metric: str) -> dict[str, float
 def ranked(ours: Sequence[float], expected: Sequence[float]) -> tuple[str, str, float]:
     """Verdict and text of Spearman's rank correlation, by a permutation test, and the smallest correlation told.
 
-    The last is infinite if not even the largest is told, as with many ties.
+    The last is infinite if not even the largest is told, as with many ties among ours.
     """
     own, wanted = (zscore(rankdata(values)) for values in (ours, expected))  # of which a permutation changes the order
 
@@ -180,6 +181,48 @@ def ranked(ours: Sequence[float], expected: Sequence[float]) -> tuple[str, str, 
     told = null[first:][null[first:] > null[first - 1] + 1e-9]  # more often than LEVEL if ties were counted by half
     text = f"rank correlation {above.statistic:+.2f} (p = {above.pvalue:.2g}; {len(ours)} rows"
     return verdict, text, float(told[0]) if len(told) else math.inf
+
+
+@dataclass(frozen=True)
+class Pairs(Kind):
+    """Rows of `higher` are above those of `lower`, each above the one in its place, with which it shares its settings.
+
+    The rule for seeds is applied to pairs: of each, the difference of means over the seeds that both rows have.
+    """
+
+    higher: list[str]
+    lower: list[str]
+    paper: float | None = None
+    name: ClassVar[str] = "pairs"
+
+    @property
+    def rows(self) -> tuple[str, ...]:  # noqa: D102
+        return (*self.higher, *self.lower)
+
+    def check(self) -> None:  # noqa: D102
+        if not isinstance(self.higher, list) or not isinstance(self.lower, list):
+            raise ValueError("higher and lower must be lists of rows")
+        if len(self.higher) != len(self.lower) or len(self.higher) < FEWEST:
+            raise ValueError(f"higher and lower must name as many rows, {FEWEST} or more")
+        if len(set(self.rows)) < len(self.rows):
+            raise ValueError("each row must be in one pair alone, because pairs count as independent")
+        if self.paper is not None:
+            _number(self.paper, "paper")
+
+    def judge(self, records: Records, metric: str, root: Path) -> Outcome:  # noqa: D102
+        apart = [
+            differences({row: records.get(row, []) for row in (lower, higher)}, lower, metric).get(higher)
+            for higher, lower in zip(self.higher, self.lower, strict=True)
+        ]
+        if any(found is None for found in apart):
+            return Outcome(NOT_YET, paper=self.paper)
+        pairs = Difference({number: found.mean for number, found in enumerate(apart) if found is not None}, {})
+        mean, half, least = 100 * pairs.mean, 100 * (pairs.half_width or 0.0), smallest_told(pairs)
+        verdict = OPEN if not pairs.told else HOLDS if mean > 0 else FAILS
+        above = sum(difference > 0 for difference in pairs.by_seed.values())
+        seeds = count_of_seeds(min(len(found.by_seed) for found in apart if found is not None))
+        text = f"{mean:+.2f} ({mean - half:+.2f} to {mean + half:+.2f}; {len(apart)} pairs, {above} above, of {seeds})"
+        return Outcome(verdict, text, f"{least:.2f}", mean, half, self.paper)
 
 
 @dataclass(frozen=True)
@@ -202,6 +245,9 @@ class Ranked(Kind):
             if not isinstance(row, str):
                 raise ValueError(f"row {row!r} must be a text")
             _number(value, row)
+        ties = math.prod(math.factorial(count) for count in Counter(rows.values()).values())
+        if ties / math.factorial(len(rows)) > LEVEL:
+            raise ValueError(f"with so many ties among {len(rows)} rows no order could be told")
 
     def judge(self, records: Records, metric: str, root: Path) -> Outcome:  # noqa: D102
         found = means(records, self.rows, metric)
@@ -411,5 +457,5 @@ class Untried(Kind):
 
 
 KINDS: dict[str, type[Kind]] = {
-    kind.name: kind for kind in (HigherThan, SameOrder, Trend, Best, Oracle, Value, Bound, Untried)
+    kind.name: kind for kind in (HigherThan, Pairs, SameOrder, Trend, Best, Oracle, Value, Bound, Untried)
 }

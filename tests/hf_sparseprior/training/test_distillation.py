@@ -1,3 +1,4 @@
+import copy
 import math
 import os
 
@@ -129,6 +130,19 @@ def test_a_step_has_the_weighted_sum_of_the_losses(tmp_path):
     # Evaluation judges by the labels alone.
     plain = torch.nn.functional.cross_entropy(student.eval()(inputs["pixel_values"]).logits, inputs["labels"])
     assert trainer.compute_loss(student, inputs).item() == pytest.approx(plain.item(), rel=1e-6)
+
+
+def test_a_teacher_with_a_token_classifier_tells_what_its_classifier_says(tmp_path):
+    """Its own copy has nothing to learn from it, though in evaluation the teacher's model adds its tokens' logits."""
+    teacher = make_model(1, token_classifier=True)
+    student, inputs = copy.deepcopy(teacher).train(), batch()
+    trainer = make_trainer(student, Distillation({"class": 1.0}, Teacher(teacher)), tmp_path)
+    assert trainer.compute_loss(student, inputs).item() == pytest.approx(0, abs=1e-6)
+    assert teacher.config.token_logits_weight == 0.5
+    outputs = teacher(inputs["pixel_values"])
+    classifier = student(inputs["pixel_values"]).logits
+    assert (outputs.logits - classifier).abs().max() > 0.01
+    torch.testing.assert_close(outputs.logits, classifier + 0.5 * outputs.token_logits.amax(1))
 
 
 def test_the_teacher_sees_the_patches_that_mixtoken_gives_the_student(tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 import math
 from importlib import import_module
@@ -119,10 +120,54 @@ def test_orders_could_tell_the_critical_value_of_the_tables(rows: int, least: fl
     assert float(found.could_tell.split()[0]) == pytest.approx(least, abs=0.006 if rows < 8 else 0.02)
 
 
-def test_an_order_with_too_many_ties_could_tell_nothing() -> None:
-    xs = {"a": 0, "b": 0, "c": 0, "d": 1}
-    found = judged("trend", {"xs": xs, "direction": "up"}, {name: runs(x / 10) for name, x in xs.items()})
+@pytest.mark.parametrize("values", [(1, 1, 2, 3), (0, 0, 0, 1), (1, 1, 1, 1, 2)])
+def test_an_order_that_its_ties_leave_untold_is_refused(values: tuple[int, ...]) -> None:
+    rows = {f"r{n}": value for n, value in enumerate(values)}
+    orders = list(itertools.permutations(values))
+    assert orders.count(values) / len(orders) > 0.05
+    with pytest.raises(ValueError, match="ties"):
+        KINDS["order"].read({"paper": rows})
+    KINDS["order"].read({"paper": {**rows, "x": 7, "y": 8}})
+
+
+def test_ties_among_our_own_rows_tell_nothing() -> None:
+    paper = {name: float(n) for n, name in enumerate("abcd")}
+    found = judged("order", {"paper": paper}, {name: runs(0.5 + 0.1 * (name == "d")) for name in paper})
     assert (found.verdict, found.could_tell) == (OPEN, "-")
+
+
+# ---- pairs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shift", [-0.02, 0.0, 0.02])
+def test_pairs_are_a_paired_t_test_over_settings(shift: float) -> None:
+    random, rows = np.random.default_rng(3), "abcdef"
+    lower = 0.5 + 0.1 * random.standard_normal((6, 2))
+    higher = lower + shift + 0.005 * random.standard_normal((6, 2))
+    records = {f"{row}{side}": runs(*of[n]) for n, row in enumerate(rows) for side, of in (("1", higher), ("0", lower))}
+    settings = {"higher": [f"{row}1" for row in rows], "lower": [f"{row}0" for row in rows]}
+    found = judged("pairs", settings, records)
+    low, high = stats.ttest_rel(higher.mean(1), lower.mean(1)).confidence_interval(0.95)
+    assert found.verdict == (HOLDS if low > 0 else FAILS if high < 0 else OPEN)
+    assert found.mean - found.half_width == pytest.approx(100 * low)
+    assert f"{100 * low:+.2f} to {100 * high:+.2f}; 6 pairs" in found.ours and "2 seeds" in found.ours
+    assert float(found.could_tell) > 0
+    del records["a0"]
+    assert judged("pairs", settings, records).verdict == NOT_YET
+
+
+@pytest.mark.parametrize(
+    ("higher", "lower", "message"),
+    [
+        (["a", "b"], ["c", "d"], "3 or more"),
+        (["a", "b", "c"], ["d", "e"], "as many rows"),
+        (["a", "b", "c"], ["d", "d", "d"], "one pair alone"),
+        ("a", ["d"], "lists of rows"),
+    ],
+)
+def test_bad_pairs_are_refused(higher: object, lower: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KINDS["pairs"].read({"higher": higher, "lower": lower})
 
 
 @pytest.mark.parametrize(("direction", "verdict"), [("up", HOLDS), ("down", FAILS)])
@@ -262,6 +307,13 @@ def test_bad_file_is_refused_by_name(tmp_path, path: tuple, value: object, messa
     with pytest.raises(ValueError, match=message) as found:
         read(tmp_path, content)
     assert "paper.yaml" in str(found.value) and "\n" not in str(found.value)
+
+
+def test_a_file_that_is_no_yaml_is_refused_in_one_line(tmp_path) -> None:
+    (tmp_path / "paper.yaml").write_text("claims: a: b\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"paper\.yaml is no YAML: mapping values") as found:
+        read_paper(tmp_path / "paper.yaml")
+    assert "\n" not in str(found.value)
 
 
 def test_missing_runs_are_listed_until_there_are_records(tmp_path) -> None:

@@ -5,6 +5,7 @@ import torch
 
 from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.analysis.paper_numbers import UP_SHARES, masked_pruning_flops, sparsifiner_mhsa
+from hf_sparseprior.extras import EXTRAS
 from hf_sparseprior.prior import pruning_of
 from hf_sparseprior.sparsifiner import Sparsifiner
 from tasks.classification.compare import load_comparison
@@ -77,7 +78,7 @@ def comparisons():
 
 @pytest.mark.parametrize("table", PRINTED)
 def test_the_rows_are_those_of_the_table(comparisons, table):
-    ours = {4: ["dense"]}.get(table, [])
+    ours = {1: ["sparsif_0.2"], 4: ["dense"]}.get(table, [])
     assert list(comparisons[table].configs) == [*PRINTED[table], *ours]
 
 
@@ -107,4 +108,21 @@ def test_reduced_comparisons_have_the_same_rows(comparisons, table):
 
 
 def _rates(prior):
-    return {part: settings for part, settings in prior.items() if settings}
+    """The parts that there are, without the blocks of EViT, which drops tokens a block earlier in the small form."""
+    parts = {part: settings for part, settings in prior.items() if settings}
+    if "extras" in parts:
+        parts["extras"] = [{key: value for key, value in extra.items() if key != "layers"} for extra in parts["extras"]]
+    return parts
+
+
+@pytest.mark.parametrize("rate", [0.7, 0.5])
+def test_in_small_both_ways_of_dropping_tokens_attend_as_often(rate):
+    small = load_comparison(TABLES / "sparsifiner_table1.yaml#small")
+    attended = {}
+    for name in ("evit", "dynamicvit"):
+        given = small.configs[f"{name}_{rate}"]["model"]["prior"]["extras"][0]
+        settings = {**EXTRAS[name].SETTINGS, **given}
+        attended[name] = [patches for patches, _ in EXTRAS[name].layer_tokens(settings, 4, 196)]
+    assert attended["evit"][0] == attended["dynamicvit"][0] == 196
+    for ours, theirs in zip(*attended.values(), strict=True):
+        assert abs(ours - theirs) <= 4
