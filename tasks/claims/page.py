@@ -42,7 +42,8 @@ INTRODUCTION = f"""\
 Each row is one claim of a paper, and what came out when we tried it, at the scale of two cores. This page is made from
 records by `python -m tasks.claims.page`; nothing in it is written by hand. Claims, and which runs stand for them, are
 in `configs/claims`. Models, schedules and rows were fixed before they were run, as the history of the repository shows;
-records that were there before this page did not change what stands for a claim.
+records that were there before this page did not change what stands for a claim. Claims were compared with the papers
+once more when some rows had been run, by readers who did not see the records; `git log configs/claims` has what it changed.
 
 - **{VERDICTS[0]}**, **{VERDICTS[1]}**: our rule tells it. {RULE}
 - **{VERDICTS[2]}**: the rule tells neither.
@@ -50,7 +51,8 @@ records that were there before this page did not change what stands for a claim.
 
 Differences are in percentage points, with their interval and the number of seeds. "Could tell" is the smallest
 difference that {round(100 * POWER)} of 100 repetitions would have told, with the spread that was found; of a row that
-is to be the best, that from the row where it is largest. Rank correlations are Spearman's, tested by permutation to one
+is to be the best, that from the row where it is largest. Where rows of two kinds share all other settings, the rule is
+applied to the pairs of them in place of seeds. Rank correlations are Spearman's, tested by permutation to one
 side at 5 %; they could tell the smallest one that passes. A claim of tier A asks for {TIERS["A"]} seeds;
 one of tier B for one, which tells nothing by itself and is there as a hint."""
 
