@@ -30,7 +30,7 @@ from tasks.claims.kinds import (
     number_in,
 )
 from tasks.common.command import run_command
-from tasks.common.paired import ACCURACY, RULE
+from tasks.common.paired import RULE
 from tasks.common.results import read_results
 from tasks.common.tables import markdown_table
 
@@ -43,7 +43,7 @@ Each row is one claim of a paper, and what came out when we tried it, at the sca
 records by `python -m tasks.claims.page`; nothing in it is written by hand. Claims, and which runs stand for them, are
 in `configs/claims`. Models, schedules and rows were fixed before they were run, as the history of the repository shows;
 records that were there before this page did not change what stands for a claim. Claims were compared with the papers
-once more when some rows had been run, by readers who did not see the records; `git log configs/claims` has what it changed.
+once more when some rows had been run; `git log configs/claims` has what that changed.
 
 - **{VERDICTS[0]}**, **{VERDICTS[1]}**: our rule tells it. {RULE}
 - **{VERDICTS[2]}**: the rule tells neither.
@@ -57,8 +57,8 @@ side at 5 %; they could tell the smallest one that passes. A claim of tier A ask
 one of tier B for one, which tells nothing by itself and is there as a hint."""
 
 BUDGET = """\
-Runs that claims ask for, each counted once, and the hours of one core for which the models were trained and tested that
-are recorded. What comes before, as UPop's search or a teacher, is not in them, nor are counted numbers, times and analyses."""
+Runs that claims ask for, each counted once, and the hours of one core for which models were trained and tested. What comes
+before, as UPop's search or a teacher, is not in them, nor are counted numbers, times and analyses."""
 CENTRAL = "Claims of the abstracts and of the first tables, chosen by hand (`central` in `configs/claims`)."
 
 
@@ -202,20 +202,17 @@ def _drawn(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome]) -> list[tu
 
 
 def _labels(claims: Sequence[Claim]) -> list[str]:
-    """What is compared, and where the paper says so; with the records' folder and metric where that is not unique."""
+    """Where the paper says it, what is compared, and the folder of records; the metric where that is not unique."""
     labels = []
     for claim in claims:
-        test = claim.test
+        test, compared = claim.test, claim.name
         if isinstance(test, HigherThan):
-            margin = f" - {test.margin:g}" if test.margin else ""
-            labels.append(f"{claim.where}: {test.higher} > {test.lower}{margin}")
-        else:
-            labels.append(f"{claim.where}: {claim.name}")
+            compared = f"{test.higher} > {test.lower}" + (f" - {test.margin:g}" if test.margin else "")
+        labels.append(f"{claim.where}: {compared} ({Path(claim.records or '').name})")
     often = Counter(labels)
     for place, claim in enumerate(claims):
         if often[labels[place]] > 1:
-            metric = "" if claim.metric == ACCURACY else f", {claim.metric}"
-            labels[place] += f" ({Path(claim.records or '').name}{metric})"
+            labels[place] = f"{labels[place][:-1]}, {claim.metric.removeprefix('test_')})"
     return labels
 
 
@@ -257,7 +254,9 @@ def draw(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome], path: Path) 
         axis.set_title(task, fontsize=8, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="x", alpha=0.25)
-    axes[-1, 0].set_xlabel("difference, percentage points; the claim is that it is right of 0, or of the margin")
+    figure.supxlabel(
+        "difference in percentage points: the claim says that it is above 0, or above the margin", fontsize=9
+    )
     figure.suptitle(paper.title, fontsize=10)
     figure.legend(labels.values(), labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     return pictures.save(figure, path)
