@@ -57,8 +57,8 @@ side at 5 %; they could tell the smallest one that passes. A claim of tier A ask
 one of tier B for one, which tells nothing by itself and is there as a hint."""
 
 BUDGET = """\
-Runs that claims ask for, each counted once, and the hours of one core for which models were trained and tested. What comes
-before, as UPop's search or a teacher, is not in them, nor are counted numbers, times and analyses."""
+Runs that claims ask for, each counted once, and the hours of one core for which models were trained and tested. What
+comes before, as UPop's search or a teacher, is not in them, nor are counted numbers, times and analyses."""
 CENTRAL = "Claims of the abstracts and of the first tables, chosen by hand (`central` in `configs/claims`)."
 
 
