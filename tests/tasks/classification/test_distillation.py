@@ -244,7 +244,8 @@ def test_every_shipped_configuration_builds_its_model(name):
     assert (built.hidden_size, built.num_attention_heads, built.grid[0] * built.grid[1] + 1) == sizes[base]
     phase = DistillationConfig(**config["distillation"])
     assert config["trainer"].get("ema_decay") is None
-    epochs = {"digits": {5: 10, 40: 10}, "cifar10": {5: 2, 40: 2}}.get(model_name.split("_")[0], {5: 5, 40: 40})
+    small = {"digits": {5: 10, 40: 10}, "cifar10_small_40": {5: 10, 40: 10}, "cifar10_small": {5: 2, 40: 2}}
+    epochs = small.get(base, {5: 5, 40: 40})
     if phase_name == "predictor":
         assert built.prior_name == "sparsifiner" and phase.phase == "predictor"
         assert phase.weights() == {"labels": 0, "token": 0, "class": 0, "attention": 1}
