@@ -98,15 +98,6 @@ def _number(value: Any, name: str) -> None:
         raise ValueError(f"{name}={value!r} must be a number")
 
 
-def interval(difference: Difference) -> str:
-    """Mean in points with its interval and the number of seeds."""
-    mean, count = 100 * difference.mean, len(difference.by_seed)
-    if difference.half_width is None:
-        return f"{mean:+.2f} ({count_of_seeds(count)})"
-    half = 100 * difference.half_width
-    return f"{mean:+.2f} ({mean - half:+.2f} to {mean + half:+.2f}; {count_of_seeds(count)})"
-
-
 def smallest_told(difference: Difference) -> float | None:
     """The difference in points that would be told with a probability of `POWER`, with the spread that was found; None
     with fewer seeds than the rule asks for.
@@ -115,6 +106,22 @@ def smallest_told(difference: Difference) -> float | None:
     if difference.error is None or count < FEWEST:
         return None
     return 100 * float(stdtrit(count - 1, (1 + CONFIDENCE) / 2) + stdtrit(count - 1, POWER)) * difference.error
+
+
+def outcome_of(difference: Difference, counted: str, paper: float | None, margin: float = 0.0) -> Outcome:
+    """What came out of a difference that should be above 0, or at most `margin` points below.
+
+    counted: what its interval is over, as text. paper: the paper's, in points.
+    """
+    mean, least = 100 * difference.mean, smallest_told(difference)
+    could_tell = "-" if least is None else f"{least:.2f}"
+    if difference.half_width is None:
+        return Outcome(OPEN, f"{mean:+.2f} ({counted})", could_tell, mean, None, paper)
+    half, verdict = 100 * difference.half_width, OPEN
+    if difference.told is not None:
+        verdict = HOLDS if mean - half > -margin else FAILS if mean + half < -margin else OPEN
+    text = f"{mean:+.2f} ({mean - half:+.2f} to {mean + half:+.2f}; {counted})"
+    return Outcome(verdict, text, could_tell, mean, half, paper)
 
 
 @dataclass(frozen=True)
@@ -144,13 +151,7 @@ class HigherThan(Kind):
         found = differences(records, self.lower, metric).get(self.higher) if self.lower in records else None
         if found is None:
             return Outcome(NOT_YET, paper=self.paper)
-        least = smallest_told(found)
-        half = None if found.half_width is None else 100 * found.half_width
-        verdict, mean = OPEN, 100 * found.mean
-        if found.told is not None and half is not None:
-            verdict = HOLDS if mean - half > -self.margin else FAILS if mean + half < -self.margin else OPEN
-        could_tell = "-" if least is None else f"{least:.2f}"
-        return Outcome(verdict, interval(found), could_tell, mean, half, self.paper)
+        return outcome_of(found, count_of_seeds(len(found.by_seed)), self.paper, self.margin)
 
 
 def means(records: Records, rows: Sequence[str], metric: str) -> dict[str, float] | None:
@@ -178,7 +179,7 @@ def ranked(ours: Sequence[float], expected: Sequence[float]) -> tuple[str, str, 
     verdict = HOLDS if above.pvalue <= LEVEL else FAILS if below.pvalue <= LEVEL else OPEN
     null = np.sort(above.null_distribution)
     first = len(null) - math.floor(LEVEL * len(null))
-    told = null[first:][null[first:] > null[first - 1] + 1e-9]  # more often than LEVEL if ties were counted by half
+    told = null[first:][null[first:] > null[first - 1] + 1e-9]  # a value that stands below, too, comes out too often
     text = f"rank correlation {above.statistic:+.2f} (p = {above.pvalue:.2g}; {len(ours)} rows"
     return verdict, text, float(told[0]) if len(told) else math.inf
 
@@ -217,12 +218,9 @@ class Pairs(Kind):
         if any(found is None for found in apart):
             return Outcome(NOT_YET, paper=self.paper)
         pairs = Difference({number: found.mean for number, found in enumerate(apart) if found is not None}, {})
-        mean, half, least = 100 * pairs.mean, 100 * (pairs.half_width or 0.0), smallest_told(pairs)
-        verdict = OPEN if not pairs.told else HOLDS if mean > 0 else FAILS
         above = sum(difference > 0 for difference in pairs.by_seed.values())
         seeds = count_of_seeds(min(len(found.by_seed) for found in apart if found is not None))
-        text = f"{mean:+.2f} ({mean - half:+.2f} to {mean + half:+.2f}; {len(apart)} pairs, {above} above, of {seeds})"
-        return Outcome(verdict, text, f"{least:.2f}", mean, half, self.paper)
+        return outcome_of(pairs, f"{len(apart)} pairs, {above} above, of {seeds}", self.paper)
 
 
 @dataclass(frozen=True)

@@ -254,9 +254,7 @@ def draw(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome], path: Path) 
         axis.set_title(task, fontsize=8, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="x", alpha=0.25)
-    figure.supxlabel(
-        "difference in percentage points: the claim says that it is above 0, or above the margin", fontsize=9
-    )
+    axes[-1, 0].set_xlabel("percentage points; the claim says above 0, or above the margin", fontsize=9)
     figure.suptitle(paper.title, fontsize=10)
     figure.legend(labels.values(), labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     return pictures.save(figure, path)

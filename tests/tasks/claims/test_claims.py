@@ -429,12 +429,14 @@ def test_rows_of_claims_are_rows_of_their_comparison_and_records_are_of_it(place
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
 def test_labels_of_a_picture_are_unique_and_name_what_is_compared(paper: object) -> None:
-    claims = [claim for claim in paper.claims if claim.test.name in ("difference", "oracle") and claim.keys is None]
+    claims = [
+        claim for claim in paper.claims if claim.test.name in ("difference", "pairs", "oracle") and claim.keys is None
+    ]
     labels = page._labels(claims)
     assert len(set(labels)) == len(labels) == len(claims) > 0
     for claim, label in zip(claims, labels, strict=True):
         assert label.startswith(claim.where)
-        assert all(row in label for row in claim.test.rows) or claim.test.name == "oracle"
+        assert all(row in label for row in claim.test.rows) or claim.test.name in ("pairs", "oracle")
 
 
 def test_every_verdict_and_kind_is_explained() -> None:
