@@ -57,7 +57,7 @@ TABLES = [
 STARTS = [*shipped.cells("classification/imagenet.yaml"), *shipped.cells("classification/sparsifiner.yaml")]
 STARTS += ["classification/deit_tiny_384.yaml"]
 # With the schedule of recipes/paired.yaml.
-PAIRED = ("#paired", "/curve_order.yaml", "/families_small.yaml", "/vio_paired.yaml")
+PAIRED = ("#paired", "/curve_order.yaml", "/families_small.yaml", "/vio_paired.yaml", "/vio_paired_projection.yaml")
 
 
 def is_small(name: str) -> bool:

@@ -777,9 +777,10 @@ def test_sparsifiners_table_1_counts_masks(keep_rate):
 
 def test_numbers_without_a_formula_are_not_reproduced():
     of_sparsifiner = [number for number in unexplained_numbers() if "Sparsifiner" in number.source]
-    assert len(of_sparsifiner) == 4
+    of_table_2 = [number for number in of_sparsifiner if "Table 2" in number.source]
+    assert len(of_sparsifiner) == 9 and len(of_table_2) == 5
     for number in of_sparsifiner:
-        assert abs(number.count - number.printed) > 0.1
+        assert (abs(number.count - number.printed) < 0.1) == (number in of_table_2)  # those miss the last digit alone
     for number in unexplained_numbers():
         decimals = len(f"{number.printed:g}".partition(".")[2])
         assert round(number.count, decimals) != number.printed and number.includes
