@@ -76,6 +76,12 @@ class Claim:
         """How many seeds it asks for."""
         return TIERS[self.tier] if self.tier is not None else 0
 
+    def runs(self, root: Path) -> dict[tuple[str, int], Path]:
+        """The records that it asks for, by row and seed; none if it reads numbers of one file."""
+        rows = self.test.rows if self.keys is None else ()
+        folder = root / (self.records or "")
+        return {(row, seed): folder / row / f"seed{seed}.json" for row in rows for seed in range(self.seeds)}
+
 
 @dataclass(frozen=True)
 class Paper:

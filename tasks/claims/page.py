@@ -122,18 +122,11 @@ def overview(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome
 
 def costs(papers: Iterable[Paper], root: Path) -> str:
     """How many runs each tier asks for and has, and how long they took, as a Markdown table."""
-    claims = [claim for paper in papers for claim in paper.claims if claim.test.rows and claim.keys is None]
+    claims = [claim for paper in papers for claim in paper.claims]
     counted: set[Path] = set()
     rows = []
     for tier, seeds in TIERS.items():
-        own = [claim for claim in claims if claim.tier == tier]
-        runs = {
-            root / (claim.records or "") / row / f"seed{seed}.json"
-            for claim in own
-            for row in claim.test.rows
-            for seed in range(seeds)
-        }
-        runs -= counted
+        runs = {run for claim in claims if claim.tier == tier for run in claim.runs(root).values()} - counted
         counted |= runs
         found = [read_results(run) for run in sorted(runs) if run.is_file()]
         hours = sum(run["seconds"] * run["hardware"]["cpu_threads"] for run in found) / 3600

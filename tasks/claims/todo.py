@@ -21,16 +21,13 @@ Place = tuple[str, str, str]
 def missing(papers: list[Paper], root: Path, tier: str | None = None) -> dict[Place, dict[str, set[int]]]:
     """By (task, config, records): the seeds that each row lacks, of 0 to the claim's number of them."""
     found: dict[Place, dict[str, set[int]]] = {}
-    for claim in (claim for paper in papers for claim in paper.claims if claim.test.rows and claim.keys is None):
-        if tier not in (None, claim.tier):
-            continue
-        assert claim.task is not None and claim.config is not None and claim.records is not None
-        rows = found.setdefault((claim.task, claim.config, claim.records), {})
-        for row in claim.test.rows:
-            lacks = {n for n in range(claim.seeds) if not (root / claim.records / row / f"seed{n}.json").is_file()}
-            rows[row] = rows.get(row, set()) | lacks
-    found = {place: {row: seeds for row, seeds in rows.items() if seeds} for place, rows in found.items()}
-    return {place: rows for place, rows in found.items() if rows}
+    for claim in (claim for paper in papers for claim in paper.claims if tier in (None, claim.tier)):
+        for (row, seed), run in claim.runs(root).items():
+            if not run.is_file():
+                assert claim.task is not None and claim.config is not None and claim.records is not None
+                place = (claim.task, claim.config, claim.records)
+                found.setdefault(place, {}).setdefault(row, set()).add(seed)
+    return found
 
 
 def missing_analyses(papers: list[Paper], root: Path) -> list[str]:
