@@ -41,11 +41,11 @@ def pyplot() -> Any:
     return plt
 
 
-def save(figure: Any, path: str | os.PathLike) -> Path:
-    """Write a figure and free it."""
+def save(figure: Any, path: str | os.PathLike, metadata: Mapping[str, str] | None = None) -> Path:
+    """Write a figure and free it. metadata: texts that the file holds besides, as "Description" of a PNG."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
+    figure.savefig(path, dpi=DPI, metadata=metadata)
     pyplot().close(figure)
     return path
 

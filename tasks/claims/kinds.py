@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import ndtri, stdtrit
 from scipy.stats import permutation_test, rankdata, ttest_ind, zscore
 
 from tasks.common.metrics import unpack_correct
@@ -29,6 +29,7 @@ POWER = 0.8
 LEVEL = 0.05  # of rank correlations, to one side
 FEWEST_RANKED = 4  # three rows in order come out by chance once in six times
 PERMUTATIONS = 20_000
+AT_LEAST = "at least"
 
 Records = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -38,7 +39,8 @@ class Outcome:
     """What came out.
 
     verdict: one of `VERDICTS`. ours: our number, as text. could_tell: the smallest difference that could have been
-    told, as text. mean, half_width: of a difference, in points. paper: the paper's difference, in points.
+    told, as text. mean, half_width: of a difference, in points; without a half_width nothing is told. paper: the
+    paper's difference, in points.
     """
 
     verdict: str
@@ -108,20 +110,34 @@ def smallest_told(difference: Difference) -> float | None:
     return 100 * float(stdtrit(count - 1, (1 + CONFIDENCE) / 2) + stdtrit(count - 1, POWER)) * difference.error
 
 
+def could_tell(found: Sequence[Difference]) -> str:
+    """The smallest difference that could have been told, as text, in points; of several, that where it is largest.
+
+    With too few seeds for the rule: the least that the test images alone allow, to which seeds add; "-" if it is not
+    known which images were right.
+    """
+    least = [smallest_told(one) for one in found]
+    if None not in least:
+        return f"{max(one for one in least if one is not None):.2f}"
+    errors = [max(one.image_errors.values(), default=None) for one in found]
+    if None in errors or not errors:
+        return "-"
+    by_images = 100 * float(ndtri((1 + CONFIDENCE) / 2) + ndtri(POWER)) * max(e for e in errors if e is not None)
+    return f"{AT_LEAST} {by_images:.2f}"
+
+
 def outcome_of(difference: Difference, counted: str, paper: float | None, margin: float = 0.0) -> Outcome:
     """What came out of a difference that should be above 0, or at most `margin` points below.
 
     counted: what its interval is over, as text. paper: the paper's, in points.
     """
-    mean, least = 100 * difference.mean, smallest_told(difference)
-    could_tell = "-" if least is None else f"{least:.2f}"
-    if difference.half_width is None:
-        return Outcome(OPEN, f"{mean:+.2f} ({counted})", could_tell, mean, None, paper)
-    half, verdict = 100 * difference.half_width, OPEN
-    if difference.told is not None:
-        verdict = HOLDS if mean - half > -margin else FAILS if mean + half < -margin else OPEN
+    mean, least = 100 * difference.mean, could_tell([difference])
+    if difference.half_width is None or difference.told is None:
+        return Outcome(OPEN, f"{mean:+.2f} ({counted})", least, mean, None, paper)
+    half = 100 * difference.half_width
+    verdict = HOLDS if mean - half > -margin else FAILS if mean + half < -margin else OPEN
     text = f"{mean:+.2f} ({mean - half:+.2f} to {mean + half:+.2f}; {counted})"
-    return Outcome(verdict, text, could_tell, mean, half, paper)
+    return Outcome(verdict, text, least, mean, half, paper)
 
 
 @dataclass(frozen=True)
@@ -224,6 +240,45 @@ class Pairs(Kind):
 
 
 @dataclass(frozen=True)
+class Contrast(Kind):
+    """One difference is larger than another, or with a `margin` at most so many points smaller.
+
+    larger, smaller: of each difference, the row above and the row below. paper: larger minus smaller.
+    """
+
+    larger: list[str]
+    smaller: list[str]
+    paper: float | None = None
+    margin: float = 0.0
+    name: ClassVar[str] = "contrast"
+
+    @property
+    def rows(self) -> tuple[str, ...]:  # noqa: D102
+        return tuple(dict.fromkeys((*self.larger, *self.smaller)))
+
+    def check(self) -> None:  # noqa: D102
+        for name in ("larger", "smaller"):
+            if not isinstance(rows := getattr(self, name), list) or len(rows) != 2 or rows[0] == rows[1]:
+                raise ValueError(f"{name}={rows!r} must be a list of two rows, the first minus the second")
+        if self.larger == self.smaller:
+            raise ValueError(f"{self.larger} is compared with itself")
+        for name in ("paper", "margin"):
+            if (value := getattr(self, name)) is not None:
+                _number(value, name)
+        if self.margin < 0:
+            raise ValueError(f"margin={self.margin} must be 0 or more")
+
+    def judge(self, records: Records, metric: str, root: Path) -> Outcome:  # noqa: D102
+        runs = {row: {run["seed"]: run["metrics"][metric] for run in records.get(row, ())} for row in self.rows}
+        shared = sorted(set.intersection(*(set(own) for own in runs.values())))
+        if not shared:
+            return Outcome(NOT_YET, paper=self.paper)
+        (a, b), (c, d) = ([runs[row] for row in rows] for rows in (self.larger, self.smaller))
+        found = Difference({seed: a[seed] - b[seed] - c[seed] + d[seed] for seed in shared}, {})
+        return outcome_of(found, count_of_seeds(len(shared)), self.paper, self.margin)
+
+
+@dataclass(frozen=True)
 class Ranked(Kind):
     """What rank correlations have in common."""
 
@@ -253,8 +308,8 @@ class Ranked(Kind):
             return Outcome(NOT_YET)
         verdict, text, least = ranked(list(found.values()), list(self.expected.values()))
         seeds = set.intersection(*({run["seed"] for run in records[row]} for row in self.rows))
-        could_tell = "-" if math.isinf(least) else f"{least:.2f} (rank)"
-        return Outcome(verdict, f"{text}, {count_of_seeds(len(seeds))})", could_tell)
+        told = "-" if math.isinf(least) else f"{least:.2f} (rank)"
+        return Outcome(verdict, f"{text}, {count_of_seeds(len(seeds))})", told)
 
 
 @dataclass(frozen=True)
@@ -317,9 +372,7 @@ class Best(Kind):
         place = sorted(found.values(), reverse=True).index(found[self.row]) + 1
         seeds = count_of_seeds(min(len(other.by_seed) for other in apart.values()))
         text = f"{place}. of {len(found)} by the mean, {found[self.row]:.2f}; told above {len(below)}, below "
-        least = [smallest_told(other) for other in apart.values()]
-        could_tell = "-" if None in least else f"{max(one for one in least if one is not None):.2f}"
-        return Outcome(verdict, f"{text}{len(above)} of the others ({seeds})", could_tell)
+        return Outcome(verdict, f"{text}{len(above)} of the others ({seeds})", could_tell(list(apart.values())))
 
 
 @dataclass(frozen=True)
@@ -384,57 +437,94 @@ def number_in(root: Path, record: str, key: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Value(Kind):
-    """A number in a record is `expected`, up to `tolerance`.
+class OfRecord(Kind):
+    """What numbers that stand in a record have in common.
 
-    key: parts with slashes between them. saved_of: key of a number; ours is by how many percent the first is less.
+    key: parts with slashes between them. unit: of ours, as text. less: what is taken from the number, as a dense
+    model's parameters. over: key of a number that it is divided by, as a dense model's memory. saved_of: key of a
+    number; ours is by how many percent the first is less. low, high: keys of the ends of its interval, by which the
+    claim is judged then, as the quartiles of a measured time.
     """
 
     record: str
     key: str
-    expected: float
-    tolerance: float
     unit: str = ""
+    less: float = 0.0
+    over: str | None = None
     saved_of: str | None = None
-    name: ClassVar[str] = "value"
+    low: str | None = None
+    high: str | None = None
 
     def check(self) -> None:  # noqa: D102
-        _number(self.expected, "expected")
-        _number(self.tolerance, "tolerance")
+        _number(self.less, "less")
+        if (self.low is None) != (self.high is None):
+            raise ValueError("it needs both of low and high, or neither")
+        if sum((self.less != 0, self.over is not None, self.saved_of is not None)) > 1:
+            raise ValueError("it takes one of less, over and saved_of")
+
+    def good(self, value: float) -> bool:
+        """Whether the number is what the claim says."""
+        raise NotImplementedError
+
+    def _ours(self, root: Path, key: str) -> float | None:
+        value, divisor = number_in(root, self.record, key), self.over or self.saved_of
+        if value is None or divisor is None:
+            return None if value is None else value - self.less
+        share = value / (number_in(root, self.record, divisor) or math.nan)
+        return share if self.over is not None else 100 * (1 - share)
 
     def judge(self, records: Records, metric: str, root: Path) -> Outcome:  # noqa: D102
-        value = number_in(root, self.record, self.key)
+        value = self._ours(root, self.key)
         if value is None:
             return Outcome(NOT_YET)
-        if self.saved_of is not None:
-            value = 100 * (1 - value / (number_in(root, self.record, self.saved_of) or math.nan))
-        # A number that is half of the last printed digit away is as near.
-        near = abs(value - self.expected) <= self.tolerance * (1 + 1e-9)
-        return Outcome(HOLDS if near else FAILS, f"{value:.5g} {self.unit}".strip())
+        ends = [self._ours(root, key) for key in (self.low, self.high) if key is not None]
+        good = [self.good(end) for end in ends if end is not None] or [self.good(value)]
+        verdict = HOLDS if all(good) else OPEN if any(good) else FAILS
+        text = f"{as_text(value)} {self.unit}".strip()
+        if ends:
+            text += f" ({' to '.join(as_text(end) for end in ends if end is not None)})"
+        return Outcome(verdict, text)
+
+
+def as_text(value: float) -> str:
+    """A number with five digits, or a large one without a fraction."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"
 
 
 @dataclass(frozen=True)
-class Bound(Kind):
+class Value(OfRecord):
+    """A number in a record is `expected`, up to `tolerance`."""
+
+    expected: float = field(kw_only=True)
+    tolerance: float = field(kw_only=True)
+    name: ClassVar[str] = "value"
+
+    def check(self) -> None:  # noqa: D102
+        super().check()
+        _number(self.expected, "expected")
+        _number(self.tolerance, "tolerance")
+
+    def good(self, value: float) -> bool:  # noqa: D102
+        # A number that is half of the last printed digit away is as near.
+        return abs(value - self.expected) <= self.tolerance * (1 + 1e-9)
+
+
+@dataclass(frozen=True)
+class Bound(OfRecord):
     """A number in a record is at least or at most so large."""
 
-    record: str
-    key: str
-    at_least: float | None = None
-    at_most: float | None = None
-    unit: str = ""
+    at_least: float | None = field(default=None, kw_only=True)
+    at_most: float | None = field(default=None, kw_only=True)
     name: ClassVar[str] = "bound"
 
     def check(self) -> None:  # noqa: D102
+        super().check()
         if (self.at_least is None) == (self.at_most is None):
             raise ValueError("it needs one of at_least and at_most")
         _number(self.at_most if self.at_least is None else self.at_least, "the bound")
 
-    def judge(self, records: Records, metric: str, root: Path) -> Outcome:  # noqa: D102
-        value = number_in(root, self.record, self.key)
-        if value is None:
-            return Outcome(NOT_YET)
-        good = value >= self.at_least if self.at_least is not None else value <= (self.at_most or 0.0)
-        return Outcome(HOLDS if good else FAILS, f"{value:.5g} {self.unit}".strip())
+    def good(self, value: float) -> bool:  # noqa: D102
+        return value >= self.at_least if self.at_least is not None else value <= (self.at_most or 0.0)
 
 
 @dataclass(frozen=True)
@@ -455,5 +545,5 @@ class Untried(Kind):
 
 
 KINDS: dict[str, type[Kind]] = {
-    kind.name: kind for kind in (HigherThan, Pairs, SameOrder, Trend, Best, Oracle, Value, Bound, Untried)
+    kind.name: kind for kind in (HigherThan, Pairs, Contrast, SameOrder, Trend, Best, Oracle, Value, Bound, Untried)
 }

@@ -6,17 +6,22 @@ these alone. --check writes nothing, and fails if the page is not what the recor
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.files import write_text
 from tasks.claims import commands
 from tasks.claims.claim import BUDGETS, TIERS, Claim, Paper, read_papers
 from tasks.claims.kinds import (
+    AT_LEAST,
     FAILS,
     HOLDS,
     NOT_YET,
@@ -30,12 +35,13 @@ from tasks.claims.kinds import (
     number_in,
 )
 from tasks.common.command import run_command
-from tasks.common.paired import RULE
+from tasks.common.paired import FEWEST, RULE
 from tasks.common.results import read_results
 from tasks.common.tables import markdown_table
 
 ROOT = Path(__file__).parents[2]
 CLAIMS = Path("configs/claims")
+THE_PAPER, FEW, MARGIN = "the paper", f"fewer than {FEWEST} seeds", "the claim's margin"  # of pictures
 PAGE = Path("docs/claims.md")
 COLOURS = {HOLDS: "#7a9e48", FAILS: pictures.ACCENT, OPEN: pictures.INK, NOT_YET: "#999999"}
 INTRODUCTION = f"""\
@@ -47,18 +53,23 @@ once more when some rows had been run; `git log configs/claims` has what that ch
 
 - **{VERDICTS[0]}**, **{VERDICTS[1]}**: our rule tells it. {RULE}
 - **{VERDICTS[2]}**: the rule tells neither.
-- **{VERDICTS[3]}**: some of the runs are missing. **{VERDICTS[4]}**: with the reason in place of a number.
+- **{VERDICTS[3]}**: some of the runs are missing, and a number is of those that are there. **{VERDICTS[4]}**: with the
+  reason in place of a number.
 
 Differences are in percentage points, with their interval and the number of seeds. "Could tell" is the smallest
 difference that {round(100 * POWER)} of 100 repetitions would have told, with the spread that was found; of a row that
-is to be the best, that from the row where it is largest. Where rows of two kinds share all other settings, the rule is
+is to be the best, that from the row where it is largest. With fewer than {FEWEST} seeds it is "{AT_LEAST}" what the
+test images alone would let be told, to which seeds add. Where rows of two kinds share all other settings, the rule is
 applied to the pairs of them in place of seeds. Rank correlations are Spearman's, tested by permutation to one
-side at 5 %; they could tell the smallest one that passes. A claim of tier A asks for {TIERS["A"]} seeds;
-one of tier B for one, which tells nothing by itself and is there as a hint."""
+side at 5 %; they could tell the smallest one that passes. A claim of tier A asks for {TIERS["A"]} seeds. One of tier B
+asks for one, which tells no difference and is there as a hint; some have more. The schedule of comparisons with
+"paired" in their names was chosen with dense attention alone ([how](../tasks/classification/RESULTS.md)), so if it
+suits a row more than others, then that one."""
 
 BUDGET = """\
-Runs that claims ask for, each counted once, and the hours of one core for which models were trained and tested. What
-comes before, as UPop's search or a teacher, is not in them, nor are counted numbers, times and analyses."""
+Runs that claims ask for, each counted once, and the hours of one core for which the models of all records were trained
+and tested that claims read, more seeds than asked for too. What comes before, as UPop's search or a teacher, is not in
+them, nor are counted numbers, times and analyses."""
 CENTRAL = "Claims of the abstracts and of the first tables, chosen by hand (`central` in `configs/claims`)."
 
 
@@ -82,7 +93,7 @@ def records_of(claim: Claim, root: Path) -> Records:
 
 
 def outcome(claim: Claim, root: Path) -> Outcome:
-    """What came out of a claim.
+    """What came out of a claim; not run yet, with a number if there can be one, until all its runs have a record.
 
     Raises:
         ValueError: for a damaged record, or one without the claim's metric.
@@ -91,7 +102,10 @@ def outcome(claim: Claim, root: Path) -> Outcome:
     for row, runs in records.items():
         if any(run["metrics"].get(claim.metric) is None for run in runs):
             raise ValueError(f"{claim.records}/{row}: a record has no {claim.metric}")
-    return claim.test.judge(records, claim.metric, root)
+    found = claim.test.judge(records, claim.metric, root)
+    if found.verdict != NOT_YET and not all(run.is_file() for run in claim.runs(root).values()):
+        return replace(found, verdict=NOT_YET)
+    return found
 
 
 # ---- text -----------------------------------------------------------------------------------------------------------
@@ -112,25 +126,49 @@ def text(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome]) -
 
 
 def overview(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome]) -> str:
-    """How many claims of each paper have which verdict, as a Markdown table."""
+    """How many claims of each paper, by what they were judged by, have which verdict, as a Markdown table."""
     rows = []
     for paper in papers:
-        counts = Counter(outcomes[paper.name, claim.name].verdict for claim in paper.claims)
-        rows.append([paper.title, str(len(paper.claims)), *(str(counts[verdict]) for verdict in VERDICTS)])
-    return markdown_table(("paper", "claims", *VERDICTS), rows)
+        for kind in dict.fromkeys(JUDGED_BY.values()):
+            own = [claim for claim in paper.claims if judged_by(claim) == kind]
+            counts = Counter(outcomes[paper.name, claim.name].verdict for claim in own)
+            if own:
+                rows.append([paper.title, kind, str(len(own)), *(str(counts[verdict]) for verdict in VERDICTS)])
+    return markdown_table(("paper", "judged by", "claims", *VERDICTS), rows)
+
+
+# By whether a claim reads rows, and whether these are runs of a task.
+JUDGED_BY = {
+    (True, True): "accuracy of trained models",
+    (True, False): "analysis of trained models",
+    (False, False): "a count, a time or one number",
+    None: "nothing",
+}
+
+
+def judged_by(claim: Claim) -> str:
+    """By what kind of evidence a claim is judged: a value of `JUDGED_BY`."""
+    if isinstance(claim.test, Untried):
+        return JUDGED_BY[None]
+    return JUDGED_BY[bool(claim.test.rows), claim.task is not None]
 
 
 def costs(papers: Iterable[Paper], root: Path) -> str:
-    """How many runs each tier asks for and has, and how long they took, as a Markdown table."""
+    """How many runs each tier asks for and has, and how long those took that it reads, as a Markdown table."""
     claims = [claim for paper in papers for claim in paper.claims]
-    counted: set[Path] = set()
+    asked_before: set[Path] = set()
+    read_before: set[Path] = set()
     rows = []
     for tier, seeds in TIERS.items():
-        runs = {run for claim in claims if claim.tier == tier for run in claim.runs(root).values()} - counted
-        counted |= runs
-        found = [read_results(run) for run in sorted(runs) if run.is_file()]
+        own = [claim for claim in claims if claim.tier == tier]
+        asked = {run for claim in own for run in claim.runs(root).values()} - asked_before
+        read = {run for claim in own for asks in claim.runs(root).values() for run in asks.parent.glob("seed*.json")}
+        found = [read_results(run) for run in sorted(read - read_before)]
         hours = sum(run["seconds"] * run["hardware"]["cpu_threads"] for run in found) / 3600
-        rows.append([tier, str(seeds), str(BUDGETS[tier]), str(len(runs)), str(len(found)), f"{hours:.1f}"])
+        recorded = sum(run.is_file() for run in asked)
+        rows.append([tier, str(seeds), str(BUDGETS[tier]), str(len(asked)), str(recorded), f"{hours:.1f}"])
+        asked_before |= asked
+        read_before |= read
     return markdown_table(("tier", "seeds", "hours allowed", "runs", "recorded", "hours taken"), rows)
 
 
@@ -148,36 +186,50 @@ def _escaped(header: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def _table(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome]) -> str:
-    rows = []
+    rows, places = [], {name: n for n, (names, _) in enumerate(_ways(paper), 1) for name in names}
     for claim in paper.claims:
-        found = outcomes[paper.name, claim.name]
-        tier = claim.tier or "-"
-        rows.append((claim.where, claim.claim, claim.paper, found.ours, found.could_tell, tier, f"**{found.verdict}**"))
-    return _escaped(("where", "claim", "the paper's number", "ours", "could tell", "tier", "verdict"), rows)
+        found, place = outcomes[paper.name, claim.name], places.get(claim.name)
+        how = "-" if place is None else f"[{place}](#{_anchor(paper, place)})"
+        told = (found.ours, found.could_tell, claim.tier or "-", f"**{found.verdict}**", how)
+        rows.append((claim.where, claim.claim, claim.paper, *told))
+    return _escaped(("where", "claim", "the paper's number", "ours", "could tell", "tier", "verdict", "how"), rows)
+
+
+def _anchor(paper: Paper, place: int) -> str:
+    return f"{paper.name}-{place}"
 
 
 def _how(paper: Paper) -> list[str]:
-    """A line for each comparison: which claims, command, what is reduced, records."""
+    """A numbered line for each way in which claims were tried, to which the table links."""
+    lines = [f'{n}. <a id="{_anchor(paper, n)}"></a>{line}' for n, (_, line) in enumerate(_ways(paper), 1)]
+    return ["\n".join(lines)] if lines else ["Nothing of it was tried."]
+
+
+def _ways(paper: Paper) -> list[tuple[list[str], str]]:
+    """Claims that were tried in one way, by name, and the way: where they stand, what is reduced, command, records."""
     groups: dict[tuple[str | None, ...], list[Claim]] = {}
     for claim in paper.claims:
-        if claim.test.rows:
-            groups.setdefault((claim.config, claim.task, claim.records, claim.reduced), []).append(claim)
-    lines = []
-    for (config, task, records, reduced), claims in groups.items():
+        if not isinstance(claim.test, Untried):
+            record = claim.records if claim.test.rows else getattr(claim.test, "record", None)
+            groups.setdefault((claim.config, claim.task, record, claim.reduced), []).append(claim)
+    ways = []
+    for (config, task, record, reduced), claims in groups.items():
         places = ", ".join(dict.fromkeys(claim.where for claim in claims))
-        command = f"`python -m tasks.{task}.compare --config {config} --records {records}`"
-        table = f"{records}/table.md"
-        if task is None:
-            command, table = f"`python -m {config}`", str(records)
+        command = f" `python -m {config}`." if config else ""
+        if task is not None:
+            rows = dict.fromkeys(row for claim in claims for row in claim.test.rows)
+            seeds = range(max(claim.seeds for claim in claims))
+            command = f" `{compare_command(task, str(config), str(record), seeds, rows)}`."
+        table = f"{record}/table.md" if task is not None else str(record)
         link = f" [Records](../{table})." if (ROOT / table).is_file() else ""
-        lines.append(f"- {places}: {reduced}. {command}.{link}")
-    for claim in paper.claims:
-        if not claim.test.rows and not isinstance(claim.test, Untried):
-            record = claim.test.record  # type: ignore[attr-defined]
-            reduced = f"{claim.reduced}. " if claim.reduced else ""
-            made = f"`python -m {claim.config}`, " if claim.config else ""
-            lines.append(f"- {claim.where}: {reduced}{made}`{record}`.")
-    return ["\n".join(dict.fromkeys(lines))] if lines else ["Nothing of it was tried."]
+        ways.append(([claim.name for claim in claims], f"{places}:{f' {reduced}.' if reduced else ''}{command}{link}"))
+    return ways
+
+
+def compare_command(task: str, config: str, records: str, seeds: Iterable[int], rows: Iterable[str]) -> str:
+    """The command that runs rows of a comparison with seeds, and goes on where it was stopped."""
+    given = f"--seeds {' '.join(map(str, seeds))} --variants {' '.join(rows)}"
+    return f"python -m tasks.{task}.compare --jobs 2 --config {config} --records {records} {given}"
 
 
 # ---- picture --------------------------------------------------------------------------------------------------------
@@ -209,6 +261,28 @@ def _labels(claims: Sequence[Claim]) -> list[str]:
     return labels
 
 
+def picture_numbers(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome]) -> str:
+    """A checksum of what a paper's picture shows, which its file holds as "Description"."""
+    drawn = _drawn(paper, outcomes)
+    labels = _labels([claim for claim, _ in drawn])
+    shown = []
+    for (claim, found), label in zip(drawn, labels, strict=True):
+        numbers = (found.mean, found.half_width, found.paper, getattr(claim.test, "margin", 0.0))
+        rounded = [None if number is None else f"{number:.3f}" for number in numbers]
+        shown.append((label, claim.task, found.verdict, *rounded))
+    return f"sha256 {hashlib.sha256(repr(shown).encode()).hexdigest()}"
+
+
+def is_of_these_numbers(path: Path, paper: Paper, outcomes: Mapping[tuple[str, str], Outcome]) -> bool:
+    """Whether a file is the picture that `draw` would make, by the numbers that it was made from."""
+    if not _drawn(paper, outcomes):
+        return not path.exists()
+    if not path.is_file():
+        return False
+    with Image.open(path) as image:
+        return image.info.get("Description") == picture_numbers(paper, outcomes)
+
+
 def draw(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome], path: Path) -> Path | None:
     """Differences of a paper's claims, ours with their intervals and the paper's, a panel for each task; None if there
     is none.
@@ -227,10 +301,10 @@ def draw(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome], path: Path) 
         **{"figsize": (9.0, 1.2 + 0.2 * sum(heights)), "layout": "constrained", "squeeze": False},
         height_ratios=heights,
     )
-    labels: dict[str, Any] = {}
+    marks: dict[str, Any] = {}
     for axis, (task, shown) in zip(axes[:, 0], panels.items(), strict=True):
         axis.axvline(0, color=pictures.INK, linewidth=0.8)
-        for place, (_, found) in enumerate(shown):
+        for place, (claim, found) in enumerate(shown):
             wide = found.half_width
             mark = axis.errorbar(
                 *([found.mean], [place]),
@@ -238,19 +312,23 @@ def draw(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome], path: Path) 
                 **{"fmt": "o" if wide is not None else "x", "color": COLOURS[found.verdict]},
                 **{"capsize": 2.5, "markersize": 4.5},
             )
-            labels.setdefault(found.verdict if wide is not None else "one seed", mark)
+            marks.setdefault(found.verdict if wide is not None else FEW, mark)
             if found.paper is not None:
                 mark = axis.plot([found.paper], [place], "D", color="#e0a030", markersize=4.5, zorder=0)[0]
-                labels.setdefault("the paper", mark)
+                marks.setdefault(THE_PAPER, mark)
+            if margin := getattr(claim.test, "margin", 0.0):
+                mark = axis.plot([-margin], [place], "|", color=pictures.INK, markersize=9)[0]
+                marks.setdefault(MARGIN, mark)
         axis.set_yticks(range(len(shown)), [names[claim.name] for claim, _ in shown], fontsize=7)
         axis.set_ylim(len(shown) - 0.5, -0.5)
         axis.set_title(task, fontsize=8, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="x", alpha=0.25)
-    axes[-1, 0].set_xlabel("percentage points; the claim says above 0, or above the margin", fontsize=9)
+    axes[-1, 0].set_xlabel("percentage points; the claim says above 0, or above its margin", fontsize=9)
     figure.suptitle(paper.title, fontsize=10)
-    figure.legend(labels.values(), labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-    return pictures.save(figure, path)
+    legend = {label: marks[label] for label in (THE_PAPER, *VERDICTS, FEW, MARGIN) if label in marks}
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    return pictures.save(figure, path, {"Description": picture_numbers(paper, outcomes)})
 
 
 # ---- command --------------------------------------------------------------------------------------------------------
@@ -268,6 +346,10 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.check:
             if not (ROOT / PAGE).is_file() or (ROOT / PAGE).read_text(encoding="utf-8") != new:
                 raise ValueError(f"{PAGE} is not what the records say; run python -m tasks.claims.page")
+            for paper in papers:
+                picture = PAGE.parent / picture_name(paper)
+                if not is_of_these_numbers(ROOT / picture, paper, outcomes):
+                    raise ValueError(f"{picture} is not of the records; run python -m tasks.claims.page")
             return
         write_text(ROOT / PAGE, new)
         for paper in papers:

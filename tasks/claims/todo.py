@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tasks.claims import commands
 from tasks.claims.claim import Paper, read_papers
-from tasks.claims.page import CLAIMS, ROOT
+from tasks.claims.page import CLAIMS, ROOT, compare_command
 from tasks.common.command import run_command
 
 Place = tuple[str, str, str]
@@ -50,10 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         found = missing(papers, ROOT, arguments.tier)
         for (task, config, records), rows in found.items():
             seeds = sorted(set.union(*rows.values()))
-            print(
-                f"python -m tasks.{task}.compare --jobs 2 --config {config} --records {records} "
-                f"--seeds {' '.join(map(str, seeds))} --variants {' '.join(rows)}"
-            )
+            print(compare_command(task, config, records, seeds, rows))
         for command in missing_analyses(papers, ROOT) if arguments.tier is None else ():
             print(command)
         runs = sum(len(seeds) for rows in found.values() for seeds in rows.values())

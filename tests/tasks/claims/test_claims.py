@@ -20,6 +20,7 @@ from tasks.common.compare import load_comparison as load_task_comparison
 from tasks.common.hf_run import task_named
 from tasks.common.metrics import pack_correct
 from tasks.common.paired import Difference, differences
+from tasks.common.tables import count_of_seeds
 
 METRIC = "test_accuracy"
 
@@ -70,8 +71,29 @@ def test_difference_without_shared_seeds_is_not_run_yet(records: dict) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_too_few_seeds_tell_nothing(count: int) -> None:
     found = judged("difference", PAIR, {"a": runs(*[0.9] * count), "b": runs(*[0.1, 0.1001][:count])})
-    assert (found.verdict, found.could_tell) == (OPEN, "-")
-    assert found.mean == pytest.approx(80, abs=0.1)
+    assert (found.verdict, found.could_tell, found.half_width) == (OPEN, "-", None)
+    assert found.mean == pytest.approx(80, abs=0.1) and found.ours == f"{found.mean:+.2f} ({count_of_seeds(count)})"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_seeds_could_tell_at_best_what_their_images_allow(count: int) -> None:
+    """By simulation: both rows are right with the same chances, on images of their own draws."""
+    images, random = 4000, np.random.default_rng(1)
+    records = {
+        row: [
+            {"seed": seed, "metrics": {METRIC: right.mean()}, "test_correct": pack_correct(np.ones(images, int), right)}
+            for seed in range(count)
+            for right in [(random.random(images) < 0.5).astype(int)]
+        ]
+        for row in "ab"
+    }
+    word, least = judged("difference", PAIR, records).could_tell.rsplit(maxsplit=1)
+    assert word == "at least"
+    apart = random.binomial(images, 0.5 + float(least) / 200, 4000) - random.binomial(
+        images, 0.5 - float(least) / 200, 4000
+    )
+    error = math.sqrt(images / 2)
+    assert np.mean(apart > stats.norm.ppf(0.975) * error) == pytest.approx(0.8, abs=0.03)
 
 
 @pytest.mark.parametrize("count", [3, 5, 8])
@@ -170,6 +192,38 @@ def test_bad_pairs_are_refused(higher: object, lower: object, message: str) -> N
         KINDS["pairs"].read({"higher": higher, "lower": lower})
 
 
+@pytest.mark.parametrize("shift", [-0.02, 0.0, 0.02])
+def test_contrast_is_a_t_test_of_one_difference_against_another(shift: float) -> None:
+    random = np.random.default_rng(5)
+    of = {row: 0.5 + 0.05 * random.standard_normal(5) for row in "bd"}
+    of["a"], of["c"] = (of[low] + 0.01 + 0.003 * random.standard_normal(5) for low in "bd")
+    of["a"] = of["a"] + shift
+    records = {row: runs(*shares) for row, shares in of.items()}
+    found = judged("contrast", {"larger": ["a", "b"], "smaller": ["c", "d"]}, records)
+    low, high = stats.ttest_1samp(of["a"] - of["b"] - of["c"] + of["d"], 0).confidence_interval(0.95)
+    assert found.verdict == (HOLDS if low > 0 else FAILS if high < 0 else OPEN)
+    assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx((100 * low, 100 * high))
+    shared = judged("contrast", {"larger": ["a", "b"], "smaller": ["a", "d"]}, records)  # a row may be in both
+    assert shared.mean == pytest.approx(100 * np.mean(of["d"] - of["b"]))
+    del records["d"]
+    assert judged("contrast", {"larger": ["a", "b"], "smaller": ["c", "d"]}, records).verdict == NOT_YET
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"larger": ["a"], "smaller": ["c", "d"]}, "larger=.* two rows"),
+        ({"larger": ["a", "a"], "smaller": ["c", "d"]}, "larger=.* two rows"),
+        ({"larger": ["a", "b"], "smaller": "cd"}, "smaller=.* two rows"),
+        ({"larger": ["a", "b"], "smaller": ["a", "b"]}, "compared with itself"),
+        ({"larger": ["a", "b"], "smaller": ["c", "d"], "margin": -1}, "margin=-1"),
+    ],
+)
+def test_bad_contrasts_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KINDS["contrast"].read(settings)
+
+
 @pytest.mark.parametrize(("direction", "verdict"), [("up", HOLDS), ("down", FAILS)])
 def test_trend_has_a_direction(direction: str, verdict: str) -> None:
     xs = {f"w{x}": x for x in (2, 3, 5, 8, 13)}
@@ -235,6 +289,17 @@ def test_value_and_bound_read_a_record(tmp_path) -> None:
     assert verdict("bound", at_most=4.25) == verdict("bound", at_least=4.25) == HOLDS
     assert verdict("bound", at_most=4.2) == verdict("bound", at_least=4.3) == FAILS
     assert verdict("value", expected=1, tolerance=0, record="none.json") == NOT_YET
+    assert verdict("value", expected=0.25, tolerance=0.001, less=4.0) == HOLDS
+    assert verdict("bound", at_most=0.425, over="rows/1/gflops") == HOLDS
+    assert verdict("bound", at_most=0.42, over="rows/1/gflops") == FAILS
+    ends = {"low": "rows/0/gflops", "high": "rows/1/gflops"}
+    assert [verdict("bound", at_most=most, **ends) for most in (10, 7, 4)] == [HOLDS, OPEN, FAILS]
+    found = KINDS["bound"].read({**given, "at_most": 7, "unit": "G", **ends}).judge({}, METRIC, tmp_path)
+    assert found.ours == "4.25 G (4.25 to 10)"
+    with pytest.raises(ValueError, match="both of low and high"):
+        verdict("bound", at_most=7, low="rows/0/gflops")
+    with pytest.raises(ValueError, match="one of less, over and saved_of"):
+        verdict("bound", at_most=7, less=1, over="rows/1/gflops")
     with pytest.raises(ValueError, match=r"flops.json has no 'rows/2/gflops'"):
         Bound("flops.json", "rows/2/gflops", at_most=1).judge({}, METRIC, tmp_path)
 
@@ -321,17 +386,29 @@ def test_missing_runs_are_listed_until_there_are_records(tmp_path) -> None:
     place = ("classification", "a.yaml", "r")
     assert todo.missing([paper], tmp_path) == {place: {"a": {0, 1, 2, 3, 4}, "b": {0, 1, 2, 3, 4}}}
     assert todo.missing([paper], tmp_path, "B") == {}
-    for row in "ab":
+    for row in "ba":
         (tmp_path / "r" / row).mkdir(parents=True)
         for seed in range(TIERS["A"]):
-            record = {"seed": seed, "metrics": {METRIC: 0.5 + 0.01 * seed + 0.02 * (row == "a")}}
+            cost = {"seconds": 1, "hardware": {"cpu_threads": 1}}
+            record = {"seed": seed, "metrics": {METRIC: 0.5 + 0.01 * seed + 0.02 * (row == "a")}, **cost}
             (tmp_path / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
+            if row == "a" and seed == 3:  # a number, but no verdict before all runs are there
+                (half,) = [claim for claim in paper.claims if claim.name == "table1-a"]
+                assert todo.missing([paper], tmp_path) == {place: {"a": {4}}}
+                found = page.outcome(half, tmp_path)
+                assert (found.verdict, found.ours) == (NOT_YET, "+2.00 (+2.00 to +2.00; 4 seeds)")
     assert todo.missing([paper], tmp_path) == {}
     outcomes = {(paper.name, claim.name): page.outcome(claim, tmp_path) for claim in paper.claims}
     assert [found.verdict for found in outcomes.values()] == [HOLDS, UNTRIED, NOT_YET]  # by name
     text = page.text([paper], outcomes)
-    assert "| Table 1 | a is above b. | +1 | +2.00 (+2.00 to +2.00; 5 seeds) | 0.00 | A | **holds** |" in text
-    assert "needs a GPU" in text and "| A | 3 | 1 | 0 | 0 | 1 | 1 |" in text
+    ours = "+2.00 (+2.00 to +2.00; 5 seeds)"
+    assert f"| Table 1 | a is above b. | +1 | {ours} | 0.00 | A | **holds** | [1](#paper-1) |" in text
+    [line] = [line for line in text.splitlines() if line.startswith('1. <a id="paper-1"></a>Table 1: all of it.')]
+    assert "--config a.yaml --records r --seeds 0 1 2 3 4 --variants a b`" in line
+    assert "needs a GPU | - | - | **not tried** | - |" in text
+    for judged_by, numbers in (("accuracy", "1 | 1 | 0 | 0 | 0 | 0"), ("analysis", "1 | 0 | 0 | 0 | 1 | 0")):
+        assert f"| A | {judged_by} of trained models | {numbers} |" in text
+    assert "| A | nothing | 1 | 0 | 0 | 0 | 0 | 1 |" in text
     assert page.draw(paper, outcomes, tmp_path / "claims.png").is_file()
     leading = "| A | Table 1 | a is above b. | +1 | +2.00 (+2.00 to +2.00; 5 seeds) | **holds** |"
     assert leading not in text
@@ -348,7 +425,7 @@ def test_costs_count_each_run_once(tmp_path) -> None:
         record = {"seconds": seconds, "hardware": {"cpu_threads": 2}}
         (tmp_path / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
     lines = page.costs([read(tmp_path, content)], tmp_path).splitlines()
-    assert lines[2:] == ["| A | 5 | 30 | 15 | 1 | 1.0 |", "| B | 1 | 15 | 1 | 1 | 0.5 |"]
+    assert lines[2:] == ["| A | 5 | 30 | 15 | 1 | 1.0 |", "| B | 1 | 15 | 1 | 1 | 1.0 |"]
 
 
 def test_rows_may_be_numbers_of_one_file(tmp_path) -> None:
@@ -399,6 +476,26 @@ def test_page_check_notices_another_number(tmp_path, monkeypatch: pytest.MonkeyP
     assert "is not what the records say" in capsys.readouterr().err
 
 
+def test_page_check_notices_a_picture_of_other_numbers(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / page.CLAIMS).mkdir(parents=True)
+    (tmp_path / page.CLAIMS / "paper.yaml").write_text(yaml.safe_dump(GOOD), encoding="utf-8")
+    for row, share in (("a", 0.6), ("b", 0.5)):
+        (tmp_path / "r" / row).mkdir(parents=True)
+        record = {"seed": 0, "metrics": {METRIC: share}, "seconds": 1, "hardware": {"cpu_threads": 1}}
+        (tmp_path / "r" / row / "seed0.json").write_text(json.dumps(record), encoding="utf-8")
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    assert page.main([]) == page.main(["--check"]) == 0
+    old = (tmp_path / "docs" / "claims_paper.png").read_bytes()
+    (tmp_path / "r" / "a" / "seed0.json").write_text(json.dumps({**record, "metrics": {METRIC: 0.7}}), encoding="utf-8")
+    assert page.main([]) == page.main(["--check"]) == 0
+    (tmp_path / "docs" / "claims_paper.png").write_bytes(old)
+    assert page.main(["--check"]) == 2
+    assert "docs/claims_paper.png is not of the records" in capsys.readouterr().err
+    (tmp_path / "docs" / "claims_paper.png").unlink()
+    assert page.main(["--check"]) == 2
+
+
 def load(task: str, path: str) -> object:
     """A comparison of any task."""
     module = import_module(f"tasks.{task}.compare")
@@ -430,13 +527,15 @@ def test_rows_of_claims_are_rows_of_their_comparison_and_records_are_of_it(place
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
 def test_labels_of_a_picture_are_unique_and_name_what_is_compared(paper: object) -> None:
     claims = [
-        claim for claim in paper.claims if claim.test.name in ("difference", "pairs", "oracle") and claim.keys is None
+        claim
+        for claim in paper.claims
+        if claim.test.name in ("difference", "pairs", "contrast", "oracle") and claim.keys is None
     ]
     labels = page._labels(claims)
     assert len(set(labels)) == len(labels) == len(claims) > 0
     for claim, label in zip(claims, labels, strict=True):
         assert label.startswith(claim.where)
-        assert all(row in label for row in claim.test.rows) or claim.test.name in ("pairs", "oracle")
+        assert all(row in label for row in claim.test.rows) or claim.test.name in ("pairs", "contrast", "oracle")
 
 
 def test_every_verdict_and_kind_is_explained() -> None:
