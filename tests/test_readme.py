@@ -45,13 +45,13 @@ def prose(text: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """What `#...` may name: the headings, as GitHub writes them."""
+    """What `#...` may name: the headings, as GitHub writes them, and anchors in HTML."""
     found: set[str] = set()
     for heading in re.findall(r"^#+ (.*)$", re.sub(r"^(```|~~~).*?^\1", "", text, flags=re.M | re.S), re.MULTILINE):
         name = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
         name = re.sub(r"[^\w\- ]", "", name).replace(" ", "-")
         found.add(next(new for new in (name, *(f"{name}-{n}" for n in range(1, 100))) if new not in found))
-    return found
+    return found | set(re.findall(r'<a id="([^"]+)"></a>', prose(text)))
 
 
 def dead_links(folder: Path, text: str) -> list[str]:
@@ -77,10 +77,12 @@ def test_no_link_anchor_or_picture_is_dead(page):
 
 
 def test_dead_links_are_found(tmp_path):
-    (tmp_path / "other.md").write_text("# A `b`, c-d\n## Same\n## Same\n```bash\n# no heading\n```\n")
+    (tmp_path / "other.md").write_text(
+        '# A `b`, c-d\n## Same\n## Same\n```bash\n# no heading\n```\n1. <a id="in-a-list"></a>d\n'
+    )
     alive = [
         *("other.md", "other.md#a-b-c-d", "other.md#same", "other.md#same-1", "#here"),
-        *("https://example.org/x#y", "mailto:a@b.c", "."),
+        *("https://example.org/x#y", "mailto:a@b.c", ".", "other.md#in-a-list"),
     ]
     dead = ["none.md", "none.png", "other.md#no-heading", "other.md#same-2", "#there", "none.md#same"]
     for form in ("[text]({})", "![picture]({})", 'see [a](other.md), [b]({} "title").', '<img width="3" src="{}">'):
@@ -102,6 +104,7 @@ def test_the_preset_of_the_example_exists():
 
 READMES = (
     ROOT / "README.md",
+    ROOT / "docs" / "ambiguities.md",
     ROOT / "docs" / "choose.md",
     ROOT / "docs" / "demo.md",
     *ROOT.glob("tasks/*/README.md"),
