@@ -114,9 +114,9 @@ def shifted_multiples(head: int, window: int, *, c: int = 2) -> range:
 
 
 @register_sequence("powers")
-def powers(head: int, window: int, *, base: int = 2) -> Iterator[int]:
-    """base, base^2, base^3, ... (Fibottention Table 8: base 2 and 3)."""
-    term = base
+def powers(head: int, window: int, *, base: int = 2, first: int = 1) -> Iterator[int]:
+    """base^first, base^(first + 1), ... (Fibottention Table 8: base 2 and 3; it does not say whether from 0 or 1)."""
+    term = base ** min(first, window.bit_length())  # a higher power is above the window all the more, and long
     while term <= window:
         yield term
         term *= base
@@ -133,4 +133,4 @@ def monomials(head: int, window: int, *, degree: int = 2) -> Iterator[int]:
 
 
 # Smallest allowed value of each integer setting; `supports.resolve_sequence` checks it.
-SETTING_MINIMUM = {"a": 0, "b": 0, "delta": 0, "c": 1, "base": 2, "degree": 1}
+SETTING_MINIMUM = {"a": 0, "b": 0, "delta": 0, "c": 1, "base": 2, "degree": 1, "first": 0}

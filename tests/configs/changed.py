@@ -79,6 +79,16 @@ def _evit_in_its_papers_blocks(rows: Rows) -> None:
             assert pruning.pop("layers") == [1, 2, 3]
 
 
+def _evit_without_a_teacher(rows: Rows) -> None:
+    for name in rows:
+        if name.startswith("evit"):
+            rows[name]["distillation"]["teacher"] = None
+
+
+def _without_the_row_that_is_not_renormalised(rows: Rows) -> None:
+    del rows["0.2-not-renormalised"]
+
+
 def _prediction_modules_as_slow_as_the_backbone(rows: Rows) -> None:
     for name in ("sparsifiner_0.7", "sparsifiner_0.5"):
         trainer = rows[name]["trainer"]
@@ -155,6 +165,16 @@ CHANGES = (
         "experiments/sparsifiner_table1.yaml#small",
         "EViT prunes after a block's attention, DynamicViT before it; of four blocks that is a quarter of the model.",
         _evit_in_its_papers_blocks,
+    ),
+    Change(
+        "experiments/sparsifiner_table1.yaml#small",
+        "All rows of a table are trained alike, so EViT's have the teacher of the others.",
+        _evit_without_a_teacher,
+    ),
+    Change(
+        "experiments/sparsifiner_table2.yaml#small",
+        "Sparsifiner's softmax runs over the kept keys or over all; the second is a row of its own.",
+        _without_the_row_that_is_not_renormalised,
     ),
     Change(
         "experiments/sparsifiner_table1.yaml#small",

@@ -68,7 +68,7 @@ def brute_terms(spec, head, window):
     if name == "shifted_multiples":
         return [o for o in numbers if any(get("c") * n + head % get("c") == o for n in numbers)]
     if name == "powers":
-        return [o for o in numbers if any(get("base") ** n == o for n in range(1, 40))]
+        return [o for o in numbers if any(get("base") ** n == o for n in range(get("first"), 40))]
     if name == "monomials":
         return [o for o in numbers if any(n ** get("degree") == o for n in numbers)]
     if name == "wythoff":
@@ -209,6 +209,9 @@ def test_offsets_are_sorted_and_inside_the_window(spec):
         ({"name": "fibonacci_per_head", "delta": 2}, 3, [5, 10, 15, 25, 40, 65]),
         ({"name": "powers"}, 1, [2, 4, 8, 16, 32, 64]),
         ({"name": "powers", "base": 3}, 1, [3, 9, 27]),
+        ({"name": "powers", "base": 3, "first": 0}, 1, [1, 3, 9, 27]),
+        ({"name": "powers", "first": 5}, 1, [32, 64]),
+        ({"name": "powers", "first": 10**9}, 1, []),
         ({"name": "monomials"}, 1, [1, 4, 9, 16, 25, 36, 49, 64]),
         ({"name": "monomials", "degree": 3}, 1, [1, 8, 27, 64]),
         ({"name": "multiples", "c": 20}, 9, [20, 40, 60]),
