@@ -43,7 +43,8 @@ def measure(saved: SavedModel, decays: list[LearnedDecay]) -> dict[str, Any]:
                 "mask_min": low,
             }
         )
-    return {**saved.about(), "curves": decays[0].curves, "layers": layers}
+    gammas = dict(zip(QUANTILES, torch.sigmoid(_quantiles(decays)).tolist(), strict=True))
+    return {**saved.about(), "curves": decays[0].curves, "gammas": gammas, "layers": layers}
 
 
 def table(models: list[dict[str, Any]]) -> str:

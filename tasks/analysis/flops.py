@@ -184,7 +184,11 @@ def run(arguments: argparse.Namespace) -> None:
         "task": "flops",
         "convention": {"name": arguments.convention, **vars(CONVENTIONS[arguments.convention])},
         "models": [
-            {**counted, **{key: [flops.to_dict() for flops in counted[key]] for key in ("sparse", "dense")}}
+            {
+                **counted,
+                **{key: [flops.to_dict() for flops in counted[key]] for key in ("sparse", "dense")},
+                "saved_percent": [saving(*pair) for pair in zip(counted["sparse"], counted["dense"], strict=True)],
+            }
             for counted in counts
         ],
         "paper_numbers": [] if arguments.models else [vars(number) for number in paper_numbers()],

@@ -10,6 +10,7 @@ from 0.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from hf_sparseprior.analysis.attention_maps import query_map
 from hf_sparseprior.analysis.image_maps import Panel, draw_panels
 from hf_sparseprior.analysis.layers import attention_weights
 from hf_sparseprior.analysis.pictures import draw_matrices
-from hf_sparseprior.analysis.sparsifiner import Prediction, masked_attention, watch_predictions
+from hf_sparseprior.analysis.sparsifiner import Prediction, attention_distance, masked_attention, watch_predictions
 from tasks.analysis import commands
 from tasks.analysis.maps import (
     check_map_arguments,
@@ -49,8 +50,9 @@ from tasks.common.tables import markdown_table
 QUERY_LAYERS, QUERY_HEADS, BASIS_LAYERS, BASIS_ROWS, COEFFICIENT_HEAD = 3, 4, 6, 24, 5
 NOTE = (
     "patches kept: by each patch, in the mean. The others are percentages: of all pairs, prefix included; of the "
-    "values of A_down, above tau; of the values of W_up, not 0; of the multiply-adds of A_down W_up, without a zero. "
-    "Means over heads and images."
+    "values of A_down, above tau; of the values of W_up, not 0; of the multiply-adds of A_down W_up, without a zero; "
+    "of full attention, the weight on what is kept; of its highest values, as many as a patch keeps, those that are "
+    "kept. Means over heads and images."
 )
 COLUMNS = {
     "patches_kept": "patches kept",
@@ -58,6 +60,8 @@ COLUMNS = {
     "coefficients_kept": "A_down kept, %",
     "basis_kept": "W_up kept, %",
     "up_share": "A_down W_up, %",
+    "attention_kept": "attention kept, %",
+    "highest_kept": "highest kept, %",
 }
 
 
@@ -153,6 +157,19 @@ def draw_coefficients(saved: SavedModel, predictions: Sequence[Prediction], head
     return draw_matrices([kept], [""], path, heading, titles)
 
 
+def distances(predictions: Sequence[Prediction], others: Mapping[str, Sequence[Tensor]], prefix: int) -> dict[str, Any]:
+    """How far sparse and full attention and those of other models lie apart (Figure 5), each pair once, by the names of
+    `comparison_rows`; the mean over layers of `attention_distance`.
+    """
+    of = {"full": [own.full_attention for own in predictions], **others}
+    of["sparse"] = [masked_attention(own) for own in predictions]
+    found: dict[str, Any] = {}
+    for (one, own), (other, others_own) in itertools.combinations(of.items(), 2):
+        layers = [attention_distance(*pair, prefix) for pair in zip(own, others_own, strict=True)]
+        found.setdefault(other, {})[one] = float(np.mean(layers))
+    return found
+
+
 def work_on(saved: SavedModel, others: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """Draw the pictures of one model and return the numbers of every layer."""
     attention, out = saved.attention, arguments.out
@@ -163,6 +180,7 @@ def work_on(saved: SavedModel, others: dict[str, Any], arguments: argparse.Names
     heads = chosen(arguments.heads, num_heads, num_heads, "--heads")
     heads = heads if arguments.heads else heads[:QUERY_HEADS]
     prepare, found = preparation(saved), []
+    apart: list[dict[str, Any]] = []
     pictures: list[Path] = []
     name_of_file = saved.name.replace("/", "_")
     for name, picture in chosen_images(saved, arguments).items():
@@ -172,6 +190,7 @@ def work_on(saved: SavedModel, others: dict[str, Any], arguments: argparse.Names
         image, stem = shown_image(saved, pixel_values), out / f"{name_of_file}_{name}"
         layers, labels = {n: predictions[n] for n in numbers}, [f"layer {n + 1}" for n in numbers]
         weights = {other: attention_weights(model, pixel_values[None]) for other, model in others.items()}
+        apart.append(distances(predictions, weights, prefix))
         if not pictures:
             pictures.append(draw_basis(saved, predictions, out / f"{name_of_file}_basis.png"))
         head = min(COEFFICIENT_HEAD, num_heads) - 1
@@ -189,6 +208,10 @@ def work_on(saved: SavedModel, others: dict[str, Any], arguments: argparse.Names
         **saved.about(),
         "images": len(found),
         "layers": [dict(zip(COLUMNS, layer, strict=True)) for layer in means],
+        "distances": {
+            one: {other: float(np.mean([image[one][other] for image in apart])) for other in own}
+            for one, own in apart[0].items()
+        },
         "pictures": [str(path) for path in pictures],
     }
 

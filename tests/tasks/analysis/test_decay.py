@@ -48,6 +48,9 @@ def test_scalars_of_the_file_in_table_results_and_pictures(drawn):
     gamma, alpha = sigmoid(stored_scalars(file, "beta")), stored_scalars(file, "alpha")
     (found,) = json.loads((out / "decay.json").read_text())["models"]
     assert found["curves"] == CURVES and found["prior"] == "fibottention+violin"
+    for name, share in {"min": 0, "Q1": 0.25, "median": 0.5, "Q3": 0.75, "max": 1}.items():
+        expected = sigmoid(np.quantile(stored_scalars(file, "beta"), share))
+        assert found["gammas"][name] == pytest.approx(expected, rel=1e-9)
     for number, layer in enumerate(found["layers"]):
         assert layer["layer"] == number + 1 and layer["grid"] == [4, 4]
         np.testing.assert_allclose(layer["gamma"], gamma[number], rtol=1e-12)

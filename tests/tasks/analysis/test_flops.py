@@ -24,6 +24,8 @@ def test_without_a_model_it_counts_figure_3_and_the_papers_numbers(capsys, tmp_p
     assert [counted["model"] for counted in results["models"]] == ["vit_base", "vit_tiny", "convit_base"]
     base, convit = results["models"][0], results["models"][2]
     assert base["sparse"][1]["total"] == preset_flops("vit_base", 1024, "fibottention").total
+    totals = [base[kind][1]["total"] for kind in ("sparse", "dense")]
+    assert base["saved_percent"][1] == pytest.approx(100 * (1 - totals[0] / totals[1]))
     assert base["dense"][1]["total"] == preset_flops("vit_base", 1024).total
     assert convit["dense"][0]["total"] == preset_flops("convit_base").total
     assert len(results["paper_numbers"]) == 25 and results["convention"]["multiply_add"] == 1 and results["command"]

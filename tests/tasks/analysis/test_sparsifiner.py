@@ -50,6 +50,16 @@ def test_what_is_watched_is_what_the_model_attends_to(model):
         assert numbers["coefficients_kept"] == kept.mean().item()
         up = (layer.attention.predictor.w_up != 0).double()
         assert numbers["up_share"] == pytest.approx((kept @ up).mean().item() / 6)
+        shares, recalls = [], []
+        for head_full, head_seen in zip(prediction.full_attention[0], prediction.connectivity[0], strict=True):
+            for row, seen in zip(head_full[1:, 1:].tolist(), head_seen[1:, 1:].tolist(), strict=True):
+                keys = {key for key, is_seen in enumerate(seen) if is_seen}
+                shares.append(sum(row[key] for key in keys) / sum(row))
+                best = set(sorted(range(len(row)), key=lambda key, row=row: -row[key])[: len(keys)])
+                recalls += [len(best & keys) / len(keys)] if keys else []
+        assert numbers["attention_kept"] == pytest.approx(np.mean(shares))
+        assert numbers["highest_kept"] == pytest.approx(np.mean(recalls))
+        assert 0 < numbers["highest_kept"] < 1
     with torch.no_grad():
         model(pixels)
     assert len(found) == 2  # outside the block nothing is watched
@@ -83,6 +93,23 @@ def test_pictures_show_connectivity_attention_basis_and_coefficients(run, runs, 
                 sparse.images[0].get_array(), with_heat(image, full[head] * keys[head]), atol=1e-3
             )
             np.testing.assert_allclose(whole.images[0].get_array(), with_heat(image, full[head]), atol=1e-3)
+
+    dense = sp.SparsePriorViTForImageClassification.from_pretrained(runs["dense"] / "model").eval()
+    with torch.no_grad():
+        others = dense(pixels, output_attentions=True).attentions
+    (name,) = found["distances"].keys() - {"sparse"}
+    assert {one: {*own} for one, own in found["distances"].items()} == {name: {"full"}, "sparse": {"full", name}}
+    of = {
+        **{"sparse": [masked_attention(own) for own in watched], "full": [own.full_attention for own in watched]},
+        name: others,
+    }
+    for one, own in found["distances"].items():
+        for other, distance in own.items():
+            apart = [
+                np.abs(a.numpy().mean((0, 1))[PREFIX:] - b.numpy().mean((0, 1))[PREFIX:]).sum(-1).mean() / 2
+                for a, b in zip(of[one], of[other], strict=True)
+            ]
+            assert distance == pytest.approx(np.mean(apart), rel=1e-4)
 
     compared = np.array(figures["mine_test5_compared_query_2_3.png"].axes[:-1]).reshape(2, -1)
     titles = [axis.get_title() for axis in compared[0]]
