@@ -48,6 +48,7 @@ from tasks.common.tables import markdown_table
 
 # As many as the paper's figures show, unless --layers and --heads say more.
 QUERY_LAYERS, QUERY_HEADS, BASIS_LAYERS, BASIS_ROWS, COEFFICIENT_HEAD = 3, 4, 6, 24, 5
+LONG_TITLE = 20
 NOTE = (
     "patches kept: by each patch, in the mean. The others are percentages: of all pairs, prefix included; of the "
     "values of A_down, above tau; of the values of W_up, not 0; of the multiply-adds of A_down W_up, without a zero; "
@@ -135,8 +136,9 @@ def comparison_rows(
 
 
 def _with_max(title: str, heat: np.ndarray) -> str:
-    """A title that gives the largest value, because every map has its own scale."""
-    return f"{title}\nmax {heat.max():.2g}"
+    """A title that gives the largest value, because every map has its own scale; long names in lines."""
+    lines = title if len(title) < LONG_TITLE else title.replace("/", "/\n")
+    return f"{lines}\nmax {heat.max():.2g}"
 
 
 def draw_basis(saved: SavedModel, predictions: Sequence[Prediction], path: Path) -> Path:

@@ -418,7 +418,9 @@ class Oracle(Kind):
 
 
 def number_in(root: Path, record: str, key: str) -> float | None:
-    """The number under a key such as "rows.dense.mean" in a JSON file; None if there is no such file.
+    """The number under a key such as "rows/dense/mean" in a JSON file; None if there is no such file.
+
+    Names there may have slashes themselves; the longest one that fits is taken.
 
     Raises:
         ValueError: if it has no such number.
@@ -426,12 +428,14 @@ def number_in(root: Path, record: str, key: str) -> float | None:
     path = root / record
     if not path.is_file():
         return None
-    value = json.loads(path.read_text(encoding="utf-8"))
-    for part in key.split("/"):
-        try:
-            value = value[int(part)] if isinstance(value, list) else value[part]
-        except (KeyError, IndexError, ValueError, TypeError):
-            raise ValueError(f"{record} has no {key!r}") from None
+    value, rest = json.loads(path.read_text(encoding="utf-8")), key
+    while rest:
+        names = value if isinstance(value, dict) else map(str, range(len(value))) if isinstance(value, list) else ()
+        fitting = [name for name in names if f"{rest}/".startswith(f"{name}/")]
+        if not fitting:
+            raise ValueError(f"{record} has no {key!r}")
+        name = max(fitting, key=len)
+        value, rest = value[int(name) if isinstance(value, list) else name], rest[len(name) + 1 :]
     _number(value, f"{record}, {key}")
     return float(value)
 

@@ -14,7 +14,7 @@ from scipy import stats
 
 from tasks.claims import page, todo
 from tasks.claims.claim import TIERS, read_paper, read_papers
-from tasks.claims.kinds import FAILS, HOLDS, KINDS, NOT_YET, OPEN, UNTRIED, VERDICTS, Bound, smallest_told
+from tasks.claims.kinds import FAILS, HOLDS, KINDS, NOT_YET, OPEN, UNTRIED, VERDICTS, Bound, number_in, smallest_told
 from tasks.common.compare import all_records
 from tasks.common.compare import load_comparison as load_task_comparison
 from tasks.common.hf_run import task_named
@@ -273,6 +273,18 @@ def test_oracle_of_rows_is_compared_with_that_of_as_many_seeds(apart: bool, verd
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+def test_names_in_a_record_may_have_slashes(tmp_path) -> None:
+    content = {"a/b": {"c": 1, "c/d": 2}, "a": [{"e": 3}, 4], "": 5}
+    (tmp_path / "r.json").write_text(json.dumps(content), encoding="utf-8")
+    found = {key: number_in(tmp_path, "r.json", key) for key in ("a/b/c", "a/b/c/d", "a/0/e", "a/1")}
+    assert list(found.values()) == [1, 2, 3, 4]
+    for key in ("a/b/d", "a/2", "a/-1", "a/0/e/f", "b", "/a"):
+        with pytest.raises(ValueError, match="has no"):
+            number_in(tmp_path, "r.json", key)
+    with pytest.raises(ValueError, match="must be a number"):
+        number_in(tmp_path, "r.json", "a/b")
 
 
 def test_value_and_bound_read_a_record(tmp_path) -> None:
