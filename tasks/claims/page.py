@@ -140,9 +140,9 @@ def overview(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome
 # By whether a claim reads rows, and whether these are runs of a task.
 JUDGED_BY = {
     (True, True): "accuracy of trained models",
-    (True, False): "analysis of trained models",
-    (False, False): "a count, a time or one number",
-    None: "nothing",
+    (True, False): "numbers of an analysis",
+    (False, False): "one number: a count, a time",
+    None: "not tried",
 }
 
 

@@ -418,9 +418,12 @@ def test_missing_runs_are_listed_until_there_are_records(tmp_path) -> None:
     [line] = [line for line in text.splitlines() if line.startswith('1. <a id="paper-1"></a>Table 1: all of it.')]
     assert "--config a.yaml --records r --seeds 0 1 2 3 4 --variants a b`" in line
     assert "needs a GPU | - | - | **not tried** | - |" in text
-    for judged_by, numbers in (("accuracy", "1 | 1 | 0 | 0 | 0 | 0"), ("analysis", "1 | 0 | 0 | 0 | 1 | 0")):
-        assert f"| A | {judged_by} of trained models | {numbers} |" in text
-    assert "| A | nothing | 1 | 0 | 0 | 0 | 0 | 1 |" in text
+    for judged_by, numbers in (
+        ("accuracy of trained models", "1 | 1 | 0 | 0 | 0 | 0"),
+        ("numbers of an analysis", "1 | 0 | 0 | 0 | 1 | 0"),
+    ):
+        assert f"| A | {judged_by} | {numbers} |" in text
+    assert "| A | not tried | 1 | 0 | 0 | 0 | 0 | 1 |" in text
     assert page.draw(paper, outcomes, tmp_path / "claims.png").is_file()
     leading = "| A | Table 1 | a is above b. | +1 | +2.00 (+2.00 to +2.00; 5 seeds) | **holds** |"
     assert leading not in text
