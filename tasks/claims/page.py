@@ -62,9 +62,9 @@ is to be the best, that from the row where it is largest. With fewer than {FEWES
 test images alone would let be told, to which seeds add. Where rows of two kinds share all other settings, the rule is
 applied to the pairs of them in place of seeds. Rank correlations are Spearman's, tested by permutation to one
 side at 5 %; they could tell the smallest one that passes. A claim of tier A asks for {TIERS["A"]} seeds. One of tier B
-asks for one, which tells no difference and is there as a hint; some have more. The schedule of comparisons that start from
-`recipes/paired.yaml` was chosen with dense attention alone ([how](../tasks/classification/RESULTS.md)), so if it
-suits a row more than others, then that one."""
+asks for one, which tells no difference and is there as a hint; some have more. The schedule of
+`configs/recipes/paired.yaml` was chosen with dense attention alone ([how](../tasks/classification/RESULTS.md)), so if
+it suits a row more than others, then that one."""
 
 BUDGET = """\
 Runs that claims ask for, each counted once, and the hours of one core for which the models of all records were trained
