@@ -14,6 +14,7 @@ from tasks.claims import commands
 from tasks.claims.claim import Paper, read_papers
 from tasks.claims.page import CLAIMS, ROOT, compare_command
 from tasks.common.command import run_command
+from tasks.common.results import read_results
 
 Place = tuple[str, str, str]
 
@@ -28,6 +29,28 @@ def missing(papers: list[Paper], root: Path, tier: str | None = None) -> dict[Pl
                 place = (claim.task, claim.config, claim.records)
                 found.setdefault(place, {}).setdefault(row, set()).add(seed)
     return found
+
+
+def hours(found: dict[Place, dict[str, set[int]]], root: Path) -> tuple[float, int]:
+    """Hours of one core that missing runs would take by the records next to them, of the same row or else of the mean
+    row, and how many runs have none next to them and are not in the hours.
+    """
+    total, unknown = 0.0, 0
+    for (_, _, records), rows in found.items():
+        taken = {folder.name: _hours_of(folder) for folder in (root / records).glob("*") if folder.is_dir()}
+        known = {row: own for row, own in taken.items() if own is not None}
+        for row, seeds in rows.items():
+            if known:
+                total += len(seeds) * known.get(row, sum(known.values()) / len(known))
+            else:
+                unknown += len(seeds)
+    return total, unknown
+
+
+def _hours_of(folder: Path) -> float | None:
+    """Mean of a row's runs, in hours of one core; None without a record."""
+    runs = [read_results(file) for file in sorted(folder.glob("seed*.json"))]
+    return sum(run["seconds"] * run["hardware"]["cpu_threads"] for run in runs) / 3600 / len(runs) if runs else None
 
 
 def missing_analyses(papers: list[Paper], root: Path) -> list[str]:
@@ -54,7 +77,11 @@ def main(argv: list[str] | None = None) -> int:
         for command in missing_analyses(papers, ROOT) if arguments.tier is None else ():
             print(command)
         runs = sum(len(seeds) for rows in found.values() for seeds in rows.values())
-        print(f"{runs} runs in {len(found)} comparisons are missing", file=sys.stderr)
+        took, unknown = hours(found, ROOT)
+        told = f", some {took:.1f} hours of one core" + (
+            f" and {unknown} runs of which nothing is known" if unknown else ""
+        )
+        print(f"{runs} runs in {len(found)} comparisons are missing{told if runs else ''}", file=sys.stderr)
 
     return run_command(parser.prog, work)
 

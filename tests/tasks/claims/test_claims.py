@@ -430,6 +430,17 @@ def test_missing_runs_are_listed_until_there_are_records(tmp_path) -> None:
     assert leading in page.text([dataclasses.replace(paper, central=["table1-a"])], outcomes)
 
 
+def test_hours_of_missing_runs_are_those_of_the_runs_next_to_them(tmp_path) -> None:
+    place = ("classification", "a.yaml", "r")
+    asked = {place: {"a": {1, 2}, "b": {0}}, ("classification", "b.yaml", "elsewhere"): {"a": {0, 1}}}
+    assert todo.hours(asked, tmp_path) == (0, 5)
+    for row, seed, seconds, threads in (("a", 0, 1800, 2), ("a", 7, 7200, 1), ("c", 0, 1800, 1)):
+        (tmp_path / "r" / row).mkdir(parents=True, exist_ok=True)
+        record = {"seconds": seconds, "hardware": {"cpu_threads": threads}}
+        (tmp_path / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
+    assert todo.hours(asked, tmp_path) == (pytest.approx(2 * 1.5 + (1.5 + 0.5) / 2), 2)
+
+
 def test_costs_count_each_run_once(tmp_path) -> None:
     content = copy.deepcopy(GOOD)
     first = content["claims"]["table1-a"]
