@@ -2,7 +2,8 @@
 
 Prints a `compare` command for each comparison of configs/claims some of whose runs have no record, with the rows and
 seeds that are missing. Each command goes on where it was stopped, and several may be given at once. Without --tier,
-then the commands that count, time or analyse, whose record is missing; some read what the runs left in outputs.
+then the commands that count, time or analyse, whose record is missing; some read what the runs left in outputs. The last
+lines, on stderr, say how many runs there are and how long they would take.
 """
 
 from __future__ import annotations
@@ -78,10 +79,10 @@ def main(argv: list[str] | None = None) -> int:
             print(command)
         runs = sum(len(seeds) for rows in found.values() for seeds in rows.values())
         took, unknown = hours(found, ROOT)
-        told = f", some {took:.1f} hours of one core" + (
-            f" and {unknown} runs of which nothing is known" if unknown else ""
-        )
-        print(f"{runs} runs in {len(found)} comparisons are missing{told if runs else ''}", file=sys.stderr)
+        print(f"{runs} runs in {len(found)} comparisons are missing", file=sys.stderr)
+        if runs:
+            others = f", and {unknown} runs in folders without a record" if unknown else ""
+            print(f"some {took:.1f} hours of one core, by the records next to them{others}", file=sys.stderr)
 
     return run_command(parser.prog, work)
 
