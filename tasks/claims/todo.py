@@ -2,8 +2,8 @@
 
 Prints a `compare` command for each comparison of configs/claims some of whose runs have no record, with the rows and
 seeds that are missing. Each command goes on where it was stopped, and several may be given at once. Without --tier,
-then the commands that count, time or analyse, whose record is missing; some read what the runs left in outputs. The last
-lines, on stderr, say how many runs there are and how long they would take.
+then the commands that count, time or analyse, whose record is missing; some read what the runs left in outputs. The
+last lines, on stderr, say how many runs there are and how long they would take.
 """
 
 from __future__ import annotations
