@@ -38,12 +38,13 @@ class Prediction:
     def numbers(self, num_prefix_tokens: int) -> dict[str, float]:
         """How many patches a patch keeps on average, and shares of nonzero pairs, coefficients and weights of W_up.
 
-        Of full attention, over patches: the share of its weight that lies on what a patch keeps (`attention_kept`), and
-        the share of its highest values, as many as the patch keeps, that are kept (`highest_kept`).
+        Of full attention, over patches: the share of its weight that lies on what a patch keeps (`attention_kept`) and
+        that would lie on as many of its highest values (`attention_best`), and the share of these that are kept
+        (`highest_kept`).
         """
         patches = self.connectivity[..., num_prefix_tokens:, num_prefix_tokens:]
         full = self.full_attention[..., num_prefix_tokens:, num_prefix_tokens:].double()
-        order = full.argsort(dim=-1, descending=True, stable=True)
+        falling, order = full.sort(dim=-1, descending=True, stable=True)
         count = patches.sum(-1, keepdim=True)
         first = torch.arange(full.shape[-1], device=full.device) < count
         highest = (patches.gather(-1, order) & first).sum(-1, keepdim=True) / count.clamp_min(1)
@@ -54,6 +55,7 @@ class Prediction:
             "basis_kept": (self.basis != 0).double().mean().item(),
             "up_share": self.up_share,
             "attention_kept": ((full * patches).sum(-1) / full.sum(-1)).mean().item(),
+            "attention_best": ((falling * first).sum(-1) / full.sum(-1)).mean().item(),
             "highest_kept": highest[count > 0].mean().item(),
         }
 
@@ -103,8 +105,9 @@ def _connectivity(keys: Tensor | None, plan: AttentionPlan, full: Tensor) -> Ten
 
 
 def attention_distance(one: Tensor, other: Tensor, num_prefix_tokens: int) -> float:
-    """How far the attention of patches in two models lies apart: the total variation, half of the sum of absolute
-    differences over keys, of the means over heads, averaged over patches. Both are (B, H, T, T).
+    """How far the attention of patches in two models lies apart: half of the sum of absolute differences over keys, of
+    the means over heads, averaged over patches. Of two distributions it is the total variation, from 0 to 1. Both are
+    (B, H, T, T).
     """
     apart = one.double().mean(1) - other.double().mean(1)
     return 0.5 * apart[:, num_prefix_tokens:].abs().sum(-1).mean().item()

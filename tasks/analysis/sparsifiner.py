@@ -52,7 +52,7 @@ LONG_TITLE = 20
 NOTE = (
     "patches kept: by each patch, in the mean. The others are percentages: of all pairs, prefix included; of the "
     "values of A_down, above tau; of the values of W_up, not 0; of the multiply-adds of A_down W_up, without a zero; "
-    "of full attention, the weight on what is kept; of its highest values, as many as a patch keeps, those that are "
+    "of full attention, the weight on what is kept, and on as many of its highest values; of these, those that are "
     "kept. Means over heads and images."
 )
 COLUMNS = {
@@ -62,6 +62,7 @@ COLUMNS = {
     "basis_kept": "W_up kept, %",
     "up_share": "A_down W_up, %",
     "attention_kept": "attention kept, %",
+    "attention_best": "of the highest, %",
     "highest_kept": "highest kept, %",
 }
 

@@ -30,6 +30,7 @@ LEVEL = 0.05  # of rank correlations, to one side
 FEWEST_RANKED = 4  # three rows in order come out by chance once in six times
 PERMUTATIONS = 20_000
 AT_LEAST = "at least"
+CONTRAST = np.array([1.0, -1.0, -1.0, 1.0])  # of the rows above and below of one difference, then of the other
 
 Records = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -269,12 +270,19 @@ class Contrast(Kind):
             raise ValueError(f"margin={self.margin} must be 0 or more")
 
     def judge(self, records: Records, metric: str, root: Path) -> Outcome:  # noqa: D102
-        runs = {row: {run["seed"]: run["metrics"][metric] for run in records.get(row, ())} for row in self.rows}
+        runs = {row: {run["seed"]: run for run in records.get(row, ())} for row in self.rows}
         shared = sorted(set.intersection(*(set(own) for own in runs.values())))
         if not shared:
             return Outcome(NOT_YET, paper=self.paper)
-        (a, b), (c, d) = ([runs[row] for row in rows] for rows in (self.larger, self.smaller))
-        found = Difference({seed: a[seed] - b[seed] - c[seed] + d[seed] for seed in shared}, {})
+        by_seed, errors = {}, {}
+        for seed in shared:
+            four = [runs[row][seed] for row in (*self.larger, *self.smaller)]
+            by_seed[seed] = float(np.dot(CONTRAST, [run["metrics"][metric] for run in four]))
+            correct = [run["test_correct"] for run in four if run.get("test_correct") is not None]
+            if len(correct) == len(four) and len({own["count"] for own in correct}) == 1:
+                right = np.array([unpack_correct(own) for own in correct], dtype=float)
+                errors[seed] = float(np.std(CONTRAST @ right, ddof=1)) / math.sqrt(right.shape[1])
+        found = Difference(by_seed, errors)
         return outcome_of(found, count_of_seeds(len(shared)), self.paper, self.margin)
 
 
@@ -420,7 +428,8 @@ class Oracle(Kind):
 def number_in(root: Path, record: str, key: str) -> float | None:
     """The number under a key such as "rows/dense/mean" in a JSON file; None if there is no such file.
 
-    Names there may have slashes themselves; the longest one that fits is taken.
+    Names there may have slashes themselves; the longest one that fits is taken. An entry of a list has its place, from
+    0, or its own "name".
 
     Raises:
         ValueError: if it has no such number.
@@ -430,12 +439,14 @@ def number_in(root: Path, record: str, key: str) -> float | None:
         return None
     value, rest = json.loads(path.read_text(encoding="utf-8")), key
     while rest:
-        names = value if isinstance(value, dict) else map(str, range(len(value))) if isinstance(value, list) else ()
-        fitting = [name for name in names if f"{rest}/".startswith(f"{name}/")]
+        if isinstance(value, list):
+            places = {str(place): own for place, own in enumerate(value)}
+            value = places | {own["name"]: own for own in value if isinstance(own, dict) and "name" in own}
+        fitting = [name for name in value if f"{rest}/".startswith(f"{name}/")] if isinstance(value, dict) else []
         if not fitting:
             raise ValueError(f"{record} has no {key!r}")
         name = max(fitting, key=len)
-        value, rest = value[int(name) if isinstance(value, list) else name], rest[len(name) + 1 :]
+        value, rest = value[name], rest[len(name) + 1 :]
     _number(value, f"{record}, {key}")
     return float(value)
 
@@ -463,6 +474,8 @@ class OfRecord(Kind):
         _number(self.less, "less")
         if (self.low is None) != (self.high is None):
             raise ValueError("it needs both of low and high, or neither")
+        if self.low is not None and isinstance(self, Value):
+            raise ValueError("low and high are of a bound")
         if sum((self.less != 0, self.over is not None, self.saved_of is not None)) > 1:
             raise ValueError("it takes one of less, over and saved_of")
 
@@ -474,7 +487,10 @@ class OfRecord(Kind):
         value, divisor = number_in(root, self.record, key), self.over or self.saved_of
         if value is None or divisor is None:
             return None if value is None else value - self.less
-        share = value / (number_in(root, self.record, divisor) or math.nan)
+        whole = number_in(root, self.record, divisor)
+        if not whole:
+            raise ValueError(f"{self.record}, {divisor}: {whole} is nothing to divide by")
+        share = value / whole
         return share if self.over is not None else 100 * (1 - share)
 
     def judge(self, records: Records, metric: str, root: Path) -> Outcome:  # noqa: D102

@@ -61,15 +61,16 @@ difference that {round(100 * POWER)} of 100 repetitions would have told, with th
 is to be the best, that from the row where it is largest. With fewer than {FEWEST} seeds it is "{AT_LEAST}" what the
 test images alone would let be told, to which seeds add. Where rows of two kinds share all other settings, the rule is
 applied to the pairs of them in place of seeds. Rank correlations are Spearman's, tested by permutation to one
-side at 5 %; they could tell the smallest one that passes. A claim of tier A asks for {TIERS["A"]} seeds. One of tier B
+side at 5 %; they could tell the smallest one that passes. Times are judged by their quartiles over rounds, both of
+which must be within the bound. A claim of tier A asks for {TIERS["A"]} seeds. One of tier B
 asks for one, which tells no difference and is there as a hint; some have more. The schedule of
 `configs/recipes/paired.yaml` was chosen with dense attention alone ([how](../tasks/classification/RESULTS.md)), so if
 it suits a row more than others, then that one."""
 
 BUDGET = """\
-Runs that claims ask for, each counted once, and the hours of one core for which the models of all records were trained
-and tested that claims read, more seeds than asked for too. What comes before, as UPop's search or a teacher, is not in
-them, nor are counted numbers, times and analyses."""
+Runs that claims ask for, each counted once, and the hours of one core that training and testing took. The hours are of
+all records that claims read, also of more seeds than they ask for. They are without what comes before, as UPop's search
+or a teacher, and without counted numbers, times and analyses."""
 CENTRAL = "Claims of the abstracts and of the first tables, chosen by hand (`central` in `configs/claims`)."
 
 
@@ -141,7 +142,7 @@ def overview(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome
 JUDGED_BY = {
     (True, True): "accuracy of trained models",
     (True, False): "numbers of an analysis",
-    (False, False): "one number: a count, a time",
+    (False, False): "one number of a record",
     None: "not tried",
 }
 
@@ -217,19 +218,26 @@ def _ways(paper: Paper) -> list[tuple[list[str], str]]:
         places = ", ".join(dict.fromkeys(claim.where for claim in claims))
         command = f" `python -m {config}`." if config else ""
         if task is not None:
-            rows = dict.fromkeys(row for claim in claims for row in claim.test.rows)
-            seeds = range(max(claim.seeds for claim in claims))
-            command = f" `{compare_command(task, str(config), str(record), seeds, rows)}`."
+            rows: dict[str, set[int]] = {}
+            for claim in claims:
+                for (row, seed), run in claim.runs(ROOT).items():
+                    recorded = {int(path.stem.removeprefix("seed")) for path in run.parent.glob("seed*.json")}
+                    rows.setdefault(row, recorded).add(seed)
+            commands_of = compare_commands(task, str(config), str(record), rows)
+            command = f" {', '.join(f'`{line}`' for line in commands_of)}."
         table = f"{record}/table.md" if task is not None else str(record)
         link = f" [Records](../{table})." if (ROOT / table).is_file() else ""
         ways.append(([claim.name for claim in claims], f"{places}:{f' {reduced}.' if reduced else ''}{command}{link}"))
     return ways
 
 
-def compare_command(task: str, config: str, records: str, seeds: Iterable[int], rows: Iterable[str]) -> str:
-    """The command that runs rows of a comparison with seeds, and goes on where it was stopped."""
-    given = f"--seeds {' '.join(map(str, seeds))} --variants {' '.join(rows)}"
-    return f"python -m tasks.{task}.compare --jobs 2 --config {config} --records {records} {given}"
+def compare_commands(task: str, config: str, records: str, rows: Mapping[str, Iterable[int]]) -> list[str]:
+    """The commands that run rows of a comparison, each with its seeds, and go on where they were stopped."""
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for row, seeds in rows.items():
+        alike.setdefault(tuple(sorted(seeds)), []).append(row)
+    compare = f"python -m tasks.{task}.compare --jobs 2 --config {config} --records {records}"
+    return [f"{compare} --seeds {' '.join(map(str, seeds))} --variants {' '.join(own)}" for seeds, own in alike.items()]
 
 
 # ---- picture --------------------------------------------------------------------------------------------------------
@@ -353,7 +361,8 @@ def main(argv: list[str] | None = None) -> int:
             return
         write_text(ROOT / PAGE, new)
         for paper in papers:
-            draw(paper, outcomes, (ROOT / PAGE).parent / picture_name(paper))
+            if draw(paper, outcomes, picture := (ROOT / PAGE).parent / picture_name(paper)) is None:
+                picture.unlink(missing_ok=True)
         print(f"{overview(papers, outcomes)}\n\n{PAGE}")
 
     return run_command(parser.prog, work)

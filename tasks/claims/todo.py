@@ -1,6 +1,6 @@
 """What the claims still need to be run: python -m tasks.claims.todo [--tier A]
 
-Prints a `compare` command for each comparison of configs/claims some of whose runs have no record, with the rows and
+Prints `compare` commands for each comparison of configs/claims some of whose runs have no record, with the rows and
 seeds that are missing. Each command goes on where it was stopped, and several may be given at once. Without --tier,
 then the commands that count, time or analyse, whose record is missing; some read what the runs left in outputs. The
 last lines, on stderr, say how many runs there are and how long they would take.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tasks.claims import commands
 from tasks.claims.claim import Paper, read_papers
-from tasks.claims.page import CLAIMS, ROOT, compare_command
+from tasks.claims.page import CLAIMS, ROOT, compare_commands
 from tasks.common.command import run_command
 from tasks.common.results import read_results
 
@@ -73,8 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         papers = read_papers(ROOT / CLAIMS)
         found = missing(papers, ROOT, arguments.tier)
         for (task, config, records), rows in found.items():
-            seeds = sorted(set.union(*rows.values()))
-            print(compare_command(task, config, records, seeds, rows))
+            print("\n".join(compare_commands(task, config, records, rows)))
         for command in missing_analyses(papers, ROOT) if arguments.tier is None else ():
             print(command)
         runs = sum(len(seeds) for rows in found.values() for seeds in rows.values())

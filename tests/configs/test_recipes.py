@@ -2,11 +2,14 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tasks.classification.config import SECTIONS, load_config
 from tasks.common.config import read_layers
+from tasks.common.images.augmentation import Augmentation, AugmentationConfig
 from tasks.common.images.model import build_model
 from tests.configs import shipped
 
@@ -60,6 +63,9 @@ STARTS += ["classification/deit_tiny_384.yaml"]
 PAIRED = ("#paired", "/curve_order.yaml", "/families_small.yaml", "/vio_paired.yaml", "/vio_paired_projection.yaml")
 
 
+FAMILIES = ("swin", "convit", "iformer", "vit_tiny")
+
+
 def is_small(name: str) -> bool:
     """Whether a cell is the small form of a table, and not a model of that name."""
     return re.search(r"[#-]small(-|$)", name) is not None
@@ -83,6 +89,19 @@ def test_papers_rows_train_on_all_training_images_and_their_last_epoch_counts(na
     assert not any(
         {"stage", "eval_strategy"} & {*row.get("data", {}), *row.get("trainer", {})} for row in changed.values()
     )
+
+
+@pytest.mark.parametrize("name", ["fib_table2.yaml#paired", *(f"families_small.yaml#{m}" for m in FAMILIES)])
+def test_training_images_of_small_comparisons_have_no_frame(name):
+    """A crop that is larger than the images would be filled up with black in training, and not in the test."""
+    config = load_config(shipped.path(f"experiments/{name}-dense"))
+    model = config["model"]
+    size = (model["image_size"], model["image_size"])
+    augment = Augmentation(AugmentationConfig(**config["augmentation"]), size, model["image_mean"], model["image_std"])
+    grey = Image.new("RGB", (32, 32), (128, 128, 128))
+    for seed in range(5):
+        pixels = augment(grey, np.random.default_rng(seed))
+        assert pixels.shape == (3, *size) and (pixels - pixels[:, :1, :1]).abs().max() < 1e-6
 
 
 def test_there_are_rows_of_both_kinds():

@@ -50,14 +50,16 @@ def test_what_is_watched_is_what_the_model_attends_to(model):
         assert numbers["coefficients_kept"] == kept.mean().item()
         up = (layer.attention.predictor.w_up != 0).double()
         assert numbers["up_share"] == pytest.approx((kept @ up).mean().item() / 6)
-        shares, recalls = [], []
+        shares, highest, recalls = [], [], []
         for head_full, head_seen in zip(prediction.full_attention[0], prediction.connectivity[0], strict=True):
             for row, seen in zip(head_full[1:, 1:].tolist(), head_seen[1:, 1:].tolist(), strict=True):
                 keys = {key for key, is_seen in enumerate(seen) if is_seen}
                 shares.append(sum(row[key] for key in keys) / sum(row))
                 best = set(sorted(range(len(row)), key=lambda key, row=row: -row[key])[: len(keys)])
+                highest.append(sum(row[key] for key in best) / sum(row))
                 recalls += [len(best & keys) / len(keys)] if keys else []
         assert numbers["attention_kept"] == pytest.approx(np.mean(shares))
+        assert numbers["attention_best"] == pytest.approx(np.mean(highest))
         assert numbers["highest_kept"] == pytest.approx(np.mean(recalls))
         assert 0 < numbers["highest_kept"] < 1
     with torch.no_grad():

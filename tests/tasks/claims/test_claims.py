@@ -85,7 +85,7 @@ def test_few_seeds_could_tell_at_best_what_their_images_allow(count: int) -> Non
             for seed in range(count)
             for right in [(random.random(images) < 0.5).astype(int)]
         ]
-        for row in "ab"
+        for row in "abcd"
     }
     word, least = judged("difference", PAIR, records).could_tell.rsplit(maxsplit=1)
     assert word == "at least"
@@ -94,6 +94,10 @@ def test_few_seeds_could_tell_at_best_what_their_images_allow(count: int) -> Non
     )
     error = math.sqrt(images / 2)
     assert np.mean(apart > stats.norm.ppf(0.975) * error) == pytest.approx(0.8, abs=0.03)
+    # Of four rows that are right independently of each other, the error is root 2 times as large.
+    contrast = judged("contrast", {"larger": ["a", "b"], "smaller": ["c", "d"]}, records).could_tell
+    assert contrast.startswith("at least ")
+    assert float(contrast.rpartition(" ")[2]) == pytest.approx(math.sqrt(2) * float(least), rel=0.05)
 
 
 @pytest.mark.parametrize("count", [3, 5, 8])
@@ -192,8 +196,8 @@ def test_bad_pairs_are_refused(higher: object, lower: object, message: str) -> N
         KINDS["pairs"].read({"higher": higher, "lower": lower})
 
 
-@pytest.mark.parametrize("shift", [-0.02, 0.0, 0.02])
-def test_contrast_is_a_t_test_of_one_difference_against_another(shift: float) -> None:
+@pytest.mark.parametrize(("shift", "verdict"), [(-0.02, FAILS), (0.0, OPEN), (0.02, HOLDS)])
+def test_contrast_is_a_t_test_of_one_difference_against_another(shift: float, verdict: str) -> None:
     random = np.random.default_rng(5)
     of = {row: 0.5 + 0.05 * random.standard_normal(5) for row in "bd"}
     of["a"], of["c"] = (of[low] + 0.01 + 0.003 * random.standard_normal(5) for low in "bd")
@@ -201,7 +205,7 @@ def test_contrast_is_a_t_test_of_one_difference_against_another(shift: float) ->
     records = {row: runs(*shares) for row, shares in of.items()}
     found = judged("contrast", {"larger": ["a", "b"], "smaller": ["c", "d"]}, records)
     low, high = stats.ttest_1samp(of["a"] - of["b"] - of["c"] + of["d"], 0).confidence_interval(0.95)
-    assert found.verdict == (HOLDS if low > 0 else FAILS if high < 0 else OPEN)
+    assert found.verdict == verdict == (HOLDS if low > 0 else FAILS if high < 0 else OPEN)
     assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx((100 * low, 100 * high))
     shared = judged("contrast", {"larger": ["a", "b"], "smaller": ["a", "d"]}, records)  # a row may be in both
     assert shared.mean == pytest.approx(100 * np.mean(of["d"] - of["b"]))
@@ -276,11 +280,13 @@ def test_oracle_of_rows_is_compared_with_that_of_as_many_seeds(apart: bool, verd
 
 
 def test_names_in_a_record_may_have_slashes(tmp_path) -> None:
-    content = {"a/b": {"c": 1, "c/d": 2}, "a": [{"e": 3}, 4], "": 5}
+    content = {"a/b": {"c": 1, "c/d": 2}, "a": [{"e": 3, "name": "0.5"}, 4, {"name": "x/y", "e": 6}], "": 5}
     (tmp_path / "r.json").write_text(json.dumps(content), encoding="utf-8")
-    found = {key: number_in(tmp_path, "r.json", key) for key in ("a/b/c", "a/b/c/d", "a/0/e", "a/1")}
-    assert list(found.values()) == [1, 2, 3, 4]
-    for key in ("a/b/d", "a/2", "a/-1", "a/0/e/f", "b", "/a"):
+    found = {
+        key: number_in(tmp_path, "r.json", key) for key in ("a/b/c", "a/b/c/d", "a/0/e", "a/1", "a/0.5/e", "a/x/y/e")
+    }
+    assert list(found.values()) == [1, 2, 3, 4, 3, 6]
+    for key in ("a/b/d", "a/3", "a/0.6/e", "a/-1", "a/0/e/f", "b", "/a"):
         with pytest.raises(ValueError, match="has no"):
             number_in(tmp_path, "r.json", key)
     with pytest.raises(ValueError, match="must be a number"):
@@ -308,6 +314,11 @@ def test_value_and_bound_read_a_record(tmp_path) -> None:
     assert [verdict("bound", at_most=most, **ends) for most in (10, 7, 4)] == [HOLDS, OPEN, FAILS]
     found = KINDS["bound"].read({**given, "at_most": 7, "unit": "G", **ends}).judge({}, METRIC, tmp_path)
     assert found.ours == "4.25 G (4.25 to 10)"
+    with pytest.raises(ValueError, match="low and high are of a bound"):
+        verdict("value", expected=7, tolerance=1, **ends)
+    (tmp_path / "nothing.json").write_text('{"a": 1, "b": 0}', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"nothing.json, b: 0.0 is nothing to divide by"):
+        verdict("bound", record="nothing.json", key="a", over="b", at_most=1)
     with pytest.raises(ValueError, match="both of low and high"):
         verdict("bound", at_most=7, low="rows/0/gflops")
     with pytest.raises(ValueError, match="one of less, over and saved_of"):
@@ -441,6 +452,12 @@ def test_hours_of_missing_runs_are_those_of_the_runs_next_to_them(tmp_path) -> N
     assert todo.hours(asked, tmp_path) == (pytest.approx(2 * 1.5 + (1.5 + 0.5) / 2), 2)
 
 
+def test_commands_have_the_seeds_of_each_row() -> None:
+    first, second = page.compare_commands("t", "c.yaml", "r", {"a": [1, 0], "b": {2}, "c": range(2)})
+    assert first == "python -m tasks.t.compare --jobs 2 --config c.yaml --records r --seeds 0 1 --variants a c"
+    assert second == "python -m tasks.t.compare --jobs 2 --config c.yaml --records r --seeds 2 --variants b"
+
+
 def test_costs_count_each_run_once(tmp_path) -> None:
     content = copy.deepcopy(GOOD)
     first = content["claims"]["table1-a"]
@@ -520,6 +537,10 @@ def test_page_check_notices_a_picture_of_other_numbers(tmp_path, monkeypatch: py
     assert "docs/claims_paper.png is not of the records" in capsys.readouterr().err
     (tmp_path / "docs" / "claims_paper.png").unlink()
     assert page.main(["--check"]) == 2
+    (tmp_path / "r" / "a" / "seed0.json").unlink()
+    (tmp_path / "docs" / "claims_paper.png").write_bytes(old)
+    assert page.main([]) == page.main(["--check"]) == 0  # nothing to draw, so no picture
+    assert not (tmp_path / "docs" / "claims_paper.png").exists()
 
 
 def load(task: str, path: str) -> object:
