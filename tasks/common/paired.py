@@ -1,7 +1,8 @@
 """Differences between the rows of a comparison, seed by seed, and when one is told.
 
 Runs of one seed are paired: they see the same examples in the same order, augmented alike, and are tested on the same
-images. So a row is compared with the first row within each seed, and what both rows owe to the seed cancels.
+images. From scratch they start with the same weights, as far as a dense model has them. So a row is compared with the
+first row within each seed, and what both rows owe to the seed cancels.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tasks.common.config import Config
 from tasks.common.hf_run import HFTask, Prepared, Split, Tested, draw_sampler
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import ImageDataset, Preparation, as_trained, load_data, load_split
-from tasks.common.images.model import MODEL_EXTRAS, check_pretrained, pretrained_sha256
+from tasks.common.images.model import MODEL_EXTRAS, check_pretrained, from_scratch, pretrained_sha256
 from tasks.common.images.processor import make_processor
 from tasks.common.images.sources import ImageData, drop_corrupt
 from tasks.common.models import section_family
@@ -50,7 +51,7 @@ def build_backbone(model: dict[str, Any]) -> Any:
         raise ValueError(f"model.preset={preset!r} and model.pretrained={pretrained!r} exclude each other")
     family = section_family(model)
     if not pretrained:
-        return family.base(family.make_config(preset, **options))
+        return from_scratch(family.base, partial(family.make_config, preset), options)
     check_saved_folder(pretrained, "model.pretrained")
     return load_changed_model(pretrained, family.base, **options)[0]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,9 +37,26 @@ def build_model(model: dict[str, Any], classes: Sequence[str]) -> Any:
         built = _from_folder(pretrained, section_family(model).image_classifier, options)
     else:
         family = section_family(model)
-        built = family.image_classifier(family.make_config(preset, **options))
+        built = from_scratch(family.image_classifier, partial(family.make_config, preset), options)
     if std is not None:
         _draw_classifiers(built, classifier_names(built), std)
+    return built
+
+
+def from_scratch(model_class: Any, make_config: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """A new model, in which the weights that a dense one has, too, are those of the dense one of the same seed.
+
+    So rows of a comparison start alike. Otherwise the numbers that a decay draws would shift all that is drawn after
+    them.
+    """
+    state = torch.get_rng_state()
+    built = model_class(make_config(**options))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.set_rng_state(state)
+        dense = model_class(make_config(**{**options, "prior": "dense"})).state_dict()
+        for name, value in built.state_dict().items():
+            if name in dense and dense[name].shape == value.shape:
+                value.copy_(dense[name])
     return built
 
 
