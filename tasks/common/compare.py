@@ -12,11 +12,11 @@ variants:                              name of a row: what it changes
 The rest is a run's configuration that every row shares: sections, and a `matrix`, of which FILE#CELL names one cell
 (tasks/common/config.py). `variants` may also name a file of rows. Names of files are relative to the file they are in.
 
-Runs of one seed see the same examples in the same order, augmented alike. With `model.pretrained` they start from one new
-classifier and the same adapters, without it from the weights of one dense model, as far as it has them. Seeds take turns, so that an early stop leaves a fair comparison. Every finished
-run leaves a record. The command can be killed at any moment and started again; then it goes on where it stopped, and
-does no finished run again. It prints a table of the rows and one of their differences to the first row, seed by seed
-(tasks/common/paired.py), and draws both.
+Runs of one seed see the same examples in the same order, augmented alike. With `model.pretrained` they start from one
+new classifier and the same adapters, without it from the weights of one dense model, as far as it has them. Seeds take
+turns, so that an early stop leaves a fair comparison. Every finished run leaves a record. The command can be killed at
+any moment and started again; then it goes on where it stopped, and does no finished run again. It prints a table of the
+rows and one of their differences to the first row, seed by seed (tasks/common/paired.py), and draws both.
 
 `--jobs N` does N runs at a time, each in a process of one thread (tasks/common/queue.py), and says how long the rest
 will take. A run that fails does not stop the others. Such a command can be given twice at once, on one machine or on
