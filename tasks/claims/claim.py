@@ -82,6 +82,10 @@ class Claim:
         folder = root / (self.records or "")
         return {(row, seed): folder / row / f"seed{seed}.json" for row in rows for seed in range(self.seeds)}
 
+    def recorded(self, root: Path) -> dict[str, list[Path]]:
+        """The records that there are of its rows, also of more seeds than it asks for."""
+        return {row: sorted((root / (self.records or "") / row).glob("seed*.json")) for row, _ in self.runs(root)}
+
 
 @dataclass(frozen=True)
 class Paper:

@@ -71,6 +71,7 @@ BUDGET = """\
 Runs that claims ask for, each counted once, and the hours of one core that training and testing took. The hours are of
 all records that claims read, also of more seeds than they ask for. They are without what comes before, as UPop's search
 or a teacher, and without counted numbers, times and analyses."""
+Way = tuple[list[str], str]  # names of claims, and how they were tried
 CENTRAL = "Claims of the abstracts and of the first tables, chosen by hand (`central` in `configs/claims`)."
 
 
@@ -86,8 +87,7 @@ def records_of(claim: Claim, root: Path) -> Records:
         numbers = [number for key in keys if (number := number_in(root, claim.records or "", key)) is not None]
         if numbers and unit is not None:
             found[row] = [{"seed": n, "metrics": {claim.metric: number / unit}} for n, number in enumerate(numbers)]
-    for row in claim.test.rows if claim.keys is None else ():
-        files = (root / (claim.records or "") / row).glob("seed*.json")
+    for row, files in claim.recorded(root).items():
         if runs := sorted((read_results(file) for file in files), key=lambda run: run["seed"]):
             found[row] = runs
     return found
@@ -119,10 +119,11 @@ def text(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome]) -
     if any(paper.central for paper in papers):
         lines += ["## What the papers lead with", CENTRAL, _leading(papers, outcomes)]
     for paper in papers:
-        lines += [f"## {paper.title}", paper.source, _table(paper, outcomes)]
+        ways = _ways(paper)
+        lines += [f"## {paper.title}", paper.source, _table(paper, outcomes, ways)]
         if _drawn(paper, outcomes):
             lines.append(f"![{paper.title}: the paper's differences and ours]({picture_name(paper)})")
-        lines += [f"### How {paper.title} was tried", *_how(paper)]
+        lines += [f"### How {paper.title} was tried", _how(paper, ways)]
     return "\n\n".join(lines) + "\n"
 
 
@@ -163,14 +164,18 @@ def costs(papers: Iterable[Paper], root: Path) -> str:
     for tier, seeds in TIERS.items():
         own = [claim for claim in claims if claim.tier == tier]
         asked = {run for claim in own for run in claim.runs(root).values()} - asked_before
-        read = {run for claim in own for asks in claim.runs(root).values() for run in asks.parent.glob("seed*.json")}
-        found = [read_results(run) for run in sorted(read - read_before)]
-        hours = sum(run["seconds"] * run["hardware"]["cpu_threads"] for run in found) / 3600
+        read = {run for claim in own for files in claim.recorded(root).values() for run in files}
+        hours = core_hours(read_results(run) for run in sorted(read - read_before))
         recorded = sum(run.is_file() for run in asked)
         rows.append([tier, str(seeds), str(BUDGETS[tier]), str(len(asked)), str(recorded), f"{hours:.1f}"])
         asked_before |= asked
         read_before |= read
     return markdown_table(("tier", "seeds", "hours allowed", "runs", "recorded", "hours taken"), rows)
+
+
+def core_hours(runs: Iterable[Mapping[str, Any]]) -> float:
+    """Hours of one core that recorded runs took."""
+    return sum(run["seconds"] * run["hardware"]["cpu_threads"] for run in runs) / 3600
 
 
 def _leading(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome]) -> str:
@@ -186,8 +191,8 @@ def _escaped(header: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     return markdown_table(header, [[cell.replace("|", "\\|") for cell in row] for row in rows])
 
 
-def _table(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome]) -> str:
-    rows, places = [], {name: n for n, (names, _) in enumerate(_ways(paper), 1) for name in names}
+def _table(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome], ways: Sequence[Way]) -> str:
+    rows, places = [], {name: n for n, (names, _) in enumerate(ways, 1) for name in names}
     for claim in paper.claims:
         found, place = outcomes[paper.name, claim.name], places.get(claim.name)
         how = "-" if place is None else f"[{place}](#{_anchor(paper, place)})"
@@ -200,13 +205,13 @@ def _anchor(paper: Paper, place: int) -> str:
     return f"{paper.name}-{place}"
 
 
-def _how(paper: Paper) -> list[str]:
+def _how(paper: Paper, ways: Sequence[Way]) -> str:
     """A numbered line for each way in which claims were tried, to which the table links."""
-    lines = [f'{n}. <a id="{_anchor(paper, n)}"></a>{line}' for n, (_, line) in enumerate(_ways(paper), 1)]
-    return ["\n".join(lines)] if lines else ["Nothing of it was tried."]
+    lines = [f'{n}. <a id="{_anchor(paper, n)}"></a>{line}' for n, (_, line) in enumerate(ways, 1)]
+    return "\n".join(lines) or "Nothing of it was tried."
 
 
-def _ways(paper: Paper) -> list[tuple[list[str], str]]:
+def _ways(paper: Paper) -> list[Way]:
     """Claims that were tried in one way, by name, and the way: where they stand, what is reduced, command, records."""
     groups: dict[tuple[str | None, ...], list[Claim]] = {}
     for claim in paper.claims:
@@ -220,9 +225,9 @@ def _ways(paper: Paper) -> list[tuple[list[str], str]]:
         if task is not None:
             rows: dict[str, set[int]] = {}
             for claim in claims:
-                for (row, seed), run in claim.runs(ROOT).items():
-                    recorded = {int(path.stem.removeprefix("seed")) for path in run.parent.glob("seed*.json")}
-                    rows.setdefault(row, recorded).add(seed)
+                for row, files in claim.recorded(ROOT).items():
+                    seeds = {int(file.stem.removeprefix("seed")) for file in files} | set(range(claim.seeds))
+                    rows[row] = rows.get(row, set()) | seeds
             commands_of = compare_commands(task, str(config), str(record), rows)
             command = f" {', '.join(f'`{line}`' for line in commands_of)}."
         table = f"{record}/table.md" if task is not None else str(record)

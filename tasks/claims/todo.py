@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tasks.claims import commands
 from tasks.claims.claim import Paper, read_papers
-from tasks.claims.page import CLAIMS, ROOT, compare_commands
+from tasks.claims.page import CLAIMS, ROOT, compare_commands, core_hours
 from tasks.common.command import run_command
 from tasks.common.results import read_results
 
@@ -51,7 +51,7 @@ def hours(found: dict[Place, dict[str, set[int]]], root: Path) -> tuple[float, i
 def _hours_of(folder: Path) -> float | None:
     """Mean of a row's runs, in hours of one core; None without a record."""
     runs = [read_results(file) for file in sorted(folder.glob("seed*.json"))]
-    return sum(run["seconds"] * run["hardware"]["cpu_threads"] for run in runs) / 3600 / len(runs) if runs else None
+    return core_hours(runs) / len(runs) if runs else None
 
 
 def missing_analyses(papers: list[Paper], root: Path) -> list[str]:

@@ -51,6 +51,8 @@ def from_scratch(model_class: Any, make_config: Callable[..., Any], options: dic
     """
     state = torch.get_rng_state()
     built = model_class(make_config(**options))
+    if built.config.prior_name == "dense":
+        return built
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.set_rng_state(state)
         dense = model_class(make_config(**{**options, "prior": "dense"})).state_dict()
