@@ -27,7 +27,12 @@ Rows need not be those of a comparison. With `keys` they are numbers of one file
         records: tasks/analysis/results/diversity/diversity.json
         keys: {fibottention: [models/0/last_layer/diversity/median], dense: [models/1/last_layer/diversity/median]}
 
-With `relative_to`, a key of that file, all of them are divided by the number there.
+With `relative_to`, a key of that file, all of them are divided by the number there. If `records` and `config` have
+{seed}, there is a file and a command for each seed that the tier asks for, and each row has one key:
+
+        config: tasks.analysis.diversity outputs/.../seed{seed} ... --out tasks/analysis/results/diversity/seed{seed}
+        records: tasks/analysis/results/diversity/seed{seed}/diversity.json
+        keys: {fibottention: [models/fibottention/last_layer/diversity/median], dense: [...]}
 """
 
 from __future__ import annotations
@@ -44,6 +49,7 @@ from tasks.claims.kinds import KINDS, Kind, Untried
 from tasks.common.paired import ACCURACY
 
 TIERS = {"A": 5, "B": 1}  # seeds
+SEED = "{seed}"  # in texts that are there for each seed
 BUDGETS = {"A": 30, "B": 15}  # hours of one core
 
 
@@ -75,6 +81,27 @@ class Claim:
     def seeds(self) -> int:
         """How many seeds it asks for."""
         return TIERS[self.tier] if self.tier is not None else 0
+
+    @property
+    def has_file_for_each_seed(self) -> bool:
+        """Whether config and records are there for each seed."""
+        return self.keys is not None and SEED in (self.records or "")
+
+    def of_seed(self, text: str | None, seed: int) -> str:
+        """Config or records of one seed."""
+        return (text or "").replace(SEED, str(seed))
+
+    def numbers(self) -> dict[str, list[tuple[int, str, str]]]:
+        """Where the numbers of rows with keys are: seed, file and key."""
+        if self.has_file_for_each_seed:
+            return {
+                row: [(seed, self.of_seed(self.records, seed), key) for seed in range(self.seeds)]
+                for row, [key] in (self.keys or {}).items()
+            }
+        return {
+            row: [(seed, self.records or "", key) for seed, key in enumerate(keys)]
+            for row, keys in (self.keys or {}).items()
+        }
 
     def runs(self, root: Path) -> dict[tuple[str, int], Path]:
         """The records that it asks for, by row and seed; none if it reads numbers of one file."""
@@ -154,6 +181,9 @@ def _claim(name: str, entry: Any, where: str) -> Claim:
             f"{where}: {test.name} has no {', '.join(extra)}" + " with keys" * (test.rows != () and has_keys)
         )
     keys = _keys(entry["keys"], test, where) if has_keys else None
+    each_seed = {key for key in ("config", "records") if SEED in str(entry.get(key))}
+    if each_seed and (keys is None or len(each_seed) < 2 or any(len(own) != 1 for own in keys.values())):
+        raise ValueError(f"{where}: {SEED} must be in config and records, of rows with one key each")
     texts = {key: value for key, value in entry.items() if key not in ("test", "keys")}
     if wrong := [key for key, value in texts.items() if not isinstance(value, str) or not value.strip()]:
         raise ValueError(f"{where}: {wrong[0]}={texts[wrong[0]]!r} must be a text")

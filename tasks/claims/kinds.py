@@ -429,7 +429,7 @@ def number_in(root: Path, record: str, key: str) -> float | None:
     """The number under a key such as "rows/dense/mean" in a JSON file; None if there is no such file.
 
     Names there may have slashes themselves; the longest one that fits is taken. An entry of a list has its place, from
-    0, or its own "name".
+    0, or its own "name"; * is the mean over all entries, as in "layers/*/weight".
 
     Raises:
         ValueError: if it has no such number.
@@ -437,18 +437,27 @@ def number_in(root: Path, record: str, key: str) -> float | None:
     path = root / record
     if not path.is_file():
         return None
-    value, rest = json.loads(path.read_text(encoding="utf-8")), key
+    value = _under(json.loads(path.read_text(encoding="utf-8")), key, f"{record} has no {key!r}")
+    _number(value, f"{record}, {key}")
+    return float(value)
+
+
+def _under(value: Any, rest: str, missing: str) -> Any:
     while rest:
+        if isinstance(value, list) and value and f"{rest}/".startswith("*/"):
+            numbers = [_under(entry, rest[2:], missing) for entry in value]
+            for number in numbers:
+                _number(number, missing)
+            return math.fsum(numbers) / len(numbers)
         if isinstance(value, list):
             places = {str(place): own for place, own in enumerate(value)}
             value = places | {own["name"]: own for own in value if isinstance(own, dict) and "name" in own}
         fitting = [name for name in value if f"{rest}/".startswith(f"{name}/")] if isinstance(value, dict) else []
         if not fitting:
-            raise ValueError(f"{record} has no {key!r}")
+            raise ValueError(missing)
         name = max(fitting, key=len)
         value, rest = value[name], rest[len(name) + 1 :]
-    _number(value, f"{record}, {key}")
-    return float(value)
+    return value
 
 
 @dataclass(frozen=True)

@@ -82,11 +82,15 @@ def records_of(claim: Claim, root: Path) -> Records:
         ValueError: for a damaged record.
     """
     found: dict[str, list[dict[str, Any]]] = {}
-    unit = number_in(root, claim.records or "", claim.relative_to) if claim.relative_to is not None else 1.0
-    for row, keys in (claim.keys or {}).items():
-        numbers = [number for key in keys if (number := number_in(root, claim.records or "", key)) is not None]
-        if numbers and unit is not None:
-            found[row] = [{"seed": n, "metrics": {claim.metric: number / unit}} for n, number in enumerate(numbers)]
+    for row, places in claim.numbers().items():
+        runs = []
+        for seed, file, key in places:
+            number = number_in(root, file, key)
+            unit = 1.0 if claim.relative_to is None else number_in(root, file, claim.relative_to)
+            if number is not None and unit is not None:
+                runs.append({"seed": seed, "metrics": {claim.metric: number / unit}})
+        if runs:
+            found[row] = runs
     for row, files in claim.recorded(root).items():
         if runs := sorted((read_results(file) for file in files), key=lambda run: run["seed"]):
             found[row] = runs
@@ -104,7 +108,8 @@ def outcome(claim: Claim, root: Path) -> Outcome:
         if any(run["metrics"].get(claim.metric) is None for run in runs):
             raise ValueError(f"{claim.records}/{row}: a record has no {claim.metric}")
     found = claim.test.judge(records, claim.metric, root)
-    if found.verdict != NOT_YET and not all(run.is_file() for run in claim.runs(root).values()):
+    files = {root / file for places in claim.numbers().values() for _, file, _ in places}
+    if found.verdict != NOT_YET and not all(run.is_file() for run in {*claim.runs(root).values(), *files}):
         return replace(found, verdict=NOT_YET)
     return found
 
@@ -222,6 +227,9 @@ def _ways(paper: Paper) -> list[Way]:
     for (config, task, record, reduced), claims in groups.items():
         places = ", ".join(dict.fromkeys(claim.where for claim in claims))
         command = f" `python -m {config}`." if config else ""
+        if claims[0].has_file_for_each_seed:
+            command = f"{command[:-1]} for each seed of 0 to {claims[0].seeds - 1}."
+            record = claims[0].of_seed(record, 0)
         if task is not None:
             rows: dict[str, set[int]] = {}
             for claim in claims:

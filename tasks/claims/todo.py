@@ -59,8 +59,9 @@ def missing_analyses(papers: list[Paper], root: Path) -> list[str]:
     found = []
     for claim in (claim for paper in papers for claim in paper.claims):
         record = claim.records if claim.keys is not None else getattr(claim.test, "record", None)
-        if claim.config is not None and record is not None and not (root / record).is_file():
-            found.append(f"python -m {claim.config}")
+        for seed in range(claim.seeds if claim.has_file_for_each_seed else 1):
+            if claim.config is not None and record is not None and not (root / claim.of_seed(record, seed)).is_file():
+                found.append(f"python -m {claim.of_seed(claim.config, seed)}")
     return list(dict.fromkeys(found))
 
 

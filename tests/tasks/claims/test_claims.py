@@ -375,6 +375,9 @@ def read(tmp_path, content: object) -> object:
         (("claims", "table3-c", "keys"), {"a": ["x"]}, "keys must name the rows a, b, and no others"),
         (("claims", "table3-c", "keys"), {"a": ["x"], "b": "y"}, "keys of 'b' must be a list of texts"),
         (("claims", "table3-c", "keys"), {"a": ["x"], "b": ["y", "z"]}, "the same number of seeds"),
+        (("claims", "table3-c", "records"), "w/{seed}.json", "{seed} must be in config and records, of rows with one"),
+        (("claims", "table3-c", "config"), "tasks.own --out w/{seed}", "{seed} must be in config and records"),
+        (("claims", "table1-a", "records"), "r/{seed}", "{seed} must be in config and records"),
         (("claims", "table2-b", "keys"), {}, "untried has no keys"),
         (("claims", "table1-a", "relative_to"), "models/0", "difference has no relative_to"),
         (("claims", "table2-b", "tier"), "A", "untried has no tier"),
@@ -489,6 +492,45 @@ def test_rows_may_be_numbers_of_one_file(tmp_path) -> None:
     (tmp_path / "w" / "wide.json").write_text(json.dumps({"models": widths}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"wide\.json has no 'models/3/width'"):
         page.outcome(claim, tmp_path)
+
+
+def test_rows_may_be_numbers_of_a_file_for_each_seed(tmp_path) -> None:
+    content = copy.deepcopy(GOOD)
+    own = content["claims"]["table3-c"]
+    own |= {"config": "tasks.own seed{seed} --out w/{seed}", "records": "w/{seed}/wide.json", "tier": "A"}
+    with pytest.raises(ValueError, match="of rows with one key each"):
+        read(tmp_path, content)
+    own["keys"] = {"a": ["models/a/width"], "b": ["models/b/width"]}
+    paper = read(tmp_path, content)
+    [claim] = [claim for claim in paper.claims if claim.name == "table3-c"]
+    commands = [f"python -m tasks.own seed{seed} --out w/{seed}" for seed in range(5)]
+    assert todo.missing_analyses([paper], tmp_path) == commands
+    assert page.outcome(claim, tmp_path).verdict == NOT_YET
+    gains = (0.25, 0.125, 0.1875, 0.25, 0.3125)
+    for seed, gain in enumerate(gains):
+        (tmp_path / "w" / str(seed)).mkdir(parents=True)
+        models = [{"name": "a", "width": 0.5 + gain}, {"name": "b", "width": 0.5 + seed}]
+        models[0]["width"] += seed
+        (tmp_path / "w" / str(seed) / "wide.json").write_text(json.dumps({"models": models}), encoding="utf-8")
+        assert todo.missing_analyses([paper], tmp_path) == commands[seed + 1 :]
+        found = page.outcome(claim, tmp_path)
+        assert found.verdict == (HOLDS if seed == 4 else NOT_YET)
+        assert found.mean == pytest.approx(100 * np.mean(gains[: seed + 1]))
+    relative = page.outcome(dataclasses.replace(claim, relative_to="models/b/width"), tmp_path)
+    assert relative.mean == pytest.approx(100 * np.mean([gain / (0.5 + n) for n, gain in enumerate(gains)]))
+    text = page.text([paper], {(paper.name, c.name): found for c in paper.claims})
+    assert "`python -m tasks.own seed{seed} --out w/{seed}` for each seed of 0 to 4." in text
+
+
+def test_a_star_in_a_key_is_the_mean_over_a_list(tmp_path) -> None:
+    layers = [{"weight": number, "name": "*"} for number in (1.0, 2.0, 6.0)]
+    content = {"models": [{"name": "m", "layers": layers, "none": [], "words": [{"weight": "x"}]}]}
+    (tmp_path / "r.json").write_text(json.dumps(content), encoding="utf-8")
+    assert number_in(tmp_path, "r.json", "models/m/layers/*/weight") == 3.0
+    assert number_in(tmp_path, "r.json", "models/*/layers/*/weight") == 3.0
+    for key in ("models/m/layers/*/height", "models/m/none/*/weight", "models/m/*/weight", "models/m/words/*/weight"):
+        with pytest.raises(ValueError, match=r"r\.json"):
+            number_in(tmp_path, "r.json", key)
 
 
 # ---- the repository's own -------------------------------------------------------------------------------------------
