@@ -83,14 +83,14 @@ def records_of(claim: Claim, root: Path) -> Records:
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for row, places in claim.numbers().items():
-        runs = []
+        numbers: list[dict[str, Any]] = []
         for seed, file, key in places:
             number = number_in(root, file, key)
             unit = 1.0 if claim.relative_to is None else number_in(root, file, claim.relative_to)
             if number is not None and unit is not None:
-                runs.append({"seed": seed, "metrics": {claim.metric: number / unit}})
-        if runs:
-            found[row] = runs
+                numbers.append({"seed": seed, "metrics": {claim.metric: number / unit}})
+        if numbers:
+            found[row] = numbers
     for row, files in claim.recorded(root).items():
         if runs := sorted((read_results(file) for file in files), key=lambda run: run["seed"]):
             found[row] = runs
