@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,33 @@ def section_family(section: Mapping[str, Any], name: str = "model") -> Family:
     if given is None and preset:
         return preset_family(preset)
     return FAMILIES[given or DEFAULT_FAMILY]
+
+
+def alike_across_priors(make: Callable[[dict[str, Any]], Any], is_dense: Callable[[Any], bool]) -> Any:
+    """A new model, in which the weights that a dense one has, too, are those of the dense one of the same seed.
+
+    So rows of a comparison start alike. Otherwise the numbers that a decay draws would shift all that is drawn after
+    them.
+
+    Args:
+        make: a new model, with these options over its own. is_dense: whether a model has no prior.
+    """
+    state = torch.get_rng_state()
+    built = make({})
+    if not is_dense(built):
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(state)
+            take_weights(built, make({"prior": "dense"}))
+    return built
+
+
+@torch.no_grad()
+def take_weights(model: nn.Module, other: nn.Module) -> None:
+    """Copy parameters and buffers of another model where names and shapes are the same."""
+    theirs = other.state_dict()
+    for name, value in model.state_dict().items():
+        if name in theirs and theirs[name].shape == value.shape:
+            value.copy_(theirs[name])
 
 
 def trainable_parameters(model: nn.Module) -> int:

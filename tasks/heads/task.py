@@ -22,7 +22,7 @@ from tasks.common.config import Config
 from tasks.common.hf_run import HFTask, Split, Tested, draw_sampler
 from tasks.common.hf_run import Prepared as PreparedRun
 from tasks.common.mm.backbone import load_weights
-from tasks.common.models import about_model
+from tasks.common.models import about_model, alike_across_priors
 from tasks.heads.baseline import constant_objects
 from tasks.heads.commands import EVAL_BATCH_SIZE, TRAINS
 from tasks.heads.config import SECTIONS, DataConfig, check_config, head_config
@@ -178,8 +178,11 @@ def moved(value: Any, device: torch.device) -> Any:
 
 def build_model(config: Config, classes: Sequence[str]) -> Any:
     """The model of a configuration; a saved backbone keeps its weights and, without `prior`, its prior."""
-    name = config["head"]["name"]
-    model = heads.HEADS[name].model_class(head_config(config, classes))
+    model_class = heads.HEADS[config["head"]["name"]].model_class
+    model = alike_across_priors(
+        lambda changes: model_class(head_config({**config, "model": {**config["model"], **changes}}, classes)),
+        lambda model: heads.backbone_of(model).config.prior_name == "dense",
+    )
     if pretrained := config["model"].get("pretrained"):
         load_weights(heads.backbone_of(model), pretrained)
     return model

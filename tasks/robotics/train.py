@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from hf_sparseprior.pretrained import check_saved_folder, load_changed_model, sa
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.common.command import run_command, tell_data
 from tasks.common.metrics import pack_correct
-from tasks.common.models import FAMILY_KEYS, decay_change
+from tasks.common.models import FAMILY_KEYS, alike_across_priors, decay_change
 from tasks.common.results import Results, finite_or_null
 from tasks.common.run_folder import (
     MODEL,
@@ -117,7 +118,12 @@ def make_training(config: dict[str, dict[str, Any]], demonstrations: Demonstrati
     held_out = read_episodes(demonstrations, demonstrations.split("validation"), policy_config)
     normalizer = fit_normalizer(train, policy_config, data.floor, data.floors)
     torch.manual_seed(trainer.seed)
-    policy = CrosswayPolicy(policy_config, normalizer)
+    policy = alike_across_priors(
+        lambda changes: CrosswayPolicy(
+            replace(policy_config, encoder={**policy_config.encoder, **changes}), normalizer
+        ),
+        lambda policy: all(policy.encoder(key).config.prior_name == "dense" for key in policy_config.cameras),
+    )
     if folder := config["encoder"].get("pretrained"):
         start_encoders(policy, folder, config["encoder"])
     validation = Windows(held_out, policy_config) if held_out else None

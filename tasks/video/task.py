@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
 from hf_sparseprior.pretrained import check_classes, check_saved_folder
 from tasks.common.config import FINAL, Config
 from tasks.common.hf_run import HFTask, Prepared, Split, draw_sampler, make_collator
+from tasks.common.images.model import from_scratch
 from tasks.video.commands import EVAL_BATCH_SIZE, TRAINS
 from tasks.video.config import MODEL_EXTRAS, SECTIONS, AugmentationConfig, DataConfig, check_config
 from tasks.video.data import check_test_shape, load_data, make_dataset, make_test_dataset
@@ -39,8 +41,8 @@ def build_model(model: dict[str, Any], classes: Sequence[str]) -> SparsePriorTim
         options["num_labels"] = len(classes)
         return SparsePriorTimesformerForVideoClassification.from_image_model(folder, **options)
     preset = model.get("preset")
-    config = SparsePriorTimesformerConfig.from_preset(preset, **options) if preset else None
-    return SparsePriorTimesformerForVideoClassification(config or SparsePriorTimesformerConfig(**options))
+    make_config = partial(SparsePriorTimesformerConfig.from_preset, preset) if preset else SparsePriorTimesformerConfig
+    return from_scratch(SparsePriorTimesformerForVideoClassification, make_config, options)
 
 
 def prepare(config: Config, arguments: Any) -> Prepared:

@@ -11,7 +11,7 @@ import torch
 from hf_sparseprior.adapters.lora import classifier_names
 from hf_sparseprior.checks import check_finite
 from hf_sparseprior.pretrained import check_saved_folder, load_changed_model, weights_sha256
-from tasks.common.models import FAMILY_KEYS, section_family
+from tasks.common.models import FAMILY_KEYS, alike_across_priors, section_family
 
 # Keys of the section that are no fields of its family's config.
 MODEL_EXTRAS = (*FAMILY_KEYS, "classifier_init_std")
@@ -44,22 +44,11 @@ def build_model(model: dict[str, Any], classes: Sequence[str]) -> Any:
 
 
 def from_scratch(model_class: Any, make_config: Callable[..., Any], options: dict[str, Any]) -> Any:
-    """A new model, in which the weights that a dense one has, too, are those of the dense one of the same seed.
-
-    So rows of a comparison start alike. Otherwise the numbers that a decay draws would shift all that is drawn after
-    them.
-    """
-    state = torch.get_rng_state()
-    built = model_class(make_config(**options))
-    if built.config.prior_name == "dense":
-        return built
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.set_rng_state(state)
-        dense = model_class(make_config(**{**options, "prior": "dense"})).state_dict()
-        for name, value in built.state_dict().items():
-            if name in dense and dense[name].shape == value.shape:
-                value.copy_(dense[name])
-    return built
+    """A new model, which starts as the dense one of the same seed (`alike_across_priors`)."""
+    return alike_across_priors(
+        lambda changes: model_class(make_config(**{**options, **changes})),
+        lambda model: model.config.prior_name == "dense",
+    )
 
 
 def _from_folder(folder: str, model_class: Any, options: dict[str, Any]) -> Any:

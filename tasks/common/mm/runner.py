@@ -29,6 +29,7 @@ from tasks.common.mm.config import for_frameworks
 from tasks.common.mm.hooks import CheckFinite, OneLineProgress, StopOnSignal, TellData
 from tasks.common.mm.loading import refuse_pickles
 from tasks.common.mm.reading import check_reading
+from tasks.common.models import take_weights
 from tasks.common.processes import check_joined, join_on_cpu
 
 BY_CLASS = {"IoUMetric": "ClassIoUMetric"}  # metrics of mm, and what measures the same and keeps it by class
@@ -52,6 +53,29 @@ class QuietRunner(Runner):
     def build_visualizer(self, visualizer: Any = None) -> Any:
         """As mmengine's, which would write the name and the folder of this run into the config."""
         return super().build_visualizer(copy.deepcopy(visualizer) if isinstance(visualizer, dict) else visualizer)
+
+    def build_model(self, model: Any) -> torch.nn.Module:
+        """As mmengine's."""
+        self._drawn_from = torch.get_rng_state()
+        return super().build_model(model)
+
+    def _init_model_weights(self) -> None:
+        """As mmengine's. Then weights that a dense model has, too, are those of the dense one of the same seed."""
+        super()._init_model_weights()
+        backbone = getattr(whole_model(self), "backbone", None)
+        if (
+            self._resume
+            or self._load_from
+            or getattr(getattr(backbone, "config", None), "prior_name", "dense") == "dense"
+        ):
+            return
+        settings = copy.deepcopy(self.cfg.model)
+        settings.backbone.prior = "dense"
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._drawn_from)
+            dense: Any = super().build_model(settings)
+            dense.init_weights()
+        take_weights(whole_model(self), dense)
 
     @staticmethod
     def build_dataloader(dataloader: Any, seed: int | None = None, diff_rank_seed: bool = False) -> Any:
