@@ -20,7 +20,7 @@ A `test` is one of the classes of tasks/claims/kinds.py by its name there, or `u
 has no config, task, records, metric, tier or reduced. One that reads a number (`value`, `bound`) may have a config,
 which is then what wrote the record, as a command's words.
 
-Rows need not be those of a comparison. With `keys` they are numbers of one file, `records`, which the command of
+Rows need not be those of a comparison. With `keys` they are numbers of a file, `records`, which the command of
 `config` wrote; there is no task then. Keys of a row are one for each seed, in the same order in all rows:
 
         config: tasks.analysis.diversity outputs/... --out tasks/analysis/results/diversity
@@ -53,6 +53,11 @@ SEED = "{seed}"  # in texts that are there for each seed
 BUDGETS = {"A": 30, "B": 15}  # hours of one core
 
 
+def of_seed(text: str | None, seed: int) -> str:
+    """Config or records of one seed."""
+    return (text or "").replace(SEED, str(seed))
+
+
 @dataclass(frozen=True)
 class Claim:
     """One sentence of a paper, and how it was tried.
@@ -60,7 +65,8 @@ class Claim:
     name: unique in its paper. where: the place in the paper. paper: its numbers, as printed. test: what would show it.
     tier: "A" or "B"; None: not tried. config: FILE#CELL of the comparison. task: whose `compare` runs it. records:
     folder of a folder for each row; with keys, a file. metric: a share. reduced: what is smaller than in the paper.
-    keys: by row, where the file has the row's numbers, seed by seed. relative_to: where it has their unit.
+    keys: by row, where the file has the row's numbers, seed by seed, or where each seed's file has its number.
+    relative_to: where it has their unit.
     """
 
     name: str
@@ -87,15 +93,11 @@ class Claim:
         """Whether config and records are there for each seed."""
         return self.keys is not None and SEED in (self.records or "")
 
-    def of_seed(self, text: str | None, seed: int) -> str:
-        """Config or records of one seed."""
-        return (text or "").replace(SEED, str(seed))
-
     def numbers(self) -> dict[str, list[tuple[int, str, str]]]:
         """Where the numbers of rows with keys are: seed, file and key."""
         if self.has_file_for_each_seed:
             return {
-                row: [(seed, self.of_seed(self.records, seed), key) for seed in range(self.seeds)]
+                row: [(seed, of_seed(self.records, seed), key) for seed in range(self.seeds)]
                 for row, [key] in (self.keys or {}).items()
             }
         return {
@@ -104,7 +106,7 @@ class Claim:
         }
 
     def runs(self, root: Path) -> dict[tuple[str, int], Path]:
-        """The records that it asks for, by row and seed; none if it reads numbers of one file."""
+        """The records that it asks for, by row and seed; none if it reads numbers of files."""
         rows = self.test.rows if self.keys is None else ()
         folder = root / (self.records or "")
         return {(row, seed): folder / row / f"seed{seed}.json" for row in rows for seed in range(self.seeds)}

@@ -18,7 +18,7 @@ from scipy.special import ndtri, stdtrit
 from scipy.stats import permutation_test, rankdata, ttest_ind, zscore
 
 from tasks.common.metrics import unpack_correct
-from tasks.common.paired import CONFIDENCE, FEWEST, Difference, differences
+from tasks.common.paired import CONFIDENCE, FEWEST, Difference, differences, right_images
 from tasks.common.tables import count_of_seeds
 
 HOLDS, FAILS, OPEN, NOT_YET, UNTRIED = (
@@ -278,10 +278,9 @@ class Contrast(Kind):
         for seed in shared:
             four = [runs[row][seed] for row in (*self.larger, *self.smaller)]
             by_seed[seed] = float(np.dot(CONTRAST, [run["metrics"][metric] for run in four]))
-            correct = [run["test_correct"] for run in four if run.get("test_correct") is not None]
-            if len(correct) == len(four) and len({own["count"] for own in correct}) == 1:
-                right = np.array([unpack_correct(own) for own in correct], dtype=float)
-                errors[seed] = float(np.std(CONTRAST @ right, ddof=1)) / math.sqrt(right.shape[1])
+            right = [own for run in four if (own := right_images(run, metric)) is not None]
+            if len(right) == len(four) and len({len(own) for own in right}) == 1:
+                errors[seed] = float(np.std(CONTRAST @ np.array(right), ddof=1)) / math.sqrt(len(right[0]))
         found = Difference(by_seed, errors)
         return outcome_of(found, count_of_seeds(len(shared)), self.paper, self.margin)
 
@@ -437,17 +436,17 @@ def number_in(root: Path, record: str, key: str) -> float | None:
     path = root / record
     if not path.is_file():
         return None
-    value = _under(json.loads(path.read_text(encoding="utf-8")), key, f"{record} has no {key!r}")
+    value = _under(json.loads(path.read_text(encoding="utf-8")), key, f"{record} has no {key!r}", f"{record}, {key}")
     _number(value, f"{record}, {key}")
     return float(value)
 
 
-def _under(value: Any, rest: str, missing: str) -> Any:
+def _under(value: Any, rest: str, missing: str, place: str) -> Any:
     while rest:
         if isinstance(value, list) and value and f"{rest}/".startswith("*/"):
-            numbers = [_under(entry, rest[2:], missing) for entry in value]
+            numbers = [_under(entry, rest[2:], missing, place) for entry in value]
             for number in numbers:
-                _number(number, missing)
+                _number(number, place)
             return math.fsum(numbers) / len(numbers)
         if isinstance(value, list):
             places = {str(place): own for place, own in enumerate(value)}

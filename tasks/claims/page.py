@@ -19,7 +19,7 @@ from PIL import Image
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.files import write_text
 from tasks.claims import commands
-from tasks.claims.claim import BUDGETS, TIERS, Claim, Paper, read_papers
+from tasks.claims.claim import BUDGETS, TIERS, Claim, Paper, of_seed, read_papers
 from tasks.claims.kinds import (
     AT_LEAST,
     FAILS,
@@ -226,10 +226,10 @@ def _ways(paper: Paper) -> list[Way]:
     ways = []
     for (config, task, record, reduced), claims in groups.items():
         places = ", ".join(dict.fromkeys(claim.where for claim in claims))
-        command = f" `python -m {config}`." if config else ""
+        each = ""
         if claims[0].has_file_for_each_seed:
-            command = f"{command[:-1]} for each seed of 0 to {claims[0].seeds - 1}."
-            record = claims[0].of_seed(record, 0)
+            each, record = f" for each seed of 0 to {claims[0].seeds - 1}", of_seed(record, 0)
+        command = f" `python -m {config}`{each}." if config else ""
         if task is not None:
             rows: dict[str, set[int]] = {}
             for claim in claims:
@@ -263,7 +263,7 @@ def picture_name(paper: Paper) -> str:
 
 def _drawn(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome]) -> list[tuple[Claim, Outcome]]:
     found = [(claim, outcomes[paper.name, claim.name]) for claim in paper.claims]
-    # Numbers of one file have units of their own.
+    # Numbers of an analysis have units of their own.
     return [(claim, one) for claim, one in found if one.mean is not None and claim.keys is None]
 
 

@@ -2,8 +2,9 @@
 
 Prints `compare` commands for each comparison of configs/claims some of whose runs have no record, with the rows and
 seeds that are missing. Each command goes on where it was stopped, and several may be given at once. Without --tier,
-then the commands that count, time or analyse, whose record is missing; some read what the runs left in outputs. The
-last lines, on stderr, say how many runs there are and how long they would take.
+then the commands that count, time or analyse, whose record is missing. Some read models that runs left in outputs; if a
+run has a record but no model here, `compare --records EMPTY_FOLDER` makes the model again. The last lines, on stderr,
+say how many runs there are and how long they would take.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from pathlib import Path
 
 from tasks.claims import commands
-from tasks.claims.claim import Paper, read_papers
+from tasks.claims.claim import Paper, of_seed, read_papers
 from tasks.claims.page import CLAIMS, ROOT, compare_commands, core_hours
 from tasks.common.command import run_command
 from tasks.common.results import read_results
@@ -55,13 +56,13 @@ def _hours_of(folder: Path) -> float | None:
 
 
 def missing_analyses(papers: list[Paper], root: Path) -> list[str]:
-    """Commands whose record is not there, of claims that read numbers of one file."""
+    """Commands whose record is not there, of claims that read numbers of files."""
     found = []
     for claim in (claim for paper in papers for claim in paper.claims):
         record = claim.records if claim.keys is not None else getattr(claim.test, "record", None)
         for seed in range(claim.seeds if claim.has_file_for_each_seed else 1):
-            if claim.config is not None and record is not None and not (root / claim.of_seed(record, seed)).is_file():
-                found.append(f"python -m {claim.of_seed(claim.config, seed)}")
+            if claim.config is not None and record is not None and not (root / of_seed(record, seed)).is_file():
+                found.append(f"python -m {of_seed(claim.config, seed)}")
     return list(dict.fromkeys(found))
 
 

@@ -56,7 +56,7 @@ def alike_across_priors(make: Callable[[dict[str, Any]], Any], is_dense: Callabl
     """A new model, in which the weights that a dense one has, too, are those of the dense one of the same seed.
 
     So rows of a comparison start alike. Otherwise the numbers that a decay draws would shift all that is drawn after
-    them.
+    them. What is drawn after the model is the same, too.
 
     Args:
         make: a new model, with these options over its own. is_dense: whether a model has no prior.
@@ -64,9 +64,8 @@ def alike_across_priors(make: Callable[[dict[str, Any]], Any], is_dense: Callabl
     state = torch.get_rng_state()
     built = make({})
     if not is_dense(built):
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(state)
-            take_weights(built, make({"prior": "dense"}))
+        torch.set_rng_state(state)
+        take_weights(built, make({"prior": "dense"}))
     return built
 
 

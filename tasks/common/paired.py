@@ -74,7 +74,8 @@ def differences(
     Args:
         results: records by row, one a seed.
         first: name of the row that the others are compared with.
-        metric: what is compared, a share of the test images; `test_correct` says of each whether it is right.
+        metric: what is compared, a share of the test images; where it is the share of those that `test_correct` says
+            are right, the error over them is known.
     """
     runs = {name: {record["seed"]: record for record in records} for name, records in results.items()}
     found = {}
@@ -82,7 +83,7 @@ def differences(
         pairs = {seed: (own[seed], runs[first][seed]) for seed in own if seed in runs.get(first, {})}
         if name == first or not pairs:
             continue
-        errors = {seed: image_error(*pair) for seed, pair in pairs.items()}
+        errors = {seed: image_error(*pair, metric) for seed, pair in pairs.items()}
         found[name] = Difference(
             {seed: one["metrics"][metric] - other["metrics"][metric] for seed, (one, other) in pairs.items()},
             {seed: error for seed, error in errors.items() if error is not None},
@@ -90,16 +91,23 @@ def differences(
     return found
 
 
-def image_error(one: Mapping[str, Any], other: Mapping[str, Any]) -> float | None:
+def image_error(one: Mapping[str, Any], other: Mapping[str, Any], metric: str = ACCURACY) -> float | None:
     """Standard error over test images of the difference of two runs' accuracies; None if it is not known.
 
     It is what another draw of as many test images would change, with the same two models.
     """
-    own, others = one.get("test_correct"), other.get("test_correct")
-    if own is None or others is None or own["count"] != others["count"] or own["count"] < 2:
+    right, reference = right_images(one, metric), right_images(other, metric)
+    if right is None or reference is None or len(right) != len(reference) or len(right) < 2:
         return None
-    right, reference = unpack_correct(own).astype(float), unpack_correct(others).astype(float)
     return float(np.std(right - reference, ddof=1)) / math.sqrt(len(right))
+
+
+def right_images(record: Mapping[str, Any], metric: str) -> np.ndarray | None:
+    """Of each test image, 1 if it is right, else 0; None if a record does not have it of this metric."""
+    if (kept := record.get("test_correct")) is None:
+        return None
+    right = unpack_correct(kept).astype(float)
+    return right if math.isclose(right.mean(), record["metrics"][metric], abs_tol=0.5 / len(right)) else None
 
 
 def verdict(difference: Difference) -> str:

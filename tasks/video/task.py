@@ -19,6 +19,7 @@ from hf_sparseprior.pretrained import check_classes, check_saved_folder
 from tasks.common.config import FINAL, Config
 from tasks.common.hf_run import HFTask, Prepared, Split, draw_sampler, make_collator
 from tasks.common.images.model import from_scratch
+from tasks.common.models import alike_across_priors
 from tasks.video.commands import EVAL_BATCH_SIZE, TRAINS
 from tasks.video.config import MODEL_EXTRAS, SECTIONS, AugmentationConfig, DataConfig, check_config
 from tasks.video.data import check_test_shape, load_data, make_dataset, make_test_dataset
@@ -39,7 +40,10 @@ def build_model(model: dict[str, Any], classes: Sequence[str]) -> SparsePriorTim
         check_saved_folder(folder, "model.image_model")
         # `num_labels` says that the image model's classifier has other classes.
         options["num_labels"] = len(classes)
-        return SparsePriorTimesformerForVideoClassification.from_image_model(folder, **options)
+        return alike_across_priors(
+            lambda changes: SparsePriorTimesformerForVideoClassification.from_image_model(folder, **options | changes),
+            lambda model: model.config.prior_name == "dense",
+        )
     preset = model.get("preset")
     make_config = partial(SparsePriorTimesformerConfig.from_preset, preset) if preset else SparsePriorTimesformerConfig
     return from_scratch(SparsePriorTimesformerForVideoClassification, make_config, options)

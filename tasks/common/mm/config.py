@@ -67,6 +67,8 @@ def load_config(task: str, path: str | Path, overrides: Sequence[str] = ()) -> C
             config.merge_from_dict({key: DictAction._parse_iterable(value)})
         except (AssertionError, KeyError, TypeError) as error:
             raise ValueError(f"{override!r}: {first_line(error)}") from None
+        except RecursionError:  # mmengine's parser on commas within round brackets alone, as in dict(a=1,b=2)
+            raise ValueError(f"{override!r}: the value is no number, text or list; write it into the file") from None
     config[WORK_DIR] = str(config[WORK_DIR])  # mmengine reads 2026 as a number
     fill_classes(config)
     return config

@@ -87,16 +87,20 @@ def draw_weights(model: nn.Module, drawn: Sequence[dict[str, Any]]) -> None:
         return
     from mmengine.model import initialize
 
-    classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     for entry in drawn:
-        layers = entry.get("layer", [])
-        missing = [name for name in ([layers] if isinstance(layers, str) else layers) if name not in classes]
-        if missing:
+        if missing := missing_layers(model, entry):
             raise ValueError(f"init_cfg={entry!r}: the backbone has no layer {', '.join(map(repr, missing))}")
         try:
             initialize(model, entry)
         except (KeyError, TypeError, AssertionError, RuntimeError) as error:
             raise ValueError(f"init_cfg={entry!r}: {error.args[0] if error.args else error}") from None
+
+
+def missing_layers(model: nn.Module, entry: dict[str, Any]) -> list[str]:
+    """Names of the layers that an initializer of mm is for, and the model does not have."""
+    classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    layers = entry.get("layer", [])
+    return [name for name in ([layers] if isinstance(layers, str) else layers) if name not in classes]
 
 
 def load_file_weights(model: Any, start: Start) -> None:

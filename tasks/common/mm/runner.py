@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tasks.common.command import first_line
 from tasks.common.mm.backbone import check_predictors
 from tasks.common.mm.config import for_frameworks
 from tasks.common.mm.hooks import CheckFinite, OneLineProgress, StopOnSignal, TellData
+from tasks.common.mm.init_cfg import missing_layers
 from tasks.common.mm.loading import refuse_pickles
 from tasks.common.mm.reading import check_reading
 from tasks.common.models import take_weights
@@ -55,27 +57,30 @@ class QuietRunner(Runner):
         return super().build_visualizer(copy.deepcopy(visualizer) if isinstance(visualizer, dict) else visualizer)
 
     def build_model(self, model: Any) -> torch.nn.Module:
-        """As mmengine's."""
-        self._drawn_from = torch.get_rng_state()
+        """As mmengine's, and remembers what the model is drawn from."""
+        self._states_before_model = _generator_states()
         return super().build_model(model)
 
     def _init_model_weights(self) -> None:
         """As mmengine's. Then weights that a dense model has, too, are those of the dense one of the same seed."""
         super()._init_model_weights()
-        backbone = getattr(whole_model(self), "backbone", None)
-        if (
-            self._resume
-            or self._load_from
-            or getattr(getattr(backbone, "config", None), "prior_name", "dense") == "dense"
-        ):
+        model = whole_model(self)
+        goes_on = self._resume and self._load_from
+        if goes_on or model.backbone.config.prior_name == "dense":
             return
-        settings = copy.deepcopy(self.cfg.model)
+        settings, states = copy.deepcopy(self.cfg.model), self._states_before_model
         settings.backbone.prior = "dense"
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self._drawn_from)
-            dense: Any = super().build_model(settings)
+        with torch.random.fork_rng():
+            for device, state in states.items():
+                _set_generator(device, state)
+            dense: Any = super().build_model(settings).to(next(model.parameters()).device)
+            start = dense.backbone.start
+            drawn = tuple(entry for entry in start.drawn if not missing_layers(dense.backbone, entry))
+            dense.backbone.start = replace(start, drawn=drawn)
             dense.init_weights()
-        take_weights(whole_model(self), dense)
+        take_weights(model, dense)
+        for value in model.state_dict().values():  # which mmengine did before
+            broadcast(value)
 
     @staticmethod
     def build_dataloader(dataloader: Any, seed: int | None = None, diff_rank_seed: bool = False) -> Any:
@@ -109,6 +114,18 @@ class QuietRunner(Runner):
         super().save_checkpoint(out_dir, scratch, *args, **kwargs)
         if is_main_process():
             replace_durably(Path(out_dir) / scratch, Path(out_dir) / filename)
+
+
+def _generator_states() -> dict[str, torch.Tensor]:
+    """Of the generators that models are drawn from."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_generator(device: str, state: torch.Tensor) -> None:
+    (torch.cuda if device == "cuda" else torch).set_rng_state(state)
 
 
 def join_processes(config: Config) -> None:

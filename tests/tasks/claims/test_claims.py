@@ -5,7 +5,9 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import yaml
 from scipy import stats
 
 from tasks.claims import page, todo
-from tasks.claims.claim import TIERS, read_paper, read_papers
+from tasks.claims.claim import TIERS, of_seed, read_paper, read_papers
 from tasks.claims.kinds import FAILS, HOLDS, KINDS, NOT_YET, OPEN, UNTRIED, VERDICTS, Bound, number_in, smallest_told
 from tasks.common.compare import all_records
 from tasks.common.compare import load_comparison as load_task_comparison
@@ -528,9 +530,11 @@ def test_a_star_in_a_key_is_the_mean_over_a_list(tmp_path) -> None:
     (tmp_path / "r.json").write_text(json.dumps(content), encoding="utf-8")
     assert number_in(tmp_path, "r.json", "models/m/layers/*/weight") == 3.0
     assert number_in(tmp_path, "r.json", "models/*/layers/*/weight") == 3.0
-    for key in ("models/m/layers/*/height", "models/m/none/*/weight", "models/m/*/weight", "models/m/words/*/weight"):
-        with pytest.raises(ValueError, match=r"r\.json"):
+    for key in ("models/m/layers/*/height", "models/m/none/*/weight", "models/m/*/weight"):
+        with pytest.raises(ValueError, match=rf"^r\.json has no '{re.escape(key)}'$"):
             number_in(tmp_path, "r.json", key)
+    with pytest.raises(ValueError, match=r"^r\.json, models/m/words/\*/weight='x' must be a number$"):
+        number_in(tmp_path, "r.json", "models/m/words/*/weight")
 
 
 # ---- the repository's own -------------------------------------------------------------------------------------------
@@ -542,6 +546,22 @@ COMPARED = {
     for claim in paper.claims
     if claim.test.rows and claim.keys is None
 }
+
+
+def test_models_that_an_analysis_reads_are_of_runs_that_claims_ask_for() -> None:
+    claims = [claim for paper in PAPERS for claim in paper.claims]
+    asked = set()
+    for claim in claims:
+        if claim.task is not None:
+            file, _, cell = claim.config.partition("#")
+            name = "_".join(part for part in (Path(file).stem, cell) if part)  # of the folder in outputs
+            asked |= {(name, row, seed) for row, seed in claim.runs(page.ROOT)}
+    read = set()
+    for claim in claims:
+        for seed in range(claim.seeds if claim.has_file_for_each_seed else 1):
+            found = re.findall(r"outputs/\w+/([^ /]+)/([^ /]+)/seed(\d+)", of_seed(claim.config, seed))
+            read |= {(name, row, int(of)) for name, row, of in found}
+    assert len(read) > 50 and read - asked == set()
 
 
 def test_page_is_what_the_records_say(capsys: pytest.CaptureFixture) -> None:

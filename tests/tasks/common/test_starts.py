@@ -29,7 +29,7 @@ def test_weights_that_fit_are_taken_and_others_stay():
     assert torch.equal(own[0].weight, other[0].weight) and torch.equal(own[1].weight, second)
 
 
-def test_a_dense_model_is_made_once_and_torchs_generator_is_where_it_would_be():
+def test_a_dense_model_is_made_once_and_torchs_generator_is_where_that_leaves_it():
     made = []
 
     def make(changes):
@@ -41,8 +41,11 @@ def test_a_dense_model_is_made_once_and_torchs_generator_is_where_it_would_be():
     after = torch.rand(1)
     assert made == [{}]
     torch.manual_seed(0)
+    make({"prior": "dense"})
+    after_dense = torch.rand(1)
+    torch.manual_seed(0)
     alike_across_priors(make, lambda model: False)
-    assert made == [{}, {}, {"prior": "dense"}] and torch.equal(torch.rand(1), after)
+    assert made[2:] == [{}, {"prior": "dense"}] and torch.equal(torch.rand(1), after_dense) and after != after_dense
 
 
 @pytest.mark.parametrize("name", ["upernet", "detr"])
@@ -73,6 +76,38 @@ def test_clips_start_alike():
         check_alike(built("dense"), built(prior), 20)
 
 
+def test_clips_that_start_from_an_image_model_start_alike(tmp_path):
+    from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTModel
+    from tasks.video.task import build_model
+    from tests.tasks.video.test_views import CLASSES, MODEL
+
+    own = {key: value for key, value in MODEL.items() if key in SparsePriorViTConfig().to_dict()}
+    SparsePriorViTModel(SparsePriorViTConfig(**own)).save_pretrained(tmp_path)
+
+    def built(prior):
+        torch.manual_seed(3)
+        return build_model({**MODEL, "image_model": str(tmp_path), "prior": prior}, CLASSES)
+
+    for prior in PRIORS[:2]:
+        check_alike(built("dense"), built(prior), 20)
+
+
+def test_students_and_teachers_start_alike():
+    """What DINO adds is drawn after the backbone."""
+    from tasks.pretraining.config import DinoConfig
+    from tasks.pretraining.dino import Dino
+    from tasks.pretraining.task import build_backbone
+
+    model = {"image_size": 16, "patch_size": 4, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+    def built(prior):
+        torch.manual_seed(3)
+        return Dino(build_backbone({**model, "prior": prior}), DinoConfig(output_size=8, head_hidden_size=8))
+
+    for prior in PRIORS:
+        check_alike(built("dense"), built(prior), 60)
+
+
 def test_policies_start_alike(tmp_path):
     from tasks.robotics import train
     from tasks.robotics.formats import open_demonstrations
@@ -93,7 +128,7 @@ def test_policies_start_alike(tmp_path):
 @pytest.mark.parametrize("task", ["segmentation", "detection"])
 @pytest.mark.parametrize("pretrained", [False, True], ids=["from scratch", "pretrained"])
 def test_models_of_mm_start_alike(task, pretrained, tmp_path):
-    """What the first training step sees; pretrained: with a backbone that had another prior."""
+    """What the first training step sees; pretrained: with a saved backbone, whose prior is not dense."""
     pytest.importorskip("mmcv", reason="the extra `dense` is not installed")
     from mmengine.hooks import Hook
 
@@ -120,8 +155,11 @@ def test_models_of_mm_start_alike(task, pretrained, tmp_path):
         out = str(tmp_path / prior)
         more = ["model.backbone.prior=" + prior, "randomness.seed=3", f"output_dir={out}", *data_roots(data)]
         more += [f"model.backbone.pretrained={tmp_path}/saved"] if pretrained else []
+        config = load_config(task, CONFIGS / task / "smoke.py", [*tiny, *more])
+        if prior != "dense" and not pretrained:  # an initializer of a layer that a dense model does not have
+            config.model.backbone.init_cfg = {"type": "Constant", "layer": "ViolinDecay", "val": 0.5}
         with pytest.raises(KeyboardInterrupt):
-            run(task_named(task), load_config(task, CONFIGS / task / "smoke.py", [*tiny, *more]), hooks=[Look()])
+            run(task_named(task), config, hooks=[Look()])
         return seen[out]
 
     dense = start("dense")

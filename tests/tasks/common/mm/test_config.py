@@ -33,6 +33,13 @@ def test_the_folder_is_output_dir_and_work_dir_is_the_same(file):
         assert load_config("detection", file, ["output_dir=here"]).work_dir == "here"
 
 
+@pytest.mark.parametrize("value", ["dict(a=1,b=2)", "((1,2)"])
+def test_a_value_that_mmengine_cannot_read_is_refused_in_one_line(file, value):
+    with pytest.raises(ValueError, match=r"^'model\.options=") as found:
+        load_config("detection", file, [f"model.options={value}"])
+    assert "\n" not in str(found.value)
+
+
 def test_a_configuration_is_stored_nested(file):
     stored = as_json(load_config("detection", file, ["model.parts.1.width=5"]).to_dict())
     assert stored["model"] == {"type": "Net", "sizes": [1, 2], "parts": [{"width": 3}, {"width": 5}], "options": {}}
