@@ -50,7 +50,8 @@ def test_what_a_prior_adds_is_drawn_for_each_layer_and_the_dense_model_is_the_li
     torch.manual_seed(1)
     expected = SparsePriorViTForImageClassification(SparsePriorViTConfig(**MODEL, prior="dense", num_labels=3))
     assert all(torch.equal(value, dense[name]) for name, value in expected.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), state)  # the second model does not move torch's generator
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(built(1, "violin")[1], state)  # what is drawn after a model is the same, too
 
 
 def test_backbones_of_pretraining_start_alike():
