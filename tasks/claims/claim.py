@@ -53,11 +53,6 @@ SEED = "{seed}"  # in texts that are there for each seed
 BUDGETS = {"A": 30, "B": 15}  # hours of one core
 
 
-def of_seed(text: str | None, seed: int) -> str:
-    """Config or records of one seed."""
-    return (text or "").replace(SEED, str(seed))
-
-
 @dataclass(frozen=True)
 class Claim:
     """One sentence of a paper, and how it was tried.
@@ -93,11 +88,21 @@ class Claim:
         """Whether config and records are there for each seed."""
         return self.keys is not None and SEED in (self.records or "")
 
+    def files(self) -> list[tuple[str | None, str]]:
+        """Commands and the files that they write, of a claim that counts, times or analyses: one, or one a seed."""
+        file = self.records if self.keys is not None else getattr(self.test, "record", None)
+        if file is None:
+            return []
+        if not self.has_file_for_each_seed:
+            return [(self.config, file)]
+        seeds = map(str, range(self.seeds))
+        return [(str(self.config).replace(SEED, seed), file.replace(SEED, seed)) for seed in seeds]
+
     def numbers(self) -> dict[str, list[tuple[int, str, str]]]:
         """Where the numbers of rows with keys are: seed, file and key."""
         if self.has_file_for_each_seed:
             return {
-                row: [(seed, of_seed(self.records, seed), key) for seed in range(self.seeds)]
+                row: [(seed, file, key) for seed, (_, file) in enumerate(self.files())]
                 for row, [key] in (self.keys or {}).items()
             }
         return {

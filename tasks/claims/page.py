@@ -19,7 +19,7 @@ from PIL import Image
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.files import write_text
 from tasks.claims import commands
-from tasks.claims.claim import BUDGETS, TIERS, Claim, Paper, of_seed, read_papers
+from tasks.claims.claim import BUDGETS, TIERS, Claim, Paper, read_papers
 from tasks.claims.kinds import (
     AT_LEAST,
     FAILS,
@@ -228,7 +228,7 @@ def _ways(paper: Paper) -> list[Way]:
         places = ", ".join(dict.fromkeys(claim.where for claim in claims))
         each = ""
         if claims[0].has_file_for_each_seed:
-            each, record = f" for each seed of 0 to {claims[0].seeds - 1}", of_seed(record, 0)
+            each, record = f" for each seed of 0 to {claims[0].seeds - 1}", claims[0].files()[0][1]
         command = f" `python -m {config}`{each}." if config else ""
         if task is not None:
             rows: dict[str, set[int]] = {}

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from tasks.claims import commands
-from tasks.claims.claim import Paper, of_seed, read_papers
+from tasks.claims.claim import Paper, read_papers
 from tasks.claims.page import CLAIMS, ROOT, compare_commands, core_hours
 from tasks.common.command import run_command
 from tasks.common.results import read_results
@@ -57,12 +57,8 @@ def _hours_of(folder: Path) -> float | None:
 
 def missing_analyses(papers: list[Paper], root: Path) -> list[str]:
     """Commands whose record is not there, of claims that read numbers of files."""
-    found = []
-    for claim in (claim for paper in papers for claim in paper.claims):
-        record = claim.records if claim.keys is not None else getattr(claim.test, "record", None)
-        for seed in range(claim.seeds if claim.has_file_for_each_seed else 1):
-            if claim.config is not None and record is not None and not (root / of_seed(record, seed)).is_file():
-                found.append(f"python -m {of_seed(claim.config, seed)}")
+    files = [file for paper in papers for claim in paper.claims for file in claim.files()]
+    found = [f"python -m {command}" for command, record in files if command and not (root / record).is_file()]
     return list(dict.fromkeys(found))
 
 

@@ -15,7 +15,7 @@ import yaml
 from scipy import stats
 
 from tasks.claims import page, todo
-from tasks.claims.claim import TIERS, of_seed, read_paper, read_papers
+from tasks.claims.claim import TIERS, read_paper, read_papers
 from tasks.claims.kinds import FAILS, HOLDS, KINDS, NOT_YET, OPEN, UNTRIED, VERDICTS, Bound, number_in, smallest_told
 from tasks.common.compare import all_records
 from tasks.common.compare import load_comparison as load_task_comparison
@@ -558,9 +558,9 @@ def test_models_that_an_analysis_reads_are_of_runs_that_claims_ask_for() -> None
             asked |= {(name, row, seed) for row, seed in claim.runs(page.ROOT)}
     read = set()
     for claim in claims:
-        for seed in range(claim.seeds if claim.has_file_for_each_seed else 1):
-            found = re.findall(r"outputs/\w+/([^ /]+)/([^ /]+)/seed(\d+)", of_seed(claim.config, seed))
-            read |= {(name, row, int(of)) for name, row, of in found}
+        for command, _ in claim.files():
+            found = re.findall(r"outputs/\w+/([^ /]+)/([^ /]+)/seed(\d+)", command or "")
+            read |= {(name, row, int(seed)) for name, row, seed in found}
     assert len(read) > 50 and read - asked == set()
 
 
