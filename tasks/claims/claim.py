@@ -84,14 +84,19 @@ class Claim:
         return TIERS[self.tier] if self.tier is not None else 0
 
     @property
+    def record(self) -> str | None:
+        """Its folder of runs, or the file that it reads."""
+        return self.records or getattr(self.test, "record", None)
+
+    @property
     def has_file_for_each_seed(self) -> bool:
         """Whether config and records are there for each seed."""
         return self.keys is not None and SEED in (self.records or "")
 
     def files(self) -> list[tuple[str | None, str]]:
         """Commands and the files that they write, of a claim that counts, times or analyses: one, or one a seed."""
-        file = self.records if self.keys is not None else getattr(self.test, "record", None)
-        if file is None:
+        file = self.record
+        if file is None or (self.test.rows and self.keys is None):  # of runs, whose files `runs` has
             return []
         if not self.has_file_for_each_seed:
             return [(self.config, file)]

@@ -221,8 +221,7 @@ def _ways(paper: Paper) -> list[Way]:
     groups: dict[tuple[str | None, ...], list[Claim]] = {}
     for claim in paper.claims:
         if not isinstance(claim.test, Untried):
-            record = claim.records if claim.test.rows else getattr(claim.test, "record", None)
-            groups.setdefault((claim.config, claim.task, record, claim.reduced), []).append(claim)
+            groups.setdefault((claim.config, claim.task, claim.record, claim.reduced), []).append(claim)
     ways = []
     for (config, task, record, reduced), claims in groups.items():
         places = ", ".join(dict.fromkeys(claim.where for claim in claims))
