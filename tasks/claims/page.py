@@ -224,7 +224,7 @@ def _ways(paper: Paper) -> list[Way]:
             groups.setdefault((claim.config, claim.task, claim.record, claim.reduced), []).append(claim)
     ways = []
     for (config, task, record, reduced), claims in groups.items():
-        places = ", ".join(dict.fromkeys(claim.where for claim in claims))
+        places = ", ".join(dict.fromkeys(place for claim in claims for place in claim.where.split(", ")))
         each = ""
         if claims[0].has_file_for_each_seed:
             each, record = f" for each seed of 0 to {claims[0].seeds - 1}", claims[0].files()[0][1]
