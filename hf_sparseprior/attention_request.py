@@ -152,7 +152,7 @@ def is_windowed(bias: Tensor, batch: int) -> bool:
     """Whether a bias has an image's windows, n of them, and not the whole batch."""
     if plain() is not None:  # the batch is any; a single image's windows are windows, too
         return bias.dim() == 4 and isinstance(bias.shape[0], int) and bias.shape[0] > 1
-    return bias.dim() == 4 and 1 < bias.shape[0] < batch
+    return bias.dim() == 4 and bias.shape[0] > 1 and (bias.shape[0] < batch or batch == 0)
 
 
 def add_bias(logits: Tensor, bias: Tensor) -> Tensor:

@@ -148,7 +148,10 @@ class ExactKeys:
             config_dict.update(id2label=None, label2id=None)  # names of other classes
         if config_dict.get("stage_names", ()) is None:  # which every config has
             raise ValueError(f"stage_names=None must be {COMMON_FIELDS['stage_names'][0]}")
-        return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
+        made = super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
+        # transformers assigns the keywords to a config that was checked without them.
+        (made[0] if isinstance(made, tuple) else made).validate()
+        return made
 
 
 def config_file(source: str | os.PathLike) -> str:

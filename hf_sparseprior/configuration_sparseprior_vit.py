@@ -119,7 +119,7 @@ class SparsePriorViTConfig(BaseConfig):
     read_alike = (*BaseConfig.read_alike, "num_attention_heads", "residual_scale", "position_embedding", "rotary_base")
     keys_to_ignore_at_inference = [
         *("hidden_states", "attentions", "class_logits", "distillation_logits", "token_logits"),
-        *("token_ids", "kept", "auxiliary_losses"),
+        *("token_ids", "token_mask", "kept", "auxiliary_losses"),
     ]
 
     prior: Any = "dense"

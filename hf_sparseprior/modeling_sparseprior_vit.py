@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -449,9 +449,8 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
                 raise ValueError("token_sources mixes patches of images of one size, and these have several")
             packed = self.encode_packed(pixel_values, sizes, output_attentions, output_hidden_states)
             return packed if return_dict else packed.to_tuple()
-        assert torch.is_tensor(pixel_values)
         hidden_states, _, states, attentions, tokens = self.encode(
-            pixel_values, output_attentions, output_hidden_states, token_sources
+            cast(Tensor, pixel_values), output_attentions, output_hidden_states, token_sources
         )
         last, pruning = self.layernorm(hidden_states), self.active_pruning()
         output = SparsePriorViTModelOutput(

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,8 @@ def check_content(content: Mapping[str, Any], own_class: Any = None) -> None:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"model_type={shortened(model_type)} must be a family of models of transformers or ours{hint}")
     for key, value in content.items():
-        if key == "is_encoder_decoder" and isinstance(value, bool) and "backbone_config" in content:
-            continue  # DETRs of transformers have a decoder
+        if key == "is_encoder_decoder" and isinstance(value, bool) and model_type not in FAMILIES:
+            continue  # DETRs and captioners of transformers have a decoder
         check_common_value(key, value)
     _check_auto_map(content)
     _check_attention(content, CONFIG_MAPPING[model_type])
@@ -96,7 +96,7 @@ def check_stock_fields(content: Mapping[str, Any], config_class: Any) -> None:
     for tower in TOWERS:
         if isinstance(part := content.get(tower), dict):
             try:
-                _check_encoder(part, config_class.sub_configs.get(tower, config_class))
+                _check_encoder(part, _tower_class(part, config_class.sub_configs.get(tower, config_class)))
             except ValueError as error:
                 raise ValueError(f"{tower}.{error}") from None
 
@@ -156,6 +156,16 @@ def _check_architectures(content: Mapping[str, Any], model_type: str) -> None:
 
 def _tower_types(model_type: str) -> list[str]:
     return [getattr(part, "model_type", "") for part in CONFIG_MAPPING[model_type].sub_configs.values()]
+
+
+def _tower_class(content: Mapping[str, Any], config_class: Any) -> Any:
+    """The config class of a tower, which a `model_type` in it names where any is taken, as in LLaVA."""
+    if is_dataclass(config_class):
+        return config_class
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise ValueError(f"model_type={shortened(model_type)} must be a family of models of transformers or ours")
+    return CONFIG_MAPPING[model_type]
 
 
 def _check_encoder(content: Mapping[str, Any], config_class: Any) -> None:

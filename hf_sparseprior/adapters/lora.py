@@ -144,11 +144,15 @@ def _target_names(model: nn.Module, names: Sequence[str], targets: str | Sequenc
     """Full names, because an end such as `out_proj` would also match modules that LoRA cannot or should not adapt."""
     if targets is None or isinstance(targets, str):
         known = known_projections()
-        if (projections := known.get(_model_type(model))) is None:
+        # The outermost: heads, captioners and dual encoders of transformers have a type of their own around it.
+        encoders = ((name, _model_type(module)) for name, module in model.named_modules())
+        encoder, model_type = next(((name, kind) for name, kind in encoders if kind in known), ("", None))
+        if model_type is None:
             raise ValueError(
                 f"the projections of {_model_type(model)!r} are not known, only those of {', '.join(known)}; "
                 "give targets as a list of module names"
             )
+        projections = known[model_type]
         choices = {
             "query+value": projections.query_value,
             "attention": projections.attention,
@@ -156,7 +160,8 @@ def _target_names(model: nn.Module, names: Sequence[str], targets: str | Sequenc
         }
         ends = choices[targets or DEFAULT_TARGETS]
         pattern = re.compile(LAYER + f"(?:{'|'.join(re.escape(end) for end in ends)})")
-        found = [name for name in names if pattern.fullmatch(name)]
+        within = f"{encoder}." if encoder else ""
+        found = [name for name in names if name.startswith(within) and pattern.fullmatch(name)]
         if not found:
             raise ValueError(f"{type(model).__name__} has no modules named {', '.join(ends)} in transformer layers")
         return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -53,7 +53,8 @@ def apply_prior(model: Model, prior: str | dict[str, Any]) -> Model:
     Args:
         model: ViT, DeiT, ViT-MSN, DINOv2, DINOv3, BEiT, CLIP, SigLIP, ViTMAE, I-JEPA, Swin, or of clips VideoMAE, ViViT
             or TimeSformer, any head; timm's VisionTransformer, Eva, NaFlexVit or SwinTransformer, alone or within
-            another module, as in TimmWrapper models. In a peft model the base model gets the prior.
+            another module, as in TimmWrapper models. In a peft model the base model gets the prior, which must have no
+            weights of its own: peft would not save them.
         prior: as in `SparsePriorViTConfig`. Extras must be within attention, and not on ViTMAE and where attention sees
             several frames together: there `time` of the prior says how it sees them ("violin+clip"). In a TimeSformer
             attention over time alone stays as it is.
@@ -63,8 +64,10 @@ def apply_prior(model: Model, prior: str | dict[str, Any]) -> Model:
 
     Raises:
         ValueError: for a bad prior, a model that has a prior, or a model that cannot take one; the message says which
-            module, and why.
+            module, and why. For a prior with weights on a peft model.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model={model!r:.80} must be a model of transformers or timm")
     target: Any = model
     if hasattr(target, "get_base_model"):  # peft's
         target = target.get_base_model()
@@ -78,6 +81,12 @@ def apply_prior(model: Model, prior: str | dict[str, Any]) -> Model:
             f"{type(model).__name__} must be a model of transformers, the one that is saved, or one of timm"
         )
     applied = attach(target, _with_identity(parse_prior(prior)))
+    if target is not model and any(True for one in stock_priors(target) for _ in one.parameters()):
+        detach(target, applied)
+        raise ValueError(
+            f"prior={prior!r} has weights, which {type(model).__name__} would not save: apply it to the base model "
+            "first, and then sp.adapters.lora_config(model) names them, or add sp.ViolinAdapterConfig to the base model"
+        )
     if isinstance(target, PreTrainedModel):
         applied.handles.append(target.register_load_state_dict_pre_hook(refuse_files_weights))
     setattr(target, APPLIED, applied)
@@ -129,16 +138,36 @@ def attach(model: nn.Module, slots: dict[str, Any], for_adapters: bool = False) 
         _check_mixer(prior.prior, head_dim_of(module), encoder.family)
     for module, prior in zip(encoder.attention.values(), priors, strict=True):
         weight = next(module.parameters())
-        prior.to(weight.device, torch.float64 if weight.dtype == torch.float64 else None)
+        prior.to(_device_of(module), torch.float64 if weight.dtype == torch.float64 else None)
         module.add_module(PRIOR_MODULE, prior.train(module.training))
         if encoder.family.own_forward:
-            own = FORWARDS.get(class_path(module), timesformer_attention)
-            module.forward = functools.partial(own, module)
+            _give_forward(module)
             continue
         module.config = copy.copy(module.config)
         module.config._attn_implementation_internal = IMPLEMENTATION
     bind_saving(model)
     return Applied(priors[0].prior, list(encoder.attention), layout.watch(encoder.embeddings))
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """Where a module runs: where its weights are, or where accelerate will bring them from memory or disk."""
+    device = next(module.parameters()).device
+    hooks: Iterator[Any] = (getattr(part, "_hf_hook", None) for part in module.modules())
+    runs_on = next((hook.execution_device for hook in hooks if hasattr(hook, "execution_device")), None)
+    return device if device.type != "meta" or runs_on is None else torch.device(runs_on)
+
+
+def _give_forward(module: Any) -> None:
+    """Replace the forward of one module, and of the copies that `nn.DataParallel` makes of it."""
+    module.forward = functools.partial(FORWARDS.get(class_path(module), timesformer_attention), module)
+    module._replicate_for_data_parallel = functools.partial(_replicate, module)
+
+
+def _replicate(module: Any) -> Any:
+    """What `nn.DataParallel` asks of a module. A plain copy's forward would go on with the weights of the original."""
+    replica = type(module)._replicate_for_data_parallel(module)
+    _give_forward(replica)
+    return replica
 
 
 def detach(model: nn.Module, applied: Applied) -> None:
@@ -149,7 +178,7 @@ def detach(model: nn.Module, applied: Applied) -> None:
         module = model.get_submodule(name)
         prior = getattr(module, PRIOR_MODULE)
         if prior.layout.family.own_forward:
-            del module.forward
+            del module.forward, module._replicate_for_data_parallel
         else:
             module.config = prior.config
         delattr(module, PRIOR_MODULE)

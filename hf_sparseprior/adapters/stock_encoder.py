@@ -129,7 +129,10 @@ def _no_encoder(model: nn.Module) -> str:
     why = "it has no attention module"
     for name, module in attention:
         why = f"the token layout of {name} ({type(module).__name__}) is not known here"
-        source = inspect.getsource(type(module))
+        try:
+            source = inspect.getsource(type(module))
+        except (OSError, TypeError):  # of a class that was typed in or executed
+            continue
         if "get_interface(" not in source and "softmax" in source:
             why = f"{name} ({type(module).__name__}) computes its attention itself, without AttentionInterface"
             break

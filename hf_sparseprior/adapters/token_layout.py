@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,8 @@ from hf_sparseprior.adapters.stock_families import StockFamily
 class TokenLayout:
     """The grid of the current forward, its prefix tokens, and which patches are visible.
 
-    A clip's patches come one frame after another; its grid is (frames, height, width).
+    A clip's patches come one frame after another; its grid is (frames, height, width). Each thread has its own current
+    forward: several may use one model, and the replicas of `nn.DataParallel` share its layout.
 
     Args:
         family: the model's family.
@@ -38,8 +40,32 @@ class TokenLayout:
         self.num_prefix_tokens = num_prefix_tokens
         self.layers: list[Any] = list(layers)
         self.is_joint = is_joint
-        self.grid: tuple[int, ...] | None = None
-        self.token_ids: Tensor | None = None
+        self._forward = threading.local()
+
+    @property
+    def grid(self) -> tuple[int, ...] | None:
+        """The grid of this thread's current forward; None before the first."""
+        return getattr(self._forward, "grid", None)
+
+    @grid.setter
+    def grid(self, grid: tuple[int, ...] | None) -> None:
+        self._forward.grid = grid
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """Numbers (B, n) of the visible patches in this thread's current forward; None if all are."""
+        return getattr(self._forward, "token_ids", None)
+
+    @token_ids.setter
+    def token_ids(self, token_ids: Tensor | None) -> None:
+        self._forward.token_ids = token_ids
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is in no forward, and threads' own values cannot be copied."""
+        return {name: value for name, value in vars(self).items() if name != "_forward"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _forward=threading.local())
 
     def watch(self, embeddings: nn.Module) -> list[Any]:
         """Register the hooks on a model's embeddings. Returns the handles that remove them."""

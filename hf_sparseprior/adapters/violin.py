@@ -35,6 +35,7 @@ from hf_sparseprior.adapters.stock import attach, detach
 from hf_sparseprior.adapters.stock_attention import Applied
 from hf_sparseprior.adapters.stock_encoder import find_encoder
 from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
+from hf_sparseprior.base_config import BaseConfig
 from hf_sparseprior.decay import DECAYS, Decay, make_decay, resolve_decay
 from hf_sparseprior.files import read_json_object
 from hf_sparseprior.model_card import add_adapter_requirement
@@ -183,6 +184,8 @@ class DecayLayer(nn.Module, BaseTunerLayer):
 
     # "bias" in the name keeps alpha and beta out of weight decay in transformers' own Trainer, which decides by names.
     adapter_layer_names = ("decay_biases",)
+    # Of the layer that it wraps, as peft's other layers have them: it wraps none.
+    weight = bias = None
 
     def __init__(self, attention: nn.Module, num_heads: int) -> None:
         super().__init__()
@@ -267,6 +270,7 @@ class _DecayTuner:
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         super()._prepare_model(peft_config, model)  # type: ignore[misc]
+        _check_saved_modules(peft_config, model)
         targets = _attention_layers(model)
         if not targets:
             setattr(model, ATTACHED, attach(model, parse_prior(None), for_adapters=True))
@@ -442,7 +446,21 @@ def _patch_grid(model: Any) -> tuple[int, ...]:
     """The patch grid that a model is configured for."""
     if not any(isinstance(module, SparsePriorAttention) for module in model.modules()):
         return find_encoder(model).attention_grid
-    return next((stage.grid for stage in model.config.stages if len(stage.grid) == 3), model.config.grid)
+    # Of ours within the model: heads of transformers and modules around it have another config, or none.
+    configs = (getattr(module, "config", None) for module in model.modules())
+    config = next(config for config in configs if isinstance(config, BaseConfig))
+    return next((stage.grid for stage in config.stages if len(stage.grid) == 3), config.grid)
+
+
+def _check_saved_modules(config: Any, model: nn.Module) -> None:
+    """Refuse names in `modules_to_save` that match nothing, which peft would ignore: the module would stay frozen."""
+    if config.inference_mode:  # one that was saved may be loaded into a model without its head
+        return
+    names = [name for name, _ in model.named_modules()]
+    for wanted in config.modules_to_save or ():
+        # peft itself adds "classifier" and "score" for some task types.
+        if wanted not in ("classifier", "score") and not any(name.endswith(wanted) for name in names):
+            raise ValueError(f"modules_to_save: {type(model).__name__} has no module {wanted!r}")
 
 
 def _attention_layers(model: nn.Module) -> dict[str, PriorAttention]:

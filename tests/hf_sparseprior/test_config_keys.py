@@ -202,3 +202,13 @@ def test_stock_models_load_by_every_keyword(tmp_path):
     assert next(iter(ours.parameters)) == next(
         iter(inspect.signature(transformers.BertModel.from_pretrained).parameters)
     )
+
+
+def test_keywords_over_a_saved_config_are_checked_and_resolved(tmp_path):
+    SparsePriorViTConfig(**TINY).save_pretrained(tmp_path)
+    for config_class in (AutoConfig, SparsePriorViTConfig):
+        changed = config_class.from_pretrained(tmp_path, prior="fibottention")
+        assert changed.prior_name == "fibottention" and changed.pruning_ratio > 0
+        for keywords, message in (({"prior": "nonsense"}, "'nonsense' is no prior"), ({"image_size": 33}, "33")):
+            with pytest.raises(ValueError, match=message):
+                config_class.from_pretrained(tmp_path, **keywords)

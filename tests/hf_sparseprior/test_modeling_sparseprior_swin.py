@@ -337,3 +337,11 @@ def test_what_is_no_image_is_refused():
     for shape in ((3, 32, 32), (1, 4, 32, 32), (1, 3, 0, 32)):
         with pytest.raises(ValueError, match=r"must be \(batch, 3, height, width\)"):
             model(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("prior", ["dense", "window", "violin", "learned_order", "irpe_qkv", "topk"])
+def test_a_batch_of_no_image(prior):
+    """A detector's crops may be none; the second layer's windows are shifted and have a bias each."""
+    model = sp.SparsePriorSwinModel(sp.SparsePriorSwinConfig(**SIZES, prior=prior)).eval()
+    with torch.no_grad():
+        assert model(images(32, batch=0)).last_hidden_state.shape == (0, 16, 32)

@@ -1147,3 +1147,9 @@ def test_lora_keeps_scalars_in_float32_in_half_precision():
     scalars = {parameter.dtype for name, parameter in model.named_parameters() if name.endswith(("alpha", "beta"))}
     assert scalars == {torch.float32}
     assert model(images()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("given", [None, np.zeros((1, 3, 32, 32), np.float32)])
+def test_what_are_no_images_is_named(given):
+    with pytest.raises(ValueError, match=rf"pixel_values of {type(given).__name__} must be \(batch, 3, "):
+        SparsePriorViTModel(SparsePriorViTConfig(image_size=32, patch_size=16, num_hidden_layers=1))(given)

@@ -22,6 +22,7 @@ from hf_sparseprior import (
 from hf_sparseprior.adapters import lora_config
 from hf_sparseprior.adapters.lora import known_projections
 from hf_sparseprior.extras import EXTRAS
+from hf_sparseprior.heads import make_head
 from tests.hf_sparseprior.adapters.fitting_peft import import_fitting_peft
 from tests.hf_sparseprior.small import SMALL as SMALL_CONFIGS
 
@@ -347,3 +348,20 @@ def test_a_model_with_an_adapter_saves_the_adapter_alone(tmp_path):
     base = SparsePriorViTForImageClassification(config)
     base.save_pretrained(tmp_path / "model")
     assert (tmp_path / "model" / "modeling_sparseprior_vit.py").is_file()
+
+
+def test_the_encoder_within_a_head_or_a_chat_model_is_adapted():
+    """A language model's layers have projections of the same names."""
+    sizes = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
+    images = {"image_size": 32, "patch_size": 4}
+    head = make_head("upernet", SparsePriorViTConfig(**sizes, **images), num_labels=3)
+    chat = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            vision_config=transformers.CLIPVisionConfig(**sizes, **images),
+            text_config=transformers.LlamaConfig(**{**sizes, "num_key_value_heads": 4}, vocab_size=80, pad_token_id=0),
+        )
+    )
+    for model, encoder in ((head, "backbone."), (chat, "model.vision_tower.")):
+        targets = lora_config(model).target_modules
+        assert len(targets) == 2 * 4 and all(target.startswith(encoder) for target in targets)
+    assert lora_config(head, modules_to_save=["decode_head"]).modules_to_save == ["classifier", "decode_head"]

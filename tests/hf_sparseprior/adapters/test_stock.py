@@ -1,6 +1,7 @@
 """Applying priors to stock models and removing them."""
 
 import copy
+import re
 
 import peft
 import pytest
@@ -110,3 +111,69 @@ def test_of_a_peft_model_the_base_model_gets_the_prior(tmp_path):
         expected = merged(**images).logits
         assert torch.equal(ViTForImageClassification.from_pretrained(tmp_path)(**images).logits, expected)
     sp.remove_prior(merged)
+
+
+def test_a_prior_with_weights_does_not_go_onto_a_peft_model():
+    """Its adapter would be saved without them."""
+    adapted = peft.get_peft_model(STOCK["vit"].build(), peft.LoraConfig(target_modules=["q_proj"]))
+    keys = list(adapted.state_dict())
+    with pytest.raises(ValueError, match=re.escape("prior='violin' has weights, which PeftModel would not save")):
+        sp.apply_prior(adapted, "violin")
+    assert list(adapted.state_dict()) == keys
+
+
+@pytest.mark.parametrize("model", [None, "google/vit-base-patch16-224"])
+def test_what_is_no_model_is_named(model):
+    with pytest.raises(ValueError, match=f"model={re.escape(repr(model))} must be a model of transformers or timm"):
+        sp.apply_prior(model, "violin")
+
+
+def test_a_class_without_a_source_is_refused_in_words():
+    made = {}
+    exec("class TypedAttention(nn.Module):\n    pass", {"nn": torch.nn}, made)
+
+    class Other(ViTModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.layers, self.embeddings = made["TypedAttention"](), torch.nn.Identity()
+
+    with pytest.raises(ValueError, match=r"the token layout of layers \(TypedAttention\) is not known here"):
+        sp.apply_prior(Other(ViTConfig(**TINY)), "violin")
+
+
+def replicated(model, change):
+    """A copy as `nn.DataParallel` makes it for another device, with every tensor changed; it asks for GPUs."""
+    modules = list(model.modules())
+    copies = {module: module._replicate_for_data_parallel() for module in modules}
+    for module, replica in copies.items():
+        for name, child in module._modules.items():
+            replica._modules[name] = copies.get(child)
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                replica._parameters[name] = None
+            else:
+                setattr(replica, name, change(parameter.detach()))
+        for name, buffer in module._buffers.items():
+            replica._buffers[name] = None if buffer is None else change(buffer)
+    return copies[model]
+
+
+@pytest.mark.parametrize("with_adapter", [False, True])
+@families
+def test_replicas_of_data_parallel_run_with_their_own_weights(name, with_adapter):
+    model = STOCK[name].build()
+    if with_adapter:
+        model = peft.get_peft_model(model, sp.ViolinAdapterConfig(decay={"name": "violin", "init": "moving"})).eval()
+    else:
+        sp.apply_prior(model, {"support": "fibottention", "decay": {"name": "violin", "init": "moving"}})
+
+    def shrunk(tensor):
+        return 0.7 * tensor if tensor.is_floating_point() else tensor
+
+    expected = copy.deepcopy(model)
+    with torch.no_grad():
+        for tensor in [*expected.parameters(), *expected.buffers()]:
+            tensor.copy_(shrunk(tensor))
+        found = replicated(model, shrunk)(**STOCK[name].example()).last_hidden_state
+    torch.testing.assert_close(found, output(expected, name))
+    assert not torch.allclose(found, output(model, name), atol=1e-3)

@@ -333,3 +333,73 @@ def test_damaged_or_foreign_scalars_are_named(tmp_path):
     file.unlink()
     with pytest.raises(OSError, match=r"sparse_prior\.safetensors"):
         ViTModel.from_pretrained(tmp_path)
+
+
+def captioner():
+    """A ViT that GPT-2 describes."""
+    decoder = transformers.GPT2Config(
+        n_embd=32, n_layer=1, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=1, add_cross_attention=True
+    )
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(**TINY), decoder)
+    return transformers.VisionEncoderDecoderModel(config), {"decoder_input_ids": torch.tensor([[1, 2]])}
+
+
+def dual_encoder():
+    """A ViT and a BERT."""
+    text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(
+        ViTConfig(**TINY), transformers.BertConfig(**text, vocab_size=50)
+    )
+    return transformers.VisionTextDualEncoderModel(config), {"input_ids": torch.tensor([[1, 2]])}
+
+
+def chat_model():
+    """LLaVA: the patches of a CLIP go into a Llama."""
+    text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**TINY),
+        text_config=transformers.LlamaConfig(**text, vocab_size=80, pad_token_id=0),
+        image_token_index=70,
+    )
+    return transformers.LlavaForConditionalGeneration(config), {"input_ids": torch.tensor([[1] + [70] * 64])}
+
+
+@pytest.mark.parametrize("build", [captioner, dual_encoder, chat_model])
+def test_a_model_of_images_and_text_keeps_its_prior(build, tmp_path):
+    """Its config says by a `model_type` which encoder of images it has."""
+    torch.manual_seed(0)
+    model, text = build()
+    inputs = {"pixel_values": torch.randn(1, 3, 32, 32), **text}
+    sp.apply_prior(model.eval(), {"support": "fibottention", "decay": {"name": "violin", "init": "moving"}})
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        for load_model in (type(model).from_pretrained, lambda folder: sp.from_pretrained(type(model), folder)):
+            found = load_model(tmp_path).eval()(**inputs)[0]
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)  # BERT's own last bits differ
+        assert (sp.remove_prior(model)(**inputs)[0] - expected).abs().max() > 2e-5
+
+
+def test_a_bad_tower_of_a_model_of_any_towers_is_named(tmp_path):
+    dual_encoder()[0].save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    for bad, message in (
+        ({"model_type": "vti"}, "model_type='vti' must be a family"),
+        ({"num_attention_heads": 5}, "vision_config.hidden_size=48 must be a multiple"),
+    ):
+        changed = {**content, "vision_config": {**content["vision_config"], **bad}}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=message):
+            sp.from_pretrained(transformers.VisionTextDualEncoderModel, tmp_path)
+
+
+def test_layers_that_stay_on_disk_have_their_prior(tmp_path):
+    model = STOCK["vit"].build()
+    sp.apply_prior(model, {"support": "fibottention", "decay": {"name": "violin", "init": "moving"}})
+    model.save_pretrained(tmp_path / "model")
+    places = {"embeddings": "cpu", "layers.0": "cpu", "layers.1": "disk", "layers.2": "disk", "layernorm": "cpu"}
+    loaded = ViTModel.from_pretrained(
+        tmp_path / "model", device_map={**places, "pooler": "disk"}, offload_folder=tmp_path / "disk"
+    )
+    assert any(parameter.is_meta for parameter in loaded.parameters())
+    assert torch.equal(output(loaded.eval(), "vit"), output(model, "vit"))

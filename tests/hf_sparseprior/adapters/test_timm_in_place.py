@@ -24,6 +24,7 @@ from hf_sparseprior.adapters.lora import lora_config
 from hf_sparseprior.adapters.stock_attention import APPLIED, PRIOR_MODULE, StockPrior
 from hf_sparseprior.supports import build_mask
 from tests.hf_sparseprior.adapters.stock_models import move_decays
+from tests.hf_sparseprior.adapters.test_stock import replicated
 from tests.hf_sparseprior.adapters.test_stock_attention import PRIORS, distances
 from tests.timm_oracle import import_timm
 
@@ -732,3 +733,15 @@ def test_patches_with_coordinates_are_refused():
     given = {"patches": torch.randn(1, 16, 48), "patch_coord": coordinates, "patch_valid": torch.ones(1, 16).bool()}
     with pytest.raises(ValueError, match="NaFlexVit with a prior takes images"):
         model(given)
+
+
+def test_replicas_of_data_parallel_run_with_their_own_weights():
+    model = sp.apply_prior(VisionTransformer(**TINY).eval(), "fibottention+violin")
+    replica = replicated(model, lambda tensor: 0.5 * tensor if tensor.is_floating_point() else tensor)
+    expected = copy.deepcopy(model)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        for tensor in [*expected.parameters(), *expected.buffers()]:
+            tensor.mul_(0.5) if tensor.is_floating_point() else None
+        assert_near(replica(images), expected(images))
+        assert not torch.allclose(replica(images), model(images), atol=1e-3)

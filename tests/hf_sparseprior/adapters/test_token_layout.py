@@ -1,5 +1,9 @@
 """Where the tokens of a stock model lie: other grids, shuffled and masked patches, layers that run twice."""
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
 import pytest
 import torch
 
@@ -78,3 +82,44 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient)
+
+
+@pytest.mark.parametrize("name", ["vit", "mae"])
+def test_two_threads_use_one_model(name):
+    """A forward goes on where its tokens lie, although one of other images began and ended in between."""
+    first, second = STOCK[name].example(1), STOCK[name].example(2)
+    if name == "mae":
+        second["noise"] = 1 - second["noise"]
+    else:
+        first, second = ({"pixel_values": torch.randn(2, 3, *size)} for size in ((32, 48), (48, 32)))
+        first["interpolate_pos_encoding"] = second["interpolate_pos_encoding"] = True
+    model = sp.apply_prior(STOCK[name].build(), "fibottention+violin")
+    move_decays(model)
+
+    @torch.no_grad()
+    def run(images):
+        return model(**images).last_hidden_state
+
+    expected = [run(first), run(second)]
+    embedded, other_ended = Event(), Event()
+
+    def wait(module, args, output):
+        if not embedded.is_set():
+            embedded.set()
+            assert other_ended.wait(60)
+
+    model.embeddings.register_forward_hook(wait)
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(run, first)
+        assert embedded.wait(60)
+        assert torch.equal(run(second), expected[1])
+        other_ended.set()
+        assert torch.equal(found.result(), expected[0])
+
+
+def test_a_copied_layout_is_in_no_forward():
+    model = sp.apply_prior(STOCK["vit"].build(), "fibottention")
+    layout = next(module.layout for module in model.modules() if isinstance(module, StockPrior))
+    with torch.no_grad():
+        model(**STOCK["vit"].example())
+    assert layout.grid == (8, 8) and copy.deepcopy(layout).grid is None

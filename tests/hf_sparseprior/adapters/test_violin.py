@@ -27,6 +27,7 @@ from hf_sparseprior.adapters import lora_config, violin
 from hf_sparseprior.adapters.stock_attention import StockPrior
 from hf_sparseprior.attention import PriorAttention
 from hf_sparseprior.decay import DECAYS
+from hf_sparseprior.heads import make_head
 from hf_sparseprior.training import SparsePriorTrainer
 from tests.hf_sparseprior.adapters.fitting_peft import import_fitting_peft
 from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY
@@ -633,3 +634,40 @@ def test_lora_names_that_match_nothing_are_refused():
         peft.get_peft_model(model, config)
     assert set(model.state_dict()) == states and trainable(model) == parameters
     peft.get_peft_model(model, sp.LoraViolinConfig(r=2, target_modules="all-linear"))
+
+
+@methods
+@pytest.mark.parametrize("around", ["head", "module"])
+def test_a_model_of_ours_within_another_takes_it(make_config, around):
+    config = sp.SparsePriorViTConfig(**{**TINY, "num_hidden_layers": 4, "prior": "fibottention"})
+    if around == "head":
+        model = make_head("upernet", config, num_labels=3, hidden_size=16).eval()
+    else:
+        model = torch.nn.Sequential(sp.SparsePriorViTModel(config)).eval()
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                parameter.normal_(std=0.3)
+        before = model(images)[0]
+        adapted = peft.get_peft_model(model, make_config()).eval()
+        assert (adapted(images)[0] - before).abs().max() < 1e-5 * before.abs().max()
+        for name, parameter in adapted.named_parameters():
+            if name.endswith("beta"):
+                parameter.fill_(0.1)
+        assert (adapted(images)[0] - before).abs().max() > 1e-3 * before.abs().max()
+
+
+def test_biases_of_lora_train_beside_a_decay():
+    """peft asks each of its layers for a bias."""
+    model = peft.get_peft_model(STOCK["vit"].build(), CONFIGS["lora"](bias="lora_only"))
+    biases = [name for name, p in model.named_parameters() if p.requires_grad and name.endswith("base_layer.bias")]
+    assert len(biases) == 2 * TINY["num_hidden_layers"]
+
+
+@methods
+def test_modules_to_save_that_match_nothing_are_refused(make_config):
+    model = ViTForImageClassification(ViTConfig(**TINY))
+    with pytest.raises(ValueError, match="modules_to_save: ViTForImageClassification has no module 'clasifier'"):
+        peft.get_peft_model(model, make_config(modules_to_save=["clasifier"]))
+    assert not [name for name, _ in model.named_modules() if "decay" in name]
