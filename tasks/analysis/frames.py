@@ -23,7 +23,6 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
-from transformers.video_utils import load_video
 
 from hf_sparseprior.analysis.attention_maps import class_token_map, mean_query_map
 from hf_sparseprior.analysis.image_maps import Panel, darkened, draw_panels, with_heat
@@ -50,17 +49,21 @@ def read_frames(clip: Path, count: int | None) -> list[Image.Image]:
     """Frames of a video file, spread evenly; None: all of them.
 
     Raises:
-        OSError: for a file that cannot be read as a video.
+        OSError: for a file that cannot be read as a video. ValueError: for more frames than it has.
     """
     if not clip.is_file():
         raise OSError(f"--clip {clip} is not a file")
+    from tasks.video import decoding  # needs PyAV
+
     try:
-        frames, _ = load_video(str(clip), num_frames=count, backend="pyav")
-    except ImportError:
-        raise
-    except Exception as error:  # PyAV has many kinds
-        raise OSError(f"--clip {clip} cannot be read as a video ({str(error).splitlines()[0]})") from None
-    return [Image.fromarray(np.ascontiguousarray(frame)) for frame in np.asarray(frames)]
+        places = None
+        if count is not None:
+            if count > (total := decoding.count_frames(clip)):
+                raise ValueError(f"--frames {count} must be at most {total}, the frames of {clip}")
+            places = np.linspace(0, total - 1, count).round().astype(int).tolist()
+        return [Image.fromarray(frame) for frame in decoding.read_frames(clip, places)]
+    except OSError as error:
+        raise OSError(f"--clip {clip} cannot be read as a video ({error})") from None
 
 
 def most_of(attention: Tensor, mass: float) -> Tensor:
@@ -121,7 +124,7 @@ def work_on(saved: SavedModel, frames: Sequence[Image.Image], arguments: argpars
     """Draw picture and animation of one model and return what results say about it."""
     height, width = frame_size(saved, arguments.size)
     layers = len(saved.attention.layers)
-    (layer,) = chosen([arguments.layer or layers], layers, 1, "--layer")
+    (layer,) = chosen([layers if arguments.layer is None else arguments.layer], layers, 1, "--layer")
     prepare = preparation(saved, size={"height": height, "width": width}, do_center_crop=False)
     if takes_clips(saved.model.config):
         count = min(arguments.frames or saved.model.config.num_frames, len(frames))

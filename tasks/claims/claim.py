@@ -43,9 +43,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tasks.claims.kinds import KINDS, Kind, Untried
+from tasks.common.config import read_yaml
 from tasks.common.paired import ACCURACY
 
 TIERS = {"A": 5, "B": 1}  # seeds
@@ -156,10 +155,7 @@ def read_paper(file: Path) -> Paper:
     Raises:
         ValueError: for what is no claim; the message names the file and the claim.
     """
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
+    content = read_yaml(file)
     needed = {"title", "source", "claims"}
     _check_keys(content, needed | {"central"}, needed, str(file))
     if not isinstance(content["claims"], dict) or not content["claims"]:

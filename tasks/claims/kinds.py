@@ -172,10 +172,15 @@ class HigherThan(Kind):
 
 
 def means(records: Records, rows: Sequence[str], metric: str) -> dict[str, float] | None:
-    """Mean of each row in percent, over the seeds that all rows have; None if a row has no run, or they share none."""
+    """Mean of each row in percent, over the seeds that all rows have; None if a row has no run, or they share none.
+
+    Rounded to nine digits, so that equal rows are equal in whatever order their runs are added.
+    """
     runs = {row: {run["seed"]: run["metrics"][metric] for run in records.get(row, ())} for row in rows}
     shared = set.intersection(*(set(own) for own in runs.values()))
-    return {row: 100 * float(np.mean([own[seed] for seed in shared])) for row, own in runs.items()} if shared else None
+    if not shared:
+        return None
+    return {row: float(f"{100 * np.mean([own[seed] for seed in shared]):.9g}") for row, own in runs.items()}
 
 
 def ranked(ours: Sequence[float], expected: Sequence[float]) -> tuple[str, str, float]:
@@ -183,6 +188,8 @@ def ranked(ours: Sequence[float], expected: Sequence[float]) -> tuple[str, str, 
 
     The last is infinite if not even the largest is told, as with many ties among ours.
     """
+    if len(set(ours)) == 1:
+        return OPEN, f"no rank correlation: all are equal ({len(ours)} rows", math.inf
     own, wanted = (zscore(rankdata(values)) for values in (ours, expected))  # of which a permutation changes the order
 
     def correlation(values: np.ndarray, axis: int = -1) -> np.ndarray:

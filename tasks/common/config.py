@@ -25,12 +25,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hf_sparseprior.checks import check_integer
 from hf_sparseprior.command import USER_ERRORS, report_error
 from tasks.common import commands
 
@@ -44,7 +45,13 @@ YAML_DEPTH = 100
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # C is 10 times as fast
-    """Safe YAML that also reads 1e-3 as a number (YAML 1.1 wants 1.0e-3)."""
+    """Safe YAML that also reads 1e-3 as a number (YAML 1.1 wants 1.0e-3), and takes no key twice."""
+
+    def get_single_node(self) -> Any:
+        """The tree of nodes, in which the keys of a map are checked: YAML itself would take the last."""
+        node = super().get_single_node()
+        _check_keys_once(node)
+        return node
 
 
 _Loader.add_implicit_resolver(
@@ -52,6 +59,33 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
     list("-+0123456789."),
 )
+
+
+def _check_keys_once(root: Any) -> None:
+    """Raise for a map in a tree of nodes that has a key twice. A key that `<<` brings, too, is there once."""
+    left, seen = [root], set()  # an alias may lead back to a node above it
+    while left:
+        node = left.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            left += node.value
+        elif isinstance(node, yaml.MappingNode):
+            first: dict[str, int] = {}
+            for key, value in node.value:
+                line = key.start_mark.line + 1
+                if (name := str(key.value)) in first and key.tag != "tag:yaml.org,2002:merge":
+                    raise yaml.YAMLError(f"key {name!r} stands twice, in lines {first[name]} and {line}")
+                first[name] = line
+                left.append(value)
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    """What is wrong, and in which line."""
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    mark = getattr(error, "problem_mark", None)
+    return problem if mark is None else f"{problem}, line {mark.line + 1}"
 
 
 def _load(text: str) -> Any:
@@ -69,7 +103,7 @@ def parse_value(text: str) -> Any:
     try:
         return _load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{text!r} is not a YAML value: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{text!r} is not a YAML value: {_yaml_problem(error)}") from None
 
 
 def apply_overrides(config: dict[str, dict[str, Any]], overrides: Sequence[str], sections: Sequence[str]) -> None:
@@ -81,9 +115,32 @@ def apply_overrides(config: dict[str, dict[str, Any]], overrides: Sequence[str],
             raise ValueError(f"override {override!r} must be SECTION.KEY=VALUE, for example model.prior=violin")
         check_known([section], sections, "the configuration")
         config[section][name] = parse_value(text)
-    images, size = config.get("trainer", {}).get("effective_batch_size"), "trainer.per_device_train_batch_size"
-    if images and any(override.startswith(f"{size}=") for override in overrides):
-        raise ValueError(f"{size} does nothing with trainer.effective_batch_size={images}; give another or null for it")
+    if any(override.startswith("trainer.per_device_train_batch_size=") for override in overrides):
+        _check_batch_size(config.get("trainer", {}))
+
+
+def _check_batch_size(trainer: Mapping[str, Any]) -> None:
+    """Refuse `per_device_train_batch_size`, which was just given, where the batch of all devices decides."""
+    if images := trainer.get("effective_batch_size"):
+        raise ValueError(
+            f"trainer.per_device_train_batch_size does nothing with trainer.effective_batch_size={images}; "
+            "give another or null for it"
+        )
+
+
+_ORDER = "trainer.seed alone orders the data"
+_METRICS = "metrics need all logits and labels"
+_TEXT = "it is for models of text"
+_WHOLE = "a run trains, validates and tests; `evaluate` tests alone"
+# Keys of transformers' arguments that act in other programs.
+WITHOUT_EFFECT = {
+    **dict.fromkeys(("data_seed", "train_sampling_strategy", "length_column_name"), _ORDER),
+    **dict.fromkeys(("prediction_loss_only", "label_names", "include_for_metrics"), _METRICS),
+    **dict.fromkeys(("batch_eval_metrics", "eval_do_concat_batches"), _METRICS),
+    **dict.fromkeys(("use_cache", "include_num_input_tokens_seen"), _TEXT),
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"), _WHOLE),
+    "resume_from_checkpoint": "the same command goes on from the last checkpoint",
+}
 
 
 def check_trainer(trainer: dict[str, Any]) -> None:
@@ -115,9 +172,16 @@ def _check_numbers(trainer: dict[str, Any]) -> None:
         number = isinstance(field.default, (int, float)) and not isinstance(field.default, bool)
         if number and value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise ValueError(f"trainer.{field.name}={value!r} must be a number")
-        counted = field.name.startswith("per_device_") or field.name == "gradient_accumulation_steps"
+        counted = field.name.startswith("per_device_") or field.name.endswith("_accumulation_steps")
         if counted and value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"trainer.{field.name}={value} must be an integer of 1 or more")
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.name in WITHOUT_EFFECT and value is not None and value != default:
+            raise ValueError(f"trainer.{field.name}={value!r} would do nothing: {WITHOUT_EFFECT[field.name]}")
+    if (seed := trainer.get("seed")) is not None:
+        check_integer("trainer.seed", seed, 0)
+    if (epochs := trainer.get("num_train_epochs")) is not None and not epochs >= 0:
+        raise ValueError(f"trainer.num_train_epochs={epochs} must be 0 or more")
 
 
 def trainer_keys() -> list[str]:
@@ -150,7 +214,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         try:
             content = _load(file.read()) or {}
         except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"{path} is not YAML: {_yaml_problem(error)}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold keys and values, got {content!r}")
     return content
@@ -357,6 +421,12 @@ def merge_bases(
     for layer in layers:  # a run does not share its folder with what builds on its file
         layer.get("trainer", {}).pop("output_dir", None)
     config: dict[str, Any] = {section: {} for section in sections}
+    below: dict[str, Any] = {}
+    for layer in layers:
+        below.update(layer.get("trainer", {}))
+    above = own.get("trainer") or {}
+    if isinstance(above, dict) and above.get("per_device_train_batch_size") and "effective_batch_size" not in above:
+        _check_batch_size(below)
     for key, values in (pair for layer in (*layers, own) for pair in layer.items()):
         if key in others:
             config[key] = values

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
-from transformers import ProgressCallback, TrainerCallback, default_data_collator
+from transformers import ProgressCallback, TrainerCallback, default_data_collator, get_scheduler
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.files import file_sha256, sync, write_text
@@ -37,7 +37,7 @@ from hf_sparseprior.training import (
     StopOnSignal,
 )
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.common.command import RunStopped, run_command, tell_data
+from tasks.common.command import RunStopped, first_line, run_command, tell_data
 from tasks.common.config import FINAL, Config, load_sections
 from tasks.common.metrics import average_views, compute_metrics, confusion_matrix, pack_correct
 from tasks.common.models import about_model, merged, save_adapter, trainable_parameters
@@ -387,6 +387,22 @@ def _trainer_errors(make: Any, **options: Any) -> Any:
         return make(**options)
     except (ValueError, TypeError) as error:
         raise ValueError(f"trainer: {error}") from None
+    except RuntimeError as error:
+        if "to be installed" not in str(error):  # of a program that trainer.report_to names
+            raise
+        raise ImportError(f"trainer: {first_line(error)}") from None
+
+
+def check_schedule(arguments: Any) -> None:
+    """Raise for a schedule of learning rates that cannot be made, which the Trainer finds out when training begins."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    get_scheduler(
+        arguments.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=arguments.get_warmup_steps(10),
+        num_training_steps=10,
+        scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
+    )
 
 
 def global_batch(arguments: Any) -> int:
@@ -433,6 +449,7 @@ def make_trainer(prepared: Prepared, arguments: SparsePriorTrainingArguments) ->
         for dataset in prepared.datasets.values():
             dataset.fill_cache(show_progress=not arguments.disable_tqdm)
         prepared.datasets["train"][next(iter(prepared.train_sampler))]
+    _trainer_errors(check_schedule, arguments=arguments)
     trainer = _trainer_errors(
         prepared.trainer_class,
         model=prepared.model,

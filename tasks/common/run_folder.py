@@ -11,7 +11,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +254,7 @@ def owned(
     """The folder is this run's, and no other process may train in it until the end of the block.
 
     The first of the joined processes claims it for all of them. They get the checkpoint that all of them go on from.
+    If a bad value ends the block before a checkpoint is there, nothing is left that would refuse the corrected run.
 
     Args:
         out: folder of the run.
@@ -272,13 +273,16 @@ def owned(
         distributed.barrier()  # until every process has looked at the folder
     first = not joined or distributed.get_rank() == 0
     failed: BaseException | None = None
+    is_new, was_there = False, out.exists()
     with ExitStack() as held, full_disk_in_one_line(out):
+        held.callback(lambda: _remove_empty(out) if is_new and not was_there else None)  # when the lock is given back
         found: list[str | None] = [None, None]  # checkpoint, what went wrong
         if first:
             try:
                 held.enter_context(_locked(out, field))
                 if finished_results(out, config, overwrite, field, mine=True) is not None:
                     raise InUse(f"{field}={out} was finished by another process meanwhile")
+                is_new = not (out / RUN_CONFIG).exists() or bool(folder_differences(out, config))
                 claim(out, config)
                 found = [newest(), None]
             except USER_ERRORS as error:
@@ -290,7 +294,18 @@ def owned(
             raise failed or ValueError(message)
         if checkpoint and first:
             print(f"going on from {checkpoint}", file=sys.stderr)
-        yield checkpoint
+        try:
+            yield checkpoint
+        except USER_ERRORS:
+            if is_new and newest() is None:
+                throw_away(out)
+            raise
+
+
+def _remove_empty(out: Path) -> None:
+    """Remove a folder in which nothing is, not even the lock of somebody else."""
+    with suppress(OSError):
+        out.rmdir()
 
 
 @contextmanager

@@ -67,6 +67,8 @@ def prepare(config: Config, arguments: Any) -> Prepared:
     dino = Dino(build_backbone(config["model"]), dino_config)
     own = dino.student.backbone.config
     check_crops(dino, crop_config)
+    if evaluation.linear:
+        last_layers(dino.teacher.backbone, evaluation)  # refuses layers that the model does not have
     size = image_processor_settings(own)["size"]
     crops = MultiCrop(crop_config, (size["height"], size["width"]), own.image_mean, own.image_std, own.num_channels)
     processor = make_processor(own, evaluation.eval_crop_ratio, data_config.decoding, "evaluation")

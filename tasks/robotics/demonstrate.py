@@ -24,11 +24,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
+from hf_sparseprior.checks import check_integer
 from hf_sparseprior.files import check_new, write_text
 from tasks.common.command import run_command
 from tasks.common.environment import command_line
 from tasks.common.results import write_results
 from tasks.robotics import commands
+from tasks.robotics.config import VALIDATION_SEED
 from tasks.robotics.environments import Environment, make_environment, picture_problem
 from tasks.robotics.formats import (
     Demonstrations,
@@ -120,20 +122,28 @@ def demonstrate(
 
     Raises:
         ValueError: for bad values, unfinished work of another run, or a task that is never solved.
-        OSError: if the file exists.
+        OSError: if the file exists and is finished, with its JSON and pictures.
     """
     if episodes < 1:
         raise ValueError(f"--episodes {episodes} must be 1 or more")
-    check_new(out)
+    check_integer("--seed", seed, 0)
+    folder = _unfinished(out)
+    if not folder.exists():  # else the episodes may be written and what lies next to them not
+        check_new(out)
     started = time.perf_counter()
     environment = make_environment(task, cameras, image_size)
-    folder = _claim(out, environment.settings | {"first_seed": seed})
+    _claim(folder, environment.settings | {"first_seed": seed})
     demonstrator = make_demonstrator(environment)
     kept: list[Path] = []
     failed: list[int] = []
     lengths: list[int] = []
     attempt = seed
     while len(kept) < episodes:
+        if attempt >= VALIDATION_SEED:
+            raise ValueError(
+                f"--seed {seed} reaches {VALIDATION_SEED} after {attempt - seed} attempts; seeds from there on are "
+                "those that policies are chosen and tested by"
+            )
         path, failure = folder / f"seed_{attempt:08d}.npz", folder / f"seed_{attempt:08d}.failed"
         if not path.exists() and not failure.exists():
             episode = record(environment, demonstrator, attempt)
@@ -150,8 +160,11 @@ def demonstrate(
             raise ValueError(f"{task}: {GIVES_UP} episodes in a row failed, the last with seed {attempt}")
         attempt += 1
         _progress(f"{task}: {len(kept)}/{episodes} episodes, {len(failed)} failed", last=len(kept) == episodes)
-    write_demonstrations(out, kept, environment.settings)
+    if not out.exists():
+        write_demonstrations(out, kept, environment.settings)
     demonstrations = open_demonstrations(out)
+    if len(demonstrations.episodes) != episodes or demonstrations.settings != environment.settings:
+        raise ValueError(f"{out} has {len(demonstrations.episodes)} episodes of other settings; choose another OUT")
     steps = list(demonstrations.lengths.values())
     results = {
         "command": command_line(),
@@ -167,12 +180,12 @@ def demonstrate(
         "settings": environment.settings,
     }
     write_results(out.with_name(f"{out.name}.json"), results)
-    shutil.rmtree(folder)
     if problem := picture_problem(environment):
         print(f"no pictures: {problem}", file=sys.stderr)
     else:
         draw(environment, demonstrations, out)
     environment.close()
+    shutil.rmtree(folder)  # comes last: until then the same command goes on
     return results
 
 
@@ -246,16 +259,19 @@ def replay(path: Path) -> dict[str, Any]:
     }
 
 
-def _claim(out: Path, settings: dict[str, Any]) -> Path:
-    """The folder for episodes of an unfinished file, which is refused if they have other settings."""
-    folder = out.with_name(f"{out.name}.episodes")
+def _unfinished(out: Path) -> Path:
+    """The folder for episodes of an unfinished file."""
+    return out.with_name(f"{out.name}.episodes")
+
+
+def _claim(folder: Path, settings: dict[str, Any]) -> None:
+    """Make the folder of episodes that of these settings, and refuse one that has others."""
     owner = folder / "settings.json"
     text = json.dumps(settings, indent=1) + "\n"
     if owner.exists() and owner.read_text(encoding="utf-8") != text:
         raise ValueError(f"{folder} holds episodes of another run; delete it or choose another OUT")
     folder.mkdir(parents=True, exist_ok=True)
     write_text(owner, text)
-    return folder
 
 
 def _files(path: Path) -> list[Path]:

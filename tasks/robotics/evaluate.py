@@ -65,6 +65,8 @@ class Rollouts:
         for name in ("episodes", "max_steps", "sampling_steps"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {value} must be 1 or more")
+        if self.seed is not None and self.seed < 0:
+            raise ValueError(f"--seed {self.seed} must be 0 or more")
 
 
 def evaluate(

@@ -138,6 +138,8 @@ def make_training(config: dict[str, dict[str, Any]], demonstrations: Demonstrati
         training.about["test_seed"] = trainer.test_seed
     if trainer.validation_episodes:
         training.simulator = make_matching_environment(training.about, str(data.path))
+    elif trainer.test_episodes:
+        make_matching_environment(training.about, str(data.path)).close()  # one that does not match ends it here
     return training, {"train": len(train), "validation": len(held_out)}
 
 

@@ -90,7 +90,8 @@ class Preparation:
         augmentation: AugmentationConfig | None = None,
         size: tuple[int, int] | None = None,
     ) -> None:
-        self.size = size or as_pair(model_config.image_size)
+        own = as_pair(model_config.image_size)
+        self.size, self.whose = size or own, "the model's" if size in (None, own) else "data.test_size"
         self.mean = torch.tensor(model_config.image_mean).view(-1, 1, 1)
         self.std = torch.tensor(model_config.image_std).view(-1, 1, 1)
         self.augmentation = augmentation
@@ -108,7 +109,8 @@ class Preparation:
         (height, width), (rows, columns) = self.size, frames.shape[1:3]
         if rows < height or columns < width:
             raise ValueError(
-                f"frames of {rows}x{columns} pixels must be at least {height}x{width}, the model's; set data.short_side"
+                f"frames of {rows}x{columns} pixels must be at least {height}x{width}, {self.whose}; "
+                "set data.short_side"
             )
         across_rows, across_columns = (along, 0.5) if rows > columns else (0.5, along)
         top, left = int((rows - height) * across_rows), int((columns - width) * across_columns)

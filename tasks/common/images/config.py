@@ -139,6 +139,11 @@ class DataConfig:
                 raise ValueError(
                     f"data.{name}={getattr(self, name)!r} must be one of {', '.join(filter(None, allowed))}"
                 )
+        if self.source not in PUBLISHED_VALIDATION and self.published_validation != "test":
+            raise ValueError(
+                f"data.published_validation={self.published_validation!r} is for data.source "
+                f"{', '.join(PUBLISHED_VALIDATION)}, not {self.source}"
+            )
         check_boolean("data.streaming", self.streaming)
         if self.cache not in (None, True, False):
             raise ValueError(f"data.cache={self.cache!r} must be true, false or null")
@@ -170,6 +175,8 @@ class DataConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ValueError(f"data.{name}={value!r} must be text")
+        if self.source == "digits" and self.path is not None:
+            raise ValueError(f"data.path={self.path!r} is not for data.source digits; set data.source, or no path")
         for name, sources in SOURCES_OF.items():
             if getattr(self, name) and self.source not in sources:
                 raise ValueError(

@@ -68,7 +68,10 @@ def _draw_classifiers(model: Any, names: Sequence[str], std: float) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(torch.initial_seed())
         for classifier in map(model.get_submodule, names):
-            torch.nn.init.trunc_normal_(classifier.weight, std=std)
+            if std > 0:
+                torch.nn.init.trunc_normal_(classifier.weight, std=std)
+            else:
+                torch.nn.init.zeros_(classifier.weight)
             torch.nn.init.zeros_(classifier.bias)
 
 

@@ -23,7 +23,6 @@ from mmengine.dist import get_world_size, is_main_process
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
-from hf_sparseprior.command import USER_ERRORS
 from hf_sparseprior.files import file_sha256
 from tasks.common.mm.config import OUTPUT_DIR, as_json, check_data, run_identity
 from tasks.common.mm.runner import (
@@ -39,7 +38,7 @@ from tasks.common.mm.saving import WEIGHTS, save_model
 from tasks.common.mm.task import PICTURE, Task
 from tasks.common.models import about_model
 from tasks.common.results import Results
-from tasks.common.run_folder import MODEL, RESULTS, cut_off, finished_results, newest_whole, owned, throw_away
+from tasks.common.run_folder import MODEL, RESULTS, cut_off, finished_results, newest_whole, owned
 
 CHECKPOINTS = ("iter_*.pth", "epoch_*.pth")
 
@@ -67,37 +66,25 @@ def run(
     if finished := finished_results(out, identity, overwrite, OUTPUT_DIR, needed=("metrics", "baseline")):
         return finished
     check_data(config)
-    new = not out.exists()
     join_processes(config)
-    try:
-        with owned(
-            out, identity, partial(newest_whole, out, CHECKPOINTS, cut_off), overwrite, OUTPUT_DIR
-        ) as checkpoint:
-            return _train(task, config, new, checkpoint, command, hooks)
-    finally:
-        if new and is_main_process() and out.exists() and not any(out.iterdir()):
-            out.rmdir()
+    newest = partial(newest_whole, out, CHECKPOINTS, cut_off)
+    with owned(out, identity, newest, overwrite, OUTPUT_DIR) as checkpoint:
+        return _train(task, config, checkpoint, command, hooks)
 
 
 def _train(
-    task: Task, config: Config, new: bool, checkpoint: str | None, command: str | None, hooks: Sequence[Hook]
+    task: Task, config: Config, checkpoint: str | None, command: str | None, hooks: Sequence[Hook]
 ) -> dict[str, Any]:
-    """`run` in a folder that is this run's. `new`: whether the folder was made for it."""
+    """`run` in a folder that is this run's."""
     out, started = Path(config.work_dir), copy.deepcopy(config)
     if checkpoint:
         started.load_from, started.resume = checkpoint, True
-    try:
-        runner = build_runner(started)
-        for hook in hooks:
-            runner.register_hook(hook)
-        # Errors of parts that do not fit each other come before the first step is done.
-        with released(runner), errors_in_one_line(lambda: not has_trained(runner)):
-            runner.train()
-    except USER_ERRORS:
-        # What a mistake left behind would stand in the way of the corrected run.
-        if new and is_main_process() and not newest_whole(out, CHECKPOINTS, cut_off):
-            throw_away(out)
-        raise
+    runner = build_runner(started)
+    for hook in hooks:
+        runner.register_hook(hook)
+    # Errors of parts that do not fit each other come before the first step is done.
+    with released(runner), errors_in_one_line(lambda: not has_trained(runner)):
+        runner.train()
     results = results_of(task, config, runner)
     results.resumed_from, results.command = checkpoint and Path(checkpoint).name, command or results.command
     if not is_main_process():

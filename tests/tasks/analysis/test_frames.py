@@ -14,6 +14,7 @@ from hf_sparseprior import (
     SparsePriorViTModel,
 )
 from tasks.analysis import attention, decay, diversity, frames
+from tasks.video.decoding import write_video
 
 av = pytest.importorskip("av")
 
@@ -140,6 +141,8 @@ def test_most_of_the_attention_is_the_fewest_patches_that_hold_it():
     [
         (["--size", "10x20"], "--size 10x20 must be a multiple of the 4x4 patch"),
         (["--layer", "3"], "--layer 3 must be between 1 and 2"),
+        (["--layer", "0"], "--layer 0 must be between 1 and 2"),
+        (["--frames", "8"], "--frames 8 must be at most 7, the frames of"),
         (["--mass", "0"], "--mass 0.0 must be above 0"),
         (["--frames", "0"], "--frames 0 must be 1 or more"),
     ],
@@ -153,3 +156,13 @@ def test_a_file_that_is_no_video_is_named(folder, tmp_path, capsys):
     (tmp_path / "clip.mp4").write_bytes(b"no video")
     assert frames.main([str(folder), "--clip", str(tmp_path / "clip.mp4"), "--out", str(tmp_path)]) == 2
     assert "clip.mp4 cannot be read as a video" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [None, 3])
+def test_a_container_that_does_not_say_its_number_of_frames_is_read(tmp_path, count):
+    pixels = np.arange(5, dtype=np.uint8)[:, None, None, None] * 40 + np.zeros((5, 8, 12, 3), np.uint8)
+    write_video(tmp_path / "clip.mkv", pixels)
+    with av.open(str(tmp_path / "clip.mkv")) as container:
+        assert container.streams.video[0].frames == 0
+    found = [np.asarray(frame)[0, 0, 0] for frame in frames.read_frames(tmp_path / "clip.mkv", count)]
+    np.testing.assert_allclose(found, [0, 40, 80, 120, 160] if count is None else [0, 80, 160], atol=2)

@@ -164,6 +164,26 @@ def test_ties_among_our_own_rows_tell_nothing() -> None:
     assert (found.verdict, found.could_tell) == (OPEN, "-")
 
 
+@pytest.mark.parametrize("value", [0.0, 0.5])
+@pytest.mark.parametrize(("kind", "extra"), [("order", {}), ("trend", {"direction": "up"})])
+def test_rows_that_are_all_equal_have_no_order(kind: str, extra: dict[str, str], value: float) -> None:
+    numbers = {name: float(n) for n, name in enumerate("abcdefghi")}
+    settings = {"paper" if kind == "order" else "xs": numbers, **extra}
+    found = judged(kind, settings, {name: runs(value) for name in numbers})
+    assert (found.verdict, found.could_tell) == (OPEN, "-") and "all are equal" in found.ours
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_tie_is_one_in_whatever_order_the_seeds_are_added(first: str) -> None:
+    """(0.1 + 0.2) + 0.3 is not (0.3 + 0.2) + 0.1 in floating point."""
+    other = "b" if first == "a" else "a"
+    paper = {first: 1.0, other: 2.0, "c": 3.0, "d": 4.0}
+    records = {"a": runs(0.1, 0.2, 0.3), "b": runs(0.3, 0.2, 0.1), "c": runs(0.5, 0.5, 0.5), "d": runs(0.6, 0.6, 0.6)}
+    expected = stats.spearmanr([1.5, 1.5, 3, 4], [1, 2, 3, 4]).statistic
+    found = judged("order", {"paper": paper}, records)
+    assert f"rank correlation {expected:+.2f}" in found.ours and found.verdict == OPEN
+
+
 # ---- pairs ----------------------------------------------------------------------------------------------------------
 
 
@@ -404,7 +424,7 @@ def test_bad_file_is_refused_by_name(tmp_path, path: tuple, value: object, messa
 
 def test_a_file_that_is_no_yaml_is_refused_in_one_line(tmp_path) -> None:
     (tmp_path / "paper.yaml").write_text("claims: a: b\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"paper\.yaml is no YAML: mapping values") as found:
+    with pytest.raises(ValueError, match=r"paper\.yaml is not YAML: mapping values are not allowed .*line 1") as found:
         read_paper(tmp_path / "paper.yaml")
     assert "\n" not in str(found.value)
 

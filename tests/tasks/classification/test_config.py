@@ -1,14 +1,17 @@
+import dataclasses
 import functools
 import json
+import re
 
 import pytest
 import torch
 
+from hf_sparseprior.training import SparsePriorTrainingArguments
 from tasks.classification.compare import load_comparison
 from tasks.classification.config import load_config
 from tasks.classification.task import CLASSIFICATION
 from tasks.common.compare import builds_on, needed_first
-from tasks.common.config import parse_value
+from tasks.common.config import WITHOUT_EFFECT, parse_value, read_cells
 from tasks.common.images.config import DataConfig
 from tasks.common.images.model import build_model
 from tests.configs import shipped
@@ -124,11 +127,44 @@ def test_override_values_are_yaml(text, value):
         ("base: 5", [], "base=5 must be the name of a file"),
         ("", ["model.prior=["], "is not a YAML value"),
         ("base: run.yaml", [], "leads back to this file"),
+        ("model: {prior: dense}\ndata: {}\nmodel: {}", [], "is not YAML: key 'model' stands twice, in lines 1 and 3"),
+        ("model: {prior: dense, prior: violin}", [], "key 'prior' stands twice, in lines 1 and 1"),
+        ("", ["model.prior={name: violin, name: dense}"], "key 'name' stands twice"),
+        ("data: {path: my_images}", [], "data.path='my_images' is not for data.source digits"),
+        ("", ["data.published_validation=validation"], "is for data.source tiny_imagenet, imagenet, not digits"),
+        ("", ["trainer.seed=1.5"], "trainer.seed=1.5 must be an integer of 0 or more"),
+        ("", ["trainer.num_train_epochs=-1"], "trainer.num_train_epochs=-1 must be 0 or more"),
+        ("", ["trainer.eval_accumulation_steps=0"], "must be an integer of 1 or more"),
     ],
 )
 def test_bad_configurations_name_the_key(tmp_path, text, overrides, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         load_config(write(tmp_path, text), overrides)
+
+
+@pytest.mark.parametrize("key", WITHOUT_EFFECT)
+def test_arguments_of_transformers_that_would_do_nothing_are_refused(tmp_path, key):
+    field = next(field for field in dataclasses.fields(SparsePriorTrainingArguments) if field.name == key)
+    default = [] if field.default is dataclasses.MISSING else field.default
+    other = not default if isinstance(default, bool) else 3
+    with pytest.raises(ValueError, match=re.escape(f"trainer.{key}={other!r} would do nothing: ")):
+        load_config(write(tmp_path, ""), [f"trainer.{key}={json.dumps(other)}"])
+    load_config(write(tmp_path, ""), [f"trainer.{key}={json.dumps(default)}"])
+
+
+def test_the_batch_of_a_device_over_that_of_all_is_refused_in_files_too(tmp_path):
+    write(tmp_path, "trainer: {effective_batch_size: 20, per_device_train_batch_size: 4}", "base.yaml")
+    message = "per_device_train_batch_size does nothing with trainer.effective_batch_size=20; give another or null"
+    with pytest.raises(ValueError, match=message):
+        load_config(write(tmp_path, "base: base.yaml\ntrainer: {per_device_train_batch_size: 2}"))
+    text = "base: base.yaml\ntrainer: {per_device_train_batch_size: 2, effective_batch_size: null}"
+    assert load_config(write(tmp_path, text))["trainer"]["per_device_train_batch_size"] == 2
+
+
+def test_a_key_may_stand_again_where_an_anchor_brings_it(tmp_path):
+    text = "model: &model {prior: dense, image_size: 8}\ndata: {}\ntrainer: {}\naugmentation: {}\n"
+    rows = "matrix: {size: {a: {model: {<<: {prior: dense}, prior: violin}}}}\n"
+    assert read_cells(write(tmp_path, text + rows))["a"]["model"]["prior"] == "violin"
 
 
 def test_yaml_cannot_make_objects(tmp_path):

@@ -273,6 +273,10 @@ def test_overwrite_replaces_another_run(finished, tmp_path):
     [
         {"trainer": {"learning_rate": "abc"}},
         {"trainer": {"per_device_train_batch_size": 0}},
+        {"trainer": {"learning_rate": -1}},
+        {"trainer": {"optim": "adamw_torch", "adam_beta1": 2.0}},
+        {"trainer": {"lr_scheduler_type": "cosine_with_min_lr"}},
+        {"trainer": {"lr_scheduler_kwargs": {"min_lrr": 0.1}}},
         {"model": {"num_channels": 2}},
         {"model": {"patch_size": 3}},
     ],
@@ -281,9 +285,25 @@ def test_a_failed_start_leaves_nothing_and_does_not_block_its_correction(tmp_pat
     config = config_in(tmp_path / "run")
     for section, values in change.items():
         config[section].update(values)
-    with pytest.raises(ValueError, match=r"learning_rate|abc|batch|num_channels=2|patch_size=3"):
+    with pytest.raises(ValueError, match=r"learning.rate|abc|batch|beta|min_lr|num_channels=2|patch_size=3"):
         training.run(config)
-    assert not (tmp_path / "run" / "run_config.json").exists()
+    assert not list(tmp_path.glob("run/*"))
+
+
+def test_an_error_after_a_checkpoint_leaves_it(tmp_path, monkeypatch):
+    """And one of a start that goes on with it, too."""
+    config = config_in(tmp_path / "run", FEW, num_train_epochs=1)
+
+    def fails(*arguments):
+        raise ValueError("the test cannot be read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hf_run, "judge", fails)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the test cannot be read"):
+                training.run(config)
+            assert list((tmp_path / "run").glob("checkpoint-*")) and (tmp_path / "run" / "run_config.json").exists()
+    assert training.run(config)["resumed_from"].startswith("checkpoint-")
 
 
 def test_a_run_may_move_and_hide_its_bar(finished, tmp_path):

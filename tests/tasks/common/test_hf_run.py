@@ -7,7 +7,7 @@ from tasks.common.hf_run import run
 from tasks.video.task import VIDEO
 
 
-@pytest.mark.parametrize(("task", "source"), [(CLASSIFICATION, "digits"), (VIDEO, "folder")])
+@pytest.mark.parametrize(("task", "source"), [(CLASSIFICATION, "imagefolder"), (VIDEO, "folder")])
 def test_the_final_stage_cannot_choose_the_best_epoch(task, source, tmp_path):
     config = {section: {} for section in task.sections}
     config["data"] = {"source": source, "path": str(tmp_path / "nowhere"), "stage": "final"}

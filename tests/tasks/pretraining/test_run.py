@@ -163,3 +163,10 @@ def test_another_family_is_pretrained(name, tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
     assert train.main([*arguments, f"trainer.output_dir={tmp_path}/run"]) == 0
     assert FAMILIES[name].base.from_pretrained(tmp_path / "run" / "model") is not None
+
+
+def test_layers_that_the_linear_classifier_does_not_have_end_a_run_before_it_begins(tmp_path, capsys):
+    arguments = contract.pretraining(tmp_path)
+    options = ["evaluation.linear=true", "evaluation.linear_layers=40", f"trainer.output_dir={tmp_path}/run"]
+    assert train.main([*arguments, *options]) == 2
+    assert "evaluation.linear_layers=40 must be at most" in capsys.readouterr().err and not (tmp_path / "run").exists()

@@ -133,6 +133,30 @@ def test_an_interrupted_recording_goes_on(lift_file, tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"lift.hdf5", "lift.hdf5.json"}
 
 
+@pytest.mark.parametrize("kind", ["write_results", "draw"])
+def test_what_lies_next_to_the_file_is_made_after_an_interruption(environment, tmp_path, monkeypatch, kind):
+    """The file is whole, and JSON or pictures are not."""
+    environment("pusht")
+    monkeypatch.setattr(command, "record", lambda environment, _, seed: make_episode_of(environment, seed))
+    monkeypatch.setattr(command, "picture_problem", lambda _: None)
+    arguments = ["pusht", str(tmp_path / "p.zarr"), "--episodes", "2"]
+
+    def dies(*_):
+        raise KeyboardInterrupt
+
+    drawn = []
+    with monkeypatch.context() as patch:
+        patch.setattr(command, kind, dies)
+        assert main(arguments) == 130
+    assert (tmp_path / "p.zarr").exists()
+    monkeypatch.setattr(command, "draw", lambda *_: drawn.append(1))
+    assert main(["pusht", str(tmp_path / "p.zarr"), "--episodes", "3"]) == 2
+    monkeypatch.setattr(command, "record", lambda *_: pytest.fail("an episode was played again"))
+    assert main(arguments) == 0 and drawn == [1]
+    assert {path.name for path in tmp_path.iterdir()} == {"p.zarr", "p.zarr.json"}
+    assert main(arguments) == 2  # it is finished
+
+
 def test_failures_are_counted_and_left_out(environment, tmp_path, monkeypatch, capsys):
     environment("pusht")
 
@@ -178,6 +202,8 @@ def test_a_task_that_is_never_solved_ends(environment, tmp_path, monkeypatch, ca
     [
         (["lift", "OUT", "--episodes", "0"], "--episodes 0 must be 1 or more"),
         (["lift", "FILE"], "exists already"),
+        (["lift", "OUT", "--seed", "-1"], "--seed=-1 must be an integer of 0 or more"),
+        (["lift", "OUT", "--seed", "50000"], "--seed 50000 reaches 50000 after 0 attempts"),
         (["--replay", "OUT"], "no demonstrations at"),
     ],
 )

@@ -244,3 +244,8 @@ def test_lift_through_two_cameras(environment):
         assert episode.steps == 8 and np.ptp(episode.frames[0]) > 50
         positions.append(simulator.pose()[0])
     assert not np.allclose(*positions, atol=1e-5)
+
+
+def test_a_seed_below_zero_is_refused(saved, tmp_path, capsys):
+    assert evaluate.main([str(saved), "--episodes", "1", "--seed", "-5", "--out", str(tmp_path / "out")]) == 2
+    assert "--seed -5 must be 0 or more" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -171,6 +171,11 @@ def test_every_prior_starts_from_the_same_two_classifiers(tmp_path, options):
     assert not torch.equal(*first)
 
 
+def test_a_classifier_may_start_at_zero():
+    weight = build_model({**MODEL, "classifier_init_std": 0}, ["a", "b"]).classifier.weight
+    assert weight.eq(0).all() and weight.requires_grad
+
+
 @pytest.mark.parametrize("std", [-1, "small", True, float("nan")])
 def test_a_bad_deviation_is_refused(std):
     with pytest.raises(ValueError, match=r"model.classifier_init_std=.* must be a number of 0 or more"):
