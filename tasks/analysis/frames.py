@@ -53,17 +53,19 @@ def read_frames(clip: Path, count: int | None) -> list[Image.Image]:
     """
     if not clip.is_file():
         raise OSError(f"--clip {clip} is not a file")
-    from tasks.video import decoding  # needs PyAV
+    import av
 
     try:
-        places = None
-        if count is not None:
-            if count > (total := decoding.count_frames(clip)):
-                raise ValueError(f"--frames {count} must be at most {total}, the frames of {clip}")
-            places = np.linspace(0, total - 1, count).round().astype(int).tolist()
-        return [Image.fromarray(frame) for frame in decoding.read_frames(clip, places)]
-    except OSError as error:
-        raise OSError(f"--clip {clip} cannot be read as a video ({error})") from None
+        # All are decoded, because some files, such as Matroska's, do not say how many there are.
+        with av.open(str(clip)) as container:
+            frames = [frame.to_image() for frame in container.decode(video=0)]
+    except (av.error.FFmpegError, IndexError) as error:  # no video, or none in it
+        raise OSError(f"--clip {clip} cannot be read as a video ({str(error).splitlines()[0]})") from None
+    if count is None:
+        return frames
+    if count > len(frames):
+        raise ValueError(f"--frames {count} must be at most {len(frames)}, the frames of {clip}")
+    return [frames[place] for place in np.linspace(0, len(frames) - 1, count).round().astype(int)]
 
 
 def most_of(attention: Tensor, mass: float) -> Tensor:
