@@ -276,3 +276,15 @@ def test_missing_and_broken_files_are_one_line_and_status_2(tmp_path, demonstrat
     error = capsys.readouterr().err
     assert "walk.hdf5 has no observation 'object'" in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_simulator_of_other_versions_ends_a_run_with_a_test_before_it_begins(demonstrations, tmp_path, monkeypatch):
+    def refuse(about, source):
+        raise ValueError(f"{source} was recorded with pymunk=1")
+
+    monkeypatch.setattr(train, "make_matching_environment", refuse)
+    config = with_cameras(configuration(demonstrations, tmp_path / "run"))
+    config["trainer"]["test_episodes"] = 1
+    with pytest.raises(ValueError, match="was recorded with pymunk=1"):
+        train.run(config)
+    assert not (tmp_path / "run").exists()
