@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mmseg.evaluation import IoUMetric
 from mmseg.registry import METRICS
+
+
+METRIC_NAMES = ("mIoU", "mDice", "mFscore")  # of mmsegmentation
 
 
 @METRICS.register_module()
@@ -16,6 +20,13 @@ class ClassIoUMetric(IoUMetric):
     """
 
     by_class: dict[str, dict[str, float | None]]
+
+    def __init__(self, iou_metrics: str | Sequence[str] = ("mIoU",), **options: Any) -> None:
+        wanted = [iou_metrics] if isinstance(iou_metrics, str) else list(iou_metrics)
+        # mmsegmentation would find out when the first evaluation ends, and runs are compared by mIoU.
+        if "mIoU" not in wanted or not set(wanted) <= set(METRIC_NAMES):
+            raise ValueError(f"iou_metrics={iou_metrics!r} must hold mIoU, and may hold {', '.join(METRIC_NAMES[1:])}")
+        super().__init__(iou_metrics=wanted, **options)
 
     def compute_metrics(self, results: list) -> dict[str, float]:
         """mm's metrics, in percent."""

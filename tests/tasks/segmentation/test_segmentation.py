@@ -598,3 +598,11 @@ def test_annotations_of_ade20k_are_read_as_mmseg_reads_them(tmp_path):
     ours = ReadAnnotation(num_classes=150)(copy.deepcopy(results))["gt_seg_map"]
     theirs = LoadAnnotations()({**copy.deepcopy(results), "label_map": None})["gt_seg_map"]
     assert ours.tolist() == theirs.tolist() == 2 * [[255, 0, 1, 149, 255]]
+
+
+@pytest.mark.parametrize("metrics", ["[mFoo]", "[mDice]", "mFscore"])
+def test_metrics_that_the_test_cannot_measure_end_a_run_before_it_begins(metrics, data, tmp_path):
+    config = config_of(data, tmp_path / "run", f"test_evaluator.iou_metrics={metrics}")
+    with pytest.raises(ValueError, match=r"iou_metrics=.* must hold mIoU, and may hold mDice, mFscore"):
+        run(SEGMENTATION, config)
+    assert not (tmp_path / "run").exists()
