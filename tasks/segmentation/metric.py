@@ -8,7 +8,6 @@ from typing import Any
 from mmseg.evaluation import IoUMetric
 from mmseg.registry import METRICS
 
-
 METRIC_NAMES = ("mIoU", "mDice", "mFscore")  # of mmsegmentation
 
 
