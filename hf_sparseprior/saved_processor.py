@@ -165,9 +165,10 @@ def _plain(value: Any) -> Any:
 
 def _check_steps(processor: Any) -> None:
     """Refuse steps that lack what they need; transformers asks at the first image."""
+    any_size = getattr(processor, "max_num_patches", None) is not None  # of Siglip2's, which decides the size
     for step, needs in NEEDS.items():
         for need in needs if getattr(processor, step, False) else ():
-            if getattr(processor, need, None) is None:
+            if getattr(processor, need, None) is None and not (need == "size" and any_size):
                 raise ValueError(f"{need}=None must be given with {step}=True")
     for step, key in (("do_center_crop", "crop_size"), ("do_pad", "pad_size")):
         sides: Any = getattr(processor, key, None)

@@ -40,10 +40,17 @@ class Encoder:
     @property
     def num_prefix_tokens(self) -> int:
         """Class, distillation and register tokens that the embeddings put in front of the patches."""
-        tokens = self.embeddings._parameters
-        registers = tokens.get("register_tokens")
-        singles = sum(tokens.get(name) is not None for name in SINGLE_PREFIX_TOKENS)
-        return singles + (0 if registers is None else registers.shape[1])
+        registers = self.embeddings._parameters.get("register_tokens")
+        return self._num_singles + (0 if registers is None else registers.shape[1])
+
+    @property
+    def has_class_token(self) -> bool:
+        """Whether the first prefix token is a class token."""
+        return self._num_singles > 0
+
+    @property
+    def _num_singles(self) -> int:
+        return sum(self.embeddings._parameters.get(name) is not None for name in SINGLE_PREFIX_TOKENS)
 
     @property
     def grid(self) -> tuple[int, int]:

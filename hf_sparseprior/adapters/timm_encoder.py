@@ -46,6 +46,12 @@ class TimmEncoder:
         return getattr(self.encoder, "num_prefix_tokens", 0)
 
     @property
+    def has_class_token(self) -> bool:
+        """Whether the first prefix token is a class token."""
+        tokens = (self.encoder, self.embeddings)  # NaFlexVit's embeddings have it
+        return any(getattr(module, "cls_token", None) is not None for module in tokens)
+
+    @property
     def attention_grid(self) -> tuple[int, ...]:
         """The grid that the first layer is configured for."""
         return self.grid_of(next(iter(self.attention.values())))

@@ -137,14 +137,14 @@ def _attention_rows(
     weights = attention_weights(opened.model, pixels)[layer - 1].float()
     seen = connectivity(attention.layers[layer - 1], weights, attention)
     shown = _shown(pixels[0].numpy(), opened.processor)
-    look = class_token_map if prefix else mean_query_map
+    look = class_token_map if attention.has_class_token else mean_query_map
     whole = look(weights[0].mean(0), grid, prefix).numpy()
     visible, heat = (query_map(pairs[0], place, grid, prefix).numpy() for pairs in (seen, weights))
     where: dict[str, Any] = {"query": place, "grid": grid}
     heads = range(min(MOST_HEADS, len(visible)))
     first = [Panel(shown, title="image", **where)]
     first += [Panel(shown, seen=visible[n], title=f"head {n + 1} sees {visible[n].sum()}", **where) for n in heads]
-    second = [Panel(shown, heat=whole, title="class token, mean" if prefix else "all patches, mean")]
+    second = [Panel(shown, heat=whole, title="class token, mean" if attention.has_class_token else "all patches, mean")]
     second += [
         Panel(shown, heat=heat[n], title=f"head {n + 1}, max {max(heat[n].max(), 0):.2g}", **where) for n in heads
     ]

@@ -49,7 +49,8 @@ class AttentionLayers:
     """Every attention layer of a model in order, and where its tokens lie: P prefix tokens, then a grid of patches.
 
     model: name of the model's class. windows: whether its layers see parts of the image only. layout: the order in
-    which the patches come to its layers.
+    which the patches come to its layers. has_class_token: whether the first prefix token is one; else, all are
+    registers.
     """
 
     layers: list[AttentionLayer]
@@ -57,6 +58,7 @@ class AttentionLayers:
     model: str
     windows: bool = False
     layout: str = RASTER
+    has_class_token: bool = True
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -114,7 +116,11 @@ def find_attention(model: nn.Module) -> AttentionLayers:
             for number, (module, grid) in enumerate(zip(own, grids, strict=True))
         ]
         windows = any(stage.num_windows > 1 for stage in stages)
-        return AttentionLayers(layers, base.config.num_prefix_tokens, type(base).__name__, windows, base.config.layout)
+        config = base.config
+        has_class_token = config.num_prefix_tokens > 0 and getattr(config, "use_class_token", True)
+        return AttentionLayers(
+            *(layers, config.num_prefix_tokens, type(base).__name__, windows, config.layout, has_class_token)
+        )
     encoder = find_encoder(base)
     if encoder.family.windows or encoder.family.shuffled or encoder.family.masked:
         raise ValueError(
@@ -125,7 +131,9 @@ def find_attention(model: nn.Module) -> AttentionLayers:
         AttentionLayer(number, num_heads_of(module), getattr(module, PRIOR_MODULE, None), _projection(module), grid)
         for number, module in enumerate(encoder.attention.values())
     ]
-    return AttentionLayers(layers, encoder.num_prefix_tokens, type(base).__name__)
+    return AttentionLayers(
+        layers, encoder.num_prefix_tokens, type(base).__name__, has_class_token=encoder.has_class_token
+    )
 
 
 def _projection(attention: nn.Module) -> nn.Module:

@@ -132,7 +132,9 @@ def query_rows(
 def work_on(saved: SavedModel, arguments: argparse.Namespace) -> dict[str, Any]:
     """Draw the pictures of one model and return the numbers of every layer."""
     attention, out = saved.attention, arguments.out
-    source = arguments.source or QUERIES[0 if attention.num_prefix_tokens else 1]
+    source = arguments.source or QUERIES[0 if attention.has_class_token else 1]
+    if source == QUERIES[0] and not attention.has_class_token:
+        raise ValueError(f"--source {source}: {saved.name} has no class token; take {QUERIES[1]}")
     count, num_heads = len(attention.layers), min(layer.num_heads for layer in attention.layers)
     queries = chosen_queries(arguments.queries, attention.grid)
     layers = chosen(arguments.layers, count, LAYERS, "--layers")

@@ -105,7 +105,7 @@ def clip_maps(saved: SavedModel, pixel_values: Sequence[Tensor], layer: int, dev
     patch, frames = as_pair(config.patch_size), len(pixel_values)
     grid = (pixel_values[0].shape[1] // patch[0], pixel_values[0].shape[2] // patch[1])
     weights = attention_weights(saved.model, torch.stack(list(pixel_values))[None].to(device))[layer].float().cpu()
-    look = class_token_map if prefix else mean_query_map
+    look = class_token_map if saved.attention.has_class_token else mean_query_map
     if not config.is_joint:
         return list(look(weights, grid, prefix))
     # The tokens of a joint clip are each patch's frames in a row: a grid of patches by frames.
@@ -118,7 +118,7 @@ def frame_maps(saved: SavedModel, pixel_values: Tensor, layer: int, device: str)
     prefix, patch = saved.attention.num_prefix_tokens, as_pair(saved.model.config.patch_size)
     grid = (pixel_values.shape[1] // patch[0], pixel_values.shape[2] // patch[1])
     weights = attention_weights(saved.model, pixel_values[None].to(device))[layer][0].float()
-    look = class_token_map if prefix else mean_query_map
+    look = class_token_map if saved.attention.has_class_token else mean_query_map
     return look(weights, grid, prefix).cpu()
 
 
@@ -150,7 +150,7 @@ def work_on(saved: SavedModel, frames: Sequence[Image.Image], arguments: argpars
         *([Panel(images[number], heat=maps[number][head].numpy()) for number in shown] for head in heads),
     ]
     labels = ["frame", "attention", f"{100 * arguments.mass:g} % of it", *(f"head {head + 1}" for head in heads)]
-    stem, source = saved.name.replace("/", "_"), "class token" if saved.attention.num_prefix_tokens else "all patches"
+    stem, source = saved.name.replace("/", "_"), "class token" if saved.attention.has_class_token else "all patches"
     heading = f"{saved.name}: attention of {source} in layer {layer + 1}, {width}x{height}"
     picture = draw_panels(rows, labels, arguments.out / f"{stem}_frames.png", heading)
     animation = arguments.out / f"{stem}_frames.gif"

@@ -137,12 +137,22 @@ def base_folder(adapter: Path) -> Path:
 
 
 def load_processor(folder: Path) -> Any:
-    """The image processor of a saved model, or that of the model that an adapter was made for."""
+    """The image processor of a saved model, or that of the model that an adapter was made for.
+
+    Raises:
+        OSError: if there is none. ValueError: for a bad one, and for one that gives patches in place of images.
+    """
     if not (folder / IMAGE_PROCESSOR_NAME).is_file() and (folder / ADAPTER_CONFIG_NAME).is_file():
         folder = base_folder(folder)
     if not (folder / IMAGE_PROCESSOR_NAME).is_file():
         raise OSError(f"{folder} has no image processor, {IMAGE_PROCESSOR_NAME} is missing")
-    return load_image_processor(folder)
+    processor = load_image_processor(folder)
+    if hasattr(processor, "max_num_patches"):
+        raise ValueError(
+            f"{folder / IMAGE_PROCESSOR_NAME} is of images of several sizes (max_num_patches), and analyses take "
+            "images of one size, whose processor model.save_pretrained writes"
+        )
+    return processor
 
 
 def preparation(saved: SavedModel, **options: Any) -> Preparation:

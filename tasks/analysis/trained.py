@@ -31,7 +31,7 @@ from tasks.analysis.runs import (
     num_channels,
 )
 from tasks.common.images.config import DataConfig
-from tasks.common.images.data import Preparation, load_split
+from tasks.common.images.data import Preparation, as_trained, load_split
 from tasks.common.images.sections import load_data_section
 from tasks.common.images.sources import ImageData, Images
 from tasks.common.results import read_results, write_results
@@ -96,19 +96,22 @@ def load_trained(arguments: argparse.Namespace) -> tuple[list[Trained], SharedIm
     """
     folders = [model_folder(path) for path in arguments.models]
     names = model_names(folders, arguments.names)
-    models, shared, data_config = [], None, None
+    models, shared, shared_config = [], None, None
     for name, folder in zip(names, folders, strict=True):
         network = load_classifier(folder).eval().to(arguments.device)
         config = load_data_section(folder, arguments.config, arguments.set)
         if arguments.limit is not None:
             config["limit_test"] = arguments.limit
-        if shared is None or DataConfig(**config) != data_config:
-            own = survey(load_split(data_config := DataConfig(**config), "test"))
+        processor = load_processor(folder)
+        data_config = as_trained(DataConfig(**config), processor)
+        if shared is None or data_config != shared_config:
+            shared_config = data_config
+            own = survey(load_split(data_config, "test"))
             if shared is not None and own.sha256 != shared.sha256:
                 raise ValueError(f"{folder} has other test images than {folders[0]}; models are compared on the same")
             shared = own
         check_classes(network, shared.data.classes)
-        models.append(Trained(name, folder, model_sha256(folder), network, load_processor(folder)))
+        models.append(Trained(name, folder, model_sha256(folder), network, processor))
     assert shared is not None
     return models, shared
 

@@ -20,6 +20,7 @@ from mmengine.dataset import DefaultSampler
 from mmengine.structures import InstanceData
 from torch import Tensor
 
+from tasks.common.annotated_folders import check_are_there
 from tasks.common.coco import annotation_damage
 from tasks.common.mm.hooks import Draw
 from tasks.common.mm.reading import ReadImage
@@ -113,6 +114,7 @@ class CheckedCocoDataset(CocoDataset):
             raise ValueError(str(error) if named else f"{self.ann_file} is not readable ({error})") from None
         if not entries:
             raise ValueError(f"{self.ann_file} has no images")
+        check_are_there(entry["img_path"] for entry in entries)
         self._metainfo["ann_file"] = self.ann_file  # for the metric
         return entries
 
@@ -203,6 +205,11 @@ class QuietCocoMetric(CocoMetric):
     metrics: list[str]
     by_class: dict[str, dict[str, float | None]]
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.metric_items is not None and "mAP" not in self.metric_items:
+            raise ValueError(f"metric_items={self.metric_items!r} must hold mAP, by which runs are compared")
+
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
         """Take the predictions of a batch."""
         if self._coco_api is None:
@@ -230,4 +237,4 @@ class QuietCocoMetric(CocoMetric):
                 metrics.update(found)
         finally:
             self.metrics = kinds
-        return {**{f"{name}_mAP": 0.0 for name in kinds}, **metrics}
+        return {**{f"{name}_mAP": 0.0 for name in kinds if name in ("bbox", "segm")}, **metrics}

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch.utils.data import Dataset
 
 from hf_sparseprior.training.sampling import Draw
+from tasks.common.annotated_folders import check_are_there, read_pixel_classes
 from tasks.common.coco import CocoFile, read_coco
 from tasks.common.mm.scenes import write_scenes
 from tasks.heads.config import DataConfig
@@ -42,20 +43,18 @@ class PixelClasses(Dataset):
         folder: of the data. split: train, validation or test.
 
     Raises:
-        OSError: for a missing list of classes, or a split without images.
+        OSError: for a missing list of classes, a split without images, or an image without annotations.
+        ValueError: for a list of classes that cannot be learned.
     """
 
     def __init__(self, folder: Path, split: str) -> None:
-        names = folder / "classes.txt"
-        if not names.is_file():
-            raise OSError(f"{names} is missing; it holds one class a line")
-        lines = names.read_text(encoding="utf-8").splitlines()
-        self.classes = [line.strip() for line in lines if line.strip()]
+        self.classes = list(read_pixel_classes(folder / "classes.txt"))
         self.split, own = split, SPLITS[split]
         self.annotations = folder / "annotations" / own
         self.files = sorted(file for file in (folder / "images" / own).glob("*") if file.suffix.lower() in SUFFIXES)
         if not self.files:
             raise OSError(f"{folder / 'images' / own} holds no images ({', '.join(SUFFIXES)})")
+        check_are_there(self.annotations / f"{file.stem}.png" for file in self.files)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -97,6 +96,7 @@ class Objects(Dataset):
         self.images = [entry for entry in self.coco.images if self.coco.annotations[entry["id"]] or not with_objects]
         if not self.images:
             raise ValueError(f"{self.coco.path} has no image with objects")
+        check_are_there(self.folder / entry["file_name"] for entry in self.images)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -196,5 +196,5 @@ def open_image(path: Path) -> Image.Image:
 
 
 def read_rgb(path: Path) -> np.ndarray:
-    """An image, uint8 RGB (height, width, 3)."""
-    return np.asarray(open_image(path).convert("RGB"))
+    """An image, uint8 RGB (height, width, 3), turned as its EXIF orientation says, as pipelines do."""
+    return np.asarray(ImageOps.exif_transpose(open_image(path)).convert("RGB"))

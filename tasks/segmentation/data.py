@@ -10,6 +10,7 @@ from mmseg.datasets import BaseSegDataset
 from mmseg.datasets.transforms import LoadAnnotations
 from mmseg.registry import DATASETS, TRANSFORMS
 
+from tasks.common.annotated_folders import check_are_there
 from tasks.common.mm.config import read_classes
 from tasks.common.mm.pictures import class_colours
 from tasks.common.mm.reading import CHECKED, read_image
@@ -46,6 +47,12 @@ class FolderSegmentation(BaseSegDataset):
             metainfo={"classes": classes, "palette": class_colours(len(classes)).tolist()},
             **options,
         )
+
+    def load_data_list(self) -> list[dict]:
+        """One entry for each image, whose files are there."""
+        entries = super().load_data_list()
+        check_are_there(entry["seg_map_path"] for entry in entries)
+        return entries
 
 
 @TRANSFORMS.register_module()

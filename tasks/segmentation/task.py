@@ -13,6 +13,7 @@ from mmengine.dataset import pseudo_collate
 from mmseg.registry import DATASETS, METRICS
 
 from hf_sparseprior.analysis.pictures import pyplot, save
+from tasks.common.mm.config import metrics_of
 from tasks.common.mm.task import Task
 from tasks.segmentation import registered  # noqa: F401
 from tasks.segmentation.data import IGNORED
@@ -34,9 +35,15 @@ def constant_predictor(config: Config) -> dict[str, Any]:
 
     Returns:
         test_mIoU, a fraction, and the class.
+
+    Raises:
+        ValueError: if the test evaluator does not measure mIoU.
     """
     dataset = DATASETS.build(config.test_dataloader.dataset)
-    metric = METRICS.build(config.test_evaluator)
+    built = map(METRICS.build, metrics_of(config))
+    metric = next((one for one in built if "mIoU" in getattr(one, "metrics", ()) and not one.format_only), None)
+    if metric is None:
+        raise ValueError("test_evaluator must measure mIoU, by which runs are compared, and not have format_only")
     metric.dataset_meta = dataset.metainfo
     areas = torch.from_numpy(class_areas(dataset)).float()
     best: dict[str, Any] = {"test_mIoU": -1.0}
@@ -68,7 +75,7 @@ def draw_predictions(models: Mapping[str, Any], dataset: Any, path: Path) -> Pat
         maps = [samples[0].gt_sem_seg, *(sample.pred_sem_seg for sample in samples)]
         row[0].imshow(image)
         for axis, part in zip(row[1:], maps, strict=True):
-            labels = part.data.squeeze(0).cpu().numpy()
+            labels = part.data.squeeze(0).cpu().numpy().astype(np.int64)  # floats of a head with one output
             colours = np.full((*labels.shape, 3), 255, dtype=np.uint8)
             known = labels != IGNORED
             colours[known] = palette[labels[known]]

@@ -97,3 +97,11 @@ def test_cards_say_what_the_model_is_and_follow_it_until_somebody_edits_them(mod
     card.write_text("mine")
     model.save_pretrained(tmp_path)
     assert card.read_text() == "mine"
+
+
+def test_a_model_of_images_of_several_sizes_is_exported_for_its_own(model, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    sp.mixed_size_processor(model.config).save_pretrained(tmp_path / "model")
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "file"), "--format", "torch"]) == 0
+    saved = json.loads((tmp_path / "file" / "preprocessor_config.json").read_text())
+    assert saved["size"] == {"height": 8, "width": 8} and "max_num_patches" not in saved

@@ -13,6 +13,7 @@ from mmengine.config import Config, DictAction
 from mmengine.runner import Runner
 
 from hf_sparseprior.training.finite import SETTING
+from tasks.common.annotated_folders import read_pixel_classes
 from tasks.common.command import first_line
 from tasks.common.config import check_known, split_cell
 from tasks.common.run_folder import default_output_dir
@@ -123,12 +124,9 @@ def read_classes(data_root: str | Path) -> tuple[str, ...]:
     """The classes of a folder, one a line of its classes.txt.
 
     Raises:
-        OSError: if there is none.
+        OSError, ValueError: as `tasks.common.annotated_folders.read_pixel_classes`.
     """
-    names = Path(data_root) / "classes.txt"
-    if not names.is_file():
-        raise OSError(f"{names} is missing; it holds one class a line")
-    return tuple(line.strip() for line in names.read_text(encoding="utf-8").splitlines() if line.strip())
+    return read_pixel_classes(Path(data_root) / "classes.txt")
 
 
 def take_cell(config: Config, file: Path, cell: str | None) -> None:
@@ -206,10 +204,22 @@ def with_mm_names(value: Any) -> Any:
 def check_data(config: Config) -> None:
     """Raise OSError if a dataset's folder is missing, before anything is written."""
     for part in ("train", "val", "test"):
-        root = config.get(f"{part}_dataloader", {}).get("dataset", {}).get("data_root")
+        root = (config.get(f"{part}_dataloader") or {}).get("dataset", {}).get("data_root")
         if root and not Path(root).is_dir():
             hint = f"; python -m tasks.common.mm.scenes {root} makes it" if "scenes" in Path(root).name else ""
             raise OSError(f"{part}_dataloader.dataset.data_root={root} is not a folder{hint}")
+
+
+def check_tested(config: Config) -> None:
+    """Raise ValueError for a config without a test, which every run ends with."""
+    if missing := [key for key in ("test_dataloader", "test_cfg", "test_evaluator") if not config.get(key)]:
+        raise ValueError(f"{', '.join(missing)} must be given: every run is tested at its end")
+
+
+def metrics_of(config: Config) -> list[dict[str, Any]]:
+    """The metrics of `test_evaluator`, which may be one or a list."""
+    given = config.test_evaluator
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def as_json(value: Any) -> Any:

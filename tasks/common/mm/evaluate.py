@@ -64,6 +64,8 @@ def evaluate(
 def runner_of(config: Config, folder: Path, split: str = "test", tta: bool = False) -> QuietRunner:
     """A runner of a saved model for one split alone. The config, as saved with it, is changed."""
     part = MM_SPLITS[split]
+    if missing := [name for name in (f"{part}_dataloader", f"{part}_evaluator") if not config.get(name)]:
+        raise ValueError(f"--split {split}: the config of {folder} has no {' and no '.join(missing)}")
     for name in ("dataloader", "evaluator"):
         config[f"test_{name}"] = config[f"{part}_{name}"]
     check_data(Config({"test_dataloader": config.test_dataloader}))

@@ -156,6 +156,7 @@ def build_runner(config: Config) -> QuietRunner:
     with errors_in_one_line():
         runner = QuietRunner.from_cfg(config)
         check_normalisation(whole_model(runner))
+        check_slide(whole_model(runner))
     name_what_is_not_taken(whole_model(runner))
     runner.register_hook(CheckClasses())
     runner.register_hook(ShareBuffers())
@@ -165,6 +166,13 @@ def build_runner(config: Config) -> QuietRunner:
     if not runner.distributed:  # one process has nothing to synchronise, and a CPU cannot
         runner.model = revert_sync_batchnorm(runner.model)
     return runner
+
+
+def check_slide(model: Any) -> None:
+    """Raise ValueError for a segmentor that slides a window without a size, which mm needs at the first evaluation."""
+    settings = getattr(model, "test_cfg", None) or {}
+    if settings.get("mode") == "slide" and not (settings.get("crop_size") and settings.get("stride")):
+        raise ValueError("model.test_cfg.mode=slide needs model.test_cfg.crop_size and model.test_cfg.stride")
 
 
 def whole_model(runner: Runner) -> Any:

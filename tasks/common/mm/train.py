@@ -24,7 +24,7 @@ from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
 from hf_sparseprior.files import file_sha256
-from tasks.common.mm.config import OUTPUT_DIR, as_json, check_data, run_identity
+from tasks.common.mm.config import OUTPUT_DIR, as_json, check_data, check_tested, run_identity
 from tasks.common.mm.runner import (
     build_runner,
     classes_of,
@@ -66,6 +66,7 @@ def run(
     if finished := finished_results(out, identity, overwrite, OUTPUT_DIR, needed=("metrics", "baseline")):
         return finished
     check_data(config)
+    check_tested(config)
     join_processes(config)
     newest = partial(newest_whole, out, CHECKPOINTS, cut_off)
     with owned(out, identity, newest, overwrite, OUTPUT_DIR) as checkpoint:
@@ -80,12 +81,15 @@ def _train(
     if checkpoint:
         started.load_from, started.resume = checkpoint, True
     runner = build_runner(started)
+    # Before training, because it finds out what is wrong with test data and evaluator.
+    with errors_in_one_line():
+        baseline = task.baseline(config)
     for hook in hooks:
         runner.register_hook(hook)
     # Errors of parts that do not fit each other come before the first step is done.
     with released(runner), errors_in_one_line(lambda: not has_trained(runner)):
         runner.train()
-    results = results_of(task, config, runner)
+    results = results_of(task, config, runner, baseline)
     results.resumed_from, results.command = checkpoint and Path(checkpoint).name, command or results.command
     if not is_main_process():
         return results.content()
@@ -95,8 +99,8 @@ def _train(
     return results.write(out / RESULTS)
 
 
-def results_of(task: Task, config: Config, runner: Runner) -> Results:
-    """Test a trained model and return its results."""
+def results_of(task: Task, config: Config, runner: Runner, baseline: dict[str, Any]) -> Results:
+    """Test a trained model and return its results. `baseline`: those of the best constant predictor."""
     seconds, waiting = training_seconds(runner)
     parameters = list(runner.model.parameters())
     backbone = about_model(whole_model(runner).backbone)
@@ -114,7 +118,7 @@ def results_of(task: Task, config: Config, runner: Runner) -> Results:
         processes=get_world_size(),
         history=loss_history(runner),
         details={
-            "baseline": task.baseline(config),
+            "baseline": baseline,
             "classes": classes_of(runner),
             **backbone,
             "data": describe_data(runner),

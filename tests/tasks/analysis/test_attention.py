@@ -159,3 +159,19 @@ def test_files_of_one_name_are_refused(runs, picture, capsys, tmp_path):
     arguments = ["--images", str(picture), str(tmp_path / "other" / "own.png"), "--out", str(tmp_path / "out")]
     assert main([str(runs["dense"]), *arguments]) == 2
     assert "two files of the same name" in capsys.readouterr().err
+
+
+def test_a_register_is_no_class_token(picture, capsys, figures, tmp_path):
+    config = sp.SparsePriorViTConfig(
+        image_size=16, patch_size=4, hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        use_class_token=False, pooling="mean", num_register_tokens=2,
+    )  # fmt: skip
+    sp.SparsePriorViTModel(config).save_pretrained(tmp_path / "model")
+    arguments = [str(tmp_path / "model"), "--images", str(picture), "--out", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    assert json.loads((tmp_path / "out" / "attention.json").read_text())["models"][0]["queries_of"] == "mean"
+    assert main([*arguments, "--source", "class_token"]) == 2
+    assert "has no class token; take mean" in capsys.readouterr().err
+    sp.mixed_size_processor(config).save_pretrained(tmp_path / "model")
+    assert main(arguments) == 2
+    assert "is of images of several sizes (max_num_patches)" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 import json
 import shutil
+from argparse import Namespace
 
 import numpy as np
 import peft
@@ -9,7 +10,7 @@ from PIL import Image
 from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 
 from hf_sparseprior import SparsePriorViTForImageClassification
-from tasks.analysis import resolution
+from tasks.analysis import resolution, trained
 from tasks.analysis.trained import model_sha256
 from tests.tasks.analysis.saved_runs import CLASSES, accuracy_by_evaluate, natural_image, write_images, write_run
 
@@ -157,3 +158,17 @@ def test_a_model_of_another_kind_gives_one_line(runs, tmp_path, capsys):
     assert resolution.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert "holds a 'vit' model" in error and error.count("\n") == 1
+
+
+def test_images_are_decoded_as_those_of_training(tmp_path):
+    """Turned or not, as the model's image processor says where the configuration does not."""
+    data = write_images(tmp_path / "images", each=1)
+    exif = Image.Exif()
+    exif[0x0112] = 3  # to be turned upside down
+    for file in (data / "test").rglob("*.png"):
+        Image.open(file).save(file, exif=exif)
+    run = write_run(tmp_path / "run", data, "dense", 0, exif="ignore")
+    options = {"models": [run], "names": None, "config": None, "set": [], "limit": None, "device": "cpu"}
+    _, shared = trained.load_trained(Namespace(**options))
+    stored = np.asarray(Image.open(data / "test" / "cat" / "0.png"))
+    assert np.array_equal(shared.data.splits["test"].read(0), stored)

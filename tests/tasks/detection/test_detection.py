@@ -607,3 +607,41 @@ def test_parts_that_do_not_fit_get_one_line(data, tmp_path, capfd, override, sai
     last = capfd.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
     assert said in last and last.startswith("python -m tasks.detection.train: "), last
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("test_evaluator.metric_items=[mAP_50]", r"metric_items=\['mAP_50'\] must hold mAP"),
+        ("test_evaluator.metric=[segm]", "test_evaluator must measure bbox, by which runs are compared"),
+        ("test_evaluator.format_only=True", "outfile_prefix|format_only"),
+        ("test_dataloader=None", "test_dataloader must be given: every run is tested at its end"),
+    ],
+)
+def test_what_cannot_be_tested_ends_a_run_before_it_begins(override, message, data, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run(DETECTION, config_of(data, tmp_path / "run", override))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_image_ends_a_run_before_it_begins(data, tmp_path):
+    shutil.copytree(data, tmp_path / "data")
+    image = next((tmp_path / "data" / "images" / "test").iterdir())
+    image.unlink()
+    with pytest.raises(OSError, match=rf"{re.escape(image.name)} is missing"):
+        run(DETECTION, config_of(tmp_path / "data", tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_a_kind_that_was_measured_has_an_ap_of_zero(data, tmp_path):
+    config = config_of(data, tmp_path)
+    dataset = DATASETS.build(config.test_dataloader.dataset)
+    metric = METRICS.build({**config.test_evaluator, "metric": ["bbox", "proposal"]})
+    metric.dataset_meta = dataset.metainfo
+    empty = {"bboxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.long)}
+    for index in range(len(dataset)):
+        info = dataset.get_data_info(index)
+        sample = {"img_id": info["img_id"], "ori_shape": (info["height"], info["width"]), "pred_instances": empty}
+        metric.process({}, [sample])
+    found = metric.evaluate(len(dataset))
+    assert found["coco/bbox_mAP"] == 0 and "coco/proposal_mAP" not in found

@@ -268,7 +268,7 @@ def test_images_are_mirrored_with_their_labels_by_the_draw_alone(shapes):
         (lambda root: shutil.rmtree(root / "images" / "test"), "upernet", "images/test holds no images"),
         (lambda root: (root / "annotations/test/0.png").unlink(), "upernet", "annotations/test/0.png is missing"),
         (lambda root: cut(root / "images/test/0.png"), "upernet", "0.png cannot be read as an image"),
-        (lambda root: (root / "classes.txt").write_text("a\n"), "upernet", "holds the label 3; the highest is 1"),
+        (lambda root: (root / "classes.txt").write_text("a\nb\n"), "upernet", "holds the label 3; the highest is 2"),
         (
             lambda root: resize(root / "annotations/test/0.png"),
             "upernet",
@@ -456,3 +456,20 @@ def test_shipped_configurations_are_good_and_name_every_head(name):
     config = HEADS.load_config(shipped.path(name))
     assert config["head"]["name"] == name.partition("#")[2]
     assert {cell.partition("#")[2] for cell in shipped.cells("heads/smoke.yaml")} == set(KINDS)
+
+
+@pytest.mark.parametrize(("head", "file"), [("upernet", "annotations/test/1.png"), ("detr", "images/test/1.png")])
+def test_a_missing_test_file_ends_a_run_before_it_begins(head, file, shapes, tmp_path, capsys):
+    shutil.copytree(shapes, tmp_path / "data")
+    (tmp_path / "data" / file).unlink()
+    content = tiny_config(tmp_path / "data", head, max_steps=1)
+    assert train.main([*write(tmp_path, content), f"trainer.output_dir={tmp_path / 'run'}"]) == 2
+    assert f"{file.rpartition('/')[2]} is missing" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_images_are_turned_as_their_orientation_says(tmp_path):
+    pixels = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned to the right
+    Image.fromarray(pixels).save(tmp_path / "image.png", exif=exif)
+    assert np.array_equal(heads_data.read_rgb(tmp_path / "image.png"), np.rot90(pixels, -1))

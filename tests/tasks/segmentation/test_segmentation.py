@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -37,9 +38,10 @@ from tasks.common.mm.saving import fill_model
 from tasks.common.mm.train import run
 from tasks.common.results import read_results
 from tasks.common.run_folder import claim
+from tasks.heads.data import PixelClasses
 from tasks.segmentation.data import ReadAnnotation
 from tasks.segmentation.evaluate import main as evaluate_main
-from tasks.segmentation.task import SEGMENTATION, constant_predictor
+from tasks.segmentation.task import SEGMENTATION, constant_predictor, draw_predictions
 from tasks.segmentation.train import main as train_main
 from tests.hf_sparseprior.small import SMALL as SMALL_FAMILIES
 from tests.tasks.common.mm.shapes import PARTS, data_roots, write_shapes
@@ -600,9 +602,66 @@ def test_annotations_of_ade20k_are_read_as_mmseg_reads_them(tmp_path):
     assert ours.tolist() == theirs.tolist() == 2 * [[255, 0, 1, 149, 255]]
 
 
-@pytest.mark.parametrize("metrics", ["[mFoo]", "[mDice]", "mFscore"])
-def test_metrics_that_the_test_cannot_measure_end_a_run_before_it_begins(metrics, data, tmp_path):
-    config = config_of(data, tmp_path / "run", f"test_evaluator.iou_metrics={metrics}")
-    with pytest.raises(ValueError, match=r"iou_metrics=.* must hold mIoU, and may hold mDice, mFscore"):
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("test_evaluator.iou_metrics=[mIoU,mFoo]", "mFoo"),
+        ("val_evaluator.iou_metrics=[mIoU,mFoo]", "must be of mIoU, mDice, mFscore"),
+        ("test_evaluator.iou_metrics=[mDice]", "test_evaluator must measure mIoU, by which runs are compared"),
+        ("test_evaluator.format_only=True", "and not have format_only"),
+        ("test_evaluator=None", "test_evaluator must be given: every run is tested at its end"),
+        ("model.test_cfg.mode=slide", r"mode=slide needs model\.test_cfg\.crop_size and model\.test_cfg\.stride"),
+    ],
+)
+def test_what_cannot_be_tested_ends_a_run_before_it_begins(override, message, data, tmp_path):
+    config = config_of(data, tmp_path / "run", override)
+    with pytest.raises(ValueError, match=message):
         run(SEGMENTATION, config)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_or_broken_test_file_ends_a_run_before_it_begins(data, tmp_path):
+    shutil.copytree(data, tmp_path / "data")
+    annotation = tmp_path / "data" / "annotations" / "test" / "1.png"
+    _cut(annotation)
+    with pytest.raises(OSError, match=r"1\.png"):
+        run(SEGMENTATION, config_of(tmp_path / "data", tmp_path / "run"))
+    annotation.unlink()
+    with pytest.raises(OSError, match=r"1\.png is missing"):
+        run(SEGMENTATION, config_of(tmp_path / "data", tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_first_metric_of_a_list_that_measures_it_has_the_baseline(data, tmp_path):
+    config = config_of(data, tmp_path)
+    alone = constant_predictor(config)
+    config.test_evaluator = [{"type": "IoUMetric", "iou_metrics": ["mDice"]}, config.test_evaluator]
+    assert constant_predictor(config) == alone
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["one"], "names 1 classes and must name 2 to 254"),
+        (map(str, range(255)), "names 255 classes and must name 2 to 254"),
+        (["road", "sky", "road"], "names 'road' twice"),
+    ],
+)
+def test_classes_that_cannot_be_learned_are_refused(lines, message, data, tmp_path):
+    """Labels are bytes, and 255 is ignored: a label of 300 was read as 44."""
+    shutil.copytree(data, tmp_path / "data")
+    (tmp_path / "data" / "classes.txt").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=message):
+        run(SEGMENTATION, config_of(tmp_path / "data", tmp_path / "run"))
+    with pytest.raises(ValueError, match=message):
+        PixelClasses(tmp_path / "data", "train")
+
+
+def test_a_head_with_one_output_is_drawn(finished, data, tmp_path):
+    """mmsegmentation gives its classes as floats."""
+    model = Mock()
+    dataset = QuietRunner.build_dataloader(for_frameworks(config_of(data, tmp_path)).test_dataloader).dataset
+    sample = dataset[0]["data_samples"]
+    sample.pred_sem_seg = PixelData(data=(sample.gt_sem_seg.data == 1).float())
+    model.eval.return_value.test_step = lambda batch: [sample]
+    assert draw_predictions({"prediction": model}, dataset, tmp_path / "picture.png").stat().st_size > 5000
