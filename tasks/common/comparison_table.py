@@ -135,9 +135,9 @@ def draw_results(
         axis.plot([np.mean(accuracy)], [row], "|", color=pictures.ACCENT, markersize=22, markeredgewidth=2.5)
     axis.set_yticks(range(len(results)), list(results))
     axis.set_ylim(len(results) - 0.5, -0.5)
-    axis.set_xlabel(f"{label(metric)}, % (dots: seeds, bar: mean)")
+    axis.set_xlabel(f"{label(metric)}, %\n(dots: seeds, bar: mean)")
     if found:
-        _draw_differences(axes[0, 1], list(results), found, f"minus {first}, points (dots: seeds; 95 % interval)")
+        _draw_differences(axes[0, 1], list(results), found, f"minus {first}, points\n(dots: seeds; 95 % interval)")
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="x", alpha=0.25)
