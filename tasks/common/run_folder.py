@@ -254,7 +254,8 @@ def owned(
     """The folder is this run's, and no other process may train in it until the end of the block.
 
     The first of the joined processes claims it for all of them. They get the checkpoint that all of them go on from.
-    If a bad value ends the block before a checkpoint is there, nothing is left that would refuse the corrected run.
+    If a bad value ends the block before a checkpoint or the model is there, nothing is left that would refuse the
+    corrected run.
 
     Args:
         out: folder of the run.
@@ -297,7 +298,7 @@ def owned(
         try:
             yield checkpoint
         except USER_ERRORS:
-            if is_new and newest() is None:
+            if is_new and newest() is None and not (out / MODEL).exists():
                 throw_away(out)
             raise
 

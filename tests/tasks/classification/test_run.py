@@ -306,6 +306,17 @@ def test_an_error_after_a_checkpoint_leaves_it(tmp_path, monkeypatch):
     assert training.run(config)["resumed_from"].startswith("checkpoint-")
 
 
+def test_an_error_after_the_model_was_saved_leaves_it(tmp_path, monkeypatch):
+    def fails(*arguments):
+        raise ValueError("the picture cannot be drawn")
+
+    monkeypatch.setattr(hf_run, "draw", fails)
+    without = {"num_train_epochs": 1, "save_strategy": "no", "load_best_model_at_end": False}
+    with pytest.raises(ValueError, match="the picture cannot be drawn"):
+        training.run(config_in(tmp_path / "run", FEW, **without))
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
 def test_a_run_may_move_and_hide_its_bar(finished, tmp_path):
     folder = copy_run(finished, tmp_path)
     assert training.run(config_in(folder, disable_tqdm=False))["metrics"] == finished[1]["metrics"]
