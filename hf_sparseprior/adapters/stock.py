@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -53,8 +54,8 @@ def apply_prior(model: Model, prior: str | dict[str, Any]) -> Model:
     Args:
         model: ViT, DeiT, ViT-MSN, DINOv2, DINOv3, BEiT, CLIP, SigLIP, ViTMAE, I-JEPA, Swin, or of clips VideoMAE, ViViT
             or TimeSformer, any head; timm's VisionTransformer, Eva, NaFlexVit or SwinTransformer, alone or within
-            another module, as in TimmWrapper models. In a peft model the base model gets the prior, which must have no
-            weights of its own: peft would not save them.
+            another module, as in TimmWrapper models. In a peft model the base model gets the prior, whose weights are
+            frozen, as the base model's are: peft would not save them.
         prior: as in `SparsePriorViTConfig`. Extras must be within attention, and not on ViTMAE and where attention sees
             several frames together: there `time` of the prior says how it sees them ("violin+clip"). In a TimeSformer
             attention over time alone stays as it is.
@@ -64,7 +65,7 @@ def apply_prior(model: Model, prior: str | dict[str, Any]) -> Model:
 
     Raises:
         ValueError: for a bad prior, a model that has a prior, or a model that cannot take one; the message says which
-            module, and why. For a prior with weights on a peft model.
+            module, and why.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model={model!r:.80} must be a model of transformers or timm")
@@ -81,11 +82,13 @@ def apply_prior(model: Model, prior: str | dict[str, Any]) -> Model:
             f"{type(model).__name__} must be a model of transformers, the one that is saved, or one of timm"
         )
     applied = attach(target, _with_identity(parse_prior(prior)))
-    if target is not model and any(True for one in stock_priors(target) for _ in one.parameters()):
-        detach(target, applied)
-        raise ValueError(
-            f"prior={prior!r} has weights, which {type(model).__name__} would not save: apply it to the base model "
-            "first, and then sp.adapters.lora_config(model) names them, or add sp.ViolinAdapterConfig to the base model"
+    if target is not model and (weights := [weight for one in stock_priors(target) for weight in one.parameters()]):
+        for weight in weights:
+            weight.requires_grad_(False)
+        warnings.warn(
+            f"the prior's weights in {type(model).__name__} are frozen, because peft would not save them; to train "
+            "them, apply the prior first and take sp.adapters.lora_config(model), or add sp.ViolinAdapterConfig",
+            stacklevel=2,
         )
     if isinstance(target, PreTrainedModel):
         applied.handles.append(target.register_load_state_dict_pre_hook(refuse_files_weights))

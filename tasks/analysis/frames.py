@@ -61,6 +61,8 @@ def read_frames(clip: Path, count: int | None) -> list[Image.Image]:
             frames = [frame.to_image() for frame in container.decode(video=0)]
     except (av.error.FFmpegError, IndexError) as error:  # no video, or none in it
         raise OSError(f"--clip {clip} cannot be read as a video ({str(error).splitlines()[0]})") from None
+    if not frames:
+        raise OSError(f"--clip {clip} has no frames")
     if count is None:
         return frames
     if count > len(frames):
