@@ -15,7 +15,6 @@ from tasks.common import run_folder
 from tasks.common.mm import train
 from tests.processes import Started
 
-
 TESTED = {part: {"any": 1} for part in ("test_dataloader", "test_cfg", "test_evaluator")}  # which a run has to have
 
 
