@@ -8,13 +8,14 @@ from pathlib import Path
 MOST_CLASSES = 254  # labels of a PNG are bytes: 0 is unlabelled, and 255 is ignored
 
 
-def read_pixel_classes(path: Path) -> tuple[str, ...]:
-    """The classes of pixels, one a line of a file; the first is label 1.
+def read_classes(folder: str | Path) -> tuple[str, ...]:
+    """The classes of pixels of a folder, one a line of its classes.txt; the first is label 1.
 
     Raises:
         OSError: for a missing file.
         ValueError: for fewer than 2 or more than 254 classes, and for a class that stands twice.
     """
+    path = Path(folder) / "classes.txt"
     if not path.is_file():
         raise OSError(f"{path} is missing; it holds one class a line")
     classes = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())

@@ -442,13 +442,14 @@ def make_collator(
 
 
 def make_trainer(prepared: Prepared, arguments: SparsePriorTrainingArguments) -> SparsePriorTrainer:
-    """The Trainer of a run. One training example is prepared first, so that what cannot be prepared shows before the
-    start.
+    """The Trainer of a run. One example of training and of the test is prepared first, so that what cannot be prepared
+    shows before the start.
     """
     if prepared.train_sampler is not None:
         for dataset in prepared.datasets.values():
             dataset.fill_cache(show_progress=not arguments.disable_tqdm)
         prepared.datasets["train"][next(iter(prepared.train_sampler))]
+        prepared.datasets["test"][0]
     _trainer_errors(check_schedule, arguments=arguments)
     trainer = _trainer_errors(
         prepared.trainer_class,

@@ -16,7 +16,7 @@ from mmengine.dataset import pseudo_collate
 
 from hf_sparseprior.analysis.pictures import pyplot, save
 from tasks.common.coco_baseline import fit_constant
-from tasks.common.mm.config import metrics_of
+from tasks.common.mm.config import compared_metric
 from tasks.common.mm.pictures import draw_instances
 from tasks.common.mm.reading import read_image
 from tasks.common.mm.task import Task
@@ -33,10 +33,7 @@ def constant_metrics(config: Config) -> dict[str, Any]:
     test = DATASETS.build(config.test_dataloader.dataset)
     with redirect_stdout(io.StringIO()):
         predictor = fit_constant(CheckedCOCO(train.ann_file), train.cat_ids)
-    built = map(METRICS.build, metrics_of(config))
-    metric = next((one for one in built if "bbox" in getattr(one, "metrics", ()) and not one.format_only), None)
-    if metric is None:
-        raise ValueError("test_evaluator must measure bbox, by which runs are compared, and not have format_only")
+    metric = compared_metric(config, METRICS, "bbox")
     metric.dataset_meta = test.metainfo
     for index in range(len(test)):
         image = test.get_data_info(index)

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from torch.utils.data import Dataset
 
 from hf_sparseprior.training.sampling import Draw
-from tasks.common.annotated_folders import check_are_there, read_pixel_classes
+from tasks.common.annotated_folders import check_are_there, read_classes
 from tasks.common.coco import CocoFile, read_coco
 from tasks.common.mm.scenes import write_scenes
 from tasks.heads.config import DataConfig
@@ -48,7 +48,7 @@ class PixelClasses(Dataset):
     """
 
     def __init__(self, folder: Path, split: str) -> None:
-        self.classes = list(read_pixel_classes(folder / "classes.txt"))
+        self.classes = list(read_classes(folder))
         self.split, own = split, SPLITS[split]
         self.annotations = folder / "annotations" / own
         self.files = sorted(file for file in (folder / "images" / own).glob("*") if file.suffix.lower() in SUFFIXES)

@@ -10,8 +10,7 @@ from mmseg.datasets import BaseSegDataset
 from mmseg.datasets.transforms import LoadAnnotations
 from mmseg.registry import DATASETS, TRANSFORMS
 
-from tasks.common.annotated_folders import check_are_there
-from tasks.common.mm.config import read_classes
+from tasks.common.annotated_folders import check_are_there, read_classes
 from tasks.common.mm.pictures import class_colours
 from tasks.common.mm.reading import CHECKED, read_image
 

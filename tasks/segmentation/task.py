@@ -13,7 +13,7 @@ from mmengine.dataset import pseudo_collate
 from mmseg.registry import DATASETS, METRICS
 
 from hf_sparseprior.analysis.pictures import pyplot, save
-from tasks.common.mm.config import metrics_of
+from tasks.common.mm.config import compared_metric
 from tasks.common.mm.task import Task
 from tasks.segmentation import registered  # noqa: F401
 from tasks.segmentation.data import IGNORED
@@ -40,10 +40,7 @@ def constant_predictor(config: Config) -> dict[str, Any]:
         ValueError: if the test evaluator does not measure mIoU.
     """
     dataset = DATASETS.build(config.test_dataloader.dataset)
-    built = map(METRICS.build, metrics_of(config))
-    metric = next((one for one in built if "mIoU" in getattr(one, "metrics", ()) and not one.format_only), None)
-    if metric is None:
-        raise ValueError("test_evaluator must measure mIoU, by which runs are compared, and not have format_only")
+    metric = compared_metric(config, METRICS, "mIoU")
     metric.dataset_meta = dataset.metainfo
     areas = torch.from_numpy(class_areas(dataset)).float()
     best: dict[str, Any] = {"test_mIoU": -1.0}

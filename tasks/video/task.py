@@ -63,7 +63,6 @@ def prepare(config: Config, arguments: Any) -> Prepared:
         "validation": make_dataset(data.splits["validation"], data_config, model.config),
         "test": make_test_dataset(data.splits["test"], data_config, model.config),
     }
-    datasets["test"][0]  # frames that are too small for a test end the run before it begins
     return Prepared(
         model=model,
         classes=data.classes,

@@ -13,7 +13,7 @@ from mmengine.config import Config, DictAction
 from mmengine.runner import Runner
 
 from hf_sparseprior.training.finite import SETTING
-from tasks.common.annotated_folders import read_pixel_classes
+from tasks.common.annotated_folders import read_classes
 from tasks.common.command import first_line
 from tasks.common.config import check_known, split_cell
 from tasks.common.run_folder import default_output_dir
@@ -120,15 +120,6 @@ def fill_classes(config: Config) -> None:
         part["num_classes"] = len(classes)
 
 
-def read_classes(data_root: str | Path) -> tuple[str, ...]:
-    """The classes of a folder, one a line of its classes.txt.
-
-    Raises:
-        OSError, ValueError: as `tasks.common.annotated_folders.read_pixel_classes`.
-    """
-    return read_pixel_classes(Path(data_root) / "classes.txt")
-
-
 def take_cell(config: Config, file: Path, cell: str | None) -> None:
     """Merge what a cell changes into a config, which then has neither `cells` nor `seeds`.
 
@@ -216,10 +207,23 @@ def check_tested(config: Config) -> None:
         raise ValueError(f"{', '.join(missing)} must be given: every run is tested at its end")
 
 
-def metrics_of(config: Config) -> list[dict[str, Any]]:
-    """The metrics of `test_evaluator`, which may be one or a list."""
+def compared_metric(config: Config, metrics: Any, name: str) -> Any:
+    """The first metric of `test_evaluator`, which may be one or a list, that measures `name`.
+
+    Args:
+        config: of a run.
+        metrics: the framework's registry that builds them.
+        name: what runs are compared by, as the metric's own `metrics` have it.
+
+    Raises:
+        ValueError: if none does, or if it writes its results in place of measuring.
+    """
     given = config.test_evaluator
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+    for part in given if isinstance(given, (list, tuple)) else [given]:
+        metric = metrics.build(part)
+        if name in getattr(metric, "metrics", ()) and not metric.format_only:
+            return metric
+    raise ValueError(f"test_evaluator must measure {name}, by which runs are compared, and not have format_only")
 
 
 def as_json(value: Any) -> Any:

@@ -43,15 +43,21 @@ def test_no_offset_and_no_curve_crosses_from_one_frame_into_the_next():
     assert plan.density == mask[:, :64, :64].mean()
 
 
-@pytest.mark.parametrize("name", ["vit", "mae"])
-def test_two_forwards_before_one_checkpointed_backward(name):
-    """The layers run again with the layout of their own forward, with other visible patches or another grid."""
+def two_inputs(name):
+    """Inputs whose tokens lie elsewhere: with other visible patches, or of another grid."""
     first, second = STOCK[name].example(1), STOCK[name].example(2)
     if name == "mae":
         second["noise"] = 1 - second["noise"]
     else:
         first, second = ({"pixel_values": torch.randn(2, 3, *size)} for size in ((32, 48), (48, 32)))
         first["interpolate_pos_encoding"] = second["interpolate_pos_encoding"] = True
+    return first, second
+
+
+@pytest.mark.parametrize("name", ["vit", "mae"])
+def test_two_forwards_before_one_checkpointed_backward(name):
+    """The layers run again with the layout of their own forward, with other visible patches or another grid."""
+    first, second = two_inputs(name)
     gradients = []
     for checkpointed in (False, True):
         model = sp.apply_prior(STOCK[name].build(), "fibottention+violin").train()
@@ -87,12 +93,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
 @pytest.mark.parametrize("name", ["vit", "mae"])
 def test_two_threads_use_one_model(name):
     """A forward goes on where its tokens lie, although one of other images began and ended in between."""
-    first, second = STOCK[name].example(1), STOCK[name].example(2)
-    if name == "mae":
-        second["noise"] = 1 - second["noise"]
-    else:
-        first, second = ({"pixel_values": torch.randn(2, 3, *size)} for size in ((32, 48), (48, 32)))
-        first["interpolate_pos_encoding"] = second["interpolate_pos_encoding"] = True
+    first, second = two_inputs(name)
     model = sp.apply_prior(STOCK[name].build(), "fibottention+violin")
     move_decays(model)
 
