@@ -19,7 +19,7 @@ from tasks.common.config import Config, check_known, check_trainer, trainer_keys
 from tasks.common.images.sections import field_names
 from tasks.common.mm.scenes import SceneSettings
 from tasks.common.models import FAMILY_KEYS, section_family
-from tasks.heads.kinds import KINDS
+from tasks.heads.kinds import IGNORED, KINDS
 
 SECTIONS = ("data", "model", "head", "trainer")
 # Keys of the Trainer that would do nothing here, or something else than their name says.
@@ -83,6 +83,8 @@ def check_config(config: Config) -> Config:
             raise ValueError(f"trainer.{key}={trainer[key]!r} is not for heads; use {instead}")
     if trainer.get("metric_for_best_model") not in (None, "loss", "eval_loss"):
         raise ValueError(f"trainer.metric_for_best_model={trainer['metric_for_best_model']!r} must be loss")
+    if (ignored := head.get("loss_ignore_index", IGNORED)) != IGNORED:
+        raise ValueError(f"head.loss_ignore_index={ignored!r} must be {IGNORED}, the label of pixels without a class")
     if not config["model"].get("pretrained"):
         head_config(config, ["a", "b"])
     return config

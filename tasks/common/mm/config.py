@@ -110,7 +110,7 @@ def fill_classes(config: Config) -> None:
             parts += part
     if not empty:
         return
-    dataset = config.train_dataloader.dataset
+    dataset = wrapped_data(config.train_dataloader.dataset)[0]
     classes = (dataset.get("metainfo") or {}).get("classes")
     if classes is None and dataset.type == "FolderSegmentation":
         classes = read_classes(dataset.data_root)
@@ -171,9 +171,7 @@ def for_frameworks(config: Config) -> Config:
     Steps that read have mm's names, the test data's pipeline stands at the top too, and there is a visualizer.
     """
     config = Config(with_mm_names(config._cfg_dict.to_dict()), filename=config.filename)
-    dataset = config.get("test_dataloader", {}).get("dataset", {})
-    while "pipeline" not in dataset and ("dataset" in dataset or "datasets" in dataset):
-        dataset = dataset.get("dataset") or dataset.datasets[0]
+    dataset = wrapped_data(config.get("test_dataloader", {}).get("dataset", {}))[0]
     if "pipeline" in dataset:
         config.test_pipeline = copy.deepcopy(dataset.pipeline)
     if config.get("visualizer") is None and config.get("default_scope") in VISUALIZERS:
@@ -195,10 +193,17 @@ def with_mm_names(value: Any) -> Any:
 def check_data(config: Config) -> None:
     """Raise OSError if a dataset's folder is missing, before anything is written."""
     for part in ("train", "val", "test"):
-        root = (config.get(f"{part}_dataloader") or {}).get("dataset", {}).get("data_root")
-        if root and not Path(root).is_dir():
-            hint = f"; python -m tasks.common.mm.scenes {root} makes it" if "scenes" in Path(root).name else ""
-            raise OSError(f"{part}_dataloader.dataset.data_root={root} is not a folder{hint}")
+        for dataset in wrapped_data((config.get(f"{part}_dataloader") or {}).get("dataset", {})):
+            root = dataset.get("data_root")
+            if root and not Path(root).is_dir():
+                hint = f"; python -m tasks.common.mm.scenes {root} makes it" if "scenes" in Path(root).name else ""
+                raise OSError(f"{part}_dataloader.dataset.data_root={root} is not a folder{hint}")
+
+
+def wrapped_data(dataset: Any) -> list[Any]:
+    """The configs of the data sets that a data set of mm repeats, joins or mixes; its own if it is no wrapper."""
+    inner = [*dataset.get("datasets", []), *([dataset["dataset"]] if "dataset" in dataset else [])]
+    return [own for part in inner for own in wrapped_data(part)] or [dataset]
 
 
 def check_tested(config: Config) -> None:

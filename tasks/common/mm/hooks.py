@@ -34,10 +34,26 @@ def seed_everything(*entropy: int) -> None:
 
 
 class Draw(int):
-    """Index of an image, with the number of this draw in the run (`number`) and the run's `seed`."""
+    """Index of an image, with the number of this draw in the run (`number`) and the run's `seed`.
+
+    What mmengine's RepeatDataset and ConcatDataset make of an index, by the two operations below, is the same draw.
+    """
 
     number: int
     seed: int
+
+    @classmethod
+    def of(cls, index: int, number: int, seed: int) -> Draw:
+        """The draw of an image."""
+        draw = cls(index)
+        draw.number, draw.seed = number, seed
+        return draw
+
+    def __mod__(self, length: int) -> Draw:
+        return Draw.of(int(self) % length, self.number, self.seed)
+
+    def __sub__(self, first: int) -> Draw:
+        return Draw.of(int(self) - first, self.number, self.seed)
 
 
 @DATA_SAMPLERS.register_module()
@@ -51,9 +67,7 @@ class NumberedSampler(InfiniteSampler):
 
     def __iter__(self) -> Iterator[int]:
         for number, index in enumerate(super().__iter__(), getattr(self, "start", 0)):
-            draw = Draw(index)
-            draw.number, draw.seed = number * self.world_size + self.rank, self.seed
-            yield draw
+            yield Draw.of(index, number * self.world_size + self.rank, self.seed)
 
 
 @TRANSFORMS.register_module()
@@ -64,11 +78,16 @@ class SeedAugmentation:
         """Seed the generators. `results` does not change.
 
         Raises:
-            ValueError: if the images come from another sampler than `NumberedSampler`.
+            ValueError: if the images come from another sampler than `NumberedSampler`, or from a data set that draws
+                images by itself.
         """
         draw = results["sample_idx"]
         if not isinstance(draw, Draw):
-            raise ValueError("SeedAugmentation needs train_dataloader.sampler.type=NumberedSampler")
+            raise ValueError(
+                "SeedAugmentation needs train_dataloader.sampler.type=NumberedSampler and a data set that does not "
+                "draw by itself, as ClassBalancedDataset and MultiImageMixDataset do; without this step of the "
+                "pipeline a run that goes on augments otherwise"
+            )
         seed_everything(draw.seed, draw.number, 1)
         return results
 
@@ -169,7 +188,13 @@ class TellData(Hook):
 
 
 def split_name(dataset: Any) -> str:
-    """What a data set of mm calls its split: the name of its list of images or, without one, of their folder."""
+    """What a data set of mm calls its split: the name of its list of images or, without one, of their folder.
+
+    Of a data set that repeats, joins or mixes others, their names.
+    """
+    inner = [*getattr(dataset, "datasets", []), *([dataset.dataset] if hasattr(dataset, "dataset") else [])]
+    if inner:
+        return " + ".join(dict.fromkeys(map(split_name, inner)))
     return Path(dataset.ann_file or next(iter(dataset.data_prefix.values()))).name
 
 

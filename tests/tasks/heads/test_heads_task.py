@@ -429,6 +429,7 @@ def test_the_constant_predictor_of_objects_is_measured_by_pycocotools(shapes, na
         ("data.scenes.size=4", "scenes"),
         ("data.path=null", r"data\.path=None must be the folder"),
         ("data.path=/nowhere", "data.path=/nowhere has no folder images"),
+        ("head.loss_ignore_index=0", r"head\.loss_ignore_index=0 must be 255"),
         ("trainer.layer_decay=0.7", r"trainer\.layer_decay=0\.7 is not for heads"),
         ("trainer.metric_for_best_model=accuracy", r"metric_for_best_model='accuracy' must be loss"),
         ("model.pretrained=/nowhere", r"model\.pretrained=/nowhere is not a folder of a saved model"),

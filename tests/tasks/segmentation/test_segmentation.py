@@ -29,7 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
-from tasks.common.mm.config import for_frameworks, load_config, run_identity
+from tasks.common.mm.config import fill_classes, for_frameworks, load_config, run_identity
 from tasks.common.mm.evaluate import evaluate
 from tasks.common.mm.loading import read_checkpoint
 from tasks.common.mm.reading import read_image
@@ -665,3 +665,22 @@ def test_a_head_with_one_output_is_drawn(finished, data, tmp_path):
     sample.pred_sem_seg = PixelData(data=(sample.gt_sem_seg.data == 1).float())
     model.eval.return_value.test_step = lambda batch: [sample]
     assert draw_predictions({"prediction": model}, dataset, tmp_path / "picture.png").stat().st_size > 5000
+
+
+def test_data_that_is_repeated_or_joined_trains_and_is_tested(data, tmp_path, capfd):
+    """With mmengine's RepeatDataset and ConcatDataset, whose parts have the folders and the names of classes."""
+    config = config_of(data, tmp_path / "run")
+    for part, name in (("train", "RepeatDataset"), ("test", "ConcatDataset")):
+        own = config[f"{part}_dataloader"].dataset
+        options = {"dataset": own, "times": 3} if part == "train" else {"datasets": [own, copy.deepcopy(own)]}
+        config[f"{part}_dataloader"].dataset = {"type": name, **options}
+    config.model.decode_head.num_classes = None
+    fill_classes(config)
+    results = run(SEGMENTATION, config)
+    assert "trains on 21 images of 3 classes (training)" in capfd.readouterr().out
+    assert results["data"].endswith("trains on 21 images of 3 classes, tests on 8")
+    assert len(results["classes"]) == 3
+    config.train_dataloader.dataset.dataset.data_root = "/nowhere"
+    config.work_dir = str(tmp_path / "other")
+    with pytest.raises(OSError, match=r"train_dataloader\.dataset\.data_root=/nowhere is not a folder"):
+        run(SEGMENTATION, config)
