@@ -86,6 +86,9 @@ class Objects(Dataset):
         folder: of the data. split: train, validation or test.
         with_objects: leave images without objects out, as detectors do in training.
         with_mask: whether every object has to have a mask; without one it is that of the box.
+
+    Raises:
+        OSError: for a missing image. ValueError: for a bad annotation file, or one without objects that can be measured.
     """
 
     def __init__(self, folder: Path, split: str, with_objects: bool = False, with_mask: bool = True) -> None:
@@ -94,8 +97,9 @@ class Objects(Dataset):
         self.classes = list(self.coco.categories.values())
         self.numbers = {key: number for number, key in enumerate(self.coco.categories)}
         self.images = [entry for entry in self.coco.images if self.coco.annotations[entry["id"]] or not with_objects]
-        if not self.images:
-            raise ValueError(f"{self.coco.path} has no image with objects")
+        found = (annotation for own in self.coco.annotations.values() for annotation in own)
+        if all(annotation.get("iscrowd") for annotation in found):
+            raise ValueError(f"{self.coco.path} has no image with objects, crowds aside; nothing could be measured")
         check_are_there(self.folder / entry["file_name"] for entry in self.images)
 
     def __len__(self) -> int:

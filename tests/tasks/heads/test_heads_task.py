@@ -279,6 +279,7 @@ def test_images_are_mirrored_with_their_labels_by_the_draw_alone(shapes):
         (lambda root: cut(root / "annotations/instances_test.json"), "detr", "instances_test.json is no JSON"),
         (lambda root: change(root, "categories", []), "detr", "category_id 5, which is not among categories"),
         (lambda root: change(root, "images", [{}]), "detr", "is not COCO's layout"),
+        (lambda root: change(root, "annotations", []), "detr", "has no image with objects, crowds aside"),
     ],
 )
 def test_broken_data_is_named_in_one_line(shapes, tmp_path, break_it, kind, message):
