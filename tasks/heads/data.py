@@ -88,7 +88,7 @@ class Objects(Dataset):
         with_mask: whether every object has to have a mask; without one it is that of the box.
 
     Raises:
-        OSError: for a missing image. ValueError: for a bad annotation file, or one without objects that can be measured.
+        OSError: for a missing image. ValueError: for a bad annotation file, or one without objects.
     """
 
     def __init__(self, folder: Path, split: str, with_objects: bool = False, with_mask: bool = True) -> None:
