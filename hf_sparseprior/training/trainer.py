@@ -70,6 +70,7 @@ class SparsePriorTrainer(Trainer):
 
     data_collator: Any
     optimizer: Any
+    counted_input = "labels"  # whose length is a micro-batch's number of samples
 
     def __init__(
         self,
@@ -202,9 +203,9 @@ class SparsePriorTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | int | None:
         """Number of samples of a step, over micro-batches and processes."""
-        if not batch_samples or "labels" not in batch_samples[0]:
+        if not batch_samples or self.counted_input not in batch_samples[0]:
             return super()._get_num_items_in_batch(batch_samples, device)
-        count: Any = torch.tensor(sum(len(batch["labels"]) for batch in batch_samples))
+        count: Any = torch.tensor(sum(len(batch[self.counted_input]) for batch in batch_samples))
         if self.args.world_size > 1:
             count = self.accelerator.gather(count.to(device)).sum()
         return count
@@ -217,19 +218,25 @@ class SparsePriorTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The loss of a micro-batch, weighted so that a step's gradient is that of the mean over its samples."""
-        labels: Any = inputs.get("labels")
-        size = None if labels is None else len(labels)
         if self.distillation is not None and model.training:
             loss, outputs = self._distilled_loss(self.distillation, model, inputs)
         else:
             loss, outputs = self._label_loss(model, inputs)
         if model.training:
             self._record(auxiliary_losses(outputs))
-        # transformers would divide by the number of micro-batches, which is right only if they are equally large.
-        self.loss_is_scaled_for_ga = num_items_in_batch is not None and size is not None
-        if self.loss_is_scaled_for_ga:
-            loss = loss * (size * self.accelerator.num_processes / num_items_in_batch)
+        loss = self.share_of_step(loss, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
+
+    def share_of_step(self, loss: Tensor, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
+        """The mean loss of a micro-batch, weighted by its share of the step's samples if their number is known.
+
+        transformers would divide by the number of micro-batches, which is right only if they are equally large.
+        """
+        self.loss_is_scaled_for_ga = num_items_in_batch is not None and self.counted_input in inputs
+        if not self.loss_is_scaled_for_ga:
+            return loss
+        size = len(inputs[self.counted_input])
+        return loss * (size * self.accelerator.num_processes / num_items_in_batch)
 
     def _label_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
         """Mean over the micro-batch of the loss against labels and token targets, and the model's outputs."""

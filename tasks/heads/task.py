@@ -63,17 +63,11 @@ class HeadTrainer(SparsePriorTrainer):
 
     model: Any
     control: Any
+    counted_input = "pixel_values"
 
     def __init__(self, *args: Any, measure: Callable[[Any, Any], dict[str, float]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.measure = measure
-
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | int | None:
-        """Number of images of a step, over micro-batches and processes."""
-        count: Any = torch.tensor(sum(len(batch["pixel_values"]) for batch in batch_samples))
-        if self.args.world_size > 1:
-            count = self.accelerator.gather(count.to(device)).sum()
-        return count
 
     def compute_loss(
         self,
@@ -85,10 +79,7 @@ class HeadTrainer(SparsePriorTrainer):
         """The head's loss of a micro-batch, by its share of the step's images."""
         with counted_once():
             outputs = model(**inputs)
-        loss = outputs.loss
-        self.loss_is_scaled_for_ga = num_items_in_batch is not None
-        if num_items_in_batch is not None:
-            loss = loss * (len(inputs["pixel_values"]) * self.accelerator.num_processes / num_items_in_batch)
+        loss = self.share_of_step(outputs.loss, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def measured(self, data: Any, prefix: str) -> dict[str, float]:

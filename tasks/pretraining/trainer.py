@@ -39,6 +39,7 @@ class DinoTrainer(SparsePriorTrainer):
     model: Dino
     lr_scheduler: Any
     control: Any
+    counted_input = "global_crops"
 
     def __init__(self, *args: Any, dino: DinoConfig, knn_accuracy: Callable[[Any], float], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -74,13 +75,6 @@ class DinoTrainer(SparsePriorTrainer):
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | int | None:
-        """Number of images of a step, over micro-batches and processes."""
-        count: Any = torch.tensor(sum(len(batch["global_crops"]) for batch in batch_samples))
-        if self.args.world_size > 1:
-            count = self.accelerator.gather(count.to(device)).sum()
-        return count
-
     def compute_loss(
         self,
         model: nn.Module,
@@ -90,11 +84,8 @@ class DinoTrainer(SparsePriorTrainer):
     ) -> Any:
         """The loss of a micro-batch, weighted so that a step's gradient is that of the mean over its images."""
         outputs = model(**inputs)
-        loss = outputs["loss"]
         self._record({"entropy": outputs["entropy"], "kl": outputs["kl"]})
-        self.loss_is_scaled_for_ga = num_items_in_batch is not None
-        if num_items_in_batch is not None:
-            loss = loss * (len(inputs["global_crops"]) * self.accelerator.num_processes / num_items_in_batch)
+        loss = self.share_of_step(outputs["loss"], inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
