@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from hf_sparseprior.command import USER_ERRORS, report_error
 
@@ -62,3 +62,9 @@ def tell_data(examples: str, splits: Mapping[str, tuple[int | None, str]], class
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type if it has none."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
+
+
+def short(names: Sequence[str], count: int = 10) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return f"{list(names[:count])}{more}"

@@ -29,6 +29,13 @@ class Videos:
     paths: list[Path]
     labels: np.ndarray
 
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def name(self, index: int) -> str:
+        """The path of a video."""
+        return str(self.paths[index])
+
     def subset(self, indices: np.ndarray) -> Videos:
         """The videos with these numbers."""
         return Videos([self.paths[index] for index in indices], self.labels[indices])

@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-from torch.utils.data import DataLoader, Dataset
-from tqdm.auto import tqdm
-
-from tasks.common.images.sources.images import short
-from tasks.common.scans import NAMES_SHOWN, remembered
+from tasks.common.scans import drop_found, find_problems, remembered
 from tasks.video.config import DataConfig
 from tasks.video.data import VideoData
 from tasks.video.decoding import count_frames, read_frames, reader_version
-
-
-class _Problems(Dataset):
-    """index -> (index, what is wrong with the video or None)."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = paths
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[int, str | None]:
-        try:
-            read_frames(self.paths[index], [count_frames(self.paths[index]) // 2])
-        except OSError as error:
-            return index, str(error)
-        return index, None
 
 
 def find_corrupt(paths: Sequence[Path], workers: int = 0, show_progress: bool = False) -> dict[int, str]:
@@ -48,13 +25,11 @@ def find_corrupt(paths: Sequence[Path], workers: int = 0, show_progress: bool = 
         {index: one line with the file's name and what is wrong with it} for files that are missing, empty, damaged, cut
         off or without video.
     """
-    loader = DataLoader(_Problems(paths), batch_size=8, num_workers=workers, collate_fn=list)
-    found = {}
-    with tqdm(total=len(paths), desc="looking for damaged videos", unit=" videos", disable=not show_progress) as bar:
-        for batch in loader:
-            found.update({index: problem for index, problem in batch if problem is not None})
-            bar.update(len(batch))
-    return found
+    return find_problems(partial(_look_at, paths), len(paths), "videos", workers=workers, show_progress=show_progress)
+
+
+def _look_at(paths: Sequence[Path], index: int) -> None:
+    read_frames(paths[index], [count_frames(paths[index]) // 2])
 
 
 def drop_corrupt(
@@ -79,27 +54,7 @@ def drop_corrupt(
         scan = partial(find_corrupt, videos.paths, workers, show_progress)
         if problems := remembered(_key(videos.paths, version), scan):
             found[split] = problems
-    if found and config.corrupt == "fatal":
-        lines = "; ".join(
-            f"{split}: {len(problems)} of {len(data.splits[split].paths)}, "
-            f"{', '.join(list(problems.values())[:NAMES_SHOWN])}"
-            for split, problems in found.items()
-        )
-        raise ValueError(f"damaged videos ({lines}); data.corrupt=skip leaves them out")
-    names = {}
-    for split, problems in found.items():
-        videos = data.splits[split]
-        names[split] = [str(videos.paths[index]) for index in problems]
-        if len(problems) == len(videos.paths):
-            first = next(iter(problems.values()))
-            raise ValueError(f"{split}: none of the {len(problems)} videos is readable, {first}")
-        data.splits[split] = videos.subset(np.setdiff1d(np.arange(len(videos.paths)), list(problems)))
-        print(
-            f"{split}: {len(problems)} of {len(videos.paths)} videos are damaged and left out, "
-            f"{short(names[split], NAMES_SHOWN)}",
-            file=sys.stderr,
-        )
-    return names
+    return drop_found(data.splits, found, config.corrupt, "videos")
 
 
 def _key(paths: Sequence[Path], version: str) -> str:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tasks.common.command import short
 from tasks.common.images.config import SPLITS, DataConfig
 from tasks.common.images.sources.images import (
     SPLIT_NAMES,
@@ -18,7 +19,6 @@ from tasks.common.images.sources.images import (
     file_images,
     pick_splits,
     read_classes,
-    short,
 )
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")

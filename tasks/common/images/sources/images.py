@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tasks.common.command import short
 from tasks.common.images.config import SPLITS, DataConfig, Decoding
 
 # Names that common data sets give to each split's folder or file.
@@ -296,12 +297,6 @@ def encode_labels(
 def class_indices(classes: Sequence[str]) -> dict[Any, int]:
     """{what a stored label may be, its class's name or index: index}."""
     return {index: index for index in range(len(classes))} | {name: index for index, name in enumerate(classes)}
-
-
-def short(names: Sequence[str], count: int = 10) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return f"{list(names[:count])}{more}"
 
 
 def balanced_subset(labels: np.ndarray, count: int, seed: int) -> np.ndarray:

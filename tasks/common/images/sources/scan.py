@@ -3,32 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import sys
-
-import numpy as np
-from torch.utils.data import DataLoader, Dataset
-from tqdm.auto import tqdm
 
 from tasks.common.images.config import DataConfig
-from tasks.common.images.sources.images import TOO_DEEP, ImageData, Images, TooDeep, short
-from tasks.common.scans import NAMES_SHOWN, remembered
-
-
-class _Problems(Dataset):
-    """index -> (index, what is wrong with the image or None)."""
-
-    def __init__(self, images: Images) -> None:
-        self.images = images
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[int, str | None]:
-        try:
-            self.images.read(index)
-        except (OSError, TooDeep) as error:
-            return index, str(error)
-        return index, None
+from tasks.common.images.sources.images import TOO_DEEP, ImageData, Images, TooDeep
+from tasks.common.scans import drop_found, find_problems, remembered
 
 
 def find_corrupt(images: Images, workers: int = 0, show_progress: bool = False) -> dict[int, str]:
@@ -42,13 +20,8 @@ def find_corrupt(images: Images, workers: int = 0, show_progress: bool = False) 
     Returns:
         {index: one line with the image's name and what is wrong with it} for images that cannot be read.
     """
-    loader = DataLoader(_Problems(images), batch_size=32, num_workers=workers, collate_fn=list)
-    found = {}
-    with tqdm(total=len(images), desc="looking for damaged images", unit=" images", disable=not show_progress) as bar:
-        for batch in loader:
-            found.update({index: problem for index, problem in batch if problem is not None})
-            bar.update(len(batch))
-    return found
+    errors = (OSError, TooDeep)
+    return find_problems(images.read, len(images), "images", errors, 32, workers, show_progress)
 
 
 def drop_corrupt(
@@ -73,25 +46,7 @@ def drop_corrupt(
     if not found:
         return {}
     _refuse_depth(found)
-    if config.corrupt == "fatal":
-        lines = "; ".join(
-            f"{split}: {len(problems)} of {len(data.splits[split])}, {', '.join(list(problems.values())[:NAMES_SHOWN])}"
-            for split, problems in found.items()
-        )
-        raise ValueError(f"damaged images ({lines}); data.corrupt=skip leaves them out")
-    names = {}
-    for split, problems in found.items():
-        images = data.splits[split]
-        names[split] = [images.name(index) for index in problems]
-        if len(problems) == len(images):
-            raise ValueError(f"{split}: none of the {len(images)} images is readable, {next(iter(problems.values()))}")
-        data.splits[split] = images.subset(np.setdiff1d(np.arange(len(images)), list(problems)))
-        print(
-            f"{split}: {len(problems)} of {len(images)} images are damaged and left out, "
-            f"{short(names[split], NAMES_SHOWN)}",
-            file=sys.stderr,
-        )
-    return names
+    return drop_found(data.splits, found, config.corrupt, "images")
 
 
 def _refuse_depth(found: dict[str, dict[int, str]]) -> None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from tasks.common.command import short
 from tasks.common.images.config import SPLITS, DataConfig
-from tasks.common.images.sources.images import class_indices, data_folder, pick_splits, short, split_files
+from tasks.common.images.sources.images import class_indices, data_folder, pick_splits, split_files
 from tasks.common.images.sources.tables import (
     arrow_tables,
     check_classes,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tasks.common.command import short
 from tasks.common.images.config import DataConfig, Decoding
 from tasks.common.images.sources.images import (
     PIPELINE,
@@ -26,7 +27,6 @@ from tasks.common.images.sources.images import (
     file_stamp,
     pick_splits,
     read_classes,
-    short,
     split_files,
 )
 
