@@ -97,8 +97,9 @@ class EvaluationConfig:
 
     neighbours, temperature: k-NN with cosine similarities s; a neighbour's vote has the weight exp(s / temperature).
     linear: also train a linear classifier on the frozen features at the end of the run.
-    linear_layers: the class tokens (or means of patch tokens, without one) of so many last layers are its input, each
-        after the last norm; 4 for ViT-S, 1 for ViT-B. linear_average: also the mean of the last layer's patch tokens.
+    linear_layers: what the model pools (class token, mean of the patch tokens or both) of so many last layers is its
+        input, each after the last norm; 4 for ViT-S, 1 for ViT-B. linear_average: also the mean of the last layer's
+        patch tokens, of a model that pools the class token.
     linear_epochs, linear_learning_rate, linear_batch_size: SGD with momentum 0.9; the rate is for 256 images a step,
         grows with linear_batch_size, and falls to 0 as a cosine over the epochs.
     linear_scale: share of the area of the boxes that it is trained on, also mirrored.

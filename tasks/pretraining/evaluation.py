@@ -136,12 +136,14 @@ def standard_error(right: np.ndarray) -> float:
 
 
 def last_layers(backbone: Any, config: EvaluationConfig) -> Encode:
-    """The features of the linear classifier: class tokens of the last layers, each after the last norm.
+    """The features of the linear classifier: what the model pools, of each of the last layers after the last norm.
 
-    Without a class token the mean of the patch tokens takes its place.
+    That is what DINO trains: the class token, the mean of the patch tokens or both, as the config's `pooling` says.
+    Layers of a ConViT that come before its class token have the mean in its place.
 
     Raises:
-        ValueError: if the model has fewer layers, or if these have several widths.
+        ValueError: if the model has fewer layers, if these have several widths, or for `linear_average` of a model that
+            pools the mean already.
     """
     own = backbone.config
     prefix, count = own.num_prefix_tokens, config.linear_layers
@@ -152,12 +154,24 @@ def last_layers(backbone: Any, config: EvaluationConfig) -> Encode:
             f"evaluation.linear_layers={count} must be at most {depth}, the last layers of equal width of this model"
         )
 
+    pooling = getattr(own, "pooling", "mean")
+    if config.linear_average and (not same or pooling != "class_token"):
+        raise ValueError("evaluation.linear_average=true would give the mean twice: this model pools it already")
+
+    prefixes = [own.prefix_tokens(stage) for stage in own.stages for _ in range(stage.num_layers)]
+
+    def pool(tokens: Tensor, prefix: int) -> Tensor:
+        class_token, mean = tokens[:, 0], tokens[:, prefix:].mean(1)
+        if pooling == "class_token_and_mean":
+            return torch.cat([class_token, mean], -1)
+        return class_token if pooling == "class_token" and prefix else mean
+
     def encode(pixels: Tensor) -> Tensor:
         if not same:
             return backbone(pixel_values=pixels).pooler_output
         states = backbone(pixel_values=pixels, output_hidden_states=True).hidden_states[-count:]
         tokens = [backbone.layernorm(state) for state in states]
-        parts = [each[:, 0] if prefix else each.mean(1) for each in tokens]
+        parts = [pool(each, own) for each, own in zip(tokens, prefixes[-count:], strict=True)]
         return torch.cat([*parts, *([tokens[-1][:, prefix:].mean(1)] if config.linear_average else [])], -1)
 
     return encode
@@ -224,7 +238,8 @@ class LinearState:
 
     def __init__(self, path: Path, backbone: nn.Module, config: EvaluationConfig, about: Any) -> None:
         self.path = path
-        digest = hashlib.sha256(repr((asdict(config), about)).encode())
+        pooling = getattr(backbone.config, "pooling", None)
+        digest = hashlib.sha256(repr((asdict(config), about, pooling)).encode())
         for name, value in backbone.state_dict().items():
             digest.update(name.encode())
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

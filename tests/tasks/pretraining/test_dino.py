@@ -13,7 +13,7 @@ from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTModel
 from hf_sparseprior.families import FAMILIES
 from hf_sparseprior.training import Draw
 from tasks.common.images.sources.images import array_images
-from tasks.pretraining.config import DinoConfig, check_config
+from tasks.pretraining.config import DinoConfig, EvaluationConfig, check_config
 from tasks.pretraining.crops import CropConfig, CropDataset, MultiCrop, random_box, turned_hue
 from tasks.pretraining.dino import Dino, DinoHead, dino_loss
 from tasks.pretraining.evaluation import knn_predict, last_layers
@@ -167,8 +167,6 @@ def test_knn_counts_the_votes_of_the_nearest(neighbours):
 
 
 def test_features_of_the_linear_classifier_are_the_last_layers_class_tokens():
-    from tasks.pretraining.config import EvaluationConfig
-
     backbone = model().student.backbone.eval()
     pixels = torch.randn(2, 3, 16, 16)
     output = backbone(pixel_values=pixels, output_hidden_states=True)
@@ -178,6 +176,35 @@ def test_features_of_the_linear_classifier_are_the_last_layers_class_tokens():
     torch.testing.assert_close(found, expected)
     with pytest.raises(ValueError, match=r"evaluation\.linear_layers=3 must be at most 2"):
         last_layers(backbone, EvaluationConfig(linear_layers=3))
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("sparseprior_vit", {"pooling": "class_token"}),
+        ("sparseprior_vit", {"pooling": "mean"}),
+        ("sparseprior_vit", {"pooling": "mean", "use_class_token": False}),
+        ("sparseprior_vit", {"pooling": "class_token_and_mean", "num_register_tokens": 2}),
+        ("sparseprior_convit", {"pooling": "class_token"}),
+        ("sparseprior_convit", {"pooling": "mean"}),
+        ("sparseprior_swin", {}),
+        ("sparseprior_iformer", {}),
+    ],
+)
+def test_the_linear_classifier_reads_what_dino_trains(family, options):
+    """The last layer's part is `pooler_output`; layers of a ConViT that have no class token give the mean."""
+    backbone = FAMILIES[family].base(small(family, num_channels=3, **options)).eval()
+    pixels = torch.randn(2, 3, backbone.config.image_size, backbone.config.image_size)
+    output = backbone(pixel_values=pixels, output_hidden_states=True)
+    found = last_layers(backbone, EvaluationConfig(linear_layers=1))(pixels)
+    torch.testing.assert_close(found, output.pooler_output)
+    if options.get("pooling") != "class_token":
+        with pytest.raises(ValueError, match=r"linear_average=true would give the mean twice"):
+            last_layers(backbone, EvaluationConfig(linear_layers=1, linear_average=True))
+    if family == "sparseprior_convit":
+        first = backbone.layernorm(output.hidden_states[1]).mean(1)
+        found = last_layers(backbone, EvaluationConfig(linear_layers=2))(pixels)
+        torch.testing.assert_close(found, torch.cat([first, output.pooler_output], -1))
 
 
 # ---- crops ----------------------------------------------------------------------------------------------------------
